@@ -62,9 +62,8 @@ def generate(model: GPTConfig, params: Any, config: SampleConfig) -> bytes:
       params: one copy of its parameters.
       config: the prompt, the number of bytes, and how they are drawn.
     """
-    prompt = config.prompt.encode(
-        "utf-8", "surrogateescape"
-    )  # keeps bytes of the shell that are no text
+    # Bytes from the shell that are no UTF-8 are kept.
+    prompt = config.prompt.encode("utf-8", "surrogateescape")
     seen = np.frombuffer(prompt, np.uint8)[-model.context_length :]
     window = np.zeros(model.context_length, np.int32)
     window[: seen.size] = seen
@@ -156,7 +155,7 @@ def _of_export(folder: Path) -> tuple[GPTConfig, Any]:
             run = json.loads(RunFolder(folder.parent).config.read_bytes())
         except OSError:
             raise CommandError(
-                f"{folder} does not say what model it is: put the config.json of its run beside "
+                f"{folder} does not say what model it is: put the config.json of its run next to "
                 "it, or train with --resume --export, which exports it again"
             ) from None
         model = config_of(saved_config({"config": run}))

@@ -11,16 +11,16 @@ from ._fields import Checked, option
 ALGORITHMS = ("all_reduce", "local_sgd", "sgp", "slowmo", "slowmo_sgp", "diloco")
 
 
-def _of(*algorithms: str) -> tuple[str, tuple[str, ...]]:
+def _used_by(*algorithms: str) -> tuple[str, tuple[str, ...]]:
     """Return the `goes_with` of an option that only these algorithms use."""
     return "algorithm", algorithms
 
 
-_AVERAGE = _of("local_sgd", "slowmo")
-_GOSSIP = _of("sgp", "slowmo_sgp")
-_SLOW = _of("slowmo", "slowmo_sgp")
-_OUTER = _of("slowmo", "slowmo_sgp", "diloco")
-_PARAMETERS = _of(*(name for name in ALGORITHMS if name != "all_reduce"))
+_AVERAGE = _used_by("local_sgd", "slowmo")
+_GOSSIP = _used_by("sgp", "slowmo_sgp")
+_SLOW = _used_by("slowmo", "slowmo_sgp")
+_OUTER = _used_by("slowmo", "slowmo_sgp", "diloco")
+_PARAMETERS = _used_by(*(name for name in ALGORITHMS if name != "all_reduce"))
 
 
 def parse_mixing(text: str) -> Mixing:
@@ -61,7 +61,7 @@ class AlgorithmConfig(Checked):
         25,
         "Size of all_reduce's gradient buckets in MiB, the first one at most 1; see jaxslowmo "
         "tune buckets.",
-        goes_with=_of("all_reduce"),
+        goes_with=_used_by("all_reduce"),
         least=0,
         below=2**20,
     )
@@ -122,12 +122,15 @@ class AlgorithmConfig(Checked):
         choices=("none", "bfloat16", "float16"),
     )
     outer_learning_rate: float = _option(
-        0.7, "Learning rate of diloco's outer optimizer (SGD).", goes_with=_of("diloco"), least=0
+        0.7,
+        "Learning rate of diloco's outer optimizer (SGD).",
+        goes_with=_used_by("diloco"),
+        least=0,
     )
     outer_momentum: float = _option(
         0.9,
         "Nesterov momentum of diloco's outer optimizer.",
-        goes_with=_of("diloco"),
+        goes_with=_used_by("diloco"),
         least=0,
         below=1,
     )

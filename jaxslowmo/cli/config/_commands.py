@@ -137,7 +137,7 @@ class TuneBucketsConfig(Checked):
     limits: tuple[int, ...] = option(
         "1MiB,5MiB,25MiB,100MiB",
         "Sizes at which a bucket closes, separated by commas; one bucket per gradient is "
-        "measured besides.",
+        "always measured, too.",
         parse=parse_sizes,
         entries="sizes",
     )

@@ -124,7 +124,7 @@ def _check_source(
             raise ValueError(f"{as_flag(other)} does not go with {flag}")
 
 
-def _whose(argument: str) -> str:
+def _only_for(argument: str) -> str:
     """Return a help text that names the graphs whose constructors take an argument."""
     names = [name for name, make in GRAPHS.items() if argument in signature(make).parameters]
     return f"Only for {' and '.join(names)}."
@@ -139,10 +139,10 @@ class InspectGraphConfig(Checked):
         None, "Peers that a node sends to per exchange (default: the graph's).", least=1
     )
     dedupe: bool = option(False, "Keep only the first of equal peers.")
-    rows: int | None = option(None, _whose("rows"), least=1)
-    group_size: int | None = option(None, _whose("group_size"), least=1)
-    num_rounds: int | None = option(None, _whose("num_rounds"), least=1)
-    seed: int | None = option(None, _whose("seed"), least=0, below=2**63)
+    rows: int | None = option(None, _only_for("rows"), least=1)
+    group_size: int | None = option(None, _only_for("group_size"), least=1)
+    num_rounds: int | None = option(None, _only_for("num_rounds"), least=1)
+    seed: int | None = option(None, _only_for("seed"), least=0, below=2**63)
     phone_book: Path | None = option(  # noqa: RUF009 - a field, as the others
         None, "JSON file, instead of a name: for every node the list of its peers."
     )

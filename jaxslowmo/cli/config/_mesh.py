@@ -113,7 +113,7 @@ class MeshConfig(Checked):
         if self.microbatches is None:
             most = _TICKS_PER_STAGE * self.num_stages
             fit = [m for m in range(1, most + 1) if rows % m == 0]
-            # The interleaved schedule needs a multiple of the number of stages.
+            # A multiple of the number of stages, if possible: the interleaved schedule needs one.
             whole = [m for m in fit if m % self.num_stages == 0]
             return max(whole or fit)
         if rows % self.microbatches:

@@ -89,7 +89,7 @@ class _Group:
         self._lock = threading.Lock()
         place = "--coordinator", f"{_HOST}:{port}", "--num-processes", str(processes)
         for index in range(processes):
-            if children.asked is not None:
+            if children.received is not None:
                 break
             child_arguments = [*arguments, *place, "--process-id", str(index)]
             # A new session, so that the terminal sends Ctrl-C to this process only.
@@ -115,7 +115,7 @@ class _Group:
             child.end()
         if len(self._started) < self._num_processes:
             return EndOfStart(TERMINATED, "not all processes were started")
-        return failed or self._failure() or EndOfStart(0, "all processes ended", is_told=True)
+        return failed or self._failure() or EndOfStart(0, "all processes ended", is_reported=True)
 
     def _failure(self) -> EndOfStart | None:
         codes = [child.process.poll() or 0 for child in self._started]
@@ -124,8 +124,8 @@ class _Group:
             return None
         # A process that lost another one did not fail first.
         index, code = min(failed, key=lambda pair: pair[1] == LOST_A_PROCESS)
-        is_told, code = code > 0, 128 - code if code < 0 else code
-        return EndOfStart(code, f"process {index} ended with code {code}", is_told=is_told)
+        is_reported, code = code > 0, 128 - code if code < 0 else code
+        return EndOfStart(code, f"process {index} ended with code {code}", is_reported=is_reported)
 
     def _hear(self, line: str) -> None:
         if line.startswith(_PRINTED_ONCE):

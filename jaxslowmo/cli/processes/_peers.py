@@ -114,12 +114,12 @@ class StopOnSignal(contextlib.ExitStack):
     handles SIGTERM and agrees on a step, and the parent of the process handles Ctrl-C.
 
     Attributes:
-      asked: reason to stop; None while this process knows of none.
+      reason: reason to stop; None while this process knows of none.
     """
 
     def __init__(self, cluster: Cluster = ALONE) -> None:
         super().__init__()
-        self.asked: Stop | None = None
+        self.reason: Stop | None = None
         self._calls = 0
         self._has_peers, self._watch = cluster.count > 1, cluster.watch
 
@@ -141,8 +141,8 @@ class StopOnSignal(contextlib.ExitStack):
             # of steps a run that resumes at step 20 would never reach the agreed number.
             self._calls += 1
             if multihost_utils.reached_preemption_sync_point(self._calls):
-                self.asked = "preempted"
-        return self.asked
+                self.reason = "preempted"
+        return self.reason
 
     def besides_steps(self) -> contextlib.AbstractContextManager[None]:
         """Return a context for work that takes longer than a step."""
@@ -158,9 +158,9 @@ class StopOnSignal(contextlib.ExitStack):
         return self
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
-        if self.asked == "interrupted":
+        if self.reason == "interrupted":
             raise KeyboardInterrupt
-        self.asked = "interrupted"
+        self.reason = "interrupted"
 
     def _terminate(self, number: int, frame: FrameType | None) -> None:
-        self.asked = self.asked or "preempted"
+        self.reason = self.reason or "preempted"

@@ -27,13 +27,13 @@ class Children(contextlib.ExitStack):
     step; a second Ctrl-C kills them. It must be entered in the main thread.
 
     Attributes:
-      asked: the signal that arrived, Ctrl-C before SIGTERM; None before one. After a signal the
+      received: the signal that arrived, Ctrl-C before SIGTERM; None before one. After a signal the
         command starts no further process.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.asked: signal.Signals | None = None
+        self.received: signal.Signals | None = None
         self._processes: list[subprocess.Popen[Any]] = []
 
     def __enter__(self) -> "Children":
@@ -53,7 +53,7 @@ class Children(contextlib.ExitStack):
         process = subprocess.Popen(command, env=environ, **options)
         self._processes.append(process)
         # The handler may have run before this process was in the list.
-        if self.asked is not None:
+        if self.received is not None:
             self.send(signal.SIGTERM)
         return process
 
@@ -66,14 +66,14 @@ class Children(contextlib.ExitStack):
     def pause(self, seconds: float) -> None:
         """Wait for some seconds, or until a signal arrives."""
         end = time.monotonic() + seconds
-        while self.asked is None and (left := end - time.monotonic()) > 0:
+        while self.received is None and (left := end - time.monotonic()) > 0:
             time.sleep(min(left, _TICK_SECONDS))
 
     def _end(self, number: int, frame: FrameType | None) -> None:
         del frame
-        again = number == self.asked == signal.SIGINT
-        if self.asked != signal.SIGINT:
-            self.asked = signal.Signals(number)
+        again = number == self.received == signal.SIGINT
+        if self.received != signal.SIGINT:
+            self.received = signal.Signals(number)
         self.send(signal.SIGKILL if again else signal.SIGTERM)
 
 
@@ -134,13 +134,13 @@ class EndOfStart:
     Attributes:
       code: the exit code; 128 + n after signal n.
       what: what happened, in words.
-      is_told: whether the process has printed the reason itself.
+      is_reported: whether the process has printed the reason itself.
       is_late: whether the reason is that not all processes joined in time.
     """
 
     code: int
     what: str
-    is_told: bool = False
+    is_reported: bool = False
     is_late: bool = False
 
     @property
@@ -182,23 +182,23 @@ def keep_running(
     folder = RunFolder(out)
     arguments, again, ended = list(argv), _Restarts(folder, restarts), None
     with Children() as children:
-        while children.asked is None:
+        while children.received is None:
             ended = attempt(children, arguments)
-            if children.asked is not None:
+            if children.received is not None:
                 break
-            if ended.is_final and ended.is_told:
+            if ended.is_final and ended.is_reported:
                 return ended.code
             wait, plan = again.after(ended)
-            if plan or not ended.is_told:
+            if plan or not ended.is_reported:
                 say(ended.what, folder.last_saved(), plan)
             if wait is None:
                 return ended.code
             ended = None
             children.pause(wait)
             arguments = again.resuming(arguments)
-        if children.asked == signal.SIGINT:
+        if children.received == signal.SIGINT:
             return INTERRUPTED
-        if ended is not None and ended.is_final and ended.is_told:
+        if ended is not None and ended.is_final and ended.is_reported:
             return ended.code
         say("ended by SIGTERM", folder.last_saved())
         return TERMINATED

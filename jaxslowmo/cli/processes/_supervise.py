@@ -42,7 +42,7 @@ _LATE = "not all processes came together within --startup-timeout"
 
 
 def end_with_parent(parent: int) -> None:
-    """Make this process end with code 137 when its parent is gone, since no parent would report it.
+    """Make this process end, as if killed, when its parent is gone and cannot report on it.
 
     On Linux the kernel kills it, even if this process is stopped and still holds its ports.
 
@@ -96,7 +96,7 @@ def _attempt(children: Children, arguments: list[str]) -> EndOfStart:
         return EndOfStart(LOST_A_PROCESS, what, is_late=loss == _LATE)
     if code < 0:
         return EndOfStart(128 - code, f"this process was killed by {_signal_name(-code)}")
-    return EndOfStart(code, f"this process ended with code {code}", is_told=True)
+    return EndOfStart(code, f"this process ended with code {code}", is_reported=True)
 
 
 def describe_loss(lines: Sequence[str]) -> str | None:

@@ -100,7 +100,7 @@ class Watch:
     def step_done(self, kind: Hashable = ()) -> None:
         """Note that the main thread has done a step of some kind.
 
-        The kinds are timed apart, since steps with an exchange may take much longer than others.
+        Each kind is timed separately, since steps with an exchange may take much longer.
         """
         now = time.monotonic()
         if self._stepped is not None:

@@ -75,9 +75,7 @@ class Job:
         self.label = label or config.algorithm.algorithm
         self._cluster = cluster
         if config.tensorboard:
-            importlib.import_module(
-                f"{__package__}._tensorboard"
-            )  # raises if tensorboardX is missing
+            importlib.import_module(f"{__package__}._tensorboard")  # raises without the extra
         self._form = form_of(config)
         self.num_parameters = num_parameters(self._form.config)
         loss_fn = loss_fn_of(config, self._form, placement.mesh)
@@ -94,9 +92,8 @@ class Job:
             order="ready" if is_ready else "reverse",
             validate=config.optimizer.validate,
         )
-        is_host = (
-            config.mesh.executor == "host"
-        )  # its loss starts programs itself, and cannot be jitted
+        # The loss of the host executor starts programs itself, and cannot be jitted.
+        is_host = config.mesh.executor == "host"
         self._loss_fn = loss_fn if is_host else jax.jit(loss_fn)
 
     def evaluate(self, params: Any, model_state: Any = None) -> dict[str, float]:
@@ -165,8 +162,8 @@ class Job:
                 recorder = Recorder(config, ledger, self._algorithm.schedule, files, reporter)
                 recorder.best = done.best
                 if restored:
-                    beyond = self._algorithm.beyond(config, done.step)
-                    reporter.say(f"Resumed at step {done.step}.", *notes, *beyond)
+                    past_schedule = self._algorithm.past_schedule(config, done.step)
+                    reporter.say(f"Resumed at step {done.step}.", *notes, *past_schedule)
                     recorder.note(done.step, resumed=list(notes))
                 else:
                     if resumes:
@@ -207,8 +204,6 @@ class Job:
         from jaxslowmo.checkpoint import export_consensus
 
         mean = self._form.join(self.step.consensus(state))
-        one = jax.tree.map(
-            lambda x: x[None], mean
-        )  # one replica, so that the consensus is `mean` itself
+        one = jax.tree.map(lambda x: x[None], mean)  # a single replica: its mean is itself
         shape = {"model": dataclasses.asdict(self._form.config)}
         export_consensus(folder, one, mesh=js.virtual_mesh({"replica": 1}), extra=shape)

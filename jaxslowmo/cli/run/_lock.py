@@ -87,9 +87,7 @@ class FolderLock:
         while time.monotonic() < end:
             time.sleep(_LOOK_SECONDS)
             touched = _touched(self._path)
-            if (
-                _content(self._path) != content
-            ):  # it was half written, or another process has it now
+            if _content(self._path) != content:  # half written before, or of a new holder
                 return True
             if touched != last_touch:
                 return False

@@ -166,7 +166,7 @@ class Algorithm:
             **options,
         )
 
-    def beyond(self, config: TrainConfig, step: int) -> tuple[str, ...]:
+    def past_schedule(self, config: TrainConfig, step: int) -> tuple[str, ...]:
         """Return a note if a run that resumes at `step` trains past the end of its schedule."""
         end, has_end = config.schedule_length, config.optimizer.schedule == "cosine"
         if not has_end or not end < config.steps or step >= config.steps:
@@ -196,7 +196,7 @@ def build_algorithm(config: TrainConfig, specs: Any = None) -> Algorithm:
         if sync is None:
             raise ValueError(
                 "--check-parameters is for algorithms that exchange parameters; all_reduce "
-                "exchanges gradients, and its loss tells"
+                "exchanges gradients, whose loss shows it"
             )
         sync = js.only_finite(sync)
     optimizer = scaled(_optimizer(config.optimizer, schedule), config)

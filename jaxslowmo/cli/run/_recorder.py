@@ -195,7 +195,7 @@ class Recorder:
             "learning_rate": np.asarray(self._schedule(result.step - 1)).item(),
             "tokens_per_second": self._lap(),
             "bytes_sent": sent,
-            **_of_scale(result.metrics),
+            **_scale_entries(result.metrics),
         }
         go_on = math.isfinite(record["loss"])
         if evaluate and go_on:
@@ -264,18 +264,18 @@ class Recorder:
 
 def _mean_of_all(losses: jax.Array) -> float:
     """Return the mean over the replicas of all processes, so that all decide alike."""
-    return float(np.mean(_of_all(losses).astype(np.float64)))
+    return float(np.mean(_gathered(losses).astype(np.float64)))
 
 
-def _of_scale(metrics: Mapping[str, jax.Array]) -> dict[str, Any]:
+def _scale_entries(metrics: Mapping[str, jax.Array]) -> dict[str, Any]:
     """Return the entries of a record about the loss scale, which may differ between replicas."""
     if "loss_scale" not in metrics:
         return {}
-    scales, skipped = (_of_all(metrics[name]) for name in ("loss_scale", "skipped_updates"))
+    scales, skipped = (_gathered(metrics[name]) for name in ("loss_scale", "skipped_updates"))
     return {"loss_scale": float(scales.min()), "skipped_updates": int(skipped.sum())}
 
 
-def _of_all(values: jax.Array) -> np.ndarray:
+def _gathered(values: jax.Array) -> np.ndarray:
     """Return a metric of the replicas of all processes.
 
     Communication: with several processes one all-gather of 4 bytes per replica.
