@@ -1,4 +1,4 @@
-"""The commands: parse, validate, and call what does the work."""
+"""The commands: each parses and checks its options, then calls the function that does the work."""
 
 import dataclasses
 import signal
@@ -39,18 +39,18 @@ from .processes._peers import is_child, is_one_of_several, known_processes, star
 from .processes._supervise import end_with_parent, supervise
 
 _GRAPHS = f"Graphs: {', '.join(GRAPHS)}."
-# What decides where a run lies and what it sends.
+# Options that decide the placement and the communication of a run.
 _OF_A_RUN = {
     "preset", "dtype", "tied", "batch", "accumulate", "mesh", "replicas", "devices_per_replica",
     "pipeline", "microbatches", "chunks", "executor", "mode", "algorithm", "graph", "codec",
     "shard_state",
 }  # fmt: skip
-# What the time of a step depends on.
+# Options on which the time of a step depends.
 _OF_A_STEP = {
     "preset", "dtype", "batch", "accumulate", "seed", "replicas", "devices_per_replica",
     "optimizer",
 }  # fmt: skip
-# What `compare` decides itself, or what is about one run.
+# Options that `compare` sets itself, or that are about a single run.
 _ONLY_TRAIN = {
     *("algorithm", "seed", "patience", "statistics", "statistics_rate"),
     *(field.name for cls in (CheckpointConfig, ClusterConfig) for field in dataclasses.fields(cls)),
@@ -63,28 +63,28 @@ def _group(help: str) -> typer.Typer:
     )
 
 
-app = _group("Data-parallel training whose replicas rarely talk.")
+app = _group("Data-parallel training whose replicas communicate rarely.")
 inspect_app = _group(
-    "Shows what graphs cost, schedules of pipelines, and where runs lie and what they send."
+    "Show costs of graphs, schedules of pipelines, and placement and communication of runs."
 )
-tune_app = _group("Measures settings on the devices at hand.")
+tune_app = _group("Measure settings on the available devices.")
 
 
 def run(argv: Sequence[str] | None = None) -> int:
-    """Runs a command and returns its exit code.
+    """Run a command and return its exit code.
 
     Raises:
-      CommandError: if the command was called wrongly.
+      CommandError: the command line is wrong.
     """
     command = typer.main.get_command(app)
     try:
         with warnings.catch_warnings():
             warnings.showwarning = _show_warning
-            # `--dtype float16` has one by itself, unless `--loss-scale 0` asks for none.
+            # `--dtype float16` adds a loss scale, unless the user gives `--loss-scale 0`.
             warnings.filterwarnings("ignore", ".*`optimizer` has no loss scale", UserWarning)
             result = command.main(args=argv, prog_name="jaxslowmo", standalone_mode=False)
     except Exception as error:
-        # Usage errors of typer, or of click in versions that build on it.
+        # Usage errors of typer, or of click in versions of typer that use click.
         if not hasattr(error, "format_message"):
             raise
         message = error.format_message()  # pyright: ignore[reportAttributeAccessIssue]
@@ -96,12 +96,12 @@ def run(argv: Sequence[str] | None = None) -> int:
 
 
 def _train(*, train: dict[str, Any], out: Path | None) -> int:
-    """Trains a byte-level language model with one algorithm."""
+    """Train a byte-level language model with one algorithm."""
     if (parent := started_by()) is not None:
         end_with_parent(parent)
     if is_child():
-        # From the start: its parent passes Ctrl-C on as SIGTERM, which ends all processes. An
-        # exception in one of them would leave the others waiting.
+        # The parent passes Ctrl-C on as SIGTERM, which ends all processes. A KeyboardInterrupt in
+        # one of them would leave the others waiting.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
     config = _checked(out, train)
     if is_one_of_several(config.cluster) and not is_child():
@@ -109,32 +109,32 @@ def _train(*, train: dict[str, Any], out: Path | None) -> int:
             config.mesh.check_processes(known_processes(config.cluster) or 1)
         refuse_taken_port(config.cluster)
         return supervise(sys.argv[1:], out or Path(), restarts=config.cluster.restarts)
-    # Here and below: jax, flax and matplotlib take seconds to import, which `--help` should not.
+    # Imported here, as in all commands, since `--help` should not wait for jax and matplotlib.
     from ._train import train as run_train
 
     return run_train(config, out)
 
 
-def _checked(out: Path | None, given: Mapping[str, Any]) -> TrainConfig:
-    """The configuration of a run, if nothing speaks against its options."""
+def _checked(out: Path | None, options: Mapping[str, Any]) -> TrainConfig:
+    """Return the configuration of a run; raise `CommandError` for wrong options."""
     with usage_errors():
-        config = train_config(given)
-        refuse_unused(given, config)
-        _check_folder(out, given)
+        config = train_config(options)
+        refuse_unused(options, config)
+        _check_folder(out, options)
     return config
 
 
-def _check_folder(out: Path | None, given: Mapping[str, Any]) -> None:
-    """Refuses what is about a folder that is not named: a new one holds nothing."""
+def _check_folder(out: Path | None, options: Mapping[str, Any]) -> None:
+    """Raise `ValueError` for --resume or --overwrite without --out, since a new folder is empty."""
     for name, what in (("resume", "go on with"), ("overwrite", "delete")):
-        if out is None and given.get(name):
+        if out is None and options.get(name):
             raise ValueError(f"--{name} needs --out, the folder of the run to {what}")
 
 
-def _compare(*, train: dict[str, Any], out: Path | None, **given: Any) -> int:
-    """Trains with several algorithms at equal steps and seeds: a table and a figure."""
+def _compare(*, train: dict[str, Any], out: Path | None, **options: Any) -> int:
+    """Train with several algorithms at equal steps and seeds: a table and a figure."""
     with usage_errors():
-        config = CompareConfig(train_config(train), **given)
+        config = CompareConfig(train_config(train), **options)
         refuse_unused(train, config.train, config.base_algorithms)
         _check_folder(out, train)
     from ._compare import compare
@@ -154,7 +154,7 @@ def _sample(
     ],
     config: SampleConfig,
 ) -> int:
-    """Writes text from the trained model of a run."""
+    """Write text from the trained model of a run."""
     from ._sample import sample
 
     return sample(config, run)
@@ -174,10 +174,10 @@ def _launch(
         int, same_option(ClusterConfig, "heartbeat_timeout")
     ] = ClusterConfig.heartbeat_timeout,
 ) -> int:
-    """Trains in several processes of this machine: launch --processes 4 -- train --out ..."""
+    """Train in several processes of this machine: launch --processes 4 -- train --out ..."""
     command, arguments = context.args, context.args[1:]
     check_launched(processes, command)
-    # Here, and not in every process.
+    # The options of train are checked here once, and not first in every process.
     train: Any = typer.main.get_command(app)
     with train.commands["train"].make_context("train", list(arguments)) as parsed:
         out = parsed.params.pop("out")
@@ -190,7 +190,7 @@ def _launch(
 
 
 def _graph(*, config: InspectGraphConfig) -> int:
-    """Shows who sends to whom, what it costs, and how fast the nodes agree."""
+    """Show who sends to whom, what it costs, and how fast the nodes agree."""
     from ._inspect_graph import inspect_graph
 
     return inspect_graph(config)
@@ -203,13 +203,13 @@ def _graphs(
         path_option(
             "--page",
             "Markdown file to write the tables into, between its markers; the picture goes "
-            "beside it.",
+            "next to it.",
         ),
     ] = None,
     config: InspectGraphsConfig,
     out: Path | None,
 ) -> int:
-    """Compares graphs at several sizes: tables and a picture."""
+    """Compare graphs at several sizes: tables and a picture."""
     from ._inspect_graphs import inspect_graphs
 
     return inspect_graphs(config, out, page)
@@ -222,28 +222,28 @@ def _schedule(
     ] = None,
     config: InspectScheduleConfig,
 ) -> int:
-    """Draws the schedule of a pipeline, and compares the kinds: bubble, stash, messages."""
+    """Draw the schedule of a pipeline, and compare the kinds: bubble, stash, messages."""
     from ._inspect_schedule import inspect_schedule
 
     return inspect_schedule(config, out)
 
 
 def _config(*, train: dict[str, Any]) -> int:
-    """Shows where a run of `train` with these options would lie, and what it would send."""
+    """Show devices and memory of a run of `train` with these options, and what it would send."""
     config = _checked(None, train)
     from ._inspect_config import inspect_config
 
     return inspect_config(config)
 
 
-def _buckets(*, train: dict[str, Any], out: Path | None, **given: Any) -> int:
-    """Measures bucket limits of the gradient reduction and tells the best.
+def _buckets(*, train: dict[str, Any], out: Path | None, **options: Any) -> int:
+    """Measure bucket limits of the gradient reduction, and print the best.
 
-    Whole training steps of data parallelism: loss, gradients, reduction, optimizer.
+    It times whole training steps of data parallelism: loss, gradients, reduction, optimizer.
     """
     with usage_errors():
         fixed = {"algorithm": "all_reduce", "execution": "devices"}
-        config = TuneBucketsConfig(train_config(train | fixed), **given)
+        config = TuneBucketsConfig(train_config(train | fixed), **options)
     from ._tune_buckets import tune_buckets
 
     return tune_buckets(config, out)
@@ -287,10 +287,10 @@ def _root(
         typer.Option("--version", help="Show the version.", callback=_show_version, is_eager=True),
     ] = False,
 ) -> None:
-    """Data-parallel training whose replicas rarely talk."""
+    """Data-parallel training whose replicas communicate rarely."""
 
 
 def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
-    # The only period that a warning names is that of slow steps.
+    # The `sync_every` that a warning of the library names is always that of slow steps.
     line = in_options(str(message), sync_every="slow_every")
     typer.echo(f"warning: {line}", err=True)

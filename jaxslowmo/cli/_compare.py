@@ -1,4 +1,4 @@
-"""`jaxslowmo compare`: the runs, their table and their picture."""
+"""`jaxslowmo compare`: several runs, a table of their results, and a picture."""
 
 import statistics
 from collections import Counter
@@ -31,14 +31,13 @@ from .run._run_folder import RunFolder, locked_folder
 
 
 def compare(config: CompareConfig, out: Path | None) -> int:
-    """Trains every algorithm with every seed, then writes a table and a figure.
+    """Train every algorithm with every seed, then write a table and a figure.
 
-    Each run has its own folder in `out`, beside config.json, compare.json and compare.png. Ctrl-C
-    ends it with what was finished.
+    Each run has its own folder in `out`, next to config.json, compare.json and compare.png. After
+    Ctrl-C the table and the figure show the runs that have finished.
 
     Raises:
-      CommandError: for arguments that do not go together, or with the data, the devices or the
-        folder.
+      CommandError: the options do not fit each other, the data, the devices or the folder.
     """
     console = Console()
     with locked_folder(out, "compare") as folder:
@@ -52,7 +51,7 @@ def compare(config: CompareConfig, out: Path | None) -> int:
 
 
 def _jobs(config: CompareConfig) -> dict[str, Job]:
-    """All before the first step: a wrong argument of the last one should not wait for it."""
+    """Return all jobs, made before the first step, so that a wrong setting fails at once."""
     with usage_errors():
         text = divide_text(config.train, read_corpus(config.train.data))
         placement = choose_mesh(config.train)
@@ -68,12 +67,12 @@ def _compare_in(
     first = next(iter(jobs.values()))
     placement, size = first.placement, format_count(first.num_parameters)
     say(console, f"{size} parameters, {placement.description}", first.text.description)
-    # Else the first one's programs would stay as long as all of them.
+    # Without this the programs of the first job would stay in memory until the end.
     del first
 
     runs: list[RunResult] = []
     for name in config.algorithms:
-        # Popped: its programs are freed before the next one compiles.
+        # `pop`, so that the programs of a job are freed before the next one compiles.
         runs += _run_seeds(jobs.pop(name), name, config, folder, console)
         if runs[-1].was_stopped:
             break
@@ -92,7 +91,7 @@ def _run_seeds(
         label = name if len(config.seeds) == 1 else f"{name}, seed {seed}"
         steps, would = config.train.steps, job.placement.is_virtual
         with Reporter(console, label, steps, would=would) as reporter:
-            # Some file systems have no colons in names.
+            # Some file systems do not allow colons in names.
             out = RunFolder(folder.path / f"{name.replace(':', '-')}-seed{seed}")
             runs.append(job.run(config.run(name, seed), out, reporter))
         if runs[-1].was_stopped:
@@ -129,7 +128,7 @@ def _describe(config: CompareConfig) -> list[str]:
     ]
 
 
-# An algorithm with settings of its own has its colour, and the next of these.
+# The same algorithm with other settings has the same colour, and the next of these line styles.
 _LINES = ("-", "--", ":", "-.")
 
 
@@ -140,14 +139,14 @@ def draw_comparison(
     subtitle: str,
     would: bool = False,
 ) -> None:
-    """Draws validation loss against steps, and against bytes on a logarithmic axis.
+    """Draw validation loss against steps, and against bytes on a logarithmic axis.
 
     Args:
-      histories: by algorithm, the records of each seed's run (`Recorder`); those with a
-        `validation_loss` are drawn: the mean over seeds, and a band from least to largest.
-      path: of the PNG.
-      subtitle: what was run, in smaller letters.
-      would: whether the bytes are only what the runs would send.
+      histories: maps an algorithm to the records of each seed's run (`Recorder`). The picture shows
+        those with a `validation_loss`: their mean over seeds, and a band from least to largest.
+      path: path of the PNG.
+      subtitle: description of the runs, in smaller letters.
+      would: whether the bytes are only what the runs would send (virtual replicas).
     """
     title = "Loss against steps, and against bytes on the wire"
     figure = new_figure((11, 5), title, subtitle, wspace=0.06)
@@ -158,12 +157,12 @@ def draw_comparison(
     for algorithm, runs in histories.items():
         points = _mean_over_seeds(runs)
         if points:
-            # All start at guessing: without that point there is room for the differences.
+            # Axis limits leave out the first point, the loss of guessing, to show differences.
             for point in points[1:] or points:
                 losses += [point["low"], point["high"]]
             most_steps = max(most_steps, points[-1]["step"])
             _draw(by_steps, algorithm, points, "step", styles[algorithm])
-            # Before the first exchange there is no place on a logarithmic axis.
+            # A logarithmic axis cannot show 0 bytes, before the first exchange.
             sending = [p for p in points if p["bytes_sent"] > 0]
             _draw(by_bytes, algorithm, sending, "bytes_sent", styles[algorithm])
     verb = "that a replica would send" if would else "sent by each replica"
@@ -182,7 +181,7 @@ def draw_comparison(
 
 
 def _mean_over_seeds(runs: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """Points at the steps that every run evaluated."""
+    """Return a point for each step that every run evaluated."""
     by_step = [
         {record["step"]: record for record in run if record.get("validation_loss") is not None}
         for run in runs
@@ -192,12 +191,12 @@ def _mean_over_seeds(runs: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str,
     steps = sorted(set.intersection(*(set(run) for run in by_step)))
     points = []
     for step in steps:
-        found = [run[step] for run in by_step]
-        losses = [record["validation_loss"] for record in found]
+        records = [run[step] for run in by_step]
+        losses = [record["validation_loss"] for record in records]
         points.append(
             {
                 "step": step,
-                "bytes_sent": statistics.fmean(record["bytes_sent"] for record in found),
+                "bytes_sent": statistics.fmean(record["bytes_sent"] for record in records),
                 "mean": statistics.fmean(losses),
                 "low": min(losses),
                 "high": max(losses),
@@ -207,16 +206,16 @@ def _mean_over_seeds(runs: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str,
 
 
 def _styles(algorithms: Iterable[str]) -> dict[str, LineStyle]:
-    """Style of each algorithm: lines in turn where they differ by their settings only."""
+    """Return the style of each algorithm; those that differ only in settings differ in the line."""
     seen: Counter[str] = Counter()
-    found: dict[str, LineStyle] = {}
+    styles: dict[str, LineStyle] = {}
     for algorithm in algorithms:
         name = algorithm.partition("+")[0]
         recipe, line = RECIPES[name], _LINES[seen[name] % len(_LINES)]
         seen[name] += 1
         look = {"color": COLOURS[recipe.colour], "marker": recipe.marker}
-        found[algorithm] = look | {"linestyle": line}
-    return found
+        styles[algorithm] = look | {"linestyle": line}
+    return styles
 
 
 def _draw(

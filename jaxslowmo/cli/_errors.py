@@ -1,6 +1,6 @@
-"""How commands end: exit codes, and one line that says what to do about a wrong call.
+"""The ends of commands: exit codes, and errors that print one line about a wrong call.
 
-Everything of the command line imports this file, which needs nothing that is installed.
+Every file of the command line may import this one, since it needs no installed package.
 """
 
 import contextlib
@@ -14,14 +14,14 @@ from .._support.files import PASSING, io_errno
 FAILED = DIVERGED = 1
 USAGE_ERROR = 2
 LOST_A_PROCESS = TRY_AGAIN = 75  # EX_TEMPFAIL
-INTERRUPTED = 130  # as shells say of a program that SIGINT ended
-TERMINATED = 143  # likewise of SIGTERM
-# A start after one of these would end like it, or was not asked for.
+INTERRUPTED = 130  # the code that shells report for a program that SIGINT ended
+TERMINATED = 143  # the code that shells report for SIGTERM
+# After one of these another start would end in the same way, or is not wanted.
 FINAL = frozenset({0, FAILED, USAGE_ERROR, INTERRUPTED, TERMINATED})
-# By how a run ended; SIGTERM, which preempts, lets it end well.
+# Exit codes by the status of a run; a run that SIGTERM preempts ends well.
 EXIT_CODES = {"finished": 0, "preempted": 0, "diverged": DIVERGED, "interrupted": INTERRUPTED}
 
-# Arguments of the library whose options are called otherwise.
+# Arguments of the library whose options have other names.
 _OPTIONS = {
     "batch_size": "batch", "bucket_bytes": "bucket_mib", "num_nodes": "replicas",
     "num_stages": "mesh", "num_microbatches": "microbatches", "num_chunks": "chunks",
@@ -29,7 +29,7 @@ _OPTIONS = {
 
 
 class CommandError(Exception):
-    """Ends the command with its message as the only line on stderr.
+    """An error that ends the command, with its message as the only line on stderr.
 
     Attributes:
       code: the exit code.
@@ -41,10 +41,10 @@ class CommandError(Exception):
 
 
 def code_of(error: BaseException) -> int:
-    """The exit code for an error that nothing has handled.
+    """Return the exit code for an error that nothing has handled.
 
-    75 for a disk or a file server that does not answer or is full (EIO, ENOSPC, ESTALE, ETIMEDOUT),
-    that of a `CommandError`, 1 for all others.
+    It is the code of a `CommandError`; 75 for a disk or a file server that does not answer or is
+    full (EIO, ENOSPC, ESTALE, ETIMEDOUT); 1 for all others.
     """
     if isinstance(error, CommandError):
         return error.code
@@ -52,53 +52,53 @@ def code_of(error: BaseException) -> int:
 
 
 def describe(error: BaseException) -> str:
-    """One line on an error that is no wrong call: what it is and what it says."""
+    """Return one line about an error that is no `CommandError`: its type and its message."""
     number = io_errno(error)
-    said = " ".join(str(error).split())[:300]
-    if number is not None and os.strerror(number) not in said:
-        said = f"{os.strerror(number)} ({said})"
-    return said if isinstance(error, OSError) else f"{type(error).__name__}: {said}"
+    text = " ".join(str(error).split())[:300]
+    if number is not None and os.strerror(number) not in text:
+        text = f"{os.strerror(number)} ({text})"
+    return text if isinstance(error, OSError) else f"{type(error).__name__}: {text}"
 
 
 @contextlib.contextmanager
-def usage_errors(**own: str) -> Iterator[None]:
-    """Turns a `ValueError` of the library about an argument into a `CommandError`.
+def usage_errors(**options: str) -> Iterator[None]:
+    """Run the block, and turn a `ValueError` about an argument into a `CommandError`.
 
-    Only around set-up: a `ValueError` during training is a bug and keeps its traceback.
+    Use it only for set-up: a `ValueError` during training is a bug and keeps its traceback.
 
     Args:
-      **own: as for `in_options`.
+      **options: arguments of `in_options`.
     """
     try:
         yield
     except ValueError as error:
-        raise CommandError(in_options(str(error), **own)) from error
+        raise CommandError(in_options(str(error), **options)) from error
 
 
-def in_options(text: str, **own: str) -> str:
-    """What the library says of its arguments, said of options: `num_rounds` is --num-rounds.
+def in_options(text: str, **options: str) -> str:
+    """Return a text with options for arguments of the library: --num-rounds for `num_rounds`.
 
     Args:
-      text: names arguments in backticks.
-      **own: by arguments, the options of the command where they are called otherwise.
+      text: a message that names arguments in backticks.
+      **options: maps an argument to its option, where their names differ.
     """
-    names = _OPTIONS | own
+    names = _OPTIONS | options
     return re.sub(r"`(\w+)`", lambda match: as_flag(names.get(match[1], match[1])), text)
 
 
 def as_flag(name: str) -> str:
-    """Return the option of a name: --num-rounds of "num_rounds"."""
+    """Return the option for a name, such as --num-rounds for "num_rounds"."""
     return f"--{name.replace('_', '-')}"
 
 
 @contextlib.contextmanager
 def file_errors(flag: str, verb: str, path: Path) -> Iterator[None]:
-    """Turn an `OSError` about the file that an option names into a `CommandError`.
+    """Run the block, and turn an `OSError` about the file of an option into a `CommandError`.
 
     Args:
-      flag: the option.
+      flag: option that names the file.
       verb: "read" or "write".
-      path: of the file.
+      path: path of the file.
     """
     try:
         yield
@@ -108,7 +108,7 @@ def file_errors(flag: str, verb: str, path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def writing_to(out: Path) -> Iterator[None]:
-    """Turn an `OSError` about the folder for results into a `CommandError` that names it."""
+    """Run the block, and turn an `OSError` about the folder for results into a `CommandError`."""
     try:
         yield
     except OSError as error:

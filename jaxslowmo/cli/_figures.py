@@ -1,4 +1,4 @@
-"""What all pictures share: colours, axes, title."""
+"""Functions that all pictures share: colours, axes, title, and saving."""
 
 import textwrap
 from pathlib import Path
@@ -11,7 +11,7 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 
 from .._support.files import replacing
 
-# Okabe and Ito's colours, which colour-blind readers can tell apart, a grey and a violet.
+# The colours of Okabe and Ito, which colour-blind readers can distinguish, a grey and a violet.
 COLOURS = {
     "black": "#000000",
     "grey": "#999999",
@@ -23,23 +23,23 @@ COLOURS = {
     "blue": "#0072B2",
     "violet": "#7B4B94",
 }
-INK = "#333333"  # of what stands beside the axes
+INK = "#333333"  # of text next to the axes
 _LINES, _GRID = "#999999", "#d9d9d9"
 _TITLE, _TEXT = "#111111", "#666666"
-LineStyle = dict[str, Any]  # color, marker and linestyle, as `Axes.plot` takes them
+LineStyle = dict[str, Any]  # arguments color, marker and linestyle of `Axes.plot`
 
 
 def new_figure(
     size: tuple[float, float], title: str, *lines: str, bottom: float = 0.05, **spaces: Any
 ) -> Figure:
-    """Return a picture that holds a title, smaller lines below it, and room for axes.
+    """Return a picture with a title, smaller lines below it, and room for axes.
 
     Args:
-      size: in inches.
+      size: width and height in inches.
       title: one line.
-      *lines: below it, broken where they are too long.
-      bottom: inches below the axes that stay free.
-      **spaces: `wspace` and `hspace` of the layout, between axes.
+      *lines: smaller lines below the title, broken if they are too long.
+      bottom: free space below the axes in inches.
+      **spaces: `wspace` and `hspace` of the layout: space between axes.
     """
     width, height = size
     broken = [part for line in lines for part in textwrap.wrap(line, round(13 * width))]
@@ -55,7 +55,7 @@ def new_figure(
 
 
 def clean(axes: Axes, *, grid: Literal["both", "x", "y"] = "both") -> None:
-    """Thin lines at two sides, small letters, a faint grid below what is drawn."""
+    """Give axes thin lines at two sides, small letters, and a faint grid behind the data."""
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[["left", "bottom"]].set_color(_LINES)
     axes.tick_params(which="both", colors=INK, labelsize=9, color=_LINES, length=3.5, pad=3.5)
@@ -66,7 +66,7 @@ def clean(axes: Axes, *, grid: Literal["both", "x", "y"] = "both") -> None:
 
 
 def draw_line(axes: Axes, xs: Any, ys: Any, style: LineStyle, **options: Any) -> None:
-    """Draw a line with markers that stay apart from it; `options` are those of `Axes.plot`."""
+    """Draw a line whose markers have a white edge; `options` are those of `Axes.plot`."""
     axes.plot(
         xs, ys, **style, linewidth=1.7, markersize=5.5, markeredgecolor="white",
         markeredgewidth=0.7, zorder=3, **options,
@@ -74,6 +74,6 @@ def draw_line(axes: Axes, xs: Any, ys: Any, style: LineStyle, **options: Any) ->
 
 
 def save_figure(figure: Figure, path: Path) -> None:
-    """Writes a picture whole or not at all; the ending of the path decides its format."""
+    """Write a picture completely or not at all; the suffix of the path decides its format."""
     with replacing(path) as temporary:
         figure.savefig(temporary)

@@ -1,4 +1,4 @@
-"""`jaxslowmo inspect config`: what a run would be, and what it would send."""
+"""`jaxslowmo inspect config`: the devices and memory of a run, and what it would send."""
 
 import math
 from typing import Any
@@ -21,12 +21,12 @@ _NOTHING = Text((), (), np.zeros((0, 0, 0), np.uint8), "", "")
 
 
 def inspect_config(config: TrainConfig) -> int:
-    """Prints where a run would lie, and the collectives of its steps; returns the exit code.
+    """Print the placement of a run and the collectives of its steps; return the exit code.
 
-    Nothing is trained and no text is read: programs are traced for the devices at hand.
+    Nothing is trained and no text is read: programs are traced for the available devices.
 
     Raises:
-      CommandError: what `train` would refuse, too few devices among it.
+      CommandError: `train` would refuse the options, or there are too few devices.
     """
     console = Console()
     with usage_errors():
@@ -46,7 +46,7 @@ def inspect_config(config: TrainConfig) -> int:
 def _facts(
     config: TrainConfig, form: Form, placement: RunDevices, job: Job, state: js.TrainState
 ) -> dict[str, str]:
-    found = {
+    facts = {
         "devices": placement.description,
         "parameters": format_count(job.num_parameters),
         "parameters on a device": format_bytes(_on_a_device(state.params, placement, config)),
@@ -56,14 +56,14 @@ def _facts(
         "windows of a replica in a step": str(config.batch),
     }
     if form.layout is None:
-        return found
+        return facts
     schedule, executor = schedule_of(config), config.mesh.executor
     timed = schedule.simulate(lockstep=executor == "one_program")
     stages = [
-        " and ".join(f"{start} to {end - 1}" for start, end in own)
-        for own in parts_of(config, schedule)
+        " and ".join(f"{start} to {end - 1}" for start, end in ranges)
+        for ranges in parts_of(config, schedule)
     ]
-    return found | {
+    return facts | {
         "microbatches": str(schedule.num_microbatches),
         "layers of each stage": "; ".join(stages),
         "schedule": schedule.name,
@@ -74,7 +74,7 @@ def _facts(
 
 
 def _on_a_device(tree: Any, placement: RunDevices, config: TrainConfig) -> int:
-    """Bytes of the arrays that the first device holds; of virtual replicas those of one."""
+    """Return the bytes of arrays on the first device, or of one virtual replica."""
     leaves = jax.tree.leaves(tree)
     if placement.is_virtual:
         return sum(x.nbytes for x in leaves) // config.replicas

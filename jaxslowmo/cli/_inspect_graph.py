@@ -1,4 +1,4 @@
-"""`jaxslowmo inspect graph`."""
+"""`jaxslowmo inspect graph`: the analysis of one graph, as tables or JSON."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -14,7 +14,7 @@ from ._errors import usage_errors
 from ._output import facts_table, numbers_table
 from .config._inspect import InspectGraphConfig
 
-FOREVER = 1024  # rounds to show of nodes that never agree
+FOREVER = 1024  # rounds that are shown for nodes that never agree
 _MOST_ROWS = 16
 _MOST_PEERS = 12
 _GRAPH_FIELDS = (
@@ -28,7 +28,7 @@ _FIELDS = (
 
 
 def graph_facts(analysis: GraphAnalysis) -> dict[str, Any]:
-    """One value per name; `doubly_stochastic` of all rounds together."""
+    """Return one value per name; `doubly_stochastic` means in all rounds."""
     graph = analysis.graph
     facts = {"graph": graph.name} | {name: getattr(graph, name) for name in _GRAPH_FIELDS}
     facts |= {name: getattr(analysis, name) for name in _FIELDS}
@@ -36,7 +36,7 @@ def graph_facts(analysis: GraphAnalysis) -> dict[str, Any]:
 
 
 def error_table(analysis: GraphAnalysis) -> dict[int, float]:
-    """Consensus errors after 0, 1, 2, 4, ... rounds, up to the first one within the tolerance."""
+    """Return consensus errors after 0, 1, 2, 4, ... rounds, until one is within the tolerance."""
     last = analysis.rounds_to_tolerance
     counts = {0} | {2**k for k in range(64) if 2**k <= (FOREVER if last is None else last)}
     if last is not None:
@@ -45,10 +45,10 @@ def error_table(analysis: GraphAnalysis) -> dict[int, float]:
 
 
 def inspect_graph(config: InspectGraphConfig) -> int:
-    """Prints what there is to know about a graph, and returns the exit code.
+    """Print the analysis of a graph, and return the exit code.
 
     Raises:
-      CommandError: for a graph or a mixing that the library refuses.
+      CommandError: the library refuses the graph or the mixing.
     """
     with usage_errors(num_nodes="nodes", table="phone_book"):
         analysis = config.analyse()
@@ -86,8 +86,8 @@ def _as_json(analysis: GraphAnalysis, config: InspectGraphConfig) -> dict[str, A
         ],
     }
     if config.matrices:
-        for step, found in enumerate(facts["rounds"]):
-            found["matrix"] = analysis.matrix(step).tolist()
+        for step, facts_of_round in enumerate(facts["rounds"]):
+            facts_of_round["matrix"] = analysis.matrix(step).tolist()
         facts["product"] = analysis.product.tolist()
     return facts
 
@@ -114,7 +114,7 @@ def _rounds(analysis: GraphAnalysis) -> Table:
 
 
 def _with_rows(table: Table, count: int, what: str, row: Callable[[int], list[str]]) -> Table:
-    """Add numbered rows to a table, and in the place of many a last one that counts them."""
+    """Add numbered rows to a table; a last row counts those that are left out."""
     for number in range(min(count, _MOST_ROWS)):
         table.add_row(str(number), *row(number))
     if count > _MOST_ROWS:
@@ -131,7 +131,7 @@ def _errors(analysis: GraphAnalysis) -> Table:
 
 
 def _print_matrices(analysis: GraphAnalysis) -> None:
-    # Plain text: it is made to be copied, and lines of hundreds of numbers are not to be wrapped.
+    # Plain text, so that users can copy it; lines with hundreds of numbers must not be wrapped.
     with np.printoptions(precision=4, suppress=True, linewidth=10**9, threshold=10**9):
         for step in range(analysis.graph.num_rounds):
             print(f"\nP[destination, source] of round {step}\n{analysis.matrix(step)}")

@@ -1,4 +1,4 @@
-"""`jaxslowmo inspect graphs`: tables of graphs side by side, and their picture."""
+"""`jaxslowmo inspect graphs`: tables that compare graphs, and their picture."""
 
 import dataclasses
 import itertools
@@ -25,11 +25,11 @@ from .config._algorithms import parse_mixing
 from .config._inspect import InspectGraphsConfig, check_effort, split_graph
 from .run._run_folder import make_folder
 
-# By graph and number of nodes; a string says why there is no such graph.
+# Maps a graph and a number of nodes to the analysis, or to the reason why there is no such graph.
 Analyses = Mapping[tuple[str, int], GraphAnalysis | str]
 
 _NONE = "none"
-_POINTS = 100  # of a curve
+_POINTS = 100  # the most points of a curve
 BEGIN, END = "<!-- graphs: begin -->", "<!-- graphs: end -->"
 
 
@@ -58,10 +58,10 @@ _QUANTITIES: Mapping[str, Callable[[GraphAnalysis], str]] = {
 
 
 def tables(config: InspectGraphsConfig, analyses: Analyses) -> dict[str, dict[str, list[str]]]:
-    """Return a table per quantity, by its title: by graph a cell per number of nodes."""
+    """Return a table per quantity, by title: it maps a graph to a cell per number of nodes."""
 
-    def cell(text: Callable[[GraphAnalysis], str], found: GraphAnalysis | str) -> str:
-        return _NONE if isinstance(found, str) else text(found)
+    def cell(text: Callable[[GraphAnalysis], str], analysis: GraphAnalysis | str) -> str:
+        return _NONE if isinstance(analysis, str) else text(analysis)
 
     return {
         title.format(config.tolerance): {
@@ -73,16 +73,16 @@ def tables(config: InspectGraphsConfig, analyses: Analyses) -> dict[str, dict[st
 
 
 def reasons(analyses: Analyses) -> list[str]:
-    """A line for each graph that does not exist at some size."""
+    """Return a line for each graph that does not exist at some size."""
     return [
-        f"{graph} with {nodes} nodes: {_NONE}, since {found}"
-        for (graph, nodes), found in analyses.items()
-        if isinstance(found, str)
+        f"{graph} with {nodes} nodes: {_NONE}, since {analysis}"
+        for (graph, nodes), analysis in analyses.items()
+        if isinstance(analysis, str)
     ]
 
 
 def markdown(config: InspectGraphsConfig, analyses: Analyses) -> str:
-    """All tables, and why cells have no number."""
+    """Return all tables in Markdown, and the reasons for cells without a number."""
     parts = [f"Mixing: {config.mixing}. NAME:2 sends to 2 peers per step.\n"]
     for title, rows in tables(config, analyses).items():
         lines = [
@@ -102,10 +102,10 @@ class Curve:
     """The consensus error of one graph.
 
     Attributes:
-      name: of the graph.
-      rounds: where it was computed, from 0 on.
-      errors: as many.
-      messages: that the busiest node sends per round.
+      name: name of the graph.
+      rounds: numbers of rounds, ascending from 0.
+      errors: the error after each of them.
+      messages: number of messages that the busiest node sends per round.
     """
 
     name: str
@@ -117,13 +117,13 @@ class Curve:
 def draw_graphs(
     curves: Mapping[int, Sequence[Curve]], path: Path, *, tolerance: float, mixing: str
 ) -> None:
-    """Draws errors against rounds, and against messages of the busiest node.
+    """Draw errors against rounds, and against messages of the busiest node.
 
     Args:
-      curves: by number of nodes; a row of the picture each.
-      path: of the PNG.
-      tolerance: a line across.
-      mixing: for the subtitle.
+      curves: maps a number of nodes to the curves in its row of the picture.
+      path: path of the PNG.
+      tolerance: error at which a dashed line is drawn.
+      mixing: name of the mixing, for the subtitle.
     """
     height = 3.4 * len(curves) + 1.6
     about = "largest distance of all nodes from the mean, 1 at the start; log scales"
@@ -131,15 +131,15 @@ def draw_graphs(
     figure = new_figure((11, height), *lines, bottom=0.65, wspace=0.05, hspace=0.06)
     grid = figure.subplots(len(curves), 2, sharey=True, sharex="col", squeeze=False)
     styles, floor = _styles(curves), tolerance / 3
-    for (nodes, found), (by_rounds, by_messages) in zip(curves.items(), grid, strict=True):
-        for curve in found:
+    for (nodes, row), (by_rounds, by_messages) in zip(curves.items(), grid, strict=True):
+        for curve in row:
             style = styles[curve.name]
             _draw(by_rounds, curve, 1, floor, style)
             _draw(by_messages, curve, curve.messages, floor, style)
         by_rounds.set_ylabel(f"{nodes} nodes\nconsensus error")
         for axes in (by_rounds, by_messages):
             _scale(axes, tolerance, floor)
-    for axes in grid[0]:  # which its column shares
+    for axes in grid[0]:  # the axes of a column share their limits
         axes.set_xlim(left=0)
     grid[-1][0].set_xlabel("rounds")
     grid[-1][1].set_xlabel("messages that the busiest node sends, each of the size of the model")
@@ -151,8 +151,8 @@ def draw_graphs(
 
 
 def _styles(curves: Mapping[int, Sequence[Curve]]) -> dict[str, LineStyle]:
-    names = dict.fromkeys(curve.name for found in curves.values() for curve in found)
-    # A marker for each colour; a second turn is dashed.
+    names = dict.fromkeys(curve.name for row in curves.values() for curve in row)
+    # Each colour has a marker; when all are used, they are used again with dashed lines.
     looks = itertools.product(("-", "--"), zip(COLOURS.values(), "oXDP^vps*", strict=True))
     return {
         name: {"color": colour, "marker": marker, "linestyle": line}
@@ -161,8 +161,8 @@ def _styles(curves: Mapping[int, Sequence[Curve]]) -> dict[str, LineStyle]:
 
 
 def _draw(axes: Axes, curve: Curve, scale: int, floor: float, style: LineStyle) -> None:
-    # In steps, since nothing happens between two rounds: straight lines would promise agreement
-    # before the first one is over. An error of 0 has no place on a logarithmic axis: there the line
+    # Drawn as steps, since nothing happens between two rounds: straight lines would show progress
+    # before the first round ends. A logarithmic axis cannot show an error of 0, so there the line
     # leaves the picture.
     errors = np.maximum(curve.errors, floor / 1.2)
     shown = 1 + np.searchsorted(-errors, -floor)
@@ -171,7 +171,7 @@ def _draw(axes: Axes, curve: Curve, scale: int, floor: float, style: LineStyle) 
 
 
 def _scale(axes: Axes, tolerance: float, floor: float) -> None:
-    axes.set_xscale("symlog", linthresh=1, linscale=0.3)  # with a place for 0
+    axes.set_xscale("symlog", linthresh=1, linscale=0.3)  # linear near 0
     axes.set_yscale("log")
     axes.set_ylim(floor, 1.3)
     axes.axhline(tolerance, color="#777777", linewidth=0.9, linestyle=(0, (4, 3)))
@@ -182,12 +182,12 @@ def _scale(axes: Axes, tolerance: float, floor: float) -> None:
 
 
 def inspect_graphs(config: InspectGraphsConfig, out: Path | None, page: Path | None) -> int:
-    """Writes the tables and the picture, shows the tables, and returns the exit code.
+    """Write the tables and the picture, print the tables, and return the exit code.
 
-    Without a page, or with a folder too, graphs.md, graphs.json and graphs.png go to the folder.
+    Without `page`, or with `out`, graphs.md, graphs.json and graphs.png are written to a folder.
 
     Raises:
-      CommandError: if a file cannot be written, or the page lacks the markers.
+      CommandError: a file cannot be written, or the page lacks the markers.
     """
     console = Console()
     old = None if page is None else _split_page(page)
@@ -199,8 +199,8 @@ def inspect_graphs(config: InspectGraphsConfig, out: Path | None, page: Path | N
     if folder is not None:
         facts = [
             {"name": name, "num_nodes": nodes}
-            | ({"error": found} if isinstance(found, str) else graph_facts(found))
-            for (name, nodes), found in analyses.items()
+            | ({"error": value} if isinstance(value, str) else graph_facts(value))
+            for (name, nodes), value in analyses.items()
         ]
         about = vars(config) | {"pictured": config.pictured}
         write_json(folder / "graphs.json", {"config": about, "graphs": facts})
@@ -225,7 +225,7 @@ def inspect_graphs(config: InspectGraphsConfig, out: Path | None, page: Path | N
 
 
 def analyse_all(config: InspectGraphsConfig, *, show_progress: bool = False) -> Analyses:
-    """Every graph at every size; the reason where there is no such graph."""
+    """Return the analysis of every graph at every size, or the reason why there is none."""
     pairs = [(graph, nodes) for graph in config.graphs for nodes in config.nodes]
     console = Console(stderr=True)
     is_silent = not show_progress or not sys.stderr.isatty()
@@ -243,19 +243,19 @@ def _analyse(name: str, nodes: int, config: InspectGraphsConfig) -> GraphAnalysi
 
 
 def picture_curves(config: InspectGraphsConfig) -> dict[int, list[Curve]]:
-    """Per number of nodes, the errors of those graphs that exist."""
-    found: dict[int, list[Curve]] = {}
+    """Return the curves of all graphs that exist, by number of nodes."""
+    curves: dict[int, list[Curve]] = {}
     for nodes in config.picture_nodes:
-        found[nodes] = []
+        curves[nodes] = []
         for name in config.pictured:
             analysis = _analyse(name, nodes, config)
             if not isinstance(analysis, str):
-                found[nodes].append(curve_of(name, analysis))
-    return found
+                curves[nodes].append(curve_of(name, analysis))
+    return curves
 
 
 def curve_of(name: str, analysis: GraphAnalysis) -> Curve:
-    """The errors of a graph, until they are a little below its tolerance."""
+    """Return the errors of a graph, until they are a little below the tolerance."""
     last = analysis.rounds_to_tolerance
     last = FOREVER if last is None else int(1.2 * last) + 1
     later = (round(t) for t in np.geomspace(1, last, _POINTS))
@@ -265,7 +265,7 @@ def curve_of(name: str, analysis: GraphAnalysis) -> Curve:
 
 
 def _split_page(page: Path) -> tuple[str, str]:
-    """What stands before and after the tables."""
+    """Return the text of a page before and after the tables."""
     with file_errors("--page", "read", page):
         text = page.read_text(encoding="utf-8")
     before, begin, rest = text.partition(BEGIN)

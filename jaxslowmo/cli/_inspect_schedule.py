@@ -1,4 +1,4 @@
-"""`jaxslowmo inspect schedule`."""
+"""`jaxslowmo inspect schedule`: one pipeline schedule, its costs, and those of other kinds."""
 
 import json
 from pathlib import Path
@@ -17,16 +17,16 @@ from .config._inspect import InspectScheduleConfig
 
 
 def inspect_schedule(config: InspectScheduleConfig, out: Path | None) -> int:
-    """Prints a schedule as a grid and what it costs beside other kinds; returns the exit code.
+    """Print a schedule as a grid, and its costs next to other kinds; return the exit code.
 
     Raises:
-      CommandError: for a schedule that the library refuses, or a picture that cannot be written.
+      CommandError: the library refuses the schedule, or the picture cannot be written.
     """
     with usage_errors(num_stages="stages", rows="table"):
         schedule = config.schedule()
-        found = schedule.simulate(**config.times, lockstep=config.lockstep)
+        simulation = schedule.simulate(**config.times, lockstep=config.lockstep)
     if out is not None:
-        _draw(schedule, found, config, out)
+        _draw(schedule, simulation, config, out)
     if config.orders:
         print(*schedule.orders(), sep="\n")
         return 0
@@ -35,8 +35,8 @@ def inspect_schedule(config: InspectScheduleConfig, out: Path | None) -> int:
         return 0
     console = Console()
     facts = {
-        f"time, {_how(config)}": f"{found.time:.6g}",
-        "bubble": _percent(found.bubble),
+        f"time, {_how(config)}": f"{simulation.time:.6g}",
+        "bubble": _percent(simulation.bubble),
         "stash of each stage, microbatches of a chunk": _row(schedule.stash),
         "messages that each stage sends": _row(schedule.sends),
     }
@@ -52,25 +52,25 @@ def inspect_schedule(config: InspectScheduleConfig, out: Path | None) -> int:
 
 
 def others(schedule: Schedule, config: InspectScheduleConfig) -> dict[str, Schedule | str]:
-    """The kinds of the same sizes by what stands in the table, or why there is none."""
+    """Return schedules of the same sizes by name in the table, or the reason why there is none."""
     limit = {"most_stash": config.most_stash} if config.most_stash else {}
     chunks = config.chunks or 1
-    # A kind that is not here stands in one row, and takes the sizes alone.
+    # Other kinds have one row, and take only the sizes.
     rows: dict[str, dict[str, dict[str, Any]]] = {
         "interleaved": {"": {"num_chunks": max(chunks, 2)}},
         "zero_bubble": {" (H1)": {}, " (H2)": {"memory": 2}},
         "lockstep": {"": {"num_chunks": chunks, **config.times, **limit}},
     }
-    found: dict[str, Schedule | str] = {}
+    kinds: dict[str, Schedule | str] = {}
     for kind in schedules.KINDS:
         for which, options in rows.get(kind, {"": {}}).items():
             try:
-                found[kind + which] = schedules.by_name(
+                kinds[kind + which] = schedules.by_name(
                     kind, schedule.num_stages, schedule.num_microbatches, **options
                 )
             except ValueError as error:
-                found[kind + which] = str(error)
-    return found
+                kinds[kind + which] = str(error)
+    return kinds
 
 
 def _comparison(schedule: Schedule, config: InspectScheduleConfig) -> Table:
@@ -124,14 +124,16 @@ def _numbers(schedule: Schedule, config: InspectScheduleConfig) -> dict[str, Any
 
 
 def _draw(
-    schedule: Schedule, found: schedules.Simulation, config: InspectScheduleConfig, out: Path
+    schedule: Schedule, simulation: schedules.Simulation, config: InspectScheduleConfig, out: Path
 ) -> None:
     times = ", ".join(f"{name.replace('_', ' ')} {value:g}" for name, value in config.times.items())
-    line = f"{_how(config)}; {times}; bubble {_percent(found.bubble)}, time {found.time:.6g}"
+    line = (
+        f"{_how(config)}; {times}; bubble {_percent(simulation.bubble)}, time {simulation.time:.6g}"
+    )
     try:
         with file_errors("--out", "write", out):
-            schedules.picture(found, out, title=_title(schedule), lines=[line])
-    except ValueError as error:  # matplotlib knows no such format
+            schedules.picture(simulation, out, title=_title(schedule), lines=[line])
+    except ValueError as error:  # matplotlib does not know the format
         raise CommandError(f"--out: cannot write {out}: {error}") from None
 
 

@@ -1,4 +1,4 @@
-"""Entry point: imports the rest late, so that a missing extra is one line and no traceback."""
+"""The entry point; it imports the rest late, so that a missing extra is one line on stderr."""
 
 import sys
 from collections.abc import Sequence
@@ -9,14 +9,14 @@ from ._errors import FAILED, INTERRUPTED, CommandError, code_of, describe
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
-    """Runs the command line and exits.
+    """Run the command line and exit.
 
     Args:
-      argv: arguments without the program's name; None takes those of the process.
+      argv: arguments without the name of the program; None: those of the process.
 
     Raises:
-      SystemExit: always; 0 done, 1 the training diverged, 2 wrong usage or a missing extra, 75 a
-        disk or file server that may be well again (both with one line on stderr), 130 interrupted.
+      SystemExit: always. 0: done; 1: the training diverged; 2: wrong usage or a missing extra;
+        75: a disk or file server that may recover (both with one line on stderr); 130: interrupted.
     """
     try:
         from ._app import run

@@ -1,4 +1,4 @@
-"""What commands write: numbers as people read them, sentences, progress, tables, JSON."""
+"""The output of commands: readable numbers, sentences, progress, tables, JSON."""
 
 import dataclasses
 import json
@@ -14,26 +14,26 @@ from rich.table import Column, Table
 
 from .._support.files import write_anew
 
-_LINES = 10  # of a run without a terminal
+_LINES = 10  # progress lines of a run whose output is no terminal
 
 
 def format_bytes(count: float) -> str:
-    """Decimal units, three digits: 0 B, 999 B, 1.50 MB."""
+    """Return bytes in decimal units with three digits: 0 B, 999 B, 1.50 MB."""
     return _scaled(count, ("B", "kB", "MB", "GB", "TB", "PB"))
 
 
 def format_count(count: float) -> str:
-    """Three digits and a letter: 999, 1.07M."""
+    """Return a count as three digits and a letter: 999, 1.07M."""
     return _scaled(count, ("", "k", "M", "G", "T")).replace(" ", "")
 
 
 def format_loss(loss: float | None) -> str:
-    """Three decimals, or a dash where there is none."""
+    """Return a loss with three decimals; a dash for None, NaN and infinities."""
     return "-" if loss is None or not math.isfinite(loss) else f"{loss:.3f}"
 
 
 def format_limit(limit: int) -> str:
-    """A limit of bytes as users write it: 0, 1.5 MiB, 4,000 B."""
+    """Return a limit in bytes as users write it: 0, 1.5 MiB, 4,000 B."""
     for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if limit >= size and limit * 100 % size == 0:
             return f"{limit / size:g} {unit}"
@@ -50,18 +50,18 @@ def _scaled(count: float, units: tuple[str, ...]) -> str:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Writes a configuration (dataclass) or a summary (dict); NaN becomes null."""
+    """Write a configuration (dataclass) or a summary (dict) as JSON; NaN becomes null."""
     plain = dataclasses.asdict(value) if dataclasses.is_dataclass(value) else value  # pyright: ignore[reportArgumentType]
     write_anew(path, json.dumps(_finite(plain), indent=2, default=str) + "\n")
 
 
 def json_line(record: dict[str, Any]) -> str:
-    """One line; NaN and infinities, which JSON lacks, become null."""
+    """Return a record as a line of JSON; NaN and infinities, which JSON lacks, become null."""
     return json.dumps(_finite(record)) + "\n"
 
 
 def say(console: Console, *sentences: str) -> None:
-    """Prints each on a line of its own, as it is: not coloured, and wrapped by the terminal."""
+    """Print each sentence on its own line, without colours; the terminal wraps long lines."""
     for sentence in sentences:
         console.print(sentence, highlight=False, soft_wrap=True)
 
@@ -77,12 +77,12 @@ def _finite(value: Any) -> Any:
 
 
 class Reporter:
-    """Shows the steps of one run; a context.
+    """A context that shows the progress of one run.
 
     Args:
-      console: where to write.
-      label: of the run, such as "slowmo, seed 0".
-      steps: of the run.
+      console: console to which it writes.
+      label: name of the run, such as "slowmo, seed 0".
+      steps: number of steps of the run.
       would: whether bytes are only what the run would send (virtual replicas).
     """
 
@@ -111,17 +111,17 @@ class Reporter:
         self._progress.stop()
 
     def say(self, *sentences: str) -> None:
-        """Something that a reader should know beside the progress."""
+        """Print sentences for the user between progress lines."""
         say(self._console, *sentences)
 
     def advance(self, step: int) -> None:
-        """A step without a record is done."""
+        """Show that a step without a record is done."""
         self._progress.update(self._task, completed=step)
 
     def show(self, record: dict[str, Any]) -> None:
-        """A record was made."""
-        known = {name: value for name, value in record.items() if value is not None}
-        self._latest.update(known)
+        """Show a record of a step."""
+        values = {name: value for name, value in record.items() if value is not None}
+        self._latest.update(values)
         step = record["step"]
         if "validation_loss" in record:
             self._evaluated = step
@@ -132,7 +132,7 @@ class Reporter:
             say(self._console, f"{self._label}: {step:{width}}/{self._steps}  {self._status(step)}")
 
     def _status(self, step: int) -> str:
-        # An evaluation of some steps ago must not look like one of now.
+        # An evaluation of an earlier step is shown with its step.
         when = "" if step == self._evaluated else f" (step {self._evaluated})"
         texts: dict[str, Callable[[float], str]] = {
             "loss": lambda loss: f"loss {format_loss(loss)}",
@@ -140,12 +140,12 @@ class Reporter:
             "tokens_per_second": lambda speed: f"{format_count(speed)} tokens/s",
             "bytes_sent": lambda count: f"{self._verb} {format_bytes(count)}",
         }
-        told = (text(self._latest[name]) for name, text in texts.items() if name in self._latest)
-        return "  ".join(told)
+        parts = (text(self._latest[name]) for name, text in texts.items() if name in self._latest)
+        return "  ".join(parts)
 
 
 def facts_table(facts: Mapping[str, str], **options: Any) -> Table:
-    """Return a table with a line per fact; `options` are those of `rich.table.Table`."""
+    """Return a table with a line per entry; `options` are those of `rich.table.Table`."""
     table = Table(show_header=False, **options)
     for name, value in facts.items():
         table.add_row(name, value)
@@ -153,7 +153,7 @@ def facts_table(facts: Mapping[str, str], **options: Any) -> Table:
 
 
 def numbers_table(first: Column, names: Iterable[str], **options: Any) -> Table:
-    """Return an empty table of columns of numbers, to the right of a first one with names."""
+    """Return an empty table: a first column, and columns of numbers with these names."""
     numbers = (Column(name, justify="right", no_wrap=True) for name in names)
     return Table(first, *numbers, **options)
 
@@ -180,12 +180,12 @@ def run_table(summary: dict[str, Any]) -> Table:
 
 
 def compare_rows(summaries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One row per algorithm, in the order of their first appearance.
+    """Return one row per algorithm, in the order of first appearance.
 
     Returns:
-      `algorithm`, `seeds`, `validation_loss` (mean over the seeds that finished, None without
-      any), `spread` (largest minus smallest, None below two), `bytes_sent` (mean), `ratio` (to
-      the first row's bytes), `tokens_per_second` (mean), `diverged` (number of seeds).
+      Dicts with `algorithm`, `seeds`, `validation_loss` (mean over the seeds that finished, None
+      without any), `spread` (largest minus smallest, None below two), `bytes_sent` (mean), `ratio`
+      (to the first row's bytes), `tokens_per_second` (mean), `diverged` (number of seeds).
     """
     by_algorithm: dict[str, list[dict[str, Any]]] = {}
     for summary in summaries:
@@ -213,7 +213,7 @@ def compare_rows(summaries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def compare_table(rows: Sequence[dict[str, Any]], *, would: bool) -> Table:
-    """The rows of `compare_rows` side by side."""
+    """Return a table of the rows of `compare_rows`."""
     first = rows[0]["algorithm"] if rows else ""
     table = numbers_table(
         Column("algorithm", overflow="fold"),  # settings make long names

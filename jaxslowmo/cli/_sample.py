@@ -1,4 +1,4 @@
-"""`jaxslowmo sample`: text, byte by byte, from the model of a run."""
+"""`jaxslowmo sample`: writes text, byte by byte, with the model of a run."""
 
 import functools
 import json
@@ -23,13 +23,13 @@ from jaxslowmo.models import (
 from ._errors import CommandError, usage_errors
 from .config._commands import SampleConfig
 from .config._mesh import MODEL_AXES
-from .run._model import Form, config_of, config_then, saved_form
+from .run._model import Form, config_of, saved_config, saved_form
 from .run._recipes import build_algorithm
 from .run._run_folder import RunFolder, is_export
 
 
 def sample(config: SampleConfig, run: Path) -> int:
-    """Prints what the model of a run goes on with, and returns the exit code.
+    """Print the prompt and the text that the model adds, and return the exit code.
 
     Raises:
       CommandError: there is no model, or it cannot be read.
@@ -41,7 +41,7 @@ def sample(config: SampleConfig, run: Path) -> int:
 
 
 def _shown(text: bytes, encoding: str) -> str:
-    """What stdout can take: other bytes, and what would steer a terminal, have a stand-in."""
+    """Return text for stdout, with replacements for invalid bytes and control characters."""
     letters = text.decode("utf-8", "replace")
     plain = "".join("\ufffd" if _steers(letter) else letter for letter in letters)
     return plain.encode(encoding, "replace").decode(encoding)
@@ -52,7 +52,7 @@ def _steers(letter: str) -> bool:
 
 
 def generate(model: GPTConfig, params: Any, config: SampleConfig) -> bytes:
-    """The prompt, and what the model goes on with.
+    """Return the prompt and the bytes that the model adds.
 
     One program writes all bytes: a scan over a window of `context_length` bytes, which slides when
     it is full.
@@ -60,9 +60,10 @@ def generate(model: GPTConfig, params: Any, config: SampleConfig) -> bytes:
     Args:
       model: shape of the model.
       params: one copy of its parameters.
-      config: what to write.
+      config: the prompt, the number of bytes, and how they are drawn.
     """
-    prompt = config.prompt.encode("utf-8", "surrogateescape")  # bytes of the shell that are no text
+    # Bytes from the shell that are no UTF-8 are kept.
+    prompt = config.prompt.encode("utf-8", "surrogateescape")
     seen = np.frombuffer(prompt, np.uint8)[-model.context_length :]
     window = np.zeros(model.context_length, np.int32)
     window[: seen.size] = seen
@@ -71,7 +72,7 @@ def generate(model: GPTConfig, params: Any, config: SampleConfig) -> bytes:
 
     def write(carry: tuple[jax.Array, jax.Array], key: jax.Array) -> tuple[Any, jax.Array]:
         window, size = carry
-        # What lies behind the text is not seen: attention is causal.
+        # Attention is causal, so the zeros after the text have no effect.
         logits = logits_fn(params, window[None])[0, size - 1]
         new = _drawn(logits, key, config)
         is_full = size == window.size
@@ -91,21 +92,21 @@ def _drawn(logits: jax.Array, key: jax.Array, config: SampleConfig) -> jax.Array
     if config.top_k:
         least = jax.lax.top_k(logits, config.top_k)[0][-1]
         logits = jnp.where(logits < least, -jnp.inf, logits)
-    # Not logits / temperature, which a tiny one would make infinite.
+    # Not logits / temperature, which a tiny temperature would make infinite.
     scaled = (logits - logits.max()) / config.temperature
     return jax.random.categorical(key, scaled).astype(jnp.int32)
 
 
 def find_model(run: Path, step: int | None) -> tuple[GPTConfig, Any]:
-    """Shape and parameters of a run's model.
+    """Return shape and parameters of the model of a run.
 
     Args:
-      run: folder of a run, whose newest checkpoint is taken, else what it has exported; or of an
-        exported model.
-      step: of the checkpoint; None is the newest.
+      run: folder of a run, from which the newest checkpoint is read, else the exported model; or
+        the folder of an exported model.
+      step: step of the checkpoint; None: the newest.
 
     Raises:
-      CommandError: there is none, or it cannot be read.
+      CommandError: there is no model, or it cannot be read.
     """
     if not run.is_dir():
         raise CommandError(f"RUN must be the folder of a run or of an exported model, got {run}")
@@ -131,17 +132,17 @@ def _of_checkpoint(folder: Path, step: int | None) -> tuple[GPTConfig, Any]:
         extra = checkpoints.extra(step=step)
         if "config" not in extra:
             raise CommandError(f"the checkpoints in {folder} are not of jaxslowmo train")
-        config = config_then(extra)
+        config = saved_config(extra)
         form = Form(config_of(config))
         model = form.config
-        # Its replicas, each on one device: whatever shared the model.
+        # Each replica on one virtual device, whatever axes split the model in training.
         axes = {name: n for name, n in config.axes.items() if name not in MODEL_AXES}
         mesh = js.virtual_mesh(axes)
         algorithm = build_algorithm(config)
         train_step = algorithm.make_step(gpt_loss_fn(model), config, mesh=mesh)
-        then = functools.partial(saved_form, now=form)
-        found = checkpoints.restore(train_step, init_gpt(model), step=step, saved_form=then)
-    return model, train_step.consensus(found.state)
+        form_fn = functools.partial(saved_form, now=form)
+        restored = checkpoints.restore(train_step, init_gpt(model), step=step, saved_form=form_fn)
+    return model, train_step.consensus(restored.state)
 
 
 def _of_export(folder: Path) -> tuple[GPTConfig, Any]:
@@ -149,13 +150,13 @@ def _of_export(folder: Path) -> tuple[GPTConfig, Any]:
     if shape is not None:
         model = GPTConfig(**shape)
     else:
-        # Exports of before 0.2 do not say what they are of; their run does.
+        # Exports from before version 0.2 lack the shape of the model; the config of the run has it.
         try:
             run = json.loads(RunFolder(folder.parent).config.read_bytes())
         except OSError:
             raise CommandError(
-                f"{folder} does not say what model it is: put the config.json of its run beside "
+                f"{folder} does not say what model it is: put the config.json of its run next to "
                 "it, or train with --resume --export, which exports it again"
             ) from None
-        model = config_of(config_then({"config": run}))
+        model = config_of(saved_config({"config": run}))
     return model, load_consensus(folder, like=init_gpt(model))

@@ -1,4 +1,4 @@
-"""`jaxslowmo train`."""
+"""`jaxslowmo train`: one training run, in one process or as one of several."""
 
 import contextlib
 import dataclasses
@@ -16,7 +16,7 @@ from ._output import Reporter, format_count, format_loss, run_table, say
 from .config._training import TrainConfig
 from .processes._peers import ALONE, Cluster, is_one_of_several, known_processes
 from .processes._watch import Watch, failing_together, join_cluster
-from .run._agreement import as_it_was, clear, follow, lead
+from .run._agreement import clear, follow, lead, resumed_config
 from .run._division import ask_for_devices, choose_mesh, divide_text
 from .run._job import Job, RunResult
 from .run._model import form_of
@@ -24,11 +24,10 @@ from .run._run_folder import RunFolder, locked_folder
 
 
 def train(config: TrainConfig, out: Path | None) -> int:
-    """Trains once, shows the progress and a summary, and returns the exit code.
+    """Train once, show the progress and a summary, and return the exit code.
 
     Raises:
-      CommandError: for arguments that do not go together, or with the data, the devices or the
-        other processes.
+      CommandError: the options do not fit each other, the data, the devices or the other processes.
     """
     if not is_one_of_several(config.cluster):
         return _train(config, out, ALONE)
@@ -44,8 +43,8 @@ def train(config: TrainConfig, out: Path | None) -> int:
 
 def _train(config: TrainConfig, out: Path | None, cluster: Cluster) -> int:
     with contextlib.ExitStack() as stack:
-        folder, config, job = _made_ready(config, out, cluster, stack)
-        if config.overwrite:  # not before: a wrong call should delete nothing
+        folder, config, job = _prepared(config, out, cluster, stack)
+        if config.overwrite:  # only now: a wrong call should delete nothing
             clear(folder, config, cluster)
         logs = config.cluster.process_logs
         console = Console(file=stack.enter_context(_output_of(cluster, folder, logs=logs)))
@@ -58,12 +57,12 @@ def _train(config: TrainConfig, out: Path | None, cluster: Cluster) -> int:
     return EXIT_CODES[result.status]
 
 
-def _made_ready(
+def _prepared(
     config: TrainConfig, out: Path | None, cluster: Cluster, stack: contextlib.ExitStack
 ) -> tuple[RunFolder, TrainConfig, Job]:
-    """Return the folder, which is the run's until the stack ends, its options and programs."""
+    """Return folder, options and programs of a run; the folder is locked until the stack ends."""
     with usage_errors():
-        form_of(config)  # only for its checks: what cannot be shared so leaves no folder
+        form_of(config)  # raises for wrong sizes, before a folder is made
         corpus = read_corpus(config.data)
     folder, config = stack.enter_context(opened(config, out, corpus.contents, cluster))
     with usage_errors():
@@ -76,38 +75,38 @@ def _made_ready(
 def opened(
     config: TrainConfig, out: Path | None, corpus: Contents, cluster: Cluster
 ) -> Iterator[tuple[RunFolder, TrainConfig]]:
-    """Context in which the folder of a run is its own, and all processes want the same.
+    """Run the block while the folder belongs to this run, and all processes have agreed.
 
     Args:
-      config: as it was given.
+      config: configuration from the command line.
       out: folder of the run.
-      corpus: what this process reads; without the texts, most of which a process can forget.
+      corpus: listing of the text that this process reads; the texts themselves can be freed.
       cluster: the processes.
 
     Yields:
-      The folder, and the configuration that all processes follow.
+      The folder, and the configuration that all processes use.
 
     Raises:
-      CommandError: another run is going on in the folder or has left something there; the run to go
-        on with had other options or text; or as for `lead`.
+      CommandError: another run uses the folder or has left files in it; the run to resume had other
+        options or another text; or see `lead`.
 
-    Communication: with several processes that of `lead`.
+    Communication: that of `lead`, with several processes.
     """
     if not cluster.is_first:
-        assert out is not None  # several processes must be given it
+        assert out is not None  # `train` checks this for several processes
         folder = RunFolder(out)
         yield folder, follow(config, folder, corpus, cluster)
         return
     with locked_folder(out, "train") as folder:
-        given, resumes = config, config.checkpoint.resume
+        requested, resumes = config, config.checkpoint.resume
         if not config.overwrite:
             folder.refuse_leftovers(may_resume=True, resumes=resumes)
         if resumes:
             with usage_errors():
-                config = as_it_was(config, folder, corpus)
+                config = resumed_config(config, folder, corpus)
         folder.keep_listing(corpus)
         if cluster.count > 1:
-            lead(given, config, folder, corpus, cluster)
+            lead(requested, config, folder, corpus, cluster)
         yield folder, config
 
 
@@ -131,7 +130,7 @@ def _conclude(console: Console, result: RunResult, folder: RunFolder) -> None:
 
 @contextlib.contextmanager
 def _output_of(cluster: Cluster, folder: RunFolder, *, logs: bool) -> Iterator[TextIO | None]:
-    """Where a process writes what it has to say: the first to the terminal, others to their log."""
+    """Yield the file for the output of a process: None (the terminal) for the first, else a log."""
     if cluster.is_first:
         yield None
         return

@@ -1,4 +1,4 @@
-"""`jaxslowmo tune buckets`: the measurement, its table and its picture."""
+"""`jaxslowmo tune buckets`: the measurement of bucket limits, its table and its picture."""
 
 import dataclasses
 import statistics
@@ -30,16 +30,16 @@ from .run._run_folder import make_folder
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """What was found about one limit.
+    """The results for one limit.
 
     Attributes:
-      limit: bytes.
-      bucket_sizes: bytes of the buckets that it gives, in order.
-      same_as: an earlier limit that gives the same buckets, measured in its place; else None.
-      seconds: of a step, one per round.
-      median: of `seconds`.
-      quartiles: of `seconds`, lower and upper.
-      ratio: median over the rounds of the time by that of one bucket per gradient.
+      limit: bucket limit in bytes.
+      bucket_sizes: sizes of the resulting buckets in bytes, in order.
+      same_as: an earlier limit with the same buckets, which was measured instead; else None.
+      seconds: seconds of a step, one value per round.
+      median: median of `seconds`.
+      quartiles: lower and upper quartile of `seconds`.
+      ratio: median over the rounds of the time divided by that of one bucket per gradient.
     """
 
     limit: int
@@ -52,12 +52,12 @@ class Row:
 
 
 def tune_buckets(config: TuneBucketsConfig, out: Path | None) -> int:
-    """Measures every limit, then writes a table, a figure and tune.json.
+    """Measure every limit, then write a table, a figure and tune.json.
 
-    Ctrl-C ends it with the rounds that were finished.
+    After Ctrl-C they show the rounds that have finished.
 
     Raises:
-      CommandError: for arguments that do not go together, or with the devices.
+      CommandError: the options do not fit each other or the devices.
     """
     console = Console()
     with usage_errors():
@@ -94,18 +94,18 @@ def tune_buckets(config: TuneBucketsConfig, out: Path | None) -> int:
     )
     console.print(rows_table(rows, best))
     say(console, _advice(config, best), str(picture))
-    return INTERRUPTED if stop.asked else 0
+    return INTERRUPTED if stop.reason else 0
 
 
 class Bench:
-    """A training step per limit, all of the same state, so that they can take turns.
+    """A training step per limit; all steps use the same state, so that they can take turns.
 
     Attributes:
-      num_parameters: of the model.
-      buckets: by limit, the layout: names and bytes of each bucket.
+      num_parameters: number of parameters of the model.
+      buckets: maps a limit to its layout: leaf names and bytes of each bucket.
 
     Raises:
-      ValueError: for arguments that the library refuses.
+      ValueError: the library refuses an argument.
     """
 
     def __init__(self, config: TuneBucketsConfig, placement: RunDevices):
@@ -115,8 +115,8 @@ class Bench:
         self.num_parameters = num_parameters(model)
         axes = ("replica", "device") if train.devices_per_replica > 1 else "replica"
         loss_fn, algorithm = gpt_loss_fn(model), build_algorithm(train)
-        given = config.order if config.order != "ready" else "reverse"
-        order = "ready" if config.order == "ready" else "reverse"
+        bucket_order = config.order if config.order != "ready" else "reverse"
+        step_order = "ready" if config.order == "ready" else "reverse"
         self._steps = {
             limit: dataclasses.replace(
                 algorithm,
@@ -124,9 +124,11 @@ class Bench:
                     axes,
                     bucket_bytes=limit,
                     first_bucket_bytes=config.first_of(limit),
-                    order=given,  # pyright: ignore[reportArgumentType]
+                    order=bucket_order,  # pyright: ignore[reportArgumentType]
                 ),
-            ).make_step(loss_fn, train, mesh=placement.mesh, policy=policy_of(train), order=order)
+            ).make_step(
+                loss_fn, train, mesh=placement.mesh, policy=policy_of(train), order=step_order
+            )
             for limit in config.candidates
         }
         step = self._steps[0]
@@ -136,12 +138,12 @@ class Bench:
         self.buckets = {limit: self._layout(step) for limit, step in self._steps.items()}
 
     def _layout(self, step: js.TrainStep) -> tuple[tuple[tuple[str, ...], int], ...]:
-        with noted_buffers() as found:
+        with noted_buffers() as notes:
             step.traced_by_phase(self._state, self._batch)
-        return tuple((note.leaves, note.size_bytes) for note in found)
+        return tuple((note.leaves, note.size_bytes) for note in notes)
 
     def measure(self, progress: Progress, stop: StopOnSignal) -> dict[int, list[float]]:
-        """Seconds of a step by limit, one per round; limits with equal buckets are one."""
+        """Return seconds of a step by limit, one per round; limits with equal buckets are one."""
         same = {buckets: limit for limit, buckets in reversed(self.buckets.items())}
         limits = sorted(same.values())
         seconds: dict[int, list[float]] = {limit: [] for limit in limits}
@@ -149,11 +151,11 @@ class Bench:
         task = progress.add_task("compiling", total=len(limits) * rounds)
         for number in range(rounds):
             for limit in limits:
-                # Before all rounds: the first call compiles, the second finds caches warm.
+                # Round 0 is not recorded: its first step compiles, its second one fills caches.
                 took = self._timed(limit, self._config.steps if number else 2)
                 seconds[limit] += [took] * (number > 0)
                 progress.advance(task)
-                if stop.asked:
+                if stop.reason:
                     return seconds
             progress.update(task, description="measuring")
         return seconds
@@ -170,27 +172,27 @@ class Bench:
 def make_rows(
     buckets: dict[int, tuple[tuple[tuple[str, ...], int], ...]], seconds: dict[int, list[float]]
 ) -> list[Row]:
-    """A row per limit; only rounds in which all were measured count.
+    """Return a row per limit, from the rounds in which all limits were measured.
 
     Args:
-      buckets: by limit, the layout.
-      seconds: by limit, of the measured ones.
+      buckets: maps a limit to its layout.
+      seconds: maps a measured limit to its seconds per step, one value per round.
     """
     rounds = min(map(len, seconds.values()))
     per_leaf = seconds[0]
     rows = []
     for limit, layout in buckets.items():
         source = next(other for other in seconds if buckets[other] == layout)
-        found = seconds[source][:rounds]
-        ratios = [a / b for a, b in zip(found, per_leaf, strict=False)]
+        times = seconds[source][:rounds]
+        ratios = [a / b for a, b in zip(times, per_leaf, strict=False)]
         rows.append(
             Row(
                 limit=limit,
                 bucket_sizes=tuple(size for _, size in layout),
                 same_as=None if source == limit else source,
-                seconds=tuple(found),
-                median=statistics.median(found),
-                quartiles=_quartiles(found),
+                seconds=tuple(times),
+                median=statistics.median(times),
+                quartiles=_quartiles(times),
                 ratio=statistics.median(ratios),
             )
         )
@@ -198,10 +200,10 @@ def make_rows(
 
 
 def best_limit(rows: Sequence[Row]) -> int:
-    """The limit of the fastest median; of those that are as fast within noise, the largest.
+    """Return the largest limit that is as fast as the fastest median, within noise.
 
-    As fast: in at least a quarter of the rounds no slower than the fastest. Rounds are compared one
-    by one, which leaves out what slows a whole round.
+    A limit is as fast if it is no slower than the fastest in at least a quarter of the rounds.
+    Rounds are compared one by one, since the machine may slow a whole round.
     """
     fastest = min(rows, key=lambda row: row.median)
 
@@ -218,7 +220,7 @@ def _quartiles(values: Sequence[float]) -> tuple[float, float]:
 
 
 def rows_table(rows: Sequence[Row], best: int) -> Table:
-    """The rows side by side."""
+    """Return a table of the rows."""
     table = numbers_table(
         Column("limit", no_wrap=True),
         ("buckets", "largest", "ms", "quartiles", "ratio"),
@@ -254,13 +256,13 @@ def _advice(config: TuneBucketsConfig, best: int) -> str:
 
 
 def draw_limits(rows: Sequence[Row], best: int, path: Path, *, subtitle: str) -> None:
-    """Draws the time of a step by limit: every round, quartiles and median.
+    """Draw the time of a step by limit: every round, quartiles and median.
 
     Args:
-      rows: in the order of the axis.
-      best: the limit to mark.
-      path: of the PNG.
-      subtitle: what was run.
+      rows: results, in the order of the axis.
+      best: limit to mark.
+      path: path of the PNG.
+      subtitle: description of the measurement.
     """
     what = "Lines: medians; bars: quartiles; dots: rounds, from left to right."
     figure = new_figure((8.5, 4.8), "Step time by size of gradient buckets", subtitle, what)
@@ -269,7 +271,7 @@ def draw_limits(rows: Sequence[Row], best: int, path: Path, *, subtitle: str) ->
         colour = COLOURS["vermilion"] if row.limit == best else COLOURS["blue"]
         times = [1e3 * value for value in row.seconds]
         low, high = (1e3 * value for value in row.quartiles)
-        # Rounds from left to right, so that a drift of the machine shows.
+        # Rounds are drawn from left to right, so that a drift of the machine is visible.
         spread = [x + 0.44 * ((i + 0.5) / len(times) - 0.5) for i in range(len(times))]
         axes.plot(spread, times, "o", color=colour, alpha=0.3, markersize=4, markeredgewidth=0)
         axes.plot([x, x], [low, high], color=colour, linewidth=7, alpha=0.35, solid_capstyle="butt")
@@ -294,7 +296,7 @@ def _tick(row: Row) -> str:
 
 
 def _limit(axes: Axes, rows: Sequence[Row]) -> None:
-    """Around the quartiles: a round that the machine disturbed should not flatten the rest."""
+    """Set limits around the quartiles, so that a disturbed round does not flatten the rest."""
     low = min(row.quartiles[0] for row in rows)
     high = max(row.quartiles[1] for row in rows)
     span = max(high - low, 0.1 * high)

@@ -179,4 +179,4 @@ def test_an_export_that_does_not_say_what_it_is(call, gossip, tmp_path):
     (run / "config.json").unlink()
     outcome = call("sample", run / "model")
     assert (outcome.code, outcome.err.count("\n")) == (2, 1)
-    assert "does not say what model it is: put the config.json of its run beside it" in outcome.err
+    assert "does not say what model it is: put the config.json of its run next to it" in outcome.err

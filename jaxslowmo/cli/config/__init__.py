@@ -1,1 +1,1 @@
-"""What the commands are given: frozen dataclasses whose fields are the options, without jax."""
+"""Configurations of the commands: frozen dataclasses whose fields are the options. No jax."""

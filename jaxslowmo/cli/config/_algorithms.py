@@ -1,4 +1,4 @@
-"""Which algorithm a run takes, and its settings."""
+"""Options that choose the algorithm of a run, and the settings of that algorithm."""
 
 import dataclasses
 import functools
@@ -7,27 +7,27 @@ from jaxslowmo.topology import GRAPHS, Mixing, self_weighted, uniform_mixing
 
 from ._fields import Checked, option
 
-# How each is built and drawn stands in run/_recipes.py.
+# run/_recipes.py holds how each is built, and drawn in a picture.
 ALGORITHMS = ("all_reduce", "local_sgd", "sgp", "slowmo", "slowmo_sgp", "diloco")
 
 
-def _of(*algorithms: str) -> tuple[str, tuple[str, ...]]:
-    """Algorithms that use an option; with others it is refused."""
+def _used_by(*algorithms: str) -> tuple[str, tuple[str, ...]]:
+    """Return the `goes_with` of an option that only these algorithms use."""
     return "algorithm", algorithms
 
 
-_AVERAGE = _of("local_sgd", "slowmo")
-_GOSSIP = _of("sgp", "slowmo_sgp")
-_SLOW = _of("slowmo", "slowmo_sgp")
-_OUTER = _of("slowmo", "slowmo_sgp", "diloco")
-_PARAMETERS = _of(*(name for name in ALGORITHMS if name != "all_reduce"))
+_AVERAGE = _used_by("local_sgd", "slowmo")
+_GOSSIP = _used_by("sgp", "slowmo_sgp")
+_SLOW = _used_by("slowmo", "slowmo_sgp")
+_OUTER = _used_by("slowmo", "slowmo_sgp", "diloco")
+_PARAMETERS = _used_by(*(name for name in ALGORITHMS if name != "all_reduce"))
 
 
 def parse_mixing(text: str) -> Mixing:
-    """The mixing that "uniform" or "self_weighted:0.7" stands for.
+    """Return the mixing that a text like "uniform" or "self_weighted:0.7" names.
 
     Raises:
-      ValueError: for anything else, or a share outside (0, 1).
+      ValueError: the text is neither, or the share is outside (0, 1).
     """
     name, colon, share = text.partition(":")
     if name == "uniform" and not colon:
@@ -36,7 +36,7 @@ def parse_mixing(text: str) -> Mixing:
         try:
             return self_weighted(float(share))
         except ValueError:
-            pass  # no number, or none between 0 and 1
+            pass  # not a number, or not between 0 and 1
     raise ValueError(
         "--mixing must be uniform, or self_weighted:SHARE with a share between 0 and 1, such as "
         f"self_weighted:0.7; got {text}"
@@ -48,7 +48,7 @@ _option = functools.partial(option, panel="Algorithm")
 
 @dataclasses.dataclass(frozen=True)
 class AlgorithmConfig(Checked):
-    """What the replicas exchange, and when. `refuse_unused` tells of what nobody uses."""
+    """The algorithm of a run and its settings; `refuse_unused` checks that they go together."""
 
     algorithm: str = _option(
         "slowmo",
@@ -61,12 +61,12 @@ class AlgorithmConfig(Checked):
         25,
         "Size of all_reduce's gradient buckets in MiB, the first one at most 1; see jaxslowmo "
         "tune buckets.",
-        goes_with=_of("all_reduce"),
+        goes_with=_used_by("all_reduce"),
         least=0,
         below=2**20,
     )
     sync_every: int = _option(
-        12, "Steps between averages, of local_sgd and under slowmo.", goes_with=_AVERAGE, least=1
+        12, "Steps between averages (local_sgd, slowmo).", goes_with=_AVERAGE, least=1
     )
     slow_every: int = _option(
         48, "Steps between slow (outer) steps of slowmo and diloco.", goes_with=_OUTER, least=1
@@ -85,8 +85,8 @@ class AlgorithmConfig(Checked):
     )
     overlap: int = _option(
         0,
-        "sgp: 0 sends the new parameters; 1 those of before the step, beside the computation of "
-        "the gradients (with --mode host, or a graph that does not rotate); k mixes in what was "
+        "sgp: 0 sends the new parameters; 1 sends those from before the step, while the gradients "
+        "are computed (with --mode host, or a graph that does not rotate); k mixes in what was "
         "sent k - 1 steps earlier.",
         goes_with=_GOSSIP,
         least=0,
@@ -122,12 +122,15 @@ class AlgorithmConfig(Checked):
         choices=("none", "bfloat16", "float16"),
     )
     outer_learning_rate: float = _option(
-        0.7, "Learning rate of diloco's outer optimizer (SGD).", goes_with=_of("diloco"), least=0
+        0.7,
+        "Learning rate of diloco's outer optimizer (SGD).",
+        goes_with=_used_by("diloco"),
+        least=0,
     )
     outer_momentum: float = _option(
         0.9,
         "Nesterov momentum of diloco's outer optimizer.",
-        goes_with=_of("diloco"),
+        goes_with=_used_by("diloco"),
         least=0,
         below=1,
     )

@@ -1,4 +1,4 @@
-"""Options of `jaxslowmo train` alone: the processes that train together."""
+"""Options that only `jaxslowmo train` has: the processes that train together."""
 
 import dataclasses
 import functools
@@ -12,10 +12,10 @@ _option = functools.partial(option, panel="Cluster")
 
 
 def bare_host(name: str, host: str) -> str:
-    """A host's name or address without brackets.
+    """Return the name or the address of a host without brackets.
 
     Raises:
-      ValueError: naming `name`, for what can be neither.
+      ValueError: `host` can be neither; the message names the option `name`.
     """
     bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
     try:
@@ -28,10 +28,10 @@ def bare_host(name: str, host: str) -> str:
 
 
 def host_and_port(name: str, text: str) -> tuple[str, int]:
-    """Of "node0:1234" or "[::1]:1234", whose brackets are left out.
+    """Return host and port of a text like "node0:1234" or "[::1]:1234", the host without brackets.
 
     Raises:
-      ValueError: naming `name`, for what is neither.
+      ValueError: the text is neither; the message names the option `name`.
     """
     host, colon, port = text.rpartition(":")
     if not (host and colon):
@@ -42,10 +42,10 @@ def host_and_port(name: str, text: str) -> tuple[str, int]:
 
 
 def parse_port(name: str, text: str) -> int:
-    """The number of a port.
+    """Return the number of a port that is given as text.
 
     Raises:
-      ValueError: naming `name`, for anything but 1 to 65535.
+      ValueError: it is not from 1 to 65535; the message names the option `name`.
     """
     if not (text.isascii() and text.isdigit() and len(text) <= 5 and 0 < int(text) < 2**16):
         raise ValueError(f"the port of {name} must be 1 to 65535, got {text or 'nothing'}")
@@ -54,7 +54,7 @@ def parse_port(name: str, text: str) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class ClusterConfig(Checked):
-    """Which processes train together."""
+    """The processes that train together, and how they find each other."""
 
     coordinator: str | None = _option(
         None,
@@ -101,15 +101,15 @@ class ClusterConfig(Checked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        given = {
+        place = {
             "--coordinator": self.coordinator,
             "--num-processes": self.num_processes,
             "--process-id": self.process_id,
         }
-        missing = [name for name, value in given.items() if value is None]
-        if 0 < len(missing) < len(given):
+        missing = [name for name, value in place.items() if value is None]
+        if 0 < len(missing) < len(place):
             raise ValueError(
-                f"{', '.join(given)} go together; {', '.join(missing)} must be given too"
+                f"{', '.join(place)} go together; {', '.join(missing)} must be given too"
             )
         if self.process_id is not None and not self.process_id < (self.num_processes or 0):
             raise ValueError(

@@ -22,20 +22,20 @@ _SYMBOLS = 256  # the models read and write bytes
 
 @dataclasses.dataclass(frozen=True)
 class CompareConfig(Checked):
-    """Several algorithms, each trained with every seed; all else is equal.
+    """Several algorithms, each trained with every seed; all other options are equal.
 
-    An algorithm may bring settings of its own: "sgp+overlap=1+graph=ring".
+    An algorithm may have its own settings: "sgp+overlap=1+graph=ring".
     """
 
     train: TrainConfig
     algorithms: tuple[str, ...] = option(
         "all_reduce,local_sgd,slowmo",
-        "Separated by commas; the ratios are to the first. Each may bring settings: "
+        "Algorithms, separated by commas; the ratios are to the first. Each may have settings: "
         "sgp+overlap=1+graph=ring.",
         parse=parse_names,
     )
     seeds: tuple[int, ...] = option(
-        "0", "Separated by commas.", parse=parse_integers, least=0, below=MOST_SEEDS
+        "0", "Seeds, separated by commas.", parse=parse_integers, least=0, below=MOST_SEEDS
     )
 
     def __post_init__(self) -> None:
@@ -47,17 +47,17 @@ class CompareConfig(Checked):
             )
         for algorithm in self.algorithms:
             try:
-                self.run(algorithm, self.seeds[0])  # its settings are checked, too
+                self.run(algorithm, self.seeds[0])  # raises if a setting is wrong
             except ValueError as error:
                 raise ValueError(f"--algorithms {algorithm}: {error}") from None
 
     @property
     def base_algorithms(self) -> tuple[str, ...]:
-        """The algorithms without their settings."""
+        """The names of the algorithms, without settings."""
         return tuple(algorithm.partition("+")[0] for algorithm in self.algorithms)
 
     def run(self, algorithm: str, seed: int) -> TrainConfig:
-        """The configuration of one of the runs."""
+        """Return the configuration of the run of one algorithm with one seed."""
         name, *settings = algorithm.split("+")
         changes = dict(_setting(text) for text in settings)
         for setting, value in changes.items():
@@ -70,13 +70,13 @@ class CompareConfig(Checked):
 
 
 def _setting(text: str) -> tuple[str, Any]:
-    """Name and value of "overlap=1"."""
+    """Return name and value of a setting such as "overlap=1"."""
     name, equals, value = text.partition("=")
     name = name.replace("-", "_")
     settings = options_of(AlgorithmConfig)
     if not equals or name == "algorithm" or name not in settings:
-        known = ", ".join(key for key in settings if key != "algorithm")
-        raise ValueError(f"settings are written name+SETTING=VALUE with {known}, got {text!r}")
+        names = ", ".join(key for key in settings if key != "algorithm")
+        raise ValueError(f"settings are written name+SETTING=VALUE with {names}, got {text!r}")
     return name, _parse(name, settings[name].type, value)
 
 
@@ -93,10 +93,10 @@ def _parse(name: str, kind: Any, text: str) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class SampleConfig(Checked):
-    """What to write, and how freely."""
+    """The model and the settings with which `jaxslowmo sample` writes text."""
 
     step: int | None = option(
-        None, "Of the checkpoint to take the model from (default: the newest).", least=0
+        None, "Step of the checkpoint to take the model from (default: the newest).", least=0
     )
     prompt: str = option(
         "\n",
@@ -112,7 +112,9 @@ class SampleConfig(Checked):
     top_k: int = option(
         0, "Draw from so many of the likeliest bytes; 0: all.", least=0, below=_SYMBOLS + 1
     )
-    seed: int = option(0, "Of the drawing: the same text every time.", least=0, below=MOST_SEEDS)
+    seed: int = option(
+        0, "Seed of the drawing: the same seed gives the same text.", least=0, below=MOST_SEEDS
+    )
 
 
 ORDERS = ("reverse", "forward", "ready")
@@ -120,29 +122,29 @@ ORDERS = ("reverse", "forward", "ready")
 
 @dataclasses.dataclass(frozen=True)
 class TuneBucketsConfig(Checked):
-    """Bucket limits to measure.
+    """The bucket limits that `jaxslowmo tune buckets` measures.
 
     Attributes:
-      train: model, batch, optimizer and devices.
-      limits: bytes at which a bucket closes; 0, one bucket per gradient, is measured besides.
-      first: bytes of the first bucket, where the limit is not below.
-      order: in which gradients go into buckets.
-      rounds: measurements of each limit, in turn.
-      steps: per measurement.
+      train: options for model, batch, optimizer and devices.
+      limits: sizes in bytes at which a bucket closes; 0 (one bucket per gradient) is always added.
+      first: size of the first bucket in bytes, unless the limit is smaller.
+      order: one of `ORDERS`: the order in which gradients fill the buckets.
+      rounds: number of measurements of each limit; the limits take turns.
+      steps: number of training steps per measurement.
     """
 
     train: TrainConfig
     limits: tuple[int, ...] = option(
         "1MiB,5MiB,25MiB,100MiB",
         "Sizes at which a bucket closes, separated by commas; one bucket per gradient is "
-        "measured besides.",
+        "always measured, too.",
         parse=parse_sizes,
         entries="sizes",
     )
     first: int = option(
         "1MiB", "Size of the first bucket, where the limit is not below.", parse=parse_size
     )
-    order: str = option("reverse", "In which gradients go into buckets.", choices=ORDERS)
+    order: str = option("reverse", "Order in which gradients go into buckets.", choices=ORDERS)
     rounds: int = option(9, "Measurements of each limit, in turn.", least=1)
     steps: int = option(5, "Training steps per measurement.", least=1)
 
@@ -157,5 +159,5 @@ class TuneBucketsConfig(Checked):
         return tuple(sorted({0, *self.limits}))
 
     def first_of(self, limit: int) -> int:
-        """Size of the first bucket beside a limit."""
+        """Return the size of the first bucket in bytes under a bucket limit in bytes."""
         return min(self.first, limit)

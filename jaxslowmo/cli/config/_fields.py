@@ -1,4 +1,4 @@
-"""Fields of configurations that are options of the command line: their rules, and their texts."""
+"""Dataclass fields that are options of the command line: their rules and help texts."""
 
 import dataclasses
 import math
@@ -15,29 +15,30 @@ _UNITS = {"": 1, "b": 1} | {
 }
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*")
 _KEY = "rule"
-# Of an option that counts something and has no bound of its own: counters of states are int32.
+# The bound of integer options that state none: counters in training states are int32.
 _TOO_MANY = 2**31
 
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """What the command line knows of a field that is an option.
+    """The command-line option of a field: its help text, its allowed values, its parser.
 
     Attributes:
-      help: what it says in `--help`.
-      panel: under which heading it stands there; None: with the command's own options.
-      choices: the only values; () allows any.
-      least: lower bound; of a list that of each entry.
-      below: exclusive upper bound, likewise; of integers without one it is 2**31.
-      check: `check(value)` raises `ValueError`, naming the option; of a list for each entry.
-      entries: what a list must hold once each, in words.
-      parse: `parse(flag, text)` is the value of an option that is given as text.
-      text: the default of such an option.
-      shows_default: `--help` tells the default.
-      flag: how it is called, where that is not "--" and the field's name; without "--" it is an
+      help: text in `--help`.
+      panel: heading in `--help` under which the option is listed; None: the command's own options.
+      choices: all allowed values; () allows any.
+      least: lower bound, for a list of each entry.
+      below: exclusive upper bound, for a list of each entry; the default for integers is 2**31.
+      check: `check(value)` raises a `ValueError` that names the option; called for each entry of a
+        list.
+      entries: word for the entries of a list in error messages.
+      parse: `parse(flag, text)` returns the value of an option that is given as text.
+      text: the default of an option with `parse`, as text.
+      shows_default: whether `--help` shows the default.
+      flag: name of the option, if that is not "--" and the field's name; a name without "--" is an
         argument.
-      goes_with: name of another field and those of its values beside which this one does something;
-        None: it always does.
+      goes_with: name of another field, and the values of it with which this option has an effect;
+        None: it always has.
     """
 
     help: str
@@ -57,13 +58,13 @@ class Rule:
 def option(
     default: Any, help: str, *, parse: Callable[[str, str], Any] | None = None, **rule: Any
 ) -> Any:
-    """Return a field with what a command-line option needs to know.
+    """Return a dataclass field that is a command-line option.
 
     Args:
-      default: its value where the option is not given, unless a preset has another; with
+      default: the value of an option that is not given, unless a preset has another; with
         `parse` as text.
-      help: as in `Rule`.
-      parse: as in `Rule`.
+      help: attribute `help` of `Rule`.
+      parse: attribute `parse` of `Rule`.
       **rule: further attributes of `Rule`.
     """
     text, value = (default, parse("", default)) if parse else (None, default)
@@ -82,13 +83,13 @@ def rule_of(field: dataclasses.Field[Any]) -> Rule:
 
 
 def flag_of(field: dataclasses.Field[Any]) -> str:
-    """Return how the option of a field is called."""
+    """Return the name of the option of a field, such as "--sync-every"."""
     return rule_of(field).flag or as_flag(field.name)
 
 
 @dataclasses.dataclass(frozen=True)
 class Checked:
-    """Values against the rules of their options; `ValueError` with option, rule and value."""
+    """Base of configurations: raises a `ValueError` where a value breaks the rule of its option."""
 
     def __post_init__(self) -> None:
         for name, field in options_of(self).items():
@@ -121,27 +122,23 @@ def _check(flag: str, rule: Rule, value: Any) -> None:
 
 
 def check_different(flag: str, values: Collection[Any], what: str = "values") -> None:
-    """Refuses an empty list, and one that names something twice.
-
-    Raises:
-      ValueError: naming `flag`.
-    """
+    """Raise a `ValueError` that names `flag` if a list is empty or repeats a value."""
     if not values or len(set(values)) < len(values):
-        given = ",".join(map(str, values)) or "nothing"
-        raise ValueError(f"{flag} must list one or more different {what}, got {given}")
+        listed = ",".join(map(str, values)) or "nothing"
+        raise ValueError(f"{flag} must list one or more different {what}, got {listed}")
 
 
 def parse_names(flag: str, text: str) -> tuple[str, ...]:
-    """The parts of "ring, star"."""
+    """Return the names in a list like "ring, star"."""
     del flag
     return tuple(part.strip() for part in text.split(",") if part.strip())
 
 
 def parse_integers(flag: str, text: str) -> tuple[int, ...]:
-    """The numbers of "4,8".
+    """Return the numbers in a list like "4,8".
 
     Raises:
-      ValueError: naming `flag`, for anything else.
+      ValueError: an entry is no integer; the message names `flag`.
     """
     try:
         return tuple(int(part) for part in parse_names(flag, text))
@@ -150,23 +147,23 @@ def parse_integers(flag: str, text: str) -> tuple[int, ...]:
 
 
 def parse_sizes(flag: str, text: str) -> tuple[int, ...]:
-    """Bytes of "1MiB,25MB,4096".
+    """Return the sizes in bytes in a list like "1MiB,25MB,4096".
 
     Raises:
-      ValueError: naming `flag`, for anything else.
+      ValueError: an entry is no size; the message names `flag`.
     """
     return tuple(parse_size(flag, part) for part in parse_names(flag, text))
 
 
 def parse_size(flag: str, text: str) -> int:
-    """Bytes of "25MiB".
+    """Return the bytes of a size like "25MiB".
 
     Raises:
-      ValueError: naming `flag`, for anything else.
+      ValueError: the text is no size; the message names `flag`.
     """
-    found = _SIZE.fullmatch(text)
-    if found is None or found[2].lower() not in _UNITS:
+    match = _SIZE.fullmatch(text)
+    if match is None or match[2].lower() not in _UNITS:
         raise ValueError(
             f"{flag} takes sizes such as 25MiB, 500kB or 4096, got {text.strip() or 'nothing'}"
         )
-    return round(float(found[1]) * _UNITS[found[2].lower()])
+    return round(float(match[1]) * _UNITS[match[2].lower()])

@@ -1,4 +1,4 @@
-"""Configurations of the commands below `jaxslowmo inspect`."""
+"""Configurations of the commands `jaxslowmo inspect ...`."""
 
 import dataclasses
 import functools
@@ -25,29 +25,29 @@ from ._mesh import PIPELINES
 if TYPE_CHECKING:
     from jaxslowmo.pipeline.schedules import Schedule
 
-# The largest graphs whose analysis takes seconds: it grows with the cube of the nodes, and with
-# the entries of all matrices of a rotation.
+# The largest graphs whose analysis takes seconds: the time grows with the cube of the number of
+# nodes, and with the number of entries of all mixing matrices of a rotation.
 MOST_NODES = 1024
 MOST_ENTRIES = 2**27
-# A search for the lockstep of more operations takes minutes.
+# The search for a lockstep schedule of more operations takes minutes.
 MOST = 2**14
-# Compared with two peers per step, too.
+# Graphs that are compared with 2 peers per step, too.
 _TWICE = ("npeer_directed_exponential", "directed_linear", "ring")
-# Of the graphs that are compared where none are named: more lines would hide each other.
+# The graphs that the picture shows by default: more lines would hide each other.
 _PICTURED = (
     "complete", "star", "npeer_directed_exponential", "inner_outer", "symmetric_exponential",
     "random_matching", "torus_2d", "ring:2", "ring",
 )  # fmt: skip
-# What says more of a graph, or of a schedule, that is given by its name.
+# Options that go with a graph, or a schedule, that is given by its name.
 _OF_NAMED_GRAPHS = ("dedupe", "rows", "group_size", "num_rounds", "seed")
 _OF_KINDS = ("memory", "warm_up", "most_stash", "forward_only")
 
 
 def split_graph(text: str) -> tuple[str, int | None]:
-    """Name and peers per step of "ring" or "ring:2".
+    """Return name and peers per step of a text like "ring" (peers None) or "ring:2".
 
     Raises:
-      ValueError: an unknown name, or peers that are no number >= 1.
+      ValueError: the name is unknown, or the peers are not a number >= 1.
     """
     name, colon, peers = text.partition(":")
     if name not in GRAPHS:
@@ -62,10 +62,10 @@ def split_graph(text: str) -> tuple[str, int | None]:
 
 
 def check_effort(flag: str, graph: Graph) -> Graph:
-    """`graph`, if analysing it takes seconds.
+    """Return `graph`, if its analysis takes seconds at most.
 
     Raises:
-      ValueError: for one that takes longer, naming the flag that it comes from.
+      ValueError: it takes longer; the message names `flag`, the option that gave the graph.
     """
     _check_nodes(graph.num_nodes, flag)
     most = MOST_ENTRIES // graph.num_nodes**2
@@ -100,23 +100,23 @@ def _tolerance() -> float:
 
 
 def _check_source(
-    config: Any, name: str, what: str, file: str, known: Iterable[str], of_names: Iterable[str]
+    config: Any, name: str, what: str, file: str, names: Iterable[str], of_names: Iterable[str]
 ) -> None:
-    """Raise `ValueError` unless a name or else a file says what is to be looked at.
+    """Raise `ValueError` unless exactly one of a name and a file is given.
 
     Args:
-      config: of a command.
-      name: field of the name, which is an argument.
-      what: what has the name, in a word.
-      file: field of the file, which is an option.
-      known: the names that there are.
-      of_names: fields of the options that go with a name alone.
+      config: configuration of the command.
+      name: field that holds the name, an argument.
+      what: word for the thing with this name, for messages.
+      file: field that holds the file, an option.
+      names: all names that exist.
+      of_names: fields of the options that do not go with a file.
     """
     flag, has_file = as_flag(file), getattr(config, file) is not None
     if (getattr(config, name) is not None) == has_file:
         raise ValueError(
             f"give the {name.upper()} of a {what} or {flag} FILE; the {name}s are "
-            f"{', '.join(known)}"
+            f"{', '.join(names)}"
         )
     for other in of_names if has_file else ():
         value = getattr(config, other)
@@ -124,25 +124,25 @@ def _check_source(
             raise ValueError(f"{as_flag(other)} does not go with {flag}")
 
 
-def _whose(argument: str) -> str:
-    """Return for help which graphs' constructors take an argument."""
+def _only_for(argument: str) -> str:
+    """Return a help text that names the graphs whose constructors take an argument."""
     names = [name for name, make in GRAPHS.items() if argument in signature(make).parameters]
-    return f"Of {' and '.join(names)}."
+    return f"Only for {' and '.join(names)}."
 
 
 @dataclasses.dataclass(frozen=True)
 class InspectGraphConfig(Checked):
-    """One graph: by name, or by its phone book."""
+    """One graph, given by its name or by a table of the peers of each node."""
 
     nodes: int | None = option(None, "Number of nodes.", least=1, check=_check_nodes)
     peers_per_step: int | None = option(
         None, "Peers that a node sends to per exchange (default: the graph's).", least=1
     )
     dedupe: bool = option(False, "Keep only the first of equal peers.")
-    rows: int | None = option(None, _whose("rows"), least=1)
-    group_size: int | None = option(None, _whose("group_size"), least=1)
-    num_rounds: int | None = option(None, _whose("num_rounds"), least=1)
-    seed: int | None = option(None, _whose("seed"), least=0, below=2**63)
+    rows: int | None = option(None, _only_for("rows"), least=1)
+    group_size: int | None = option(None, _only_for("group_size"), least=1)
+    num_rounds: int | None = option(None, _only_for("num_rounds"), least=1)
+    seed: int | None = option(None, _only_for("seed"), least=0, below=2**63)
     phone_book: Path | None = option(  # noqa: RUF009 - a field, as the others
         None, "JSON file, instead of a name: for every node the list of its peers."
     )
@@ -152,7 +152,7 @@ class InspectGraphConfig(Checked):
     parameters: int | None = option(None, "Number of float32 parameters.", least=0, below=2**61)
     matrices: bool = option(False, "Show the mixing matrix of every round, and their product.")
     as_json: bool = option(False, "Print JSON.", flag="--json")
-    name: str | None = option(None, "Of the graph; see below.", flag="NAME")
+    name: str | None = option(None, "Name of the graph; see below.", flag="NAME")
 
     def __post_init__(self) -> None:
         _check_source(self, "name", "graph", "phone_book", GRAPHS, ("nodes", *_OF_NAMED_GRAPHS))
@@ -170,10 +170,10 @@ class InspectGraphConfig(Checked):
                 )
 
     def analyse(self) -> GraphAnalysis:
-        """Builds the graph and finds out about it.
+        """Build the graph and return its analysis.
 
         Raises:
-          ValueError: for what the library refuses, or a file that is no phone book.
+          ValueError: the library refuses an argument, or the file is no phone book.
         """
         size = self.model_bytes if self.parameters is None else 4 * self.parameters  # float32
         return analyse(
@@ -190,7 +190,7 @@ class InspectGraphConfig(Checked):
         assert self.name is not None
         assert self.nodes is not None
         options = {name: getattr(self, name) for name in _OF_NAMED_GRAPHS}
-        options["dedupe"] = self.dedupe or None  # a graph may do it by itself
+        options["dedupe"] = self.dedupe or None  # some graphs deduplicate by default
         return make_graph(self.name, self.nodes, peers_per_step=self.peers_per_step, **options)
 
 
@@ -201,8 +201,8 @@ class InspectGraphsConfig(Checked):
     Attributes:
       nodes: numbers of nodes.
       graphs: each NAME or NAME:PEERS, with peers per step.
-      picture_nodes: the numbers of nodes that it shows.
-      mixing: as `parse_mixing` takes it.
+      picture_nodes: numbers of nodes that the picture shows.
+      mixing: name of the mixing, as `parse_mixing` accepts it.
       tolerance: consensus error to count rounds to.
     """
 
@@ -215,7 +215,8 @@ class InspectGraphsConfig(Checked):
     )
     graphs: tuple[str, ...] = option(
         ",".join(f"{name},{name}:2" if name in _TWICE else name for name in GRAPHS),
-        "Separated by commas, each NAME or NAME:PEERS (default: all, some with 2 peers besides).",
+        "Graphs, separated by commas, each NAME or NAME:PEERS (default: all, some also with 2 "
+        "peers).",
         parse=parse_names,
         shows_default=False,
         check=split_graph,
@@ -232,7 +233,7 @@ class InspectGraphsConfig(Checked):
 
     @property
     def pictured(self) -> tuple[str, ...]:
-        """The graphs that the picture shows: all that were asked for, or some of the default."""
+        """The graphs that the picture shows: all of `--graphs`, or some of the default."""
         return _PICTURED if self.graphs is InspectGraphsConfig.graphs else self.graphs
 
 
@@ -251,7 +252,7 @@ def _read_phone_book(path: Path) -> list[list[int]]:
 
 
 def _read(flag: str, path: Path) -> str:
-    """Return the text of a file that an option names; an error names the option, too."""
+    """Return the text of a file; error messages name the option that gave the file."""
     try:
         with file_errors(flag, "read", path):
             return path.read_text(encoding="utf-8")
@@ -265,7 +266,7 @@ def _time(default: float, help: str) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class InspectScheduleConfig(Checked):
-    """One schedule: by its kind and sizes, or by its table."""
+    """One pipeline schedule, given by kind and sizes or by a table in a file."""
 
     stages: int | None = option(None, "Device stages of the pipeline.", least=1)
     microbatches: int | None = option(None, "Microbatches of a step.", least=1)
@@ -280,10 +281,10 @@ class InspectScheduleConfig(Checked):
         False, "All stages begin each tick together, as in one program; else each runs free."
     )
     forward_only: bool = option(False, "No backward passes.")
-    memory: int | None = option(None, "Of zero_bubble: 1 is ZB-H1, 2 is ZB-H2.", least=1)
-    warm_up: str | None = option(None, "Of interleaved: few or all.", choices=("few", "all"))
+    memory: int | None = option(None, "Only for zero_bubble: 1 is ZB-H1, 2 is ZB-H2.", least=1)
+    warm_up: str | None = option(None, "Only for interleaved: few or all.", choices=("few", "all"))
     most_stash: int | None = option(
-        None, "Of lockstep: most microbatches of a chunk that a stage holds.", least=1
+        None, "Only for lockstep: most microbatches of a chunk that a stage holds.", least=1
     )
     table: Path | None = option(  # noqa: RUF009 - a field, as the others
         None, "File in torch's notation, instead of a kind: a line per stage."
@@ -291,7 +292,7 @@ class InspectScheduleConfig(Checked):
     whole: bool = option(False, "Show all ticks, however many.")
     orders: bool = option(False, "Print torch's notation, a line per stage, and nothing else.")
     as_json: bool = option(False, "Print JSON.", flag="--json")
-    kind: str | None = option(None, "Of the schedule; see below.", flag="KIND")
+    kind: str | None = option(None, "Kind of the schedule; see below.", flag="KIND")
 
     def __post_init__(self) -> None:
         of_kinds = ("stages", "microbatches", "chunks", *_OF_KINDS)
@@ -310,15 +311,15 @@ class InspectScheduleConfig(Checked):
 
     @property
     def times(self) -> dict[str, Any]:
-        """As `Schedule.simulate` takes them."""
+        """The durations of operations, as keyword arguments of `Schedule.simulate`."""
         names = ("forward", "backward_input", "backward_weight", "send")
         return {name: getattr(self, name) for name in names}
 
     def schedule(self) -> "Schedule":
-        """The schedule that was asked for.
+        """Return the schedule that the options describe.
 
         Raises:
-          ValueError: what the library refuses, or a file that is no table.
+          ValueError: the library refuses an argument, or the file is no table.
         """
         from jaxslowmo.pipeline import schedules
 

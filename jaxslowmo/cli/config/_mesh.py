@@ -1,4 +1,4 @@
-"""Options of training about the axes of its devices, and the schedule of a pipeline along one."""
+"""Options for the mesh axes of the devices, and for the pipeline along the axis "stage"."""
 
 import dataclasses
 import functools
@@ -6,23 +6,23 @@ import math
 
 from ._fields import Checked, option
 
-# In this order from slow links to fast ones, as a mesh of them lays its devices out.
+# From slow links to fast ones: devices that are neighbours along the last axis are the closest.
 AXES = ("replica", "device", "stage", "fsdp", "tensor")
-# Those over which a model is shared; "device" shares the batch alone.
+# The axes over which a model is split; the axis "device" splits only the batch.
 MODEL_AXES = ("stage", "fsdp", "tensor")
-# Those of the library, in its order, which tests compare; to read its lists would load jax.
+# Copies of the library's lists, because importing those loads jax; a test compares them.
 PIPELINES = ("gpipe", "one_f_one_b", "interleaved", "zero_bubble", "zbv", "lockstep")
 EXECUTORS = ("one_program", "host")
-_TICKS_PER_STAGE = 4  # microbatches per stage where nobody says how many
+_TICKS_PER_STAGE = 4  # the most microbatches per stage, without --microbatches
 
 
 def parse_mesh(text: str) -> dict[str, int]:
-    """Sizes by name of "replica=2,stage=2,fsdp=2", in the order of `AXES`.
+    """Return axis sizes by name from a text like "replica=2,stage=2", in the order of `AXES`.
 
     Raises:
-      ValueError: an unknown axis, one that is named twice, or a size that is none.
+      ValueError: an axis is unknown or named twice, or a size is not a positive integer.
     """
-    found: dict[str, int] = {}
+    sizes: dict[str, int] = {}
     for part in text.split(","):
         name, equals, size = (x.strip() for x in part.partition("="))
         if not equals or not (size.isascii() and size.isdigit()) or not 0 < int(size) < 2**20:
@@ -32,10 +32,10 @@ def parse_mesh(text: str) -> dict[str, int]:
             )
         if name not in AXES:
             raise ValueError(f"--mesh has the axes {', '.join(AXES)}, got {name or 'nothing'}")
-        if name in found:
+        if name in sizes:
             raise ValueError(f"--mesh must name each axis once, got {name} again")
-        found[name] = int(size)
-    return {name: found[name] for name in AXES if name in found}
+        sizes[name] = int(size)
+    return {name: sizes[name] for name in AXES if name in sizes}
 
 
 _option = functools.partial(option, panel="Devices")
@@ -43,7 +43,7 @@ _option = functools.partial(option, panel="Devices")
 
 @dataclasses.dataclass(frozen=True)
 class MeshConfig(Checked):
-    """Over which axes a replica is shared."""
+    """The mesh axes of the devices, and the pipeline along the axis "stage"."""
 
     mesh: str | None = _option(
         None,
@@ -54,45 +54,45 @@ class MeshConfig(Checked):
     )
     pipeline: str = _option(
         "one_f_one_b",
-        "Of the stages: which computes what when; see jaxslowmo inspect schedule.",
+        "What each pipeline stage computes when; see jaxslowmo inspect schedule.",
         choices=PIPELINES,
         flag="--schedule",
     )
     microbatches: int | None = _option(
         None,
-        "Of the stages: parts of a batch that go through them one after the other (default: up to "
+        "Parts of a batch that go through the stages one after the other (default: up to "
         f"{_TICKS_PER_STAGE} per stage, as many as divide the batch).",
         least=1,
     )
     chunks: int | None = _option(
         None,
-        "Of the stages: parts of the model on each (default: 2 of interleaved, zbv; else 1).",
+        "Parts of the model on each stage (default: 2 for interleaved and zbv, else 1).",
         least=1,
     )
     executor: str = _option(
         "one_program",
-        "Of the stages: one program on all of them, or programs of each stage that the host starts "
-        "one by one, which wait less for each other but take a single process.",
+        "One program on all stages, or programs of each stage that the host starts one by one, "
+        "which wait less for each other but take a single process.",
         choices=EXECUTORS,
     )
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Of the axes that were given, by name."""
+        """The sizes of the axes in `--mesh`, by name."""
         return {} if self.mesh is None else parse_mesh(self.mesh)
 
     @property
     def model_axes(self) -> dict[str, int]:
-        """Sizes of the axes over which the model is shared; of size 1 there are none."""
+        """The sizes of the axes that split the model, by name; axes of size 1 are left out."""
         return {name: n for name, n in self.sizes.items() if name in MODEL_AXES and n > 1}
 
     @property
     def num_stages(self) -> int:
-        """Of the pipeline; 1 without one."""
+        """The number of stages of the pipeline; 1 without a pipeline."""
         return self.sizes.get("stage", 1)
 
     def check_processes(self, count: int) -> None:
-        """Raise `ValueError` for several processes where one has to start all programs."""
+        """Raise `ValueError` if there are several processes but the executor needs a single one."""
         if self.executor == "host" and count > 1:
             raise ValueError(
                 "--executor host starts the programs of all stages from a single process, got "
@@ -100,17 +100,20 @@ class MeshConfig(Checked):
             )
 
     def num_microbatches(self, rows: int) -> int:
-        """How many a batch of so many rows of one device is cut into.
+        """Return the number of microbatches into which a batch is cut.
+
+        Args:
+          rows: windows that one device computes.
 
         Raises:
-          ValueError: a number that was given does not divide them.
+          ValueError: `--microbatches` does not divide `rows`.
         """
         if self.num_stages == 1:
             return 1
         if self.microbatches is None:
             most = _TICKS_PER_STAGE * self.num_stages
             fit = [m for m in range(1, most + 1) if rows % m == 0]
-            # The interleaved order goes through the stages in rounds of as many microbatches.
+            # A multiple of the number of stages, if possible: the interleaved schedule needs one.
             whole = [m for m in fit if m % self.num_stages == 0]
             return max(whole or fit)
         if rows % self.microbatches:
@@ -122,16 +125,16 @@ class MeshConfig(Checked):
 
 
 def check_mesh(config: MeshConfig, replicas: int, devices_per_replica: int, batch: int) -> None:
-    """Refuses what does not fit the rest of a run.
+    """Raise `ValueError` if `--mesh` contradicts the other options of a run.
 
     Args:
-      config: the axes.
-      replicas: as the run has them.
-      devices_per_replica: those of the axis "device".
+      config: mesh and pipeline.
+      replicas: value of `--replicas`.
+      devices_per_replica: value of `--devices-per-replica`, which is the axis "device".
       batch: windows of a replica in one microbatch of `--accumulate`.
 
     Raises:
-      ValueError: two options that say different things, sizes that do not divide others.
+      ValueError: two options give different sizes, or sizes do not divide the batch.
     """
     if config.mesh is None:
         return

@@ -1,4 +1,4 @@
-"""Options of the commands, made from fields of configurations: their help, and what none uses."""
+"""Options of the commands, made from fields of configurations; a check for unused options."""
 
 import dataclasses
 import inspect
@@ -17,19 +17,19 @@ from ._training import PRESET_DEFAULTS, TrainConfig, train_options
 
 _INDENT = 6
 _CHOICE = "<choice>"
-# The parameters of a command that take its configuration, the options of a `TrainConfig`, and the
-# folder for its results.
+# Names of the parameters through which a command receives its configuration, its options of
+# training, and its folder for results.
 _CONFIG, _TRAIN, _OUT = "config", "train", "out"
 _OF_STAGES = ("pipeline", "microbatches", "chunks", "executor")
-# typer has brought its own click since 0.26: the classes are those that it uses.
+# typer contains its own copy of click since 0.26, so take the classes that typer uses.
 _CONTEXT: Any = TyperCommand.context_class
 _FORMATTER: Any = _CONTEXT.formatter_class
 
 
 class _Formatter(_FORMATTER):
-    """Writes a term on a line of its own and what it means below, so that neither is squeezed.
+    """A formatter that writes each option on its own line, and its help text below.
 
-    Tables of two columns break names of options and lists of choices on a narrow terminal.
+    On a narrow terminal tables of two columns would break names of options and lists of choices.
     """
 
     def write_text(self, text: str) -> None:
@@ -51,7 +51,7 @@ class _Formatter(_FORMATTER):
             width=max(self.width, indent + 20),
             initial_indent=" " * indent,
             subsequent_indent=" " * indent,
-            break_long_words=False,  # options are long words
+            break_long_words=False,  # keeps names of options whole
             break_on_hyphens=False,
         )
 
@@ -64,18 +64,18 @@ class _Described:
     help: str | None
 
     def get_short_help_str(self, limit: int = 45) -> str:
-        """The whole first paragraph, where commands are listed."""
+        """Return the whole first paragraph, for lists of commands."""
         del limit
         return (self.help or "").strip().partition("\n\n")[0]
 
 
 class Command(_Described, TyperCommand):
-    """A command whose help stands under the headings of its options."""
+    """A command whose help groups options under headings."""
 
     context_class = _Context
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Writes arguments and options, those without a heading first."""
+        """Write arguments and options, those without a heading first."""
         panels: dict[str, list[tuple[str, str]]] = {}
         for parameter in self.get_params(ctx):
             record = parameter.get_help_record(ctx)
@@ -89,7 +89,7 @@ class Command(_Described, TyperCommand):
 
 
 class Group(_Described, TyperGroup):
-    """Commands whose list says what each is for."""
+    """A group of commands whose help describes each command with a whole paragraph."""
 
     context_class = _Context
 
@@ -101,40 +101,39 @@ def with_options(
     train: Collection[str] = (),
     out: str | None = None,
 ) -> Callable[..., int]:
-    """`command` with options made from fields in its signature.
+    """Return `command` with a signature that holds options made from fields.
 
-    They stand in this order: those of `config`, the command's own parameters, `--out`, those of
-    training.
+    The order is: options of `config`, parameters of `command`, `--out`, options of training.
 
     Args:
-      command: takes its own parameters; `config`; and of training what was given, as the dict
-        `train`. Where there are both it takes what was given of `config` as keywords.
-      config: of the command, whose options show their defaults.
-      train: names of the fields of a `TrainConfig` and its parts that are options, too. None
-        stands for one that was not given: presets decide.
-      out: what the default folder for results is called after, where `command` takes `out`.
+      command: function that receives its own parameters, `config`, and the options of training as
+        the dict `train`. With both, it receives the options of `config` as keywords.
+      config: configuration class of the command; help shows the defaults of its options.
+      train: names of the fields of `TrainConfig` and its parts that are options of the command.
+        The value of an option that is not given is None, so that presets can decide.
+      out: first part of the name of the default folder, if `command` receives `out`.
     """
-    own = options_of(config) if config else {}
+    fields = options_of(config) if config else {}
 
     def called(**options: Any) -> int:
-        given: dict[str, Any] = {}
+        arguments: dict[str, Any] = {}
         with usage_errors():
-            for name, field in own.items():
+            for name, field in fields.items():
                 value, parse = options.pop(name), rule_of(field).parse
                 if value is not None:
-                    given[name] = parse(flag_of(field), value) if parse else value
+                    arguments[name] = parse(flag_of(field), value) if parse else value
             if config and not train:
-                given = {_CONFIG: config(**given)}
+                arguments = {_CONFIG: config(**arguments)}
         if train:
-            given[_TRAIN] = {name: options.pop(name) for name in train}
-        return command(**options, **given)
+            arguments[_TRAIN] = {name: options.pop(name) for name in train}
+        return command(**options, **arguments)
 
-    made = {_CONFIG, _TRAIN, _OUT if out else _CONFIG}
-    parameters = [_parameter(field) for field in own.values()]
+    replaced = {_CONFIG, _TRAIN, _OUT if out else _CONFIG}
+    parameters = [_parameter(field) for field in fields.values()]
     parameters += [
         parameter
         for parameter in inspect.signature(command).parameters.values()
-        if parameter.kind is not parameter.VAR_KEYWORD and parameter.name not in made
+        if parameter.kind is not parameter.VAR_KEYWORD and parameter.name not in replaced
     ]
     if out:
         help = f"Folder for the results (default: runs/{out}-DATE)."
@@ -148,7 +147,7 @@ def with_options(
 
 
 def path_option(flag: str, help: str) -> Any:
-    """An option that takes a path, and refuses an empty one, which would be the folder at hand."""
+    """Return an option for a path; it refuses an empty path, which would be the current folder."""
 
     def parse(text: str | Path) -> Path:
         if not str(text).strip():
@@ -159,13 +158,13 @@ def path_option(flag: str, help: str) -> Any:
 
 
 def same_option(config: type[Checked], name: str) -> Any:
-    """The option of a field of another command's configuration."""
+    """Return an option with help and lower bound of a field of another configuration."""
     rule = rule_of(options_of(config)[name])
     return typer.Option(help=rule.help, min=rule.least)
 
 
 def _parameter(field: dataclasses.Field[Any]) -> inspect.Parameter:
-    """Return the option of a command's own configuration: typer shows the default."""
+    """Return the parameter for a field of a command's configuration; typer shows its default."""
     rule = rule_of(field)
     shown, flag = rule.text if rule.parse else field.default, flag_of(field)
     if not flag.startswith("--"):
@@ -183,14 +182,14 @@ def _parameter(field: dataclasses.Field[Any]) -> inspect.Parameter:
 
 
 def _train_parameter(field: dataclasses.Field[Any]) -> inspect.Parameter:
-    """Return an option of training: whether it was given decides if it or the preset counts."""
+    """Return the parameter for an option of training; None by default, so that presets decide."""
     kind: Any = field.type
     name, rule, flag = field.name, rule_of(field), flag_of(field)
     help = _help(rule)
     if field.default is not None:
         default = str(field.default).lower() if kind is bool else field.default
         by_preset = any(name in values for values in PRESET_DEFAULTS.values())
-        help += f" (default: {default}{', if the preset has no own' if by_preset else ''})"
+        help += f" (default: {default}{', unless the preset has its own' if by_preset else ''})"
     option = typer.Option(
         None,
         f"{flag}/--no-{flag[2:]}" if kind is bool else flag,
@@ -203,7 +202,7 @@ def _train_parameter(field: dataclasses.Field[Any]) -> inspect.Parameter:
 
 
 def _help(rule: Rule) -> str:
-    """With the choices as words between which lines can break, and not in one piece as the type."""
+    """Return the help text with the choices in it, where lines can break between them."""
     return f"{rule.help} One of {', '.join(rule.choices)}." if rule.choices else rule.help
 
 
@@ -212,56 +211,58 @@ def _keyword(name: str, default: Any, kind: Any) -> inspect.Parameter:
 
 
 def refuse_unused(
-    given: Mapping[str, Any], config: TrainConfig, algorithms: Collection[str] = ()
+    options: Mapping[str, Any], config: TrainConfig, algorithms: Collection[str] = ()
 ) -> None:
-    """Refuses options without an effect beside the others.
+    """Raise `ValueError` if an option has no effect together with the others.
 
     Args:
-      given: values by field name, of `TrainConfig` and its parts; None stands for not given.
-      config: what came of them, with presets and defaults.
-      algorithms: those that are trained; () is the one of `config`.
+      options: values by field name, of `TrainConfig` and its parts; None: not given.
+      config: the configuration made of them, with presets and defaults.
+      algorithms: the algorithms that are trained; () is the one of `config`.
 
     Raises:
-      ValueError: naming the first such option, what it goes with, and its value.
+      ValueError: the message names the first such option, its value, and what it goes with.
     """
     flat = config.flat()
     for name, field in train_options().items():
         goes_with = rule_of(field).goes_with
-        if given.get(name) is None or goes_with is None:
+        if options.get(name) is None or goes_with is None:
             continue
         other, values = goes_with
-        there = set(algorithms) if other == "algorithm" and algorithms else {flat[other]}
-        if not there & set(values):
-            _refuse(*_as_typed(name, given[name]), other, values, there)
+        actual = set(algorithms) if other == "algorithm" and algorithms else {flat[other]}
+        if not actual & set(values):
+            _refuse(*_as_typed(name, options[name]), other, values, actual)
     for name in _OF_STAGES:
-        if given.get(name) is not None and config.mesh.num_stages == 1:
+        if options.get(name) is not None and config.mesh.num_stages == 1:
             flag = flag_of(train_options()[name])
-            raise ValueError(f"{flag} goes with a stage of 2 or more in --mesh; got {given[name]}")
+            raise ValueError(
+                f"{flag} goes with a stage of 2 or more in --mesh; got {options[name]}"
+            )
     saves = flat["checkpoint_every"] or flat["resume"]
-    if given.get("on_nan") == "rollback" and not saves:
+    if options.get("on_nan") == "rollback" and not saves:
         raise ValueError("--on-nan rollback needs --checkpoint-every, for something to go back to")
-    if given.get("shard_state") and not flat["exact_average"]:
+    if options.get("shard_state") and not flat["exact_average"]:
         raise ValueError("--shard-state does not go with --no-exact-average, which shards nothing")
-    if given.get("shard_state") and flat["codec"] != "none":
+    if options.get("shard_state") and flat["codec"] != "none":
         raise ValueError(
             f"--shard-state does not go with --codec {flat['codec']}, which needs a whole anchor"
         )
 
 
 def check_setting(algorithm: str, name: str, value: Any) -> None:
-    """Of a comparison: refuses a setting of an algorithm that this does not use.
+    """Raise `ValueError` if an algorithm of a comparison does not use one of its settings.
 
     Raises:
-      ValueError: naming the setting, what it goes with, and its value.
+      ValueError: the message names the setting, its value, and what it goes with.
     """
     goes_with = rule_of(options_of(AlgorithmConfig)[name]).goes_with
     if goes_with is not None and algorithm not in goes_with[1]:
-        said = str(value).lower() if isinstance(value, bool) else value
-        _refuse(name, f"; got {said}", *goes_with, {algorithm})
+        text = str(value).lower() if isinstance(value, bool) else value
+        _refuse(name, f"; got {text}", *goes_with, {algorithm})
 
 
 def _as_typed(name: str, value: Any) -> tuple[str, str]:
-    """The option as it was given; a switch has no value to tell, but two names."""
+    """Return an option as the user typed it, and its value in words; a switch has no value."""
     flag = flag_of(train_options()[name])
     if isinstance(value, bool):
         return flag if value else f"--no-{flag.removeprefix('--')}", ""
@@ -269,10 +270,10 @@ def _as_typed(name: str, value: Any) -> tuple[str, str]:
 
 
 def _refuse(
-    what: str, got: str, other: str, values: Collection[Any], there: Collection[Any]
+    what: str, got: str, other: str, values: Collection[Any], actual: Collection[Any]
 ) -> None:
     flag = flag_of(train_options()[other])
     if set(values) == {True}:
         raise ValueError(f"{what} goes with {flag}, which was not given{got}")
-    wanted, found = " or ".join(map(str, values)), ", ".join(sorted(there))
-    raise ValueError(f"{what} goes with {flag} {wanted}, not with {found}{got}")
+    required, got_instead = " or ".join(map(str, values)), ", ".join(sorted(actual))
+    raise ValueError(f"{what} goes with {flag} {required}, not with {got_instead}{got}")

@@ -1,4 +1,4 @@
-"""Configuration of `jaxslowmo train`: its parts, and the defaults of each preset."""
+"""The configuration of `jaxslowmo train`, its parts, and the defaults of each preset."""
 
 import dataclasses
 import functools
@@ -16,8 +16,8 @@ SCHEDULES = ("cosine", "constant")
 EXECUTIONS = ("auto", "devices", "virtual")
 MODES = ("traced", "host")
 DTYPES = ("float32", "bfloat16", "float16")
-MOST_LOSS_SCALE = 2**24  # where it stops growing, too
-# jax takes 32 bits of a seed: of two that differ above them it makes the same keys.
+MOST_LOSS_SCALE = 2**24  # the loss scale stops growing there
+# jax uses 32 bits of a seed: seeds that differ only in higher bits give the same keys.
 MOST_SEEDS = 2**32
 ON_NAN = ("stop", "rollback")
 
@@ -30,7 +30,7 @@ _checkpoint_option = functools.partial(option, panel="Checkpoints")
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointConfig(Checked):
-    """What a run keeps of itself, and what it does when its numbers are no longer finite."""
+    """The checkpoints of a run, and what it does when its loss is not finite."""
 
     checkpoint_every: int = _checkpoint_option(
         0,
@@ -67,7 +67,7 @@ class CheckpointConfig(Checked):
     )
     max_rollbacks: int = _checkpoint_option(
         3,
-        "Of --on-nan rollback: after so many, stop.",
+        "With --on-nan rollback: stop after this many rollbacks.",
         least=1,
         goes_with=("on_nan", ("rollback",)),
     )
@@ -75,7 +75,7 @@ class CheckpointConfig(Checked):
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerConfig(Checked):
-    """The optimizer inside each replica and the schedule that it shares with slowmo."""
+    """The optimizer of each replica, and the learning rate schedule that slowmo uses, too."""
 
     optimizer: str = _optimizer_option(
         "adamw", "Optimizer inside each replica.", choices=OPTIMIZERS
@@ -106,14 +106,14 @@ class OptimizerConfig(Checked):
     validate: str = _optimizer_option(
         "before",
         "When gradients are clipped, and looked at for overflow: before the optimizer's update, or "
-        "after it, so that the norm is found beside it; the results are the same.",
+        "after it, so that the norm is computed at the same time; the results are the same.",
         choices=("before", "after"),
     )
 
 
 @dataclasses.dataclass(frozen=True)
 class TrainConfig(Checked):
-    """One training run."""
+    """The configuration of one training run."""
 
     preset: str = _model_option("1m", "Size of the model, and defaults that suit it.")
     dtype: str = _model_option(
@@ -141,7 +141,7 @@ class TrainConfig(Checked):
         least=0,
         below=2**20,
     )
-    seed: int = _training_option(0, "Of the parameters and the batches.", least=0, below=MOST_SEEDS)
+    seed: int = _training_option(0, "Seed of parameters and batches.", least=0, below=MOST_SEEDS)
     data: str | None = _training_option(
         None, "A text file or a folder of them (default: the standard library's source)."
     )
@@ -165,11 +165,11 @@ class TrainConfig(Checked):
     )
     statistics: bool = _training_option(
         False,
-        "Measure what steps spend their time on: a table, and statistics.json beside the metrics.",
+        "Measure what steps spend their time on: a table, and statistics.json next to the metrics.",
     )
     statistics_rate: int = _training_option(
         100,
-        "Of --statistics: after the first ten, measure every so many steps.",
+        "With --statistics: measure every so many steps, after the first ten.",
         least=1,
         goes_with=("statistics", (True,)),
     )
@@ -192,45 +192,45 @@ class TrainConfig(Checked):
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
     checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
     cluster: ClusterConfig = dataclasses.field(default_factory=ClusterConfig)
-    # Of `KEPT`, what nobody gave: no option, since it follows from those that were given.
+    # The names in `KEPT` that are not on the command line; not an option itself.
     not_given: tuple[str, ...] = ()
 
     def flat(self) -> dict[str, Any]:
-        """All values by the names of their options."""
+        """Return the values of all options by field name."""
         parts = [vars(self), *(vars(getattr(self, part)) for part in PARTS)]
         values = {name: value for part in parts for name, value in part.items()}
         return {name: values[name] for name in train_options()}
 
     @property
     def axes(self) -> dict[str, int]:
-        """Sizes of the axes of its mesh, by name."""
+        """The sizes of the mesh axes, by name."""
         inner = {"device": self.devices_per_replica} if self.devices_per_replica > 1 else {}
         return {"replica": self.replicas, **inner, **self.model_axes}
 
     @property
     def model_axes(self) -> dict[str, int]:
-        """Sizes of the axes over which the model is shared, by name; without `--mesh` none."""
+        """The sizes of the axes that split the model, by name; {} without `--mesh`."""
         return {} if self.mesh.mesh is None else self.mesh.model_axes
 
     @property
     def devices_of_a_replica(self) -> int:
-        """Over all axes inside of it."""
+        """The number of devices of one replica: the product of all axes but "replica"."""
         return math.prod(self.axes.values()) // self.replicas
 
     @property
     def rows(self) -> int:
-        """Windows that one pass of the model computes on the devices that share a part of them."""
+        """The windows of one forward pass on each group of devices that splits a model."""
         shares = self.devices_per_replica * self.model_axes.get("fsdp", 1)
         return self.batch // (self.accumulate * shares)
 
     @property
     def num_microbatches(self) -> int:
-        """Parts of a batch that go through the stages one after the other; 1 without stages."""
+        """The number of microbatches that go through the pipeline stages; 1 without stages."""
         return self.mesh.num_microbatches(self.rows) if "stage" in self.model_axes else 1
 
     @property
     def schedule_length(self) -> int:
-        """Steps that the schedule of the learning rate spans."""
+        """The number of steps of the learning rate schedule."""
         return self.optimizer.schedule_steps or self.steps
 
     def __post_init__(self) -> None:
@@ -258,15 +258,15 @@ class TrainConfig(Checked):
             )
 
 
-# A resumed run keeps these as they were, where nobody says otherwise.
+# A resumed run keeps its earlier values of these, unless the command line gives new ones.
 KEPT = ("steps", "warmup", "schedule_steps")
 
-# What differs from the defaults above, by preset of the model.
+# Values that differ from the defaults above, by preset of the model.
 PRESET_DEFAULTS: dict[str, dict[str, Any]] = {
     "tiny": {"steps": 48, "batch": 4, "learning_rate": 1e-2, "eval_every": 24, "eval_batches": 1},
     "demo": {
         "steps": 192, "batch": 4, "learning_rate": 2e-3, "warmup": 16, "eval_every": 24,
-        # Few replicas take little slow momentum.
+        # Few replicas need a smaller slow momentum.
         "eval_batches": 2, "slow_momentum": 0.2,
     },
     "1m": {},
@@ -294,50 +294,50 @@ PARTS: dict[str, Any] = {
 
 @functools.cache
 def train_options() -> Mapping[str, dataclasses.Field[Any]]:
-    """Return the field of every option of a `TrainConfig`, those of its parts included, by name."""
+    """Return the fields of all options of `TrainConfig` and its parts, by name."""
     configs = (TrainConfig, *PARTS.values())
     return {name: field for config in configs for name, field in options_of(config).items()}
 
 
-def train_config(given: Mapping[str, Any]) -> TrainConfig:
-    """The configuration with the values of `given`, then its preset's, then the defaults.
+def train_config(options: Mapping[str, Any]) -> TrainConfig:
+    """Return the configuration: values of `options`, else of the preset, else the defaults.
 
     Args:
-      given: values by field name, of `TrainConfig` and its parts; None stands for not given.
+      options: values by field name, of `TrainConfig` and its parts; None: not given.
 
     Raises:
-      ValueError: a value against its rule, or an unknown preset.
+      ValueError: a value breaks the rule of its option, or the preset is unknown.
     """
-    given = {name: value for name, value in given.items() if value is not None}
-    preset = given.get("preset", TrainConfig.preset)
+    options = {name: value for name, value in options.items() if value is not None}
+    preset = options.get("preset", TrainConfig.preset)
     if preset not in PRESET_DEFAULTS:
         raise ValueError(f"--preset must be one of {', '.join(PRESET_DEFAULTS)}, got {preset}")
-    values = {**PRESET_DEFAULTS[preset], **given}
-    length = given.get("schedule_steps", given.get("steps", 0))
-    if "warmup" not in given and length >= 1:
-        # A preset's warm-up suits its own number of steps.
+    values = {**PRESET_DEFAULTS[preset], **options}
+    length = options.get("schedule_steps", options.get("steps", 0))
+    if "warmup" not in options and length >= 1:
+        # The warm-up of a preset suits the preset's own number of steps.
         default = values.get("warmup", OptimizerConfig.warmup)
         values["warmup"] = min(default, length // 10)
 
-    if given.get("pipeline") in SCHEDULES:
+    if options.get("pipeline") in SCHEDULES:
         raise ValueError(
             f"--schedule is that of a pipeline, and --rate-schedule that of the learning rate; got "
-            f"--schedule {given['pipeline']}"
+            f"--schedule {options['pipeline']}"
         )
-    if "mesh" in given:
-        # It says how many there are: what presets say of that counts no more.
-        sizes = parse_mesh(given["mesh"])
+    if "mesh" in options:
+        # --mesh gives these sizes, so those of a preset no longer count.
+        sizes = parse_mesh(options["mesh"])
         of_mesh = {"replicas": "replica", "devices_per_replica": "device"}
-        values |= {name: sizes.get(axis, 1) for name, axis in of_mesh.items()} | given
-    not_given = tuple(name for name in KEPT if name not in given)
+        values |= {name: sizes.get(axis, 1) for name, axis in of_mesh.items()} | options
+    not_given = tuple(name for name in KEPT if name not in options)
     return with_values(TrainConfig(not_given=not_given), values)
 
 
 def with_values(config: TrainConfig, changes: Mapping[str, Any]) -> TrainConfig:
-    """A configuration with other values of some options, of whichever part they are.
+    """Return a copy of a configuration with new values of some options, also of its parts.
 
     Raises:
-      ValueError: a value against its rule.
+      ValueError: a value breaks the rule of its option.
     """
 
     def of(cls: type) -> dict[str, Any]:

@@ -1,1 +1,1 @@
-"""The processes of a run: how they start, find, stop and lose each other."""
+"""The processes of a run: how they start, find each other, stop, and notice a lost one."""

@@ -1,7 +1,7 @@
-"""Where process 0 listens for the others, found and tried before the runtime does; without jax.
+"""The address at which process 0 listens for the others, checked before jax uses it. No jax.
 
-The runtime ends with a segmentation fault where it cannot listen, and looks for a host that has no
-address until the time to start is over.
+The runtime of jax ends with a segmentation fault where it cannot listen, and keeps looking for a
+host without an address until the startup timeout.
 """
 
 import errno
@@ -15,36 +15,36 @@ from typing import NamedTuple
 from .._errors import CommandError, usage_errors
 from ..config._cluster import ClusterConfig, bare_host, host_and_port, parse_port
 
-# Read by jax: where process 0 listens, as HOST:PORT; and the port that launchers tell.
+# Environment variables that jax reads: HOST:PORT where process 0 listens, and the port that
+# launchers set.
 _BIND = "JAX_COORDINATOR_BIND_ADDRESS"
 _PORT = "JAX_COORDINATOR_PORT"
 _COORDINATOR, _COORDINATOR_BIND = "--coordinator", "--coordinator-bind"
-# A gRPC server, as process 0 is one, speaks first: with a SETTINGS frame of HTTP/2. The client's
-# greeting, and an empty frame of it, is for programs that wait for a word.
+# Process 0 is a gRPC server, which sends first: a SETTINGS frame of HTTP/2. Other programs may wait
+# for the client, so the probe sends the greeting of a client and an empty SETTINGS frame.
 _SETTINGS = 4
 _GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, _SETTINGS, 0, 0, 0, 0, 0))
 _CONNECT_SECONDS = 1.0
-# The server's own threads send it as soon as the connection is there: only a machine on which no
-# thread gets a turn for as long is slower.
+# The threads of the server send the frame as soon as a client connects. Only a machine on which no
+# thread runs for that long is slower.
 _ANSWER_SECONDS = 5.0
 
 
 def bind_address(config: ClusterConfig, environ: Mapping[str, str] = os.environ) -> str | None:
-    """HOST:PORT at which process 0 is to listen; None leaves it to jax.
+    """Return the HOST:PORT at which process 0 listens; None: jax decides.
 
     Returns:
-      Of process 0, where `--coordinator` is given: the address of `--coordinator-bind`, of
-      `JAX_COORDINATOR_BIND_ADDRESS`, or else the one that the coordinator's host has there. Where a
-      launcher tells the coordinator, what `--coordinator-bind` says. Else None.
+      In process 0, with `--coordinator`: the address of `--coordinator-bind`, else of
+      `JAX_COORDINATOR_BIND_ADDRESS`, else of the host of `--coordinator`. Under a launcher, which
+      names the coordinator: `--coordinator-bind` with the port of the launcher. Else None.
 
     Raises:
-      CommandError: for a host without an address, an address that is not of this host, or a port
-        that is taken.
+      CommandError: a host has no address, an address is not of this host, or a port is taken.
     """
     if config.coordinator is None:
         return _under_a_launcher(config.coordinator_bind, environ)
     host, port = host_and_port(_COORDINATOR, config.coordinator)
-    found = _addresses(_COORDINATOR, host, port)
+    addresses = _addresses(_COORDINATOR, host, port)
     if config.process_id != 0:
         return None
     if config.coordinator_bind is not None:
@@ -52,9 +52,9 @@ def bind_address(config: ClusterConfig, environ: Mapping[str, str] = os.environ)
         return _listening(_COORDINATOR_BIND, _addresses(_COORDINATOR_BIND, bare, port)).joined
     if _BIND in environ:
         with usage_errors():
-            given = host_and_port(_BIND, environ[_BIND])
-        return _listening(_BIND, _addresses(_BIND, *given)).joined
-    chosen = _listening(_COORDINATOR, found)
+            bind = host_and_port(_BIND, environ[_BIND])
+        return _listening(_BIND, _addresses(_BIND, *bind)).joined
+    chosen = _listening(_COORDINATOR, addresses)
     _warn_of_loopback(host, chosen)
     return chosen.joined
 
@@ -62,14 +62,14 @@ def bind_address(config: ClusterConfig, environ: Mapping[str, str] = os.environ)
 def refuse_taken_port(config: ClusterConfig) -> None:
     """Raise `CommandError` if another program has the coordinator's port, before jax is imported.
 
-    Process 0 finds out by listening there. It cannot tell the others, which would look for it at
-    that port alone, so they see by themselves who answers. It is meant for the first start: where a
-    run starts again, what has the port may be the end of its own process 0.
+    Process 0 tries to listen there. The other processes try to connect, since they would look for
+    process 0 at that port alone, and look at what answers. Call it at the first start only: when a
+    run starts again, its own ending process 0 may still have the port.
     """
     if config.coordinator is None:
         return
     if config.process_id == 0:
-        with warnings.catch_warnings(action="ignore"):  # the process that listens will warn
+        with warnings.catch_warnings(action="ignore"):  # the process that listens warns later
             bind_address(config)
     else:
         _check_answer(_addresses(_COORDINATOR, *host_and_port(_COORDINATOR, config.coordinator))[0])
@@ -109,29 +109,29 @@ def _joined(host: str, port: int) -> str:
 
 
 def _addresses(name: str, host: str, port: int) -> list[_Address]:
-    """Those of a host, that of a network before that of this machine alone."""
+    """Return the addresses of a host: those on a network first, loopback addresses last."""
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
-        # Not even a name: UnicodeError.
+        # UnicodeError: the text cannot be a name.
         reason = error.strerror if isinstance(error, OSError) else "it is not a name"
         raise CommandError(f"{name}: {host} has no address: {reason}") from error
-    addresses = [_Address(family, sockaddr) for family, _, _, _, sockaddr in found]
+    addresses = [_Address(family, sockaddr) for family, _, _, _, sockaddr in infos]
     return sorted(addresses, key=lambda address: address.is_loopback)
 
 
 def _listening(name: str, addresses: list[_Address]) -> _Address:
-    """The first of some addresses at which this process can listen.
+    """Return the first address at which this process can listen, or raise `CommandError`.
 
     Args:
-      name: of the option, or the variable, that names them.
-      addresses: one or more.
+      name: option or environment variable that gave the addresses, for messages.
+      addresses: one or more addresses to try.
     """
     refused = OSError()
     for address in addresses:
         try:
             with socket.socket(address.family, socket.SOCK_STREAM) as probe:
-                # As the runtime does: what is left of connections of an earlier run is no obstacle.
+                # The runtime sets this, too: connections of an earlier run do not block the port.
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 probe.bind(address.sockaddr)
             return address
@@ -153,10 +153,10 @@ def _listening(name: str, addresses: list[_Address]) -> _Address:
 
 
 def _check_answer(address: _Address) -> None:
-    """Raise `CommandError` if what accepts connections at an address is no gRPC server.
+    """Raise `CommandError` if a program that is no gRPC server accepts connections at an address.
 
-    That nobody accepts them is no error, since process 0 may come later. Nor is a connection that
-    is closed without a word, as by the proxy of a container that has not started.
+    It is no error if no program accepts them, since process 0 may start later. Nor is it one if the
+    connection is closed without an answer: the proxy of a container that has not started does so.
     """
     try:
         with socket.socket(address.family, socket.SOCK_STREAM) as probe:
@@ -179,7 +179,7 @@ def _check_answer(address: _Address) -> None:
 
 
 def _warn_of_loopback(host: str, address: _Address) -> None:
-    """Of a name that its host gives to itself, as Debian does in /etc/hosts (127.0.1.1)."""
+    """Warn if a host has a loopback address for its own name (127.0.1.1 in Debian's /etc/hosts)."""
     if not address.is_loopback or host == address.host or "localhost" in host:
         return
     warnings.warn(

@@ -1,4 +1,4 @@
-"""This process among those of its run: its place, and what makes it stop; without jax."""
+"""The place of this process in its run, and the signals that stop it. No jax."""
 
 import contextlib
 import dataclasses
@@ -14,29 +14,29 @@ from ..config._cluster import ClusterConfig
 Stop = Literal["interrupted", "preempted"]
 Handler = Callable[[int, FrameType | None], None] | signal.Handlers
 
-# In the environment of a process that its parent supervises, and of a parent that
-# `jaxslowmo launch` started: the process id of whom started it.
+# Environment variables that hold the process id of the parent: CHILD in a process that is
+# supervised, LAUNCHED in one that `jaxslowmo launch` started.
 CHILD = "JAXSLOWMO_CHILD"
 LAUNCHED = "JAXSLOWMO_LAUNCHED"
 
 
 @dataclasses.dataclass(frozen=True)
 class Cluster:
-    """The processes of a run.
+    """The place of this process among the processes of a run.
 
     Attributes:
-      index: which one this is; process 0 writes what there is one of.
-      count: how many there are.
-      watch: a `Watch`, which ends this one when another has failed; None for one that is alone.
+      index: index of this process, 0 <= index < count; process 0 writes the files of the run.
+      count: number of processes.
+      watch: `Watch` that ends this process when another has failed; None for a single process.
     """
 
     index: int = 0
     count: int = 1
-    watch: Any = None  # whose module loads jax
+    watch: Any = None  # not typed, because the module of `Watch` loads jax
 
     @property
     def is_first(self) -> bool:
-        """Whether this process writes and prints for all."""
+        """True if this is process 0, which writes and prints for all."""
         return self.index == 0
 
 
@@ -44,22 +44,22 @@ ALONE = Cluster()
 
 
 def is_child() -> bool:
-    """Whether this process has a parent that supervises it."""
+    """Return whether a parent supervises this process."""
     return CHILD in os.environ
 
 
 def started_by(environ: Mapping[str, str] = os.environ) -> int | None:
-    """Process id of the process of ours that started this one; None if none did."""
-    # A supervised process has the variable of its parent, too.
+    """Return the process id of the `jaxslowmo` that started this process; None without one."""
+    # CHILD first: a supervised process also inherits LAUNCHED from its parent.
     pid = environ.get(CHILD, environ.get(LAUNCHED, ""))
     return int(pid) if pid.isdecimal() else None
 
 
 def is_one_of_several(config: ClusterConfig, environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether a run consists of more processes than this one.
+    """Return whether the run of this process has further processes.
 
-    The launchers are those that `jax.distributed.initialize` detects by environment variables. A
-    Cloud TPU VM outside of Kubernetes tells only its metadata server: there `--cluster gcetpu`.
+    It detects a launcher by the environment variables that `jax.distributed.initialize` reads. A
+    Cloud TPU VM outside of Kubernetes sets none, and needs `--cluster gcetpu`.
     """
     if config.num_processes is not None:
         return config.num_processes > 1
@@ -69,7 +69,7 @@ def is_one_of_several(config: ClusterConfig, environ: Mapping[str, str] = os.env
 
 
 def known_processes(config: ClusterConfig, environ: Mapping[str, str] = os.environ) -> int | None:
-    """How many processes there are, where options or environment say it before they are joined."""
+    """Return the number of processes from options or environment; None if only joining tells it."""
     if config.num_processes is not None:
         return config.num_processes
     counts = {"slurm": "SLURM_NTASKS", "ompi": "OMPI_COMM_WORLD_SIZE"}
@@ -78,7 +78,7 @@ def known_processes(config: ClusterConfig, environ: Mapping[str, str] = os.envir
 
 
 def launcher(environ: Mapping[str, str] = os.environ) -> str | None:
-    """The launcher that started this process as one of several; None where there is none."""
+    """Return the launcher that started this process as one of several; None without one."""
     if "SLURM_PROCID" in environ and _count(environ, "SLURM_NTASKS") > 1:
         return "slurm"
     if _count(environ, "OMPI_COMM_WORLD_SIZE") > 1:
@@ -97,70 +97,70 @@ def _count(environ: Mapping[str, str], name: str) -> int:
 
 @contextlib.contextmanager
 def handling(handlers: Mapping[int, Handler]) -> Iterator[None]:
-    """Within it the signals have these handlers; only for the main thread."""
-    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    """Run the block with these handlers for signals; only in the main thread."""
+    previous = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
         yield
     finally:
-        for number, handler in before.items():
+        for number, handler in previous.items():
             signal.signal(number, handler)
 
 
 class StopOnSignal(contextlib.ExitStack):
-    """Context in which Ctrl-C and SIGTERM only ask for an end after the step in progress.
+    """A context in which Ctrl-C and SIGTERM end the training after the step in progress.
 
-    An exception in the middle of a step would leave a state whose buffers are given away. A second
-    Ctrl-C raises as usual. Where a run has several processes, all must stop after the same step:
-    SIGTERM goes to the runtime, which agrees on one, and Ctrl-C is left to the process's parent.
+    An exception in the middle of a step would leave a state whose buffers are donated. A second
+    Ctrl-C raises as usual. With several processes all must stop after the same step: the runtime
+    handles SIGTERM and agrees on a step, and the parent of the process handles Ctrl-C.
 
     Attributes:
-      asked: why to stop, as far as this process knows.
+      reason: reason to stop; None while this process knows of none.
     """
 
     def __init__(self, cluster: Cluster = ALONE) -> None:
         super().__init__()
-        self.asked: Stop | None = None
+        self.reason: Stop | None = None
         self._calls = 0
         self._has_peers, self._watch = cluster.count > 1, cluster.watch
 
     def after_step(self, kind: Hashable = ()) -> Stop | None:
-        """Why to stop after this step; None to go on. To be asked after every step.
+        """Return the reason to stop after this step, or None to go on; call it after every step.
 
         Args:
-          kind: of the step; those of one kind take about as long as each other.
+          kind: kind of the step; steps of one kind take about the same time.
 
-        Communication: none between devices; between processes messages through the coordinator once
-          one of them got SIGTERM, to agree on a step that none has passed.
+        Communication: none between devices. After SIGTERM to one of several processes, messages
+          through the coordinator, to agree on a step that none has passed.
         """
         if self._watch is not None:
             self._watch.step_done(kind)
         if self._has_peers:
             from jax.experimental import multihost_utils
 
-            # Processes agree on the number of a call, which is 1 where none was made yet: a run
-            # that goes on at step 20 would never come by it, were these its steps.
+            # jax agrees on the number of a call, and assumes 1 before the first call. With numbers
+            # of steps a run that resumes at step 20 would never reach the agreed number.
             self._calls += 1
             if multihost_utils.reached_preemption_sync_point(self._calls):
-                self.asked = "preempted"
-        return self.asked
+                self.reason = "preempted"
+        return self.reason
 
     def besides_steps(self) -> contextlib.AbstractContextManager[None]:
-        """To be around what takes longer than a step."""
+        """Return a context for work that takes longer than a step."""
         return contextlib.nullcontext() if self._watch is None else self._watch.besides_steps()
 
     def __enter__(self) -> "StopOnSignal":
-        own: Mapping[int, Handler]
-        own = {signal.SIGINT: self._interrupt, signal.SIGTERM: self._terminate}
+        handlers: Mapping[int, Handler]
+        handlers = {signal.SIGINT: self._interrupt, signal.SIGTERM: self._terminate}
         if threading.current_thread() is threading.main_thread():
             self.enter_context(
-                handling({signal.SIGINT: signal.SIG_IGN} if self._has_peers else own)
+                handling({signal.SIGINT: signal.SIG_IGN} if self._has_peers else handlers)
             )
         return self
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
-        if self.asked == "interrupted":
+        if self.reason == "interrupted":
             raise KeyboardInterrupt
-        self.asked = "interrupted"
+        self.reason = "interrupted"
 
     def _terminate(self, number: int, frame: FrameType | None) -> None:
-        self.asked = self.asked or "preempted"
+        self.reason = self.reason or "preempted"

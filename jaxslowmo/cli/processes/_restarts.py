@@ -1,4 +1,4 @@
-"""Starting a run again after a failure: when, how often, and from where; without jax."""
+"""Starting a run again after a failure: when, how often, and with which arguments. No jax."""
 
 import contextlib
 import dataclasses
@@ -21,19 +21,19 @@ _TICK_SECONDS = 0.1
 
 
 class Children(contextlib.ExitStack):
-    """Context in which SIGTERM and Ctrl-C end the command, whatever it does just then.
+    """A context in which SIGTERM and Ctrl-C end the command and its child processes.
 
     Both are passed on, as SIGTERM, to the processes that run, so that they save and stop at one
     step; a second Ctrl-C kills them. It must be entered in the main thread.
 
     Attributes:
-      asked: the signal that came, Ctrl-C before SIGTERM; None as long as none did. From then on the
-        command starts nothing any more.
+      received: the signal that arrived, Ctrl-C before SIGTERM; None before one. After a signal the
+        command starts no further process.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.asked: signal.Signals | None = None
+        self.received: signal.Signals | None = None
         self._processes: list[subprocess.Popen[Any]] = []
 
     def __enter__(self) -> "Children":
@@ -43,52 +43,52 @@ class Children(contextlib.ExitStack):
     def start(
         self, command: Sequence[str], environ: Mapping[str, str], **options: Any
     ) -> "subprocess.Popen[Any]":
-        """Starts a process; one that a signal came before, or meanwhile, gets it at once.
+        """Start a process and return it; if a signal has arrived, pass it on at once.
 
         Args:
           command: program and arguments.
-          environ: all of its environment.
-          **options: further ones of `subprocess.Popen`.
+          environ: its whole environment.
+          **options: further arguments of `subprocess.Popen`.
         """
         process = subprocess.Popen(command, env=environ, **options)
         self._processes.append(process)
-        # The handler may have run before this process was there for it to see.
-        if self.asked is not None:
+        # The handler may have run before this process was in the list.
+        if self.received is not None:
             self.send(signal.SIGTERM)
         return process
 
     def send(self, number: int) -> None:
-        """Sends a signal to all processes that run."""
+        """Send a signal to all processes that still run."""
         self._processes = [process for process in self._processes if process.poll() is None]
         for process in self._processes:
             process.send_signal(number)
 
     def pause(self, seconds: float) -> None:
-        """Waits; not longer than until a signal comes."""
+        """Wait for some seconds, or until a signal arrives."""
         end = time.monotonic() + seconds
-        while self.asked is None and (left := end - time.monotonic()) > 0:
+        while self.received is None and (left := end - time.monotonic()) > 0:
             time.sleep(min(left, _TICK_SECONDS))
 
     def _end(self, number: int, frame: FrameType | None) -> None:
         del frame
-        again = number == self.asked == signal.SIGINT
-        if self.asked != signal.SIGINT:
-            self.asked = signal.Signals(number)
+        again = number == self.received == signal.SIGINT
+        if self.received != signal.SIGINT:
+            self.received = signal.Signals(number)
         self.send(signal.SIGKILL if again else signal.SIGTERM)
 
 
 class Child:
-    """A `jaxslowmo` that this process has started, and hears.
+    """A child process that runs `jaxslowmo`, and whose stderr this process reads.
 
     Args:
-      children: starts it.
-      arguments: of the command line.
-      mark: variable of its environment that holds the id of this process.
-      hear: takes each line of its stderr, in a thread of its own.
-      **options: further ones of `subprocess.Popen`.
+      children: the context that starts it.
+      arguments: arguments of the command line.
+      mark: environment variable of the child that holds the id of this process.
+      hear: called with each line of its stderr, in another thread.
+      **options: further arguments of `subprocess.Popen`.
 
     Attributes:
-      process: that was started.
+      process: the process.
     """
 
     def __init__(
@@ -111,41 +111,41 @@ class Child:
         self._reader.start()
 
     def end(self) -> None:
-        """Waits until all is heard that the process said, which has ended."""
+        """Wait until all of stderr is read; the process has ended."""
         self._reader.join(timeout=5)
 
     def _read(self, hear: Callable[[str], None]) -> None:
         assert self.process.stderr is not None
-        with self.process.stderr as said:
-            for line in said:
+        with self.process.stderr as lines:
+            for line in lines:
                 hear(line)
 
 
 _FIRST_WAIT, _LONGEST_WAIT = 1, 60  # seconds
-# What has failed so often at one step will fail there again.
+# A run that has failed this often at one step will fail there again.
 _MOST_AT_ONE_STEP = 5
 _OVERWRITE, _RESUME = "--overwrite", "--resume"
 
 
 @dataclasses.dataclass(frozen=True)
 class EndOfStart:
-    """How a start ended.
+    """The way in which one start of a run ended.
 
     Attributes:
       code: the exit code; 128 + n after signal n.
       what: what happened, in words.
-      is_told: whether the process that ended has said so itself.
-      is_late: whether the reason is that not all processes came together in time.
+      is_reported: whether the process has printed the reason itself.
+      is_late: whether the reason is that not all processes joined in time.
     """
 
     code: int
     what: str
-    is_told: bool = False
+    is_reported: bool = False
     is_late: bool = False
 
     @property
     def is_final(self) -> bool:
-        """Whether a start after it would end alike, or is not wanted."""
+        """True if another start would end in the same way, or is not wanted."""
         return self.code in FINAL
 
 
@@ -157,55 +157,55 @@ def keep_running(
     restarts: int,
     speaker: str,
 ) -> int:
-    """Starts a run, and again, with `--resume`, after failures that can pass.
+    """Run until the end, and start again with `--resume` after failures that may pass.
 
     Between two starts it waits 1, 2, 4, ... 60 s. It gives up after `restarts` starts without a
     newer checkpoint, and after five failures in a row at one step. SIGTERM and Ctrl-C end it at any
     time.
 
     Args:
-      attempt: `attempt(children, arguments)` starts what there is to start and waits for its end.
+      attempt: `attempt(children, arguments)` starts the processes and waits for their end.
       argv: arguments of the first start.
       out: folder of the run.
       restarts: how often to start again before there is a newer checkpoint.
-      speaker: with what lines on stderr begin.
+      speaker: first word of the lines on stderr.
 
     Returns:
-      The code of the last start; 130 after Ctrl-C; after SIGTERM 0 where all was saved, the code
-      of an error that came of itself, else 143.
+      The code of the last start; 130 after Ctrl-C; after SIGTERM 0 if all was saved, the code of an
+      error that the signal did not cause, else 143.
     """
 
     def say(*parts: str) -> None:
-        # In one piece: other processes write there, too.
+        # One write for the whole line, because other processes write to stderr, too.
         pass_on(f"{speaker}: {'; '.join(filter(None, parts))}\n")
 
     folder = RunFolder(out)
     arguments, again, ended = list(argv), _Restarts(folder, restarts), None
     with Children() as children:
-        while children.asked is None:
+        while children.received is None:
             ended = attempt(children, arguments)
-            if children.asked is not None:
+            if children.received is not None:
                 break
-            if ended.is_final and ended.is_told:
+            if ended.is_final and ended.is_reported:
                 return ended.code
             wait, plan = again.after(ended)
-            if plan or not ended.is_told:
+            if plan or not ended.is_reported:
                 say(ended.what, folder.last_saved(), plan)
             if wait is None:
                 return ended.code
             ended = None
             children.pause(wait)
             arguments = again.resuming(arguments)
-        if children.asked == signal.SIGINT:
+        if children.received == signal.SIGINT:
             return INTERRUPTED
-        if ended is not None and ended.is_final and ended.is_told:
+        if ended is not None and ended.is_final and ended.is_reported:
             return ended.code
         say("ended by SIGTERM", folder.last_saved())
         return TERMINATED
 
 
 class _Restarts:
-    """How often and when a run is started again."""
+    """The decisions whether and when a run starts again, from its failures so far."""
 
     def __init__(self, folder: RunFolder, most: int) -> None:
         self._folder, self._most = folder, most
@@ -213,15 +213,15 @@ class _Restarts:
         self._saved = folder.newest_step()
         self._place: int | None = None
         self._at_place = 0
-        # Of a run that lay there before: they are to be deleted with --overwrite.
+        # Checkpoints of an earlier run in the folder, which --overwrite deletes.
         self._old = _checkpoint_ids(folder)
 
     def after(self, ended: EndOfStart) -> tuple[int | None, str]:
-        """Seconds until the next start, None if there is none, and what to say of it."""
+        """Return the seconds until the next start (None: no start), and words for the user."""
         if ended.is_final:
             return None, ""
-        before, self._saved = self._saved, self._folder.newest_step()
-        if self._saved is not None and (before is None or self._saved > before):
+        earlier, self._saved = self._saved, self._folder.newest_step()
+        if self._saved is not None and (earlier is None or self._saved > earlier):
             self._left, self._wait = self._most, _FIRST_WAIT
         if not ended.is_late:
             place = self._folder.last_recorded()
@@ -238,9 +238,9 @@ class _Restarts:
         return wait, f"starting again in {wait} s (restarts left: {self._left})"
 
     def resuming(self, arguments: Sequence[str]) -> list[str]:
-        """The arguments of a start that goes on from the last checkpoint."""
+        """Return the arguments of a start that goes on from the last checkpoint."""
         if _OVERWRITE in arguments:
-            # It failed before it had deleted the old run, which nobody wants to go on with.
+            # The run failed before it had deleted the old run, which must not be resumed.
             if self._old & _checkpoint_ids(self._folder):
                 return list(arguments)
             arguments = [argument for argument in arguments if argument != _OVERWRITE]
@@ -248,14 +248,14 @@ class _Restarts:
 
 
 def pass_on(text: str) -> None:
-    """Writes to stderr at once; that nobody reads it any more ends no run."""
+    """Write to stderr at once; ignore the error of a pipe that is no longer read."""
     with contextlib.suppress(OSError):
         sys.stderr.write(text)
         sys.stderr.flush()
 
 
 def _checkpoint_ids(folder: RunFolder) -> set[tuple[int, int, int]]:
-    """Return what tells a checkpoint from one that is written in its place."""
+    """Return ids of the checkpoints, which differ for one that replaces another."""
     ids = set()
     for step in folder.saved_steps():
         with contextlib.suppress(OSError):

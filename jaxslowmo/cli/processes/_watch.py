@@ -1,9 +1,10 @@
-"""Processes that train together: they join, watch each other, and end together.
+"""Processes that train together: how they join, watch each other, and end together.
 
-A thread ends a process whose main thread cannot, since it waits for others that never come.
+A thread ends a process whose main thread waits for another process that never comes.
 
-An exchange between processes runs in C++, where no handler of Python's runs, and neither a process
-that failed nor a signal ends it. So what failed is told by a note, and every process looks for it.
+An exchange between processes runs in C++, where no signal handler of Python runs, and the failure
+of another process does not end it. So a process that fails leaves a note at the coordinator, and
+every process looks for such a note.
 """
 
 import contextlib
@@ -34,45 +35,46 @@ from ._address import bind_address
 from ._peers import Cluster
 from ._supervise import PEER_FAILED
 
-# Errors of the runtime that no other process can have caused: no memory left on a device, mostly.
-_OWN = ("RESOURCE_EXHAUSTED", "INVALID_ARGUMENT", "UNIMPLEMENTED")
+# Errors of the runtime that no other process causes, such as a device without free memory.
+_LOCAL_ERRORS = ("RESOURCE_EXHAUSTED", "INVALID_ARGUMENT", "UNIMPLEMENTED")
 _FAILED = "jaxslowmo/failed"
 _SEEN = "jaxslowmo/seen"
-# Where jax's own thread notes that a process got SIGTERM.
+# The note of a thread of jax that a process got SIGTERM.
 _PREEMPTED = "RECEIVED_PREEMPTION_NOTICE"
 _LOOK_SECONDS = 0.5
-# Of all processes in a second, at most: hundreds look less often.
+# The most looks per second of all processes together; hundreds of processes look less often.
 _LOOKS_OF_ALL = 200
-# After SIGTERM, while nothing advances; ten seconds with what comes before and after.
+# Seconds without progress after SIGTERM; with the steps before and after that makes ten.
 _STOP_SECONDS = 6.0
-# A step may take longer than that, and it is no wait as long as it takes what others took.
+# A slow step is no standstill: it may take this many times as long as earlier ones.
 _USUAL = 3.0
-_REMEMBERED = 5  # of each kind
-# What no step tells the length of, the first time.
+_REMEMBERED = 5  # steps of each kind
+# The limit for the first evaluation, of which no earlier one tells the length.
 _FIRST_SECONDS = 120.0
-# Without SIGTERM a save in progress is looked at only when little else is told.
+# Without SIGTERM the bytes of a save count only after this long without a step.
 _LONG_SECONDS = 60.0
 _DISK_SECONDS = 1.0
-# What the others get to see a note before the coordinator that holds it is gone.
+# Process 0 holds the notes, and stays this long so that the others can read one.
 _SEEN_SECONDS = 5.0
-# And, once they have seen it, to leave: one that is there without a coordinator aborts.
+# After that they need time to leave: a process without a coordinator aborts.
 _LEAVE_SECONDS = 0.5
 
 
 class Watch:
-    """The thread, from when the processes have joined until they part; a context.
+    """A context whose thread ends this process when the run cannot go on.
 
-    Another process that failed ends this one with its code. So does SIGTERM to any process once
-    nothing has advanced for some seconds, with 143, and `stall` seconds without it, with 75.
+    When another process has failed, this one ends with the same code. After SIGTERM to any process
+    it ends with code 143 if nothing advances for some seconds; without SIGTERM it ends with code 75
+    if nothing advances for `stall` seconds.
 
     Args:
-      index: of this process.
-      count: of all.
-      stall: seconds; 0: none.
-      last_saved: says which step a run that starts again would go on from.
+      index: index of this process, 0 <= index < count.
+      count: number of processes.
+      stall: seconds; 0: no limit.
+      last_saved: returns, in words, the step from which a run that starts again goes on.
 
-    Communication: four messages to the coordinator per second, and their answers; less often where
-      there are hundreds of processes.
+    Communication: four messages to the coordinator per second, and their answers; fewer with
+      hundreds of processes.
     """
 
     def __init__(self, index: int, count: int, stall: float, last_saved: Callable[[], str]) -> None:
@@ -96,35 +98,35 @@ class Watch:
         self._thread.join(timeout=5)
 
     def step_done(self, kind: Hashable = ()) -> None:
-        """Tells that the main thread advances: it has done a step of some kind.
+        """Note that the main thread has done a step of some kind.
 
-        Steps that exchange may take much longer than those that do not.
+        Each kind is timed separately, since steps with an exchange may take much longer.
         """
         now = time.monotonic()
         if self._stepped is not None:
-            own = self._intervals.setdefault(kind, deque(maxlen=_REMEMBERED))
-            own.append(now - self._stepped)
+            intervals = self._intervals.setdefault(kind, deque(maxlen=_REMEMBERED))
+            intervals.append(now - self._stepped)
         self._stepped = now
         self._steps += 1
 
     @contextlib.contextmanager
     def besides_steps(self) -> Iterator[None]:
-        """Within it the main thread does what takes longer than steps: an evaluation, say."""
+        """Run the block as work that may take longer than a step, such as an evaluation."""
         self._is_besides, began = True, time.monotonic()
         try:
             yield
         finally:
             self._is_besides = False
             self._longest_besides = max(self._longest_besides, time.monotonic() - began)
-            self._stepped = None  # the interval says nothing of steps
+            self._stepped = None  # the interval to the next step does not measure a step
 
     def follow(self, written: Callable[[], int]) -> None:
-        """Tells what counts the bytes of a save in progress: while they grow, it advances."""
+        """Use `written`, which counts the bytes of a save in progress, as a sign of progress."""
         self._saving = written
 
     def announce(self, code: int, line: str) -> None:
-        """Tells the other processes that this one ends, and why; they end with the same code."""
-        # Without a coordinator nobody can be told, and all will know soon.
+        """Report to the other processes that this one ends, and why; they use the same code."""
+        # Without a coordinator no note can be left, and the runtime ends all processes.
         with contextlib.suppress(jax.errors.JaxRuntimeError, RuntimeError, NoNoteError):
             tell(_FAILED, json.dumps([self._index, code, line]))
             if self._index == 0:
@@ -137,47 +139,47 @@ class Watch:
                 tell(f"{_SEEN}/{self._index}", "")
 
     def follow_failed(self) -> None:
-        """Ends this process with the code of another that has told that it failed, if one has."""
+        """End this process with the code of another one that has reported a failure, if any."""
         if note := told(_FAILED):
             self._follow_other(*json.loads(note))
 
     def _run(self) -> None:
-        asked = False
+        stop_requested = False
         marks, since = self._marks(False), time.monotonic()
         while not self._over.wait(max(_LOOK_SECONDS, self._count / _LOOKS_OF_ALL)):
             try:
                 self.follow_failed()
-                asked = asked or told(_PREEMPTED) is not None
+                stop_requested = stop_requested or told(_PREEMPTED) is not None
             except (jax.errors.JaxRuntimeError, RuntimeError):
                 continue  # the coordinator is gone: the runtime ends this process
-            now = self._marks(asked or time.monotonic() - since > _LONG_SECONDS)
+            now = self._marks(stop_requested or time.monotonic() - since > _LONG_SECONDS)
             if now != marks:
                 marks, since = now, time.monotonic()
             still = time.monotonic() - since
-            if asked and still > self._longest():
+            if stop_requested and still > self._longest():
                 self._end(TERMINATED, f"asked to stop, and nothing has advanced for {still:.0f} s")
             if self._stall and still > self._stall:
                 self._end(TRY_AGAIN, f"nothing has advanced for {still:.0f} s (--stall-timeout)")
 
     def _longest(self) -> float:
-        """Seconds that what the main thread does may take."""
-        # The shortest of each kind: the first ones may have waited for a compiler.
-        usual = max((min(own) for own in list(self._intervals.values())), default=0.0)
+        """Return the seconds that the present work of the main thread may take."""
+        # The shortest step of each kind, since the first ones may include compilation.
+        usual = max((min(times) for times in list(self._intervals.values())), default=0.0)
         if self._is_besides:
             usual = self._longest_besides or _FIRST_SECONDS / _USUAL
         return max(_STOP_SECONDS, _USUAL * usual)
 
     def _marks(self, looks_at_disk: bool) -> tuple[int, int, int]:
-        """What is not the same after a while if anything advances: steps, or a save.
+        """Return numbers that change whenever steps or a save advance.
 
-        A save writes, or compresses what it will write.
+        A save writes bytes, or uses CPU time to compress them.
         """
         written = _within(_DISK_SECONDS, self._saving, 0) if looks_at_disk else 0
         return self._steps, written, int(time.process_time()) if written else 0
 
     def _follow_other(self, index: int, code: int, line: str) -> NoReturn:
         say_error(f"process {index} has ended: {line}")
-        self.announce(code, line)  # the others see it, too, before the coordinator is gone
+        self.announce(code, line)  # before the coordinator is gone
         os._exit(code)
 
     def _end(self, code: int, what: str) -> NoReturn:
@@ -189,21 +191,21 @@ class Watch:
 
 
 def _within(seconds: float, call: Callable[[], Any], otherwise: Any) -> Any:
-    """What a call gives; something else where a file server does not answer in time."""
-    found: list[Any] = []
-    thread = threading.Thread(target=lambda: found.append(call()), daemon=True)
+    """Return the result of a call, or `otherwise` if a file server does not answer in time."""
+    results: list[Any] = []
+    thread = threading.Thread(target=lambda: results.append(call()), daemon=True)
     thread.start()
     thread.join(seconds)
-    return found[0] if found else otherwise
+    return results[0] if results else otherwise
 
 
 def say_error(line: str) -> None:
-    """One line on stderr, also where the process is about to end without Python's help."""
+    """Print an error line to stderr, also right before `os._exit`."""
     write_to_stderr(f"error: {line}\n")
 
 
 def write_to_stderr(text: str) -> None:
-    """Writes at once; that nobody reads it any more must not keep a process from ending."""
+    """Write to stderr at once; ignore the error of a pipe that is no longer read."""
     with contextlib.suppress(OSError, ValueError):
         sys.stderr.flush()
     with contextlib.suppress(OSError):
@@ -211,11 +213,11 @@ def write_to_stderr(text: str) -> None:
 
 
 def join_cluster(config: ClusterConfig) -> Cluster:
-    """Connects to the other processes: before anything else touches a device.
+    """Connect to the other processes; call it before anything else touches a device.
 
     Raises:
-      CommandError: where they cannot be found or do not come in time, or process 0 cannot listen
-        where it should.
+      CommandError: they are not found or do not join in time, or process 0 cannot listen at its
+        address.
     """
     try:
         jax.distributed.initialize(
@@ -238,19 +240,19 @@ def join_cluster(config: ClusterConfig) -> Cluster:
 
 @contextlib.contextmanager
 def failing_together(watch: Watch, heartbeat_timeout: int) -> Iterator[None]:
-    """What one process does while the others do the same.
+    """Run the block in one of several processes, so that an error in one ends all of them.
 
-    An error is told to the others before this process ends: at its end it would wait for them,
-    who wait for it in an exchange. An exchange that fails itself waits for the runtime to find out,
-    and abort with, who is gone. At the end of all, the processes part.
+    An error is reported to the others before this process ends: at its end it would wait for them
+    while they wait for it in an exchange. After a failed exchange this process waits until the
+    runtime aborts it and tells which process is gone. At the end the processes disconnect.
     """
     try:
         with watch:
             yield
-            jax.distributed.shutdown()  # waits for the others, and while it does they can be told
+            jax.distributed.shutdown()  # waits for the others; `watch` still runs
     except Exception as error:
         if lost_a_peer(error):
-            # One that failed has told so before it left, which ended the exchange.
+            # A process that fails leaves its note first; only then it ends, and the exchange fails.
             with contextlib.suppress(jax.errors.JaxRuntimeError, RuntimeError):
                 watch.follow_failed()
             write_to_stderr(f"{PEER_FAILED}: {error}\n")
@@ -267,11 +269,11 @@ def failing_together(watch: Watch, heartbeat_timeout: int) -> Iterator[None]:
 
 
 def lost_a_peer(error: BaseException | None) -> bool:
-    """Whether a lost process may have caused an error, or one that led to it."""
+    """Return whether a lost process may have caused an error, or one of its causes."""
     while error is not None:
-        # jax raises a failed exchange as a ValueError, too, where it dispatches it from C++.
+        # jax raises a failed exchange as a ValueError when C++ code dispatches the program.
         of_runtime = isinstance(error, jax.errors.JaxRuntimeError) or "Gloo" in str(error)
-        if of_runtime and not str(error).startswith(_OWN):
+        if of_runtime and not str(error).startswith(_LOCAL_ERRORS):
             return True
         error = error.__cause__ or error.__context__
     return False

@@ -1,4 +1,4 @@
-"""What a run needs to have as it was, or as its other processes have it: options and text."""
+"""Checks that a run has the options and the text of its checkpoint, and of its other processes."""
 
 import json
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ from ._run_folder import RunFolder, make_folder
 if TYPE_CHECKING:
     from jaxslowmo.checkpoint import CheckpointError  # loads orbax
 
-# A run may go on with other values of these; of all others its trajectory depends.
+# A resumed run may have other values of these options; all others change its training.
 _FREE_OF_A_RUN = frozenset(
     {
         "steps", "schedule_steps", "data", "overwrite", "replicas", "devices_per_replica",
@@ -30,28 +30,29 @@ _FREE_OF_A_RUN = frozenset(
         *options_of(ClusterConfig), *options_of(MeshConfig),
     }
 )  # fmt: skip
-# Processes of a run may have other values of these. Of the text the content is compared; what is
-# there is process 0's to go on with or to delete: another may have been started again before it.
+# Processes of a run may have other values of these options. Of --data the content is compared.
+# Process 0 decides about --resume and --overwrite, since another process may have started again
+# before it.
 _FREE_OF_A_PROCESS = frozenset({"data", "resume", "overwrite", *options_of(ClusterConfig)})
 _MOST_NAMES = 5  # in a message
 _KEY = "jaxslowmo/start"
-_DECIDED = ("resume", "overwrite", *KEPT)  # by process 0, for all
+_DECIDED = ("resume", "overwrite", *KEPT)  # process 0 decides these for all
 _PACKAGES = ("jaxslowmo", "jax", "jaxlib")
-_FILE_SERVER_SECONDS = 10.0  # in which a file that one host writes is seen by another
+_FILE_SERVER_SECONDS = 10.0  # until another host sees a file that one host writes
 _MOST_DIFFERENCES = 3  # in a message
 
 
 def option_values(config: TrainConfig) -> dict[str, Any]:
-    """The value of every option, by its name, as JSON gives it back."""
+    """Return the value of every option by its name, as JSON returns it (lists for tuples)."""
     return json.loads(json.dumps(config.flat()))
 
 
-def other_options(here: Mapping[str, Any], there: Mapping[str, Any]) -> str:
-    """How the options of one process differ from those of process 0; "" if they do not."""
+def other_options(local: Mapping[str, Any], first: Mapping[str, Any]) -> str:
+    """Return how options of this process differ from those of process 0; "" if they do not."""
     return "; ".join(
-        f"{_flag(name)} is {value}, is {there[name]} there"
-        for name, value in here.items()
-        if name not in _FREE_OF_A_PROCESS and value != there[name]
+        f"{_flag(name)} is {value}, is {first[name]} there"
+        for name, value in local.items()
+        if name not in _FREE_OF_A_PROCESS and value != first[name]
     )
 
 
@@ -59,10 +60,11 @@ def _flag(name: str) -> str:
     return flag_of(train_options()[name])
 
 
-def as_it_was(config: TrainConfig, folder: RunFolder, corpus: Contents) -> TrainConfig:
-    """Return the configuration with which the run in a folder goes on; without a checkpoint as is.
+def resumed_config(config: TrainConfig, folder: RunFolder, corpus: Contents) -> TrainConfig:
+    """Return the configuration with which the run in a folder goes on.
 
-    What nobody gave of the steps and the schedule is what it was.
+    Without a checkpoint it is `config`. Options in `KEPT` that are not given keep their saved
+    values.
 
     Raises:
       CommandError: the run had other options or another text, or its newest checkpoint is damaged.
@@ -79,10 +81,10 @@ def as_it_was(config: TrainConfig, folder: RunFolder, corpus: Contents) -> Train
     ]
     if changed:
         raise CommandError(f"--resume: the run in {where} had other options: {'; '.join(changed)}")
-    # Checkpoints of before 0.2 do not tell.
+    # Checkpoints from before version 0.2 have no fingerprint.
     if extra.get("corpus", corpus.fingerprint) != corpus.fingerprint:
-        then = folder.listing(extra["corpus"])
-        what = "" if then is None else f": {other_files(corpus.listing, then)}"
+        listing = folder.listing(extra["corpus"])
+        what = "" if listing is None else f": {other_files(corpus.listing, listing)}"
         raise CommandError(f"--resume: the run in {where} read other files than --data has{what}")
     config = with_values(config, {name: saved[name] for name in KEPT if name in config.not_given})
     done = extra["progress"]["step"]
@@ -95,7 +97,7 @@ def as_it_was(config: TrainConfig, folder: RunFolder, corpus: Contents) -> Train
 
 
 def _newest_extra(config: TrainConfig, folder: RunFolder) -> dict[str, Any] | None:
-    """Return what was saved beside the newest state; None where there is no checkpoint."""
+    """Return the extra data of the newest checkpoint; None without a checkpoint."""
     path = folder.checkpoints
     if not path.exists():
         return None
@@ -114,7 +116,7 @@ def _newest_extra(config: TrainConfig, folder: RunFolder) -> dict[str, Any] | No
 
 
 def refuse_to_resume(error: "CheckpointError") -> NoReturn:
-    """Raise a `CommandError` about a checkpoint, with the code of one that may be read later."""
+    """Raise a `CommandError` for an unreadable checkpoint; code 75 if it may be readable later."""
     from jaxslowmo.checkpoint import UnansweredError
 
     may_pass = isinstance(error, UnansweredError) or io_errno(error) in PASSING
@@ -127,36 +129,36 @@ def refuse_to_resume(error: "CheckpointError") -> NoReturn:
 def saved_values(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the option values of a checkpoint's configuration, by name.
 
-    An option that it lacks had its default; one that is unknown today is left out.
+    An option that it lacks had its default; an option that no longer exists is left out.
     """
     parts = [value for value in config.values() if isinstance(value, dict)]
     flat = dict(config) | {name: value for part in parts for name, value in part.items()}
     saved = {name: flat.get(name, field.default) for name, field in train_options().items()}
-    # An option that is not given stands for another one's value.
+    # Without --schedule-steps the schedule spans --steps.
     return saved | {"schedule_steps": saved["schedule_steps"] or saved["steps"]}
 
 
-def other_files(here: Mapping[str, str], there: Mapping[str, str]) -> str:
-    """How one listing of a corpus differs from another, in words; the first few files."""
-    names = sorted(name for name in {*here, *there} if here.get(name) != there.get(name))
-    told = [_of_file(name, here.get(name), there.get(name)) for name in names[:_MOST_NAMES]]
+def other_files(listing: Mapping[str, str], other: Mapping[str, str]) -> str:
+    """Return how one listing of a corpus differs from another, in words; the first few files."""
+    names = sorted(name for name in {*listing, *other} if listing.get(name) != other.get(name))
+    shown = [_file_change(x, listing.get(x), other.get(x)) for x in names[:_MOST_NAMES]]
     more = [f"and {len(names) - _MOST_NAMES} more"] if len(names) > _MOST_NAMES else []
-    return ", ".join([*told, *more])
+    return ", ".join([*shown, *more])
 
 
-def _of_file(name: str, here: str | None, there: str | None) -> str:
+def _file_change(name: str, entry: str | None, other: str | None) -> str:
     name = name or "the file"
-    if here is None:
+    if entry is None:
         return f"{name} is missing"
-    if there is None:
+    if other is None:
         return f"{name} is new"
-    if not here[0].isdigit():  # why it is no text
-        return f"{name} is {here}"
-    return f"{name} has other bytes" if there[0].isdigit() else f"{name} is not {there}"
+    if not entry[0].isdigit():  # not a digest, but the reason why the file is no text
+        return f"{name} is {entry}"
+    return f"{name} has other bytes" if other[0].isdigit() else f"{name} is not {other}"
 
 
 def _facts(config: TrainConfig, corpus: Contents) -> dict[str, Any]:
-    """What must be alike. Of the text a digest: a list of files could be any length."""
+    """Return what all processes must share; of the text only a digest, since lists can be long."""
     return {
         "options": option_values(config),
         "versions": {package: version(package) for package in _PACKAGES},
@@ -166,25 +168,29 @@ def _facts(config: TrainConfig, corpus: Contents) -> dict[str, Any]:
 
 
 def lead(
-    given: TrainConfig, config: TrainConfig, folder: RunFolder, corpus: Contents, cluster: Cluster
+    requested: TrainConfig,
+    config: TrainConfig,
+    folder: RunFolder,
+    corpus: Contents,
+    cluster: Cluster,
 ) -> None:
-    """Agree with the other processes, as process 0: tell what it wants, and hear who differs.
+    """Send options, text and versions of process 0 to the others, and collect their differences.
 
     Args:
-      given: the configuration as it was given.
-      config: what process 0 has made of it, which all processes do.
-      folder: of the run, whose lock this process has.
-      corpus: what this process reads.
+      requested: the configuration from the command line.
+      config: the configuration that process 0 has decided on, for all processes.
+      folder: folder of the run, whose lock this process holds.
+      corpus: text that this process reads.
       cluster: the processes.
 
     Raises:
-      CommandError: a process has other options, text or versions, or did not come so far within
+      CommandError: a process has other options, text or versions, or does not answer within
         `--startup-timeout`.
 
     Communication: three messages of each process through the coordinator.
     """
     decided = {name: option_values(config)[name] for name in _DECIDED}
-    facts = _facts(given, corpus) | {"token": folder.token, "decided": decided}
+    facts = _facts(requested, corpus) | {"token": folder.token, "decided": decided}
     tell(f"{_KEY}/first", json.dumps(facts))
     answers = [_wait(f"{i}", config, whom=i) for i in range(1, cluster.count)]
     differences = [answer for answer in answers if answer]
@@ -200,23 +206,23 @@ def lead(
 def follow(
     config: TrainConfig, folder: RunFolder, corpus: Contents, cluster: Cluster
 ) -> TrainConfig:
-    """Agree with process 0, as another one, and return the configuration that it has decided.
+    """Compare this process with process 0, and return the configuration that process 0 decided.
 
     Raises:
-      CommandError: as for `lead`.
+      CommandError: see `lead`.
     """
     first = json.loads(_wait("first", config, whom=0))
     tell(f"{_KEY}/{cluster.index}", _difference(first, config, folder, corpus, cluster.index))
     message = _wait("answer", config, whom=0)
     if message:
         raise CommandError(message)
-    make_folder(folder.path, "train")  # for the check that it can be written to
+    make_folder(folder.path, "train")  # raises if it cannot be written to
     with usage_errors():
         return with_values(config, first["decided"])
 
 
 def clear(folder: RunFolder, config: TrainConfig, cluster: Cluster) -> None:
-    """Delete an earlier run before any process looks for one.
+    """Delete an earlier run in the folder before any process looks for checkpoints.
 
     Communication: with several processes one message through the coordinator.
     """
@@ -231,25 +237,25 @@ def clear(folder: RunFolder, config: TrainConfig, cluster: Cluster) -> None:
 def _difference(
     first: dict[str, Any], config: TrainConfig, folder: RunFolder, corpus: Contents, index: int
 ) -> str:
-    """What this process has otherwise than process 0, in a sentence; "" for nothing."""
-    own = _facts(config, corpus)
-    for package, number in own["versions"].items():
+    """Return how this process differs from process 0, in a sentence; "" if it does not."""
+    local = _facts(config, corpus)
+    for package, number in local["versions"].items():
         if number != first["versions"][package]:
             return (
                 f"process {index} runs {package} {number} and process 0 "
                 f"{first['versions'][package]}: all need the same versions"
             )
-    options = other_options(own["options"], first["options"])
+    options = other_options(local["options"], first["options"])
     if options:
         return f"process {index} has other options than process 0: {options}"
     if not sees_lock(folder.path, first["token"], _FILE_SERVER_SECONDS):
         return f"--out {folder.path} of process {index} is not the folder that process 0 writes to"
-    if own["corpus"] == first["corpus"]:
+    if local["corpus"] == first["corpus"]:
         return ""
-    there = folder.listing(first["corpus"])
-    what = f"{own['counts']}, {first['counts']} there"
-    if there is not None:
-        what = other_files(corpus.listing, there)
+    listing = folder.listing(first["corpus"])
+    what = f"{local['counts']}, {first['counts']} there"
+    if listing is not None:
+        what = other_files(corpus.listing, listing)
     return f"--data: process {index} has other files than process 0: {what}"
 
 

@@ -1,4 +1,4 @@
-"""How a run is divided: which devices run the replicas, and what each replica reads."""
+"""The devices that run the replicas of a run, and the text that each replica reads."""
 
 import dataclasses
 import math
@@ -20,29 +20,29 @@ from ..config._mesh import MODEL_AXES
 from ..config._training import TrainConfig
 from ..processes._peers import ALONE, Cluster
 
-# Each CPU device is a thread pool and a copy of everything; more of them help nobody.
+# Each CPU device has its own thread pool and copy of the state; more devices only cost memory.
 MAX_CPU_DEVICES = 64
-# The devices of a laptop share its cores, so one may come late to a collective; by default the
-# process aborts after 40 seconds of that.
+# CPU devices share the cores of the host, so one may enter a collective late; by default XLA aborts
+# the process after 40 seconds.
 _PATIENCE = (
     "--xla_cpu_collective_call_warn_stuck_timeout_seconds=120",
     "--xla_cpu_collective_call_terminate_timeout_seconds=1200",
 )
-# Between processes on CPU, all-reduces that stay apart travel beside the computation. A pass
-# of the compiler for CPUs alone: other platforms do not know it.
-_APART = "--xla_disable_hlo_passes=cpu-all-reduce-combiner"
+# Between processes on CPU, separate all-reduces overlap with the computation, and one combined
+# all-reduce would not. Only the compiler for CPUs has this pass.
+_NO_COMBINING = "--xla_disable_hlo_passes=cpu-all-reduce-combiner"
 _EVAL_BYTES_PER_BATCH = 8192
 
 
 @dataclasses.dataclass(frozen=True)
 class RunDevices:
-    """Where the replicas run.
+    """The devices on which the replicas run.
 
     Attributes:
-      mesh: for the training step, with the axes "replica" and, for two levels, "device".
-      description: the same in words.
-      is_virtual: replicas are `vmap`ped on one device and nothing is sent.
-      is_cpu: the devices are parts of the host.
+      mesh: mesh of the training step, with the axes "replica" and, for two levels, "device".
+      description: the devices in words.
+      is_virtual: whether the replicas are `vmap`ped on one device, so that nothing is sent.
+      is_cpu: whether the devices are CPU devices, which share the cores of the host.
     """
 
     mesh: jax.sharding.Mesh | js.VirtualMesh
@@ -52,16 +52,16 @@ class RunDevices:
 
 
 def choose_mesh(config: TrainConfig, cluster: Cluster = ALONE) -> RunDevices:
-    """Devices for the replicas: call it before anything else touches a device.
+    """Return the devices for the replicas; call it before anything else touches a device.
 
     "devices" is one device per replica (times `devices_per_replica`), on CPU as many as are
     needed; "virtual" is all replicas on one device; "auto" is devices where there are enough of
-    them, else virtual. With several processes each gives as many devices, in order of processes:
-    of whole replicas, or of a part of one.
+    them, else virtual. With several processes each provides the same number of devices, in order of
+    processes: those of whole replicas, or of a part of one.
 
     Raises:
-      CommandError: if there are fewer devices than "devices" needs, they cannot be divided evenly
-        among the processes, or the run cannot have several.
+      CommandError: there are fewer devices than "devices" needs, they cannot be divided evenly
+        among the processes, or the run does not allow several processes.
     """
     if cluster.count > 1:
         with usage_errors():
@@ -88,14 +88,14 @@ def choose_mesh(config: TrainConfig, cluster: Cluster = ALONE) -> RunDevices:
         description = f"{config.replicas} virtual replicas{inside} on one {kind}"
         return RunDevices(js.virtual_mesh(axes), description, is_virtual=True, is_cpu=is_cpu)
     if is_short:
-        asked = (
+        options = (
             f"--replicas {config.replicas} with --devices-per-replica {config.devices_per_replica} "
             if config.mesh.mesh is None
             else f"--mesh {config.mesh.mesh} "
         )
         way_out = "use fewer" if shares_model else "use fewer, or --execution virtual"
         raise CommandError(
-            f"{asked.strip()} need{'s' * (config.mesh.mesh is not None)} {needed} devices, found "
+            f"{options.strip()} need{'s' * (config.mesh.mesh is not None)} {needed} devices, found "
             f"{len(devices)} ({kind}): {way_out}"
         )
     named = ", ".join(f"{name}={n}" for name, n in config.model_axes.items())
@@ -110,7 +110,7 @@ def choose_mesh(config: TrainConfig, cluster: Cluster = ALONE) -> RunDevices:
 
 
 def _check_division(config: TrainConfig, processes: int) -> None:
-    """Whole replicas for every process, or equal parts of one."""
+    """Raise `CommandError` unless every process has whole replicas, or an equal part of one."""
     replicas, each = config.replicas, config.devices_of_a_replica
     if replicas % processes == 0:
         return
@@ -128,56 +128,60 @@ def _check_division(config: TrainConfig, processes: int) -> None:
 
 
 def ask_for_devices(config: TrainConfig, num_processes: int | None) -> None:
-    """As many CPU devices as a process needs, if that is where they will be.
+    """Set the number of CPU devices that a process needs, in case jax runs on CPU.
 
-    Before processes are joined, too, which fixes the devices; where only the launcher knows the
-    number of processes, None, one for each.
+    Call it before processes are joined, too, since that fixes the devices.
+
+    Args:
+      config: configuration of the run.
+      num_processes: number of processes; None, one device each, if only the launcher knows it.
     """
     needed = config.replicas * config.devices_of_a_replica
-    own = 1 if num_processes is None else max(1, needed // num_processes)
-    if config.execution != "virtual" and own <= MAX_CPU_DEVICES:
-        _ask_for_cpu_devices(own, alone=num_processes == 1)
+    count = 1 if num_processes is None else max(1, needed // num_processes)
+    if config.execution != "virtual" and count <= MAX_CPU_DEVICES:
+        _ask_for_cpu_devices(count, alone=num_processes == 1)
 
 
 def _even_share(devices: list[Any], each: int) -> list[Any]:
-    """`each` devices of every process, process by process."""
+    """Return `each` devices of every process, in the order of processes."""
     chosen = []
     for index in range(jax.process_count()):
-        own = [device for device in devices if device.process_index == index]
-        if len(own) < each:
+        local = [device for device in devices if device.process_index == index]
+        if len(local) < each:
             raise CommandError(
-                f"process {index} has {len(own)} devices and its replicas need {each}: lower "
+                f"process {index} has {len(local)} devices and its replicas need {each}: lower "
                 "--replicas or --devices-per-replica, or start more processes"
             )
-        chosen += own[:each]
+        chosen += local[:each]
     return chosen
 
 
 def _ask_for_cpu_devices(count: int, *, alone: bool) -> None:
-    """As many CPU devices as that, unless the user chose a number or jax has started."""
+    """Set the number of CPU devices, unless the user chose one or jax has started."""
     flags = os.environ.get("XLA_FLAGS", "")
-    wanted = _PATIENCE if alone else (*_PATIENCE, _APART)
-    new = [flag for flag in wanted if flag.partition("=")[0] not in flags]
+    defaults = _PATIENCE if alone else (*_PATIENCE, _NO_COMBINING)
+    new = [flag for flag in defaults if flag.partition("=")[0] not in flags]
     os.environ["XLA_FLAGS"] = " ".join([flags, *new]).strip()
     chosen = getattr(jax.config, "jax_num_cpu_devices", -1) > 0
     if chosen or "xla_force_host_platform_device_count" in flags:
         return
     try:
         jax.config.update("jax_num_cpu_devices", count)
-    except RuntimeError:  # devices are in use already: there are as many as there are
+    except RuntimeError:  # jax has started, and the number of devices is fixed
         return
 
 
 @dataclasses.dataclass(frozen=True)
 class Text:
-    """What a run reads.
+    """The text that a run reads.
 
     Attributes:
-      shares: one uint8 vector per replica that this process has a part of.
-      replicas: the indices of these.
-      validation: uint8 (batches, windows, context_length + 1), the same for every run.
-      fingerprint: of the corpus.
-      description: in words.
+      shares: one uint8 vector per replica that this process runs, wholly or in part.
+      replicas: indices of these replicas.
+      validation: held-out windows, uint8 (batches, windows, context_length + 1), the same for every
+        run.
+      fingerprint: fingerprint of the corpus.
+      description: the corpus in words.
     """
 
     shares: tuple[np.ndarray, ...]
@@ -190,31 +194,31 @@ class Text:
 def divide_text(
     config: TrainConfig, corpus: Corpus, mesh: Mesh | js.VirtualMesh | None = None
 ) -> Text:
-    """Divides the corpus of a configuration; keeps what this process trains on.
+    """Divide the corpus among the replicas, and return the text of this process.
 
-    To divide it alike, and to leave out duplicates, every process looks at all files.
+    Every process reads all files, to make the same division and leave out the same duplicates.
 
     Args:
-      config: of the run.
-      corpus: what `read_corpus` found in `config.data`.
-      mesh: of its step; None keeps the text of all replicas.
+      config: configuration of the run.
+      corpus: corpus that `read_corpus` returned for `config.data`.
+      mesh: mesh of the training step; None keeps the text of all replicas.
 
     Raises:
-      ValueError: if there is not enough text, as in `jaxslowmo.data`.
+      ValueError: there is not enough text.
     """
     context = gpt_preset(config.preset).context_length
-    # As many windows as all microbatches and devices that share them can share evenly.
+    # A number of windows that microbatches and devices divide evenly.
     even = config.num_microbatches * config.model_axes.get("fsdp", 1)
     windows = even * math.ceil(max(1, _EVAL_BYTES_PER_BATCH // context) / even)
     split = split_corpus(corpus, config.replicas)
-    # Made only for its checks: every replica must hold a batch.
+    # Raises unless the text of every replica holds a batch.
     TextBatches(split.shares, batch_size=config.batch, window=context + 1, seed=config.seed)
     skipped = f", {len(corpus.skipped)} skipped" if corpus.skipped else ""
-    own = range(config.replicas) if mesh is None else own_parts(mesh, mesh.axis_names[:1])
+    replicas = range(config.replicas) if mesh is None else own_parts(mesh, mesh.axis_names[:1])
     return Text(
-        # Copies, so that the text of the others can be forgotten.
-        shares=tuple(split.shares[replica].copy() for replica in own),
-        replicas=tuple(own),
+        # Copies, so that the text of other replicas can be freed.
+        shares=tuple(split.shares[replica].copy() for replica in replicas),
+        replicas=tuple(replicas),
         validation=validation_batches(
             split.validation,
             num_batches=config.eval_batches,
@@ -230,12 +234,12 @@ def divide_text(
 
 
 class RunBatches(Iterator[np.ndarray]):
-    """The batches of a run, each process making those of the replicas that it has a part of.
+    """The batches of a run; each process makes the rows of its own devices.
 
     Args:
-      text: what `divide_text` returned.
-      config: of the run.
-      mesh: of the step that takes them.
+      text: text that `divide_text` returned.
+      config: configuration of the run.
+      mesh: mesh of the training step.
 
     Attributes:
       position: index of the next batch.
@@ -255,7 +259,7 @@ class RunBatches(Iterator[np.ndarray]):
             replicas=text.replicas,
         )
         # Processes may share a replica: each trains on the rows of its own devices.
-        # Axes over which the model is shared split no batch here: the program does, if anyone.
+        # Axes that split the model do not split batches here; the program may do so.
         axes = tuple(name for name in mesh.axis_names if name not in MODEL_AXES)
         devices = math.prod(mesh.shape[name] for name in axes[1:])
         begins = [
@@ -267,11 +271,11 @@ class RunBatches(Iterator[np.ndarray]):
         self.position = 0
 
     def batch(self, index: int) -> np.ndarray:
-        """This process' part of batch `index`: (rows, window) uint8, replica-major."""
+        """Return the rows of this process in batch `index`: uint8 (rows, window), replica-major."""
         return self._batches.batch(index)[self._rows]
 
     def get_state(self) -> int:
-        """The position: of the batches that were taken, also of those not trained on yet."""
+        """Return the position, which counts loaded batches, also those not trained on yet."""
         return self.position
 
     def __next__(self) -> np.ndarray:

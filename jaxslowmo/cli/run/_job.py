@@ -1,4 +1,4 @@
-"""One training run: everything between a configuration and its metrics."""
+"""One training run, from its configuration to its metrics."""
 
 import dataclasses
 import importlib
@@ -27,14 +27,14 @@ from ._session import Session
 
 @dataclasses.dataclass(frozen=True)
 class RunResult:
-    """What a run left.
+    """The result of a run.
 
     Attributes:
       status: "finished", "interrupted" (Ctrl-C), "preempted" (SIGTERM) or "diverged".
       records: the lines of metrics.jsonl.
-      summary: what summary.json holds.
-      statistics: what statistics.json holds, where it was asked for.
-      saved: the step of the newest checkpoint; None without any.
+      summary: the content of summary.json.
+      statistics: the content of statistics.json; None without `--statistics`.
+      saved: step of the newest checkpoint; None without one.
     """
 
     status: str
@@ -45,22 +45,22 @@ class RunResult:
 
     @property
     def was_stopped(self) -> bool:
-        """Whether a signal ended it early."""
+        """True if a signal ended the run early."""
         return self.status in ("interrupted", "preempted")
 
 
 class Job:
-    """A configuration made ready: programs that several seeds share.
+    """The programs of a configuration, which runs with several seeds share.
 
     Args:
-      config: of all its runs, which differ in their seeds.
-      placement: where.
-      text: what `divide_text` returned.
-      label: what the summary calls the algorithm; None: its name.
+      config: configuration of all its runs, which differ only in their seeds.
+      placement: devices of the replicas.
+      text: text that `divide_text` returned.
+      label: name of the algorithm in the summary; the default is `config.algorithm.algorithm`.
       cluster: the processes that run it.
 
     Raises:
-      ValueError: for arguments that the library refuses.
+      ValueError: the library refuses an argument.
     """
 
     def __init__(
@@ -75,13 +75,13 @@ class Job:
         self.label = label or config.algorithm.algorithm
         self._cluster = cluster
         if config.tensorboard:
-            importlib.import_module(f"{__package__}._tensorboard")  # or it is missing
+            importlib.import_module(f"{__package__}._tensorboard")  # raises without the extra
         self._form = form_of(config)
         self.num_parameters = num_parameters(self._form.config)
         loss_fn = loss_fn_of(config, self._form, placement.mesh)
         self._algorithm = build_algorithm(config, self._form.specs)
-        # As the backward pass finishes gradients, so that buckets can travel beside it. A pipeline
-        # finishes all with its last microbatch.
+        # Buckets are filled in the order in which the backward pass finishes gradients, so that
+        # their exchange overlaps with it. A pipeline finishes all with its last microbatch.
         is_ready = self._algorithm.gradients is not None and self._form.layout is None
         self.step = self._algorithm.make_step(
             loss_fn,
@@ -92,45 +92,46 @@ class Job:
             order="ready" if is_ready else "reverse",
             validate=config.optimizer.validate,
         )
-        is_host = config.mesh.executor == "host"  # whose loss is no part of another program
+        # The loss of the host executor starts programs itself, and cannot be jitted.
+        is_host = config.mesh.executor == "host"
         self._loss_fn = loss_fn if is_host else jax.jit(loss_fn)
 
     def evaluate(self, params: Any, model_state: Any = None) -> dict[str, float]:
-        """Loss of one copy of the parameters on the held-out text, nats per byte.
+        """Return the loss of one copy of the parameters on the held-out text, in nats per byte.
 
         Args:
-          params: of stages their buffers, so that no device has to hold the whole model.
-          model_state: of no use here.
+          params: parameters; with stages their buffers, so that no device holds the whole model.
+          model_state: unused.
 
-        Communication: with several processes process 0 tells the others what it found, 4 bytes.
+        Communication: a broadcast of 4 bytes from process 0, with several processes.
         """
         del model_state
         if self._form.specs is None and self._form.layout is None:
-            # On one device: all would compute the same, and CPU devices share their cores.
+            # One device is enough: all would compute the same, and CPU devices share their cores.
             params = jax.tree.map(lambda x: x.addressable_data(0), params)
         # One batch after another, so that memory does not grow with their number.
         loss = np.mean([np.asarray(self._loss_fn(params, x)) for x in self.text.validation])
         if self._cluster.count > 1:
-            # Processors of other kinds round otherwise, and all must stop at the same evaluation.
+            # Different processors round differently, and all must stop at the same evaluation.
             loss = multihost_utils.broadcast_one_to_all(loss)
         return {"validation_loss": float(loss)}
 
     def run(
         self, config: TrainConfig, folder: RunFolder, reporter: Reporter, *, saves: bool = False
     ) -> RunResult:
-        """Trains and writes config.json, metrics.jsonl and summary.json to `folder`.
+        """Train, and write config.json, metrics.jsonl and summary.json to `folder`.
 
-        With `config.statistics` also statistics.json. Ctrl-C and SIGTERM end it after the step in
-        progress, a loss that is not finite as soon as it is read.
+        With `config.statistics`, write statistics.json, too. Ctrl-C and SIGTERM end the run after
+        the step in progress; a loss that is not finite ends it when it is read.
 
         Args:
-          config: the job's, with the seed of the run.
-          folder: of the run.
+          config: configuration of the job, with the seed of the run.
+          folder: folder of the run.
           reporter: shows the progress.
-          saves: keep checkpoints and resume from them, as `config.checkpoint` says.
+          saves: whether to keep checkpoints and resume from them, according to `config.checkpoint`.
 
         Raises:
-          CommandError: a checkpoint that cannot be resumed.
+          CommandError: the checkpoint cannot be resumed.
         """
         params = self._form.init(config.seed, self.placement.mesh)
         batches = RunBatches(self.text, config, self.placement.mesh)
@@ -147,8 +148,12 @@ class Job:
                 saved_form=lambda extra: saved_form(extra, self._form),
             ) as keeper,
         ):
-            found = keeper.newest() if resumes else None
-            state, done, notes = found or (self.step.init(params, seed=config.seed), Progress(), ())
+            restored = keeper.newest() if resumes else None
+            state, done, notes = restored or (
+                self.step.init(params, seed=config.seed),
+                Progress(),
+                (),
+            )
             batches.position = done.next_batch
             ledger = ByteLedger.of_step(self.step, state, batches.batch(0), sent=done.bytes_sent)
             rate = config.statistics_rate if config.statistics else None
@@ -156,14 +161,14 @@ class Job:
             with RunFiles(folder, config, writes=self._cluster.is_first, after=done.step) as files:
                 recorder = Recorder(config, ledger, self._algorithm.schedule, files, reporter)
                 recorder.best = done.best
-                if found:
-                    beyond = self._algorithm.beyond(config, done.step)
-                    reporter.say(f"Resumed at step {done.step}.", *notes, *beyond)
+                if restored:
+                    past_schedule = self._algorithm.past_schedule(config, done.step)
+                    reporter.say(f"Resumed at step {done.step}.", *notes, *past_schedule)
                     recorder.note(done.step, resumed=list(notes))
                 else:
                     if resumes:
                         reporter.say(f"There is no checkpoint in {folder.path}: from scratch.")
-                    # All replicas start alike.
+                    # All replicas start with the same parameters.
                     recorder.start(self.evaluate(self.step.consensus(state, whole=False)))
                 session = Session(
                     config=config,
@@ -185,7 +190,7 @@ class Job:
         return RunResult(status, recorder.records, summary, statistics, keeper.last)
 
     def _facts(self, ledger: ByteLedger) -> dict[str, Any]:
-        """What summary.json tells besides the recorder's numbers."""
+        """Return the entries of summary.json that the recorder does not know."""
         return {
             "algorithm": self.label,
             "parameters": self.num_parameters,
@@ -199,6 +204,6 @@ class Job:
         from jaxslowmo.checkpoint import export_consensus
 
         mean = self._form.join(self.step.consensus(state))
-        one = jax.tree.map(lambda x: x[None], mean)  # the mean of which is itself
+        one = jax.tree.map(lambda x: x[None], mean)  # a single replica: its mean is itself
         shape = {"model": dataclasses.asdict(self._form.config)}
         export_consensus(folder, one, mesh=js.virtual_mesh({"replica": 1}), extra=shape)

@@ -1,4 +1,4 @@
-"""The checkpoints of a run: when it is saved, and where it goes on."""
+"""The checkpoints of a run: when it is saved, and from where it resumes."""
 
 import dataclasses
 import sys
@@ -18,13 +18,13 @@ from ._run_folder import RunFolder
 
 @dataclasses.dataclass(frozen=True)
 class Progress:
-    """How far a run has come, beside its state.
+    """The progress of a run, which a checkpoint holds next to the training state.
 
     Attributes:
-      step: steps done.
-      next_batch: index of the next batch; more than `step` after batches were left out.
-      bytes_sent: per replica.
-      best: evaluation.
+      step: number of steps done.
+      next_batch: index of the next batch; larger than `step` if a rollback skipped batches.
+      bytes_sent: bytes that each replica has sent.
+      best: best evaluation.
     """
 
     step: int = 0
@@ -34,33 +34,35 @@ class Progress:
 
     @classmethod
     def of(cls, extra: dict[str, Any]) -> "Progress":
-        """What `extra` gave; of a checkpoint of before 0.2 without the best evaluation."""
+        """Return the progress in the extra data of a checkpoint, before 0.2 without `best`."""
         return cls(**extra["progress"], best=Best(**extra.get("best", {})))
 
     def extra(self) -> dict[str, Any]:
-        """As plain JSON. The best evaluation stands beside the rest, which older versions read."""
+        """Return the progress as JSON values."""
+        # `best` has its own key, because older versions read `progress` and do not know `best`.
         progress = dataclasses.asdict(self)
         best = progress.pop("best")
         return {"progress": progress, "best": best}
 
 
 class Keeper:
-    """Context around a run that saves it in OUT/checkpoints.
+    """A context that saves a run in OUT/checkpoints.
 
-    A save that failed is a warning, and the next one is tried; several in a row end the run, and so
-    does the last one. orbax is imported with the first checkpoint: a run without any needs none.
+    A failed save is a warning, and the next one is tried. Several failures in a row end the run,
+    and so does a failure of the last save. orbax is imported with the first checkpoint: a run
+    without checkpoints does not need it.
 
     Args:
-      config: of the run.
-      folder: of the run.
-      step: the step that the states are of.
+      config: configuration of the run.
+      folder: folder of the run.
+      step: training step whose states are saved.
       params: one copy of the initial parameters.
       cluster: the processes that run it.
-      corpus: fingerprint of what the run reads.
-      saved_form: the form of the parameters of a checkpoint, of what was saved beside them.
+      corpus: fingerprint of the corpus.
+      saved_form: returns the form of the parameters in a checkpoint, from its extra data.
 
     Attributes:
-      last: the step of the newest checkpoint of this run that is complete; None without any.
+      last: step of the newest complete checkpoint of this run; None without one.
     """
 
     def __init__(
@@ -79,7 +81,7 @@ class Keeper:
         self._cluster, self._saved_form = cluster, saved_form
         self._checkpoints: Any = None
         self._begun: int | None = None
-        self._is_told = False
+        self._has_warned = False
         self._failures = 0
         self.last: int | None = None
 
@@ -87,7 +89,7 @@ class Keeper:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        # After an error of one process the others may not come to the end of a save.
+        # After an error in one process the others may never finish a save.
         if error is not None and self._cluster.count > 1:
             return
         try:
@@ -95,22 +97,22 @@ class Keeper:
         except CommandError as failed:
             if error is None:
                 raise
-            # It must not take the place of the error that came first.
+            # The earlier error is raised; this one is only printed.
             print(f"warning: {failed}", file=sys.stderr, flush=True)
 
     def is_due(self, step: int, *, is_last: bool) -> bool:
-        """Whether the run is to be saved after this step."""
+        """Return whether a checkpoint is due after this step."""
         every = self._options.checkpoint_every
         return bool(every) and (step % every == 0 or is_last)
 
     def save(self, state: js.TrainState, progress: Progress, *, wait: bool = False) -> None:
-        """Saves the run; in the background, unless `wait`.
+        """Save the run, in the background unless `wait`.
 
         Raises:
-          CommandError: too many saves in a row have failed; with `wait` this one.
+          CommandError: too many saves in a row have failed; with `wait`, this one has.
         """
         if progress.step not in (self.last, self._begun):
-            self._settle()  # what became of the one before
+            self._settle()  # raises or warns if the previous save failed
             extra = {
                 "config": dataclasses.asdict(self._config),
                 "corpus": self._corpus,
@@ -125,19 +127,19 @@ class Keeper:
             self._settle(is_last=True)
 
     def look(self) -> None:
-        """Says at once, and not at the next save, that the last one has failed."""
-        if self._begun is None or self._is_told or self._checkpoints.failure is None:
+        """Warn now, and not at the next save, if the save in progress has failed."""
+        if self._begun is None or self._has_warned or self._checkpoints.failure is None:
             return
         is_end = self._failures + 1 >= self._options.max_failed_saves
         if not is_end and self._begun != self._config.steps:
-            self._is_told = True
+            self._has_warned = True
             self._warn(self._checkpoints.failure)
 
     def _settle(self, *, is_last: bool = False) -> None:
-        """Waits for the save in progress.
+        """Wait for the save in progress.
 
         Raises:
-          CommandError: it has failed, and too many before it, or it was the last.
+          CommandError: it has failed, and it was the last save or too many failed before it.
         """
         if self._begun is None:
             return
@@ -148,12 +150,12 @@ class Keeper:
         except Exception as error:
             self._failed(error, is_last=is_last)
         finally:
-            self._is_told = False
+            self._has_warned = False
 
     def _failed(self, error: Exception, *, is_last: bool) -> None:
         from jaxslowmo.checkpoint import CheckpointError, UnansweredError
 
-        # Whether all have failed alike is not known where one does not answer.
+        # If a file server does not answer, other processes may see another result of the save.
         is_alike = isinstance(error, CheckpointError) and not isinstance(error, UnansweredError)
         if not is_alike or lost_a_peer(error):
             raise error
@@ -161,7 +163,7 @@ class Keeper:
         if is_last or self._failures >= self._options.max_failed_saves:
             rows = f"; {self._failures} saves in a row have failed" if self._failures > 1 else ""
             raise CommandError(f"{self._describe(error)}{rows}", code_of(error)) from error
-        if not self._is_told:
+        if not self._has_warned:
             self._warn(error)
 
     def _warn(self, error: Exception) -> None:
@@ -173,12 +175,12 @@ class Keeper:
         return f"{error.reason}; {self._folder.last_saved()}"
 
     def newest(self) -> tuple[js.TrainState, Progress, tuple[str, ...]] | None:
-        """The newest checkpoint: state, progress, and what is not as it was, in sentences.
+        """Return state and progress of the newest checkpoint, and notes on what has changed.
 
-        None where there is none.
+        Return None without a checkpoint.
 
         Raises:
-          CommandError: a checkpoint that is damaged, or does not fit.
+          CommandError: the checkpoint is damaged, or does not fit.
         """
         from jaxslowmo.checkpoint import CheckpointError
 
@@ -186,7 +188,7 @@ class Keeper:
         if not self._folder.checkpoints.exists() or not self._open().steps():
             return None
         try:
-            found = self._open().restore(
+            restored = self._open().restore(
                 self._step,
                 self._params,
                 seed=self._config.seed,
@@ -195,8 +197,8 @@ class Keeper:
             )
         except CheckpointError as error:
             refuse_to_resume(error)
-        self.last = found.step
-        return found.state, Progress.of(found.extra), found.notes
+        self.last = restored.step
+        return restored.state, Progress.of(restored.extra), restored.notes
 
     def _open(self) -> Any:
         if self._checkpoints is None:

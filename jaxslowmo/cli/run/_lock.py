@@ -1,4 +1,4 @@
-"""The lock of a folder of results: one run at a time reads and writes there."""
+"""The lock of a folder for results: one run at a time reads and writes there."""
 
 import contextlib
 import datetime
@@ -15,27 +15,28 @@ from typing import Any
 from .._errors import CommandError, writing_to
 
 NAME = "lock"
-# A holder that cannot be looked at from here is taken for dead when it touched the file this long
-# not once; no clocks are compared, since those of two machines may differ.
+# A holder on another machine counts as dead if it has not touched the file for this long. Clocks
+# are not compared, since those of two machines may differ.
 _PATIENCE_SECONDS = 20.0
 _TOUCH_SECONDS = 3.0
 _LOOK_SECONDS = 0.25
 
 
 class FolderLock:
-    """Context in which a folder belongs to this process: OUT/lock says so, with host and pid.
+    """A context in which a folder belongs to this process: OUT/lock names its host and pid.
 
-    A lock whose holder is gone is taken over. On this machine the system knows the processes; a
-    holder elsewhere touches the file every few seconds, which a newcomer watches for some time.
+    A lock whose holder is gone is taken over. On this machine the system knows whether the holder
+    lives. A holder on another machine touches the file every few seconds, and a new process watches
+    the file for some time.
 
     Args:
-      folder: exists.
+      folder: an existing folder.
 
     Attributes:
-      token: in the file, so that other processes of the same run can tell that they see it.
+      token: random text in the file, by which other processes of the run recognize it.
 
     Raises:
-      CommandError: on entering: another process holds it, or no file can be made there.
+      CommandError: on entering: another process holds the lock, or the file cannot be made.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -47,13 +48,13 @@ class FolderLock:
     def __enter__(self) -> "FolderLock":
         with writing_to(self._folder):
             while not self._create():
-                found = _content(self._path)
-                if found is None:  # it has just ended
+                content = _content(self._path)
+                if content is None:  # the holder has just removed it
                     continue
-                if not self._is_stale(found):
-                    raise CommandError(_in_use(self._folder, found))
-                self._clear(found)
-        # A thread of its own: a file server that hangs must stop nothing else.
+                if not self._is_stale(content):
+                    raise CommandError(_in_use(self._folder, content))
+                self._clear(content)
+        # In another thread, so that a hanging file server does not stop the training.
         threading.Thread(target=self._touch, daemon=True).start()
         return self
 
@@ -63,7 +64,7 @@ class FolderLock:
             self._give_back()
 
     def _create(self) -> bool:
-        """Whether there was none."""
+        """Create the lock file; return False if it exists."""
         try:
             file = os.open(self._path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
         except FileExistsError:
@@ -78,24 +79,24 @@ class FolderLock:
         return True
 
     def _is_stale(self, content: bytes) -> bool:
-        """Whether the holder of a lock, or the lock, is gone; waits where only its file tells."""
+        """Return whether a lock or its holder is gone; on another machine, watch the file first."""
         alive = _is_alive(content)
         if alive is not None:
             return not alive
-        before, end = _touched(self._path), time.monotonic() + _PATIENCE_SECONDS
+        last_touch, end = _touched(self._path), time.monotonic() + _PATIENCE_SECONDS
         while time.monotonic() < end:
             time.sleep(_LOOK_SECONDS)
             touched = _touched(self._path)
-            if _content(self._path) != content:  # half written before, or another's now
+            if _content(self._path) != content:  # half written before, or of a new holder
                 return True
-            if touched != before:
+            if touched != last_touch:
                 return False
         return True
 
     def _clear(self, content: bytes) -> None:
-        """Takes a stale lock away, if it is still there: of several newcomers one does."""
-        # Who holds this name may remove that lock, and nobody else: else one could remove the lock
-        # of another who was faster.
+        """Remove a stale lock if it still exists; of several new processes only one removes it."""
+        # Only the process that creates this guard file may remove the stale lock. Without the guard
+        # it could remove the new lock of a faster process.
         guard = self._path.with_name(f"{NAME}.{hashlib.sha256(content).hexdigest()[:12]}")
         try:
             os.close(os.open(guard, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
@@ -116,9 +117,9 @@ class FolderLock:
                 try:
                     os.utime(self._path)
                 except FileNotFoundError:
-                    # Somebody has deleted the folder. The run makes it again, and it is still its.
+                    # A user has deleted the folder. The run makes it again and still owns it.
                     self._create()
-                    if self._ended.is_set():  # meanwhile
+                    if self._ended.is_set():  # the lock was released meanwhile
                         self._give_back()
 
     def _give_back(self) -> None:
@@ -127,7 +128,7 @@ class FolderLock:
 
 
 def sees_lock(folder: Path, token: str, seconds: float) -> bool:
-    """Whether the lock with this token is in a folder, which a file server may show late."""
+    """Return whether a folder has the lock with this token; wait, as file servers may be late."""
     end = time.monotonic() + seconds
     while True:
         if facts_of(_content(folder / NAME) or b"").get("token") == token:
@@ -149,24 +150,24 @@ def _this_process() -> dict[str, Any]:
 
 
 def _is_alive(content: bytes) -> bool | None:
-    """Whether the process that a lock names lives; None where that cannot be told from here."""
-    held, here = facts_of(content), _this_process()
-    pid = held.get("pid")
-    if not isinstance(pid, int) or any(held.get(k) != here[k] for k in ("host", "namespace")):
+    """Return whether the process that a lock names lives; None if it is on another machine."""
+    holder, this = facts_of(content), _this_process()
+    pid = holder.get("pid")
+    if not isinstance(pid, int) or any(holder.get(k) != this[k] for k in ("host", "namespace")):
         return None
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    except PermissionError:  # another user's
+    except PermissionError:  # it lives, and belongs to another user
         pass
     started = _started(str(pid))
-    # The number may be another process's by now. What cannot be read says nothing.
-    return started is None or started == held.get("started")
+    # The pid may belong to a later process, which has another start time (None: unknown).
+    return started is None or started == holder.get("started")
 
 
 def _started(pid: str) -> str | None:
-    """When a process began, in ticks of this machine; "" for one that has ended; None: unknown."""
+    """Return the start time of a process in clock ticks; "" if it has ended; None if unknown."""
     try:
         fields = Path("/proc", pid, "stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -175,7 +176,7 @@ def _started(pid: str) -> str | None:
 
 
 def _namespace() -> str | None:
-    """Where process numbers mean what they mean here: this boot, and the container."""
+    """Return an id of this boot and container, within which pids are unique; None if unknown."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
@@ -184,7 +185,7 @@ def _namespace() -> str | None:
 
 
 def facts_of(content: bytes) -> dict[str, Any]:
-    """Return the object that JSON holds; {} where it is damaged, or something else."""
+    """Return the JSON object in a text; {} if it is damaged or not an object."""
     try:
         facts = json.loads(content)
     except ValueError:
@@ -193,10 +194,10 @@ def facts_of(content: bytes) -> dict[str, Any]:
 
 
 def _in_use(folder: Path, content: bytes) -> str:
-    held = facts_of(content)
+    holder = facts_of(content)
     who = (
-        f"process {held['pid']} on {held.get('host')} since {held.get('since')}"
-        if "pid" in held
+        f"process {holder['pid']} on {holder.get('host')} since {holder.get('since')}"
+        if "pid" in holder
         else f"another process ({folder / NAME})"
     )
     return f"--out {folder} is in use by {who}: take another folder, or end that run"
@@ -210,8 +211,9 @@ def _content(path: Path) -> bytes | None:
 
 
 def _touched(path: Path) -> int | None:
-    """The file's time: of the opened file, because a file server remembers those of names."""
+    """Return the time of the last change to a file, in ns; None if it does not exist."""
     try:
+        # Of the opened file: network file systems cache what `stat` of a name returns.
         with path.open("rb") as file:
             return os.fstat(file.fileno()).st_mtime_ns
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""The files of a run that grow: its metrics as they come; and its configuration and summary."""
+"""The files of a run: metrics and events, which grow, and its configuration and summary."""
 
 import contextlib
 import errno
@@ -19,22 +19,22 @@ from ._run_folder import RunFolder
 
 
 class RunFiles:
-    """Context in which `write_record` adds to metrics.jsonl, and to events of TensorBoard.
+    """A context in which `write_record` adds to metrics.jsonl, and to events of TensorBoard.
 
-    Should a file or the folder be deleted meanwhile, the next record brings all of it back.
+    If a file or the folder is deleted meanwhile, the next record restores it completely.
 
     Args:
-      folder: of the run.
-      config: written to config.json; it says whether there are events.
-      writes: False for a process that leaves all this to another.
-      after: step that the run goes on from; later records, which an interrupted run may have
+      folder: folder of the run.
+      config: configuration, written to config.json; with `config.tensorboard` there are events.
+      writes: whether this process writes; one of several processes does.
+      after: step from which the run goes on; later records, which an interrupted run may have
         left, are dropped. 0 drops all.
 
     Attributes:
-      records: those that were there before, and those written since.
+      records: earlier records of the run, and those written since.
 
     Raises:
-      ValueError: metrics.jsonl is damaged; it is left as it is.
+      ValueError: metrics.jsonl is damaged; it is not changed.
     """
 
     def __init__(self, folder: RunFolder, config: TrainConfig, *, writes: bool, after: int) -> None:
@@ -55,13 +55,14 @@ class RunFiles:
             self._files.append(GrowingFile(self._events.path, self._events.whole))
 
     def write_record(self, record: dict[str, Any]) -> None:
-        """Adds a line to metrics.jsonl, on disk at once, and an event.
+        """Add a line to metrics.jsonl, on disk at once, and an event.
 
-        What a full disk, or a folder that is being deleted, does not take waits until it does,
-        until the end at the latest.
+        While a disk is full or the folder is being deleted, data is kept and written later, at the
+        latest at the end.
 
         Raises:
-          OSError: it cannot be written; a part of the line may be there, which a resumed run drops.
+          OSError: it cannot be written. The file may hold a part of the line, which a resumed run
+            drops.
         """
         self.records.append(record)
         if not self._writes:
@@ -79,11 +80,11 @@ class RunFiles:
         write_json(self._folder.config, self._config)
 
     def finish(self, summary: dict[str, Any], statistics: js.StepReport | None) -> None:
-        """Writes summary.json, and statistics.json if there are any."""
+        """Write summary.json, and statistics.json if there are statistics."""
         if not self._writes:
             return
-        for file in self._files:  # deleted since the last record, maybe with the folder
-            file.bring_back()
+        for file in self._files:  # a file may be deleted since the last record
+            file.restore()
         write_json(self._folder.summary, summary)
         if statistics:
             statistics.write(self._folder.statistics)
@@ -98,10 +99,10 @@ class RunFiles:
 
 
 def _read(path: Path) -> list[dict[str, Any]]:
-    """The records of metrics.jsonl; a last line that was cut off does not count.
+    """Return the records of metrics.jsonl, without a last line that is cut off.
 
     Raises:
-      ValueError: another line is none of ours.
+      ValueError: another line is not a record.
     """
     records = []
     for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
@@ -118,57 +119,61 @@ def _read(path: Path) -> list[dict[str, Any]]:
     return records
 
 
-# The disk is full; or somebody is deleting the folder just now, and the next record makes it anew.
-_WAITED_FOR = (errno.ENOSPC, errno.ENOENT)
+# Errors that may pass: the disk is full, or the folder is being deleted (the next record makes it
+# again).
+_RETRIED = (errno.ENOSPC, errno.ENOENT)
 
 
 class GrowingFile:
-    """A file that is written anew, and then added to, on disk at once.
+    """A file that is written once as a whole, and then grows; all data is on disk at once.
 
-    Should it or its folder be deleted meanwhile, the next addition brings all of it back.
+    If the file or its folder is deleted meanwhile, the next addition restores the whole file.
 
     Args:
-      path: of the file.
-      whole: all that it should hold by now.
-      besides: what else stands in a folder that has to be made anew.
+      path: path of the file.
+      whole: returns the whole content that the file should have now.
+      write_others: writes the other files of a folder that has to be made again.
     """
 
     def __init__(
-        self, path: Path, whole: Callable[[], bytes], besides: Callable[[], None] = lambda: None
+        self,
+        path: Path,
+        whole: Callable[[], bytes],
+        write_others: Callable[[], None] = lambda: None,
     ) -> None:
-        self._path, self._whole, self._besides = path, whole, besides
+        self._path, self._whole, self._write_others = path, whole, write_others
         self._unwritten, self._is_behind = b"", False
         self._file = self._write_all()
 
     def add(self, data: bytes) -> None:
-        """Adds to the file what `whole` holds by now.
+        """Add data to the file, which `whole` already contains.
 
-        What a full disk, or a folder that is being deleted, does not take waits until it does,
-        until the end at the latest.
+        While a disk is full or the folder is being deleted, data is kept and written later, at the
+        latest at the end.
 
         Raises:
-          OSError: it cannot be written; a part of it may be there.
+          OSError: it cannot be written; the file may hold a part of it.
         """
         try:
             self._add(data)
             self._is_behind = False
         except OSError as error:
-            if error.errno not in _WAITED_FOR:
+            if error.errno not in _RETRIED:
                 raise
             if not self._is_behind:
                 self._is_behind = True
                 warn_user(f"{self._path} does not grow: {error.strerror}; its lines are kept.")
 
-    def bring_back(self) -> None:
-        """Writes it anew where it is gone; after `close`, too."""
+    def restore(self) -> None:
+        """Write the whole file again if it is gone; also after `close`."""
         if not self._path.exists():
             self._write_all().close()
 
     def close(self, *, complete: bool) -> None:
-        """Ends it; if `complete`, with what waits.
+        """Close the file; if `complete`, write the data that was kept first.
 
         Raises:
-          OSError: that still cannot be written.
+          OSError: the data still cannot be written.
         """
         try:
             if complete:
@@ -186,18 +191,18 @@ class GrowingFile:
             self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
 
     def _is_there(self) -> bool:
-        """Whether the open file is still the one of that name."""
+        """Return whether the path still names the open file."""
         try:
             return os.path.samestat(os.stat(self._path), os.fstat(self._file.fileno()))
         except FileNotFoundError:
             return False
 
     def _write_all(self) -> io.FileIO:
-        """The whole file anew, to be added to."""
+        """Write the whole file again, and return it opened for appending."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._besides()
+        self._write_others()
         with replacing(self._path) as temporary:
             temporary.write_bytes(self._whole())
         self._unwritten = b""
-        # Without a buffer: what could not be written must not come a second time.
+        # Without a buffer, which would write data again that could not be written.
         return io.FileIO(self._path, "a")

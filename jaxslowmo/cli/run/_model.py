@@ -1,4 +1,4 @@
-"""The model of a run: its parameters, on the devices that share it, and its precision."""
+"""The model of a run: its parameters, their placement on devices, and its precision."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -29,14 +29,14 @@ from ..config._fields import options_of
 from ..config._training import MOST_LOSS_SCALE, TrainConfig, train_config
 from ._agreement import saved_values
 
-# Of the model: they multiply statistics that are float32 anyway.
+# Norm weights stay in float32: they multiply statistics that are float32 anyway.
 _NORMS = ("norm", "blocks/*/norm_*")
 
 
 def policy_of(config: TrainConfig) -> js.Policy | None:
-    """Return the policy that `--dtype` asks for; None for float32, and with stages."""
-    # A buffer of stages holds norms beside other weights, which no name tells apart. The layers
-    # themselves compute in this dtype: the policy only casts what they would cast.
+    """Return the policy for `--dtype`; None for float32, and with stages."""
+    # A buffer of a stage holds norms and other weights, which names do not distinguish. The layers
+    # compute in this dtype anyway: the policy only casts what they would cast.
     if config.dtype == "float32" or "stage" in config.model_axes:
         return None
     return js.Policy(config.dtype, keep=_NORMS)
@@ -45,7 +45,7 @@ def policy_of(config: TrainConfig) -> js.Policy | None:
 def scaled(
     optimizer: optax.GradientTransformation, config: TrainConfig
 ) -> optax.GradientTransformation:
-    """The optimizer with the loss scale of the configuration; itself where it has none."""
+    """Return the optimizer with the loss scale of the configuration, if that has one."""
     if config.dtype != "float16" or not config.loss_scale:
         return optimizer
     return js.dynamic_loss_scale(
@@ -58,13 +58,13 @@ def scaled(
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """What the parameters of a run look like, and how they lie inside a replica.
+    """The structure of the parameters of a run, and their placement inside a replica.
 
     Attributes:
       config: shape of the model.
-      specs: a `PartitionSpec` per leaf; None where every device has all, and with stages.
-      layers: the model cut into layers, and `layout` where these lie; None without stages.
-      layout: of the stages.
+      specs: a `PartitionSpec` per leaf; None if every device has all parameters, and with stages.
+      layers: the model cut into layers; None without stages.
+      layout: which stage holds which layers; None without stages.
     """
 
     config: GPTConfig
@@ -73,30 +73,30 @@ class Form:
     layout: js.pipeline.StageLayout | None = None
 
     def stack(self, tree: Any) -> Any:
-        """The tree of these parameters, of one like that of `init_gpt`.
+        """Return parameters in this form, from a tree like that of `init_gpt`.
 
-        Of NumPy arrays, or types; with replicas or without.
+        Leaves are NumPy arrays or types, with a leading axis of replicas or without.
         """
         if self.layers is None or self.layout is None:
             return tree
         return self.layout.stack_like(self.layers.split(tree))
 
     def unstack(self, tree: Any) -> Any:
-        """The way back from `stack`, with or without replicas."""
+        """Undo `stack`: return a tree like that of `init_gpt`."""
         return tree if self.layout is None else self.join(self.layout.unstack(tree))
 
     def join(self, tree: Any) -> Any:
-        """The tree like that of `init_gpt`, of one as the library gives it back."""
+        """Return a tree like that of `init_gpt`, from the one that `step.consensus` returns."""
         return tree if self.layers is None else self.layers.join(tree)
 
     def init(self, seed: int, mesh: Mesh | js.VirtualMesh) -> Any:
-        """One copy of the initial parameters, as `step.init` takes it.
+        """Return one copy of the initial parameters, for `step.init`.
 
-        They are the same for a seed on every mesh.
+        They depend on the seed, not on the mesh.
         """
         params = init_gpt(self.config, seed)
         if self.layers is not None:
-            # On the host, so that no device has more than its stage.
+            # On the host, so that no device holds more than its stage.
             return self.layers.split(jax.tree.map(np.asarray, params))
         if self.specs is None:
             return params
@@ -110,28 +110,28 @@ class Form:
 
 
 def config_of(config: TrainConfig) -> GPTConfig:
-    """The shape of a run's model."""
+    """Return the shape of the model of a run."""
     model = gpt_preset(config.preset, dtype=config.dtype)
     return dataclasses.replace(model, tied=config.tied)
 
 
 def schedule_of(config: TrainConfig) -> js.pipeline.Schedule:
-    """Which stage computes what when.
+    """Return the pipeline schedule of a run.
 
     Raises:
-      ValueError: numbers that the kind cannot take.
+      ValueError: the kind of schedule does not allow these numbers of stages or microbatches.
     """
     mesh = config.mesh
-    # With one chunk the interleaved order is that of one_f_one_b, which nobody means by it.
+    # With one chunk the interleaved schedule would be one_f_one_b.
     chunks = 2 if mesh.pipeline == "interleaved" and mesh.chunks is None else mesh.chunks
     return js.schedules.by_name(mesh.pipeline, mesh.num_stages, config.num_microbatches, chunks)
 
 
 def parts_of(config: TrainConfig, schedule: js.pipeline.Schedule) -> list[Any]:
-    """Which layers each stage holds: as even as can be, by their parameters.
+    """Return the layers of each stage, with parameters divided as evenly as possible.
 
     Raises:
-      ValueError: more stages than layers.
+      ValueError: there are more stages than layers.
     """
     model = config_of(config)
     stages, chunks = schedule.num_stages, schedule.num_chunks
@@ -148,10 +148,10 @@ def parts_of(config: TrainConfig, schedule: js.pipeline.Schedule) -> list[Any]:
 
 
 def form_of(config: TrainConfig) -> Form:
-    """The form of a configuration's parameters. Asks for no device.
+    """Return the form of the parameters of a configuration, without touching a device.
 
     Raises:
-      ValueError: sizes of the mesh that do not fit those of the model.
+      ValueError: the sizes of the mesh do not fit those of the model.
     """
     model, sizes = config_of(config), config.model_axes
     if not sizes:
@@ -177,13 +177,13 @@ def form_of(config: TrainConfig) -> Form:
 
 
 def _in_layers(layers: GPTLayers, model: GPTConfig) -> tuple[js.LayeredModel, list[Any]]:
-    """Return the model as the library takes it, and the types of its parameters."""
+    """Return the model as a `js.LayeredModel`, and the types of its parameters."""
     layered = js.LayeredModel(layers.layers, layers.loss, tied=layers.tied)
     return layered, layers.split(gpt_types(model))
 
 
 def loss_fn_of(config: TrainConfig, form: Form, mesh: Any) -> Callable[[Any, jax.Array], Any]:
-    """The loss of parameters in a form, for the windows of a replica."""
+    """Return the loss function for parameters in a form and the windows of one replica."""
     shared = {"fsdp", "tensor"} & set(config.model_axes)
     rules = gpt_rules(mesh) if shared else None
     if form.layout is None:
@@ -220,24 +220,24 @@ def _check_sizes(config: TrainConfig, model: GPTConfig) -> None:
         )
 
 
-def config_then(extra: Mapping[str, Any]) -> TrainConfig:
-    """What a saved state follows from; where its processes were does not matter for that."""
+def saved_config(extra: Mapping[str, Any]) -> TrainConfig:
+    """Return the configuration of a checkpoint, without the options about its processes."""
     unused = {*options_of(ClusterConfig), "resume", "overwrite"}
     values = saved_values(extra["config"])
     return train_config({name: value for name, value in values.items() if name not in unused})
 
 
 def saved_form(extra: Mapping[str, Any], now: Form) -> SavedForm | None:
-    """The form of the parameters of a checkpoint; None where it has the names of now.
+    """Return the form of the parameters in a checkpoint; None if its names fit `now`.
 
     Args:
-      extra: what was saved beside the state.
-      now: the form that they shall have.
+      extra: extra data of the checkpoint.
+      now: form in which the parameters are needed.
     """
-    then = form_of(config_then(extra))
-    # In stages parameters have the names of layers, without them those of flax's modules. From
-    # stages to others the checkpoint knows the way.
-    if (then.layout is None) == (now.layout is None):
+    saved = form_of(saved_config(extra))
+    # With stages parameters have the names of layers, without them those of flax's modules. The
+    # checkpoint itself converts between different stages.
+    if (saved.layout is None) == (now.layout is None):
         return None
-    types = then.stack(gpt_types(then.config))
-    return SavedForm(types, lambda tree: now.stack(then.unstack(tree)))
+    types = saved.stack(gpt_types(saved.config))
+    return SavedForm(types, lambda tree: now.stack(saved.unstack(tree)))

@@ -1,4 +1,4 @@
-"""The algorithms of the command line, a row for each: how it is built, described and drawn."""
+"""A table of the algorithms of the command line: how each is built, described and drawn."""
 
 import dataclasses
 from collections.abc import Callable, Collection, Mapping
@@ -14,7 +14,7 @@ from ..config._algorithms import ALGORITHMS, AlgorithmConfig, parse_mixing
 from ..config._training import OptimizerConfig, TrainConfig
 from ._model import scaled
 
-# What replicas exchange besides gradients, in words; in this order where there are several.
+# Descriptions of exchanges other than of gradients, in the order in which they are printed.
 _AVERAGE = "average every {sync_every}"
 _SLOW = "slow step every {slow_every}"
 _GOSSIP = "gossip over {graph}"
@@ -23,13 +23,13 @@ _EXCHANGES = (_AVERAGE, _SLOW, _GOSSIP)
 
 @dataclasses.dataclass(frozen=True)
 class RecipeInputs:
-    """What a row builds from.
+    """The inputs from which a recipe builds its transforms.
 
     Attributes:
-      config: of the algorithm.
-      schedule: learning rate of the 0-based update count.
-      two_levels: whether a replica has several devices that share its batch.
-      specs: how parameters lie over the axes that share the model.
+      config: settings of the algorithm.
+      schedule: learning rate as a function of the 0-based update count.
+      two_levels: whether several devices share the batch of a replica.
+      specs: a `PartitionSpec` per leaf of the parameters, over axes that split the model, or None.
     """
 
     config: AlgorithmConfig
@@ -39,13 +39,13 @@ class RecipeInputs:
 
     @property
     def levels(self) -> dict[str, Any]:
-        """Arguments of parameter transforms about the devices of a replica."""
+        """The arguments of parameter transforms about the devices inside a replica."""
         local = {"local_axis_name": "device"} if self.two_levels else {}
         return local if self.specs is None else {**local, "param_specs": self.specs}
 
     @property
     def codec(self) -> js.codecs.Codec | None:
-        """In which form parameters travel."""
+        """The codec of the exchanged parameters; None without one."""
         name = self.config.codec
         return None if name == "none" else getattr(js.codecs, name)(error_feedback=True)
 
@@ -110,14 +110,14 @@ def _diloco(inputs: RecipeInputs) -> js.ParameterTransform:
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """An algorithm.
+    """A row of the table: one algorithm.
 
     Attributes:
-      colour: of its line in a picture, by its name in `COLOURS` of cli/_figures.py.
-      marker: on that line, for print.
-      exchanges: those of `_EXCHANGES` that describe it.
-      gradients: builds its gradient transform; None where gradients are not exchanged.
-      sync: builds its parameter transform; None where parameters are not exchanged.
+      colour: colour of its line in pictures, a name in `COLOURS` of cli/_figures.py.
+      marker: marker on that line, a code of matplotlib.
+      exchanges: the entries of `_EXCHANGES` that describe it.
+      gradients: builds its gradient transform; None if gradients are not exchanged.
+      sync: builds its parameter transform; None if parameters are not exchanged.
     """
 
     colour: str
@@ -135,17 +135,17 @@ RECIPES: Mapping[str, Recipe] = {
     "slowmo_sgp": Recipe("orange", "P", (_GOSSIP, _SLOW), sync=lambda s: _slowmo(s, _sgp(s))),
     "diloco": Recipe("green", "^", (_SLOW,), sync=_diloco),
 }
-# Not after all training, when the first entry is missed.
+# Checked here, since a missing row would be noticed only after training.
 assert tuple(RECIPES) == ALGORITHMS, f"a recipe for each of {ALGORITHMS}, got {tuple(RECIPES)}"
 
 
 @dataclasses.dataclass(frozen=True)
 class Algorithm:
-    """What `js.make_train_step` is given.
+    """The schedule and the transforms of an algorithm, for `js.make_train_step`.
 
     Attributes:
-      schedule: learning rate of the 0-based update count.
-      optimizer: inside each replica.
+      schedule: learning rate as a function of the 0-based update count.
+      optimizer: optimizer inside each replica.
       gradients: gradient transform, or None.
       sync: parameter transform, or None.
     """
@@ -156,7 +156,7 @@ class Algorithm:
     sync: js.ParameterTransform | None
 
     def make_step(self, loss_fn: Any, config: TrainConfig, **options: Any) -> js.TrainStep:
-        """Return the step that trains with it; `options` are those of `js.make_train_step`."""
+        """Return the training step; `options` are further arguments of `js.make_train_step`."""
         return js.make_train_step(
             loss_fn,
             self.optimizer,
@@ -166,8 +166,8 @@ class Algorithm:
             **options,
         )
 
-    def beyond(self, config: TrainConfig, step: int) -> tuple[str, ...]:
-        """What to say of a run that goes on from a step to one beyond the end of its schedule."""
+    def past_schedule(self, config: TrainConfig, step: int) -> tuple[str, ...]:
+        """Return a note if a run that resumes at `step` trains past the end of its schedule."""
         end, has_end = config.schedule_length, config.optimizer.schedule == "cosine"
         if not has_end or not end < config.steps or step >= config.steps:
             return ()
@@ -177,14 +177,14 @@ class Algorithm:
 
 
 def build_algorithm(config: TrainConfig, specs: Any = None) -> Algorithm:
-    """The transforms of a configuration, over the axes "replica" and, for two levels, "device".
+    """Return the transforms of a configuration, over the axes "replica" and perhaps "device".
 
     Args:
-      config: of the run.
-      specs: a `PartitionSpec` per leaf of the parameters, over axes that share the model.
+      config: configuration of the run.
+      specs: a `PartitionSpec` per leaf of the parameters, over axes that split the model.
 
     Raises:
-      ValueError: for a combination that the library refuses.
+      ValueError: the library refuses a combination of options.
     """
     schedule = learning_rate_schedule(config.optimizer, config.schedule_length)
     recipe = RECIPES[config.algorithm.algorithm]
@@ -196,7 +196,7 @@ def build_algorithm(config: TrainConfig, specs: Any = None) -> Algorithm:
         if sync is None:
             raise ValueError(
                 "--check-parameters is for algorithms that exchange parameters; all_reduce "
-                "exchanges gradients, and its loss tells"
+                "exchanges gradients, whose loss shows it"
             )
         sync = js.only_finite(sync)
     optimizer = scaled(_optimizer(config.optimizer, schedule), config)
@@ -204,13 +204,13 @@ def build_algorithm(config: TrainConfig, specs: Any = None) -> Algorithm:
 
 
 def describe_exchanges(algorithms: Collection[str], config: AlgorithmConfig) -> list[str]:
-    """What any of the algorithms exchanges, and when, in words."""
-    told = {exchange for name in algorithms for exchange in RECIPES[name].exchanges}
-    return [exchange.format_map(vars(config)) for exchange in _EXCHANGES if exchange in told]
+    """Return in words what these algorithms exchange, and when."""
+    used = {exchange for name in algorithms for exchange in RECIPES[name].exchanges}
+    return [exchange.format_map(vars(config)) for exchange in _EXCHANGES if exchange in used]
 
 
 def learning_rate_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
-    """Linear warm-up from 0 to the peak, then a cosine down to a tenth of it, or the peak."""
+    """Return a linear warm-up to the peak, then a cosine down to a tenth of it, or a constant."""
     peak = config.learning_rate
     if config.schedule == "cosine":
         return optax.warmup_cosine_decay_schedule(0.0, peak, config.warmup, steps, 0.1 * peak)
@@ -222,8 +222,8 @@ def _optimizer(config: OptimizerConfig, schedule: optax.Schedule) -> optax.Gradi
         inner = optax.adamw(schedule, b1=0.9, b2=0.95, weight_decay=config.weight_decay)
     else:
         inner = optax.sgd(schedule, momentum=0.9)
-    # Clipping stands after the gradients were averaged (all_reduce), before the optimizer.
-    # Of the whole model: what the compiler shards over axes inside a replica is in the norm.
+    # Gradients are clipped after their average (all_reduce) and before the optimizer. The norm is
+    # that of the whole model, also where the compiler shards it over axes inside a replica.
     if not config.clip:
         return inner
     return js.chain(js.clip_by_global_norm(config.clip), inner)

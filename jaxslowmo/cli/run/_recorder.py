@@ -1,4 +1,4 @@
-"""Metrics of a run as it goes: a record per logged step, the best evaluation, bytes sent."""
+"""Metrics during a run: a record per logged step, the best evaluation, the bytes sent."""
 
 import dataclasses
 import math
@@ -21,12 +21,12 @@ from ._metrics import RunFiles
 
 @dataclasses.dataclass(frozen=True)
 class Best:
-    """The evaluation with the smallest validation loss so far; an early one where two are equal.
+    """The evaluation with the smallest validation loss so far, the first one of equal ones.
 
     Attributes:
-      step: after which it was; None before the first.
-      validation_loss: what it found.
-      since: evaluations after it.
+      step: step after which it was; None before the first evaluation.
+      validation_loss: its loss in nats per byte; None before the first evaluation.
+      since: number of evaluations after it.
     """
 
     step: int | None = None
@@ -34,29 +34,28 @@ class Best:
     since: int = 0
 
     def after(self, step: int, validation_loss: float) -> "Best":
-        """With one more evaluation; a loss that is NaN is no better than any."""
+        """Return the best after one more evaluation; NaN is never better."""
         if self.validation_loss is None or validation_loss < self.validation_loss:
             return Best(step, validation_loss)
         return dataclasses.replace(self, since=self.since + 1)
 
     def has_lasted(self, patience: int) -> bool:
-        """Whether to wait no longer; never with a patience of 0."""
+        """Return whether `patience` evaluations found nothing better; False with patience 0."""
         return 0 < patience <= self.since
 
 
 class ByteLedger:
-    """Bytes that a replica has sent so far.
+    """The bytes that a replica has sent so far.
 
-    The report counts the collectives that the programs emit over the axis "replica", as rings: an
-    all-reduce of N bytes between R replicas sends 2 (R - 1) / R N. With several devices per
-    replica, what all of them send is added up, for all_reduce also what stays inside the replica
-    (its one collective spans both axes). Evaluation on the consensus is not counted. Under
-    virtual replicas nothing is sent: the report is of the same programs on a mesh of as many
-    devices, so the numbers are those that the run would send there.
+    They are those of the collectives that the programs emit over the axis "replica", as rings: an
+    all-reduce of N bytes between R replicas sends 2 (R - 1) / R N. With several devices per replica
+    the bytes of all of them are added, for all_reduce including what stays inside the replica (its
+    one collective spans both axes). Evaluation of the consensus is not counted. Virtual replicas
+    send nothing: the numbers are what the same programs would send on a mesh of as many devices.
 
     Attributes:
-      by_kind: bytes per replica of one step of each kind.
-      sent: bytes per replica.
+      by_kind: bytes that each replica sends in one step of each kind.
+      sent: bytes that each replica has sent so far.
     """
 
     def __init__(self, by_kind: dict[str, int], sent: int = 0):
@@ -65,10 +64,10 @@ class ByteLedger:
 
     @classmethod
     def of_step(cls, step: js.TrainStep, state: Any, batch: Any, *, sent: int = 0) -> "ByteLedger":
-        """Reads the step's programs without compiling or running them."""
+        """Return the ledger of a step, from its programs, which are neither compiled nor run."""
         report = emitted(step, state, batch)
         inner = math.prod(size for name, size in step.mesh.shape.items() if name != "replica")
-        if "replica" not in report.axes:  # one replica: nobody to talk to
+        if "replica" not in report.axes:  # one replica sends nothing
             return cls(dict.fromkeys(report.kinds, 0), sent)
         by_kind = {
             kind: inner * report.wire_bytes(axis="replica", kind=kind) for kind in report.kinds
@@ -76,7 +75,7 @@ class ByteLedger:
         return cls(by_kind, sent)
 
     def add(self, phase: tuple[str, ...]) -> int:
-        """Counts one step and returns the bytes so far."""
+        """Count one step and return the bytes so far."""
         self.sent += self._of_phase(set(phase) or {"local"})
         return self.sent
 
@@ -86,29 +85,29 @@ class ByteLedger:
         for kind, sent in self.by_kind.items():
             if set(kind.split("+")) == events:
                 return sent
-        # Events in separate conditionals of one program are no kind of their own; each kind holds
-        # what all steps send ("local") and its event's part.
+        # Events in separate conditionals of one program have no kind for their combination. Each
+        # kind holds what all steps send ("local") and the part of its event.
         always = self.by_kind.get("local", 0)
         return always + sum(self._of_event(event) - always for event in events)
 
     def _of_event(self, event: str) -> int:
         if event in self.by_kind:
             return self.by_kind[event]
-        # "any round": which one, only the state tells, since one that was refused comes again.
+        # "any round": only the state knows which round, since a refused round is repeated.
         return max(sent for kind, sent in self.by_kind.items() if kind.startswith("round "))
 
 
 def emitted(step: js.TrainStep, state: Any, batch: Any) -> js.CommReport:
     """Return the collectives of a step's programs, which are traced and neither compiled nor run.
 
-    Emitted collectives are what the algorithm asks for; compiling every program a second time to
-    read what a backend made of them would cost more than it tells here.
+    These are the collectives that the algorithm emits. To read those that a backend executes, every
+    program would have to be compiled a second time.
     """
 
     def shape_of(x: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=getattr(x, "sharding", None))
 
-    # The batch as it is: of several processes each has a part, and shapes would be of the whole.
+    # The batch itself and not its shape: each of several processes has only a part of it.
     programs = step.traced_by_phase(jax.tree.map(shape_of, state), batch)
     lowered: Any = {kind: traced.lower() for kind, traced in programs.items()}
     mesh = step.mesh if isinstance(step.mesh, jax.sharding.Mesh) else None
@@ -116,25 +115,25 @@ def emitted(step: js.TrainStep, state: Any, batch: Any) -> js.CommReport:
 
 
 class Recorder:
-    """Collects records and passes them on.
+    """A collector of records, which writes and shows them.
 
     A record has `step`, `loss` (mean over replicas, of that step's batches), `learning_rate` (of
     that step's update), `tokens_per_second` (since the last record; null where a program was
-    compiled in between), `bytes_sent` (per replica, so far), and `validation_loss` where the
-    consensus model was evaluated; with a loss scale also `loss_scale`, the smallest of the replicas
-    in that step, and `skipped_updates`, of all of them so far. The record of step 0 has
-    `bytes_sent` and `validation_loss` alone.
+    compiled in between), `bytes_sent` (per replica, so far), and `validation_loss` if the consensus
+    model was evaluated. With a loss scale it has `loss_scale`, the smallest of all replicas in that
+    step, and `skipped_updates`, the sum over all replicas so far. The record of step 0 has only
+    `bytes_sent` and `validation_loss`.
 
     Args:
-      config: of the run.
+      config: configuration of the run.
       ledger: counts the bytes.
-      schedule: learning rate of the 0-based update count.
-      files: take each record, and may hold those of before the run was resumed.
+      schedule: learning rate as a function of the 0-based update count.
+      files: write each record, and hold the earlier records of a resumed run.
       reporter: shows the progress.
 
     Attributes:
-      records: those of before and those of this run.
-      best: evaluation so far; of a resumed run it is to be set.
+      records: earlier records of the run, and those since this start.
+      best: best evaluation so far; the caller sets it for a resumed run.
     """
 
     def __init__(
@@ -159,11 +158,11 @@ class Recorder:
 
     @property
     def bytes_sent(self) -> int:
-        """Per replica, so far."""
+        """The bytes that each replica has sent so far."""
         return self._ledger.sent
 
     def start(self, reports: Mapping[str, float]) -> None:
-        """Records the evaluation before the first step."""
+        """Record the evaluation before the first step."""
         self._keep({"step": 0, "bytes_sent": 0, **reports})
         self.best = self.best.after(0, reports["validation_loss"])
         self._restart_clock()
@@ -175,10 +174,10 @@ class Recorder:
         evaluate: Callable[[], Mapping[str, float]] | None = None,
         now: bool = False,
     ) -> bool:
-        """Counts a step and records it if it is due, to be evaluated, or `now`.
+        """Count a step; record it if a record is due, with `evaluate`, or with `now`.
 
         Returns:
-          Whether to go on: False if its loss was read and is not finite.
+          Whether to go on: False if the loss was read and is not finite.
         """
         sent = self._ledger.add(result.phase)
         self._steps_since += 1
@@ -196,7 +195,7 @@ class Recorder:
             "learning_rate": np.asarray(self._schedule(result.step - 1)).item(),
             "tokens_per_second": self._lap(),
             "bytes_sent": sent,
-            **_of_scale(result.metrics),
+            **_scale_entries(result.metrics),
         }
         go_on = math.isfinite(record["loss"])
         if evaluate and go_on:
@@ -208,13 +207,13 @@ class Recorder:
 
     @property
     def is_patience_over(self) -> bool:
-        """Whether the validation loss has not improved for as long as the run has patience."""
+        """True if the validation loss has not improved for `--patience` evaluations."""
         return self.best.has_lasted(self._config.patience)
 
     def summary(self, status: str) -> dict[str, Any]:
-        """The run in a few numbers, as summary.json has them."""
+        """Return the main numbers of the run, for summary.json."""
         validations = [r["validation_loss"] for r in self.records if "validation_loss" in r]
-        # Of a finished run that was started again the last record is the note of that.
+        # The last record has no loss if a finished run was resumed: it is the note of that.
         losses = [r["loss"] for r in self.records if "loss" in r]
         last = self.records[-1] if self.records else {}
         speed = self._timed_tokens / self._timed_seconds if self._timed_seconds else None
@@ -235,17 +234,17 @@ class Recorder:
         }
 
     def _last_scale(self) -> dict[str, Any]:
-        """The last that was recorded of the loss scale, if there is one."""
+        """Return the last recorded loss scale and skipped updates; {} without a loss scale."""
         last = next((r for r in reversed(self.records) if "loss_scale" in r), {})
         return {name: last[name] for name in ("loss_scale", "skipped_updates") if name in last}
 
     def note(self, step: int, **facts: Any) -> None:
-        """Records something else than a step: where a run was resumed or rolled back."""
+        """Record an event that is no step, such as a resume or a rollback."""
         self._keep({"step": step, "bytes_sent": self.bytes_sent, **facts})
         self._restart_clock()
 
     def _lap(self) -> float | None:
-        """Tokens per second of all replicas since the clock was restarted."""
+        """Return tokens per second of all replicas since the last record; None with compilation."""
         tokens = self._steps_since * self._tokens_per_step
         seconds = time.perf_counter() - self._since
         if self._compiled_since:
@@ -264,20 +263,20 @@ class Recorder:
 
 
 def _mean_of_all(losses: jax.Array) -> float:
-    """The mean over the replicas of all processes, so that all decide alike."""
-    return float(np.mean(_of_all(losses).astype(np.float64)))
+    """Return the mean over the replicas of all processes, so that all decide alike."""
+    return float(np.mean(_gathered(losses).astype(np.float64)))
 
 
-def _of_scale(metrics: Mapping[str, jax.Array]) -> dict[str, Any]:
-    """What a record tells of the loss scale, if there is one; a replica may have its own."""
+def _scale_entries(metrics: Mapping[str, jax.Array]) -> dict[str, Any]:
+    """Return the entries of a record about the loss scale, which may differ between replicas."""
     if "loss_scale" not in metrics:
         return {}
-    scales, skipped = (_of_all(metrics[name]) for name in ("loss_scale", "skipped_updates"))
+    scales, skipped = (_gathered(metrics[name]) for name in ("loss_scale", "skipped_updates"))
     return {"loss_scale": float(scales.min()), "skipped_updates": int(skipped.sum())}
 
 
-def _of_all(values: jax.Array) -> np.ndarray:
-    """A metric of the replicas of all processes.
+def _gathered(values: jax.Array) -> np.ndarray:
+    """Return a metric of the replicas of all processes.
 
     Communication: with several processes one all-gather of 4 bytes per replica.
     """

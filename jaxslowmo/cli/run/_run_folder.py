@@ -1,4 +1,4 @@
-"""The folder of a run: what its files are called, whose it is, and what lies there; without jax."""
+"""The folder of a run: names of its files, its lock, and what it holds. No jax."""
 
 import contextlib
 import datetime
@@ -20,26 +20,26 @@ from ._lock import FolderLock, facts_of
 if TYPE_CHECKING:
     from jaxslowmo.data import Contents
 
-_LOCK_OF_THE_PAST = re.compile(r"lock\.[0-9a-f]+")
-_CHECKPOINT = re.compile(r"\d+(\..+)?")  # with an ending: set aside, or not complete
+_STALE_LOCK = re.compile(r"lock\.[0-9a-f]+")
+_CHECKPOINT = re.compile(r"\d+(\..+)?")  # with a suffix: moved away, or incomplete
 _LOG = re.compile(r"process-\d+\.txt")
 _EVENTS = re.compile(r"events\.out\.tfevents\..+")
 _RUN_OF_A_COMPARISON = re.compile(r".+-seed\d+")
-_MOST_FILES = 100_000  # of a list that is kept
-# The end of metrics.jsonl that is read: more than its longest line.
+_MOST_FILES = 100_000  # longer listings are not written
+# Bytes at the end of metrics.jsonl that are read: more than its longest line.
 _TAIL_BYTES = 2**16
 
 
 class RunFolder:
-    """A folder that holds a run, or a comparison of some; it may be missing.
+    """A folder that holds a run, or a comparison of several runs; it may not exist.
 
     Args:
-      path: of the folder.
-      token: of its lock, where this process has it.
+      path: path of the folder.
+      token: token of its lock, if this process holds it.
 
     Attributes:
-      path: of the folder.
-      token: of its lock; "" where another process has it, or none.
+      path: path of the folder.
+      token: token of its lock; "" if this process does not hold it.
       config, metrics, summary, statistics, corpus: paths of files of a run.
       comparison, picture: paths of files of a comparison.
       checkpoints, model, logs, tensorboard: paths of folders of a run.
@@ -60,46 +60,46 @@ class RunFolder:
         self.tensorboard = path / "tensorboard"
 
     def saved_steps(self) -> tuple[int, ...]:
-        """The steps of the complete checkpoints, ascending; () where they cannot be looked at."""
+        """Return the steps of complete checkpoints, ascending; () if the folder cannot be read."""
         try:
             return complete_steps(self.checkpoints)
         except OSError:
             return ()
 
     def newest_step(self) -> int | None:
-        """The step of the newest complete checkpoint; None without any."""
+        """Return the step of the newest complete checkpoint; None without one."""
         return max(self.saved_steps(), default=None)
 
     def last_saved(self) -> str:
-        """Say from which step a run that starts again would go on."""
+        """Return a sentence on the step from which a run that starts again goes on."""
         step = self.newest_step()
         if step is None:
             return f"no checkpoint in {self.checkpoints}"
         return f"the last saved step is {step}, in {self.checkpoints}"
 
     def last_recorded(self) -> int | None:
-        """Return the last step in the metrics; None where there is none."""
+        """Return the last step in metrics.jsonl; None without one."""
         try:
             with self.metrics.open("rb") as file:
                 file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
                 lines = file.read().splitlines()
         except OSError:
             return None
-        # A line that was cut off, or is damaged, does not count.
+        # Lines that are cut off or damaged are skipped.
         steps = (facts_of(line).get("step") for line in reversed(lines))
         return next((step for step in steps if isinstance(step, int)), None)
 
     def refuse_leftovers(self, *, may_resume: bool, resumes: bool = False) -> None:
-        """End a start in a folder that holds what the command does not go on with.
+        """Raise `CommandError` if the folder holds a run with which the command does not go on.
 
         Args:
-          may_resume: whether the command can go on with a run. With a comparison none can.
-          resumes: whether it does.
+          may_resume: whether the command can go on with a run; no command can with a comparison.
+          resumes: whether it goes on with a run.
 
         Raises:
-          CommandError: what lies there, and what can be done.
+          CommandError: the message describes what is in the folder, and what the user can do.
         """
-        # A run that is finished and kept nothing to go on from would be another run.
+        # A finished run without checkpoints cannot go on: it would train a new model.
         is_over = _facts(self.summary).get("status") == "finished" and not self.saved_steps()
         can_go_on = may_resume and not self._is_comparison() and not is_over
         leftovers = None if can_go_on and resumes else self.describe_leftovers()
@@ -111,7 +111,7 @@ class RunFolder:
             )
 
     def describe_leftovers(self) -> str | None:
-        """Describe the run or the comparison that lies here; None where there is none."""
+        """Return a description of the run or comparison in the folder; None without one."""
         count = len(self.saved_steps())
         signs = (self.config, self.metrics, self.summary, self.comparison)
         if not count and not any(path.exists() for path in signs):
@@ -135,18 +135,18 @@ class RunFolder:
         return "algorithms" in _facts(self.config) or self.comparison.exists()
 
     def sweep(self, *, keep: Path | None = None) -> None:
-        """Delete what an earlier run or comparison left, and nothing else. The lock stays.
+        """Delete the files of an earlier run or comparison, and nothing else; the lock stays.
 
         Args:
-          keep: a file that this run has written already.
+          keep: a file that this run has already written.
         """
-        # The checkpoints first: a sweep that is killed must leave what tells of a run to the last.
+        # Checkpoints first: if the sweep is killed, files that show that there was a run remain.
         _sweep_folder(self.checkpoints, _CHECKPOINT)
         if is_export(self.model):
             shutil.rmtree(self.model)
         _sweep_folder(self.logs, _LOG)
         _sweep_folder(self.tensorboard, _EVENTS)
-        # Elsewhere a folder of such a name is a run of its own.
+        # Only in a comparison: elsewhere a folder with such a name is another run.
         for path in sorted(self.path.iterdir()) if self._is_comparison() else ():
             if path.is_dir() and _RUN_OF_A_COMPARISON.fullmatch(path.name):
                 RunFolder(path).sweep()
@@ -155,11 +155,11 @@ class RunFolder:
         files = {self.config, self.metrics, self.summary, self.statistics, self.corpus}
         files = (files | {self.comparison, self.picture}) - {keep}
         for path in sorted(self.path.iterdir()):
-            if path in files or _LOCK_OF_THE_PAST.fullmatch(path.name) or is_unfinished(path):
+            if path in files or _STALE_LOCK.fullmatch(path.name) or is_unfinished(path):
                 path.unlink()
 
     def keep_listing(self, corpus: "Contents") -> None:
-        """Write corpus.json, from which a later message can name files."""
+        """Write corpus.json, so that later messages can name files that have changed."""
         files = corpus.listing if len(corpus.listing) <= _MOST_FILES else None
         facts = {"fingerprint": corpus.fingerprint, "source": corpus.source, "files": files}
         write_anew(self.corpus, json.dumps(facts, indent=1) + "\n")
@@ -171,15 +171,15 @@ class RunFolder:
 
 
 def is_export(folder: Path) -> bool:
-    """Whether a folder looks like a model that `--export` has written."""
+    """Return whether a folder looks like a model that `--export` has written."""
     return (folder / "record").is_dir() and (folder / "state").is_dir()
 
 
 @contextlib.contextmanager
 def locked_folder(out: Path | None, command: str) -> Iterator[RunFolder]:
-    """Context in which the folder for results, made if need be, belongs to this process.
+    """Run the block while the folder for results, made if missing, belongs to this process.
 
-    After a wrong call a new folder is removed again, if nothing is in it.
+    After a `CommandError` a new folder is removed again if it is empty.
     """
     existed = out is not None and out.exists()
     path = make_folder(out, command)
@@ -194,10 +194,10 @@ def locked_folder(out: Path | None, command: str) -> Iterator[RunFolder]:
 
 
 def make_folder(out: Path | None, command: str) -> Path:
-    """Return the folder for results, made if need be; by default runs/COMMAND-DATE, a new one.
+    """Return the folder for results, made if missing; the default is a new runs/COMMAND-DATE.
 
     Raises:
-      CommandError: if it cannot be made or written to; with code 75 if a disk is full or a file
+      CommandError: it cannot be made or written to; with code 75 if a disk is full or a file
         server does not answer.
     """
     out = _new_folder(command) if out is None else out
@@ -223,14 +223,14 @@ def _new_folder(command: str) -> Path:
                 return out
 
 
-def _sweep_folder(folder: Path, ours: re.Pattern[str]) -> None:
+def _sweep_folder(folder: Path, names: re.Pattern[str]) -> None:
     if not folder.is_dir():
         return
     for path in sorted(folder.iterdir()):
-        if not ours.fullmatch(path.name):
+        if not names.fullmatch(path.name):
             continue
         if path.is_dir():
-            # What is deleted by half when this is killed must not be taken for a checkpoint.
+            # Renamed first, so that no half deleted folder looks like a checkpoint.
             shutil.rmtree(path.rename(path.with_name(f"{path.name}.{uuid.uuid4().hex}")))
         else:
             path.unlink()
@@ -239,7 +239,7 @@ def _sweep_folder(folder: Path, ours: re.Pattern[str]) -> None:
 
 
 def _facts(path: Path) -> dict[str, Any]:
-    """Return what a file of JSON holds, which may be missing or damaged."""
+    """Return the object in a file of JSON; {} if it is missing or damaged."""
     try:
         return facts_of(path.read_bytes())
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""The steps of a run: recorded, saved, stopped, and taken back where they went wrong."""
+"""The loop over the steps of a run, with records, saves, stops and rollbacks."""
 
 import contextlib
 import dataclasses
@@ -22,17 +22,17 @@ Evaluation = Callable[[js.StepResult], Mapping[str, float]]
 
 @dataclasses.dataclass
 class Session:
-    """One run of the steps of a configuration.
+    """The training loop of one run.
 
     Attributes:
-      config: of the run.
-      step: what does a step.
-      evaluate: the losses of the consensus model after a step.
-      batches: where they come from.
-      recorder: what is told of them.
-      keeper: what saves them; None for a run that is not saved.
-      stop: what may end them early.
-      waits: wait for every step before the next is started.
+      config: configuration of the run.
+      step: the training step.
+      evaluate: returns the losses of the consensus model after a step.
+      batches: batches of the run.
+      recorder: records the metrics.
+      keeper: saves the run; None for a run without checkpoints.
+      stop: ends the run early after a signal.
+      waits: whether to wait for every step before the next one starts.
     """
 
     config: TrainConfig
@@ -45,47 +45,47 @@ class Session:
     waits: bool
 
     def train(self, state: js.TrainState, done: int) -> tuple[str, js.TrainState]:
-        """Trains to the last step, or until something ends it.
+        """Train to the last step, or until the run ends early.
 
         Args:
-          state: after `done` steps.
-          done: steps.
+          state: training state after `done` steps.
+          done: number of steps done.
 
         Returns:
           "finished", "interrupted", "preempted" or "diverged", and the last state.
 
-        Communication: that of the steps; evaluations and checkpoints bring the parameters together
-          and look whether all are finite.
+        Communication: that of the steps. Evaluations gather the parameters, and checkpoints check
+          with one all-reduce that all are finite.
         """
-        if self.recorder.is_patience_over:  # it had ended so
+        if self.recorder.is_patience_over:  # the resumed run had already ended early
             return "finished", state
         options = self.config.checkpoint
         rollbacks = options.max_rollbacks if options.on_nan == "rollback" else 0
         while True:
-            status, state, done = self._until_something(state, done)
+            status, state, done = self._train_until_end(state, done)
             if status != "diverged" or not rollbacks or self.keeper is None:
                 return status, state
-            found = self.keeper.newest()
-            if found is None:
+            checkpoint = self.keeper.newest()
+            if checkpoint is None:
                 return status, state
             rollbacks -= 1
-            # The batches since then are left out: with them it would end like this again.
-            state, before, _ = found
-            self.recorder.note(before.step, rolled_back_from=done)
-            self.recorder.best = before.best
-            done = before.step
+            # The batches since the checkpoint are skipped: they would diverge again.
+            state, progress, _ = checkpoint
+            self.recorder.note(progress.step, rolled_back_from=done)
+            self.recorder.best = progress.best
+            done = progress.step
 
-    def _until_something(self, state: js.TrainState, done: int) -> tuple[str, js.TrainState, int]:
+    def _train_until_end(self, state: js.TrainState, done: int) -> tuple[str, js.TrainState, int]:
         status = "interrupted"
         pipeline = js.TrainPipeline(self.step, state, self.batches, depth=self.config.prefetch)
         loop = js.train_loop(pipeline, num_steps=self.config.steps, start=done)
-        # The second Ctrl-C, in the middle of a step, raises.
+        # A second Ctrl-C raises in the middle of a step.
         with contextlib.suppress(KeyboardInterrupt), pipeline:
             for result in loop:
                 state, done = result.state, result.step
                 if self.waits:
-                    # Devices of a host share its threads: steps queued behind each other could
-                    # hold the threads that an earlier step's collective waits for.
+                    # CPU devices share the threads of the host: later steps in the queue could
+                    # hold the threads that the collective of an earlier step waits for.
                     jax.block_until_ready(result.metrics)
                 ending = self._after(result)
                 if ending is not None:
@@ -93,21 +93,21 @@ class Session:
                     break
             else:
                 status = "finished"
-        # Batches that were loaded ahead were not trained on: they come first after a rollback.
+        # Batches that were loaded ahead were not trained on: after a rollback they come first.
         self.batches.position = pipeline.position
         return status, state, done
 
     def _after(self, result: js.StepResult) -> str | None:
-        """Records and saves; why to end here, if so."""
+        """Record and save after a step; return the status with which to end, or None."""
         config, is_last = self.config, result.step == self.config.steps
         if self.keeper is not None:
             self.keeper.look()
-        asked = None if is_last else self.stop.after_step(result.phase)
+        stop = None if is_last else self.stop.after_step(result.phase)
         evaluates = is_last or result.step % config.eval_every == 0
         if not self.recorder.step(
             result,
             evaluate=functools.partial(self._evaluate, result) if evaluates else None,
-            now=bool(asked),
+            now=bool(stop),
         ):
             return "diverged"
         if config.checkpoint.check_parameters and result.phase and _was_refused(result.state):
@@ -115,11 +115,11 @@ class Session:
         is_early = evaluates and self.recorder.is_patience_over
         if self.keeper is not None:
             is_due = self.keeper.is_due(result.step, is_last=is_last or is_early)
-            if asked or is_due:
+            if stop or is_due:
                 if not _all_finite(result.state.params):
                     return "diverged"
-                self.keeper.save(result.state, self._progress(result), wait=bool(asked))
-        return asked or ("finished" if is_early else None)
+                self.keeper.save(result.state, self._progress(result), wait=bool(stop))
+        return stop or ("finished" if is_early else None)
 
     def _progress(self, result: js.StepResult) -> Progress:
         recorder = self.recorder
@@ -131,7 +131,7 @@ class Session:
 
 
 def _was_refused(state: js.TrainState) -> bool:
-    """Whether an exchange did not take place, as all replicas know. Waits for the step."""
+    """Wait for the step, and return whether the replicas refused an exchange."""
     refused = state.opt_state[-1].refused
     return bool(np.asarray(refused.addressable_data(0)).any())
 

@@ -1,4 +1,4 @@
-"""Records as events of TensorBoard; needs tensorboardX, whose messages they are."""
+"""Records as events for TensorBoard; needs tensorboardX, which has their messages."""
 
 import os
 import socket
@@ -15,10 +15,10 @@ from tensorboardX.proto.event_pb2 import (  # names that protobuf makes at run t
 from tensorboardX.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
 from tensorboardX.record_writer import masked_crc32c
 
-# TensorBoard reads files whose names hold this, in the order of the names.
+# TensorBoard reads files whose names contain this, in the order of the names.
 _PREFIX = "events.out.tfevents"
 _VERSION = "brain.Event:2"
-# A curve for each of these that a record has.
+# Entries of records that become curves.
 _CURVES = (
     "loss", "validation_loss", "learning_rate", "tokens_per_second", "bytes_sent", "loss_scale",
     "skipped_updates",
@@ -26,16 +26,15 @@ _CURVES = (
 
 
 class EventFile:
-    """The events of one start of a run; tensorboardX's own writer loses what a disk does not take.
+    """The events of one start of a run; the writer of tensorboardX would lose them on a full disk.
 
     Args:
-      folder: where the run has its events.
-      earlier: the records of before.
-      after: step that the run goes on from. What earlier files hold of later steps, TensorBoard
-        leaves out.
+      folder: folder for the events of the run.
+      earlier: records of earlier starts.
+      after: step from which the run goes on. TensorBoard ignores later steps in earlier files.
 
     Attributes:
-      path: of the file, a new one for every start.
+      path: path of the file, a new one for every start.
     """
 
     def __init__(self, folder: Path, earlier: Iterable[dict[str, Any]], *, after: int) -> None:
@@ -49,11 +48,11 @@ class EventFile:
                 self.add(record)
 
     def whole(self) -> bytes:
-        """All events so far, as a file holds them."""
+        """Return all events so far, as bytes of a file."""
         return b"".join(self._events)
 
     def add(self, record: dict[str, Any]) -> bytes:
-        """Adds a record, and returns what the file grows by."""
+        """Add a record, and return the bytes to append to the file."""
         step, new = record["step"], b""
         if "rolled_back_from" in record:
             new += _begins(step + 1)
@@ -68,13 +67,13 @@ class EventFile:
 
 
 def _begins(step: int) -> bytes:
-    """From here on the run is another: what is there of this step and later does not count."""
+    """Return the event from which TensorBoard ignores earlier events of this and later steps."""
     start = SessionLog(status=SessionLog.START)
     return _framed(Event(wall_time=time.time(), step=step, session_log=start))
 
 
 def _framed(event: Event) -> bytes:
-    """As files of TensorFlow hold it: length and content, each with a checksum."""
+    """Return an event as files of TensorFlow hold it: length and content, each with a checksum."""
     data = event.SerializeToString()
     length = struct.pack("<Q", len(data))
     checks = (struct.pack("<I", masked_crc32c(part)) for part in (length, data))

@@ -43,10 +43,10 @@ def start():
 def test_a_signal_reaches_all_as_sigterm(start, number):
     with Children() as children:
         processes = [start(children, SLEEPS) for _ in range(2)]
-        assert children.asked is None
+        assert children.received is None
         signal.raise_signal(number)
         assert [process.wait(PATIENCE_SECONDS) for process in processes] == [-signal.SIGTERM] * 2
-        assert children.asked == number
+        assert children.received == number
 
 
 def test_a_signal_reaches_the_process_that_is_being_started(start, monkeypatch):
@@ -69,7 +69,7 @@ def test_the_second_ctrl_c_kills_and_is_told_before_sigterm(start):
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGTERM)
         assert process.poll() is None
-        assert children.asked == signal.SIGINT
+        assert children.received == signal.SIGINT
         signal.raise_signal(signal.SIGINT)
         assert process.wait(PATIENCE_SECONDS) == -signal.SIGKILL
 
@@ -77,7 +77,7 @@ def test_the_second_ctrl_c_kills_and_is_told_before_sigterm(start):
 def test_a_signal_ends_a_pause():
     with Children() as children:
         children.pause(0.01)
-        assert children.asked is None
+        assert children.received is None
         timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM))
         timer.start()
         begin = time.monotonic()

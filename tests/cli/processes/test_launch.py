@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from jaxslowmo.cli.processes._launch import _own_port, launch
+from jaxslowmo.cli.processes._launch import _free_port, launch
 from jaxslowmo.cli.processes._restarts import Children
 from support.fake_children import ended_together, pids_with
 from support.waiting import PATIENCE_SECONDS, wait_until
@@ -103,7 +103,7 @@ def test_a_signal_between_two_starts_prevents_the_second(fake, monkeypatch, tmp_
 
 
 def test_the_port_is_kept_for_process_0():
-    with _own_port() as port:
+    with _free_port() as port:
         with socket.socket() as coordinator:
             coordinator.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             coordinator.bind(("127.0.0.1", port))

@@ -16,7 +16,7 @@ from jaxslowmo.cli.run._run_folder import RunFolder
 from support.waiting import PATIENCE_SECONDS
 
 LOST = EndOfStart(75, "process 1 died")
-DONE = EndOfStart(0, "", is_told=True)
+DONE = EndOfStart(0, "", is_reported=True)
 
 
 @pytest.fixture
@@ -121,10 +121,10 @@ def test_failures_at_other_steps_and_late_processes_do_not_count_as_in_a_row(out
 
 
 @pytest.mark.parametrize("code", [0, 1, 2, 130, 143])
-@pytest.mark.parametrize("is_told", [True, False])
-def test_what_would_only_come_back_is_not_started_again(out, capsys, code, is_told):
-    assert run(out, EndOfStart(code, "it ended", is_told=is_told))[0] == code
-    said = "" if is_told else f"error: it ended; no checkpoint in {out}/checkpoints\n"
+@pytest.mark.parametrize("is_reported", [True, False])
+def test_what_would_only_come_back_is_not_started_again(out, capsys, code, is_reported):
+    assert run(out, EndOfStart(code, "it ended", is_reported=is_reported))[0] == code
+    said = "" if is_reported else f"error: it ended; no checkpoint in {out}/checkpoints\n"
     assert capsys.readouterr().err == said
 
 
@@ -138,9 +138,9 @@ def test_what_would_only_come_back_is_not_started_again(out, capsys, code, is_to
             143,
             "error: ended by SIGTERM; no checkpoint in ",
         ),
-        (signal.SIGTERM, EndOfStart(143, "ended", is_told=True), 143, ""),
+        (signal.SIGTERM, EndOfStart(143, "ended", is_reported=True), 143, ""),
         (signal.SIGTERM, LOST, 143, "error: ended by SIGTERM; no checkpoint in "),
-        (signal.SIGTERM, EndOfStart(1, "ended", is_told=True), 1, ""),
+        (signal.SIGTERM, EndOfStart(1, "ended", is_reported=True), 1, ""),
         (signal.SIGINT, DONE, 130, ""),
         (signal.SIGINT, EndOfStart(137, "killed"), 130, ""),
     ],

@@ -22,7 +22,7 @@ def test_the_first_signal_asks_and_the_second_ctrl_c_raises():
         signal.raise_signal(signal.SIGINT)
         assert stop.after_step() == "interrupted"
         signal.raise_signal(signal.SIGTERM)
-        assert stop.asked == "interrupted"
+        assert stop.reason == "interrupted"
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
     assert handlers() == before
@@ -32,7 +32,7 @@ def test_with_other_processes_signals_are_left_to_the_runtime_and_the_parent():
     before = handlers()
     with StopOnSignal(Cluster(0, 2)) as stop:
         assert handlers() == [signal.SIG_IGN, before[1]]
-        assert stop.asked is None
+        assert stop.reason is None
     assert handlers() == before
 
 
@@ -60,7 +60,7 @@ with StopOnSignal(Cluster(rank, 2)) as stop:
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(0.5)
         if stop.after_step():
-            print(stop.asked, step)
+            print(stop.reason, step)
             break
         time.sleep(0.01)
 """
