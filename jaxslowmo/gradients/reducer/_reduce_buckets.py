@@ -155,10 +155,9 @@ def reduce_plainly(
                 reduced.append(all_mean(flat, axis_name))
         return group.plan.unpack(reduced)
 
-    local_leaves = buckets.leaves(grads, GRADIENTS)
-    return buckets.tree(
-        buckets.each(means, local_leaves, weight, kinds=("leaves", "whole"), out="leaves")
-    )
+    leaves = buckets.leaves(grads, GRADIENTS)
+    averaged = buckets.each(means, leaves, weight, kinds=("leaves", "whole"), out="leaves")
+    return buckets.tree(averaged)
 
 
 def reduce_with_hook(
@@ -216,11 +215,8 @@ def init_hook(hook: CommHook, buckets: TreePacking, axis_name: AxisName) -> Hook
         hook_buckets = _hook_buckets(buckets, group, flats, axis_name, None)
         return _with_device_axis(group, tuple(hook.init(bucket) for bucket in hook_buckets))
 
-    return tuple(
-        state
-        for group_states in buckets.each(group_init, kinds=(), out="flat")
-        for state in group_states
-    )
+    by_group = buckets.each(group_init, kinds=(), out="flat")
+    return tuple(state for states in by_group for state in states)
 
 
 def _with_device_axis(group: BufferGroup, states: HookStates) -> HookStates:

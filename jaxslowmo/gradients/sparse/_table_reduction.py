@@ -133,9 +133,7 @@ class TableReduction:
         """Return the mean of gathered rows, added replica by replica: equal bits on all."""
         num_rows, replicas = gradient.shape[0], axis_size(self.axis_name)
         if self.as_rows:
-            size = min(
-                replicas * _most_rows(gradient), num_rows
-            )  # static, whatever number was sent
+            size = min(replicas * _most_rows(gradient), num_rows)  # independent of `capacity`
             rows, places = distinct_places(gathered.rows, num_rows, size)
         else:
             size, rows, places = num_rows, None, gathered.rows

@@ -151,12 +151,8 @@ def sum_over_holders(
 
 def _checked(holders: Sequence[int], size: int) -> tuple[int, ...]:
     positions = tuple(sorted(map(operator.index, holders)))
-    if (
-        len(positions) < 2
-        or len(set(positions)) < len(positions)
-        or positions[0] < 0
-        or positions[-1] >= size
-    ):
+    are_positions = all(0 <= position < size for position in positions)
+    if len(positions) < 2 or len(set(positions)) < len(positions) or not are_positions:
         raise ValueError(
             f"{_SUM_OF}: `holders` must be two or more different positions of {size}, counted from "
             f"0, got {tuple(holders)}."
