@@ -50,7 +50,7 @@ class UnlikeCallsError(RuntimeError):
 
 
 def unlike_calls(calls: Mapping[int, str]) -> str:
-    """Return the sentence that explains why processes cannot go on.
+    """Return the sentence that explains why processes cannot continue.
 
     Args:
       calls: maps a rank to a description of the process' exchange.

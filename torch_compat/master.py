@@ -218,11 +218,11 @@ def _check_buffers(buffers: dict[str, torch.Tensor], masters: dict[str, torch.Te
 
 
 def _check_like(argument: str, name: str, tensor: torch.Tensor, old: torch.Tensor) -> None:
-    for what in ("shape", "dtype", "device"):
-        if getattr(tensor, what) != getattr(old, what):
+    for field in ("shape", "dtype", "device"):
+        if getattr(tensor, field) != getattr(old, field):
             raise ValueError(
-                f"`{argument}`: {name!r} has {what} {getattr(old, what)} in the master, got "
-                f"{getattr(tensor, what)}."
+                f"`{argument}`: {name!r} has {field} {getattr(old, field)} in the master, got "
+                f"{getattr(tensor, field)}."
             )
 
 

@@ -43,7 +43,7 @@ class TPUSynchronizer(MasterModel):
                 if isinstance(host, nn.Parameter):
                     on_device = nn.Parameter(on_device, requires_grad=host.requires_grad)
                 memo[id(host)] = on_device
-            # deepcopy takes what is in its memo instead of copying it.
+            # deepcopy uses the tensors in its memo instead of copying them.
             replica = deepcopy(self.master_model, memo)
             if tie_weights:
                 self.finish_replica(replica)

@@ -23,7 +23,7 @@ parse = Parser("train_torchrun", __doc__, STEPS, TRAINING, SLOWMO, MODEL).parse
 def join() -> torch.device:
     """Join the processes that torchrun has started, and return the device of this one."""
     if "LOCAL_RANK" not in os.environ:
-        sys.exit("Start this program by torchrun, which tells processes of each other.")
+        sys.exit("Start this program by torchrun, which connects the processes.")
     if not torch.cuda.is_available():
         dist.init_process_group("gloo")
         return torch.device("cpu")

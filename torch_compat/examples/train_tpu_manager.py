@@ -27,7 +27,7 @@ OPTIONS = {
     "validate_every": (20, "steps from one validation to the next"),
     "optimizer": (("local", "hivemind"), "whether to train alone or with peers"),
     "target_batch_size": (64, "hivemind: samples of all peers per step"),
-    "resume": (False, "go on from --checkpoint"),
+    "resume": (False, "resume from --checkpoint"),
     "run_id": ("torch_compat_example", "hivemind: name of the common run"),
 }
 
@@ -40,7 +40,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--checkpoint", type=Path, help="file, written at every validation")
     options = parser.parse(arguments)
     if options.resume and options.checkpoint is None:
-        parser.error("argument --resume: needs --checkpoint, the file to go on from")
+        parser.error("argument --resume: needs --checkpoint, the file to resume from")
     if options.optimizer == "hivemind" and not outer_optimizer.hivemind_is_installed():
         parser.error("argument --optimizer: hivemind is not installed (pip install hivemind)")
     options.run = {"config": vars(options.config), "outer": options.optimizer}

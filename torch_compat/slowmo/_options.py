@@ -14,7 +14,7 @@ from .backends import Backend, choose
 LOG = logging.getLogger("torch_compat.slowmo")
 _OVERLAP = (
     "`overlap`=True is not available (FairScale's is disabled as well): the exchange would have to "
-    "run beside the next step, and here one follows the other. In JAX, "
+    "run during the next step, and here one follows the other. In JAX, "
     "jaxslowmo.sgp(..., overlap=1) does it."
 )
 

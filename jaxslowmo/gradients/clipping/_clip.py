@@ -46,7 +46,7 @@ _IN_THE_NORM = (
 
 @passing_state
 class ClipByGlobalNormState(NamedTuple):
-    """State of `clip_by_global_norm`: what it did in the last update."""
+    """State of `clip_by_global_norm`: the norm and the factor of the last update."""
 
     norm: jax.Array  # () float32, norm of the gradients before clipping
     clip_factor: jax.Array  # () float32, factor of the gradients; 1: not clipped
@@ -72,7 +72,7 @@ def clip_by_global_norm(
         grads * min(1, max_norm / (norm + 1e-6))
 
     The norm is that of the whole model, each parameter counted once: parts that devices along
-    `model_axes` hold are added up, leaves that these hold all alike are counted on the first, and
+    `model_axes` hold are added up, leaves that are equal on all of these count on the first, and
     a tied parameter on the first stage that holds it. Put it after the transforms that average or
     sum gradients (`js.all_reduce_gradients`, `js.pipeline.sum_tied_gradients`) and before the
     optimizer; `js.dynamic_loss_scale` wraps both. Replicas whose gradients differ have different

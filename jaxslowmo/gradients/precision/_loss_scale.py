@@ -60,7 +60,7 @@ class ScaleRule:
     max_scale: float
 
     def __post_init__(self) -> None:
-        """Raise `ValueError` for what would let the scale fall to 0, rise to infinity or stay."""
+        """Raise `ValueError` for numbers that let the scale fall to 0, rise to infinity or stay."""
         for name in ("growth_interval", "hysteresis"):
             number = checked_int(f"{_OWNER}: `{name}`", getattr(self, name), 1)
             object.__setattr__(self, name, number)  # a plain int also for NumPy integers
@@ -235,7 +235,7 @@ class _LossScale:
     def _init(self, params: PyTree) -> DynamicLossScaleState:
         if parts_of(params, optax.MaskedNode):
             raise ValueError(
-                f"{_OWNER}: must stand around optax.masked and optax.partition, got parameters of "
+                f"{_OWNER}: must wrap optax.masked and optax.partition, got parameters of "
                 "which these hide some: the gradients of those would stay scaled."
             )
         inner = self.inner.init(params)
@@ -333,9 +333,9 @@ def _as_flag(finite: Any) -> jax.Array:
     return jnp.asarray(finite)
 
 
-def _moves_parameters(what: str) -> str:
+def _moves_parameters(kind: str) -> str:
     return (
-        f"{_OWNER}: `optimizer` must leave parameters to other transforms, got {what}. In a "
-        "skipped update its counter would stand still, and replicas would be out of phase: pass it "
+        f"{_OWNER}: `optimizer` must leave parameters to other transforms, got {kind}. In a "
+        "skipped update its counter would not advance, and replicas would be out of phase: pass it "
         "as `sync`, or in js.chain(js.dynamic_loss_scale(...), js.local_sgd(...))."
     )

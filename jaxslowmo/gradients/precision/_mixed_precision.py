@@ -207,7 +207,7 @@ def check_place(opt_state: PyTree) -> None:
     for x in jax.tree.leaves(opt_state, is_leaf=wraps_badly):
         if wraps_badly(x) and parts_of(tuple(x), DynamicLossScaleState):
             raise ValueError(
-                f"dynamic_loss_scale: stands inside of {_NOT_AROUND[type(x).__name__]}: put it "
+                f"dynamic_loss_scale: is inside of {_NOT_AROUND[type(x).__name__]}: put it "
                 "inside of js.dynamic_loss_scale instead, or leave it out."
             )
 

@@ -114,7 +114,7 @@ def stateless(reduce: Callable[[GradBucket], jax.Array]) -> CommHook:
       >>> import jax
       >>> hook = stateless(lambda bucket: jax.lax.pmean(bucket.flat, bucket.axis_name))
 
-    Communication: what `reduce` does.
+    Communication: the collectives of `reduce`.
     """
     if not callable(reduce):
         raise ValueError(f"stateless: `reduce` must be callable, got {type(reduce).__name__}.")
@@ -134,8 +134,8 @@ def check_dtype(owner: str, bucket: GradBucket, dtypes: Sequence[str]) -> None:
 def check_hook(owner: str, hook: object) -> None:
     """Raise `ValueError` at construction unless `hook` is a `CommHook`."""
     if not isinstance(hook, CommHook):
-        what = getattr(hook, "__name__", type(hook).__name__)
+        kind = getattr(hook, "__name__", type(hook).__name__)
         raise ValueError(
             f"{owner}: `hook` must be a js.hooks.CommHook, such as js.hooks.bf16_compress() or "
-            f"js.hooks.stateless(function), got {what}."
+            f"js.hooks.stateless(function), got {kind}."
         )

@@ -76,15 +76,15 @@ def skip_unused(
         state per parameter that can't be found (`optax.sm3`, `optax.lbfgs`); at trace time an
         unbound axis, or `used` that is not bools or does not fit the gradients.
 
-    Communication: every update, one all-reduce over `axis_name` of 4 bytes per leaf; and what
-      `inner` does.
+    Communication: every update, one all-reduce over `axis_name` of 4 bytes per leaf; and the
+      collectives of `inner`.
 
     Source: torch 2.13, `DistributedDataParallel(find_unused_parameters=True)`, `reducer.cpp`.
     """
     check_axis_argument(_OWNER, "axis_name", axis_name)
     if isinstance(inner, ParameterTransform):
         raise ValueError(
-            f"{_OWNER}: `inner` must be an optimizer; put the parameter transform behind it: "
+            f"{_OWNER}: `inner` must be an optimizer; put the parameter transform after it: "
             "js.chain(js.skip_unused(optimizer, axis_name), transform)."
         )
     inner = checked_optax(_OWNER, "inner", inner)
@@ -143,8 +143,8 @@ def unused_names(state: PyTree, params: PyTree, *, ever: bool = False) -> list[s
     The names are on the host, so the call waits for the update.
 
     Args:
-      state: a `SkipUnusedState`, or what holds exactly one: the state of a chain, a `TrainState`;
-        of one replica or stacked.
+      state: a `SkipUnusedState`, or a state that contains exactly one, such as that of a chain or a
+        `TrainState`; of one replica or stacked.
       params: the parameters, of one replica or stacked; only names matter.
       ever: whether to list only those that no replica used in any update so far.
 

@@ -154,7 +154,7 @@ class TracingEnvironment(Environment):
         result = self._changed(func, types, args, kwargs)
         if torch.Tag.nondeterministic_seeded in func.tags and self.param.prng is key:
             raise ValueError(
-                f"The module uses {func}, which torchax draws from numbers of its own: the same in "
+                f"The module uses {func}, which torchax draws from its own key: equal numbers in "
                 "every step."
             )
         return result

@@ -85,7 +85,7 @@ class Backend(ABC):
           ValueError: the backend has no messages about the processes' next exchange.
         """
         raise ValueError(
-            f"join() is not available over {self.name}, where a process cannot be told what the "
+            f"join() is not available over {self.name}, where a process cannot learn what the "
             "others exchange: there each device must trace the same graphs. Give all processes the "
             "same number of batches, as torch.utils.data.DistributedSampler does."
         )
