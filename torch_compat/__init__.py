@@ -1,7 +1,7 @@
 """Training with torch when the network, or the host, is the slow part.
 
 Names are loaded when they are used: `SlowMoDistributedDataParallel` over `torch.distributed` needs
-torch alone, what drives XLA devices needs torch_xla.
+only torch; names that drive XLA devices need torch_xla.
 """
 
 import sys as _sys
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from .slowmo import broadcast_parameters as broadcast_parameters
     from .synchronizer import TPUSynchronizer as TPUSynchronizer
 else:
-    # Name -> the module that has it; a module's own name stands for the module.
+    # Maps a name to the module that defines it; a module's name maps to itself.
     _HOMES = {
         "SlowMoBaseAlgorithm": "slowmo",
         "SlowMoDistributedDataParallel": "slowmo",
@@ -36,14 +36,15 @@ else:
     }
 
     def __getattr__(name: str) -> object:
-        """A name of `_HOMES`, from its module."""
+        """Import and return a name of `_HOMES` from its module."""
         if name not in _HOMES:
             message = f"module {__name__!r} has no attribute {name!r}"
             raise AttributeError(message, name=name, obj=_sys.modules[__name__])
         try:
             home = _import_module(f".{_HOMES[name]}", __name__)
         except ModuleNotFoundError as error:
-            if error.name != "torch" or "torch_compat" in error.msg:  # says all that is needed
+            # A message with "torch_compat" says already what to install.
+            if error.name != "torch" or "torch_compat" in error.msg:
                 raise
             from .errors import not_installed
 

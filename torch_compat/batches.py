@@ -1,4 +1,4 @@
-"""What a model is called with, and what it returns."""
+"""Arguments and results of a model: nested tensors, calls with a batch, losses."""
 
 import dataclasses
 from collections.abc import Callable
@@ -9,14 +9,14 @@ from torch import nn
 
 
 def map_tensors(tree: Any, function: Callable[[Any], Any], kind: type[Any] = torch.Tensor) -> Any:
-    """`tree` with `function(tensor)` in the place of every tensor, or other leaf of that kind.
+    """Return `tree` with `function(tensor)` for every tensor, or other leaf of type `kind`.
 
-    Mappings (as dicts), tuples, named tuples, lists and dataclasses are searched for tensors; what
-    is none of these stays as it is.
+    Mappings (which become dicts), tuples, named tuples, lists and dataclasses are searched for
+    tensors; any other value stays as it is.
     """
     if isinstance(tree, kind):
         return function(tree)
-    if hasattr(tree, "items"):  # dicts, and such as the BatchEncoding of transformers
+    if hasattr(tree, "items"):  # dicts, and types such as BatchEncoding of transformers
         return {key: map_tensors(value, function, kind) for key, value in tree.items()}
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
         return type(tree)(*(map_tensors(value, function, kind) for value in tree))
@@ -29,7 +29,7 @@ def map_tensors(tree: Any, function: Callable[[Any], Any], kind: type[Any] = tor
 
 
 def call_model(model: nn.Module, batch: Any) -> Any:
-    """A dict is passed as keywords, a tuple or list as positional arguments, else as the one."""
+    """Call with a dict as keywords, a list or tuple as positional arguments, or one argument."""
     if isinstance(batch, dict):
         return model(**batch)
     if isinstance(batch, list | tuple):
@@ -38,10 +38,10 @@ def call_model(model: nn.Module, batch: Any) -> Any:
 
 
 def loss_of(outputs: Any) -> torch.Tensor:
-    """What to differentiate: `outputs["loss"]`, `outputs.loss`, the first of a tuple, itself.
+    """Return the loss in the outputs of a model: `["loss"]`, `.loss`, the first of a tuple, or all.
 
     Raises:
-      ValueError: where none of these is a tensor with one element.
+      ValueError: none of these is a tensor with one element.
     """
     if isinstance(outputs, torch.Tensor):
         loss = outputs
@@ -52,10 +52,10 @@ def loss_of(outputs: Any) -> torch.Tensor:
     else:
         loss = outputs[0] if isinstance(outputs, list | tuple) and outputs else None
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-        found = f"shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else repr(loss)
+        description = f"shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else repr(loss)
         raise ValueError(
             "The model must return its loss, a tensor with one element, by itself, as the first of "
-            f'a tuple, as outputs["loss"] or outputs.loss; got {found} in a '
+            f'a tuple, as outputs["loss"] or outputs.loss; got {description} in a '
             f"{type(outputs).__name__}."
         )
     return loss.reshape(())

@@ -13,17 +13,18 @@ from .reader import SampleReader
 
 
 class TPUDataManager(SampleReader):
-    """Reads `dataset` in the main process and deals its samples out to XLA devices.
+    """A reader of `dataset` in the main process that distributes samples over XLA devices.
 
     Args:
       dataset: any iterable of samples that can be pickled; sample i goes to device i % nprocs.
-      nprocs: number of devices; None where only the process that drives them all knows it, which
-        sets it before its first sample.
-      master_prefetch: samples per device read ahead of the step that needs them.
-      start: begin to read now; else call `start()`, after the devices' process has been forked.
+      nprocs: number of devices; None if only the process that drives all of them knows it, which
+        then sets it before its first sample.
+      master_prefetch: number of samples per device to read ahead.
+      start: whether to begin to read now; otherwise call `start()`, after the fork of the devices'
+        process.
 
     Raises:
-      ValueError: naming the argument, for what is not iterable and numbers below 1.
+      ValueError: `dataset` is not iterable, or a number is below 1; the text names the argument.
     """
 
     def get_device_dataloader(
@@ -36,19 +37,19 @@ class TPUDataManager(SampleReader):
         num_workers: int = 0,
         **kwargs: Any,
     ) -> Iterator[Any]:
-        """Endless batches for one device, on that device.
+        """Return an endless iterator of batches on one device, for that device.
 
         Args:
-          index: the device's number among the nprocs; None: the calling thread's ordinal.
-          device: None: the calling thread's default device.
-          batch_size: samples per batch; None for samples as they are.
-          collate_fn: as in `torch.utils.data.DataLoader`.
-          num_workers: 0, since samples are read by a thread of this process.
+          index: number of the device, 0 <= index < nprocs; None: the calling thread's ordinal.
+          device: device of the batches; None: the calling thread's default device.
+          batch_size: samples per batch; None for samples without batching.
+          collate_fn: function from samples to a batch, see `torch.utils.data.DataLoader`.
+          num_workers: must be 0, since a thread of this process reads the samples.
           **kwargs: further arguments of `torch.utils.data.DataLoader`.
 
         Raises:
-          DataError: from the iterator, where the dataset lacks a sample.
-          ValueError: for workers, and an index that is no device.
+          DataError: from the iterator, if there are no more samples.
+          ValueError: `num_workers` is not 0, or `index` is not that of a device.
         """
         batches = self.get_batches(
             xr.global_ordinal() if index is None else index,
@@ -66,8 +67,8 @@ def _on_device(batches: Iterable[Any], device: torch.device) -> Iterator[Any]:
 
 
 def send_to_device(batch: Any, device: torch.device) -> Any:
-    """`batch` with its CPU tensors on `device`, in one transfer; searched as by `map_tensors`."""
+    """Return `batch` with its CPU tensors on `device`, moved in one transfer."""
     tensors: list[torch.Tensor] = []
     map_tensors(batch, lambda tensor: tensors.append(tensor))
-    moved = iter(runtime.to_device(tensors, device))
-    return map_tensors(batch, lambda _: next(moved))
+    on_device = iter(runtime.to_device(tensors, device))
+    return map_tensors(batch, lambda _: next(on_device))

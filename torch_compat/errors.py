@@ -1,4 +1,4 @@
-"""What goes wrong in another process, told in this one."""
+"""Errors that report failures of other processes."""
 
 from collections.abc import Mapping
 
@@ -7,9 +7,9 @@ class TPUWorkerError(RuntimeError):
     """The device process of a `TPUManager` failed, ended, or did not answer in time.
 
     Attributes:
-      worker_traceback: the traceback of the process or thread that failed, None where it left
-        none (killed, aborted, no answer).
-      exitcode: exit code of the device process, negative for a signal, None while it lives.
+      worker_traceback: the traceback of the process or thread that failed, None without one
+        (killed, aborted, no answer).
+      exitcode: exit code of the device process, negative for a signal, None while it runs.
     """
 
     def __init__(
@@ -22,7 +22,7 @@ class TPUWorkerError(RuntimeError):
 
 
 def not_installed(package: str) -> ModuleNotFoundError:
-    """That a package is missing which the extra `torch` has."""
+    """Return the error for a missing package that the extra `torch` installs."""
     return ModuleNotFoundError(
         f"torch_compat needs {package}, which is not installed; the extra `torch` has it: "
         "pip install 'jaxslowmo[torch]' (in a checkout: '.[torch]')",
@@ -31,7 +31,7 @@ def not_installed(package: str) -> ModuleNotFoundError:
 
 
 def describe(error: BaseException) -> str:
-    """`repr(error)`, or the name of its type where its own representation fails."""
+    """Return `repr(error)`, or the name of its type if `repr` fails."""
     try:
         return repr(error)
     except Exception:
@@ -43,17 +43,17 @@ class PeerLostError(RuntimeError):
 
 
 class UnlikeCallsError(RuntimeError):
-    """Processes have come to different exchanges; the message says which process to which.
+    """Processes are in different exchanges; the message names each process' exchange.
 
-    What has begun cannot be taken back: to go on, make the process group anew.
+    Exchanges that have begun cannot be undone: to continue, make a new process group.
     """
 
 
 def unlike_calls(calls: Mapping[int, str]) -> str:
-    """Return the sentence that explains why processes cannot go on.
+    """Return the sentence that explains why processes cannot continue.
 
     Args:
-      calls: the exchange to which each process has come, by rank.
+      calls: maps a rank to a description of the process' exchange.
     """
     processes: dict[str, list[int]] = {}
     for rank in sorted(calls):

@@ -7,21 +7,21 @@ from torch import nn
 
 
 class MasterModel:
-    """The master model in shared memory, which every process sees.
+    """The master model in shared memory, which all processes access.
 
     The model itself becomes the master: its parameters, gradients and buffers move into shared
-    memory in place. Every parameter has a gradient there, zero where nothing has come yet, and
-    stays so for frozen and unused ones. `tie_weights()` is called once more where the model has it.
+    memory in place. Every parameter has a gradient there, initially zero; those of frozen and
+    unused parameters stay zero. `tie_weights()` is called again if the model has it.
 
     Args:
-      model: on the CPU.
-      post_init: called with every replica once it is on its device, in the place of the replica's
-        `tie_weights()`.
-      compress_grads: gradients, once summed, travel to the host as bfloat16.
+      model: module on the CPU.
+      post_init: function that is called with every replica once it is on its device, instead of the
+        replica's `tie_weights()`.
+      compress_grads: whether summed gradients are sent to the host as bfloat16.
 
     Raises:
-      ValueError: if the model has no parameters, or a tensor that is not on the CPU.
-      OSError: if shared memory, or the number of open files, runs out.
+      ValueError: the model has no parameters, or a tensor that is not on the CPU.
+      OSError: shared memory, or the limit of open files, is exhausted.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class MasterModel:
                 "parameter takes an open file: `ulimit -n` says how many may be, and /dev/shm "
                 "must have room for all of them."
             ) from error
-        # What the devices' process sees, whatever the model's attributes come to refer to here.
+        # The tensors that the devices' process sees, even if the model later refers to others.
         self._parameters = [parameter.detach() for parameter in parameters]
         self._buffers = dict(model.named_buffers())
         state = model.state_dict(keep_vars=True)
@@ -60,10 +60,10 @@ class MasterModel:
             parameter.grad = shared
 
     def attach_gradients(self) -> None:
-        """Make the shared gradients those of the master's parameters again.
+        """Make the shared tensors the gradients of the master's parameters again.
 
-        `optimizer.zero_grad()` by default drops a gradient; here that means to zero it. A gradient
-        that was put in its place is copied.
+        `optimizer.zero_grad()` by default sets a gradient to None; then the shared one becomes
+        zero. A gradient that has replaced the shared one is copied.
         """
         with torch.no_grad():
             for (_, parameter), shared in zip(self._named(), self._gradients, strict=True):
@@ -80,49 +80,49 @@ class MasterModel:
             gradient.zero_()
 
     def get_aggregated_gradients(self, *, copy: bool = True) -> list[torch.Tensor]:
-        """The master's gradients in the order of `model.parameters()`, zeros where there are none.
+        """Return the master's gradients in the order of `model.parameters()`, zeros if missing.
 
         Args:
-          copy: False for the shared tensors themselves, which the next step adds to.
+          copy: whether to copy; False returns the shared tensors, to which the next step adds.
         """
         self.attach_gradients()
         return [gradient.clone() if copy else gradient for gradient in self._gradients]
 
     def set_host_parameters(self, new_host_parameters: Iterable[torch.Tensor]) -> None:
-        """Copy into the master's parameters, in shared memory.
+        """Copy values into the master's parameters, in shared memory.
 
-        What has replaced the model's tensors there (`p.data = ...`, `load_state_dict(assign=True)`)
-        is copied as well, its buffers too, and the shared ones take its place.
+        Tensors that have replaced the model's (`p.data = ...`, `load_state_dict(assign=True)`),
+        buffers too, are copied as well, and the model then refers to the shared ones again.
 
         Args:
           new_host_parameters: as many tensors as `model.parameters()`, of the same shapes and
-            dtypes, on the CPU; the master's own are fine.
+            dtypes, on the CPU; the master's own are valid.
 
         Raises:
-          ValueError: if they do not fit; then nothing has been copied.
+          ValueError: the tensors do not fit; then nothing has been copied.
         """
         named = self._named()
         new = _check_parameters(new_host_parameters, named, self._parameters)
         buffers = dict(self.master_model.named_buffers())
         _check_buffers(buffers, self._buffers)
         with torch.no_grad():
-            shared = {tensor.untyped_storage().data_ptr() for tensor in self._parameters}
-            # A tensor that lies in another parameter must be read before that one is written.
+            pointers = {tensor.untyped_storage().data_ptr() for tensor in self._parameters}
+            # A tensor that is a view of another parameter must be read before that is written.
             sources = [
                 tensor.clone()
-                if tensor.untyped_storage().data_ptr() in shared and not _is_same(tensor, own)
+                if tensor.untyped_storage().data_ptr() in pointers and not _is_same(tensor, target)
                 else tensor
-                for tensor, own in zip(new, self._parameters, strict=True)
+                for tensor, target in zip(new, self._parameters, strict=True)
             ]
-            for (_, parameter), own, source in zip(named, self._parameters, sources, strict=True):
-                if not _is_same(source, own):
-                    own.copy_(source)
-                if not _is_same(parameter, own):
-                    parameter.data = own
-            for name, own in self._buffers.items():
-                if not _is_same(buffers[name], own):
-                    own.copy_(buffers[name])
-                    buffers[name].data = own
+            for (_, param), target, source in zip(named, self._parameters, sources, strict=True):
+                if not _is_same(source, target):
+                    target.copy_(source)
+                if not _is_same(param, target):
+                    param.data = target
+            for name, target in self._buffers.items():
+                if not _is_same(buffers[name], target):
+                    target.copy_(buffers[name])
+                    buffers[name].data = target
 
     def _named(self) -> list[tuple[str, nn.Parameter]]:
         named = list(self.master_model.named_parameters())
@@ -134,14 +134,14 @@ class MasterModel:
         return named
 
     def host_tensors(self) -> list[torch.Tensor]:
-        """The shared parameters, then the shared buffers, in the order of a replica's."""
+        """Return the shared parameters, then the shared buffers, in a replica's order."""
         return [*self._parameters, *self._buffers.values()]
 
     def finish_replica(self, replica: nn.Module) -> None:
-        """Call `post_init`, or else `tie_weights()`, of a copy of the master on its device.
+        """Call `post_init`, or else `tie_weights()`, for a copy of the master on its device.
 
         Raises:
-          ValueError: if it does not have as many parameters as the master then.
+          ValueError: it then has another number of parameters than the master.
         """
         finish = self._post_init or (lambda copy: getattr(copy, "tie_weights", lambda: None)())
         finish(replica)
@@ -154,11 +154,11 @@ class MasterModel:
             )
 
     def write_gradients(self, values: Iterable[torch.Tensor], *, add: bool) -> None:
-        """Write into the shared gradients, as a device process does.
+        """Write into the shared gradients, in a device process.
 
         Args:
-          values: on the CPU, as `model.parameters()`; half precision is added in float32.
-          add: to what is there, instead of in its place.
+          values: tensors on the CPU like `model.parameters()`; half precision is added in float32.
+          add: whether to add to the gradients instead of replacing them.
         """
         with torch.no_grad():
             for shared, value in zip(self._gradients, values, strict=True):
@@ -175,24 +175,24 @@ class MasterModel:
 
 
 def _shared_like(parameters: list[nn.Parameter]) -> list[torch.Tensor]:
-    """Zeros like the parameters, in one piece of shared memory for each dtype."""
+    """Return zeros like the parameters, in one block of shared memory per dtype."""
     sizes: dict[torch.dtype, int] = {}
     for parameter in parameters:
         sizes[parameter.dtype] = sizes.get(parameter.dtype, 0) + parameter.numel()
     pieces = {dtype: torch.zeros(size, dtype=dtype) for dtype, size in sizes.items()}
     offsets = dict.fromkeys(pieces, 0)
-    found = []
+    views = []
     for piece in pieces.values():
         piece.share_memory_()
     for parameter in parameters:
         begin = offsets[parameter.dtype]
         end = offsets[parameter.dtype] = begin + parameter.numel()
-        found.append(pieces[parameter.dtype][begin:end].view(parameter.shape))
-    return found
+        views.append(pieces[parameter.dtype][begin:end].view(parameter.shape))
+    return views
 
 
 def _check_parameters(
-    new: Iterable[torch.Tensor], named: list[tuple[str, nn.Parameter]], own: list[torch.Tensor]
+    new: Iterable[torch.Tensor], named: list[tuple[str, nn.Parameter]], masters: list[torch.Tensor]
 ) -> list[torch.Tensor]:
     rule = "`new_host_parameters` must be tensors like those of model.parameters()"
     if isinstance(new, Mapping | nn.Module | torch.Tensor) or not isinstance(new, Iterable):
@@ -200,32 +200,32 @@ def _check_parameters(
     tensors = list(new)
     if len(tensors) != len(named):
         raise ValueError(f"{rule}, {len(named)} of them; got {len(tensors)}.")
-    for (name, _), old, tensor in zip(named, own, tensors, strict=True):
+    for (name, _), old, tensor in zip(named, masters, tensors, strict=True):
         if not isinstance(tensor, torch.Tensor):
             raise ValueError(f"{rule}, got a {type(tensor).__name__} for {name!r}.")
         _check_like("new_host_parameters", name, tensor, old)
     return [tensor.detach() for tensor in tensors]
 
 
-def _check_buffers(buffers: dict[str, torch.Tensor], own: dict[str, torch.Tensor]) -> None:
-    if buffers.keys() != own.keys():
-        names = ", ".join(sorted(buffers.keys() ^ own.keys()))
+def _check_buffers(buffers: dict[str, torch.Tensor], masters: dict[str, torch.Tensor]) -> None:
+    if buffers.keys() != masters.keys():
+        names = ", ".join(sorted(buffers.keys() ^ masters.keys()))
         raise ValueError(
             f"The model has gained or lost buffers since it became the master: {names}."
         )
-    for name, old in own.items():
+    for name, old in masters.items():
         _check_like("model", name, buffers[name], old)
 
 
 def _check_like(argument: str, name: str, tensor: torch.Tensor, old: torch.Tensor) -> None:
-    for what in ("shape", "dtype", "device"):
-        if getattr(tensor, what) != getattr(old, what):
+    for field in ("shape", "dtype", "device"):
+        if getattr(tensor, field) != getattr(old, field):
             raise ValueError(
-                f"`{argument}`: {name!r} has {what} {getattr(old, what)} in the master, got "
-                f"{getattr(tensor, what)}."
+                f"`{argument}`: {name!r} has {field} {getattr(old, field)} in the master, got "
+                f"{getattr(tensor, field)}."
             )
 
 
 def _is_same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether the two are the same elements of memory in the same order."""
+    """Return whether both tensors are the same elements of memory in the same order."""
     return a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride()

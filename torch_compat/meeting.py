@@ -1,7 +1,7 @@
 """A barrier for the threads of one process that drive a device each.
 
-It differs from `threading.Barrier` in what it says: who is awaited, and that a thread will never
-come since its function has ended, with the exception that ended it.
+Unlike `threading.Barrier` it names the threads that are missing. If the function of a missing
+thread has ended, it raises an error with the exception that ended it.
 """
 
 import gc
@@ -21,36 +21,36 @@ _log = logging.getLogger(__name__)
 NOTICE_SECONDS = 30.0
 LIMIT_SECONDS = 1800.0
 _POLL_SECONDS = 0.5
-# A thread that has nothing but these on its stack runs nobody's function any more.
+# A thread whose stack has only these modules does not run a user's function any more.
 _MACHINERY = ("threading", "concurrent.futures.thread", "queue")
 
 
 class Meeting:
-    """Where the threads of devices 0 to `parties` - 1 wait for each other, again and again."""
+    """A barrier of the threads of devices 0 to `parties` - 1, which can be used repeatedly."""
 
     def __init__(self, parties: int) -> None:
         self.parties = parties
         self._arrived = threading.Condition()
         self._rounds = [0] * parties
-        # Of this round and the next: nobody can be further ahead.
+        # Calls of this round and the next: no device can be further ahead.
         self._calls = [[""] * parties, [""] * parties]
         self._threads: dict[int, int] = {}
 
     def introduce(self, index: int) -> None:
-        """The calling thread is that of device `index`; so that its end can be seen."""
+        """Register the calling thread as that of device `index`, so that its end is noticed."""
         self._threads[index] = threading.get_ident()
 
     def wait(self, index: int, call: str = "an exchange of its own") -> None:
-        """Return when all devices have called this as often as device `index` has.
+        """Wait until all devices have called this as often as device `index` has.
 
         Args:
-          index: the number of the calling device.
-          call: what the device does next, which all must say alike.
+          index: number of the calling device.
+          call: description of what the device does next, which must be equal for all.
 
         Raises:
-          UnlikeCallsError: they do not; all devices raise it.
-          PeerLostError: a device will not come, since the function that it ran has ended, or has
-            not come for half an hour.
+          UnlikeCallsError: `call` differs between devices; all devices raise it.
+          PeerLostError: a device will not come, since its function has ended, or has not come for
+            half an hour.
         """
         with self._arrived:
             self._rounds[index] += 1
@@ -78,7 +78,7 @@ class Meeting:
         ended = [i for i in missing if i in self._threads and not _is_busy(self._threads[i])]
         failures = _failures()
         if not ended:
-            # Whoever has not been introduced may have failed before; then torch_xla ran it.
+            # A thread that has not been introduced may have failed before; torch_xla ran it.
             unknown = any(i not in self._threads for i in missing)
             failures = [e for e in failures if unknown and _came_through(e, "torch_xla")]
         if ended or failures:
@@ -96,7 +96,7 @@ class Meeting:
 
 
 def _is_busy(thread: int) -> bool:
-    """Whether a thread runs a function other than its pool's."""
+    """Return whether a thread runs a function other than its pool's."""
     frame: FrameType | None = sys._current_frames().get(thread)
     while frame is not None:
         if frame.f_globals.get("__name__") not in _MACHINERY:
@@ -106,19 +106,19 @@ def _is_busy(thread: int) -> bool:
 
 
 def _failures() -> list[BaseException]:
-    """What functions of this process' thread pools have raised that nobody has fetched.
+    """Return exceptions of functions in this process' thread pools that nobody has fetched.
 
-    Pools keep that in futures; those who could fetch it wait for the threads that wait here.
+    Pools keep them in futures; code that could fetch them waits for the threads that wait here.
     """
-    # By `type`: objects may answer for their `__class__` with code of their own.
+    # `type`, not `isinstance`: the `__class__` of an object may be a property with side effects.
     futures = [item for item in gc.get_objects() if issubclass(type(item), Future)]
     ended = [future for future in futures if future.done() and not future.cancelled()]
-    found = [future.exception() for future in ended]
-    return [e for e in found if e is not None and not isinstance(e, PeerLostError)]
+    errors = [future.exception() for future in ended]
+    return [e for e in errors if e is not None and not isinstance(e, PeerLostError)]
 
 
 def _came_through(error: BaseException, package: str) -> bool:
-    """Whether a function of that package called what raised."""
+    """Return whether a function of that package is in the traceback of an error."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     names = [str(frame.f_globals.get("__name__")).partition(".")[0] for frame in frames]
     return package in names

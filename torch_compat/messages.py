@@ -1,4 +1,4 @@
-"""What a `TPUManager` and its device process say to each other."""
+"""Messages between a `TPUManager` and its device process."""
 
 from typing import NamedTuple
 
@@ -6,12 +6,12 @@ from .settings import Changes
 
 
 class Step(NamedTuple):
-    """Ask for one step.
+    """A request for one step.
 
     Attributes:
-      number: comes back with the outcome.
-      load_parameters: whether the devices take the master's parameters and buffers first.
-      changes: what a script has set on the model since the step before.
+      number: number of the step; answers contain it.
+      load_parameters: whether the devices load the master's parameters and buffers first.
+      changes: settings of the model that a script has changed since the last step.
     """
 
     number: int
@@ -20,43 +20,43 @@ class Step(NamedTuple):
 
 
 class Commit(NamedTuple):
-    """Let a step that was `Computed` write into shared memory."""
+    """Permission for a step that was `Computed` to write into shared memory."""
 
     number: int
 
 
 class Stop(NamedTuple):
-    """Ask the device process to end."""
+    """A request that the device process ends."""
 
 
 class Ready(NamedTuple):
-    """The replicas are on their devices."""
+    """Notice that the replicas are on their devices."""
 
     num_devices: int
 
 
 class Loaded(NamedTuple):
-    """The devices have the master's parameters, which may change again."""
+    """Notice that the devices have loaded the master's parameters, which may change again."""
 
     number: int
 
 
 class Computed(NamedTuple):
-    """The gradients of a step are there and wait for a `Commit` to be added to the master's."""
+    """Notice that a step's gradients are computed and wait for a `Commit`."""
 
     number: int
 
 
 class StepStatistics(NamedTuple):
-    """What one step cost.
+    """Times and transfers of one step.
 
     Attributes:
-      seconds: from the request to the gradients on the host, in the device process.
+      seconds: time from the request to the gradients on the host, in the device process.
       data_seconds: device 0's wait for samples and their collation and transfer.
       barrier_seconds: device 0's wait for the other devices.
-      compilations: XLA programs compiled in this step.
-      bytes_to_device: host to devices, all devices together.
-      bytes_to_host: devices to host.
+      compilations: number of XLA programs compiled in this step.
+      bytes_to_device: bytes from the host to all devices together.
+      bytes_to_host: bytes from all devices to the host.
     """
 
     seconds: float
@@ -77,7 +77,7 @@ class StepDone(NamedTuple):
 
 
 class Failed(NamedTuple):
-    """Nothing more will come."""
+    """Notice of a failure; it is the last message."""
 
     message: str
     traceback: str | None = None

@@ -1,4 +1,4 @@
-"""One stream of samples, read in the main process, dealt out to the devices in turn."""
+"""A stream of samples that the main process reads and distributes over devices in turn."""
 
 import multiprocessing as mp
 import os
@@ -17,14 +17,14 @@ from .errors import describe
 
 
 class EndOfData(NamedTuple):
-    """What follows the last sample: why there are no more."""
+    """The message after the last sample: the reason why there are no more."""
 
     message: str
     traceback: str | None = None
 
 
 class DataError(RuntimeError):
-    """A device needs a sample and there is none; its message says why."""
+    """A device needs a sample and there is none; the message says why."""
 
     def __init__(self, end: EndOfData):
         super().__init__(end.message)
@@ -32,11 +32,11 @@ class DataError(RuntimeError):
 
 
 class QueueDataset(torch.utils.data.IterableDataset):
-    """A dataset that ceaselessly iterates over a queue.
+    """A dataset that iterates over a queue without end.
 
     Args:
-      queue: anything with `get()`. An `EndOfData` from it ends the iteration with a `DataError`,
-        for whoever asks for a sample from then on.
+      queue: object with `get()`. An `EndOfData` from it ends the iteration: this and later requests
+        for a sample raise a `DataError`.
     """
 
     def __init__(self, queue: Any):
@@ -53,7 +53,7 @@ class QueueDataset(torch.utils.data.IterableDataset):
             yield sample
 
     def __len__(self) -> int:
-        """Some tools ask every dataset for its length; this one has no end."""
+        """Return a huge number: some tools need a length, but this dataset has no end."""
         return 10**12
 
 
@@ -65,7 +65,7 @@ class DeviceQueue:
         self._read = read
 
     def get(self, block: bool = True, timeout: float | None = None) -> Any:
-        """The next sample; an `EndOfData`, again and again, where there are no more."""
+        """Return the next sample; after the last one, an `EndOfData` in every call."""
         self._read()
         sample = self._samples.get(block, timeout)
         if isinstance(sample, EndOfData):
@@ -73,28 +73,29 @@ class DeviceQueue:
         return sample
 
     def put(self, sample: Any) -> None:
-        """For the thread that reads; waits while `prefetch` samples are there."""
+        """Append a sample; wait while `prefetch` samples are in the queue."""
         self._samples.put(sample)
 
 
 class SampleReader:
-    """Reads `dataset` in the main process and deals its samples out to the devices.
+    """A reader of `dataset` in the main process that distributes samples over the devices.
 
     Sample i goes to device i % nprocs. The dataset is iterated once, by a daemon thread of the
-    process that starts it; samples travel pickled through one pipe per device, in order, and are
-    read ahead where the device is driven, in this process, a fork of it, or one fork per device.
-    What ends the data, its last sample or an exception, travels behind the samples before it and is
-    raised by the step that lacks a sample, not earlier.
+    process that starts it. Samples are sent pickled through one pipe per device, in order, and are
+    read ahead in the process that drives the device: this process, a fork of it, or one fork per
+    device. The end of the data, or an exception, is sent after the last sample, and is raised by
+    the step that lacks a sample, not earlier.
 
     Args:
-      dataset: any iterable of samples that can be pickled; never indexed, never asked its length.
-      nprocs: number of devices; None where only the process that drives them all knows it, which
-        sets it before its first sample.
-      master_prefetch: samples per device read ahead of the step that needs them.
-      start: begin to read now; else call `start()`, after the devices' process has been forked.
+      dataset: any iterable of samples that can be pickled; it needs no index and no length.
+      nprocs: number of devices; None if only the process that drives all of them knows it, which
+        then sets it before its first sample.
+      master_prefetch: number of samples per device to read ahead.
+      start: whether to begin to read now; otherwise call `start()`, after the fork of the devices'
+        process.
 
     Raises:
-      ValueError: naming the argument, for what is not iterable and numbers below 1.
+      ValueError: `dataset` is not iterable, or a number is below 1; the text names the argument.
     """
 
     def __init__(
@@ -115,7 +116,7 @@ class SampleReader:
             raise ValueError(f"`nprocs` must be >= 1, got {nprocs}.")
         self.dataset, self.nprocs, self.master_prefetch = dataset, nprocs, master_prefetch
         self._owner = os.getpid()
-        # One for all where the number of devices is not known yet.
+        # One pipe for all if the number of devices is not known yet.
         pipes = [mp.Pipe(duplex=False) for _ in range(nprocs or 1)]
         self._receivers, self._senders = map(list, zip(*pipes, strict=True))
         self._loader: threading.Thread | None = None
@@ -137,21 +138,21 @@ class SampleReader:
             self._loader.start()
 
     def release_receivers(self) -> None:
-        """In the process that reads the dataset, if the devices live in another.
+        """Close the receiving ends in the process that reads, if devices are in another process.
 
-        Only then does a dead device process break the pipes, and with them end the loader thread.
+        Only then the end of the device process breaks the pipes, which ends the loader thread.
         """
         for receiver in self._receivers:
             receiver.close()
 
     def is_loading(self) -> bool:
-        """Whether the loader thread is alive."""
+        """Return whether the loader thread is alive."""
         return self._loader is not None and self._loader.is_alive()
 
     def stop(self, timeout: float = 0.3) -> None:
-        """After the devices' process has ended: wait for the loader thread, which then ends too.
+        """Wait for the loader thread, which ends after the devices' process.
 
-        Unless it is inside the dataset and does not come back in time; it ends when it does.
+        If the dataset does not return in time, the thread ends when the dataset does return.
         """
         if self._loader is not None:
             self._loader.join(timeout)
@@ -161,7 +162,7 @@ class SampleReader:
 
     @property
     def device_queues(self) -> list[DeviceQueue]:
-        """One queue of samples per device, for the processes that drive the devices."""
+        """The queues of samples, one per device, for the processes that drive the devices."""
         with self._lock:
             if self._device_queues is None:
                 if self.nprocs is None:
@@ -173,11 +174,11 @@ class SampleReader:
             return self._device_queues
 
     def _read(self, index: int) -> None:
-        """Let a thread of this process read the samples of device `index`."""
+        """Start a thread of this process that reads the samples of device `index`."""
         queues = self.device_queues
         with self._lock:
             if not self._readers and os.getpid() != self._owner:
-                for sender in self._senders:  # then the pipes end with the process that reads
+                for sender in self._senders:  # pipes then break when the reading process ends
                     sender.close()
             alone = len(self._receivers) > 1
             number, readers_of = (index, [queues[index]]) if alone else (0, queues)
@@ -199,18 +200,18 @@ class SampleReader:
         num_workers: int = 0,
         **kwargs: Any,
     ) -> Iterator[Any]:
-        """Endless batches for one device, on the host.
+        """Return an endless iterator of batches on the host, for one device.
 
         Args:
-          index: the device's number among the nprocs.
-          batch_size: samples per batch; None for samples as they are.
-          collate_fn: as in `torch.utils.data.DataLoader`.
-          num_workers: 0, since samples are read by a thread of this process.
+          index: number of the device, 0 <= index < nprocs.
+          batch_size: samples per batch; None for samples without batching.
+          collate_fn: function from samples to a batch, see `torch.utils.data.DataLoader`.
+          num_workers: must be 0, since a thread of this process reads the samples.
           **kwargs: further arguments of `torch.utils.data.DataLoader`.
 
         Raises:
-          DataError: from the iterator, where the dataset lacks a sample.
-          ValueError: for workers, and an index that is no device.
+          DataError: from the iterator, if there are no more samples.
+          ValueError: `num_workers` is not 0, or `index` is not that of a device.
         """
         if num_workers != 0:
             raise ValueError(
@@ -221,7 +222,7 @@ class SampleReader:
             raise ValueError(
                 f"`index` must be one of the {len(self.device_queues)} devices, got {index}."
             )
-        self._read(index)  # ahead of the first batch that is asked for
+        self._read(index)  # begin to read before the first batch is requested
         loader = torch.utils.data.DataLoader(
             QueueDataset(self.device_queues[index]),
             batch_size=batch_size,
@@ -250,7 +251,7 @@ def _send_samples(dataset: Iterable[Any], senders: list[Connection]) -> None:
 
 
 def _send(sender: Connection, data: bytes) -> bool:
-    """Whether somebody is left to read."""
+    """Send to a pipe; return whether its other end is open."""
     try:
         sender.send_bytes(data)
     except OSError:
@@ -275,5 +276,5 @@ def _deal_samples(receiver: Connection, queues: list[DeviceQueue]) -> None:
         message = f"Sample {count} of the device could not be read: {describe(error)}"
         end = EndOfData(message, traceback.format_exc())
     for device_queue in queues:
-        # A device that has stopped asking must not keep the others from learning it.
+        # A full queue of one device must not keep the message from the others.
         threading.Thread(target=device_queue.put, args=(end,), daemon=True).start()

@@ -1,8 +1,8 @@
-"""The XLA devices of a process: how many, which thread drives which, and when their graphs run.
+"""The XLA devices of a process: their number, their threads, and when their graphs run.
 
-Several CPU devices in one process stand in for TPU cores, so that scripts can be tried and tested
-without a TPU. torch_xla deadlocks on them unless launches are ordered as `run_pending` orders them;
-on a TPU `run_pending` is `torch_xla.sync()`.
+Several CPU devices in one process replace TPU cores, so that scripts can be tried and tested
+without a TPU. torch_xla deadlocks on them unless launches are ordered as in `run_pending`; on a TPU
+`run_pending` is `torch_xla.sync()`.
 """
 
 import os
@@ -26,26 +26,26 @@ from .autograd_threads import ensure_autograd_threads
 from .meeting import Meeting
 
 MAX_CPU_DEVICES = 64
-# torch_xla has no public names for some of what a runtime needs.
+# Some functions that a runtime needs have no public names in torch_xla.
 _XLAC: Any = torch_xla._XLAC  # pyright: ignore[reportPrivateImportUsage]
-# Two threads that compile the same collective at once would run two executables that wait for each
-# other: the second must find the first's in the cache.
+# If two threads compile the same collective at once, two executables run and wait for each other:
+# the second thread must find the first one's executable in the cache.
 _LAUNCH = threading.Lock()
 _meeting: Meeting | None = None
 
 
 def is_started() -> bool:
-    """Whether this process has touched an XLA device, after which nothing can be configured."""
+    """Return whether this process has touched an XLA device, which fixes the configuration."""
     return _XLAC._xla_runtime_is_initialized()
 
 
 def on_cpu() -> bool:
-    """Whether the XLA devices of this process are CPU devices (`PJRT_DEVICE`)."""
+    """Return whether the XLA devices of this process are CPU devices (`PJRT_DEVICE`)."""
     return xr.device_type() == "CPU"
 
 
 def configured_cpu_devices() -> int | None:
-    """The number that `CPU_NUM_DEVICES` asks for, None where it is not set."""
+    """Return the number in `CPU_NUM_DEVICES`, None if it is not set."""
     value = os.environ.get("CPU_NUM_DEVICES")
     return None if value is None else int(value)
 
@@ -61,17 +61,17 @@ def check_cpu_devices(num_devices: int) -> None:
 
 
 def configure_cpu_devices(num_devices: int) -> None:
-    """Make the XLA runtime of this process, and of those it starts, `num_devices` CPU devices.
+    """Give the XLA runtime of this process, and of processes it starts, `num_devices` CPU devices.
 
-    For `xmp.spawn(fn)` and `TPUManager` on a machine without a TPU. Sets `PJRT_DEVICE`,
-    `CPU_NUM_DEVICES` and what keeps several CPU devices from deadlocks: a client that launches from
-    the calling thread (`PJRT_CPU_ASYNC_CLIENT=0`), and threads enough for devices that block in a
-    collective, in torch_xla's pool (`XLA_THREAD_POOL_SIZE`) and in those of XLA itself (`NPROC`),
-    which by default have as many as there are devices.
+    It is for `xmp.spawn(fn)` and `TPUManager` on a machine without a TPU. It sets `PJRT_DEVICE`,
+    `CPU_NUM_DEVICES` and variables that prevent deadlocks of several CPU devices: a client that
+    launches from the calling thread (`PJRT_CPU_ASYNC_CLIENT=0`), and enough threads for devices
+    that block in a collective, in torch_xla's pool (`XLA_THREAD_POOL_SIZE`) and in XLA's own pools
+    (`NPROC`), which by default have one thread per device.
 
     Raises:
-      ValueError: unless 1 <= num_devices <= 64.
-      RuntimeError: if this process has touched an XLA device already.
+      ValueError: not 1 <= num_devices <= 64.
+      RuntimeError: this process has touched an XLA device already.
     """
     check_cpu_devices(num_devices)
     if is_started():
@@ -83,21 +83,21 @@ def configure_cpu_devices(num_devices: int) -> None:
     os.environ["CPU_NUM_DEVICES"] = str(num_devices)
     os.environ["PJRT_CPU_ASYNC_CLIENT"] = "0"
     os.environ["XLA_THREAD_POOL_SIZE"] = str(max(16, num_devices))
-    # Twice as many as can be blocked at a time; many more than cores would slow the arithmetic.
+    # Twice the number that can block at a time; many more than cores would slow the arithmetic.
     os.environ["NPROC"] = str(max(os.cpu_count() or 1, 2 * num_devices))
 
 
 def open_devices(num_devices: int | None = None) -> list[torch.device]:
     """Start the runtime and return this process's devices, which form one group for collectives.
 
-    For a process that drives all its devices itself, one thread each (`bind`), instead of leaving
-    that to `xmp.spawn`.
+    It is for a process that drives all its devices itself, one thread each (`bind`), instead of
+    with `xmp.spawn`.
 
     Args:
-      num_devices: the number wanted; None for all there are.
+      num_devices: required number of devices; None for all.
 
     Raises:
-      ValueError: if there are not exactly `num_devices` devices.
+      ValueError: there are not exactly `num_devices` devices.
     """
     if on_cpu() and not is_started():
         configure_cpu_devices(num_devices or configured_cpu_devices() or 1)
@@ -107,8 +107,8 @@ def open_devices(num_devices: int | None = None) -> list[torch.device]:
             f"`nprocs` must be the number of XLA devices there are, {len(devices)} "
             f"({', '.join(map(_real_name, devices))}), got {num_devices}."
         )
-    # Without this every device takes itself for the only one and a collective silently does
-    # nothing. torch_xla keeps the size it was first asked for, before a fork too.
+    # Without this every device counts as the only one, and a collective silently does nothing.
+    # torch_xla caches the size at the first query, which may have been before a fork.
     xr._WORLD_SIZE = xr._ORDINAL = None
     xm.set_replication(devices[0], devices if len(devices) > 1 else [])
     if xr.world_size() != len(devices):
@@ -120,25 +120,25 @@ def open_devices(num_devices: int | None = None) -> list[torch.device]:
 
 
 def bind(device: torch.device) -> None:
-    """From now on the calling thread drives `device`: its default device and its ordinal."""
+    """Make `device` the calling thread's default device and set its ordinal."""
     _XLAC._xla_set_default_device(str(device))
 
 
 def bound() -> torch.device:
-    """The device that the calling thread drives."""
+    """Return the device that the calling thread drives."""
     return torch_xla.device()
 
 
 def run_pending(device: torch.device | None = None) -> None:
     """Compile and launch what `device` has traced so far; the next operation starts a new graph.
 
-    Around every collective of several CPU devices there must be one of these before, which leaves
-    the collective alone in its graph, the same for all devices, and one after. Launches are then
-    ordered by a lock, and the calling thread waits until its device (and no other) has finished;
-    outside of the lock, or it would keep out the devices that it waits for.
+    Every collective of several CPU devices needs a call before it, so that the collective is alone
+    in its graph, which is then equal for all devices, and a call after it. A lock orders launches.
+    The calling thread waits until its device (and no other) has finished; it does so outside of the
+    lock, which the devices that it waits for need.
 
     Args:
-      device: the device that the calling thread drives (None: its default device).
+      device: device that the calling thread drives; None: its default device.
     """
     device = device or torch_xla.device()
     if not (on_cpu() and xr.addressable_device_count() > 1):
@@ -150,10 +150,10 @@ def run_pending(device: torch.device | None = None) -> None:
 
 
 def may_launch() -> bool:
-    """Whether graphs may be launched: not inside of `torch_xla.compile(full_graph=True)`.
+    """Return whether graphs may be launched: not in `torch_xla.compile(full_graph=True)`.
 
     Raises:
-      RuntimeError: inside of it with several CPU devices, which torch_xla cannot compile so.
+      RuntimeError: inside of it with several CPU devices, for which torch_xla cannot compile.
     """
     allowed = _XLAC._get_allow_execution()
     if not allowed and shares_a_process():
@@ -166,32 +166,32 @@ def may_launch() -> bool:
 
 
 def shares_a_process() -> bool:
-    """Whether the devices are several CPU devices, each driven by a thread of one process."""
+    """Return whether the devices are several CPU devices, driven by threads of one process."""
     return on_cpu() and xr.addressable_device_count() > 1 and xr.world_size() > 1
 
 
 def introduce() -> None:
-    """The calling thread drives its device; `meet` then tells the others if its function ends.
+    """Register the calling thread for its device, so that `meet` notices the end of its function.
 
-    It starts no devices: a process without any may fork later.
+    It starts no devices, so that a process without devices may fork later.
     """
     if is_started() and shares_a_process():
         _the_meeting().introduce(xr.global_ordinal())
 
 
 def meet(call: str = "an exchange of its own") -> None:
-    """Wait until all devices of this process have come here; for several CPU devices alone.
+    """Wait until all devices of this process have called this; only for several CPU devices.
 
-    To be called before a graph with a collective of one's own is launched by `run_pending`, in all
-    threads: XLA's CPU runtime aborts the process where one device comes to a collective 15 seconds
-    after another. The wait is said after 30 seconds, with the number of who is awaited.
+    Call it in all threads before `run_pending` launches a graph with your own collective: XLA's CPU
+    runtime aborts the process if one device comes to a collective 15 seconds after another. After
+    30 seconds a warning names the devices that are missing.
 
     Args:
-      call: what this device does next, for the error where another does something else.
+      call: description of what this device does next, for the error if another does otherwise.
 
     Raises:
-      UnlikeCallsError: devices have come with different `call`.
-      PeerLostError: another device's function has ended, by an exception that is told, or has not
+      UnlikeCallsError: `call` differs between devices.
+      PeerLostError: another device's function has ended (the error names its exception), or has not
         come for half an hour.
     """
     if shares_a_process():
@@ -207,24 +207,24 @@ def _the_meeting() -> Meeting:
 
 
 def _real_name(device: torch.device) -> str:
-    """Such as "TPU:0" for xla:0."""
+    """Return the device's name in XLA, such as "TPU:0" for xla:0."""
     return xm.xla_real_devices([str(device)])[0]  # pyright: ignore[reportArgumentType]
 
 
 def to_device(tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
-    """CPU tensors on `device`, in one transfer."""
+    """Copy CPU tensors to `device` in one transfer."""
     if not tensors:
         return []
-    # Plain tensors: torch_xla moves nothing of a subclass, such as nn.Parameter.
+    # Plain tensors: torch_xla does not move tensors of a subclass, such as nn.Parameter.
     plain = [tensor.detach() for tensor in tensors]
     return xm.send_cpu_data_to_device(plain, device)  # pyright: ignore[reportReturnType]
 
 
 def to_host(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Tensors of a device on the CPU, in one transfer; what they wait for should have run."""
+    """Copy tensors of a device to the CPU in one transfer; their graphs should have run."""
     return _XLAC._xla_get_cpu_tensors([tensor.detach() for tensor in tensors])
 
 
 def wait(device: torch.device) -> None:
-    """Wait until `device` has run what was launched on it."""
+    """Wait until `device` has run all launched graphs."""
     xm.wait_device_ops([_real_name(device)])

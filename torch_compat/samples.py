@@ -1,7 +1,7 @@
-"""Samples as bytes: pickled, tensors as plain memory.
+"""Serialisation of samples: pickled, with tensors as plain memory.
 
-torch's own reducers put every tensor into a shared-memory file that a helper thread hands over; for
-a stream of samples through a pipe that costs file descriptors and leaves files when a process dies.
+torch's own reducers put every tensor into a shared-memory file that a helper thread passes on. For
+a stream of samples that costs file descriptors, and leaves files when a process dies.
 """
 
 import io
@@ -37,7 +37,7 @@ def _tensor(data: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Te
 
 
 def dumps(sample: Any) -> bytes:
-    """`sample` as bytes; a tensor comes back equal, on the CPU, without gradient history."""
+    """Return `sample` as bytes; tensors are restored equal, on the CPU, without gradients."""
     buffer = io.BytesIO()
     _Pickler(buffer, protocol=pickle.HIGHEST_PROTOCOL).dump(sample)
     return buffer.getvalue()

@@ -1,4 +1,4 @@
-"""What a script sets on a module beside its tensors: modes, flags, numbers and names."""
+"""Settings of a module other than its tensors: modes, flags, numbers and names."""
 
 from collections.abc import Collection
 from numbers import Number
@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:  # names of the package are there without torch
     from torch import nn
 
-_LONGEST = 16  # a tuple of more is data
+_LONGEST = 16  # a longer tuple is data, not a setting
 
 
 class Attributes:
-    """The numbers, strings, None and short tuples of these that a module's parts have now.
+    """The plain attributes of a module's parts: numbers, strings, None, short tuples of these.
 
     Args:
-      module: its parts are those of this moment.
-      leave_out: names that are not looked at, in no part.
+      module: module whose current parts are read.
+      leave_out: names of attributes to ignore, in all parts.
     """
 
     def __init__(self, module: "nn.Module", leave_out: Collection[str] = ()) -> None:
@@ -31,11 +31,11 @@ class Attributes:
         return {path: value for path, _, _, value in self._values}
 
     def leave_out(self, paths: Collection[str]) -> None:
-        """Look no longer at these paths."""
+        """Ignore these paths from now on."""
         self._values = [entry for entry in self._values if entry[0] not in paths]
 
     def changes(self) -> list[tuple[str, Any, Any]]:
-        """Return what has changed since: path and name, the value then, the value now."""
+        """Return the changes since construction: path and name, the old value, the new value."""
         return [
             (path, value, attributes[name])
             for path, attributes, name, value in self._values
@@ -44,11 +44,11 @@ class Attributes:
 
 
 class Changes(NamedTuple):
-    """What has been set on a module, to be set on a copy of it.
+    """Changed settings of a module, to be set on a copy of it.
 
     Attributes:
-      trained: `requires_grad` by the name of the parameter.
-      attributes: values by path and name, such as "layers.0.training".
+      trained: maps a parameter's name to its `requires_grad`.
+      attributes: maps path and name, such as "layers.0.training", to a value.
     """
 
     trained: dict[str, bool]
@@ -58,7 +58,7 @@ class Changes(NamedTuple):
         return bool(self.trained or self.attributes)
 
     def apply(self, module: "nn.Module") -> None:
-        """Set them on a copy of the module; what the copy does not have is left out."""
+        """Apply the changes to a copy of the module; settings that the copy lacks are left out."""
         parameters, parts = dict(module.named_parameters()), dict(module.named_modules())
         for name in self.trained.keys() & parameters.keys():
             parameters[name].requires_grad_(self.trained[name])
@@ -69,7 +69,7 @@ class Changes(NamedTuple):
 
 
 class Settings:
-    """What is set on a module at one moment: `requires_grad`, its modes and plain attributes."""
+    """The settings of a module at one time: `requires_grad`, its modes and plain attributes."""
 
     def __init__(self, module: "nn.Module") -> None:
         self._module = module
@@ -77,7 +77,7 @@ class Settings:
         self._attributes = Attributes(module).by_path()
 
     def changes(self) -> Changes:
-        """Return what is not as it was at that moment, in parts that were replaced, too."""
+        """Return the changes since construction, also in parts that were replaced."""
         now = Settings(self._module)
         return Changes(
             {

@@ -17,33 +17,33 @@ class TPUSynchronizer(MasterModel):
     """The master model in shared memory, and transfers between it and its replicas.
 
     Args:
-      model: on the CPU; becomes the master.
-      post_init: called with every replica once it is on its device, in the place of the replica's
-        `tie_weights()`.
-      compress_grads: gradients, once summed, travel to the host as bfloat16.
+      model: module on the CPU; it becomes the master.
+      post_init: function that is called with every replica once it is on its device, instead of the
+        replica's `tie_weights()`.
+      compress_grads: whether summed gradients are sent to the host as bfloat16.
 
     Raises:
-      ValueError: if the model has no parameters, or a tensor that is not on the CPU.
-      OSError: if shared memory, or the number of open files, runs out.
+      ValueError: the model has no parameters, or a tensor that is not on the CPU.
+      OSError: shared memory, or the limit of open files, is exhausted.
     """
 
     def get_device_model_replica(self, device: torch.device, tie_weights: bool = True) -> nn.Module:
-        """A copy of the master on `device`, with zero gradients; no second copy on the host.
+        """Copy the master to `device`, with zero gradients and without a second copy on the host.
 
         Parameters that share a tensor in the master share one in the replica.
 
         Args:
-          device: where to.
-          tie_weights: also call the replica's `tie_weights()`, where it has one, or `post_init`.
+          device: device of the replica.
+          tie_weights: whether to call `post_init`, or the replica's `tie_weights()` if it has one.
         """
         with torch.no_grad():
             hosts = [*self.master_model.parameters(), *self.master_model.buffers()]
             memo: dict[int, torch.Tensor] = {}
-            for host, moved in zip(hosts, runtime.to_device(hosts, device), strict=True):
+            for host, on_device in zip(hosts, runtime.to_device(hosts, device), strict=True):
                 if isinstance(host, nn.Parameter):
-                    moved = nn.Parameter(moved, requires_grad=host.requires_grad)
-                memo[id(host)] = moved
-            # deepcopy takes what is in its memo instead of copying it.
+                    on_device = nn.Parameter(on_device, requires_grad=host.requires_grad)
+                memo[id(host)] = on_device
+            # deepcopy uses the tensors in its memo instead of copying them.
             replica = deepcopy(self.master_model, memo)
             if tie_weights:
                 self.finish_replica(replica)
@@ -55,7 +55,7 @@ class TPUSynchronizer(MasterModel):
     def send_params_to_device(self, replica: nn.Module) -> None:
         """Copy the master's parameters and buffers to this device's replica.
 
-        One transfer of their size; the copies inside the device join its next graph.
+        It is one transfer of their size; copies inside the device are part of its next graph.
         """
         with torch.no_grad():
             targets = [*replica.parameters(), *replica.buffers()]
@@ -72,21 +72,21 @@ class TPUSynchronizer(MasterModel):
         extra: Iterable[torch.Tensor] = (),
         before_write: Callable[[], object] | None = None,
     ) -> list[torch.Tensor]:
-        """Sum the gradients over all devices, move them into the master's, zero the replica's.
+        """Sum gradients over all devices into the master's, and zero those of the replica.
 
-        To be called for every device, each from its thread, after all of them have finished what
-        came before: one all-reduce of the size of the gradients (half precision as float32), then
-        one transfer to the host, by ordinal 0 alone.
+        Call it for every device, each from its thread, after all of them have finished their
+        previous graphs. It makes one all-reduce of the size of the gradients (half precision as
+        float32), then one transfer to the host, by ordinal 0 only.
 
         Args:
-          replica: this device's.
-          add: to the master's gradients, instead of in their place.
+          replica: replica of this device.
+          add: whether to add to the master's gradients instead of replacing them.
           scale: factor of the sums.
-          extra: further tensors on the device to be summed and scaled along.
-          before_write: called by ordinal 0 between the transfer and the writing.
+          extra: further tensors on the device to sum and scale.
+          before_write: function that ordinal 0 calls between the transfer and the writing.
 
         Returns:
-          The extra sums on the host, at ordinal 0; an empty list elsewhere.
+          The sums of `extra` on the host, at ordinal 0; an empty list at other ordinals.
         """
         with torch.no_grad():
             gradients = [
@@ -94,10 +94,11 @@ class TPUSynchronizer(MasterModel):
                 for parameter in replica.parameters()
             ]
             runtime.run_pending()
-            # The all-reduce writes into what it is given, and the replica keeps its gradients.
+            # Clones: the all-reduce overwrites its tensors, and the replica keeps its gradients.
             sums = [_wide(tensor).clone() for tensor in [*gradients, *extra]]
             xm.all_reduce(xm.REDUCE_SUM, sums, scale=scale, pin_layout=False)
-            if scale != 1.0 and xr.world_size() == 1:  # then the all-reduce is left out, scale too
+            # With one device torch_xla skips the all-reduce, and the scale with it.
+            if scale != 1.0 and xr.world_size() == 1:
                 sums = [tensor * scale for tensor in sums]
             for gradient in gradients:
                 gradient.zero_()
@@ -120,5 +121,5 @@ class TPUSynchronizer(MasterModel):
 
 
 def _wide(tensor: torch.Tensor) -> torch.Tensor:
-    """Half precision as float32, so that sums over devices lose nothing."""
+    """Return half precision as float32, so that sums over devices lose nothing."""
     return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor

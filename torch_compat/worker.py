@@ -1,4 +1,4 @@
-"""What the device process of a `TPUManager` does, whatever drives its devices."""
+"""The device process of a `TPUManager`, for any backend."""
 
 import os
 import threading
@@ -16,7 +16,7 @@ from .messages import Commit, Computed, Failed, Loaded, Ready, Step, StepDone, S
 
 @dataclass(frozen=True)
 class WorkerOptions:
-    """How the device process trains; the arguments of `TPUManager`."""
+    """The arguments of `TPUManager` that the device process needs."""
 
     nprocs: int | None
     batch_size_per_device: int
@@ -26,7 +26,7 @@ class WorkerOptions:
 
 
 class GroupFailed(Exception):
-    """One of the devices has failed; its report says which and how."""
+    """One of the devices has failed; its report names the device and the failure."""
 
     def __init__(self, report: Failed):
         super().__init__(report.message)
@@ -34,7 +34,7 @@ class GroupFailed(Exception):
 
 
 class Stopped(Exception):
-    """The host wants no more, in the middle of a step."""
+    """The host has requested the end in the middle of a step."""
 
 
 class Link:
@@ -44,28 +44,28 @@ class Link:
         self._connection = connection
 
     def next_request(self) -> Step | Commit | Stop:
-        """Wait for what the host asks for."""
+        """Wait for the next request of the host."""
         try:
             return self._connection.recv()
         except (EOFError, OSError):
             return Stop()
 
     def loaded(self, number: int) -> None:
-        """Tell that all devices have the master's parameters."""
+        """Notify the host that all devices have the master's parameters."""
         self._connection.send(Loaded(number))
 
     def wait_to_commit(self, number: int) -> None:
-        """Tell that a step's gradients are there, and wait until they may be written.
+        """Notify the host that a step's gradients are computed; wait until they may be written.
 
         Raises:
-          Stopped: if the host wants to end instead.
+          Stopped: the host requests the end instead.
         """
         self._connection.send(Computed(number))
         if not isinstance(self.next_request(), Commit):
             raise Stopped
 
     def send(self, answer: Ready | StepDone | Failed) -> None:
-        """Send to the host."""
+        """Send a message to the host."""
         self._connection.send(answer)
 
 
@@ -75,14 +75,14 @@ class Group(Protocol):
     num_devices: int
 
     def step(self, request: Step, link: Link) -> StepDone:
-        """Take a step, which calls `link.loaded`, if it loads, and `link.wait_to_commit`."""
+        """Take a step; call `link.loaded`, if it loads parameters, and `link.wait_to_commit`."""
         ...
 
 
 def serve(connection: Connection, open_group: Callable[[], Group]) -> None:
-    """Answer `Step` requests on `connection` until `Stop`, or until the other side is gone.
+    """Answer `Step` requests on `connection` until `Stop`, or until the host has ended.
 
-    A failure is reported once; from then on the process only waits to be stopped.
+    A failure is reported once; after that the process only waits for `Stop`.
     """
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     link = Link(connection)
@@ -101,17 +101,17 @@ def serve(connection: Connection, open_group: Callable[[], Group]) -> None:
 
 
 def _report(link: Link, failed: Failed) -> None:
-    with suppress(OSError):  # nobody is left to tell
+    with suppress(OSError):  # the host has ended
         link.send(failed)
         while not isinstance(link.next_request(), Stop):
             pass
 
 
 def _end_with(host: int) -> None:
-    """End this process when the host is gone.
+    """End this process when the host has ended.
 
-    Forks of the host may hold its end of the connection open, and a thread inside a device cannot
-    be called back, so neither is enough to go by.
+    The connection may stay open, since forks of the host may hold its end, and a thread inside a
+    device cannot be interrupted. So this polls the id of the parent process.
     """
     while os.getppid() == host:
         time.sleep(0.5)

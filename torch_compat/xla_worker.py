@@ -1,4 +1,4 @@
-"""XLA devices in the device process of a `TPUManager`: a thread and a replica for each."""
+"""XLA devices in the device process of a `TPUManager`, each with a thread and a replica."""
 
 import queue
 import threading
@@ -25,7 +25,7 @@ from .worker import GroupFailed, Link, WorkerOptions
 
 @dataclass
 class _Clock:
-    """Seconds that one device spent waiting, in the current step."""
+    """The seconds that one device spent waiting in the current step."""
 
     data: float = 0.0
     barrier: float = 0.0
@@ -33,19 +33,19 @@ class _Clock:
 
 @dataclass
 class _Shared:
-    """What the threads of a group share."""
+    """The barrier and queues that the threads of a group share."""
 
     barrier: threading.Barrier
     outcomes: queue.SimpleQueue = field(default_factory=queue.SimpleQueue)
     commits: queue.SimpleQueue = field(default_factory=queue.SimpleQueue)
 
     def wait_to_commit(self) -> None:
-        """Of the device that writes into shared memory: wait until it may."""
+        """Wait until the device that calls this may write into shared memory."""
         self.outcomes.put(_COMPUTED)
         self.commits.get()
 
 
-_COMPUTED = object()  # an outcome: gradients are on the host and wait for a commit
+_COMPUTED = object()  # an outcome: gradients are on the host, and a commit is needed
 
 
 class DeviceGroup:
@@ -69,7 +69,7 @@ class DeviceGroup:
                 name=f"TPUManager-device-{index}",
                 daemon=True,  # a thread that hangs in a device must not keep the process alive
             ).start()
-            # One after the other: the host holds what one replica needs on its way, not all.
+            # One after the other: the host then needs temporary memory for one replica at a time.
             self._outcome()
 
     def step(self, request: Step, link: Link) -> StepDone:
@@ -78,7 +78,7 @@ class DeviceGroup:
         for requests in self._requests:
             requests.put(request)
         if request.load_parameters:
-            # Before anything else: no device exchanges gradients before all have come so far.
+            # First, since no device exchanges gradients before all have loaded parameters.
             for _ in self.devices:
                 self._outcome()
             link.loaded(request.number)
@@ -108,7 +108,7 @@ class DeviceGroup:
 
 
 class _DeviceWorker:
-    """One device: its replica, its batches, its part of every step."""
+    """The thread of one device: its replica, its batches, its part of every step."""
 
     def __init__(
         self,
@@ -124,7 +124,7 @@ class _DeviceWorker:
         self._clock = _Clock()
 
     def run(self, requests: queue.SimpleQueue) -> None:
-        """Take steps as they are asked for, until one fails."""
+        """Take the requested steps until one fails."""
         try:
             with torch.enable_grad():
                 self._replica, self._batches = self._initialise()
@@ -132,7 +132,7 @@ class _DeviceWorker:
                 while True:
                     self._shared.outcomes.put(self._step(requests.get()))
         except threading.BrokenBarrierError:
-            return  # another device failed first, and has said so
+            return  # another device failed first, and has reported it
         except DataError as error:
             message = f"Device {self.index} of {self._shared.barrier.parties}: {error}"
             self._shared.outcomes.put(Failed(message, error.end.traceback))
@@ -141,7 +141,7 @@ class _DeviceWorker:
                 f"Device {self.index} of {self._shared.barrier.parties} failed: {describe(error)}"
             )
             self._shared.outcomes.put(Failed(message, traceback.format_exc()))
-        # The others wait for this one before every collective; they need not enter it.
+        # The others wait at the barrier before every collective; this ends their wait.
         self._shared.barrier.abort()
 
     def _initialise(self) -> tuple[nn.Module, Iterator[Any]]:
@@ -165,7 +165,7 @@ class _DeviceWorker:
         if request.load_parameters:
             self._synchronizer.send_params_to_device(self._replica)
             runtime.run_pending(self.device)
-            runtime.wait(self.device)  # until then the host's memory is read
+            runtime.wait(self.device)  # the device reads the host's memory until then
             self._shared.outcomes.put(None)
         steps, devices = self.options.grad_accumulation_steps, self._shared.barrier.parties
         total = torch.zeros((), device=self.device, dtype=self._loss_dtype)
@@ -176,12 +176,12 @@ class _DeviceWorker:
             self._clock.data += time.perf_counter() - begin
             loss = loss_of(call_model(self._replica, batch)) / steps
             loss.backward()
-            # In place, so that all micro-batches trace the same graph.
+            # In place, so that all microbatches trace the same graph.
             total += loss.detach()
             del batch, loss
             runtime.run_pending(self.device)
         begin = time.perf_counter()
-        # A device that entered the collective alone could not be called back.
+        # A device that entered the collective alone could not be interrupted.
         self._shared.barrier.wait()
         self._clock.barrier += time.perf_counter() - begin
         losses = self._synchronizer.aggregate_grads_on_host(

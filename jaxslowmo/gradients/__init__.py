@@ -1,1 +1,1 @@
-"""What happens to gradients before the optimizer: averaged, summed as rows, scaled, clipped."""
+"""Transforms of gradients before the optimizer: averaging, sums of rows, scaling, clipping."""

@@ -1,1 +1,1 @@
-"""Programs to start from; `README.md` of this folder says how to run them."""
+"""Example programs; `README.md` of this folder says how to run them."""

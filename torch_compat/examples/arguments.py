@@ -1,4 +1,4 @@
-"""Options of the command lines, each declared once; a bad value ends in an error message."""
+"""Options of the command lines, each declared once; an invalid value ends in an error message."""
 
 import argparse
 import math
@@ -6,18 +6,18 @@ from typing import Any
 
 from .model import LanguageModelConfig
 
-# What a value must be, by the name of its option, or by the type of its default.
+# The rule for a value, by the name of its option, or by the type of its default.
 _RULES: dict[Any, Any] = {
     int: ("a whole number >= 1", lambda value: value >= 1),
     float: ("a number > 0", lambda value: 0 < value < math.inf),
     str: ("text", lambda value: True),
-    # `runtime.MAX_CPU_DEVICES` cannot be imported where there is no torch_xla.
+    # `runtime.MAX_CPU_DEVICES` cannot be imported without torch_xla.
     "cpu_devices": ("a whole number from 1 to 64", lambda value: 1 <= value <= 64),
     "seed": ("a whole number >= 0", lambda value: value >= 0),
     "slowmo_momentum": ("in [0, 1)", lambda value: 0 <= value < 1),
     "target_accuracy": ("a number from 0 to 100", lambda value: 0 <= value <= 100),
 }
-# Options of several programs, as (default, help); of choices the first is the default.
+# Options of several programs, as (default, help). A tuple lists choices, the default first.
 MODEL = {
     "length": (128, "tokens per sample"),
     "width": (192, "width of the model"),
@@ -41,19 +41,19 @@ XLA = {"cpu_devices": (None, "CPU devices to train on, instead of all XLA device
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser of the options above, and of others like them, for a module of this package."""
+    """A parser of groups of options, such as those above, for a module of this package."""
 
     def __init__(self, module: str, description: str | None, *groups: dict[str, tuple[Any, str]]):
         style = argparse.RawDescriptionHelpFormatter  # the description keeps its lines
         prog = f"python -m {__package__}.{module}"
         super().__init__(prog, description=description, formatter_class=style)
         for name, (default, text) in (option for group in groups for option in group.items()):
-            how: dict[str, Any] = {"default": default, "type": _reader(name, default)}
+            kwargs: dict[str, Any] = {"default": default, "type": _reader(name, default)}
             if isinstance(default, bool):
-                how = {"action": "store_true"}
+                kwargs = {"action": "store_true"}
             elif isinstance(default, tuple):
-                how = {"default": default[0], "choices": default}
-            self.add_argument(f"--{name.replace('_', '-')}", help=f"{text} (%(default)s)", **how)
+                kwargs = {"default": default[0], "choices": default}
+            self.add_argument(f"--{name.replace('_', '-')}", help=f"{text} (%(default)s)", **kwargs)
 
     def parse(self, arguments: list[str] | None = None) -> argparse.Namespace:
         """Return the options, also as the model's `config` and as arguments `slowmo`, or exit."""
@@ -76,7 +76,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def _reader(name: str, default: Any) -> Any:
-    """Return a function that reads a value; argparse reports what it refuses."""
+    """Return a function that converts a value; argparse reports its errors."""
     kind = int if default is None else type(default)
 
     def read(text: str) -> Any:

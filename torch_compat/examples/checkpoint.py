@@ -1,4 +1,4 @@
-"""Checkpoints that exist completely or not at all, and a Ctrl-C that leaves time for one."""
+"""Checkpoints that are complete or missing, and Ctrl-C that leaves time for one."""
 
 import os
 import signal
@@ -10,7 +10,7 @@ import torch
 
 
 def save(path: Path, state: dict[str, Any]) -> None:
-    """Write `state`; an older file is only replaced once all of the new one is on disk."""
+    """Write `state`; an older file is replaced only when all of the new one is on disk."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, unfinished = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
@@ -24,23 +24,23 @@ def save(path: Path, state: dict[str, Any]) -> None:
         raise
 
 
-def load(path: Path, **wanted: Any) -> dict[str, Any]:
-    """Return what `save` wrote, or raise ValueError; `wanted` are entries that it must have."""
+def load(path: Path, **expected: Any) -> dict[str, Any]:
+    """Return the saved state; raise `ValueError` unless it has the entries `expected`."""
     try:
         state = dict(torch.load(path, map_location="cpu", weights_only=True))
     except FileNotFoundError:
         raise ValueError(f"There is no checkpoint {path}.") from None
     except Exception as error:
         raise ValueError(f"{path} is not a checkpoint that can be read: {error}") from error
-    for name, value in wanted.items():
+    for name, value in expected.items():
         if state.get(name) != value:
-            is_now = f"its {name} is {state.get(name)}, now {value} is asked for"
+            is_now = f"its {name} is {state.get(name)}, now {value} is requested"
             raise ValueError(f"{path} is of another run: {is_now}.")
     return state
 
 
 def postpone_interrupt() -> list[int]:
-    """Return a list to which the first Ctrl-C only adds an entry; the second one raises."""
+    """Return a list that grows by one entry at the first Ctrl-C; the second one raises."""
     requests: list[int] = []
 
     def handle(number: int, frame: object) -> None:

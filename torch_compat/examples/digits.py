@@ -1,6 +1,6 @@
-"""Pictures of digits that every machine can draw from a small font, and a net that reads them.
+"""Pictures of digits, drawn from a small font on any machine, and a net that classifies them.
 
-They have the shape of MNIST, which can take their place where torchvision is installed:
+They have the shape of MNIST, which can replace them if torchvision is installed:
 `torchvision.datasets.MNIST(folder, train=..., download=True, transform=ToTensor())`.
 """
 
@@ -27,8 +27,8 @@ _FONT = """
 class Digits(TensorDataset):
     """Pairs of a float32 picture (1, 28, 28), ink about 1 and paper about 0, and its int64 digit.
 
-    Every picture is scaled, turned, slanted and moved at random, and noisy. All digits are equally
-    frequent. The same arguments give the same pictures; `seed` is a name such as (0, 1).
+    Every picture is randomly scaled, rotated, sheared and shifted, with noise. All digits are
+    equally frequent. The same arguments give the same pictures; `seed` is a tuple such as (0, 1).
     """
 
     def __init__(self, num_samples: int, *, seed: tuple[int, ...]):

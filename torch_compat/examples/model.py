@@ -1,4 +1,4 @@
-"""A small causal language model with the interface of those of transformers."""
+"""A small causal language model with the interface of models of transformers."""
 
 from dataclasses import dataclass
 
@@ -13,7 +13,7 @@ class LanguageModelConfig:
 
     vocabulary: int = 256
     length: int = 128  # the longest input, in tokens
-    width: int = 192  # of the residual stream; a multiple of `heads`
+    width: int = 192  # width of the residual stream; a multiple of `heads`
     layers: int = 2
     heads: int = 6
 
@@ -27,15 +27,15 @@ class LanguageModelConfig:
 
 
 class LanguageModel(nn.Module):
-    """Predicts every token from those before it; embedding and output share their weights."""
+    """A transformer that predicts every token from those before it, with tied embeddings."""
 
     def __init__(self, config: LanguageModelConfig):
         super().__init__()
         self.config, width = config, config.width
         self.embedding = nn.Embedding(config.vocabulary, width)
         self.positions = nn.Parameter(0.02 * torch.randn(config.length, width))
-        how = {"dropout": 0.0, "activation": "gelu", "batch_first": True, "norm_first": True}
-        layer = nn.TransformerEncoderLayer(width, config.heads, 4 * width, **how)
+        options = {"dropout": 0.0, "activation": "gelu", "batch_first": True, "norm_first": True}
+        layer = nn.TransformerEncoderLayer(width, config.heads, 4 * width, **options)
         self.blocks = nn.TransformerEncoder(layer, config.layers, nn.LayerNorm(width), False)
         self.output = nn.Linear(width, config.vocabulary, bias=False)
         nn.init.normal_(self.embedding.weight, std=0.02)

@@ -1,4 +1,4 @@
-"""AdamW on the host, for the gradients that the devices leave there: alone, or with peers."""
+"""AdamW on the host, for the mean gradients of the devices: alone, or with peers."""
 
 import argparse
 import importlib.util
@@ -45,7 +45,7 @@ class LocalOptimizer:
         return True
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all that a checkpoint needs, right after a step, when no gradients are waiting."""
+        """Return the state for a checkpoint; call it right after a step."""
         optimizer, scheduler = self.optimizer.state_dict(), self.scheduler.state_dict()
         return {"optimizer": optimizer, "scheduler": scheduler, "steps": self.steps}
 
@@ -56,7 +56,7 @@ class LocalOptimizer:
         self.steps = state["steps"]
 
     def close(self) -> None:
-        """Release what belongs to other processes, which is nothing here."""
+        """Do nothing: this optimizer has no connections to other processes."""
 
 
 def hivemind_is_installed() -> bool:
@@ -83,8 +83,8 @@ class HivemindOptimizer:
             optimizer=lambda parameters: adamw(parameters, options.learning_rate),
             scheduler=lambda optimizer: warm_up_and_decay(optimizer, options.steps),
         )
-        # Its state holds the number of steps, from which the schedule follows; peers that are
-        # further ahead send theirs.
+        # The state holds the number of steps, which determines the schedule; peers that are further
+        # ahead send their state.
         self.state_dict = self.optimizer.state_dict
         self.load_state_dict = self.optimizer.load_state_dict
         print("Others join with --initial-peers", *self.dht.get_visible_maddrs())
@@ -95,13 +95,13 @@ class HivemindOptimizer:
         return self.optimizer.local_epoch
 
     def after_step(self, num_samples: int) -> bool:
-        """Hand over the gradients; hivemind keeps the sum itself, so they start again from zero."""
-        before = self.steps
+        """Pass on the gradients and zero them; hivemind keeps its own sum."""
+        previous = self.steps
         self.optimizer.step(batch_size=num_samples)
         for parameter in self.parameters:
             if parameter.grad is not None:
                 parameter.grad.zero_()
-        return self.steps != before
+        return self.steps != previous
 
     def close(self) -> None:
         """Leave the peers."""

@@ -1,4 +1,4 @@
-"""What the programs with replicas share: how they start, and the run of a language model."""
+"""The start of programs with replicas, and the training of a language model."""
 
 import argparse
 import os
@@ -18,11 +18,11 @@ from .text import TextStream, standard_library, validation_batch
 
 
 def prepare_to_spawn(options: argparse.Namespace) -> None:
-    """Choose devices and seed for `xmp.spawn`, whose processes Ctrl-C then ends at once.
+    """Set devices and seed for `xmp.spawn`, and let Ctrl-C end its processes at once.
 
-    Their threads would otherwise run on, and this process would wait for them.
+    Otherwise their threads would continue, and this process would wait for them.
     """
-    from .. import runtime  # here, since processes of torchrun need no torch_xla
+    from .. import runtime  # imported late, since torchrun needs no torch_xla
 
     warnings.simplefilter("once")  # not once per device
     torch.set_num_threads(1)  # OpenMP's threads do not survive the fork
@@ -40,10 +40,10 @@ def prepare_to_spawn(options: argparse.Namespace) -> None:
 
 
 def run(net: Wrapper, options: argparse.Namespace, step: Callable[[Tensor], Tensor]) -> None:
-    """Train a replica, and compare the mean of all replicas with what they started from.
+    """Train a replica, and compare the mean of all replicas with the initial model.
 
-    `net` wraps a `LanguageModel`. `step` trains it with tokens, int64 (batch, length), that are on
-    its device, lets the replicas exchange, and returns the loss.
+    `net` wraps a `LanguageModel`. `step` trains it with tokens, int64 (batch, length), on its
+    device, lets the replicas exchange, and returns the loss.
     """
     rank, world, text = net.process_rank, net.process_world_size, standard_library()
     samples = TextStream(text.train, length=options.length, seed=(options.seed, rank))
@@ -53,8 +53,9 @@ def run(net: Wrapper, options: argparse.Namespace, step: Callable[[Tensor], Tens
         state = net.consolidated_state_dict()  # an exchange: all replicas call it
         if rank != 0:
             return 0.0
-        model, own = LanguageModel(options.config), "module."
-        model.load_state_dict({k[len(own) :]: v for k, v in state.items() if k.startswith(own)})
+        model, prefix = LanguageModel(options.config), "module."
+        parts = {k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)}
+        model.load_state_dict(parts)
         return mean_loss(model, validation)
 
     first_loss, begin = validation_loss(), time.perf_counter()

@@ -1,4 +1,4 @@
-"""Real text that is on every machine: the source files of Python's standard library, as bytes."""
+"""Text that is on every machine: the source files of Python's standard library, as bytes."""
 
 import sysconfig
 from collections.abc import Iterator
@@ -11,12 +11,12 @@ import numpy as np
 import torch
 from torch.utils.data import IterableDataset
 
-# Tests, tables and what others installed.
+# Folders of tests, tables and installed packages.
 LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idlelib", "encodings"}
 
 
 class Text(NamedTuple):
-    """Bytes of different files, as 1-D uint8 arrays."""
+    """The bytes of training and validation files, as 1-D uint8 arrays."""
 
     train: np.ndarray
     validation: np.ndarray
@@ -28,7 +28,7 @@ def standard_library() -> Text:
     for path in sorted(root.rglob("*.py")):
         name = path.relative_to(root)
         if not LEFT_OUT & set(name.parts):
-            # By its name, so that a file stays where it is in other versions of Python.
+            # By the hash of its name, so that other versions of Python split files in the same way.
             parts[crc32(name.as_posix().encode()) % 10 == 0].append(path.read_bytes())
     if not all(parts):
         raise ValueError(f"Python's standard library has no source files in {root}.")
@@ -36,11 +36,11 @@ def standard_library() -> Text:
 
 
 class TextStream(IterableDataset):
-    """Endless samples {"input_ids", "labels"}, both the same tokens, int64 (length,).
+    """An endless stream of samples {"input_ids", "labels"}, both equal int64 tokens (length,).
 
-    Every epoch cuts the text at other places and shuffles the pieces. The same arguments give the
-    same samples in the same order: `seed` names the stream, as (seed of the run, rank) does, and
-    `skip` leaves out samples at the beginning, to go on where an earlier run stopped.
+    Every epoch cuts the text at different places and shuffles the pieces. The same arguments give
+    the same samples in the same order. `seed` selects the stream, for example (seed of the run,
+    rank). `skip` is the number of samples to leave out at the beginning, to resume a run.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class TextStream(IterableDataset):
 
 
 def validation_batch(text: np.ndarray, *, num_samples: int, length: int) -> torch.Tensor:
-    """Return pieces at equal distances, always the same: int64 (num_samples, length)."""
+    """Return pieces at equal distances in the text, int64 (num_samples, length)."""
     size, distance = len(text), len(text) // num_samples
     if distance < length:
         raise ValueError(

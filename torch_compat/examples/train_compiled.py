@@ -1,9 +1,9 @@
-"""Train a language model by steps under `torch_xla.compile`, like pytorch/xla's examples.
+"""Train a language model with steps under `torch_xla.compile`, like pytorch/xla's examples.
 
     python -m torch_compat.examples.train_compiled --cpu-devices 1
 
 A step of a replica (forward and backward pass and AdamW) is one program; `full_graph=True` makes
-torch_xla refuse to run anything else in it. `perform_slowmo` follows outside.
+torch_xla raise an error if the step would run a second one. `perform_slowmo` runs after it.
 """
 
 import argparse
@@ -25,24 +25,24 @@ parse = Parser("train_compiled", __doc__, XLA, STEPS, TRAINING, SLOWMO, MODEL).p
 
 
 class Trainer:
-    """One replica, its optimizer, and how many programs its process has compiled by each step."""
+    """A replica, its optimizer, and the number of programs compiled by the end of each step."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.device, self.num_programs = torch_xla.device(), list[int]()
         model = LanguageModel(options.config).to(self.device)
         model.tie_weights()  # a move to an XLA device makes two tensors of tied ones
         broadcast_parameters(model)
-        # No value can be read inside a full graph, so the replicas' start cannot be checked there.
+        # A full graph cannot read values, so it cannot check that replicas start equal.
         self.net = SlowMoDistributedDataParallel(model, check_start=False, **options.slowmo)
         # `capturable` counts steps on the device; a number would make every step a new program.
-        how = {"lr": options.learning_rate, "capturable": True}
-        self.optimizer = torch.optim.AdamW(self.net.parameters(), **how)
-        # Several CPU devices are threads of one process, all of which a full graph would stop.
+        settings = {"lr": options.learning_rate, "capturable": True}
+        self.optimizer = torch.optim.AdamW(self.net.parameters(), **settings)
+        # Several CPU devices are threads of one process, and a full graph would block all of them.
         full_graph = not runtime.shares_a_process()
         self.compiled_step: Any = torch_xla.compile(self.local_step, full_graph=full_graph)
 
     def local_step(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return the loss of (batch, length) tokens, and learn; nothing is exchanged in here."""
+        """Take a local step on (batch, length) tokens, without exchange, and return the loss."""
         loss = self.net(input_ids=tokens, labels=tokens)["loss"]
         loss.backward()
         self.optimizer.step()
@@ -50,7 +50,7 @@ class Trainer:
         return loss
 
     def step(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return the loss of a local step, after which replicas come together where it is due."""
+        """Take a local step, exchange with other replicas if it is due, and return the loss."""
         loss = self.compiled_step(tokens)
         self.net.perform_slowmo(self.optimizer)
         runtime.run_pending()

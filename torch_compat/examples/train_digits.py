@@ -2,9 +2,9 @@
 
     python -m torch_compat.examples.train_digits --cpu-devices 2
 
-Every device trains a replica on its part of the pictures; there is no all-reduce of gradients
-(`xm.optimizer_step`), the replicas come together every few steps. Ends with an error where the
-accuracy is below --target-accuracy.
+Every device trains a replica on its part of the pictures. There is no all-reduce of gradients
+(`xm.optimizer_step`); the replicas are averaged every few steps. The program ends with an error if
+the accuracy is below --target-accuracy.
 """
 
 import argparse
@@ -42,30 +42,31 @@ def train(index: int, options: argparse.Namespace) -> None:
     """Train a replica on device `index` of this process."""
     device, accuracy = torch_xla.device(), 0.0
     model = DigitNet().to(device)
-    # Threads share one random generator, so that seeding it does not give equal replicas.
+    # Threads share one random generator, so seeding it does not give equal replicas.
     broadcast_parameters(model)
     net = SlowMoDistributedDataParallel(model, **options.slowmo)
     optimizer = torch.optim.SGD(net.parameters(), lr=options.learning_rate, momentum=0.9)
     train_set = Digits(options.train_samples, seed=(options.seed, 0))
     test_set = Digits(options.test_samples, seed=(options.seed, 1))
-    # Samplers give all devices equally many batches, for all must make the same calls.
+    # Samplers give all devices the same number of batches: all must make the same calls.
     world, rank, size = xr.world_size(), xr.global_ordinal(), options.batch_size
     sampler = DistributedSampler(train_set, world, rank, seed=options.seed)
-    # A last batch of another size would be another program.
+    # A last batch of another size would need another program.
     train_batches = DataLoader(train_set, size, sampler=sampler, drop_last=True)
     test_part = DistributedSampler(test_set, world, rank, shuffle=False)
     test_batches = DataLoader(test_set, size, sampler=test_part)
     for epoch in range(options.epochs):
         sampler.set_epoch(epoch)
         net.train()
-        # From the host: made on the device, a zero would be part of the first step's program.
+        # Moved from the host: a zero made on the device would be part of the first step's program.
         total, steps = torch.zeros(()).to(device), 0
         for pictures, digits in pl.MpDeviceLoader(train_batches, device):
             optimizer.zero_grad()
             loss = F.cross_entropy(net(pictures), digits)
             loss.backward()
             optimizer.step()
-            # Before perform_slowmo, where an exchange ends the program: the same in every step.
+            # Before perform_slowmo, since an exchange ends the program: it is then equal in all
+            # steps.
             total, steps = total + loss.detach(), steps + 1
             net.perform_slowmo(optimizer)
             runtime.run_pending()
@@ -80,7 +81,7 @@ def train(index: int, options: argparse.Namespace) -> None:
 
 @torch.no_grad()
 def evaluate(net: SlowMoDistributedDataParallel, batches: pl.MpDeviceLoader) -> float:
-    """Return which part of the digits is read right; every replica reads its own part of them."""
+    """Return the accuracy over all digits; every replica classifies its own part of them."""
     net.eval()
     right, number = torch.zeros(()).to(torch_xla.device()), 0
     for pictures, digits in batches:
@@ -90,7 +91,7 @@ def evaluate(net: SlowMoDistributedDataParallel, batches: pl.MpDeviceLoader) -> 
 
 
 def mean_over_devices(total: torch.Tensor, number: int) -> float:
-    """Return the sum of all totals by that of all numbers; TPUs alone can do `xm.mesh_reduce`."""
+    """Return the mean over all devices; `xm.mesh_reduce` works on TPUs only."""
     values = torch.stack([total, torch.tensor(float(number)).to(total.device)])
     runtime.run_pending()
     runtime.meet()

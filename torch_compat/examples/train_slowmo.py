@@ -1,9 +1,9 @@
-"""Train a language model on real text with SlowMo: replicas that rarely talk to each other.
+"""Train a language model on real text with SlowMo: replicas that communicate rarely.
 
     python -m torch_compat.examples.train_slowmo --cpu-devices 2
 
-Every device has samples and an optimizer of its own. At the end the mean of all replicas is
-compared with what they started from.
+Every device has its own samples and optimizer. At the end the mean of all replicas is compared with
+the initial model.
 """
 
 import argparse
@@ -28,8 +28,8 @@ def train(index: int, options: argparse.Namespace, model: LanguageModel) -> None
     replica = copy.deepcopy(model).to(torch_xla.device())
     replica.tie_weights()  # a move to an XLA device makes two tensors of tied ones
     net = SlowMoDistributedDataParallel(replica, **options.slowmo)
-    # `capturable` counts steps on the device; a number of Python would make every step a new
-    # graph, and so would a learning rate that changes, unless it is a tensor.
+    # `capturable` counts steps on the device. A Python number would make every step a new graph,
+    # and so would a learning rate that changes, unless it is a tensor.
     optimizer = torch.optim.AdamW(net.parameters(), lr=options.learning_rate, capturable=True)
 
     def step(tokens: torch.Tensor) -> torch.Tensor:
@@ -47,5 +47,5 @@ def train(index: int, options: argparse.Namespace, model: LanguageModel) -> None
 if __name__ == "__main__":
     options = parse()
     prepare_to_spawn(options)
-    # No device may be touched before the fork; so every process copies the model to its own.
+    # No device may be touched before the fork, so every process copies the model to its device.
     xmp.spawn(train, args=(options, LanguageModel(options.config)), start_method="fork")

@@ -2,8 +2,8 @@
 
     torchrun --standalone --nproc-per-node 2 -m torch_compat.examples.train_torchrun
 
-Every process trains a replica with its own samples and its own AdamW: over NCCL where there are
-GPUs, one per process, otherwise over gloo.
+Every process trains a replica with its own samples and its own AdamW: over NCCL with a GPU for each
+process, otherwise over gloo.
 """
 
 import os
@@ -23,14 +23,14 @@ parse = Parser("train_torchrun", __doc__, STEPS, TRAINING, SLOWMO, MODEL).parse
 def join() -> torch.device:
     """Join the processes that torchrun has started, and return the device of this one."""
     if "LOCAL_RANK" not in os.environ:
-        sys.exit("Start this program by torchrun, which tells processes of each other.")
+        sys.exit("Start this program by torchrun, which connects the processes.")
     if not torch.cuda.is_available():
         dist.init_process_group("gloo")
         return torch.device("cpu")
-    local, gpus = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
-    if local >= gpus:
+    local_rank, gpus = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
+    if local_rank >= gpus:
         raise ValueError(f"`--nproc-per-node` must be at most the GPUs here, {gpus}.")
-    device = torch.device("cuda", local)
+    device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", device_id=device)
     return device

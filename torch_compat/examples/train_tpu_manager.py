@@ -2,7 +2,7 @@
 
     python -m torch_compat.examples.train_tpu_manager --cpu-devices 2
 
-Ctrl-C stops after the step in progress, with a checkpoint where --checkpoint names one.
+Ctrl-C stops after the step in progress, and writes a checkpoint if there is --checkpoint.
 """
 
 import argparse
@@ -27,20 +27,20 @@ OPTIONS = {
     "validate_every": (20, "steps from one validation to the next"),
     "optimizer": (("local", "hivemind"), "whether to train alone or with peers"),
     "target_batch_size": (64, "hivemind: samples of all peers per step"),
-    "resume": (False, "go on from --checkpoint"),
+    "resume": (False, "resume from --checkpoint"),
     "run_id": ("torch_compat_example", "hivemind: name of the common run"),
 }
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    """Return the options, with the checkpoint to go on from as `state`, empty for a new run."""
+    """Return the options, with the checkpoint to resume from as `state`, empty for a new run."""
     parser = Parser("train_tpu_manager", __doc__, XLA, STEPS, TRAINING, OPTIONS, MODEL)
     parser.set_defaults(steps=60, learning_rate=5e-3)
     parser.add_argument("--initial-peers", nargs="*", default=[], help="hivemind: whom to join")
     parser.add_argument("--checkpoint", type=Path, help="file, written at every validation")
     options = parser.parse(arguments)
     if options.resume and options.checkpoint is None:
-        parser.error("argument --resume: needs --checkpoint, the file to go on from")
+        parser.error("argument --resume: needs --checkpoint, the file to resume from")
     if options.optimizer == "hivemind" and not outer_optimizer.hivemind_is_installed():
         parser.error("argument --optimizer: hivemind is not installed (pip install hivemind)")
     options.run = {"config": vars(options.config), "outer": options.optimizer}
@@ -75,7 +75,7 @@ def train(
             bar.set_postfix(loss=f"{loss:.3f}", samples_per_second=f"{rate:.1f}")
             if not outer.after_step(num_samples):
                 continue
-            # No checkpoint holds gradients that wait for their step: their samples come again.
+            # A checkpoint does not contain pending gradients: a resumed run repeats their samples.
             trained, waiting = trained + waiting, 0
             bar.update(outer.steps - bar.n)
             manager.update_model_parameters(model.parameters())
@@ -102,7 +102,7 @@ def main() -> None:
     outer = outer_optimizer.KINDS[options.optimizer](model, options)
     if state:
         outer.load_state_dict(state["optimizer"])
-    # The warm-up of every run takes samples first: `skip` counts those of the training alone.
+    # `skip` counts samples of training only; the warm-up of every run takes some more.
     skip = state.get("samples", 0)
     samples = TextStream(text, length=options.length, seed=options.seed, skip=skip)
     settings: dict[str, Any] = {
@@ -113,7 +113,7 @@ def main() -> None:
     }
     with closing(outer), TPUManager(model, samples, start=True, **settings) as manager:
         print("Starting the devices ...", flush=True)
-        for _ in range(3):  # all programs are compiled before time is taken
+        for _ in range(3):  # compiles all programs before time is measured
             manager.step()
             manager.update_model_parameters(model.parameters())
         manager.zero_grad()

@@ -1,4 +1,4 @@
-"""Arguments of `TPUManager`: what they must be."""
+"""Checks of the arguments of `TPUManager`."""
 
 import math
 import operator
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def as_int(name: str, value: Any) -> int:
-    """`value` as an int; also numpy's, but no bool."""
+    """Return `value` as an int; NumPy's ints are valid, bools are not."""
     try:
         if isinstance(value, bool):
             raise TypeError
@@ -16,7 +16,7 @@ def as_int(name: str, value: Any) -> int:
 
 
 def as_count(name: str, value: Any) -> int:
-    """`value` as an int of at least 1."""
+    """Return `value` as an int of at least 1."""
     count = as_int(name, value)
     if count < 1:
         raise ValueError(f"`{name}` must be >= 1, got {count}.")
@@ -24,19 +24,19 @@ def as_count(name: str, value: Any) -> int:
 
 
 def as_batch_size(batch_size_per_device: Any, batch_size: Any) -> int:
-    """What the two spellings of one number say; 1 where neither says anything."""
+    """Return the batch size from its two argument names; the default is 1."""
     spellings = {"batch_size_per_device": batch_size_per_device, "batch_size": batch_size}
-    given = {name: as_count(name, value) for name, value in spellings.items() if value is not None}
-    if len(set(given.values())) > 1:
+    sizes = {name: as_count(name, value) for name, value in spellings.items() if value is not None}
+    if len(set(sizes.values())) > 1:
         raise ValueError(
             "`batch_size` is another name of `batch_size_per_device` and must not differ from it, "
             f"got {batch_size} and {batch_size_per_device}."
         )
-    return next(iter(given.values()), 1)
+    return next(iter(sizes.values()), 1)
 
 
 def as_seconds(name: str, value: Any) -> float | None:
-    """A positive number of seconds, or None."""
+    """Return `value`, a positive number of seconds or None."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if value is not None and not (number and 0 < value < math.inf):
         raise ValueError(f"`{name}` must be a number of seconds > 0, or None, got {value!r}.")
@@ -44,14 +44,14 @@ def as_seconds(name: str, value: Any) -> float | None:
 
 
 def as_callable(name: str, value: Any) -> Any:
-    """Something to call, or None."""
+    """Return `value`, a callable or None."""
     if value is not None and not callable(value):
         raise ValueError(f"`{name}` must be callable, got {value!r}.")
     return value
 
 
 def as_bool(name: str, value: Any) -> bool:
-    """True or False, nothing that merely counts as one."""
+    """Return `value`, True or False; other truth values are not valid."""
     if not isinstance(value, bool):
         raise ValueError(f"`{name}` must be True or False, got {value!r}.")
     return value

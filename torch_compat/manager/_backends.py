@@ -1,4 +1,4 @@
-"""What drives the devices: torch_xla, or jax by torchax."""
+"""The backends that drive the devices: torch_xla, or jax by torchax."""
 
 import sys
 from collections.abc import Callable
@@ -14,32 +14,32 @@ from ._arguments import as_count
 
 
 class Backend(Protocol):
-    """The parts of a `TPUManager` that differ between what drives the devices."""
+    """The parts of a `TPUManager` that depend on what drives the devices."""
 
     def check_untouched(self) -> None:
-        """Raise `RuntimeError` if this process has started devices; a fork cannot take them."""
+        """Raise `RuntimeError` if this process has started devices: a fork cannot use them."""
 
     def as_devices(self, nprocs: Any) -> int | None:
-        """`nprocs`, checked; None where only the device process can count the devices."""
+        """Check and return `nprocs`; None if only the device process can count the devices."""
         ...
 
     def make_master(
         self, model: nn.Module, post_init: Callable[[nn.Module], object] | None, compress: bool
     ) -> MasterModel:
-        """The model in shared memory."""
+        """Make the model in shared memory."""
         ...
 
     def make_reader(self, dataset: Any, nprocs: int | None, prefetch: int) -> SampleReader:
-        """The samples; not started."""
+        """Make the reader of samples, without starting it."""
         ...
 
     def open_group(self, master: Any, reader: Any, options: WorkerOptions) -> Group:
-        """In the device process: its devices."""
+        """Open the devices, in the device process."""
         ...
 
 
 class TorchXla:
-    """torch_xla: a replica and a thread for each device."""
+    """The backend torch_xla: a replica and a thread for each device."""
 
     def __init__(self):
         from .. import runtime
@@ -47,7 +47,7 @@ class TorchXla:
         self._runtime = runtime
 
     def check_untouched(self) -> None:
-        """Whether an XLA device has been touched."""
+        """Raise `RuntimeError` if an XLA device has been touched."""
         if self._runtime.is_started():
             raise RuntimeError(
                 "This process has touched an XLA device, and a forked process cannot take its "
@@ -56,11 +56,11 @@ class TorchXla:
             )
 
     def as_devices(self, nprocs: Any) -> int | None:
-        """Known here on CPU devices."""
+        """Check and return `nprocs`, which is known on CPU devices."""
         runtime = self._runtime
         configured = runtime.configured_cpu_devices()
         if nprocs is None:
-            # Elsewhere only the process that starts the runtime can count them.
+            # On other devices only the process that starts the runtime can count them.
             return (configured or 1) if runtime.on_cpu() else None
         nprocs = as_count("nprocs", nprocs)
         if runtime.on_cpu():
@@ -75,32 +75,32 @@ class TorchXla:
     def make_master(
         self, model: nn.Module, post_init: Callable[[nn.Module], object] | None, compress: bool
     ) -> MasterModel:
-        """A `TPUSynchronizer`."""
+        """Make a `TPUSynchronizer`."""
         from ..synchronizer import TPUSynchronizer
 
         return TPUSynchronizer(model, post_init, compress)
 
     def make_reader(self, dataset: Any, nprocs: int | None, prefetch: int) -> SampleReader:
-        """A `TPUDataManager`."""
+        """Make a `TPUDataManager`."""
         from ..data import TPUDataManager
 
         return TPUDataManager(dataset, nprocs, prefetch, start=False)
 
     def open_group(self, master: Any, reader: Any, options: WorkerOptions) -> Group:
-        """All XLA devices."""
+        """Open all XLA devices."""
         from ..xla_worker import DeviceGroup
 
         return DeviceGroup(master, reader, options)
 
 
 class Torchax:
-    """jax by torchax: one program over all devices.
+    """The backend torchax: one jax program over all devices.
 
-    jax is imported in the device process alone.
+    Only the device process imports jax.
     """
 
     def check_untouched(self) -> None:
-        """Whether a jax that the program has imported has started."""
+        """Raise `RuntimeError` if the program has imported and started jax."""
         if "jax" in sys.modules:
             from ..on_jax.device_process import is_started
 
@@ -112,37 +112,37 @@ class Torchax:
                 )
 
     def as_devices(self, nprocs: Any) -> int | None:
-        """The device process counts the devices."""
+        """Check and return `nprocs`; the device process counts the devices."""
         return None if nprocs is None else as_count("nprocs", nprocs)
 
     def make_master(
         self, model: nn.Module, post_init: Callable[[nn.Module], object] | None, compress: bool
     ) -> MasterModel:
-        """A plain `MasterModel`."""
+        """Make a plain `MasterModel`."""
         return MasterModel(model, post_init, compress)
 
     def make_reader(self, dataset: Any, nprocs: int | None, prefetch: int) -> SampleReader:
-        """A plain `SampleReader`."""
+        """Make a plain `SampleReader`."""
         return SampleReader(dataset, nprocs, prefetch, start=False)
 
     def open_group(self, master: Any, reader: Any, options: WorkerOptions) -> Group:
-        """All devices of jax's platform."""
+        """Open all devices of jax's platform."""
         from ..on_jax.device_process import MeshGroup
 
         return MeshGroup(master, reader, options)
 
 
 BACKENDS: dict[str, Callable[[], Backend]] = {"torch_xla": TorchXla, "torchax": Torchax}
-# torch_xla brings a torchax of its own along, but no jax.
+# torch_xla contains a package torchax, but no jax.
 _NEEDS = {"torch_xla": ("torch_xla",), "torchax": ("torchax", "jax")}
 
 
 def choose_backend(name: str | None) -> tuple[str, Backend]:
-    """The backend of that name; None for torch_xla where it is installed, else torchax.
+    """Return a backend's name and the backend; None is torch_xla if installed, else torchax.
 
     Raises:
-      ValueError: for any other name.
-      ModuleNotFoundError: if it is not installed, or none is.
+      ValueError: an unknown name.
+      ModuleNotFoundError: the backend is not installed, or none is.
     """
     if name not in (None, *BACKENDS):
         names = ", ".join(map(repr, BACKENDS))
@@ -151,20 +151,20 @@ def choose_backend(name: str | None) -> tuple[str, Backend]:
         backend: [module for module in modules if find_spec(module) is None]
         for backend, modules in _NEEDS.items()
     }
-    wanted = name or next((backend for backend in BACKENDS if not missing[backend]), None)
-    if wanted is None:
+    chosen = name or next((backend for backend in BACKENDS if not missing[backend]), None)
+    if chosen is None:
         raise ModuleNotFoundError(
             "TPUManager needs torch_xla, or torchax and jax, and neither is installed; the extras "
             "`torch` and `torchax` have them: pip install 'jaxslowmo[torch]' (in a checkout: "
             "'.[torch]')",
             name="torch_xla",
         )
-    if missing[wanted]:
-        extra = {"torch_xla": "torch", "torchax": "torchax"}[wanted]
+    if missing[chosen]:
+        extra = {"torch_xla": "torch", "torchax": "torchax"}[chosen]
         raise ModuleNotFoundError(
-            f"TPUManager(backend={wanted!r}) needs {' and '.join(missing[wanted])}, which is not "
+            f"TPUManager(backend={chosen!r}) needs {' and '.join(missing[chosen])}, which is not "
             f"installed; the extra `{extra}` has it: pip install 'jaxslowmo[{extra}]' (in a "
             f"checkout: '.[{extra}]')",
-            name=missing[wanted][0],
+            name=missing[chosen][0],
         )
-    return wanted, BACKENDS[wanted]()
+    return chosen, BACKENDS[chosen]()

@@ -1,4 +1,4 @@
-"""The host's side of a step: whose turn it is, and who may touch the shared memory."""
+"""The host's side of a step: turns of threads, and access to the shared memory."""
 
 import enum
 import multiprocessing as mp
@@ -15,12 +15,12 @@ from ..errors import TPUWorkerError
 from ..messages import Commit, Computed, Failed, Loaded, Ready, Step, StepDone, Stop
 from ..settings import Changes
 
-# A process that ends has its exit code when it has ended: on a busy machine, seconds later.
+# A process that ends has an exit code only after its end: seconds later on a busy machine.
 _REAP_SECONDS = 10.0
 
 
 class _Phase(enum.Enum):
-    """How far the last step has come."""
+    """The phase that the last step has reached."""
 
     OVER = enum.auto()
     LOADING = enum.auto()  # the devices read the master's parameters
@@ -30,24 +30,25 @@ class _Phase(enum.Enum):
 
 
 class StepExchange:
-    """What a `TPUManager` says to its device process, from any of the host's threads.
+    """The messages from a `TPUManager` to its device process, from any of the host's threads.
 
     One thread at a time has the turn and takes a step. It holds `lock` only while the device
-    process is in the shared memory; so does every other thread that touches it. A thread may be
-    interrupted anywhere (Ctrl-C); whoever comes next finishes what it has left.
+    process accesses the shared memory; every other thread that accesses it holds `lock`, too. A
+    thread may be interrupted anywhere (Ctrl-C); the next thread then finishes its step.
 
     Args:
       process: the device process, before its start.
 
     Attributes:
-      lock: of the host's threads alone: one shared with a process that dies would stay held.
-      failure: the first one, which stays.
+      lock: lock between the host's threads. It is not shared with the device process, which could
+        die and leave it held.
+      failure: the first failure, or None.
       step_timeout: seconds that a step may take, or None.
-      num_devices: as the device process counts them; None before the first step.
+      num_devices: number of devices, counted by the device process; None before the first step.
     """
 
     def __init__(self, process: mp.Process, step_timeout: float | None):
-        # The manager has this object, and all its memory goes with its last reference.
+        # A weak reference: the manager refers to this object, and a cycle would keep its memory.
         self._process = weakref.proxy(process)
         self.step_timeout = step_timeout
         self.lock = threading.RLock()
@@ -60,25 +61,25 @@ class StepExchange:
         self._answer: StepDone | None = None
 
     def open(self, connection: Connection) -> None:
-        """Begin, with this end of a connection to the process, which has just been started."""
+        """Use `connection`, the host's end of a connection to the process just started."""
         self._connection = connection
         self._start_time = time.monotonic()
 
     def check_running(self) -> None:
-        """Raise the failure there has been, or `RuntimeError` before the start."""
+        """Raise the failure of the device process, or `RuntimeError` before the start."""
         if self.failure is not None:
             raise self.failure.with_traceback(None)
         if self._process.pid is None:
             raise RuntimeError("This TPUManager has not been started: call start().")
 
     def fail(self, failure: TPUWorkerError) -> TPUWorkerError:
-        """The first failure stays, for all later calls."""
+        """Keep the first failure, for all later calls, and return it."""
         self.failure = self.failure or failure
         return self.failure
 
     @contextmanager
     def turn(self) -> Iterator[None]:
-        """For a step: one at a time, after what an interrupted one has left."""
+        """Run the block as the only step, after finishing one that was interrupted."""
         if self._stepping == threading.get_ident():
             raise RuntimeError("step() was called inside of step(), as by a signal's handler.")
         with self._turn:
@@ -91,7 +92,7 @@ class StepExchange:
                 self._stepping = None
 
     def wait_until_ready(self, limit: float | None) -> None:
-        """With the turn: wait for the devices, at most `limit` seconds from the start."""
+        """Wait for the devices, with the turn, at most `limit` seconds from the start."""
         if self.num_devices is None:
             deadline = None if limit is None else self._start_time + limit
             answer = self._receive(deadline, f"`init_timeout` = {limit} s")
@@ -103,12 +104,12 @@ class StepExchange:
         prepare: Callable[[], tuple[bool, Changes]],
         before_commit: Callable[[], object],
     ) -> StepDone:
-        """With the turn: one step.
+        """Take one step, with the turn.
 
         Args:
-          prepare: called with the lock, before; whether to load the master's parameters, and
-            what has been set on the model since the step before.
-          before_commit: called with the lock, when the devices have computed.
+          prepare: function that is called with the lock before the step. It returns whether to load
+            the master's parameters, and settings of the model that changed since the last step.
+          before_commit: function that is called with the lock when the devices have computed.
         """
         deadline = self._deadline()
         with self.memory():
@@ -121,12 +122,12 @@ class StepExchange:
         return self._finish_step(deadline)
 
     def _settle(self) -> None:
-        """With the turn: finish a step that was interrupted; it still adds gradients."""
+        """Finish a step that was interrupted, with the turn; it still adds gradients."""
         if self._phase is not _Phase.OVER and self.failure is None:
             self._finish_step(self._deadline())
 
     def _finish_step(self, deadline: float | None) -> StepDone:
-        """With the turn: wait for the devices without the lock, then let them write under it."""
+        """Wait for the devices without the lock, with the turn; then let them write under it."""
         if self._phase is _Phase.LOADING:
             with self.memory():
                 pass
@@ -144,16 +145,16 @@ class StepExchange:
 
     @contextmanager
     def memory(self) -> Iterator[None]:
-        """The lock, when the device process is not in the shared memory."""
+        """Run the block with the lock, while the device process is not in the shared memory."""
         with self.lock:
             if self.failure is None:
-                # A thread that was interrupted has left the lock before the process left.
+                # An interrupted thread may have released the lock before the process was done.
                 self._finish_transfer(self._deadline())
             yield
 
     @contextmanager
     def settled_memory(self) -> Iterator[None]:
-        """`memory`, after finishing a step that nobody waits for any more."""
+        """Run the block as in `memory`, after finishing a step that was interrupted."""
         if self._turn.acquire(blocking=False):
             try:
                 self._settle()
@@ -164,7 +165,7 @@ class StepExchange:
 
     @contextmanager
     def idle(self, timeout: float) -> Iterator[bool]:
-        """Whether no step runs, which could run for ever; none begins inside."""
+        """Wait up to `timeout` seconds for a running step; yield whether none runs in the block."""
         idle = self._turn.acquire(timeout=timeout)
         try:
             yield idle
@@ -173,12 +174,12 @@ class StepExchange:
                 self._turn.release()
 
     def stop(self) -> None:
-        """Ask the process to end, if it listens; only when `idle`."""
+        """Request that the process ends; call it only when `idle`."""
         with suppress(OSError):
             self._connection.send(Stop())
 
     def _finish_transfer(self, deadline: float | None) -> None:
-        """With the lock: wait until the device process has left the shared memory."""
+        """Wait, with the lock, until the device process has left the shared memory."""
         if self._phase is _Phase.LOADING:
             self._expect(Loaded, deadline)
             self._phase = _Phase.COMPUTING
@@ -198,7 +199,7 @@ class StepExchange:
         try:
             self._connection.send(request)
         except OSError:
-            # Raises, with what the process has left, or with its exit code.
+            # Raises an error with the process' last message, or with its exit code.
             self._receive(time.monotonic() + 1, "a second")
 
     def _receive(self, deadline: float | None, limit: str) -> Ready | Loaded | Computed | StepDone:

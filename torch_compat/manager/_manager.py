@@ -23,60 +23,62 @@ _END_SECONDS = (1.0, 0.3, 0.2)
 
 
 class TPUManager(mp.Process):
-    """Trains a model with all XLA devices of this machine, from a process that has none.
+    """A process that trains a model with all XLA devices of this machine.
 
-    The model stays in the main process, in shared host memory, where an optimizer of any kind can
-    work on it. A forked process drives the devices. A `step` runs forward and backward on all of
-    them and adds the mean gradient to the master's `.grad`.
+    The process that makes the manager needs no device. The model stays there, in shared host
+    memory, where an optimizer of any kind can update it. A forked process drives the devices. A
+    `step` runs forward and backward on all of them and adds the mean gradient to the master's
+    `.grad`.
 
     Communication per step: one all-reduce of the gradients over the devices (half precision as
     float32) and one transfer of them from device 0 to the host; and the parameters once to every
     device in the first step after `update_model_parameters`.
 
-    Same names and meaning as hivemind's `TPUManager` (dalle-hivemind, `lib/training/tpu.py`) and
-    its descendants'. Beyond it: a failure anywhere is raised by `step` instead of a hang,
-    `shutdown`, use as a context manager.
+    Names and meaning are those of hivemind's `TPUManager` (dalle-hivemind,
+    `lib/training/tpu.py`) and its descendants. In addition, `step` raises any failure instead of
+    hanging, and there are `shutdown` and use as a context manager.
 
     Other threads may call every method while a step runs: they see the master before the step or
     after it. `lock` is held only while the devices read its parameters, at the start of a step that
-    loads them, and while gradients and buffers are written, at the end; a thread that works on the
-    model's own tensors meanwhile takes it, too.
+    loads them, and while gradients and buffers are written, at the end; a thread that accesses the
+    model's tensors at the same time must take it, too.
 
-    What is set on the model between two steps holds from the next one on, in all replicas:
-    `requires_grad_()`, `train()` and `eval()`, and attributes of its modules that are numbers,
+    These settings of the model, changed between two steps, apply from the next one on in all
+    replicas: `requires_grad_()`, `train()` and `eval()`, and attributes of its modules that are
+      numbers,
     strings, None, or tuples of at most 16 of these.
 
     Args:
-      model: on the CPU; its `forward` returns the loss as a tensor, as the first of a tuple, as
-        `outputs["loss"]` or `outputs.loss`, a mean over the batch. It becomes the master.
+      model: module on the CPU; its `forward` returns the loss as a tensor, as the first of a tuple,
+        as `outputs["loss"]` or `outputs.loss`, a mean over the batch. It becomes the master.
       dataset: iterable of samples, read once, in this process. Sample i goes to device
         i % nprocs.
-      collate_fn: list of samples -> batch, as in `torch.utils.data.DataLoader`. A dict is passed
-        to the model as keywords, a tuple or list as positional arguments, else as the argument.
-      nprocs: the number of devices, None for all there are. On CPU devices it says how many there
-        shall be, unless `torch_compat.runtime.configure_cpu_devices` has said so.
-      prefetch: samples per device read ahead.
-      batch_size_per_device: samples per device and forward pass, 1 unless said.
+      collate_fn: function from a list of samples to a batch, as in `torch.utils.data.DataLoader`. A
+        dict is passed to the model as keywords, a tuple or list as positional arguments, any other
+        batch as the only argument.
+      nprocs: number of devices, None for all. On CPU devices this many are made, unless
+        `torch_compat.runtime.configure_cpu_devices` has set their number.
+      prefetch: number of samples per device to read ahead.
+      batch_size_per_device: samples per device and forward pass; the default is 1.
       grad_accumulation_steps: forward passes per device and step.
       seed_base: device i's random numbers start from seed_base + i.
-      start: start the device process at once; else call `start()`.
-      step_timeout: seconds that a step may take, None for any time. A process that ends is
-        noticed at once, whatever the time-out.
-      init_timeout: seconds until the devices must be ready, which the first step waits for; None
-        for any time.
+      start: whether to start the device process now; otherwise call `start()`.
+      step_timeout: seconds that a step may take, None for any time. The end of the device process
+        is noticed at once, independent of the time-out.
+      init_timeout: seconds from the start until the devices must be ready; the first step waits for
+        them. None for any time.
       batch_size: another name of `batch_size_per_device`, as in sahajBERT.
-      post_init: called with every replica in the device process, in the place of the replica's
-        `tie_weights()`, which is called otherwise where there is one.
-      compress_grads: the mean gradients travel from device 0 to the host as bfloat16, half the
-        bytes, rounded to 8 bits; they are summed in float32 before and after.
+      post_init: function that is called with every replica in the device process, instead of the
+        replica's `tie_weights()`, if there is one.
+      compress_grads: whether device 0 sends mean gradients to the host as bfloat16: half the bytes,
+        rounded to 8 bits. Sums before and after are in float32.
       backend: "torch_xla" or "torchax", which runs torch's operations on jax; None for torch_xla
-        where it is installed, else torchax.
+        if it is installed, else torchax.
 
     Raises:
-      ValueError: for arguments outside their range, naming them.
-      RuntimeError: if this process has touched a device of the backend; a fork cannot take one
-        over.
-      ModuleNotFoundError: if the backend is not installed.
+      ValueError: an argument is outside its range; the text names it.
+      RuntimeError: this process has touched a device of the backend; a fork cannot use it.
+      ModuleNotFoundError: the backend is not installed.
     """
 
     def __init__(
@@ -122,20 +124,20 @@ class TPUManager(mp.Process):
 
     @property
     def lock(self) -> threading.RLock:
-        """Held while shared memory is read or written, by this process or the devices'."""
+        """The lock that is held while this or the device process accesses shared memory."""
         return self._exchange.lock
 
     @property
     def step_timeout(self) -> float | None:
-        """Seconds that a step may take, or None."""
+        """The seconds that a step may take, or None."""
         return self._exchange.step_timeout
 
     @step_timeout.setter
     def step_timeout(self, seconds: float | None) -> None:
         self._exchange.step_timeout = as_seconds("step_timeout", seconds)
 
-    # Nothing that the device process needs could be pickled: it must be forked, whatever the
-    # program's start method is.
+    # The arguments of the device process cannot be pickled: it must be forked, independent of the
+    # program's start method.
     _start_method = "fork"
 
     @staticmethod
@@ -147,10 +149,10 @@ class TPUManager(mp.Process):
             return mp.get_context("fork").Process._Popen(process_obj)
 
     def start(self) -> None:
-        """Fork the device process and begin to read the dataset; does not wait for the devices.
+        """Fork the device process and begin to read the dataset, without waiting for the devices.
 
         Raises:
-          RuntimeError: if this process has touched a device, or the manager was started.
+          RuntimeError: this process has touched a device, or the manager was started before.
         """
         if self.pid is not None:
             raise RuntimeError("This TPUManager has been started already.")
@@ -165,7 +167,7 @@ class TPUManager(mp.Process):
         self._exchange.open(connection)
 
     def run(self) -> None:
-        """The device process."""
+        """Run the device process."""
         _forget_signal_handlers()
         self._host_end.close()
         torch.set_num_threads(1)  # OpenMP does not survive a fork; devices have threads
@@ -184,17 +186,17 @@ class TPUManager(mp.Process):
 
         Returns:
           The mean loss, and the number of samples: batch_size_per_device *
-          grad_accumulation_steps * nprocs. Both losses and gradients are means over all of them.
+          grad_accumulation_steps * nprocs. Loss and gradients are means over all of them.
 
         Raises:
-          TPUWorkerError: if the dataset has ended or failed, or the device process has; with the
-            traceback from there, or its exit code. Every later call raises the same.
+          TPUWorkerError: the dataset or the device process has ended or failed; the error has its
+            traceback or exit code. Every later call raises the same error.
         """
         exchange = self._exchange
         with exchange.turn():
             exchange.wait_until_ready(self.init_timeout)
             self.nprocs = exchange.num_devices
-            # What is dropped or replaced while the devices compute counts, too.
+            # A gradient may be dropped or replaced while the devices compute.
             answer = exchange.step(self._prepare, self._synchronizer.attach_gradients)
             self.statistics = answer.statistics
             return answer.loss, answer.num_samples
@@ -207,18 +209,18 @@ class TPUManager(mp.Process):
         return load, changes
 
     def compute_grads(self) -> tuple[float, int]:
-        """`step`, under the name that CALM's manager has for it."""
+        """Call `step`; CALM's manager has this name for it."""
         return self.step()
 
     def update_model_parameters(self, new_host_parameters: Iterable[torch.Tensor]) -> None:
         """Copy parameters into the master; the devices load them at the start of the next step.
 
         Args:
-          new_host_parameters: as `model.parameters()`; the master's own are fine.
+          new_host_parameters: tensors like `model.parameters()`; the master's own are valid.
 
         Raises:
-          ValueError: if their number, shapes or dtypes are not the model's.
-          TPUWorkerError: if the device process has failed.
+          ValueError: number, shapes or dtypes are not those of the model.
+          TPUWorkerError: the device process has failed.
         """
         self._exchange.check_running()
         with self._exchange.settled_memory():
@@ -227,10 +229,10 @@ class TPUManager(mp.Process):
             self._should_load_parameters = True
 
     def get_aggregated_gradients(self, *, copy: bool = True) -> list[torch.Tensor]:
-        """The gradients added up since the last `zero_grad`, as `model.parameters()`.
+        """Return the gradients added up since the last `zero_grad`, like `model.parameters()`.
 
         Args:
-          copy: False for the shared tensors themselves, to which the next step adds.
+          copy: whether to copy; False returns the shared tensors, to which the next step adds.
         """
         with self._exchange.settled_memory():
             return self._synchronizer.get_aggregated_gradients(copy=copy)
@@ -241,18 +243,17 @@ class TPUManager(mp.Process):
             self._synchronizer.zero_grad()
 
     def shutdown(self) -> None:
-        """End the device process and the loader thread, and wait for that less than 2 seconds.
+        """End the device process and the loader thread, waiting less than 2 seconds.
 
-        It may be called again.
-
-        A step that runs meanwhile, in another thread, ends with a `TPUWorkerError`.
+        It may be called more than once. A step that runs at the same time in another thread ends
+        with a `TPUWorkerError`.
         """
         self._exchange.fail(TPUWorkerError("This TPUManager has been shut down."))
         if self.pid is None:
             return
         with self._exchange.idle(timeout=0.1) as idle:
             ends = (self._exchange.stop, self.terminate, self.kill)
-            # A step that runs would not hear a request.
+            # During a step the process does not read requests.
             for end, seconds in list(zip(ends, _END_SECONDS, strict=True))[0 if idle else 1 :]:
                 end()
                 self.join(seconds)
@@ -268,9 +269,9 @@ class TPUManager(mp.Process):
 
 
 def _forget_signal_handlers() -> None:
-    """In the device process: the program's handlers are for the main process."""
+    """Reset the program's signal handlers in the device process."""
     for number in signal.valid_signals():
         if callable(signal.getsignal(number)):
             signal.signal(number, signal.SIG_DFL)
-    # Ctrl-C reaches both; the main process stops this one when it wants to.
+    # Ctrl-C reaches both processes; the main process decides when this one ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -1,9 +1,9 @@
-"""torch modules on jax's engine: trained by `js.make_train_step`, through torchax.
+"""Training of torch modules by `js.make_train_step`, on jax through torchax.
 
-The one part of `torch_compat` that needs jax, jaxslowmo and torchax (extra `torchax`).
+Only this part of `torch_compat` needs jax, jaxslowmo and torchax (extra `torchax`).
 """
 
-from . import tracing as tracing  # first: says what is missing
+from . import tracing as tracing  # first: its error names missing packages
 from ._apply import as_apply as as_apply
 from ._load import load_arrays as load_arrays
 from ._load import load_back as load_back

@@ -1,4 +1,4 @@
-"""A torch module as a function of jax."""
+"""The forward pass of a torch module as a function of jax."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,23 +12,24 @@ from .tracing import TracingEnvironment
 
 
 def as_apply(module: torch.nn.Module) -> Callable[..., Any]:
-    """The forward pass of a torch module, to evaluate what `on_jax.as_loss` trains.
+    """Return the forward pass of a torch module, to evaluate what `on_jax.as_loss` trains.
 
         predict = jax.jit(on_jax.as_apply(module.eval()))
         logits = predict(params, model_state, x)
 
     Args:
-      module: as `on_jax.as_loss` takes it, in the mode, `train()` or `eval()`, that is meant.
+      module: module like that of `on_jax.as_loss`, in the mode, `train()` or `eval()`, to evaluate.
 
     Returns:
-      `apply(params, model_state, *args, rng=None, **kwargs)`: what `module(*args, **kwargs)`
-        returns with these arrays, one copy of each, as arrays; dataclasses become dicts. Changes of
-        buffers are dropped.
+      A function `apply(params, model_state, *args, rng=None, **kwargs)` that returns, as arrays,
+      the
+        result of `module(*args, **kwargs)` with these arrays, one copy of each. Dataclasses become
+        dicts. Changes of buffers are dropped.
 
     Raises:
-      ValueError: as `as_loss`; when traced, results of other types, and numbers among the module's
-        attributes that have changed since the first trace. A program that `jax.jit` has compiled is
-        not asked again, and keeps the numbers that it was traced with.
+      ValueError: the errors of `as_loss`; when traced, results of other types, and numbers among
+        the module's attributes that have changed since the first trace. A program that `jax.jit`
+        has compiled is not checked again, and keeps the numbers that it was traced with.
     """
     functional = Functional("as_apply", module)
 

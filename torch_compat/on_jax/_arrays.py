@@ -1,4 +1,4 @@
-"""Tensors of torch as arrays of jax, and back."""
+"""Conversions between tensors of torch and arrays of jax."""
 
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
@@ -11,7 +11,7 @@ import torch
 
 from .tracing import Tensor
 
-# NumPy has no name for these in torch; float32 holds each of their values.
+# torch cannot convert these to NumPy; float32 holds each of their values.
 _NARROW = {
     torch.bfloat16: jnp.bfloat16,
     torch.float8_e4m3fn: jnp.float8_e4m3fn,
@@ -33,13 +33,13 @@ _PLAIN = {
 
 
 def jax_dtype(dtype: torch.dtype) -> np.dtype | None:
-    """The dtype of jax for one of torch, as wide as jax now allows; None where it has none."""
-    found = _NARROW.get(dtype) or _PLAIN.get(dtype)
-    return None if found is None else np.dtype(jax.dtypes.canonicalize_dtype(found))
+    """Return jax's dtype for one of torch, 32 bits unless jax allows 64; None without one."""
+    numpy_dtype = _NARROW.get(dtype) or _PLAIN.get(dtype)
+    return None if numpy_dtype is None else np.dtype(jax.dtypes.canonicalize_dtype(numpy_dtype))
 
 
 def keeps_values(tensor: torch.Tensor) -> bool:
-    """Whether an array of jax holds the tensor's numbers: 64 bits may have become 32."""
+    """Return whether jax's array holds the tensor's numbers: 64 bits may become 32."""
     dtype = jax_dtype(tensor.dtype)
     if dtype is None or dtype.itemsize == tensor.element_size():
         return dtype is not None
@@ -50,19 +50,19 @@ def keeps_values(tensor: torch.Tensor) -> bool:
 
 
 def to_numpy(tensor: torch.Tensor) -> np.ndarray:
-    """A copy, which later changes of the tensor do not reach, of the dtype that jax has for it."""
+    """Return a copy, independent of the tensor, in the dtype that jax has for it."""
     tensor = tensor.detach().cpu()
     values = tensor.float() if tensor.dtype in _NARROW else tensor
     return np.array(values.numpy(), dtype=jax_dtype(tensor.dtype))
 
 
 def to_jax(tensor: torch.Tensor) -> jax.Array:
-    """A copy, which later changes of the tensor do not reach."""
+    """Return a copy, independent of the tensor, as an array of jax."""
     return jnp.asarray(to_numpy(tensor))
 
 
 def to_torch(array: Any, like: torch.Tensor) -> torch.Tensor:
-    """A tensor on the CPU, of the dtype of `like`."""
+    """Return a tensor on the CPU, of the dtype of `like`."""
     values = np.asarray(array)
     if like.dtype in _NARROW:
         values = values.astype(np.float32)
@@ -70,7 +70,7 @@ def to_torch(array: Any, like: torch.Tensor) -> torch.Tensor:
 
 
 def as_traced(env: Any, tree: Any) -> Any:
-    """A tree of jax with tensors in place of arrays; other leaves stay."""
+    """Return a tree of jax with tensors in place of arrays; other leaves stay."""
 
     def one(x: Any) -> Any:
         if not isinstance(x, jax.Array | np.ndarray | np.generic):
@@ -83,10 +83,10 @@ def as_traced(env: Any, tree: Any) -> Any:
 
 
 def as_arrays(env: Any, out: Any, where: str) -> Any:
-    """What a module returned, with arrays in place of tensors; dataclasses become dicts.
+    """Return a module's result with arrays in place of tensors; dataclasses become dicts.
 
     Raises:
-      ValueError: a type that jax would not return.
+      ValueError: a type that jax cannot return.
     """
     if isinstance(out, torch.Tensor):
         return env.constant(out).jax()

@@ -1,4 +1,4 @@
-"""What a module must be to be traced."""
+"""Checks that a module can be traced."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
 def check_module(owner: str, module: Any) -> None:
-    """Raise `ValueError` unless jax can hold every tensor of the module; all misfits are named."""
+    """Raise `ValueError` unless jax can hold every tensor of the module; name all it cannot."""
     if not isinstance(module, torch.nn.Module):
         raise ValueError(
             f"{owner}: `module` must be a torch.nn.Module, got {type(module).__name__}."
@@ -30,22 +30,22 @@ def check_module(owner: str, module: Any) -> None:
             "the module that it was made of."
         )
     trained = [(n, p) for n, p in module.named_parameters() if p.requires_grad]
-    found = [
+    problems = [
         f"{name} {problem}"
         for name, tensor in [*module.named_parameters(), *module.named_buffers()]
         if (problem := _problem(tensor))
     ]
-    found += [
+    problems += [
         f"{name} is {p.dtype}, and only floating numbers are trained"
         for name, p in trained
         if not p.is_floating_point()
     ]
-    if found:
-        raise ValueError(f"{owner}: `module` holds what jax cannot: {'; '.join(found)}.")
+    if problems:
+        raise ValueError(f"{owner}: `module` holds what jax cannot: {'; '.join(problems)}.")
 
 
 def _problem(tensor: torch.Tensor) -> str | None:
-    """What keeps a parameter or a buffer from being an array of jax; None: nothing."""
+    """Return why a parameter or a buffer cannot be an array of jax, or None."""
     if is_lazy(tensor):
         return "has no shape yet: call the module once"
     if type(tensor) not in _PLAIN_TENSORS:

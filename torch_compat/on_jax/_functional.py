@@ -1,4 +1,4 @@
-"""A module as a function of its parameters and of what else it holds."""
+"""A module as a function of its parameters and its other tensors."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -20,10 +20,10 @@ Arrays = dict[str, jax.Array]
 
 
 class Functional:
-    """A module whose tensors are given at every call, in the mode that it was in when made.
+    """A module as a function of its tensors, in the mode that it has at construction.
 
     Attributes:
-      trained: names of the parameters that are trained; tied ones once.
+      trained: names of the trained parameters; tied ones once.
       carried: names of the other parameters and of the buffers.
     """
 
@@ -34,10 +34,10 @@ class Functional:
         self._kept = {**dict(module.named_parameters()), **dict(module.named_buffers())}
         self.trained = [n for n, p in module.named_parameters() if p.requires_grad]
         self.carried = [n for n in self._kept if n not in set(self.trained)]
-        self._numbers: Attributes | None = None  # of the first trace
+        self._numbers: Attributes | None = None  # at the first trace
 
     def values(self) -> tuple[Arrays, Arrays]:
-        """Copies of what the module holds: parameters that are trained, and everything else."""
+        """Return copies of the module's arrays: trained parameters, and all others."""
         arrays = {name: to_jax(tensor) for name, tensor in self._kept.items()}
         return {n: arrays[n] for n in self.trained}, {n: arrays[n] for n in self.carried}
 
@@ -48,7 +48,7 @@ class Functional:
         model_state: Arrays,
         rng: jax.Array | None,
     ) -> tuple[Any, Arrays]:
-        """What `run` returns of the module with these tensors, and what is carried after it.
+        """Return the result of `run` on the module with these tensors, and the carried ones after.
 
         Raises:
           ValueError: arrays of other names; a module that keeps traced tensors, or whose Python
@@ -71,25 +71,28 @@ class Functional:
                     {f"module.{name}": tensor for name, tensor in tensors.items()},
                     (self.carried,),
                 )
-            # Operations on constants are traced, too, where a program is made of them.
+            # In a trace, operations on constants return tracers, too.
             if self._numbers is None and isinstance(jnp.zeros(()), Tracer):
                 self._numbers = numbers_of(self._module)
                 self._numbers.leave_out(kept)
             return out, {name: tensor.jax() for name, tensor in after.items()}
 
     def refuse_changed_numbers(self) -> None:
-        """Raise `ValueError` where Python numbers of the module changed since the first trace."""
+        """Raise `ValueError` if Python numbers of the module changed since the first trace."""
         if self._numbers is not None:
             refuse_changes(self._owner, self._numbers)
 
-    def _check_names(self, argument: str, names: list[str], given: Any) -> None:
-        if not isinstance(given, dict):
+    def _check_names(self, argument: str, names: list[str], tree: Any) -> None:
+        if not isinstance(tree, dict):
             raise ValueError(
                 f"{self._owner}: `{argument}` must be a dict of arrays by name, got "
-                f"{type(given).__name__}."
+                f"{type(tree).__name__}."
             )
-        if given.keys() != set(names):
-            missing, unknown = sorted(set(names) - given.keys()), sorted(given.keys() - set(names))
+        if tree.keys() != set(names):
+            missing, unknown = (
+                sorted(set(names) - tree.keys()),
+                sorted(tree.keys() - set(names)),
+            )
             raise ValueError(
                 f"{self._owner}: `{argument}` must have the names of the module's tensors; missing "
                 f"{missing}, unknown {unknown}."
@@ -97,27 +100,27 @@ class Functional:
 
     @contextlib.contextmanager
     def _in_its_mode(self) -> Iterator[None]:
-        """Inside, every part is in training or evaluation as when this was made."""
-        now = [(m, m.training) for m, _ in self._modes]
+        """Run the block with every part in training or evaluation as at construction."""
+        previous = [(m, m.training) for m, _ in self._modes]
         try:
             for part, training in self._modes:
                 part.training = training
             with cumulative_averages(self._module):
                 yield
         finally:
-            for part, training in now:
+            for part, training in previous:
                 part.training = training
 
 
 class _Around(torch.nn.Module):
-    """Calls a function of a module while `functional_call` has exchanged its tensors."""
+    """A module that calls a function while `functional_call` has replaced tensors."""
 
     def __init__(self, module: torch.nn.Module, run: Callable[[torch.nn.Module], Any]) -> None:
         super().__init__()
         self.module, self._run = module, run
 
     def forward(self, carried: list[str]) -> tuple[Any, dict[str, Any]]:
-        """The result, and the tensors of these names, which may be other objects than before."""
+        """Return the result, and the tensors of these names, which may be new objects."""
         out = self._run(self.module)
         held = {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
         return out, {name: held[name] for name in carried}

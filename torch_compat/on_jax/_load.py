@@ -1,4 +1,4 @@
-"""What jax has trained, back in the torch module."""
+"""Writes arrays that jax has trained into the torch module."""
 
 from typing import Any
 
@@ -18,31 +18,32 @@ def load_back(module: torch.nn.Module, state: js.TrainState, step: Any = None) -
     """Write the consensus of all replicas into the module, in place.
 
     Args:
-      module: the one that `on_jax.as_loss` was given, or one like it, on any device.
-      state: that the training has reached.
-      step: the `TrainStep` that made it. None reads the mesh off the arrays, and off the state
-        how replicas count; only a parameter transform of your own that weighs them needs the step.
+      module: module of `on_jax.as_loss`, or one with the same tensors, on any device.
+      state: state of the training.
+      step: the `TrainStep` that made the state. With None, the mesh is read from the arrays, and
+        the weights of replicas from the state; only your own parameter transform that weighs
+        replicas needs the step.
 
     Raises:
-      ValueError: `step` is None, and the state lies on no mesh; tensors of other names, shapes or
-        dtypes than the state's, all named; nothing is written then.
+      ValueError: `step` is None, and the state is on no mesh; tensors of other names, shapes or
+        dtypes than the state's, all named. Then nothing is written.
 
-    Communication: that of `js.consensus`, of parameters and model state.
+    Communication: `js.consensus` of parameters and model state.
     """
     if step is None:
-        where, shares = _mesh_of(state), shares_of_gossip(state.opt_state)
+        layout, shares = _mesh_of(state), shares_of_gossip(state.opt_state)
     else:
-        where, shares = {"mesh": step.mesh, "axis_name": step.axis_name}, step.shares(state)
-    params = js.consensus(state.params, shares=shares, **where)
-    model_state = js.consensus(state.model_state, **where) if state.model_state else {}
+        layout, shares = {"mesh": step.mesh, "axis_name": step.axis_name}, step.shares(state)
+    params = js.consensus(state.params, shares=shares, **layout)
+    model_state = js.consensus(state.model_state, **layout) if state.model_state else {}
     load_arrays(module, params, model_state)
 
 
 def _mesh_of(state: js.TrainState) -> dict[str, Any]:
-    """The mesh and the replica axis that stacked arrays lie on.
+    """Return the mesh and the replica axis of stacked arrays.
 
     Raises:
-      ValueError: there is none.
+      ValueError: the arrays are on no mesh.
     """
     sharding = getattr(next(iter(jax.tree.leaves(state.params)), None), "sharding", None)
     if not isinstance(sharding, NamedSharding) or not sharding.spec or sharding.spec[0] is None:
@@ -56,15 +57,16 @@ def _mesh_of(state: js.TrainState) -> dict[str, Any]:
 def load_arrays(module: torch.nn.Module, params: Any, model_state: Any = None) -> None:
     """Write one copy of parameters and model state into the module, in place.
 
-    Tied weights stay tied, and what requires gradients stays so.
+    Tied weights stay tied, and `requires_grad` does not change.
 
     Args:
-      module: as `load_back` takes it.
-      params: arrays by name, as `on_jax.as_loss` gives them.
-      model_state: likewise; None is {}.
+      module: module with the tensors of these names, on any device.
+      params: arrays by name, as `on_jax.as_loss` returns them.
+      model_state: arrays by name, as `on_jax.as_loss` returns them; None is {}.
 
     Raises:
-      ValueError: as `load_back`.
+      ValueError: tensors of other names, shapes or dtypes than the arrays', all named. Then nothing
+        is written.
     """
     check_module("load_arrays", module)
     tensors: dict[str, torch.Tensor] = dict(module.named_parameters())
@@ -75,9 +77,9 @@ def load_arrays(module: torch.nn.Module, params: Any, model_state: Any = None) -
     for name, tensor in tensors.items():
         if name in arrays:
             shape, dtype = np.shape(arrays[name]), np.dtype(arrays[name].dtype)
-            wanted = tuple(tensor.shape), jax_dtype(tensor.dtype)
-            if (shape, dtype) != wanted:
-                problems.append(f"{name} is {dtype}{shape}, in the module {wanted[1]}{wanted[0]}")
+            target = tuple(tensor.shape), jax_dtype(tensor.dtype)
+            if (shape, dtype) != target:
+                problems.append(f"{name} is {dtype}{shape}, in the module {target[1]}{target[0]}")
     if problems:
         raise ValueError(
             "load_arrays: the arrays do not fit the module, which stays as it is (stacked replicas "

@@ -15,7 +15,7 @@ LossFn = Callable[..., tuple[jax.Array, tuple[dict[str, Any], Arrays]]]
 
 
 def as_loss(module: torch.nn.Module, loss: TorchLoss) -> tuple[LossFn, Arrays, Arrays]:
-    """A torch module and its loss, for `js.make_train_step`.
+    """Convert a torch module and its loss to a loss function for `js.make_train_step`.
 
         def loss(module, batch):
             return F.cross_entropy(module(batch["x"]), batch["y"])
@@ -24,29 +24,29 @@ def as_loss(module: torch.nn.Module, loss: TorchLoss) -> tuple[LossFn, Arrays, A
         step = js.make_train_step(loss_fn, optax.sgd(0.1), sync=js.slowmo(...), mesh=mesh)
         state = step.init(params, model_state=model_state)
 
-    The module keeps its own tensors; `on_jax.load_back` brings the trained ones back. It is traced
-    as it is when the step first runs, in the mode, `train()` or `eval()`, in which it is now.
-    Numbers among its attributes (a temperature) are those of the first trace: a step refuses to run
-    where they have changed since, which a program of your own, `jax.jit(loss_fn)`, cannot notice.
-    Random numbers, those of dropout among them, come from `rng`.
+    The module keeps its tensors; `on_jax.load_back` writes the trained ones into it. The first step
+    traces the module, in the mode, `train()` or `eval()`, in which it is now. Numbers among its
+    attributes (a temperature) are those of the first trace: a step raises an error if they have
+    changed since, which your own `jax.jit(loss_fn)` cannot notice. Random numbers, such as those of
+    dropout, come from `rng`.
 
     Args:
-      module: any torch module whose forward pass torchax knows; on any device.
-      loss: `loss(module, batch) -> loss` or `(loss, metrics)`, written in torch: a scalar tensor,
-        the mean over the batch, and a dict of scalars. `batch` is the tree that the step was given,
-        with tensors in place of arrays, integers of 32 bits.
+      module: any torch module whose forward pass torchax supports, on any device.
+      loss: function `loss(module, batch) -> loss` or `(loss, metrics)`, written in torch: a scalar
+        tensor, the mean over the batch, and a dict of scalars. `batch` is the step's batch, with
+        tensors in place of arrays, integers of 32 bits.
 
     Returns:
       `(loss_fn, params, model_state)`. params: the parameters that require gradients, arrays by
         their name in `module.named_parameters()`, tied ones once. model_state: frozen parameters
         and all buffers by name, {} without any; arrays of torch's shapes and dtypes, but of 32 bits
-        where jax has no more. loss_fn: `(params, batch, *, rng=None, model_state={}) -> (loss,
+        if jax has no 64. loss_fn: `(params, batch, *, rng=None, model_state={}) -> (loss,
         (metrics, model_state))`.
 
     Raises:
-      ValueError: not a module, or one with tensors that jax cannot hold, all named; a loss that is
-        not callable. When traced: a loss that is no scalar floating tensor, metrics that are no
-        dict of scalars, random numbers without a key, other names in `params` or `model_state`,
+      ValueError: no module, or one with tensors that jax cannot hold, all named; a loss that is not
+        callable. When traced: a loss that is no scalar floating tensor, metrics that are no dict of
+        scalars, random numbers without a key, other names in `params` or `model_state`, changed
         tensors that would be lost, a number that forward changes, operations that jax lacks.
     """
     functional = Functional("as_loss", module)
@@ -66,37 +66,37 @@ def as_loss(module: torch.nn.Module, loss: TorchLoss) -> tuple[LossFn, Arrays, A
         (value, metrics), after = functional.call(run, params, model_state or {}, rng)
         return value, (metrics, after)
 
-    # What `js.make_train_step` asks before every program that it runs.
+    # `js.make_train_step` calls it before every program that it runs.
     vars(loss_fn)["before_run"] = functional.refuse_changed_numbers
     return loss_fn, *functional.values()
 
 
 def _checked(env: TracingEnvironment, out: Any) -> tuple[jax.Array, dict[str, Any]]:
-    """The loss and the metrics that a function of torch returned, as arrays."""
+    """Return the loss and the metrics of a torch function as arrays; check their types."""
     value, metrics = out if isinstance(out, tuple) and len(out) == 2 else (out, {})
     if not isinstance(value, torch.Tensor):
         raise ValueError(
             "as_loss: `loss(module, batch)` must return a scalar tensor or (scalar tensor, metrics "
-            f"dict), got {_told(out)}."
+            f"dict), got {_kind(out)}."
         )
     if value.shape != () or not value.is_floating_point():
         raise ValueError(
             "as_loss: the loss must be a scalar of a floating dtype, the mean over the batch, got "
-            f"{_told(value)}."
+            f"{_kind(value)}."
         )
     if not isinstance(metrics, dict):
-        raise ValueError(f"as_loss: metrics must be a dict of scalars, got {_told(metrics)}.")
+        raise ValueError(f"as_loss: metrics must be a dict of scalars, got {_kind(metrics)}.")
     for name, metric in metrics.items():
         is_number = isinstance(metric, bool | int | float)
         if not is_number and not (isinstance(metric, torch.Tensor) and metric.shape == ()):
-            raise ValueError(f"as_loss: the metric {name!r} must be a scalar, got {_told(metric)}.")
+            raise ValueError(f"as_loss: the metric {name!r} must be a scalar, got {_kind(metric)}.")
     return env.constant(value).jax(), as_arrays(env, metrics, "metrics")
 
 
-def _told(x: Any) -> str:
-    """What something is, in a message."""
+def _kind(x: Any) -> str:
+    """Return a description of a value, for messages."""
     if isinstance(x, torch.Tensor):
         return f"a tensor of shape {tuple(x.shape)} and {x.dtype}"
     if isinstance(x, tuple):
-        return f"({', '.join(map(_told, x))})"
+        return f"({', '.join(map(_kind, x))})"
     return type(x).__name__

@@ -1,4 +1,4 @@
-"""Python numbers of a module: a program that was compiled keeps those that it was traced with."""
+"""Python numbers of a module: a compiled program keeps those that it was traced with."""
 
 import contextlib
 from collections.abc import Iterator
@@ -7,26 +7,26 @@ import torch
 
 from ..settings import Attributes, is_plain
 
-# Which mode a part is in, `Functional` keeps; hooks of the backward pass change nothing in a trace.
+# `Functional` keeps the mode of each part; hooks of the backward pass do not matter in a trace.
 _OTHERS = {"training", "_is_full_backward_hook"}
 
 
 def numbers_of(module: torch.nn.Module) -> Attributes:
-    """Return the numbers that the module has now, to be compared later."""
+    """Return the current numbers of the module, for a later comparison."""
     return Attributes(module, leave_out=_OTHERS)
 
 
 @contextlib.contextmanager
 def numbers_kept(owner: str, module: torch.nn.Module) -> Iterator[set[str]]:
-    """Inside, the module is traced; afterwards the numbers that it made are gone.
+    """Run the block, in which the module is traced, and then remove numbers that it has added.
 
-    What was None, and tuples, such as the shape of the last batch, may be set anew in each call.
+    Attributes that were None, and tuples, such as the shape of the last batch, may change.
 
     Yields:
-      The paths of these, afterwards.
+      A set, which contains the paths of these after the block.
 
     Raises:
-      ValueError: a number that there was before has another value than before.
+      ValueError: an existing number has changed its value.
     """
     numbers = numbers_of(module)
     before = [(vars(part), set(vars(part))) for part in module.modules()]
@@ -48,7 +48,7 @@ def numbers_kept(owner: str, module: torch.nn.Module) -> Iterator[set[str]]:
 
 
 def refuse_changes(owner: str, numbers: Attributes) -> None:
-    """Raise `ValueError` where the module no longer has the numbers that it was traced with."""
+    """Raise `ValueError` if the module no longer has the numbers that it was traced with."""
     if changes := numbers.changes():
         described = "; ".join(f"{path} was {old!r} and is {new!r}" for path, old, new in changes)
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Tensors of a module that are neither parameters nor buffers: constants."""
+"""Tensors of a module that are neither parameters nor buffers: constants of a trace."""
 
 import contextlib
 from collections.abc import Iterator
@@ -11,10 +11,10 @@ from .tracing import Tensor
 
 @contextlib.contextmanager
 def plain_tensors_kept(owner: str, module: torch.nn.Module, env: Any) -> Iterator[None]:
-    """Inside, attributes that are plain tensors can be traced; after it they are as before.
+    """Run the block with attributes that are plain tensors traced, and then restore them.
 
-    What a call sets and reads again, such as an auxiliary loss, may be an attribute. What it would
-    carry to the next call may not: that would be lost.
+    A value that a call sets and reads again, such as an auxiliary loss, may be an attribute. A
+    value for the next call may not: it would be lost.
 
     Raises:
       ValueError: an attribute that was read and then changed.
@@ -28,7 +28,7 @@ def plain_tensors_kept(owner: str, module: torch.nn.Module, env: Any) -> Iterato
                 constants[id(part), name] = (constant, constant._elem)
                 part.__dict__[name] = constant
     lost: list[str] = []
-    env.seen.clear()  # of tensors that are gone, and whose id a constant may have now
+    env.seen.clear()  # a constant may have the id of a deleted tensor
     try:
         yield
         names = {id(part): name for name, part in module.named_modules()}

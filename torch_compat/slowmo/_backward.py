@@ -1,4 +1,4 @@
-"""Something to do when a backward pass through a module's output has finished."""
+"""A hook that runs when a backward pass through a module's output has finished."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
@@ -10,10 +10,10 @@ from ._graphs import driving
 
 
 class AfterBackward:
-    """Calls a function once at the end of every backward pass through a watched output.
+    """A function that is called once at the end of every backward pass through a watched output.
 
-    The autograd engine calls it on its own thread for the device, which is then bound to that
-    device; an exception there is raised by `backward()`.
+    The autograd engine calls the function on its own thread for the device, which is bound to the
+    device during the call; `backward()` raises an exception of the function.
     """
 
     def __init__(self, call: Callable[[torch.device, bool], None]) -> None:
@@ -23,28 +23,28 @@ class AfterBackward:
         self._on_leaves: list[Any] = []
 
     def watch(self, output: Any, device: torch.device, *, averages: bool = True) -> bool:
-        """Watch all tensors in `output` that require gradients; whether there are any.
+        """Watch all tensors in `output` that require gradients; return whether there are any.
 
-        The function is called with `device`, and with whether any of the outputs that the backward
-        pass went through was watched with `averages`.
+        The function's arguments are `device`, and whether any output that the backward pass went
+        through was watched with `averages`.
 
-        `output` may be nested out of tuples, lists, mappings, dataclasses and plain objects; the
-        parameters of a module in it are none of its tensors.
+        `output` may nest tuples, lists, mappings, dataclasses and plain objects; the parameters of
+        a module in it are not watched.
         """
-        self._is_queued = self._averages = False  # a backward pass that failed left them set
-        found = False
-        # Hooks on results go with the graph of the pass. Parameters stay: a hook of each pass on
-        # one that the module returns would never go.
+        self._is_queued = self._averages = False  # a failed backward pass leaves them set
+        requires_grad = False
+        # Hooks on results are freed with the graph of the pass. A parameter that the module returns
+        # outlives the pass, and would collect one hook per pass.
         for handle in self._on_leaves:
             handle.remove()
         self._on_leaves = []
         for tensor in _tensors(output, set()):
             if tensor.requires_grad:
-                found = True
+                requires_grad = True
                 handle = tensor.register_hook(lambda _: self._queue(device, averages))
                 if tensor.is_leaf:
                     self._on_leaves.append(handle)
-        return found
+        return requires_grad
 
     def _queue(self, device: torch.device, averages: bool) -> None:
         self._averages |= averages

@@ -1,13 +1,13 @@
 """Collectives between processes, as traced graphs that are the same on all of them.
 
-Processes with different programs wait for each other for ever. So:
+Processes whose programs differ wait for each other for ever. So:
 
-- What differs between processes (who speaks, with which weight) is data on the device, never a
-  constant of the graph.
-- A graph with a collective takes only tensors that a graph before has made for it. A parameter or
-  gradient may be a view of something, and then how it is computed belongs to the graph.
-- It writes into nothing that existed before: torch_xla orders what a graph returns by the age of
-  the tensors, which may have been made in another order elsewhere. Results are written afterwards.
+- A value that differs between processes (a weight, whether a process contributes) is data on the
+  device, never a constant of the graph.
+- A graph with a collective takes only tensors that a previous graph has made for it. A parameter or
+  gradient may be a view, and the computation of a view is part of the graph.
+- It writes into no tensor that existed before: torch_xla orders the results of a graph by the age
+  of the tensors, which may differ between processes. Results are written afterwards.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -23,35 +23,35 @@ from .backends import Backend, Exchange, Kind
 
 
 class Collectives:
-    """The collectives of one process, to be used inside `graph`, by all processes alike.
+    """The collectives of one process; call them inside `graph`, and in all processes.
 
-    One collective per dtype; none with a single process.
+    There is one collective per dtype, and none with a single process.
     """
 
     def __init__(self, places: Places, backend: Backend) -> None:
         self.places = places
         self._backend = backend
-        self._speaks: dict[tuple[bool, torch.device], torch.Tensor] = {}
+        self._masks: dict[tuple[bool, torch.device], torch.Tensor] = {}
         self.num_updates = 0
         self.forget_absent()
 
-    # In a join context: who has no more data.
+    # For a join context: which processes have no more data.
 
     def forget_absent(self) -> None:
-        """All processes take part again."""
+        """Let all processes take part again."""
         self.averages_over_all = True
         self.absent: dict[int, int] = {}
         self._heard: Exchange | None = None
 
     def open_round(self, *, has_data: bool, can_step: bool) -> None:
-        """Tell all others whether this process still has data, and hear who has not.
+        """Exchange with all processes which of them still have data.
 
         Args:
-          has_data: whether it has.
-          can_step: whether it could take part in slow steps without.
+          has_data: whether this process still has data.
+          can_step: whether this process can take part in slow steps without data.
 
         Raises:
-          ValueError: some process can do neither; it is named in all.
+          ValueError: a process has no data and cannot step; all processes name it.
 
         Communication: `Backend.meet`.
         """
@@ -70,7 +70,7 @@ class Collectives:
         self.absent = absent
 
     def hear(self) -> Kind:
-        """The kind of exchange to which those who have data have come; `graph` is then part of it.
+        """Return the kind of the next exchange of processes with data; the next `graph` joins it.
 
         Communication: `Backend.meet`.
         """
@@ -88,7 +88,7 @@ class Collectives:
 
     @property
     def first(self) -> int:
-        """The process that speaks for all: the first that has data."""
+        """The process whose values all receive: the first that has data."""
         return next(r for r in range(self.places.world_size) if r not in self.absent)
 
     @property
@@ -107,7 +107,7 @@ class Collectives:
 
     @property
     def num_gradients_in_node(self) -> int:
-        """By how many the sum of gradients in the node is divided."""
+        """The divisor of the sum of gradients in the node."""
         ranks = self.places.node_groups[self.places.node]
         with_data = [rank for rank in ranks if rank not in self.absent]
         return len(ranks if self.averages_over_all or not with_data else with_data)
@@ -120,20 +120,20 @@ class Collectives:
         tensors: Iterable[torch.Tensor],
         edges: Iterable[tuple[int, int]] | None = None,
     ) -> Iterator[Writes]:
-        """`own_graph` with collectives inside, in which all processes begin together.
+        """Run the block as `own_graph` does, with collectives that all processes begin together.
 
         Args:
-          device: of this process.
-          kind: what is exchanged inside.
-          tensors: what this process contributes; no more is sent than their bytes.
-          edges: the pairs of nodes that exchange something, for exchanges between some alone.
+          device: the device of this process.
+          kind: kind of the exchange in the block.
+          tensors: contribution of this process; the exchange sends at most their bytes.
+          edges: pairs of nodes that exchange data; None for exchanges between all processes.
 
         Raises:
-          UnlikeCallsError: another process has come to another exchange.
-          PeerLostError: another process will not come.
+          UnlikeCallsError: another process is in a different exchange.
+          PeerLostError: another process has ended.
 
-        Communication: `Backend.meet`: 32 bytes over gloo, to every process; to those of the node
-          for `Kind.GRADIENTS`; to these and the peers of the node where there are `edges`.
+        Communication: `Backend.meet`: 32 bytes over gloo, to every process; only to those of the
+          node for `Kind.GRADIENTS`; to these and the peers of the node if there are `edges`.
         """
         launch(device)
         if self._heard is not None:
@@ -146,15 +146,15 @@ class Collectives:
             yield writes
 
     def may_read(self) -> bool:
-        """Whether values may be brought to the host at this moment."""
+        """Return whether values may be copied to the host now."""
         return self._backend.may_read()
 
     def _peers(
         self, kind: Kind, edges: Iterable[tuple[int, int]] | None
     ) -> tuple[list[int], list[int]] | tuple[None, None]:
-        """The processes to which this one sends, and from which it receives; None for all."""
+        """Return the ranks to send to, and the ranks to receive from; None for all."""
         places = self.places
-        if self.absent:  # who has no data does not know what comes, and must hear it
+        if self.absent:  # processes without data learn from the headers what is exchanged
             return None, None
         node = [rank for rank in places.node_groups[places.node] if rank != places.rank]
         if kind == Kind.GRADIENTS:
@@ -166,57 +166,57 @@ class Collectives:
         sources = {source for source, target in pairs if target == places.rank}
         return sorted({*node, *targets}), sorted({*node, *sources})
 
-    # Local: what each process adds.
+    # Local computations: what each process contributes to a sum.
 
     def shares(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Each node's part of the sum that is the mean over nodes; new tensors."""
+        """Return this node's part of the sum that is the mean over nodes; new tensors."""
         return [tensor.detach() / len(self._counted_nodes) for tensor in tensors]
 
     def shares_of_all(
         self, tensors: Sequence[torch.Tensor], device: torch.device
     ) -> list[torch.Tensor]:
-        """Each process' part of the sum that is the mean over processes, on `device`."""
+        """Return this process' part of the sum that is the mean over processes, on `device`."""
         num_counted = len(self._counted_nodes) * self.places.nprocs_per_node
         shares = [tensor.detach().to(device) / num_counted for tensor in tensors]
         counts = self.places.node in self._counted_nodes
         return shares if counts else [torch.zeros_like(share) for share in shares]
 
     def only_masters(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """`tensors` of the masters of nodes, zeros elsewhere."""
+        """Return `tensors` on the masters of nodes, zeros on other processes."""
         counts = self.places.node in self._counted_nodes
         if self.places.nprocs_per_node == 1 and len(self._counted_nodes) == self.places.num_nodes:
             return list(tensors)
-        return self._silenced(tensors, self.places.is_master and counts)
+        return self._masked(tensors, self.places.is_master and counts)
 
     def only_first(
         self, tensors: Sequence[torch.Tensor], device: torch.device
     ) -> list[torch.Tensor]:
-        """`tensors` of rank 0 (of the first that has data) on `device`, zeros elsewhere.
+        """Return `tensors` on rank 0 (the first process with data), zeros on others, on `device`.
 
-        Those of bool become int32.
+        Tensors of bool become int32.
         """
         numbers = [tensor.detach().to(device) for tensor in tensors]
         numbers = [t.to(torch.int32) if t.dtype == torch.bool else t for t in numbers]
-        return self._silenced(numbers, self.places.rank == self.first)
+        return self._masked(numbers, self.places.rank == self.first)
 
     def only_first_of_node(
         self, tensors: Sequence[torch.Tensor], device: torch.device
     ) -> list[torch.Tensor]:
-        """`tensors` of the process of this node that has had data for longest, zeros elsewhere."""
+        """Return `tensors` on the node's process that had data for longest, zeros on others."""
         tensors = [tensor.detach().to(device) for tensor in tensors]
-        return self._silenced(tensors, self.places.rank == self.first_of_node)
+        return self._masked(tensors, self.places.rank == self.first_of_node)
 
-    # Collective.
+    # Collectives.
 
     def total(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Sum over all processes; `tensors` may be written.
+        """Return sums over all processes; `tensors` may be overwritten.
 
         Communication: one all-reduce over all processes, of the bytes of `tensors`.
         """
         return self._sum(list(tensors))
 
     def total_in_node(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Sum over the processes of this node; `tensors` may be written.
+        """Return sums over the processes of this node; `tensors` may be overwritten.
 
         Communication: one all-reduce inside every node, of the bytes of `tensors`; none with one
           process per node.
@@ -226,7 +226,7 @@ class Collectives:
         return self._sum(list(tensors), self.places.node_groups)
 
     def scatter_mean(self, flat: torch.Tensor) -> torch.Tensor:
-        """This process' part of the mean of `flat` (world_size * n,) over all processes, (n,).
+        """Return this process' part (n,) of the mean of `flat` (world_size * n,) over processes.
 
         Communication: one reduce-scatter over all processes.
         """
@@ -240,7 +240,7 @@ class Collectives:
         return self._backend.reduce_scatter(flat / world)
 
     def gather(self, part: torch.Tensor) -> torch.Tensor:
-        """The parts (n,) of all processes in order of rank, (world_size * n,).
+        """Return the parts (n,) of all processes in order of rank, (world_size * n,).
 
         Communication: one all-gather over all processes.
         """
@@ -249,7 +249,7 @@ class Collectives:
         return self._backend.all_gather(part)
 
     def permute(self, value: torch.Tensor, edges: Sequence[tuple[int, int]]) -> torch.Tensor:
-        """What the master that sends to this one by `edges` of nodes holds; 0 where none does.
+        """Return the value of the master that sends to this one by `edges` of nodes, or 0.
 
         Communication: one collective-permute, of the bytes of `value`.
         """
@@ -257,7 +257,7 @@ class Collectives:
         return self._backend.permute(value, [(masters[i], masters[k]) for i, k in edges])
 
     def of_first_of_node(self, value: Any) -> Any:
-        """The `value`, of any type, of the process of this node that has had data for longest.
+        """Return `value`, of any type, from the process of this node that had data for longest.
 
         Communication: one broadcast inside the node.
         """
@@ -268,20 +268,20 @@ class Collectives:
     ) -> list[torch.Tensor]:
         if self.places.world_size == 1:
             return tensors
-        sums = {id(tensor): tensor for tensor in tensors}  # what has no elements stays
+        sums = {id(tensor): tensor for tensor in tensors}  # empty tensors stay as they are
         for same in by_dtype(tensors):
             new = self._backend.all_reduce(same, groups)
             sums |= dict(zip(map(id, same), new, strict=True))
         return [sums[id(tensor)] for tensor in tensors]
 
-    def _silenced(self, tensors: Sequence[torch.Tensor], speaks: bool) -> list[torch.Tensor]:
-        """`tensors`, or zeros where this process does not speak. 0 * NaN would be heard."""
+    def _masked(self, tensors: Sequence[torch.Tensor], contributes: bool) -> list[torch.Tensor]:
+        """Return `tensors`, or zeros if this process does not contribute; 0 * NaN would be NaN."""
         if not tensors:
             return []
-        key = speaks, tensors[0].device
-        if key not in self._speaks:
-            self._speaks[key] = device_data([float(speaks)], torch.float32, key[1])
-        mask = (self._speaks[key] > 0).reshape(())  # scalars stay scalars
+        key = contributes, tensors[0].device
+        if key not in self._masks:
+            self._masks[key] = device_data([float(contributes)], torch.float32, key[1])
+        mask = (self._masks[key] > 0).reshape(())  # scalars stay scalars
         return [torch.where(mask, t.detach(), torch.zeros_like(t)) for t in tensors]
 
 
@@ -291,20 +291,20 @@ def broadcast(
     device: torch.device,
     kind: Kind = Kind.BUFFERS,
 ) -> None:
-    """All processes get rank 0's buffers, or whatever `kind` says that they are.
+    """Overwrite `buffers` with those of rank 0; with another `kind` they are other tensors.
 
     Communication: one all-reduce of their bytes.
     """
     with own_graph(device):
-        spoken = collectives.only_first(buffers, device)
-    with collectives.graph(device, kind, spoken) as writes:
-        writes.extend(zip(buffers, collectives.total(spoken), strict=True))
+        sent = collectives.only_first(buffers, device)
+    with collectives.graph(device, kind, sent) as writes:
+        writes.extend(zip(buffers, collectives.total(sent), strict=True))
 
 
 def average_buffers(
     buffers: Sequence[torch.Tensor], collectives: Collectives, device: torch.device
 ) -> None:
-    """Floating buffers become their mean over all processes.
+    """Overwrite floating buffers with their mean over all processes.
 
     Communication: one all-reduce of their bytes per dtype.
     """
@@ -317,26 +317,26 @@ def average_buffers(
 def average_gradients(
     trained: Sequence[torch.nn.Parameter], collectives: Collectives, device: torch.device
 ) -> None:
-    """Gradients become their mean over the processes of the node.
+    """Overwrite gradients with their mean over the processes of the node.
 
-    A process without a gradient counts as zero where another process of the node has one. Where
-    none has, `grad` stays None; in a graph in which values cannot be read
-    (`torch_xla.compile(full_graph=True)`) it becomes zero.
+    A missing gradient counts as zero if another process of the node has one. If none has, `grad`
+    stays None; in a graph in which values cannot be read (`torch_xla.compile(full_graph=True)`) it
+    becomes zero.
 
     Communication: one all-reduce inside every node, of the bytes of `trained` and of two numbers
       per parameter; sparse gradients are sent whole. A process that lacks a gradient then reads
-      these numbers, for which an XLA device is waited for.
+      these numbers, and waits for an XLA device.
     """
     trained = [param for param in trained if param.numel()]
     if not trained:
         return
-    # Another process may have a gradient where this one has none, and all must send alike.
+    # Another process may have a gradient where this one has none, and all must send the same.
     with torch.no_grad():
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in trained]
         sparse_dims = [grad.sparse_dim() if grad.is_sparse else 0 for grad in grads]
         dense = [grad.to_dense() if grad.is_sparse else grad for grad in grads]
         shares = [grad.detach() / collectives.num_gradients_in_node for grad in dense]
-        # In any dtype a sum of these is zero only where all of them are.
+        # In any dtype the sum of these flags is zero only if all of them are.
         present = [float(param.grad is not None) for param in trained]
         shares.append(device_data([*present, *sparse_dims], shares[0].dtype, device))
     del grads, dense
@@ -347,7 +347,7 @@ def average_gradients(
         if collectives.may_read():
             totals, dims = numbers.cpu().abs().reshape(2, -1).tolist()
             for i, total in enumerate(totals):
-                if total and not present[i]:  # the layout that the others have
+                if total and not present[i]:  # take the layout of the others' gradients
                     sparse_dims[i] = round(dims[i] / total)
         present = totals
     for param, mean, number, sparse_dim in zip(trained, means, present, sparse_dims, strict=True):

@@ -1,4 +1,4 @@
-"""Tensors as flat vectors, without communication."""
+"""Conversions between tensors and flat vectors, without communication."""
 
 from collections.abc import Iterable, Sequence
 
@@ -6,9 +6,9 @@ import torch
 
 
 def flatten(tensors: Sequence[torch.Tensor], length: int | None = None) -> torch.Tensor:
-    """All elements in order, as (length,), never a view.
+    """Return all elements in order, as (length,), never a view.
 
-    Zeros follow where `length` is larger than their number.
+    Zeros follow if `length` is larger than the number of elements.
     """
     parts = [tensor.detach().reshape(-1) for tensor in tensors]
     missing = 0 if length is None else length - sum(part.numel() for part in parts)
@@ -18,7 +18,7 @@ def flatten(tensors: Sequence[torch.Tensor], length: int | None = None) -> torch
 
 
 def unflatten(like: Iterable[torch.Tensor], flat: torch.Tensor) -> list[torch.Tensor]:
-    """The elements of `flat` in the shapes and dtypes of `like`, in order; new tensors."""
+    """Return the elements of `flat` in the shapes and dtypes of `like`, in order; new tensors."""
     parts, offset = [], 0
     for tensor in like:
         part = flat[offset : offset + tensor.numel()].reshape(tensor.shape)
@@ -29,7 +29,7 @@ def unflatten(like: Iterable[torch.Tensor], flat: torch.Tensor) -> list[torch.Te
 
 
 def by_dtype(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """The tensors that have elements, those of one dtype together, in order of first appearance."""
+    """Return the nonempty tensors grouped by dtype, in order of first appearance."""
     groups: dict[torch.dtype, list[torch.Tensor]] = {}
     for tensor in tensors:
         if tensor.numel():
@@ -38,19 +38,19 @@ def by_dtype(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
 
 
 def pack(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """One vector per dtype, new ones."""
+    """Return one new vector per dtype."""
     return [flatten(same) for same in by_dtype(tensors)]
 
 
 def unpack(like: Sequence[torch.Tensor], flats: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The inverse of `pack`, for tensors of the shapes, dtypes and order of `like`."""
-    parts = {id(tensor): tensor for tensor in like}  # what has no elements stays
+    """Undo `pack`, for tensors of the shapes, dtypes and order of `like`."""
+    parts = {id(tensor): tensor for tensor in like}  # empty tensors stay as they are
     for same, flat in zip(by_dtype(like), flats, strict=True):
         parts |= dict(zip(map(id, same), unflatten(same, flat), strict=True))
     return [parts[id(tensor)] for tensor in like]
 
 
 def times(value: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-    """`value * factor`, a (1,) one, computed at least in float32, in the dtype of `value`."""
+    """Return `value * factor`, `factor` (1,), computed in at least float32, in `value`'s dtype."""
     wide = torch.promote_types(value.dtype, torch.float32)
     return (value.to(wide) * factor.to(wide).reshape(())).to(value.dtype)

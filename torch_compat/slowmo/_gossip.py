@@ -1,4 +1,4 @@
-"""Stochastic gradient push: its graph in the forms in which users have it, and one exchange."""
+"""Stochastic gradient push: the forms of graph that users may pass, and one exchange."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,14 +19,14 @@ from jaxslowmo.topology import (
 from ._collectives import Collectives
 from ._graphs import device_data
 
-# float32 ends near 1e-38.
+# The smallest normal float32 is near 1e-38.
 _LEAST_WEIGHT = 1e-30
-_ROTATIONS = 20  # whose weights are looked at; they settle, or vanish, long before
+_ROTATIONS = 20  # rotations to simulate; weights settle, or vanish, much earlier
 
 
 @dataclass(frozen=True)
 class GossipPlan:
-    """What a graph and a mixing amount to.
+    """The exchanges that follow from a graph and a mixing.
 
     Attributes:
       rounds: the exchanges of a rotation; () for a single node.
@@ -43,16 +43,16 @@ def plan_gossip(
     """Check graph and mixing for a whole rotation.
 
     Args:
-      graph: None, a `jaxslowmo.topology.Graph`, the name of one, a function of the number of nodes
-        that makes one, or an object with FairScale's `phone_book`.
+      graph: None, a `jaxslowmo.topology.Graph`, its name, a function from the number of nodes to a
+        graph, or an object with FairScale's `phone_book`.
       mixing: None, a callable `(graph, step) -> P[destination, source]`, or an object whose
         `is_uniform()` is true.
-      num_nodes: nodes there are.
-      nprocs_per_node: processes in each; FairScale's phone books count processes.
-      push_sum: whether weights may move.
+      num_nodes: number of nodes.
+      nprocs_per_node: processes in each node; FairScale's phone books count processes.
+      push_sum: whether weights may differ from 1.
 
     Raises:
-      ValueError: no graph or mixing in these forms, a graph of another size, what
+      ValueError: a graph or mixing of another form, a graph of another size, one that
         `jaxslowmo.topology` refuses, push_sum=False with a mixing that is not doubly stochastic,
         weights that would vanish.
     """
@@ -97,28 +97,28 @@ class Gossip:
         self._shares: dict[tuple[int, torch.dtype, torch.device], torch.Tensor] = {}
 
     def edges(self, number: int) -> list[tuple[int, int]]:
-        """The pairs of nodes, source and target, of exchange `number`."""
+        """Return the pairs of nodes, source and target, of exchange `number`."""
         permutations = self.plan.rounds[number % len(self.plan.rounds)].permutations
         return [edge for permutation in permutations for edge in permutation]
 
     def exchange(
         self, number: int, numerators: Sequence[torch.Tensor], weight: torch.Tensor
     ) -> tuple[list[torch.Tensor], torch.Tensor]:
-        """Send to the peers of exchange `number` and mix in what arrives.
+        """Send to the peers of exchange `number`, and mix in the values that arrive.
 
         x <- P x and w <- P w, the rows of this process' node; all processes of a node then hold
-        what its master computed. To be called inside `Collectives.graph`.
+        the result of its master. Call it inside `Collectives.graph`.
 
         Args:
-          number: 0, 1, ...; the plan starts over after its last round.
+          number: number of the exchange, 0, 1, ...; the plan repeats after its last round.
           numerators: w * parameters, packed in one vector per floating dtype.
-          weight: (1,) float32.
+          weight: push-sum weight w, (1,) float32.
 
         Returns:
-          The new numerators, and the new weight: `weight` itself where weights stay 1.
+          The new numerators, and the new weight: `weight` itself if weights stay 1.
 
         Communication: per dtype one collective-permute between masters for every permutation of the
-          round, of the bytes of `numerators`; 4 bytes of w where weights move; then
+          round, of the bytes of `numerators`; 4 bytes of w if weights can differ from 1; then
           `Collectives.total_in_node` of the same.
         """
         index = number % len(self.plan.rounds)
@@ -131,7 +131,7 @@ class Gossip:
         return self.collectives.total_in_node(self.collectives.only_masters([value]))[0]
 
     def _mixed(self, index: int, value: torch.Tensor) -> torch.Tensor:
-        """This node's row of P times `value` of all nodes, at least in float32."""
+        """Return this node's row of P times `value` of all nodes, computed in at least float32."""
         wide = torch.promote_types(value.dtype, torch.float32)
         kept, *received = self._own_shares(index, wide, value.device).split(1)
         mixed = kept * value.to(wide)
@@ -140,7 +140,7 @@ class Gossip:
         return mixed.to(value.dtype)
 
     def _own_shares(self, index: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """What this node keeps, then its share of what arrives by each permutation."""
+        """Return the share that this node keeps, then its share of what each permutation brings."""
         key = index, dtype, device
         if key not in self._shares:
             node, round_ = self.collectives.places.node, self.plan.rounds[index]
@@ -158,17 +158,17 @@ def _as_graph(graph: Any, num_nodes: int, nprocs_per_node: int) -> Graph:
         return make_graph(graph, num_nodes)
     if hasattr(graph, "phone_book"):
         return _from_manager(graph, nprocs_per_node)
-    made = graph(num_nodes) if callable(graph) else None
-    if not isinstance(made, Graph):
+    constructed = graph(num_nodes) if callable(graph) else None
+    if not isinstance(constructed, Graph):
         raise ValueError(
             "`graph` must be None, a jaxslowmo.topology.Graph or its name or constructor, or an "
             f"object with FairScale's `phone_book`, got {graph!r}."
         )
-    return made
+    return constructed
 
 
 def _from_manager(manager: Any, nprocs_per_node: int) -> Graph:
-    """A FairScale GraphManager: rows of edges whose `dest` is the rank of a master."""
+    """Convert a FairScale GraphManager: rows of edges whose `dest` is the rank of a master."""
     try:
         rows = tuple(
             tuple(int(edge.dest) // nprocs_per_node for edge in row) for row in manager.phone_book
@@ -178,13 +178,13 @@ def _from_manager(manager: Any, nprocs_per_node: int) -> Graph:
             "`graph.phone_book` must hold one row of edges with `dest` per node, got "
             f"{manager.phone_book!r}."
         ) from None
-    peers = _ask(manager, "peers_per_itr", 1)
-    dynamic, bipartite = _ask(manager, "is_dynamic_graph", True), _ask(manager, "is_bipartite", 0)
+    peers = _get(manager, "peers_per_itr", 1)
+    dynamic, bipartite = _get(manager, "is_dynamic_graph", True), _get(manager, "is_bipartite", 0)
     name = type(manager).__name__
     return Graph(len(rows), int(peers), rows, bool(dynamic), bool(bipartite), name)
 
 
-def _ask(manager: Any, name: str, default: Any) -> Any:
+def _get(manager: Any, name: str, default: Any) -> Any:
     answer = getattr(manager, name, default)
     return answer() if callable(answer) else answer
 
@@ -202,7 +202,7 @@ def _as_mixing(mixing: Any) -> Mixing | None:
 
 
 def _smallest_weight(rounds: tuple[ExchangeRound, ...]) -> float:
-    """Smallest push-sum weight of any node in the first rotations."""
+    """Return the smallest push-sum weight of any node in the first rotations."""
     size = rounds[0].kept.size
     matrices = []
     for exchange in rounds:

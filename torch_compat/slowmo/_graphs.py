@@ -1,6 +1,6 @@
-"""Work on a device in steps that must not be mixed: graphs of their own on an XLA device.
+"""Separate traced graphs on an XLA device, for work that must not be fused with other work.
 
-Elsewhere torch computes at once, and all of this is plain torch.
+On other devices torch computes eagerly, and these functions are plain torch.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -9,20 +9,20 @@ from typing import Any
 
 import torch
 
-# (tensor to be written, its new value)
+# Pairs of a tensor to write and its new value.
 Writes = list[tuple[torch.Tensor, torch.Tensor]]
 
 
 @contextmanager
 def own_graph(device: torch.device) -> Iterator[Writes]:
-    """What is traced inside becomes a graph of its own; everything before and inside is launched.
+    """Run the block as a separate graph: what was traced before, and the block, are launched.
 
-    Inside of `torch_xla.compile(full_graph=True)`, which forbids that, it becomes a part of the
-    graph that is traced there.
+    Inside of `torch_xla.compile(full_graph=True)`, which forbids separate graphs, the block becomes
+    a part of the graph that is traced there.
 
     Yields:
-      A list, to be filled with what shall be written afterwards. Inside, nothing that exists may be
-      written.
+      A list of (tensor, new value): fill it with what to write after the block. The block itself
+      must not write into existing tensors.
     """
     launch(device)
     with torch.no_grad():
@@ -35,7 +35,7 @@ def own_graph(device: torch.device) -> Iterator[Writes]:
 
 
 def write(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Each tensor becomes its new value, without a gradient."""
+    """Write each tensor's new value, without a gradient."""
     with torch.no_grad():
         for target, value in pairs:
             target.copy_(value)
@@ -48,12 +48,12 @@ def launch(device: torch.device) -> None:
 
 
 def device_data(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """`values` as a vector on the device that no graph holds as a constant."""
-    return moved([torch.tensor(values, dtype=dtype)], device)[0]
+    """Return `values` as a vector on the device that no graph holds as a constant."""
+    return to_device([torch.tensor(values, dtype=dtype)], device)[0]
 
 
-def moved(tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
-    """Tensors of the host on `device`."""
+def to_device(tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
+    """Return tensors of the host on `device`."""
     if device.type == "xla":
         return _runtime().to_device(tensors, device)
     return [tensor.detach().to(device) for tensor in tensors]
@@ -61,20 +61,20 @@ def moved(tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch.T
 
 @contextmanager
 def driving(device: torch.device) -> Iterator[None]:
-    """A thread of autograd's drives an XLA device, and afterwards what it had before."""
+    """Bind the thread, one of autograd's, to an XLA device within the block."""
     if device.type != "xla":
         yield
         return
-    before = _runtime().bound()
+    previous = _runtime().bound()
     _runtime().bind(device)
     try:
         yield
     finally:
-        _runtime().bind(before)
+        _runtime().bind(previous)
 
 
 def _runtime() -> Any:
-    """What drives XLA devices; loaded when there is one, since it needs torch_xla."""
+    """Return the module that drives XLA devices; imported late, since it needs torch_xla."""
     from .. import runtime
 
     return runtime

@@ -1,4 +1,4 @@
-"""Half-precision parameters with float32 masters: averages whose rounding is not lost."""
+"""Half-precision parameters with float32 masters: averages that lose nothing by rounding."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,16 +15,16 @@ HALF = (torch.float16, torch.bfloat16)
 class Masters:
     """The float32 copies of the module's parameters, in the forms `perform_slowmo` accepts.
 
-    The exchange runs on the half-precision parameters. What they lack of the master (the residual)
+    The exchange runs on the half-precision parameters. The difference to the master (the residual)
     stays in this process and is added to the average: error feedback.
 
     Args:
       params: the module's parameters.
-      fp32_params: one float32 vector of all of them in their order, or a list with a float32 tensor
-        for each, or a dict with one such value.
+      fp32_params: one float32 vector of all parameters in their order, or a list with a float32
+        tensor for each, or a dict with one such value.
 
     Raises:
-      ValueError: another form, length, size or dtype; a dict without exactly one entry.
+      ValueError: masters of another form, length, size or dtype; a dict without exactly one entry.
     """
 
     def __init__(self, params: Sequence[torch.Tensor], fp32_params: Any) -> None:
@@ -41,14 +41,14 @@ class Masters:
         self._check()
 
     def residuals(self, sent: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Master minus what is sent in its place, float32, per parameter."""
+        """Return master minus the value sent for it, float32, for each parameter."""
         return [
             master - value.float().reshape(-1)
             for master, value in zip(self._per_param(), sent, strict=True)
         ]
 
     def restored(self, residuals: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> Writes:
-        """Masters become residual + value, parameters the masters rounded."""
+        """Return writes: masters become residual + value, parameters the rounded masters."""
         pairs = zip(residuals, values, strict=True)
         flat = flatten([residual + value.float().reshape(-1) for residual, value in pairs])
         targets = [*self.tensors, *self.params]
@@ -56,12 +56,12 @@ class Masters:
         return [*zip(targets, values, strict=True)]
 
     def rounded(self, new: Mapping[int, torch.Tensor]) -> Writes:
-        """Parameters become their masters rounded; `new` are values, by id, of changed masters."""
+        """Return writes: parameters become the rounded masters; `new` holds changed ones by id."""
         masters = [new.get(id(master), master.detach()) for master in self.tensors]
         return [*zip(self.params, unflatten(self.params, flatten(masters)), strict=True)]
 
     def initial(self, values: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
-        """By `id` of each master tensor the master of parameters `values`."""
+        """Return the masters of parameters `values`, by `id` of the master tensor."""
         if self.is_flat:
             return {id(self.tensors[0]): flatten([value.float() for value in values])}
         return {
@@ -81,33 +81,33 @@ class Masters:
                 f"`fp32_params` must be float32, got {self.tensors[wrong[0]].dtype} at {wrong[0]}."
             )
         sizes = [param.numel() for param in self.params]
-        given = [master.numel() for master in self.tensors]
-        if self.is_flat and given != [sum(sizes)]:
+        master_sizes = [master.numel() for master in self.tensors]
+        if self.is_flat and master_sizes != [sum(sizes)]:
             raise ValueError(
                 "`fp32_params` as one tensor must have the elements of all parameters, "
-                f"{sum(sizes)}, got {given[0]}."
+                f"{sum(sizes)}, got {master_sizes[0]}."
             )
-        if not self.is_flat and len(given) != len(sizes):
+        if not self.is_flat and len(master_sizes) != len(sizes):
             raise ValueError(
                 "`fp32_params` as a list must have one tensor per parameter of the module, "
-                f"{len(sizes)}, got {len(given)}."
+                f"{len(sizes)}, got {len(master_sizes)}."
             )
-        bad = [] if self.is_flat else [i for i, n in enumerate(sizes) if given[i] != n]
+        bad = [] if self.is_flat else [i for i, n in enumerate(sizes) if master_sizes[i] != n]
         if bad:
             raise ValueError(
                 f"`fp32_params`[{bad[0]}] must have the {sizes[bad[0]]} elements of parameter "
-                f"{bad[0]} of the module, got {given[bad[0]]}."
+                f"{bad[0]} of the module, got {master_sizes[bad[0]]}."
             )
 
 
 @dataclass(frozen=True)
 class Parameters:
-    """What one call of `perform_slowmo` works on.
+    """The parameters that one call of `perform_slowmo` updates.
 
     Attributes:
       tensors: the module's parameters, in their order.
-      masters: their float32 copies, where these are given.
-      device: that of both.
+      masters: their float32 copies, or None.
+      device: device of both.
     """
 
     tensors: list[torch.nn.Parameter]
@@ -115,11 +115,11 @@ class Parameters:
     device: torch.device
 
     def residuals(self, sent: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """What `sent` lacks of the masters; nothing without masters."""
+        """Return the masters minus `sent`; nothing without masters."""
         return [] if self.masters is None else self.masters.residuals(sent)
 
     def become(self, values: Sequence[torch.Tensor], residuals: Sequence[torch.Tensor]) -> Writes:
-        """Parameters become `values`; with masters these values and what they lacked, rounded."""
+        """Return writes: parameters become `values`, or with masters `values` plus residuals."""
         if self.masters is None:
             return [*zip(self.tensors, values, strict=True)]
         return self.masters.restored(residuals, values)

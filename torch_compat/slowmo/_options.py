@@ -1,4 +1,4 @@
-"""What the constructor is given: what it means, what is refused, and what is only mentioned."""
+"""Checks of the constructor's arguments, and warnings for arguments without effect."""
 
 import logging
 import warnings
@@ -14,20 +14,20 @@ from .backends import Backend, choose
 LOG = logging.getLogger("torch_compat.slowmo")
 _OVERLAP = (
     "`overlap`=True is not available (FairScale's is disabled as well): the exchange would have to "
-    "run beside the next step, and here one follows the other. In JAX, "
+    "run during the next step, and here one follows the other. In JAX, "
     "jaxslowmo.sgp(..., overlap=1) does it."
 )
 
 
 class SlowMoBaseAlgorithm(str, Enum):  # noqa: UP042  FairScale's prints its name
-    """How the nodes come together between two slow steps."""
+    """The algorithm that brings the nodes together between two slow steps."""
 
     LOCALSGD = "localsgd"
     SGP = "sgp"
 
     @classmethod
     def of(cls, value: object) -> "SlowMoBaseAlgorithm":
-        """The member that `value`, a member or its string, names.
+        """Return the member that `value`, a member or its string, names.
 
         Raises:
           ValueError: any other value.
@@ -44,9 +44,9 @@ class SlowMoBaseAlgorithm(str, Enum):  # noqa: UP042  FairScale's prints its nam
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """The arguments of the constructor that are checked or mentioned here; see its class.
+    """The arguments of `SlowMoDistributedDataParallel` that this module checks.
 
-    Those that mean nothing to one of the backends have the constructor's defaults.
+    Fields that have no effect with one of the backends have the constructor's defaults.
     """
 
     module: torch.nn.Module
@@ -73,25 +73,24 @@ class Options:
 
     @property
     def has_slow_momentum(self) -> bool:
-        """Whether slow steps do anything."""
+        """True if slow steps change anything."""
         return self.slowmo_lr != 1 or self.slowmo_momentum != 0
 
 
 def settle(options: Options) -> tuple[Places, Backend, SlowMoBaseAlgorithm | None]:
-    """Check the arguments of the constructor, and mention those without effect.
+    """Check the arguments of the constructor, and warn about those without effect.
 
-    Its warnings point at the caller of the constructor.
+    The `stacklevel` of warnings is that of the caller of the constructor.
 
     Args:
       options: the arguments of the constructor.
 
     Returns:
-      Where this process is, how it reaches the others, and the base algorithm; None where it is
-      off.
+      The place of this process, the backend, and the base algorithm; None if it is off.
 
     Raises:
-      ValueError: naming the argument, the rule and the value.
-      RuntimeError: nothing connects the processes.
+      ValueError: an invalid argument; the text names argument, rule and value.
+      RuntimeError: neither torch_xla nor an initialised `torch.distributed`.
 
     Communication: with several processes per node and several nodes one all-gather of the hosts'
       names.
@@ -135,11 +134,7 @@ def settle(options: Options) -> tuple[Places, Backend, SlowMoBaseAlgorithm | Non
 
 
 def _check_numbers(options: Options) -> None:
-    """Frequencies are ints >= 1, momentum lies in [0, 1), the slow learning rate is >= 0.
-
-    Raises:
-      ValueError: naming the argument, the rule and the value.
-    """
+    """Raise `ValueError` unless frequencies are >= 1, momentum in [0, 1), slow lr >= 0."""
     for name in ("slowmo_frequency", "localsgd_frequency", "slowmo_num_shards"):
         check_count(name, getattr(options, name))
     momentum, slow_lr = options.slowmo_momentum, options.slowmo_lr
@@ -150,10 +145,10 @@ def _check_numbers(options: Options) -> None:
 
 
 def _check_buffers(mode: object, *, is_averaged: bool) -> None:
-    """`broadcast_buffers` is a bool, or "average" where there are steps that do it.
+    """Check that `broadcast_buffers` is a bool, or "average" if some step averages.
 
     Raises:
-      ValueError: it is another value, or nothing would ever average.
+      ValueError: another value, or no step would ever average.
     """
     if not isinstance(mode, bool) and mode != "average":
         raise ValueError(f'`broadcast_buffers` must be True, False or "average", got {mode!r}.')
@@ -165,21 +160,17 @@ def _check_buffers(mode: object, *, is_averaged: bool) -> None:
         )
 
 
-def _check_place(name: str, given: int | None, actual: int, backend: Backend) -> None:
-    """A rank or world size that the caller states is the one that the backend has.
-
-    Raises:
-      ValueError: it is another.
-    """
-    if given is not None and given != actual:
+def _check_place(name: str, stated: int | None, actual: int, backend: Backend) -> None:
+    """Raise `ValueError` if a stated rank or world size is not that of the backend."""
+    if stated is not None and stated != actual:
         raise ValueError(
             f"`{name}` comes from {backend.name}, where it is {actual}; leave it None or pass "
-            f"that, got {given!r}."
+            f"that, got {stated!r}."
         )
 
 
 def _mention_unused(options: Options, places: Places, backend: Backend) -> None:
-    """One warning that names the arguments without meaning here that are not at their default."""
+    """Warn once with the names of arguments that have no effect here but are not defaults."""
     names, reason = backend.unused
     if options.slowmo_memory_efficient and options.slowmo_num_shards < places.world_size:
         names = (*names, "slowmo_num_shards")
@@ -195,7 +186,7 @@ def _mention_unused(options: Options, places: Places, backend: Backend) -> None:
 
 
 def _mention_schedule(slowmo_frequency: int, localsgd_frequency: int) -> None:
-    """A warning where slow steps and averages are out of step."""
+    """Warn if the frequency of slow steps is not a multiple of that of averages."""
     if slowmo_frequency % localsgd_frequency:
         _mention(
             f"`slowmo_frequency`={slowmo_frequency} is not a multiple of "
@@ -214,7 +205,7 @@ def _is_number(value: Any) -> bool:
 
 
 def show_log() -> None:
-    """Log what each step does; to stderr where the program has not said where to."""
+    """Log what each step does; to stderr if the program has set up no logging."""
     LOG.setLevel(logging.DEBUG)
     if not LOG.hasHandlers():
         handler = logging.StreamHandler()

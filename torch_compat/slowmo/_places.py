@@ -1,4 +1,4 @@
-"""Where a process is among all."""
+"""The place of a process among all processes, nodes and hosts."""
 
 from collections.abc import Hashable
 from dataclasses import dataclass
@@ -7,17 +7,17 @@ from functools import cached_property
 
 @dataclass(frozen=True)
 class Places:
-    """One process among all.
+    """The place of one process among all.
 
-    A node is `nprocs_per_node` processes, of one host where they fit into one; the first of them is
-    its master. Without `hosts`, and where ranks count host by host, node k consists of ranks
+    A node is a group of `nprocs_per_node` processes, of one host if they fit into one; the first is
+    its master. Without `hosts`, and if ranks count host by host, node k consists of ranks
     k * nprocs_per_node to (k + 1) * nprocs_per_node - 1.
 
     Attributes:
-      rank: of this process, 0 or more.
+      rank: rank of this process, 0 <= rank < world_size.
       world_size: number of processes.
       nprocs_per_node: processes in each node.
-      hosts: the host of every rank; None where it does not matter.
+      hosts: the host of every rank; None if it does not matter.
 
     Raises:
       ValueError: nprocs_per_node is no positive int, no divisor of the world's size, or neither
@@ -41,7 +41,7 @@ class Places:
             )
 
     def _by_host(self) -> dict[Hashable, list[int]]:
-        """Ranks of every host, hosts in order of their first rank."""
+        """Return the ranks of every host, hosts in order of their first rank."""
         groups: dict[Hashable, list[int]] = {}
         for rank in range(self.world_size):
             groups.setdefault(self.hosts[rank] if self.hosts else None, []).append(rank)
@@ -61,7 +61,7 @@ class Places:
 
     @property
     def num_nodes(self) -> int:
-        """How many nodes there are."""
+        """The number of nodes."""
         return self.world_size // self.nprocs_per_node
 
     @property
@@ -71,12 +71,12 @@ class Places:
 
     @property
     def is_master(self) -> bool:
-        """Whether this process speaks for its node."""
+        """True if this process is the master of its node."""
         return self.rank in self.masters
 
 
 def check_node_size(nprocs_per_node: object, world_size: int) -> None:
-    """Raise `ValueError` unless nodes of that many processes can share them all."""
+    """Raise `ValueError` unless the world divides into nodes of `nprocs_per_node` processes."""
     size = check_count("nprocs_per_node", nprocs_per_node)
     if world_size % size:
         raise ValueError(
@@ -85,10 +85,10 @@ def check_node_size(nprocs_per_node: object, world_size: int) -> None:
 
 
 def check_count(name: str, value: object) -> int:
-    """`value`, an int >= 1.
+    """Return `value`, an int >= 1.
 
     Raises:
-      ValueError: it is none.
+      ValueError: `value` is no such int.
     """
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ValueError(f"`{name}` must be an int >= 1, got {value!r}.")

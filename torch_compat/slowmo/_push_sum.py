@@ -1,4 +1,4 @@
-"""What base algorithms do to parameters: exact averages, and exchanges with push-sum weights."""
+"""Exact averages of parameters, and exchanges with push-sum weights."""
 
 from collections.abc import Sequence
 
@@ -7,13 +7,13 @@ import torch
 from ._collectives import Collectives
 from ._flat import pack, times, unpack
 from ._gossip import Gossip
-from ._graphs import moved, own_graph, write
+from ._graphs import own_graph, to_device, write
 from ._half import Parameters
 from .backends import Kind
 
 
 class PushSum:
-    """Conversions between numerators x and estimates x / w; nothing where weights stay 1.
+    """Conversions between numerators x and estimates x / w; no-ops while weights stay 1.
 
     Args:
       is_on: whether the base algorithm is SGP.
@@ -36,42 +36,42 @@ class PushSum:
     def to(self, device: torch.device) -> None:
         """Move a weight that was made or loaded on the host to the device of the parameters."""
         if self.weight.device != device:
-            (self.weight,) = moved([self.weight], device)
+            (self.weight,) = to_device([self.weight], device)
 
     def reset(self) -> None:
-        """The weight becomes 1, after an exact average."""
+        """Set the weight to 1, after an exact average."""
         self.weight = torch.ones_like(self.weight)
 
     def numerators(self, params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """x = w * estimate of every parameter, whichever of both the module holds."""
+        """Return x = w * estimate of every parameter, whichever of both the module holds."""
         if self.is_numerator or not self.moves:
             return [param.detach() for param in params]
         return [times(param.detach(), self.weight) for param in params]
 
     def estimates(self, numerators: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """x / w of every numerator."""
+        """Return x / w of every numerator."""
         if not self.moves:
             return list(numerators)
         return [times(x.detach(), 1 / self.weight) for x in numerators]
 
     def make_numerators(self, params: Sequence[torch.Tensor]) -> None:
-        """Parameters become x, on which optimizer and exchange work."""
+        """Overwrite parameters with x, on which optimizer and exchange work."""
         if not self.is_numerator and self.moves:
             write(zip(params, self.numerators(params), strict=True))
         self.is_numerator = self.is_on
 
     def make_estimates(self, params: Sequence[torch.Tensor]) -> None:
-        """Parameters become x / w, which a forward pass shall see."""
+        """Overwrite parameters with x / w, which a forward pass needs."""
         if self.is_numerator and self.moves:
             write(zip(params, self.estimates(params), strict=True))
         self.is_numerator = False
 
 
 class Averaging:
-    """Averages of the parameters of one process with those of others; all take part alike.
+    """Averages of this process' parameters with those of others; all must call the same methods.
 
     Attributes:
-      exchanges: exchanges with peers so far, which tell the round of the next.
+      exchanges: number of exchanges with peers so far; it determines the next round.
     """
 
     def __init__(self, collectives: Collectives, gossip: Gossip, push_sum: PushSum) -> None:
@@ -81,14 +81,14 @@ class Averaging:
         self.exchanges = 0
 
     def average(self, params: Parameters, buffers: Sequence[torch.Tensor]) -> None:
-        """Parameters become their mean over nodes, the push-sum weight 1.
+        """Overwrite parameters with their mean over nodes; the push-sum weight becomes 1.
 
         Args:
-          params: of the module.
-          buffers: floating ones, that become their mean over all processes.
+          params: the module's parameters.
+          buffers: floating buffers, which become their mean over all processes.
 
-        Communication: one all-reduce of their bytes, and of 4 where weights move; nothing with a
-          single node.
+        Communication: one all-reduce of the bytes of both, and of 4 more if weights can differ from
+          1; nothing with a single node.
         """
         places, push_sum = self._collectives.places, self._push_sum
         if places.num_nodes == 1:
@@ -102,8 +102,8 @@ class Averaging:
             shares += self._collectives.shares_of_all(buffers, params.device)
         residuals = []
         if params.masters is not None:
-            # Shares in half precision are rounded, and the residual must know how: only now are
-            # they values, which no optimisation computes again at another precision.
+            # Residuals must be computed from shares as they were rounded to half precision. After
+            # the graph they are values, which XLA cannot recompute at another precision.
             with own_graph(params.device):
                 sent = [share.float() * places.num_nodes for share in sent]
                 residuals = params.residuals(sent)
@@ -120,7 +120,7 @@ class Averaging:
         push_sum.is_numerator = False
 
     def exchange(self, params: Parameters) -> None:
-        """One exchange with the peers of the round.
+        """Exchange parameters with the peers of this round.
 
         Communication: that of `Gossip.exchange`; nothing with a single node.
         """
@@ -138,6 +138,6 @@ class Averaging:
             new = unpack(params.tensors, flats)
             values = new if params.masters else push_sum.estimates(new)
             writes.extend(params.become(values, residuals))
-        # Masters stay numerators, and parameters with them until the next forward pass.
+        # Masters stay numerators, and so do parameters until the next forward pass.
         push_sum.is_numerator = params.masters is not None
         self.exchanges += 1

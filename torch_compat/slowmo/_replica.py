@@ -1,4 +1,4 @@
-"""What one process keeps for its module from step to step, and what is done to the module."""
+"""The state of one process' replica, and the operations on its module."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,15 +20,15 @@ from .slow_momentum import Groups, SlowMomentum, SlowSteps
 
 @dataclass(frozen=True)
 class State:
-    """All that must be saved beside the module, to go on exactly.
+    """The state that must be saved with the module to resume exactly.
 
     Attributes:
-      num_updates: calls of `perform_slowmo`.
-      exchanges: exchanges with peers.
+      num_updates: number of calls of `perform_slowmo`.
+      exchanges: number of exchanges with peers.
       momentum: anchor and velocity; None before there is an anchor.
       initial: (N + 1,) float32, the initial parameters, until they have become the anchor.
       weight: (1,) float32, the push-sum weight.
-      is_numerator: whether the module's parameters are x and not x / w.
+      is_numerator: whether the module's parameters are x rather than x / w.
     """
 
     num_updates: int
@@ -41,13 +41,13 @@ class State:
 
 @dataclass(frozen=True)
 class Whole:
-    """What the replicas of all processes are together; the same on every one.
+    """The replicas of all processes, combined into one; equal on every process.
 
     Attributes:
       params: their mean over nodes, sum x / sum w.
       buffers: rank 0's, or their mean over processes.
-      slow: "anchor" and "velocity" whole, or "initial", the initial parameters, or nothing. What
-        is not sharded is the mean over nodes.
+      slow: whole "anchor" and "velocity", or "initial", the initial parameters, or nothing. If
+        slow momentum is not sharded they are means over nodes.
     """
 
     params: list[torch.Tensor]
@@ -56,24 +56,24 @@ class Whole:
 
 
 class Replica:
-    """One process' part in a run: what wrapper, state dict and steps share.
+    """The part of one process in a run; wrapper, state dict and steps use it.
 
-    The wrapper has the module and decides what is due when; this does it. Every method that
-    communicates must be called in all processes, in the same order.
+    The wrapper holds the module and decides which operation is due; this class executes it. Every
+    method that communicates must be called in all processes, in the same order.
 
     Args:
-      places: which process this is.
-      backend: what connects it to the others.
-      plan: of the exchanges with peers.
+      places: the place of this process.
+      backend: its connection to the others.
+      plan: plan of the exchanges with peers.
       is_sgp: whether the base algorithm is SGP.
       is_sharded: whether slow momentum is sharded over all processes.
-      is_bounded: whether what it carries is bounded where learning rates grow again.
-      averages_buffers: whether floating buffers become their mean, and are not rank 0's.
+      is_bounded: whether the carried velocity is bounded when learning rates grow again.
+      averages_buffers: whether floating buffers become their mean instead of rank 0's.
 
     Attributes:
-      places: as given.
-      collectives: between this process and the others.
-      push_sum: the weight, and whether the module holds numerators.
+      places: the place of this process.
+      collectives: the collectives between this process and the others.
+      push_sum: the push-sum weight, and whether the module holds numerators.
       slow: slow momentum.
     """
 
@@ -100,7 +100,7 @@ class Replica:
 
     @property
     def num_updates(self) -> int:
-        """Calls of `perform_slowmo` so far, which the headers of exchanges tell."""
+        """The number of calls of `perform_slowmo` so far; headers of exchanges contain it."""
         return self.collectives.num_updates
 
     @num_updates.setter
@@ -112,7 +112,7 @@ class Replica:
     def broadcast(
         self, tensors: Sequence[torch.Tensor], device: torch.device, kind: Kind = Kind.BUFFERS
     ) -> None:
-        """All processes get rank 0's buffers, or parameters too, as `kind` says.
+        """Overwrite tensors with those of rank 0: buffers, or parameters too, as `kind` says.
 
         Communication: one all-reduce of their bytes; nothing without any.
         """
@@ -120,7 +120,7 @@ class Replica:
             broadcast(tensors, self.collectives, device, kind)
 
     def check_start(self, params: Mapping[str, torch.Tensor], device: torch.device) -> None:
-        """See `check_equal`; nothing in a run that goes on, where replicas may differ.
+        """Call `check_equal` in a new run; in a resumed one replicas may differ.
 
         Communication: one all-gather of 16 bytes per process.
         """
@@ -130,13 +130,13 @@ class Replica:
 
     @property
     def waits_for_backward(self) -> bool:
-        """Whether `after_backward` has anything to do."""
+        """True if `after_backward` changes anything."""
         return self.places.nprocs_per_node > 1 or self.push_sum.moves
 
     def after_backward(
         self, params: Sequence[torch.nn.Parameter], device: torch.device, *, averages: bool
     ) -> None:
-        """Parameters become numerators, and with `averages` gradients their mean over the node.
+        """Make parameters numerators; with `averages` average gradients over the node first.
 
         Communication: one all-reduce inside the nodes, where they have several processes.
         """
@@ -145,10 +145,10 @@ class Replica:
             average_gradients(trained, self.collectives, device)
         self.push_sum.make_numerators(params)
 
-    # In a join context, where some processes have no more data.
+    # For a join context, in which some processes have no more data.
 
     def announce_step(self, device: torch.device) -> None:
-        """Tell those without data that `perform_slowmo` begins.
+        """Notify processes without data that `perform_slowmo` begins.
 
         Communication: a header.
         """
@@ -174,40 +174,40 @@ class Replica:
         device: torch.device,
         buffers: Sequence[torch.Tensor] = (),
     ) -> None:
-        """All processes of a node get these tensors of the one that has had data for longest.
+        """Overwrite these tensors with those of the node's process that had data for longest.
 
         Communication: one all-reduce inside the nodes, where they have several processes.
         """
         if self.places.nprocs_per_node > 1:
-            # Those with data may hold numerators, the others estimates.
+            # Processes with data may hold numerators, the others estimates.
             self.push_sum.make_numerators(params)
             tensors = [*params, *buffers]
             with own_graph(device):
-                spoken = self.collectives.only_first_of_node(tensors, device)
-            with self.collectives.graph(device, Kind.NODE, spoken) as writes:
-                writes.extend(zip(tensors, self.collectives.total_in_node(spoken), strict=True))
+                sent = self.collectives.only_first_of_node(tensors, device)
+            with self.collectives.graph(device, Kind.NODE, sent) as writes:
+                writes.extend(zip(tensors, self.collectives.total_in_node(sent), strict=True))
 
     def share_optimizer_in_node(
         self, optimizer: torch.optim.Optimizer | None, device: torch.device
     ) -> None:
-        """All processes of a node get the optimizer's state of the same process.
+        """Load the optimizer's state of the node's process that had data for longest.
 
         Communication: one broadcast inside the nodes, where they have several processes.
         """
         if self.places.nprocs_per_node > 1:
-            own = None if optimizer is None else optimizer.state_dict()
+            local_state = None if optimizer is None else optimizer.state_dict()
             with self.collectives.graph(device, Kind.OPTIMIZER, []):
-                state = self.collectives.of_first_of_node(own and own["state"])
-            if optimizer is not None and own is not None and state is not None:
-                optimizer.load_state_dict({**own, "state": state})
+                state = self.collectives.of_first_of_node(local_state and local_state["state"])
+            if optimizer is not None and local_state is not None and state is not None:
+                optimizer.load_state_dict({**local_state, "state": state})
 
     @contextmanager
     def rates_of_those_with_data(
         self, optimizer: torch.optim.Optimizer, momentum: SlowMomentum
     ) -> Iterator[None]:
-        """Inside, `optimizer` has the learning rates of a process that still has data.
+        """Run the block with `optimizer` at the learning rates of a process that has data.
 
-        So has `momentum` those of the updates since the last slow step.
+        `momentum` has that process' learning rates of the updates since the last slow step.
 
         Communication: one all-reduce of 16 bytes per group; nothing while all have data.
         """
@@ -217,13 +217,13 @@ class Replica:
         host = torch.device("cpu")
         groups = [group for group in optimizer.param_groups if group["params"]]
         rates = [Groups(optimizer).rates(host), momentum.rates.since]
-        spoken = self.collectives.only_first([torch.tensor(rates, dtype=torch.float64)], host)
-        with self.collectives.graph(host, Kind.RATES, spoken):
-            now, since = self.collectives.total(spoken)[0].tolist()
+        sent = self.collectives.only_first([torch.tensor(rates, dtype=torch.float64)], host)
+        with self.collectives.graph(host, Kind.RATES, sent):
+            current, since = self.collectives.total(sent)[0].tolist()
         before = [group["lr"] for group in groups]
         if self.places.rank in self.collectives.absent:
             momentum.rates.since = since
-            for group, rate in zip(groups, now, strict=True):
+            for group, rate in zip(groups, current, strict=True):
                 group["lr"] = rate
         try:
             yield
@@ -234,17 +234,17 @@ class Replica:
     # The parts of a step.
 
     def average(self, params: Parameters, buffers: Sequence[torch.Tensor]) -> None:
-        """The mean over nodes; see `Averaging.average`."""
+        """Average over nodes; see `Averaging.average`."""
         self._averaging.average(params, buffers)
 
     def averaged(self, buffers: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        """Those of `buffers` that become their mean; the others keep what this process has."""
+        """Return the `buffers` that are averaged; the others keep this process' values."""
         if not self._averages_buffers:
             return []
         return [b for b in buffers if b.is_floating_point() and b.numel()]
 
     def average_buffers(self, buffers: Sequence[torch.Tensor], device: torch.device) -> None:
-        """Average floating `buffers` alone, in a step that averages no parameters, or shards them.
+        """Average floating `buffers` in a step whose average of parameters does not include them.
 
         Communication: one all-reduce of their bytes; nothing without any.
         """
@@ -252,13 +252,13 @@ class Replica:
             average_buffers(buffers, self.collectives, device)
 
     def exchange(self, params: Parameters) -> None:
-        """One exchange with peers; see `Averaging.exchange`."""
+        """Exchange with peers; see `Averaging.exchange`."""
         self._averaging.exchange(params)
 
     # State.
 
     def state(self) -> State:
-        """That of this moment; its tensors are no copies."""
+        """Return the current state; its tensors are not copied."""
         return State(
             num_updates=self.num_updates,
             exchanges=self._averaging.exchanges,
@@ -269,7 +269,7 @@ class Replica:
         )
 
     def take_over(self, state: State) -> None:
-        """Go on from `state`; its tensors may be on the host, until they are needed."""
+        """Resume from `state`; its tensors may stay on the host until they are needed."""
         self.num_updates = state.num_updates
         self._averaging.exchanges = state.exchanges
         self.slow.momentum, self.slow.initial = state.momentum, state.initial
@@ -283,10 +283,10 @@ class Replica:
         buffers: Sequence[torch.Tensor],
         device: torch.device,
     ) -> Whole:
-        """The replicas of all processes in one; changes nothing.
+        """Combine the replicas of all processes into one, without changing them.
 
-        Communication: one all-reduce of parameters and buffers; of anchor and velocity an
-          all-gather where they are sharded, otherwise an all-reduce along with the parameters.
+        Communication: one all-reduce of parameters and buffers; an all-gather of anchor and
+          velocity if they are sharded, otherwise they are part of the all-reduce.
         """
         collectives, push_sum, momentum = self.collectives, self.push_sum, self.slow.momentum
         slow = [] if self.slow.initial is None else [self.slow.initial]
@@ -295,24 +295,24 @@ class Replica:
         with own_graph(device):
             shares = collectives.shares([*push_sum.numerators(params), *slow, push_sum.weight])
             shares = collectives.only_masters(shares)
-            spoken = collectives.only_first(buffers, device)
+            sent = collectives.only_first(buffers, device)
             averaged = self.averaged(buffers)
             shares_of_all = collectives.shares_of_all(averaged, device)
             parts = dict(zip(map(id, averaged), shares_of_all, strict=True))
-            spoken = [parts.get(id(b), value) for b, value in zip(buffers, spoken, strict=True)]
-        with collectives.graph(device, Kind.CONSOLIDATION, [*shares, *spoken]):
+            sent = [parts.get(id(b), value) for b, value in zip(buffers, sent, strict=True)]
+        with collectives.graph(device, Kind.CONSOLIDATION, [*shares, *sent]):
             *means, weight = collectives.total(shares)
-            spoken = collectives.total(spoken)
+            sent = collectives.total(sent)
             if momentum is not None and self.slow.is_sharded:
                 slow = [collectives.gather(p) for p in (momentum.anchor, momentum.velocity)]
         with own_graph(device):
             slow = means[len(params) :] or slow
             if momentum is not None:
-                # No view: reading one would launch a graph of its own, unordered.
+                # A copy: reading a view would launch a separate graph, in no fixed order.
                 slow = [value[: momentum.span.total].clone() for value in slow]
             means = means[: len(params)]
             if push_sum.moves:
                 means = [times(mean, 1 / weight) for mean in means]
-            copies = [value.to(b.dtype) for b, value in zip(buffers, spoken, strict=True)]
+            copies = [value.to(b.dtype) for b, value in zip(buffers, sent, strict=True)]
         names = ("initial",) if momentum is None else ("anchor", "velocity")
         return Whole(means, copies, dict(zip(names, slow, strict=False)))

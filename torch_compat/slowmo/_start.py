@@ -1,4 +1,4 @@
-"""That the processes start from the same parameters: made so, or looked at."""
+"""Equal parameters at the start: broadcast from rank 0, or checked."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,9 +10,9 @@ from ._graphs import device_data, launch
 from ._places import Places
 from .backends import Kind, choose
 
-# Elements of one step: what is computed of them takes 8 bytes each.
+# Elements per step; their int64 intermediate values take 8 bytes each.
 _CHUNK = 2**22
-_FACTOR = 0x1E3779B97F4A7C15  # odd, so that a product with it loses nothing modulo 2**64
+_FACTOR = 0x1E3779B97F4A7C15  # odd, so that multiplying by it is invertible modulo 2**64
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -24,9 +24,9 @@ def broadcast_parameters(
     It does what torch_xla's `xm.broadcast_master_param` does, which aborts several CPU devices.
 
     Args:
-      module: on the device of this process; of the same shapes and dtypes everywhere.
-      global_group: with `torch.distributed` the processes; None for all there are.
-      backend: as in `SlowMoDistributedDataParallel`.
+      module: module on the device of this process; shapes and dtypes are equal in all processes.
+      global_group: process group of `torch.distributed` with the processes; None for all.
+      backend: name of the backend, see `SlowMoDistributedDataParallel`.
 
     Raises:
       ValueError: a module without parameters, or on several devices; an unknown backend.
@@ -38,35 +38,35 @@ def broadcast_parameters(
     """
     if not isinstance(module, torch.nn.Module) or not any(True for _ in module.parameters()):
         raise ValueError(f"`module` must be a torch.nn.Module with parameters, got {module!r}.")
-    here = choose(backend, module, {"global_group": global_group})
-    device = here.device_of(module)
+    connection = choose(backend, module, {"global_group": global_group})
+    device = connection.device_of(module)
     tensors = [t for t in (*module.parameters(), *module.buffers()) if t.numel()]
-    if here.world_size > 1:
-        collectives = Collectives(Places(here.rank, here.world_size), here)
+    if connection.world_size > 1:
+        collectives = Collectives(Places(connection.rank, connection.world_size), connection)
         broadcast(tensors, collectives, device, Kind.PARAMETERS)
 
 
 def check_equal(
     params: Mapping[str, torch.Tensor], collectives: Collectives, device: torch.device
 ) -> None:
-    """All processes hold the same bits; to be called in all.
+    """Raise `ValueError` unless all processes hold the same bits; call it in all of them.
 
     Args:
-      params: by name.
-      collectives: of this process.
-      device: where `params` are.
+      params: parameters, by name.
+      collectives: collectives of this process.
+      device: device of `params`.
 
     Raises:
-      ValueError: in all processes alike; it names the processes that differ from process 0, and the
+      ValueError: in all processes; it names the processes that differ from process 0, and the
         parameters.
 
-    Communication: one all-gather of 16 bytes per process; where they differ, another of 8 bytes per
+    Communication: one all-gather of 16 bytes per process; if they differ, another of 8 bytes per
       parameter and process. On XLA devices the parameters are copied to the host once.
     """
-    launch(device)  # or reading a parameter would launch a graph of its own
+    launch(device)  # otherwise reading a parameter would launch a separate graph
     prints = torch.stack([fingerprint(tensor).cpu() for tensor in params.values()])
-    own = [int(fingerprint(prints)), len(params)]
-    totals = _gathered(own, collectives, device)
+    summary = [int(fingerprint(prints)), len(params)]
+    totals = _gathered(summary, collectives, device)
     unequal = [rank for rank, total in enumerate(totals) if not torch.equal(total, totals[0])]
     if not unequal:
         return
@@ -84,8 +84,8 @@ def check_equal(
 
 
 def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
-    """A number () int64 that other bits at any place change; the same on every kind of device."""
-    # torch_xla cannot see a number's bits, and would copy and compile for every operation.
+    """Return a number () int64 that changes with any bit; equal on every kind of device."""
+    # torch_xla has no view of a number's bits, and would copy and compile for every operation.
     value = tensor.detach().cpu() if tensor.device.type == "xla" else tensor.detach()
     bits = (torch.view_as_real(value) if value.is_complex() else value).reshape(-1)
     bits = bits if bits.dtype == torch.int64 else bits.view(_INTEGERS[bits.element_size()])
@@ -98,9 +98,9 @@ def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
     return total
 
 
-def _gathered(own: list[int], collectives: Collectives, device: torch.device) -> torch.Tensor:
-    """`own` of every process, (world_size, len(own))."""
-    value = device_data(own, torch.int64, device)
+def _gathered(numbers: list[int], collectives: Collectives, device: torch.device) -> torch.Tensor:
+    """Return `numbers` of every process, (world_size, len(numbers))."""
+    value = device_data(numbers, torch.int64, device)
     with collectives.graph(device, Kind.START, [value]):
         rows = collectives.gather(value)
     return rows.cpu().reshape(collectives.places.world_size, -1)

@@ -1,4 +1,4 @@
-"""The state dict of a wrapper: what it has beside the parameters, and what is taken back."""
+"""The state dict of a wrapper: its entries besides the parameters, and loading them."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,7 +9,7 @@ from ._places import Places
 from ._replica import Replica, State, Whole
 from .slow_momentum import Rates, SlowMomentum, SlowSteps
 
-# FairScale's two; the others are ours. All values are tensors.
+# Names of FairScale; all other entries have `_PREFIX`. All values are tensors.
 _FAIRSCALE = ("ps_weight", "is_sgp_ps_numerator")
 _PREFIX = "slowmo."
 _RATES = ("rates", "made_at", "since")  # the fields of `Rates`
@@ -18,13 +18,13 @@ _WEIGHT_TOLERANCE = 1e-5
 
 
 def entries_of(replica: Replica) -> dict[str, torch.Tensor]:
-    """The wrapper's own entries.
+    """Return the wrapper's own entries of the state dict.
 
     Returns:
-      ps_weight (1,) float32 and is_sgp_ps_numerator () bool with SGP; slowmo.num_updates,
-      .exchanges, .rank, .world_size () int64; once there is slow momentum slowmo.anchor and
-      .velocity (shard,) float32, .rates, .made_at and .since (groups,) float64, .ends (groups,)
-      int64; before, once a forward pass has seen them, slowmo.initial (N + 1,) float32, the initial
+      With SGP ps_weight (1,) float32 and is_sgp_ps_numerator () bool. Always slowmo.num_updates,
+      .exchanges, .rank, .world_size () int64. With slow momentum slowmo.anchor and .velocity
+      (shard,) float32, .rates, .made_at and .since (groups,) float64, .ends (groups,) int64. Before
+      slow momentum starts, but after a forward pass, slowmo.initial (N + 1,) float32, the initial
       parameters.
     """
     state = replica.state()
@@ -42,11 +42,11 @@ def entries_of(replica: Replica) -> dict[str, torch.Tensor]:
         entries |= {"anchor": slow.anchor, "velocity": slow.velocity}
     elif state.initial is not None:
         entries["initial"] = state.initial
-    own = {_PREFIX + key: _tensor(value) for key, value in entries.items()}
+    named = {_PREFIX + key: _tensor(value) for key, value in entries.items()}
     if replica.push_sum.is_on:
-        own["ps_weight"] = state.weight
-        own["is_sgp_ps_numerator"] = torch.tensor(state.is_numerator)
-    return own
+        named["ps_weight"] = state.weight
+        named["is_sgp_ps_numerator"] = torch.tensor(state.is_numerator)
+    return named
 
 
 def consolidated(
@@ -55,13 +55,13 @@ def consolidated(
     buffers: Sequence[torch.Tensor],
     whole: Whole,
 ) -> dict[str, Any]:
-    """The state dict that fits every rank of any number of processes.
+    """Return a state dict that fits every rank of any number of processes.
 
     Args:
-      state_dict: that of the wrapper, made with `keep_vars=True`.
-      params: in it, in the order of `whole.params`.
-      buffers: likewise.
-      whole: what takes their place.
+      state_dict: the wrapper's state dict, made with `keep_vars=True`.
+      params: parameters in it, in the order of `whole.params`.
+      buffers: buffers in it, in the order of `whole.buffers`.
+      whole: the values that replace both.
     """
     values = [*whole.params, *whole.buffers]
     replaced = dict(zip(map(id, [*params, *buffers]), values, strict=True))
@@ -81,42 +81,42 @@ def consolidated(
 def take(
     state_dict: Mapping[str, Any], prefix: str, replica: Replica, *, has_slow_momentum: bool
 ) -> tuple[dict[str, Any], State, list[str]]:
-    """The entries of others, and the wrapper's own, checked; `state_dict` is left alone.
+    """Split a state dict into entries of others and the wrapper's own state, and check the latter.
 
-    None of its own need be there: FairScale's dicts hold no counters and no slow momentum, and both
-    then start anew.
+    `state_dict` is not changed. The wrapper's entries may be missing: FairScale's dicts hold no
+    counters and no slow momentum; both then start from zero.
 
     Returns:
-      Entries of others; the state, on the host; names of entries that the wrapper has no place for.
+      Entries of others; the state, on the host; names of entries that the wrapper cannot use.
 
     Raises:
       ValueError: slow momentum or a push-sum weight of another rank or number of processes, of
         another kind of wrapper, or of another size.
     """
-    own: dict[str, Any] = {}
+    saved: dict[str, Any] = {}
     others: dict[str, Any] = {}
     for key, value in state_dict.items():
         name = key.removeprefix(prefix)
-        mine = key.startswith(prefix) and (name in _FAIRSCALE or name.startswith(_PREFIX))
-        (own if mine else others)[name if mine else key] = value
+        is_own = key.startswith(prefix) and (name in _FAIRSCALE or name.startswith(_PREFIX))
+        (saved if is_own else others)[name if is_own else key] = value
 
     is_sgp = replica.push_sum.is_on
-    unexpected = [] if is_sgp else [name for name in _FAIRSCALE if name in own]
+    unexpected = [] if is_sgp else [name for name in _FAIRSCALE if name in saved]
     if not has_slow_momentum:
-        unexpected += [_PREFIX + key for key in _SLOW if _PREFIX + key in own]
+        unexpected += [_PREFIX + key for key in _SLOW if _PREFIX + key in saved]
     entries = {
         name.removeprefix(_PREFIX): value
-        for name, value in own.items()
+        for name, value in saved.items()
         if name.startswith(_PREFIX) and name not in unexpected
     }
-    weight = torch.as_tensor(own.get("ps_weight", torch.ones(1))).detach().float().reshape(1)
-    moved = is_sgp and abs(float(weight) - 1) > _WEIGHT_TOLERANCE
-    if moved and not replica.push_sum.moves:
+    weight = torch.as_tensor(saved.get("ps_weight", torch.ones(1))).detach().float().reshape(1)
+    weight_differs = is_sgp and abs(float(weight) - 1) > _WEIGHT_TOLERANCE
+    if weight_differs and not replica.push_sum.moves:
         raise ValueError(
             f"`state_dict` holds a push-sum weight of {float(weight):.6g}, but with this `graph` "
             "and `mixing` weights are always 1; it belongs to others."
         )
-    if moved or "anchor" in entries or "initial" in entries:
+    if weight_differs or "anchor" in entries or "initial" in entries:
         _check_place(entries, replica.places)
     state = State(
         num_updates=int(entries.get("num_updates", 0)),
@@ -124,13 +124,13 @@ def take(
         momentum=_read_momentum(entries, replica.slow) if "ends" in entries else None,
         initial=_copy(entries["initial"]) if "initial" in entries else None,
         weight=weight.cpu().clone(),
-        is_numerator=bool(own.get("is_sgp_ps_numerator", False)),
+        is_numerator=bool(saved.get("is_sgp_ps_numerator", False)),
     )
     return others, state, unexpected
 
 
 def _check_place(entries: Mapping[str, Any], places: Places) -> None:
-    """A dict that says of which rank it is, is of this one.
+    """Raise `ValueError` if the dict says that another rank saved it.
 
     Raises:
       ValueError: it is another's.
@@ -138,19 +138,20 @@ def _check_place(entries: Mapping[str, Any], places: Places) -> None:
     if "rank" not in entries:
         return
     saved = int(entries["rank"]), int(entries["world_size"])
-    here = places.rank, places.world_size
-    if saved != here:
+    current = places.rank, places.world_size
+    if saved != current:
         raise ValueError(
             f"`state_dict` was saved by rank {saved[0]} of {saved[1]} processes and holds that "
-            f"rank's part of the state; this is rank {here[0]} of {here[1]}. Load the dict that "
-            "this rank saved, or one that consolidated_state_dict() made, which fits every rank."
+            f"rank's part of the state; this is rank {current[0]} of {current[1]}. Load the dict "
+            "that this rank saved, or one that consolidated_state_dict() made, which fits every "
+            "rank."
         )
 
 
 def _read_momentum(entries: Mapping[str, Any], slow: SlowSteps) -> SlowMomentum:
     span = slow.span(tuple(entries["ends"].tolist()))
-    # Older dicts have no rates before the first slow step, and never those of the bound. Of a
-    # velocity made at an unknown rate the next slow step carries no more than all.
+    # Older dicts have no rates before the first slow step, and no rates for the bound. With an
+    # unknown rate the next slow step carries at most the whole velocity.
     unknown = [0.0] * len(span.ends)
     saved = (entries[name].tolist() if name in entries else [] for name in _RATES)
     rates = Rates(*(values or unknown for values in saved))
@@ -169,7 +170,7 @@ def _read_momentum(entries: Mapping[str, Any], slow: SlowSteps) -> SlowMomentum:
 
 
 def _copy(value: torch.Tensor) -> torch.Tensor:
-    """On the host; `perform_slowmo` brings it to the device."""
+    """Return a copy on the host; `perform_slowmo` moves it to the device."""
     return value.detach().to("cpu", torch.float32, copy=True)
 
 
@@ -178,7 +179,7 @@ def _tensor(value: Any) -> torch.Tensor:
 
 
 class SavesReplica(torch.nn.Module):
-    """A module in whose state dict its replica is."""
+    """A module whose state dict contains its replica's state."""
 
     _replica: Replica
     slowmo: bool
@@ -199,7 +200,7 @@ class SavesReplica(torch.nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        """Refuses the state of another rank or number of processes with a ValueError."""
+        """Load; raise `ValueError` for the state of another rank or number of processes."""
         others, state, unexpected = take(
             state_dict, prefix, self._replica, has_slow_momentum=self.slowmo
         )

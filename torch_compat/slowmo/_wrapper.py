@@ -1,4 +1,4 @@
-"""The module that keeps processes together by SlowMo."""
+"""The wrapper that brings the replicas of a module together by SlowMo."""
 
 import warnings
 from typing import Any, Literal
@@ -20,83 +20,83 @@ from .slow_momentum import Groups
 class SlowMoDistributedDataParallel(SavesReplica, NamesOfFairScale, LikeDDP):
     """Data parallelism with slow momentum over local SGD or stochastic gradient push.
 
-    With the constructor of FairScale's class of this name, for the processes of `torch.distributed`
-    and for scripts under torch_xla's `xmp.spawn`. Every process holds a replica of `module` on its
-    device and trains it with its own optimizer; `perform_slowmo(optimizer)` after
-    `optimizer.step()` brings the replicas together:
+    It has the constructor of FairScale's class of this name, and works for the processes of
+    `torch.distributed` and for scripts under torch_xla's `xmp.spawn`. Every process holds a replica
+    of `module` on its device and trains it with its own optimizer; `perform_slowmo(optimizer)`
+    after `optimizer.step()` brings the replicas together:
 
     - LOCALSGD: every `localsgd_frequency` steps the parameters become their mean over nodes.
-    - SGP: in every step a node sends its parameters to a few peers and mixes in what arrives.
+    - SGP: in every step a node sends its parameters to a few peers and mixes in those it receives.
     - slow momentum (on unless slowmo_lr is 1 and slowmo_momentum 0), every `slowmo_frequency`
       steps, gamma the learning rate of the optimizer group and D = anchor - parameters:
       m <- slowmo_momentum * m + D / gamma; anchor <- anchor - slowmo_lr * gamma * m; parameters =
-      anchor. The anchor starts as the initial parameters, those that the first forward pass in
-      training mode sees (`_init_global_momentum_buffers` takes those of the moment instead).
+      anchor. The anchor starts as the initial parameters, those of the first forward pass in
+      training mode (`_init_global_momentum_buffers` takes the current ones instead).
 
     A node is a group of `nprocs_per_node` processes whose gradients are averaged after every
-    backward pass (None where none of them has one, as in DDP with find_unused_parameters) and
-    whose parameters stay equal. All processes must start from equal parameters,
-    which the first forward pass in training mode checks, and make the same calls in the same order:
-    forward passes in training mode too where there are buffers to broadcast. Where they do not, all
-    raise an error that says which process came to what. In eval() mode a forward pass exchanges
-    nothing, so that one process may evaluate alone; it sees its own buffers. A process that comes
-    late is waited for; after 30 s the others say so. `no_sync()` accumulates gradients and `join()`
-    trains on uneven data, as in DistributedDataParallel.
+    backward pass (None if none of them has one, as in DDP with find_unused_parameters) and whose
+    parameters stay equal. All processes must start from equal parameters, which the first forward
+    pass in training mode checks, and make the same calls in the same order, including forward
+    passes in training mode if there are buffers to broadcast. If their calls differ, all raise an
+    error that names each process' call. In eval() mode a forward pass exchanges nothing, so that
+    one process may evaluate alone, with its own buffers. The others wait for a late process, and
+    log a warning after 30 s. `no_sync()` accumulates gradients and `join()` trains on uneven data,
+    as in DistributedDataParallel.
 
     Args:
-      module: to be trained; on its device before the first forward pass.
+      module: module to train; it must be on its device before the first forward pass.
       nprocs_per_node: processes per node; a divisor of their number. Nodes consist of processes of
-        one host where these are enough. With one node alone the base algorithm is off.
+        one host if it has enough. With a single node the base algorithm is off.
       broadcast_buffers: True gives all processes rank 0's buffers before every forward pass in
-        training mode, under `torch.no_grad()` as well, with which a step of a small net with batch
-        norm takes 2.6 times as long, or more. "average", which is advised, makes the floating ones
-        their mean over all processes (variances too) every localsgd_frequency steps (with SGP not)
-        and in slow steps. Whole numbers stay each process' own, as all do in between. SGP without
-        slow momentum refuses it. False exchanges none.
+        training mode, also under `torch.no_grad()`; a step of a small net with batch norm then
+        takes 2.6 times as long, or more. "average", which is advised, replaces floating ones by
+        their mean over all processes (variances too) every localsgd_frequency steps (not with SGP)
+        and in slow steps. Integer buffers differ between processes, as all do between averages. SGP
+        without slow momentum refuses "average". False exchanges none.
       slowmo_base_algorithm: a `SlowMoBaseAlgorithm` or its string.
-      slowmo_momentum: in [0, 1).
+      slowmo_momentum: factor of the slow momentum, in [0, 1).
       slowmo_memory_efficient: slow steps average exactly over all processes (the base algorithm is
         skipped in these steps), and anchor and momentum are sharded: 2N / processes of memory. If
-        False they are kept whole, 2N, and start from what the base algorithm left.
+        False they are kept whole, 2N, and slow steps start from the base algorithm's result.
       slowmo_frequency: steps from one slow step to the next.
       slowmo_lr: step size of the slow step.
-      slowmo_num_shards: always all processes; the number changes no result.
+      slowmo_num_shards: accepted, but shards are always over all processes; results are equal.
       localsgd_frequency: steps from one average to the next.
-      graph: for SGP, a `jaxslowmo.topology.Graph` of as many nodes as there are, its name ("ring")
-        or constructor, or an object with FairScale's `phone_book`. None is FairScale's default,
+      graph: SGP's graph of all nodes: a `jaxslowmo.topology.Graph`, its name ("ring") or
+        constructor, or an object with FairScale's `phone_book`. None is FairScale's default,
         `npeer_directed_exponential`.
-      mixing: for SGP, a callable `(graph, step) -> P[destination, source]` from
+      mixing: mixing with SGP: a callable `(graph, step) -> P[destination, source]` from
         `jaxslowmo.topology`; None is uniform.
       push_sum: False (PushPull) promises that P is doubly stochastic.
       overlap: not available.
       synch_freq: without effect.
       use_streams: without effect.
-      slowmo_sgp_average_params: for SGP, slow steps start from the exact mean over nodes.
+      slowmo_sgp_average_params: whether slow steps with SGP start from the exact mean over nodes.
       verbose: log what each step does, at level DEBUG of logger `torch_compat.slowmo`; to stderr
-        where the program has set up no logging.
+        if the program has set up no logging.
       profile_mode: without effect.
-      process_rank: as the backend has it, or None.
-      process_world_size: as the backend has it, or None.
+      process_rank: rank of this process, which must be that of the backend, or None.
+      process_world_size: number of processes, which must be that of the backend, or None.
       global_group: a process group of `torch.distributed` with the processes of the run, None for
         all.
       master_group: without effect.
       local_node_group: the process group of this node, None to make one.
-      comm_device: where `torch.distributed` exchanges tensors, None for where the parameters are.
-        These last four are without effect over torch_xla.
+      comm_device: device on which `torch.distributed` exchanges tensors, None for that of the
+        parameters. These last four are without effect over torch_xla.
       broadcast_parameters: give all processes rank 0's parameters and buffers before the first of
         these: a forward pass in training mode, `perform_slowmo`, `_init_global_momentum_buffers`.
       check_start: before the first forward pass in training mode compare the parameters of all
-        processes, unless the run goes on from a `state_dict`. False where they shall differ.
+        processes, unless the run resumes from a `state_dict`. False if they are meant to differ.
       backend: "torch_xla" or "torch.distributed"; None takes torch_xla for a module on an XLA
-        device, otherwise `torch.distributed` where its default process group is there, otherwise
+        device, otherwise `torch.distributed` if its default process group is initialised, otherwise
         torch_xla.
-      bound_momentum: where a learning rate falls and grows again, carry no displacement on larger
-        than the rate now would have made it, as `js.slowmo` does. The rates are read in every
-        `perform_slowmo`; one that is a tensor on an XLA device is waited for. False is FairScale's
-        formula, in which a restart from a small rate can diverge.
+      bound_momentum: whether slow momentum is bounded when a learning rate falls and grows again:
+        the carried displacement is at most what the current rate would have made, as in
+        `js.slowmo`. Every `perform_slowmo` reads the rates, and waits for one that is a tensor on
+        an XLA device. False is FairScale's formula, which can diverge after a small rate.
 
     Attributes:
-      num_updates: calls of `perform_slowmo` so far.
+      num_updates: number of calls of `perform_slowmo` so far.
       ps_weight: (1,) float32, the push-sum weight w. After `perform_slowmo` the module holds the
         estimates x / w, not FairScale's numerators x; from a backward pass until then, and with
         float32 masters until the next forward pass, it holds x.
@@ -104,32 +104,32 @@ class SlowMoDistributedDataParallel(SavesReplica, NamesOfFairScale, LikeDDP):
       global_momentum_buffer: (shard,) float32, its part of m; None before there is one.
 
     Raises:
-      ValueError: naming argument, rule and value: numbers out of range, a world that the node size
-        does not divide, hosts that it would split, a rank or world size that is not the backend's,
-        overlap=True, a graph or mixing that cannot work, a module without parameters; in the first
-        forward pass processes that start unequal.
+      ValueError: invalid arguments (the text names argument, rule and value): numbers out of range,
+        a node size that does not divide the world or would split hosts, a rank or world size that
+        is not the backend's, overlap=True, an invalid graph or mixing, a module without parameters;
+        in the first forward pass processes that start from different parameters.
       RuntimeError: neither torch_xla nor an initialised `torch.distributed`.
       UnlikeCallsError: in an exchange, with gloo and on CPU devices: processes have made different
         calls.
-      PeerLostError: likewise: another process has ended.
-      UserWarning: arguments without effect, a base algorithm that is off, frequencies out of step,
-        half precision without masters.
+      PeerLostError: in an exchange, with gloo and on CPU devices: another process has ended.
+      UserWarning: arguments without effect, a base algorithm that is off, frequencies that are not
+        multiples, half precision without masters.
 
-    Communication, N the bytes of the parameters, over XLA in graphs of their own, whose number is
-      fixed: local SGD: when due one all-reduce of N. SGP: per step one collective-permute of N
+    Communication, N the bytes of the parameters, over XLA in a fixed number of separate graphs:
+      local SGD: when due one all-reduce of N. SGP: per step one collective-permute of N
       (`torch.distributed`: an all-to-all in which each process sends N to one other) for each
-      permutation of the round, and 4 bytes where weights can differ from 1; an all-reduce of N
-      inside the nodes where they have several processes. Slow step: memory efficient one
-      reduce-scatter and one all-gather of N, otherwise nothing (with SGP and
-      slowmo_sgp_average_params one all-reduce of N). Gradients: one all-reduce of N inside the
-      nodes per backward pass, with several processes per node. Buffers: one all-reduce of their
-      bytes per forward pass in training mode; with "average" they travel with the parameters, or
-      where no all-reduce takes these in one of their own. Once: an all-gather of 16 bytes per
-      process (check_start), an all-reduce of N (broadcast_parameters), an all-gather of the hosts
-      (several processes per node). Steps in which nothing is due trace and send nothing. Over gloo
-      each of these begins with a header of 32 bytes (kind, bytes, updates, wrapper) from every
-      process that takes part straight to each other one: in the node for gradients, along the
-      edges of the graph and in the node for SGP, else to all. It takes one way over the network.
+      permutation of the round, and 4 bytes if weights can differ from 1; an all-reduce of N inside
+      the nodes if they have several processes. Slow step: memory efficient one reduce-scatter and
+      one all-gather of N, otherwise nothing (with SGP and slowmo_sgp_average_params one all-reduce
+      of N). Gradients: one all-reduce of N inside the nodes per backward pass, with several
+      processes per node. Buffers: one all-reduce of their bytes per forward pass in training mode;
+      with "average" they are part of the all-reduce of the parameters if there is one, otherwise
+      they need another one. Once: an all-gather of 16 bytes per process (check_start), an
+      all-reduce of N (broadcast_parameters), an all-gather of the hosts (several processes per
+      node). Steps in which nothing is due trace and send nothing. Over gloo each of these begins
+      with a header of 32 bytes (kind, bytes, updates, wrapper) from every process that takes part
+      to each other one: in the node for gradients, along the edges of the graph and in the node for
+      SGP, else to all. It takes one network latency, no round trip.
 
     Source: Wang et al., "SlowMo", ICLR 2020 (arXiv:1910.00643), algorithm 1; Stich, "Local SGD
       Converges Fast and Communicates Little", ICLR 2019 (arXiv:1808.07217); Assran et al.,
@@ -238,9 +238,9 @@ class SlowMoDistributedDataParallel(SavesReplica, NamesOfFairScale, LikeDDP):
         self._must_broadcast, self._must_check = broadcast_parameters, check_start
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """The module's output; it sees de-biased parameters, in training mode rank 0's buffers.
+        """Return the module's output, computed from de-biased parameters.
 
-        Communication: buffers in training mode by default, where there are any; see the class.
+        Communication: by default rank 0's buffers in training mode; see the class.
         """
         replica, device = self._replica, self._device()
         if self.training:
@@ -272,11 +272,11 @@ class SlowMoDistributedDataParallel(SavesReplica, NamesOfFairScale, LikeDDP):
         """Bring the replicas together; call it after every `optimizer.step()`, in all processes.
 
         Args:
-          optimizer: that of the parameters; slow momentum applies to those it holds, which must be
-            float32, at their groups' learning rates of this moment.
-          fp32_params: for half-precision modules the float32 masters: one vector of all parameters
+          optimizer: optimizer of the parameters; slow momentum applies to those that it holds,
+            which must be float32, at the current learning rates of their groups.
+          fp32_params: the float32 masters of a half-precision module: one vector of all parameters
             in the module's order, a list with a tensor for each, or a dict with one such value.
-            The exchange then runs in half precision, and what rounding loses stays in the masters.
+            The exchange then runs in half precision; rounding errors are kept in the masters.
 
         Raises:
           ValueError: no optimizer, masters that do not fit, half-precision parameters under slow
@@ -302,7 +302,7 @@ class SlowMoDistributedDataParallel(SavesReplica, NamesOfFairScale, LikeDDP):
                 stacklevel=2,
             )
         params = Parameters(tensors, masters, self._device())
-        self._start(params.device, may_check=False)  # they have taken a step each
+        self._start(params.device, may_check=False)  # parameters differ after local steps
         momentum = replica.slow.ready(groups, params) if self.slowmo else None
 
         update = self.num_updates + 1
@@ -336,15 +336,15 @@ class SlowMoDistributedDataParallel(SavesReplica, NamesOfFairScale, LikeDDP):
         self._is_round_open = False
 
     def consolidated_state_dict(self) -> dict[str, Any]:
-        """One state for all: loads on any rank of any number of processes.
+        """Return one state for all, which loads on any rank of any number of processes.
 
         Parameters are the mean over nodes (sum x / sum w), buffers rank 0's (with "average" their
         mean), anchor and momentum whole (not memory efficient: their mean over nodes). Call it in
         all processes; it changes nothing. Loaded right after a slow or averaging step it continues
-        as if undisturbed, up to rounding; elsewhere the differences between replicas are given up.
+        as if undisturbed, up to rounding; elsewhere the differences between replicas are lost.
 
         Returns:
-          A dict like that of `state_dict()`, on the host, equal on all processes.
+          A dict like that of `state_dict()`, on the host, equal in all processes.
 
         Communication: one all-reduce of parameters and buffers; memory efficient one all-gather of
           8 bytes per parameter, otherwise one all-reduce of that.
@@ -357,9 +357,9 @@ class SlowMoDistributedDataParallel(SavesReplica, NamesOfFairScale, LikeDDP):
         return {k: v.cpu() if isinstance(v, torch.Tensor) else v for k, v in state.items()}
 
     def _init_global_momentum_buffers(self, optimizer: torch.optim.Optimizer) -> None:
-        """Anchor slow momentum at the parameters of this moment, each process its own part.
+        """Anchor slow momentum at the current parameters, each process its own part.
 
-        Without this call the anchor are the initial parameters.
+        Without this call the anchor starts as the initial parameters.
 
         Raises:
           ValueError: parameters in half precision.
@@ -372,18 +372,18 @@ class SlowMoDistributedDataParallel(SavesReplica, NamesOfFairScale, LikeDDP):
             self._replica.slow.anchor_now(Groups(optimizer), device)
 
     def _device(self) -> torch.device:
-        """The device of this process, on which all parameters must be."""
+        """Return the device of this process, on which all parameters must be."""
         device = self._backend.device_of(self.module)
         self._replica.push_sum.to(device)
         return device
 
     def _broadcast_buffers(self, device: torch.device) -> None:
-        """All processes get rank 0's buffers, if they shall."""
+        """Overwrite buffers with those of rank 0, if `broadcast_buffers` is True."""
         if self.broadcast_buffers is True:
             self._replica.broadcast([b for b in self.module.buffers() if b.numel()], device)
 
     def _start(self, device: torch.device, *, may_check: bool = True) -> None:
-        """Once: make the parameters of all processes equal, see that they are."""
+        """Make the parameters of all processes equal, or check that they are, once."""
         if self._must_broadcast:
             everything = (*self.module.parameters(), *self.module.buffers())
             tensors = [tensor for tensor in everything if tensor.numel()]

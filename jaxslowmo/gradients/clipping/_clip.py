@@ -39,17 +39,17 @@ from ..tied import TiedGroup, checked_groups, tied_members
 
 _EPSILON = 1e-6  # torch's
 _IN_THE_NORM = (
-    "Axes over which the compiler shards are not mapped: leave them out, since what lies there is "
-    "in the norm already."
+    "Axes over which the compiler shards are not mapped: leave them out, since what is sharded "
+    "there is in the norm already."
 )
 
 
 @passing_state
 class ClipByGlobalNormState(NamedTuple):
-    """State of `clip_by_global_norm`: what it did in the last update."""
+    """State of `clip_by_global_norm`: the norm and the factor of the last update."""
 
-    norm: jax.Array  # () float32, of the gradients before
-    clip_factor: jax.Array  # () float32, by which they were multiplied; 1 where nothing was clipped
+    norm: jax.Array  # () float32, norm of the gradients before clipping
+    clip_factor: jax.Array  # () float32, factor of the gradients; 1: not clipped
 
     @property
     def scale(self) -> jax.Array:
@@ -67,53 +67,53 @@ def clip_by_global_norm(
     tied_axis_name: str = "stage",
     counted: PyTree | None = None,
 ) -> GradientTransform:
-    """Scales all gradients down together where their common norm exceeds `max_norm`.
+    """Scale all gradients down together where their common norm exceeds `max_norm`.
 
         grads * min(1, max_norm / (norm + 1e-6))
 
     The norm is that of the whole model, each parameter counted once: parts that devices along
-    `model_axes` hold are added up, leaves that these hold all alike are counted on the first, and
-    a tied parameter on the first stage that holds it. It stands behind what averages or sums
-    gradients (`js.all_reduce_gradients`, `js.pipeline.sum_tied_gradients`) and in front of the
-    optimizer; `js.dynamic_loss_scale` stands around it. Replicas whose gradients differ have norms
-    of their own.
+    `model_axes` hold are added up, leaves that are equal on all of these count on the first, and
+    a tied parameter on the first stage that holds it. Put it after the transforms that average or
+    sum gradients (`js.all_reduce_gradients`, `js.pipeline.sum_tied_gradients`) and before the
+    optimizer; `js.dynamic_loss_scale` wraps both. Replicas whose gradients differ have different
+    norms.
 
     Unlike `optax.clip_by_global_norm` (`grads * max_norm / norm` where the norm is not below
-    `max_norm`) it follows torch: a clipped norm is `max_norm * norm / (norm + 1e-6)`, which the two
-    have in common up to 1e-6 / norm; norms are float32 for half-precision gradients, too.
+    `max_norm`) it follows torch: a clipped norm is `max_norm * norm / (norm + 1e-6)`. Both agree up
+    to 1e-6 / norm. Norms are float32 for half-precision gradients, too.
 
     Args:
       max_norm: > 0; also an array, as `optax.inject_hyperparams(js.clip_by_global_norm, "norm")`
         gives it.
       model_axes: *mapped* axes between whose devices the model is shared, a name or a tuple:
-        tensor, fsdp, stage. Axes over which the compiler shards are not mapped: what lies there is
-        in the norm already. Not the axis of the replicas.
+        tensor, fsdp, stage. Axes over which the compiler shards are not mapped: what is sharded
+        there is in the norm already. Not the axis of the replicas.
       norm: 2, infinity for the largest absolute value, or any other number >= 1.
       param_specs: one `PartitionSpec` per leaf, or a prefix of the tree: over which of
-        `model_axes` a leaf is sharded, or stages have different parameters in it. Without, the
-        types of `shard_map(check_vma=True)` tell; where there are none it must be given.
-      tied: groups as `js.pipeline.sum_tied_gradients` takes them; the gradients are summed before.
+        `model_axes` a leaf is sharded, or stages have different parameters in it. By default it
+        is read off the types of `shard_map(check_vma=True)`; without these it is required.
+      tied: groups as `js.pipeline.sum_tied_gradients` takes them; sum their gradients before.
       tied_axis_name: the axis of their stages, one of `model_axes`.
       counted: a tree like the gradients, or a prefix of it, of masks that broadcast to the leaves
-        (None: all): elements where they are 0 are scaled, and not in the norm. For copies that
-        are parts of one array. Of `js.pipelined` tied parameters count once without it.
+        (None: all elements count). Elements whose mask is 0 are scaled, but are not in the norm:
+        for copies that are parts of one array. Tied parameters of `js.pipelined` need no mask.
 
     Returns:
       A gradient transform with state `ClipByGlobalNormState`. A norm that is infinite or NaN makes
-      all gradients NaN, on all devices along `model_axes`, so that whatever looks for that finds it
-      everywhere (`js.dynamic_loss_scale` around it looks before, and gives it zeros). Of
-      `js.RowGradient` leaves each row counts by the sum of its entries. Integers are left alone.
+      all gradients NaN, on all devices along `model_axes`, so that a later check sees it on every
+      device (`js.dynamic_loss_scale` around it checks before, and passes zeros). In a
+      `js.RowGradient` leaf each row counts by the sum of its entries. Integers are left alone.
       In the `gradients` of a step with tables (`embeddings=`) it counts and scales their rows, too.
 
     Raises:
       ValueError: at construction: `max_norm` that is not > 0, `norm` below 1, axes that are no
-        names, specs without axes, groups that are none or whose axis is not in `model_axes`. At
-        trace time: an axis that is not mapped, nothing that tells what is sharded, specs, groups or
-        masks that do not fit the gradients.
+        names, specs without axes, invalid groups or groups whose axis is not in `model_axes`. At
+        trace time: an axis that is not mapped, neither specs nor types that say what is sharded;
+        specs, groups or masks that do not fit the gradients.
 
     Communication: every update one all-reduce of 4 bytes (8 in double precision) over
-      `model_axes`, and beside tables over the axis that these are sharded over, a sum or a maximum;
-      none without axes.
+      `model_axes` (a sum or a maximum), with tables also over the axis that these are sharded
+      over; none without axes.
 
     Source: torch 2.13, `torch.nn.utils.clip_grad_norm_`; ColossalAI (commit 96780e6),
       `clip_grad_norm_fp32`, which counts tied parameters once per stage.
@@ -146,16 +146,16 @@ def clip_by_global_norm(
             new = match_varying(validation.clipped, state)
             return scaled(updates, new.clip_factor), new
         require_axes(OWNER, "model_axes", axes, _IN_THE_NORM)
-        masks, known = _masks(counted, updates), counting
-        if isinstance(updates, WithRows):  # which devices may share, too
+        masks, rule = _masks(counted, updates), counting
+        if isinstance(updates, WithRows):  # devices along other axes may share the tables' rows
             shared = [a for a in updates.inner_axes if a in axes_of(updates.rows) and a not in axes]
-            known = replace(counting, axes=(*axes, *shared))
-        with jax.named_scope(CLIP):  # what the compiler exchanges for it, too
-            found = global_norm(updates, norm, known.axes, known.shares(updates), masks)
-        ratio = jnp.asarray(max_norm, found.dtype) / (found + jnp.asarray(_EPSILON, found.dtype))
+            rule = replace(counting, axes=(*axes, *shared))
+        with jax.named_scope(CLIP):  # also names what the compiler itself exchanges for the norm
+            total = global_norm(updates, norm, rule.axes, rule.shares(updates), masks)
+        ratio = jnp.asarray(max_norm, total.dtype) / (total + jnp.asarray(_EPSILON, total.dtype))
         one = jnp.ones_like(ratio)
-        factor = jnp.where(jnp.isfinite(found), jnp.minimum(ratio, one), jnp.nan * one)
-        numbers = cast(found, state.norm.dtype), cast(factor, state.clip_factor.dtype)
+        factor = jnp.where(jnp.isfinite(total), jnp.minimum(ratio, one), jnp.nan * one)
+        numbers = cast(total, state.norm.dtype), cast(factor, state.clip_factor.dtype)
         new = match_varying(ClipByGlobalNormState(*numbers), state)
         if validation is not None:
             return updates, new
@@ -166,18 +166,18 @@ def clip_by_global_norm(
 
 
 def clip_state(state: PyTree) -> ClipByGlobalNormState | None:
-    """The state of the `clip_by_global_norm` in a state, wherever it stands; None without one.
+    """Return the `clip_by_global_norm` state that a state contains; None without one.
 
     Raises:
       ValueError: there are several.
     """
-    found = parts_of(state, ClipByGlobalNormState)
-    if len(found) > 1:
+    states = parts_of(state, ClipByGlobalNormState)
+    if len(states) > 1:
         raise ValueError(
-            f'{OWNER}: `validate`="after" takes one js.clip_by_global_norm, found {len(found)}. '
+            f'{OWNER}: `validate`="after" takes one js.clip_by_global_norm, found {len(states)}. '
             'Several, such as one for each part of an optax.partition, work with validate="before".'
         )
-    return found[0] if found else None
+    return states[0] if states else None
 
 
 def _is_rows(x: Any) -> bool:
@@ -190,10 +190,10 @@ def _masks(counted: PyTree | None, tree: PyTree) -> list[Any]:
     if counted is None:
         masks: list[Any] = []
         for part in jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, Staged | RowGradient)):
-            # Of parameters in stages all but later copies of tied ones are in the norm.
+            # The norm counts all parameters in stages except later copies of tied ones.
             packed = isinstance(part, Staged)
             later = [part.packing.repeated(n) for n in sorted(part)] if packed else [None]
-            masks += [None if own is None else ~own for own in later]
+            masks += [None if copies is None else ~copies for copies in later]
         return masks
     leaves = jax.tree.leaves(tree, is_leaf=_is_rows)
     try:
@@ -222,14 +222,14 @@ def global_norm(
     shares: Sequence[jax.Array | None],
     counted: Sequence[Any],
 ) -> jax.Array:
-    """() the `norm`-norm of all numbers in `tree`, in the widest of their dtypes and float32.
+    """Return the `norm`-norm of all numbers in `tree`, (), in the widest dtype, float32 or wider.
 
     Args:
       tree: gradients of this device.
-      norm: 1 or more; infinity for the largest.
+      norm: exponent, 1 or more; infinity for the largest absolute value.
       axes: mapped axes between whose devices the model is shared.
-      shares: per leaf whether this device counts it; None where all do.
-      counted: per leaf a mask of the elements that count, None for all.
+      shares: one () bool per leaf: whether this device counts it; None where all devices do.
+      counted: one mask per leaf of the elements that count; None for all.
 
     Communication: one all-reduce of () over `axes`; none without any of more than one position.
     """
@@ -242,13 +242,13 @@ def global_norm(
     join = jnp.maximum if largest else jnp.add
     wide = widest(leaves)
 
-    def joined(found: Iterable[jax.Array]) -> jax.Array:
-        return functools.reduce(join, [cast(x, wide) for x in found], jnp.zeros([], wide))
+    def joined(terms: Iterable[jax.Array]) -> jax.Array:
+        return functools.reduce(join, [cast(x, wide) for x in terms], jnp.zeros([], wide))
 
-    # For the largest it does not matter how often something is looked at.
+    # A maximum does not change if several devices count the same leaf.
     total = joined(
-        joined(own) if share is None or largest else kept_if(share, joined(own))
-        for share, own in parts.values()
+        joined(leaf_terms) if share is None or largest else kept_if(share, joined(leaf_terms))
+        for share, leaf_terms in parts.values()
     )
     if largest:  # not every backend's maximum keeps a NaN
         total = jnp.where(jnp.isnan(total), jnp.inf, total)
@@ -262,7 +262,7 @@ def global_norm(
 
 
 def scaled(tree: PyTree, scale: jax.Array) -> PyTree:
-    """Gradients times a number, in at least float32, in the dtypes that they had."""
+    """Return gradients times a number, computed in at least float32, in their own dtypes."""
     factor = by_dtype(scale)
 
     def one(x: Any) -> Any:
@@ -275,8 +275,8 @@ def scaled(tree: PyTree, scale: jax.Array) -> PyTree:
 
 
 def _of_leaf(leaf: Any, norm: float, mask: Any) -> jax.Array:
-    """() sum of powers of what is in a leaf, or the largest."""
-    # A row may stand in a gradient of rows several times, and counts by its sum.
+    """Return the sum of powers of the numbers in a leaf, or the largest of them, ()."""
+    # A row may occur several times in a gradient of rows, and counts by its sum.
     values = coalesce(leaf).gradient.values if _is_rows(leaf) else jnp.asarray(leaf)
     size = jnp.abs(cast(values, at_least_float32(values.dtype)))
     if mask is not None:
@@ -289,7 +289,7 @@ def _of_leaf(leaf: Any, norm: float, mask: Any) -> jax.Array:
 
 
 def widest(leaves: Sequence[Any]) -> np.dtype:
-    """float32, or float64 where some leaf is in double precision."""
+    """Return float32, or float64 if a leaf is in double precision."""
     dtypes = [x.dtype if hasattr(x, "dtype") else jnp.result_type(x) for x in leaves]
     sizes = [jnp.finfo(kind).bits for kind in dtypes if jnp.issubdtype(kind, jnp.inexact)]
     return np.dtype(np.float64 if max(sizes, default=32) > 32 else np.float32)
@@ -300,11 +300,11 @@ OWNER = "clip_by_global_norm"
 
 @dataclass(frozen=True)
 class Counting:
-    """How the devices of a model share its parameters.
+    """The rule by which each parameter of a model counts once, though devices share it.
 
     Attributes:
-      axes: mapped axes between whose devices it is shared.
-      param_specs: which leaves are sharded over which of them; None: the types tell.
+      axes: mapped axes between whose devices the model is shared.
+      param_specs: which leaves are sharded over which of them; None: read off the types.
       tied: groups of copies, by stage.
       tied_axis: axis of the stages.
     """
@@ -329,16 +329,16 @@ class Counting:
             )
 
     def shares(self, tree: PyTree) -> list[jax.Array | None]:
-        """By leaf whether this device counts it, () bool; None where all do.
+        """Return for each leaf whether this device counts it, () bool; None where all do.
 
         Raises:
-          ValueError: nothing tells which leaves are sharded, specs that do not fit, groups that
-            do not.
+          ValueError: neither specs nor types say which leaves are sharded; specs or groups that
+            do not fit.
         """
         leaves = jax.tree.leaves(tree, is_leaf=_is_rows)
         first = {axis: lax.axis_index(axis) == 0 for axis in self.axes if axis_size(axis) > 1}
-        equal = [tuple(a for a in first if a not in own) for own in self._sharded(tree, leaves)]
-        # By position of a leaf the stages on which it is a copy that an earlier stage counts.
+        equal = [tuple(a for a in first if a not in axes) for axes in self._sharded(tree, leaves)]
+        # Maps a leaf's position to the stages whose copy of it an earlier stage counts.
         later: dict[int, tuple[int, ...]] = {}
         if self.tied:
             dense = arrays_of(tree.dense if isinstance(tree, WithRows) else tree)
@@ -346,20 +346,20 @@ class Counting:
             for group in tied_members(OWNER, "tied", self.tied, dense, size):
                 for stage, position in list(group.items())[1:]:
                     later[position] = (*later.get(position, ()), stage)
-        mine: dict[Any, jax.Array | None] = {}
+        counts: dict[Any, jax.Array | None] = {}
         keys = [(axes, later.get(i, ())) for i, axes in enumerate(equal)]
         for axes, stages in dict.fromkeys(keys):
             conditions = [first[a] for a in axes]
             if stages and self.tied_axis not in axes:
-                me = lax.axis_index(self.tied_axis)
-                conditions.append(~jnp.isin(me, jnp.asarray(stages)))
-            mine[axes, stages] = (
+                this_stage = lax.axis_index(self.tied_axis)
+                conditions.append(~jnp.isin(this_stage, jnp.asarray(stages)))
+            counts[axes, stages] = (
                 functools.reduce(jnp.logical_and, conditions) if conditions else None
             )
-        return [mine[key] for key in keys]
+        return [counts[key] for key in keys]
 
     def _sharded(self, tree: PyTree, leaves: list[Any]) -> list[frozenset[str]]:
-        """By leaf the axes over which its parts, or what stages have in it, differ."""
+        """Return for each leaf the axes over which its shards or its stages' parameters differ."""
         axes = frozenset(a for a in self.axes if axis_size(a) > 1)
         tracked = frozenset(filter(checks_varying, axes))
         typed = [axes_of(leaf) & tracked for leaf in leaves]
@@ -376,9 +376,9 @@ class Counting:
             for spec in self._specs(tree)
         ]
         wrong = [
-            f"{name} (over {sorted((own & tracked) - types)})"
-            for name, own, types in zip(leaf_names(arrays_of(tree)), named, typed, strict=True)
-            if (own & tracked) - types
+            f"{name} (over {sorted((spec & tracked) - types)})"
+            for name, spec, types in zip(leaf_names(arrays_of(tree)), named, typed, strict=True)
+            if (spec & tracked) - types
         ]
         if wrong:
             raise ValueError(
@@ -389,8 +389,8 @@ class Counting:
 
     def _specs(self, tree: PyTree) -> list[P]:
         if isinstance(tree, WithRows):
-            own = P(tuple(sorted(axes_of(tree.rows) & set(tree.inner_axes))))
-            return [*self._specs(tree.dense), *[own] * len(tree.rows)]
+            table_spec = P(tuple(sorted(axes_of(tree.rows) & set(tree.inner_axes))))
+            return [*self._specs(tree.dense), *[table_spec] * len(tree.rows)]
         try:
             return list(specs_of_leaves(self.param_specs, arrays_of(tree)))
         except ValueError as error:

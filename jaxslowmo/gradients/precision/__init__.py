@@ -1,4 +1,4 @@
-"""Mixed precision: in what a loss computes, and the scale that keeps small gradients in float16."""
+"""Mixed precision: the dtype a loss computes in, and a loss scale for gradients in float16."""
 
 from ._loss_scale import dynamic_loss_scale as dynamic_loss_scale
 from ._mixed_precision import DynamicLossScaleState as DynamicLossScaleState

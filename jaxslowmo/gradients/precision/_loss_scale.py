@@ -1,4 +1,4 @@
-"""A loss scale that follows overflows, around an optimizer that skips those updates."""
+"""A loss scale that follows overflows; it wraps an optimizer and skips overflowed updates."""
 
 import math
 from dataclasses import dataclass
@@ -40,7 +40,7 @@ _OWNER = "dynamic_loss_scale"
 
 
 class Scale(NamedTuple):
-    """What the rule remembers."""
+    """The scale and the counters that `ScaleRule` keeps from update to update."""
 
     scale: jax.Array  # () float32, by which the loss is multiplied
     growth_count: jax.Array  # () int32, updates without overflow since the last one or growth
@@ -49,7 +49,7 @@ class Scale(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ScaleRule:
-    """The arguments of `dynamic_loss_scale` that decide about the scale; see there."""
+    """The arguments of `dynamic_loss_scale` that control the scale; see there."""
 
     initial: float
     growth_interval: int
@@ -60,10 +60,10 @@ class ScaleRule:
     max_scale: float
 
     def __post_init__(self) -> None:
-        """Raise `ValueError` for what would let the scale fall to 0, rise to infinity or stay."""
+        """Raise `ValueError` for numbers that let the scale fall to 0, rise to infinity or stay."""
         for name in ("growth_interval", "hysteresis"):
             number = checked_int(f"{_OWNER}: `{name}`", getattr(self, name), 1)
-            object.__setattr__(self, name, number)  # as a plain int, whatever it was
+            object.__setattr__(self, name, number)  # a plain int also for NumPy integers
         for name in ("initial", "growth", "backoff", "min_scale", "max_scale"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float | np.number):
@@ -75,7 +75,7 @@ class ScaleRule:
             (1 < growth < math.inf, "`growth` must be > 1 and finite", growth),
             (0 < self.backoff < 1, "`backoff` must be in (0, 1)", self.backoff),
             (least >= tiny, f"`min_scale` must be > 0 in float32, {tiny:g} at least", least),
-            # One growth may lead beyond `max_scale`, and must not lead to infinity.
+            # One growth may exceed `max_scale`, but must not overflow float32.
             (
                 most * growth <= huge,
                 "`max_scale` * `growth` must be finite in float32",
@@ -87,7 +87,7 @@ class ScaleRule:
                 raise ValueError(f"{_OWNER}: {rule}, got {value}.")
 
     def start(self) -> Scale:
-        """Before the first update."""
+        """Return the scale and the counters before the first update."""
         return Scale(
             jnp.asarray(self.initial, jnp.float32),
             jnp.zeros([], jnp.int32),
@@ -95,10 +95,10 @@ class ScaleRule:
         )
 
     def after(self, old: Scale, overflow: jax.Array) -> Scale:
-        """After an update with or without an overflow, a () bool array."""
+        """Return the scale after an update; `overflow`, () bool, says whether it overflowed."""
         left = jnp.maximum(old.hysteresis_left - 1, 0)
         fallen = jnp.maximum(old.scale * jnp.float32(self.backoff), jnp.float32(self.min_scale))
-        # Not restored by an overflow: the next one lowers the scale again, at once.
+        # `left` stays 0 after an overflow: the next overflow lowers the scale at once.
         after_overflow = Scale(
             jnp.where(left <= 0, fallen, old.scale), jnp.zeros_like(old.growth_count), left
         )
@@ -117,7 +117,7 @@ class ScaleRule:
 
 _AS_A_WHOLE = (
     "Axes over which the compiler shards are not mapped: leave them out, since gradients are "
-    "looked at as a whole there."
+    "checked as a whole there."
 )
 
 
@@ -133,69 +133,68 @@ def dynamic_loss_scale(
     min_scale: float = 1.0,
     max_scale: float = 2.0**24,
 ) -> GradientTransform:
-    """Keeps a scale for the loss, and skips updates of which a gradient is infinite or NaN.
+    """Keep a scale for the loss, and skip updates in which a gradient is infinite or NaN.
 
-    float16 holds nothing below 6e-8: gradients of a loss that is multiplied by the scale stay above
-    that. The wrapper divides them by it again, and lowers it when they overflow:
+    float16 has no numbers between 0 and 6e-8: multiplying the loss by a scale keeps gradients above
+    that. The wrapper divides the gradients by the scale, and lowers the scale when they overflow:
 
         optimizer = js.dynamic_loss_scale(optax.adamw(1e-3))
         step = js.make_train_step(loss_fn, optimizer, policy=js.Policy("float16"), ...)
 
-    `js.make_train_step` reads the scale from the state and multiplies the loss; a loop of your own
-    does with `js.loss_scale_of`. In a skipped update all updates are zeros and the state of
-    `optimizer` is as before, its counters too; a parameter transform behind it counts on and
-    exchanges what is due, so replicas stay in phase though one of them skips.
+    `js.make_train_step` reads the scale from the state and multiplies the loss; your own loop does
+    it with `js.loss_scale_of`. In a skipped update all updates are zeros and the state of
+    `optimizer` does not change, not even its counters. A parameter transform after it still counts
+    the update and exchanges what is due, so replicas stay in phase though one of them skips.
 
-    Put it around all that reads gradients: clipping, weight decay, `optax.partition`,
-    `optax.MultiSteps` and `js.accumulate` may stand inside. `js.accumulate` may stand around it,
-    too (then a whole window is skipped), and what averages gradients in front of it. What else
-    stands in front gets gradients that are still scaled in a loop of your own, and that are not in
-    a step of `js.make_train_step` that knows of it: where `js.chain` or a wrapper of ours holds it,
-    and no `optax.chain`. Not around it: `optax.apply_if_finite`, which would keep every
-    overflow from it, and `optax.MultiSteps`, whose sum stays NaN after one.
+    Wrap it around everything that reads gradients: clipping, weight decay, `optax.partition`,
+    `optax.MultiSteps` and `js.accumulate` may be inside. `js.accumulate` may also wrap it (then a
+    whole window is skipped), and a transform that averages gradients may precede it. Any other
+    transform before it receives scaled gradients in your own loop, but unscaled ones in a step of
+    `js.make_train_step`, if `js.chain` or another wrapper of jaxslowmo holds the loss scale (not
+    `optax.chain`). Do not wrap it in `optax.apply_if_finite`, which would hide every overflow from
+    it, or in `optax.MultiSteps`, whose sum stays NaN after an overflow.
 
     Args:
-      optimizer: any optax transform but a parameter transform.
-      axes: mapped axes, a name or a tuple, over whose positions all skip together, since each holds
-        a part of one model, such as the stages of a pipeline; with the axis of the replicas these
-        skip together, too, and otherwise each has a scale of its own. Axes over which the compiler
-        shards are not mapped, and the gradients of all shards are looked at anyway. Axes over
+      optimizer: any optax transform except a parameter transform.
+      axes: mapped axes, a name or a tuple, whose positions skip updates together because each
+        holds a part of one model, such as the stages of a pipeline. With the axis of the replicas
+        these skip together, too; without it each replica has its own scale. Axes over which the
+        compiler shards are not mapped; the gradients of all shards are checked anyway. Axes over
         which `optimizer` itself exchanges gradients are added.
       initial: the first scale.
-      growth_interval: after so many updates in a row without overflow the scale grows.
-      growth: factor > 1 by which it grows, unless it is `max_scale` already, or more.
-      backoff: factor in (0, 1) by which an overflow lowers it, not below `min_scale`.
-      hysteresis: of so many overflows the last one lowers the scale, and every one after that,
+      growth_interval: number of updates in a row without overflow after which the scale grows.
+      growth: factor > 1 by which the scale grows, unless it is at least `max_scale` already.
+      backoff: factor in (0, 1) by which an overflow lowers the scale, not below `min_scale`.
+      hysteresis: number of overflows until the scale falls; then every further overflow lowers it,
         until it has grown (or would have).
-      min_scale: > 0.
-      max_scale: >= `initial`; one growth from below may exceed it.
+      min_scale: lower bound of the scale, > 0.
+      max_scale: upper bound of the scale, >= `initial`; one growth from below may exceed it.
 
     Returns:
       A transform with state `DynamicLossScaleState`. `update(grads, state, params, weight=None,
-      finite=None, unscaled=False)` takes gradients of the scaled loss and gives `optimizer` those
-      of the loss, divided in at least float32, in the dtypes that they had (float16 gradients lose
-      then what the scale has kept: let parameters be float32). `finite`: () bool, False skips, as
-      gradients that are not among `grads` may want. `unscaled=True`: the gradients were divided
-      already. `validation`: `js.make_train_step(validate="after")` says that the optimizer shall
-      not wait for what other devices find. `weight`: this replica's share; where another one counts
-      along `axes`, one of weight 0 is not asked. These, a `grad` that is divided as the gradients
-      are, and other arguments reach `optimizer`; `value` and `value_fn` shall be of the loss that
-      is not scaled.
+      finite=None, unscaled=False)` takes gradients of the scaled loss and passes those of the loss
+      to `optimizer`, divided in at least float32, in the gradients' dtypes (float16 gradients then
+      lose what the scale has kept: use float32 parameters). `finite`: () bool, False skips the
+      update, for example because of gradients that are not among `grads`. `unscaled=True`: the
+      gradients were divided already. `validation`: `js.make_train_step(validate="after")` passes
+      it so that the optimizer does not wait for the other devices' checks. `weight`: this replica's
+      share; a replica of weight 0 is not checked if another one along `axes` has a share. These, a
+      `grad` (divided as the gradients are) and other arguments reach `optimizer`; `value` and
+      `value_fn` must be those of the unscaled loss.
 
     Raises:
-      ValueError: numbers outside of these bounds, `optimizer` that is no transform or a parameter
-        transform, axes that are no names, at construction. At `init` an `optimizer` that holds a
-        parameter transform or another loss scale; parameters of which `optax.masked` or
-        `optax.partition` around it hide some. At trace time an axis that is not mapped, a `finite`
-        that is no () bool.
+      ValueError: at construction: numbers outside of these bounds, `optimizer` that is no transform
+        or a parameter transform, axes that are no names. At `init`: an `optimizer` that holds a
+        parameter transform or another loss scale; parameters of which a wrapping `optax.masked` or
+        `optax.partition` hides some. At trace time: an axis that is not mapped, a `finite` that is
+        no () bool.
 
     Communication: every update, one all-reduce (max) of 4 bytes over `axes` and those over which
-      `optimizer` exchanges, none where there are none; then that of `optimizer`, also in updates
-      that are skipped.
+      `optimizer` exchanges, none without axes; then that of `optimizer`, also in skipped updates.
 
     Source: Micikevicius et al., "Mixed Precision Training", ICLR 2018, section 3.2. Defaults up to
-      `backoff` are those of torch's `GradScaler`, which has no hysteresis and no bounds, as 1 and
-      these; the rule with both is that of ColossalAI's `DynamicGradScaler`.
+      `backoff` are those of torch's `GradScaler`, which has neither hysteresis nor bounds; the
+      other defaults keep its behaviour. The full rule is that of ColossalAI's `DynamicGradScaler`.
     """
     rule = ScaleRule(
         initial=initial,
@@ -216,17 +215,17 @@ def dynamic_loss_scale(
 
 @dataclass(frozen=True)
 class _LossScale:
-    """The transform around `inner`."""
+    """The transform `dynamic_loss_scale` that wraps `inner`."""
 
     inner: optax.GradientTransformationExtraArgs
     axes: tuple[str, ...]
     rule: ScaleRule
 
     def transform(self) -> GradientTransform:
-        own = spec_of(self.inner)
-        spec = own.around(
+        inner_spec = spec_of(self.inner)
+        spec = inner_spec.around(
             lambda state: state.inner,
-            takes=own.takes | {"weight", "finite", "validation", "unscaled"},
+            takes=inner_spec.takes | {"weight", "finite", "validation", "unscaled"},
             skips=True,
             returns_updates=True,
             of_rows=False,
@@ -236,7 +235,7 @@ class _LossScale:
     def _init(self, params: PyTree) -> DynamicLossScaleState:
         if parts_of(params, optax.MaskedNode):
             raise ValueError(
-                f"{_OWNER}: must stand around optax.masked and optax.partition, got parameters of "
+                f"{_OWNER}: must wrap optax.masked and optax.partition, got parameters of "
                 "which these hide some: the gradients of those would stay scaled."
             )
         inner = self.inner.init(params)
@@ -249,20 +248,20 @@ class _LossScale:
             )
         skipped = jnp.zeros([], jnp.int32), jnp.zeros([], bool)
         start = DynamicLossScaleState(*self.rule.start(), *skipped, inner)
-        # Typed as after an update, which chooses between two: what is asked for over an axis is
-        # equal there.
-        apart = axes_of(params) - set(self.axes)
+        # Typed as after an update: that is equal over the axes on which all positions skip
+        # together.
+        varying = axes_of(params) - set(self.axes)
         return vary_over(
-            start, apart and apart - axes_sent_over(self.inner.update, params, inner, params)
+            start, varying and varying - axes_sent_over(self.inner.update, params, inner, params)
         )
 
     def _program(
         self, grads: PyTree, state: PyTree, params: PyTree | None, extra: dict[str, Any]
     ) -> tuple[Any, frozenset[str]]:
-        """The optimizer's update of gradients and state, and the axes over which it sends.
+        """Return the optimizer's update of gradients and state, and the axes it communicates over.
 
-        Positions along these must skip together: a conditional on a counter of one that skips alone
-        would leave the others waiting.
+        Positions along these axes must skip together: if one skipped alone, a conditional on its
+        counter could leave the others waiting in a collective.
         """
 
         def update(grads: PyTree, state: PyTree) -> tuple[PyTree, PyTree]:
@@ -285,9 +284,9 @@ class _LossScale:
     ) -> tuple[PyTree, PyTree]:
         require_axes(_OWNER, "axes", self.axes, _AS_A_WHOLE)
         share = check_weight(_OWNER, weight)
-        found = overflowed(updates)
+        overflow_here = overflowed(updates)
         if finite is not None:
-            found = found | ~_as_flag(finite)
+            overflow_here = overflow_here | ~_as_flag(finite)
         if weight is not None:
             extra["weight"] = weight
         if validation is not None:
@@ -297,31 +296,31 @@ class _LossScale:
             extra["grad"] = divided(extra["grad"], state.loss_scale)
         run, inner_axes = self._program(grads, state.inner, params, extra)
         if validation is None or validation.skipped is None:
-            skip = anywhere(found, {*self.axes, *inner_axes}, share)
+            skip = anywhere(overflow_here, {*self.axes, *inner_axes}, share)
         else:
             skip = validation.skipped
 
-        def choose(made: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree]:
-            moved, after = made
-            return zero_if(skip, moved), as_before_if(skip, after, state.inner)
+        def choose(result: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree]:
+            new_updates, after = result
+            return zero_if(skip, new_updates), as_before_if(skip, after, state.inner)
 
         if validation is None:
-            # Zeros, not a conditional: what `optimizer` exchanges it exchanges on all devices, and
-            # what is not finite does not travel.
-            moved, inner = choose(run(zero_if(skip, grads), state.inner))
+            # Zeros, not a conditional: all devices must take part in the collectives of
+            # `optimizer`, and no infinite or NaN number may be sent.
+            new_updates, inner = choose(run(zero_if(skip, grads), state.inner))
         else:
-            # The optimizer's arithmetic shall be done before `skip` is known. The compiler would
-            # make one loop of it and of a choice; what a conditional is given is there before it.
-            made = run(grads, state.inner)
-            like = jax.eval_shape(choose, made)
-            moved, inner = lax.cond(skip, choose, lambda x: match_varying(x, like), made)
+            # The optimizer's arithmetic should run before `skip` is known. XLA would fuse it with
+            # a `where` into one loop; the operands of a conditional are computed before it.
+            result = run(grads, state.inner)
+            like = jax.eval_shape(choose, result)
+            new_updates, inner = lax.cond(skip, choose, lambda x: match_varying(x, like), result)
         new = DynamicLossScaleState(
             *self.rule.after(Scale(*state[:3]), skip),
             skipped=jnp.where(skip, increment(state.skipped), state.skipped),
             skipped_last=skip,
             inner=inner,
         )
-        return moved, match_varying(new, state)
+        return new_updates, match_varying(new, state)
 
 
 def _as_flag(finite: Any) -> jax.Array:
@@ -334,9 +333,9 @@ def _as_flag(finite: Any) -> jax.Array:
     return jnp.asarray(finite)
 
 
-def _moves_parameters(what: str) -> str:
+def _moves_parameters(kind: str) -> str:
     return (
-        f"{_OWNER}: `optimizer` must leave parameters to other transforms, got {what}. In a "
-        "skipped update its counter would stand still, and replicas would be out of phase: pass it "
+        f"{_OWNER}: `optimizer` must leave parameters to other transforms, got {kind}. In a "
+        "skipped update its counter would not advance, and replicas would be out of phase: pass it "
         "as `sync`, or in js.chain(js.dynamic_loss_scale(...), js.local_sgd(...))."
     )

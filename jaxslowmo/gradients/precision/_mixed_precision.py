@@ -1,4 +1,4 @@
-"""How a loss computes in few bits: the dtypes of a policy, and the scale of its gradients."""
+"""Loss functions in low precision: the dtypes of a policy, and the scale of gradients."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import KW_ONLY, dataclass
@@ -21,7 +21,7 @@ COMPUTE_DTYPES = ("float32", "bfloat16", "float16")
 
 @dataclass(frozen=True)
 class Policy:
-    """In what a loss function computes, whatever dtypes parameters and batch have.
+    """The dtype in which a loss function computes, whatever dtypes parameters and batch have.
 
     `js.make_train_step(policy=js.Policy("bfloat16"))` gives the loss function parameters and batch
     in bfloat16. Parameters stay as they are: gradients arrive in their dtypes, and the optimizer
@@ -29,10 +29,10 @@ class Policy:
     `js.dynamic_loss_scale` around `optimizer`: without it a step issues a `UserWarning` once.
 
     Attributes:
-      compute: `"float32"`, `"bfloat16"` or `"float16"`: what floating leaves are cast to.
+      compute: dtype of floating leaves: `"float32"`, `"bfloat16"` or `"float16"`.
       keep: names of leaves, or of the subtrees that hold them, that are not cast, in the parameters
-        as in the batch: paths such as `"decoder/norm"`, or patterns such as `"*/norm"`, in which
-        `*` stands for anything. A name that is nowhere is an error of the step.
+        and in the batch: paths such as `"decoder/norm"`, or patterns such as `"*/norm"`, in which
+        `*` matches anything. The step raises an error for a name that neither has.
 
     Raises:
       ValueError: another dtype, or names that are no strings.
@@ -60,7 +60,7 @@ class Policy:
         object.__setattr__(self, "keep", keep)
 
     def cast(self, tree: PyTree) -> PyTree:
-        """`tree` with its real floating leaves in `compute`, but for those that are kept."""
+        """Return `tree` with its real floating leaves in `compute`, except those in `keep`."""
         dtype = jnp.dtype(self.compute)
 
         def one(path: Any, x: Any) -> Any:
@@ -75,19 +75,19 @@ class Policy:
         paths = [path for tree in trees for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
         for name in self.keep:
             if not any(_matches(path, name) for path in paths):
-                known = ", ".join(_name(path) for path in paths[:8])
+                names = ", ".join(_name(path) for path in paths[:8])
                 more = f" and {len(paths) - 8} more" if len(paths) > 8 else ""
                 raise ValueError(
                     f"Policy: `keep` must name leaves of the parameters or the batch, or subtrees "
-                    f"of them, got {name!r}; leaves are {known}{more}."
+                    f"of them, got {name!r}; leaves are {names}{more}."
                 )
 
 
 def computing_in(policy: Policy, loss: FullLoss) -> FullLoss:
-    """`loss` that computes as `policy` says.
+    """Return a loss function that computes `loss` in the dtypes of `policy`.
 
-    Model state goes in as it is, and comes out in the dtypes that it had. Loss and floating metrics
-    are at least float32. What else the loss is given is cast as the batch is.
+    Model state is not cast, and is returned in the dtypes that it had. Loss and floating metrics
+    are at least float32. Other arguments of the loss are cast as the batch is.
     """
 
     def full(params: PyTree, batch: PyTree, *, rng: jax.Array, model_state: PyTree, **extra: Any):
@@ -135,7 +135,7 @@ class DynamicLossScaleState(NamedTuple):
     hysteresis_left: jax.Array  # () int32, overflows until the scale falls; 0 once it has
     skipped: jax.Array  # () int32, updates so far that were skipped
     skipped_last: jax.Array  # () bool, whether the last one was
-    inner: PyTree  # of the optimizer inside
+    inner: PyTree  # state of the wrapped optimizer
 
     @property
     def scale(self) -> jax.Array:
@@ -144,27 +144,27 @@ class DynamicLossScaleState(NamedTuple):
 
 
 def scale_state(opt_state: PyTree) -> DynamicLossScaleState | None:
-    """The state of the `dynamic_loss_scale` in the state of an optimizer; None without one.
+    """Return the `dynamic_loss_scale` state in the state of an optimizer; None without one.
 
     Raises:
       ValueError: there are several.
     """
-    found = parts_of(opt_state, DynamicLossScaleState)
-    if len(found) > 1:
+    parts = parts_of(opt_state, DynamicLossScaleState)
+    if len(parts) > 1:
         raise ValueError(
             "dynamic_loss_scale: an optimizer must hold one loss scale, by which the loss is "
-            f"multiplied, found {len(found)}. Put one js.dynamic_loss_scale around the whole, such "
+            f"multiplied, found {len(parts)}. Put one js.dynamic_loss_scale around the whole, such "
             "as the optax.partition of optimizers."
         )
-    return found[0] if found else None
+    return parts[0] if parts else None
 
 
 def scale_metrics(before: PyTree, after: PyTree) -> dict[str, jax.Array]:
-    """What an update tells of its loss scale: the one it used, all skipped updates so far.
+    """Return metrics of an update: the loss scale that it used, the updates skipped so far.
 
     Args:
-      before: the state of the optimizer, which may have no loss scale.
-      after: likewise, after the update.
+      before: state of the optimizer before the update; it may have no loss scale.
+      after: state of the optimizer after the update.
     """
     old, new = scale_state(before), scale_state(after)
     if old is None or new is None:
@@ -176,20 +176,20 @@ def scale_metrics(before: PyTree, after: PyTree) -> dict[str, jax.Array]:
 
 
 def was_skipped(before: PyTree, after: PyTree) -> jax.Array | None:
-    """() bool: whether an update was skipped; None without a loss scale.
+    """Return whether an update was skipped, () bool; None without a loss scale.
 
-    `skipped_last` would not tell where `js.accumulate` stands around the loss scale: it stays in
+    `skipped_last` would be wrong where `js.accumulate` wraps the loss scale: it does not change in
     updates that only add up.
 
     Args:
-      before: the state of the optimizer.
-      after: likewise, after the update.
+      before: state of the optimizer before the update.
+      after: state of the optimizer after the update.
     """
     old, new = scale_state(before), scale_state(after)
     return None if old is None or new is None else new.skipped != old.skipped
 
 
-# States of optax inside of which a loss scale does not work, and why.
+# States of optax wrappers around which a loss scale does not work, and the reason.
 _NOT_AROUND = {
     "ApplyIfFiniteState": "optax.apply_if_finite, which keeps every overflow from it, so that the "
     "scale never falls",
@@ -198,34 +198,34 @@ _NOT_AROUND = {
 
 
 def check_place(opt_state: PyTree) -> None:
-    """Raise `ValueError` for a loss scale inside of what makes it useless, or for several."""
+    """Raise `ValueError` for a loss scale inside of a wrapper in `_NOT_AROUND`, or for several."""
     scale_state(opt_state)
 
-    def stands_around(x: object) -> bool:
+    def wraps_badly(x: object) -> bool:
         return type(x).__name__ in _NOT_AROUND
 
-    for x in jax.tree.leaves(opt_state, is_leaf=stands_around):
-        if stands_around(x) and parts_of(tuple(x), DynamicLossScaleState):
+    for x in jax.tree.leaves(opt_state, is_leaf=wraps_badly):
+        if wraps_badly(x) and parts_of(tuple(x), DynamicLossScaleState):
             raise ValueError(
-                f"dynamic_loss_scale: stands inside of {_NOT_AROUND[type(x).__name__]}: put it "
+                f"dynamic_loss_scale: is inside of {_NOT_AROUND[type(x).__name__]}: put it "
                 "inside of js.dynamic_loss_scale instead, or leave it out."
             )
 
 
 def loss_scale_of(opt_state: PyTree) -> jax.Array | None:
-    """By what the next loss is to be multiplied: the scale that `js.dynamic_loss_scale` keeps.
+    """Return the factor of the next loss: the scale that `js.dynamic_loss_scale` keeps.
 
-    `js.make_train_step` does it by itself. In a loop of your own, with the loss as `value`:
+    `js.make_train_step` multiplies by it. In your own loop:
 
         scale = js.loss_scale_of(opt_state)
         grads = jax.grad(lambda p: loss_fn(p, batch).astype(jnp.float32) * scale)(params)
         updates, opt_state = tx.update(grads, opt_state, params)
 
     Args:
-      opt_state: of any optax transform; the scale is found inside of wrappers and chains.
+      opt_state: state of any optax transform; the scale may be inside of wrappers and chains.
 
     Returns:
-      () float32, in a stacked state (replicas,); None without a loss scale.
+      The scale, () float32, or (replicas,) of a stacked state; None without a loss scale.
 
     Raises:
       ValueError: several loss scales.
@@ -240,48 +240,48 @@ Update = Callable[..., tuple[PyTree, PyTree]]
 
 
 def is_number(x: Any) -> bool:
-    """Whether an array holds what can overflow: row numbers, counters and keys do not."""
+    """Return whether an array can overflow: row numbers, counters and keys cannot."""
     return jnp.issubdtype(jnp.result_type(x), jnp.inexact)
 
 
 def overflowed(tree: PyTree) -> jax.Array:
-    """() bool: whether something in `tree` is infinite or NaN, on this device.
+    """Return whether a number in `tree` is infinite or NaN on this device, () bool.
 
-    Of leaves that the compiler shards it is whether something is anywhere.
+    Leaves that the compiler shards are checked on all devices.
     """
     return ~all_finite(tree)
 
 
-def anywhere(found: jax.Array, axes: Iterable[str], weight: jax.Array | None) -> jax.Array:
-    """`found`, () bool, on some device along `axes`.
+def anywhere(flag: jax.Array, axes: Iterable[str], weight: jax.Array | None) -> jax.Array:
+    """Return whether `flag`, () bool, is True on some device along `axes`.
 
     Args:
-      found: on this device.
-      axes: mapped axes; none leaves it as it is.
-      weight: () this replica's share. Where some along `axes` have one above 0 those of weight 0,
-        whose batch may hold anything, are not asked; where none has, all are.
+      flag: value on this device.
+      axes: mapped axes; without any the result is `flag`.
+      weight: this replica's share, (). If some replica along `axes` has a weight above 0, those of
+        weight 0, whose batch may hold anything, do not count; otherwise all count.
 
     Communication: one all-reduce (max) of 4 bytes over `axes`, if there are any.
     """
     names = tuple(sorted(axes))
     if not names:
-        return found
-    flag = found.astype(jnp.int32)
+        return flag
+    code = flag.astype(jnp.int32)
     if weight is not None:
-        # Any replica that counts outbids those that do not; the lowest bit is the answer.
-        flag = flag + 2 * (weight > 0).astype(jnp.int32)
+        # In the maximum a replica with weight outranks all without; the lowest bit is the flag.
+        code = code + 2 * (weight > 0).astype(jnp.int32)
     with jax.named_scope(LOSS_SCALE):
-        return lax.pmax(vary_over(flag, names), names) % 2 == 1
+        return lax.pmax(vary_over(code, names), names) % 2 == 1
 
 
 def zero_if(overflow: jax.Array, tree: PyTree) -> PyTree:
-    """`tree` with zeros in place of all its numbers where `overflow`, () bool, is True."""
+    """Return `tree`, with zeros for all its numbers where `overflow`, () bool, is True."""
     keep = ~overflow
     return jax.tree.map(lambda x: kept_if(keep, jnp.asarray(x)) if is_number(x) else x, tree)
 
 
 def as_before_if(overflow: jax.Array, new: PyTree, old: PyTree) -> PyTree:
-    """`old` where `overflow`, () bool, is True, else `new`, in the dtypes of `new`."""
+    """Return `old` where `overflow`, () bool, is True, else `new`, in the dtypes of `new`."""
 
     def one(n: Any, o: Any) -> jax.Array:
         return jnp.where(overflow, cast(jnp.asarray(o), jnp.asarray(n).dtype), n)
@@ -290,18 +290,19 @@ def as_before_if(overflow: jax.Array, new: PyTree, old: PyTree) -> PyTree:
 
 
 def unless_overflow(update: Update, axes: Iterable[str], weight: jax.Array | None) -> Update:
-    """`update(grads, state, params)` that keeps overflows out of what it remembers and sends.
+    """Return `update` so that it keeps overflows out of what it remembers and sends.
 
-    A hook that feeds back what it did not send would never be rid of a NaN. Where one of those
-    along `axes` has an overflow all get NaN for the mean, which is what makes a loss scale skip;
-    counters in the state count on, and what the state holds of gradients is as before.
+    A hook with error feedback would keep a NaN for ever. If one device along `axes` has an
+    overflow, all get NaN as the mean, which makes a loss scale skip the update. Counters in the
+    state still advance; its other numbers stay as they were.
 
     Args:
-      update: of a gradient transform.
-      axes: over which it reduces.
+      update: update function of a gradient transform, `(grads, state, params)`.
+      axes: mapped axes over which it reduces.
       weight: see `anywhere`.
 
-    Communication: that of `update`, and where its state holds numbers that of `anywhere`.
+    Communication: the collectives of `update`, and of `anywhere` if the state of `update` holds
+      numbers.
     """
 
     def guarded(grads: PyTree, state: PyTree, *rest: PyTree) -> tuple[PyTree, PyTree]:
@@ -323,30 +324,30 @@ def unless_overflow(update: Update, axes: Iterable[str], weight: jax.Array | Non
 def scaled_value_and_grad(
     loss: Callable[..., Any], scale: jax.Array, *, divides: bool = True
 ) -> Callable[..., Any]:
-    """`jax.value_and_grad(loss, has_aux=True)` by way of the loss times a scale.
+    """Return `jax.value_and_grad(loss, has_aux=True)`, computed from the loss times a scale.
 
-    The loss is then at least float32: the product would soon be infinite in float16.
+    The product is at least float32: it would soon be infinite in float16.
 
     Args:
-      loss: `(params, ...) -> (loss, aux)`.
+      loss: function `(params, ...) -> (loss, aux)`.
       scale: () float.
-      divides: False leaves the gradients those of the loss times the scale.
+      divides: whether gradients are divided by the scale again.
     """
 
-    def scaled(*args: Any, **known: Any) -> tuple[jax.Array, Any]:
-        value, aux = loss(*args, **known)
+    def scaled(*args: Any, **kwargs: Any) -> tuple[jax.Array, Any]:
+        value, aux = loss(*args, **kwargs)
         value = cast(value, at_least_float32(value.dtype))
         return value * cast(scale, value.dtype), (value, aux)
 
-    def differentiate(*args: Any, **known: Any) -> tuple[Any, PyTree]:
-        (_, own), grads = jax.value_and_grad(scaled, has_aux=True)(*args, **known)
-        return own, divided(grads, scale) if divides else grads
+    def differentiate(*args: Any, **kwargs: Any) -> tuple[Any, PyTree]:
+        (_, value_and_aux), grads = jax.value_and_grad(scaled, has_aux=True)(*args, **kwargs)
+        return value_and_aux, divided(grads, scale) if divides else grads
 
     return differentiate
 
 
 def divided(grads: PyTree, scale: jax.Array) -> PyTree:
-    """Gradients of the loss, from those of the scaled loss, in their own dtypes."""
+    """Return gradients divided by the loss scale, in their dtypes."""
     divisor = by_dtype(scale)
 
     def one(g: Any) -> Any:

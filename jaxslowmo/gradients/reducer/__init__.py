@@ -1,4 +1,4 @@
-"""Gradients reduced over replicas: buckets, hooks, weights; what torch's Reducer does."""
+"""Reduction of gradients over replicas, as in torch's Reducer: buckets, hooks, weights."""
 
 from . import hooks as hooks
 from ._accumulate import AccumulateState as AccumulateState

@@ -1,4 +1,4 @@
-"""Gradients of several calls as one update."""
+"""A wrapper that adds up the gradients of several calls and makes one update of them."""
 
 from typing import Any, NamedTuple
 
@@ -38,8 +38,8 @@ class AccumulateState(NamedTuple):
 
     count: jax.Array  # () int32, calls so far; equal on all replicas
     total: PyTree  # like the gradients, at least float32: weighted sum since the last update
-    weight: jax.Array  # () float32, sum of the weights since then; calls, where none are given
-    inner: PyTree
+    weight: jax.Array  # () float32, sum of weights since the last update; without weights, of calls
+    inner: PyTree  # state of the wrapped transform
 
 
 def accumulate(
@@ -47,28 +47,28 @@ def accumulate(
 ) -> GradientTransform:
     """Collect gradients locally over several calls, then run `inner` once on the whole.
 
-    torch's `no_sync`. Wraps the chain that reduces and steps:
+    This is torch's `no_sync`. Wrap the chain that reduces gradients and updates parameters:
 
         js.accumulate(js.chain(js.all_reduce_gradients("replica"), optax.adamw(1e-3)), every=4)
 
     (`make_train_step(accumulate=4)` splits one batch instead.)
 
     Args:
-      inner: what is called every so often, with the gradients since the last time.
+      inner: transform of the gradients that were collected since its last call.
       every: number of calls per update, or `js.every(...)` on the number of the call.
-      average: give `inner` the mean of the calls; False the sum, as torch does, where the loss is
-        scaled by hand.
+      average: whether `inner` receives the mean of the calls. False passes the sum, as in torch,
+        where users scale the loss themselves.
 
     Returns:
       A transform with state `AccumulateState`. `update(grads, state, params, weight=None,
       step=None)` returns zeros in calls that only collect. `weight` is this call's weight in the
-      mean, and `inner` is given their sum as its `weight`; other extra arguments reach `inner` as
-      they are. `step`: bool, or () bool array equal on all replicas, that says whether this call
-      updates, in place of `every`.
+      mean, and `inner` receives their sum as its `weight`; other extra arguments reach `inner` as
+      they are. `step` replaces `every`: whether this call updates, a bool, or a () bool array that
+      is equal on all replicas.
 
     Raises:
-      ValueError: `every` < 1, `inner` that is no transform, at construction; at trace time a weight
-        with average=False, non-float leaves.
+      ValueError: at construction: `every` < 1, `inner` that is no transform. At trace time: a
+        weight with average=False, non-float leaves.
 
     Communication: that of `inner`, in calls that update; nothing in others.
 
@@ -112,22 +112,22 @@ def accumulate(
         def update(s: AccumulateState) -> tuple[PyTree, AccumulateState]:
             whole = _over(s.total, s.weight) if average else s.total
             whole = jax.tree.map(lambda t, g: cast(t, g.dtype), whole, updates)
-            given = extra if share is None else {**extra, "weight": s.weight}
-            moved, after = transform.update(whole, s.inner, params, **given)
+            arguments = extra if share is None else {**extra, "weight": s.weight}
+            new_updates, after = transform.update(whole, s.inner, params, **arguments)
             empty = match_varying(jax.tree.map(zeros_like, s.total), s.total)
-            return moved, AccumulateState(count, empty, jnp.zeros_like(s.weight), after)
+            return new_updates, AccumulateState(count, empty, jnp.zeros_like(s.weight), after)
 
         def collect(s: AccumulateState) -> tuple[PyTree, AccumulateState]:
-            # `update` is not run again: jax finds what the conditional has traced.
+            # No second trace: jax finds the trace of `update` in its cache.
             return jax.tree.map(zeros_like, jax.eval_shape(update, s)[0]), s
 
         return run_if(schedule(count) if step is None else step, update, collect, state)
 
-    own = spec_of(inner)
-    spec = own.around(
+    inner_spec = spec_of(inner)
+    spec = inner_spec.around(
         lambda state: state.inner,
         lambda state: schedule(increment(state.count)),
-        takes=own.takes | {"weight"},
+        takes=inner_spec.takes | {"weight"},
         of_rows=False,
     )
     return GradientTransform(init_fn, update_fn, spec)
@@ -138,7 +138,7 @@ def _wide_zeros(p: jax.Array) -> jax.Array:
 
 
 def _weighted(grads: PyTree, weight: jax.Array | None) -> PyTree:
-    """`weight * grads`; zeros where the weight is 0, even if something is not finite there."""
+    """Return `weight * grads`; zeros where the weight is 0, even for infinite or NaN gradients."""
     if weight is None:
         return grads
     counts, factor = weight > 0, by_dtype(weight)
@@ -146,14 +146,14 @@ def _weighted(grads: PyTree, weight: jax.Array | None) -> PyTree:
 
 
 def _over(total: PyTree, weight: jax.Array) -> PyTree:
-    """`total / weight`; zeros where the weight is 0."""
-    # Over infinity everything is zero, without a choice for every leaf.
+    """Return `total / weight`; zeros where the weight is 0."""
+    # Dividing by infinity gives zeros without a `where` for every leaf.
     divisor = by_dtype(jnp.where(weight > 0, weight, jnp.inf))
     return jax.tree.map(lambda t: t / divisor(t.dtype), total)
 
 
 def _common_axes(tree: PyTree) -> frozenset[str]:
-    """Axes that all leaves vary over."""
+    """Return the mapped axes that all leaves vary over."""
     each = [varying_axes(leaf) for leaf in jax.tree.leaves(tree)]
     return frozenset.intersection(*each) if each else frozenset()
 
@@ -161,15 +161,15 @@ def _common_axes(tree: PyTree) -> frozenset[str]:
 def _reduced_axes(
     transform: optax.GradientTransformationExtraArgs, state: PyTree, params: PyTree
 ) -> frozenset[str]:
-    """Axes over which parameters are equal, and gradients, which `transform` reduces there, not.
+    """Return the axes with equal parameters but different gradients that `transform` reduces over.
 
-    Under `shard_map(check_vma=True)`, where a sum of gradients is typed as they are. Everywhere
-    else there are none.
+    There are such axes only under `shard_map(check_vma=True)`, where the type of accumulated
+    gradients must contain them.
 
     Args:
-      transform: takes the gradients.
-      state: of it.
-      params: whose gradients they are.
+      transform: the gradient transform.
+      state: state of `transform`.
+      params: parameters whose gradients it reduces.
     """
     varied = vary_over(params, jax.sharding.get_abstract_mesh().manual_axes)
     unlike = axes_of(varied) - axes_of(params)

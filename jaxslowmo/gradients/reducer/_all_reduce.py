@@ -1,4 +1,4 @@
-"""Bucketed gradient all-reduce."""
+"""The mean of gradients over replicas, by all-reduces of buckets."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -49,7 +49,7 @@ class AllReduceGradientsState(NamedTuple):
     """State of `all_reduce_gradients`: empty without a hook."""
 
     count: jax.Array | tuple[()] = ()  # () int32, updates so far; equal on all replicas
-    hook: PyTree = ()  # of the hook, one state per bucket
+    hook: PyTree = ()  # the hook's states, one per bucket
 
 
 def all_reduce_gradients(
@@ -66,11 +66,12 @@ def all_reduce_gradients(
     divide_by: DivideBy = "initial",
     param_specs: PyTree | None = None,
 ) -> GradientTransform:
-    """Mean of the gradients over replicas, in flat buckets.
+    """Average the gradients over replicas, in flat buckets.
 
-    The first transform of a chain: what torch's `DistributedDataParallel` does with its Reducer.
-    Gradients are packed into flat buckets of one dtype each, those that the backward pass finishes
-    first in the first bucket, which is small so that communication starts early.
+    Use it as the first transform of a chain; it does what the Reducer of torch's
+    `DistributedDataParallel` does. Gradients are packed into flat buckets of one dtype each. The
+    first bucket holds the gradients that the backward pass finishes first, and is small so that
+    communication starts early.
 
     Args:
       axis_name: mapped axis to average over, or under shard_map a tuple of axes.
@@ -79,20 +80,20 @@ def all_reduce_gradients(
       order: `"reverse"` or `"forward"` leaf order, or all leaves by position or name, such as
         `js.ready_order(loss_fn, params, batch)`.
       buckets: the buckets themselves, lists of positions or names; replaces sizes and order.
-      max_buckets: at most so many; see `js.assign_buckets`.
-      alone_bytes: leaves of at least this size are buckets of their own and are not copied: faster
-        on CPU, where copies of large buffers cost page faults. None: as torch.
-      split_large: cut leaves that are larger than a bucket.
+      max_buckets: largest number of buckets; see `js.assign_buckets`.
+      alone_bytes: leaves of at least this size form a bucket each and are not copied: faster on
+        CPU, where copies of large buffers cost page faults. None packs all leaves, as torch does.
+      split_large: whether leaves that are larger than a bucket are cut.
       hook: a `js.hooks.CommHook` that reduces each bucket, or None for the plain mean.
-      divide_by: with a weight, what the sum is divided by when some replicas have weight 0:
+      divide_by: divisor of the weighted sum when some replicas have weight 0:
         `"active"` takes the (weighted) mean over the others, `"initial"` makes it smaller by the
         share of replicas that are left, as if the others had sent zeros.
       param_specs: `PartitionSpec` per leaf, or a prefix of the tree, over axes inside a replica
         that are left to the compiler: each device then reduces its own blocks. Leaves that are
-        sharded over other axes share no bucket, and sizes are those of a device's blocks. None:
-        what `update` is told (`make_train_step` does that), or the types say (Explicit axes);
-        else sharded leaves are gathered. A hook with state knows what is given here alone, or
-        typed, and keeps a state for each block.
+        sharded over different axes share no bucket, and sizes are those of a device's blocks.
+        None: `update` receives the specs (`make_train_step` passes them), or the types contain
+        them (Explicit axes); otherwise sharded leaves are gathered. A hook with state needs the
+        specs here or in the types, and keeps a state for each block.
 
     Returns:
       A transform with state `AllReduceGradientsState`. `update(grads, state, params=None,
@@ -101,29 +102,29 @@ def all_reduce_gradients(
       summed).
 
       `weight`: () number, this replica's share in the mean, such as its number of samples; 0 for a
-      replica that has run out, whose gradients are ignored, NaN included. If all are 0 the mean is
-      0. `ready_order`: positions of all leaves, in place of `order="reverse"`;
-      `make_train_step(order="ready")` passes it. `param_specs`: as above, where none were given.
-      Of `js.RowGradient` leaves it returns the mean as `js.all_reduce_rows(output="rows")` does.
+      replica without data, whose gradients are ignored, NaN included. If all weights are 0 the mean
+      is 0. `ready_order`: positions of all leaves, replaces `order="reverse"`;
+      `make_train_step(order="ready")` passes it. `param_specs`: as above, used if that is None.
+      Means of `js.RowGradient` leaves are those of `js.all_reduce_rows(output="rows")`.
 
     Raises:
-      ValueError: negative sizes, another order, hook or `divide_by`, at construction; at trace time
-        an unbound axis, non-float leaves, names or positions that the gradients do not have, and
+      ValueError: at construction: negative sizes, an invalid order, hook or `divide_by`. At trace
+        time: an unbound axis, non-float leaves, names or positions that the gradients do not have,
+          and
         gradients that don't vary over `axis_name`. The last means that they are summed already:
-        inside shard_map with its default check, jax sums gradients of parameters that are equal
-        over an axis by itself. Also specs that name `axis_name`, an axis that the mesh does not
-        have, or that don't fit the gradients.
+        inside shard_map with its default check, jax itself sums gradients of parameters that are
+        equal over an axis. Also specs that name `axis_name`, an axis that the mesh does not have,
+        or that don't fit the gradients.
       UserWarning: once, if the axis has size 1, and where sharded leaves are gathered.
 
     Communication: every update, one all-reduce over `axis_name` per bucket; N bytes together, N the
-      bytes of the gradients, of each leaf those of a device's own block where specs are known; a
-      weight travels in the first float32 bucket (8 bytes) of each group of leaves that are sharded
-      alike. With a hook
-      what that states, and 8 bytes of an all-reduce for a weight. Between processes on CPU the
-      compiler merges the buckets into one behind the backward pass. They stay apart and travel
-      beside it, one after the other, with `XLA_FLAGS=--xla_disable_hlo_passes=
+      bytes of the gradients (with specs, of a device's own blocks). A weight adds 8 bytes to the
+      first float32 bucket of each group of leaves that are sharded over the same axes. With a hook:
+      what the hook states, and an all-reduce of 8 bytes for a weight. Between processes on CPU the
+      compiler merges the buckets into one after the backward pass. They stay separate and are sent
+      during the backward pass, one after the other, with `XLA_FLAGS=--xla_disable_hlo_passes=
       cpu-all-reduce-combiner` in the environment (`jaxslowmo train` sets it); then buckets of about
-      1 MiB and `order="ready"` serve best.
+      1 MiB and `order="ready"` are best.
 
     Source: Li et al., "PyTorch Distributed", VLDB 2020, section 3.2 (bucketing); torch 2.13,
       `DistributedDataParallel` and `Join` (weights of 0 and 1).
@@ -166,7 +167,7 @@ def all_reduce_gradients(
             require_axes(_OWNER, "axis_name", axis_name)
             check_floating(_OWNER, params)
             states = init_hook(hook, layout.planned(params, param_specs), axis_name)
-            # Gradients of parameters that are sharded over other axes differ there too.
+            # Gradients of parameters that are sharded over other axes differ over these, too.
             states = vary_over(states, axes_of(params) - set(axis_names(axis_name)))
         return AllReduceGradientsState(jnp.zeros([], jnp.int32), states)
 
@@ -187,9 +188,9 @@ def all_reduce_gradients(
         share = check_weight(_OWNER, weight)
         if axis_size(axis_name) == 1:
             warn(f"{_OWNER}: axis {axis_name!r} has size 1, so there is nothing to reduce.")
-        known = over
+        reduced = over
         if hook is not None and jax.tree.leaves(state.hook):
-            # Its buckets are those of `init`, which was not told.
+            # The buckets are those of `init`, which received no `ready_order` or specs.
             if ready_order is not None and order == "reverse":
                 raise ValueError(
                     f"{_OWNER}: `hook` keeps state per bucket, so the buckets must be known when "
@@ -197,13 +198,13 @@ def all_reduce_gradients(
                     "order=js.ready_order(loss_fn, params, batch) here instead."
                 )
         elif param_specs is not None:
-            known = over.with_specs(param_specs)
-        if known.param_specs is None:
+            reduced = over.with_specs(param_specs)
+        if reduced.param_specs is None:
             notice.at_update()
         with jax.named_scope(_OWNER):
             others = tuple(name for name in axis_names(axis_name) if name not in inner_axes)
             rows = mean_rows(rows, others, share, divide_by) if rows else rows
-            buckets = layout.planned(updates, known.param_specs, ready_order)
+            buckets = layout.planned(updates, reduced.param_specs, ready_order)
             if hook is None:
                 means = reduce_plainly(buckets, updates, axis_name, share, by_initial)
                 return join(means, rows), state
@@ -224,7 +225,7 @@ def mean_gradients(
     ready_order: Sequence[int] | None = None,
     param_specs: PyTree | None = None,
 ) -> PyTree:
-    """Mean of `grads` over `axis_name` in buckets of the default sizes.
+    """Return the mean of `grads` over `axis_name`, in buckets of the default sizes.
 
     Communication: one all-reduce over `axis_name` per bucket.
     """
@@ -242,7 +243,7 @@ def _check_state(state: PyTree) -> None:
 
 
 def _check_gradients(grads: PyTree, axis_name: AxisName) -> None:
-    """Gradients that are equal over an axis by their type were summed over it already."""
+    """Raise `ValueError` for gradients typed as equal over an axis: jax has summed them."""
     require_axes(_OWNER, "axis_name", axis_name)
     check_floating(_OWNER, grads)
     tracked = [name for name in axis_names(axis_name) if checks_varying(name)]

@@ -1,4 +1,4 @@
-"""Communication hooks: what happens to a bucket instead of a plain mean."""
+"""Communication hooks: functions that reduce a bucket instead of a plain mean."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -14,11 +14,11 @@ from ..._support.types import AxisName, PyTree
 
 @dataclass(frozen=True)
 class GradPiece:
-    """What part of which gradient lies in a bucket.
+    """The part of a gradient that a bucket holds.
 
     Attributes:
-      name: of the leaf, such as `"dense/kernel"`.
-      shape: of the whole leaf.
+      name: name of the leaf, such as `"dense/kernel"`.
+      shape: shape of the whole leaf.
       start: first element of the part, in row-major order.
       stop: one past its last element.
     """
@@ -30,7 +30,7 @@ class GradPiece:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the part is the leaf."""
+        """True if the part is the whole leaf."""
         return self.stop - self.start == math.prod(self.shape)
 
     @property
@@ -46,8 +46,8 @@ class GradBucket:
     Attributes:
       index: number of the bucket, in the order in which buckets are reduced.
       is_last: whether it is the last one.
-      flat: (n,) the gradients one after the other, in one dtype; a `ShapeDtypeStruct` in `init`.
-      pieces: what lies in it, in order.
+      flat: (n,) the concatenated gradients, in one dtype; a `ShapeDtypeStruct` in `init`.
+      pieces: the parts of gradients in it, in order.
       axis_name: the axis to reduce over.
       count: () int32, number of this update, 1, 2, ...; None in `init`.
     """
@@ -61,37 +61,37 @@ class GradBucket:
 
     @property
     def dtype(self) -> np.dtype:
-        """Of the gradients."""
+        """The dtype of the gradients."""
         return jnp.dtype(self.flat.dtype)
 
     @property
     def size(self) -> int:
-        """Number of elements."""
+        """The number of elements."""
         return self.flat.shape[0]
 
     def split(self, flat: jax.Array) -> list[jax.Array]:
-        """`flat` as arrays in the shapes of the gradients, 1-D for parts of a split one."""
-        # Slices, so that what stands behind the last gradient, such as padding, is left out.
+        """Return `flat` as arrays in the shapes of the gradients, 1-D for parts of a split one."""
+        # Slices leave out anything after the last gradient, such as padding.
         ends = np.cumsum([0, *(piece.stop - piece.start for piece in self.pieces)])
         parts = zip(ends[:-1], ends[1:], self.pieces, strict=True)
         return [flat[a:b].reshape(piece.part_shape) for a, b, piece in parts]
 
     def join(self, parts: Sequence[jax.Array]) -> jax.Array:
-        """The inverse of `split`."""
+        """Return the concatenation of flattened `parts`: the inverse of `split`."""
         return jnp.concatenate([part.reshape(-1) for part in parts])
 
     def replace(self, flat: Any) -> "GradBucket":
-        """The same bucket with other contents, possibly in another dtype."""
+        """Return the same bucket with other contents, possibly in another dtype."""
         return replace(self, flat=flat)
 
 
 class CommHook(NamedTuple):
-    """How a bucket is reduced: a pair of functions, called under the mapped axis.
+    """A pair of functions that reduce a bucket, called under the mapped axis.
 
     Attributes:
-      init: `init(bucket) -> state`, a tree of arrays of static shapes; `()` for none.
-      update: `update(bucket, state) -> (reduced, state)`: (n,) in the bucket's dtype. The hook owns
-        the scaling: a mean is divided by the number of replicas.
+      init: function `init(bucket) -> state`, a tree of arrays of static shapes; `()` for none.
+      update: function `update(bucket, state) -> (reduced, state)`, `reduced` (n,) in the bucket's
+        dtype. The hook does the scaling: a mean divides by the number of replicas.
     """
 
     init: Callable[[GradBucket], PyTree]
@@ -99,10 +99,10 @@ class CommHook(NamedTuple):
 
 
 def stateless(reduce: Callable[[GradBucket], jax.Array]) -> CommHook:
-    """A hook from one function, as torch's `register_comm_hook` takes it.
+    """Make a hook from one function, like torch's `register_comm_hook`.
 
     Args:
-      reduce: `reduce(bucket) -> (n,)` in the bucket's dtype.
+      reduce: function `reduce(bucket) -> (n,)`, in the bucket's dtype.
 
     Returns:
       A `CommHook` without state.
@@ -114,7 +114,7 @@ def stateless(reduce: Callable[[GradBucket], jax.Array]) -> CommHook:
       >>> import jax
       >>> hook = stateless(lambda bucket: jax.lax.pmean(bucket.flat, bucket.axis_name))
 
-    Communication: what `reduce` does.
+    Communication: the collectives of `reduce`.
     """
     if not callable(reduce):
         raise ValueError(f"stateless: `reduce` must be callable, got {type(reduce).__name__}.")
@@ -122,7 +122,7 @@ def stateless(reduce: Callable[[GradBucket], jax.Array]) -> CommHook:
 
 
 def check_dtype(owner: str, bucket: GradBucket, dtypes: Sequence[str]) -> None:
-    """At trace time: raise `ValueError` for a bucket of another dtype."""
+    """Raise `ValueError` at trace time if the bucket's dtype is not one of `dtypes`."""
     if bucket.dtype.name not in dtypes:
         names = ", ".join(piece.name for piece in bucket.pieces)
         raise ValueError(
@@ -132,10 +132,10 @@ def check_dtype(owner: str, bucket: GradBucket, dtypes: Sequence[str]) -> None:
 
 
 def check_hook(owner: str, hook: object) -> None:
-    """At construction: raise `ValueError` unless `hook` is a `CommHook`."""
+    """Raise `ValueError` at construction unless `hook` is a `CommHook`."""
     if not isinstance(hook, CommHook):
-        what = getattr(hook, "__name__", type(hook).__name__)
+        kind = getattr(hook, "__name__", type(hook).__name__)
         raise ValueError(
             f"{owner}: `hook` must be a js.hooks.CommHook, such as js.hooks.bf16_compress() or "
-            f"js.hooks.stateless(function), got {what}."
+            f"js.hooks.stateless(function), got {kind}."
         )

@@ -1,4 +1,4 @@
-"""Post-local SGD: gradients are averaged over all replicas first, over fewer or none later."""
+"""Post-local SGD: averages gradients over all replicas first, later over fewer or none."""
 
 from typing import Any, NamedTuple
 
@@ -29,8 +29,8 @@ class PostLocalGradientsState(NamedTuple):
     """State of `post_local_gradients`."""
 
     count: jax.Array  # () int32, updates so far; equal on all replicas
-    before: PyTree  # of the transform used up to the start
-    after: PyTree  # of the one used from then on; () without one
+    before: PyTree  # state of the transform used up to the start
+    after: PyTree  # state of the transform used from then on; () without one
 
 
 def post_local_gradients(
@@ -38,9 +38,9 @@ def post_local_gradients(
     before: optax.GradientTransformation,
     after: optax.GradientTransformation | None = None,
 ) -> GradientTransform:
-    """One gradient transform until a schedule starts, another one or none from then on.
+    """Use one gradient transform until a schedule starts, another one or none from then on.
 
-    The first transform of a chain whose parameter transform runs on the same schedule:
+    Use it as the first transform of a chain whose parameter transform has the same schedule:
 
         late = js.every(8, start=1000)
         js.chain(
@@ -51,15 +51,15 @@ def post_local_gradients(
 
     Args:
       schedule: `js.every(k, start=s)`; `before` runs in updates t <= s.
-      before: such as `js.all_reduce_gradients(("node", "device"))`.
-      after: such as `js.all_reduce_gradients("device")`, the mean inside a group; None leaves
-        gradients local.
+      before: first transform, such as `js.all_reduce_gradients(("node", "device"))`.
+      after: later transform, such as `js.all_reduce_gradients("device")`, the mean inside a group;
+        None leaves gradients local.
 
     Returns:
       A transform with state `PostLocalGradientsState`; extra arguments (`weight`) reach both.
 
     Raises:
-      ValueError: `schedule` is no `js.every(...)`, or a transform is none.
+      ValueError: `schedule` is no `js.every(...)`, or `before` or `after` is no transform.
 
     Communication: that of `before` in updates up to the start, that of `after` in later ones.
 
@@ -97,7 +97,7 @@ def post_local_gradients(
         count = increment(state.count)
         return ~(count > min(schedule.start, jnp.iinfo(count.dtype).max))
 
-    # Of the two each update calls one.
+    # Each update calls one of the two transforms.
     spec_after = GradientSpec(of_rows=True) if is_identity(late) else spec_of(late)
     first = spec_of(before).around(lambda state: state.before, is_early)
     second = spec_after.around(lambda state: state.after, lambda state: ~is_early(state))

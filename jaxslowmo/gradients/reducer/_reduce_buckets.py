@@ -1,4 +1,4 @@
-"""The gradients as buckets: which lie in which, and each reduced by itself."""
+"""Packing of gradients into buckets, and the reduction of each bucket."""
 
 import itertools
 from collections.abc import Mapping, Sequence
@@ -21,7 +21,7 @@ Order = Literal["reverse", "forward"] | Sequence[int | str]
 
 @dataclass(frozen=True)
 class BucketLayout:
-    """How gradients are put into buckets; see `all_reduce_gradients`."""
+    """The options that decide which gradients share a bucket; see `all_reduce_gradients`."""
 
     limits: tuple[int, ...]
     order: Order = "reverse"
@@ -36,13 +36,13 @@ class BucketLayout:
         param_specs: PyTree | None = None,
         ready_order: Sequence[int] | None = None,
     ) -> TreePacking:
-        """The buckets of `grads`; where leaves are sharded, of each device's own blocks.
+        """Return the buckets of `grads`; for sharded leaves those of a device's own blocks.
 
         Args:
-          grads: arrays or types.
+          grads: tree of arrays or types.
           param_specs: a `PartitionSpec` per leaf, or a prefix of the tree; None: leaves are whole
-            inside a replica, or their types tell (Explicit axes).
-          ready_order: takes the place of the default order.
+            inside a replica, or their types contain specs (Explicit axes).
+          ready_order: positions of all leaves; replaces the default order.
 
         Raises:
           ValueError: specs that don't fit the tree; leaves that the gradients do not have.
@@ -52,13 +52,13 @@ class BucketLayout:
         explicit = None
         if self.buckets is not None:
             explicit = [_leaf_positions("buckets", bucket, names) for bucket in self.buckets]
-            plan_buffers(grads, buckets=explicit)  # whether all leaves are there, once
+            plan_buffers(grads, buckets=explicit)  # raises unless each leaf occurs once
         order = () if explicit else self._order(names, ready_order)
 
         def plan(blocks: list[Any], place: Mapping[int, int]) -> BufferPlan:
             if explicit is not None:
-                own = [[place[i] for i in bucket if i in place] for bucket in explicit]
-                return plan_buffers(blocks, buckets=[bucket for bucket in own if bucket])
+                local_buckets = [[place[i] for i in bucket if i in place] for bucket in explicit]
+                return plan_buffers(blocks, buckets=[bucket for bucket in local_buckets if bucket])
             return plan_buffers(
                 blocks,
                 limits=self.limits,
@@ -79,7 +79,7 @@ class BucketLayout:
 
 
 def checked_order(owner: str, order: Order) -> Order:
-    """At construction: return `order`; raise `ValueError` unless it can be one."""
+    """Return `order`; raise `ValueError` at construction for an invalid one."""
     if isinstance(order, str) and order == "ready":
         raise ValueError(
             f'{owner}: `order`="ready" is known once the step is traced: use '
@@ -98,20 +98,20 @@ def checked_order(owner: str, order: Order) -> Order:
 def _leaf_positions(
     argument: str, leaves: Sequence[int | str], names: Sequence[str], *, whole: bool = False
 ) -> list[int]:
-    """Leaves given by position or name, as positions.
+    """Return the positions of leaves that are listed by position or name.
 
     Args:
-      argument: for messages.
+      argument: name of the argument, for messages.
       leaves: positions in flattening order, or names such as `"dense/kernel"`.
-      names: of all leaves.
-      whole: every leaf must be there, once.
+      names: names of all leaves.
+      whole: whether every leaf must be listed once.
 
     Raises:
       ValueError: a name or position that the tree does not have; with `whole`, leaves that are
         missing or named twice.
     """
     position = {name: i for i, name in enumerate(names)}
-    found = []
+    positions = []
     for leaf in leaves:
         i = position.get(leaf) if isinstance(leaf, str) else int(leaf)
         if i is None or not 0 <= i < len(names):
@@ -119,15 +119,15 @@ def _leaf_positions(
                 f"`{argument}` names leaf {leaf!r}, which the gradients do not have "
                 f"({len(names)} leaves: {', '.join(names)})."
             )
-        found.append(i)
-    if whole and sorted(found) != list(range(len(names))):
-        missing = [name for i, name in enumerate(names) if i not in found]
-        twice = [name for i, name in enumerate(names) if found.count(i) > 1]
+        positions.append(i)
+    if whole and sorted(positions) != list(range(len(names))):
+        missing = [name for i, name in enumerate(names) if i not in positions]
+        twice = [name for i, name in enumerate(names) if positions.count(i) > 1]
         raise ValueError(
             f"`{argument}` must name every gradient once: missing {missing}, more than once "
             f"{twice}."
         )
-    return found
+    return positions
 
 
 HookStates = tuple[Any, ...]
@@ -140,23 +140,24 @@ def reduce_plainly(
     weight: jax.Array | None,
     divide_by_initial: bool,
 ) -> PyTree:
-    """Means by all-reduces, weighted where a weight is given.
+    """Return means by all-reduces, weighted if there is a weight.
 
     Communication: one all-reduce over `axis_name` per bucket; see `weighted_means`.
     """
 
     def means(group: BufferGroup, blocks: list[Any], weight: jax.Array | None) -> list[Any]:
-        flats, found = group.plan.pack(blocks), []
+        flats, reduced = group.plan.pack(blocks), []
         if weight is not None:
-            found = weighted_means(flats, weight, axis_name, idle_as_zeros=divide_by_initial)
-            return group.plan.unpack(found)
+            reduced = weighted_means(flats, weight, axis_name, idle_as_zeros=divide_by_initial)
+            return group.plan.unpack(reduced)
         for i, flat in enumerate(flats, start=group.first):
             with jax.named_scope(f"bucket_{i}"):
-                found.append(all_mean(flat, axis_name))
-        return group.plan.unpack(found)
+                reduced.append(all_mean(flat, axis_name))
+        return group.plan.unpack(reduced)
 
-    own = buckets.leaves(grads, GRADIENTS)
-    return buckets.tree(buckets.each(means, own, weight, kinds=("leaves", "whole"), out="leaves"))
+    leaves = buckets.leaves(grads, GRADIENTS)
+    averaged = buckets.each(means, leaves, weight, kinds=("leaves", "whole"), out="leaves")
+    return buckets.tree(averaged)
 
 
 def reduce_with_hook(
@@ -169,7 +170,7 @@ def reduce_with_hook(
     weight: jax.Array | None,
     divide_by_initial: bool,
 ) -> tuple[PyTree, HookStates]:
-    """What the hook makes of every bucket, and its new states.
+    """Return the gradients that the hook makes of every bucket, and its new states.
 
     Communication: the hook's, and with a weight one all-reduce of 8 bytes before it.
     """
@@ -181,17 +182,17 @@ def reduce_with_hook(
     def reduced(
         group: BufferGroup, blocks: list[Any], states: list[Any], factor: Any, count: Any
     ) -> tuple[list[Any], HookStates]:
-        flats, found, after = group.plan.pack(blocks), [], []
+        flats, results, after = group.plan.pack(blocks), [], []
         if factor is not None:
             flats = [scaled(flat, factor) for flat in flats]
-        own = _hooked(buckets, group, flats, axis_name, count)
-        for bucket, state in zip(own, _taken(group, states), strict=True):
+        hook_buckets = _hook_buckets(buckets, group, flats, axis_name, count)
+        for bucket, state in zip(hook_buckets, _without_device_axis(group, states), strict=True):
             with jax.named_scope(f"bucket_{bucket.index}"):
                 flat, state = hook.update(bucket, state)
             _check_reduced(bucket, flat)
-            found.append(flat)
+            results.append(flat)
             after.append(state)
-        return group.plan.unpack(found), _kept(group, tuple(after))
+        return group.plan.unpack(results), _with_device_axis(group, tuple(after))
 
     by_group = buckets.each(
         reduced,
@@ -202,38 +203,39 @@ def reduce_with_hook(
         kinds=("leaves", "flat", "whole", "whole"),
         out=("leaves", "flat"),
     )
-    after = tuple(state for _, own in by_group for state in own)
+    after = tuple(state for _, group_states in by_group for state in group_states)
     return buckets.tree([leaves for leaves, _ in by_group]), after
 
 
 def init_hook(hook: CommHook, buckets: TreePacking, axis_name: AxisName) -> HookStates:
-    """The hook's states, one per bucket: of sharded leaves one beside the other, for each block."""
+    """Return the hook's states, one per bucket; for sharded leaves stacked, one per block."""
 
-    def made(group: BufferGroup) -> HookStates:
+    def group_init(group: BufferGroup) -> HookStates:
         flats = [jax.ShapeDtypeStruct((b.num_elements,), b.dtype) for b in group.plan.buffers]
-        own = _hooked(buckets, group, flats, axis_name, None)
-        return _kept(group, tuple(hook.init(bucket) for bucket in own))
+        hook_buckets = _hook_buckets(buckets, group, flats, axis_name, None)
+        return _with_device_axis(group, tuple(hook.init(bucket) for bucket in hook_buckets))
 
-    return tuple(state for own in buckets.each(made, kinds=(), out="flat") for state in own)
+    by_group = buckets.each(group_init, kinds=(), out="flat")
+    return tuple(state for states in by_group for state in states)
 
 
-def _kept(group: BufferGroup, states: HookStates) -> HookStates:
-    """A device's own states as its part of arrays of all devices of the replica."""
+def _with_device_axis(group: BufferGroup, states: HookStates) -> HookStates:
+    """Return a device's local states as its part of arrays over all devices of the replica."""
     axes = group.leaves.axis_sizes
     if not axes:
         return states
     return vary_over(jax.tree.map(lambda x: jnp.asarray(x)[None], states), axes)
 
 
-def _taken(group: BufferGroup, states: Sequence[Any]) -> Sequence[Any]:
-    """The inverse of `_kept`."""
+def _without_device_axis(group: BufferGroup, states: Sequence[Any]) -> Sequence[Any]:
+    """Return a device's local states from its part of such arrays: the inverse of `_kept`."""
     return jax.tree.map(lambda x: x[0], states) if group.leaves.axis_sizes else states
 
 
-def _hooked(
+def _hook_buckets(
     buckets: TreePacking, group: BufferGroup, flats: Sequence[Any], axis_name: AxisName, count: Any
 ) -> list[GradBucket]:
-    """What a hook is given of one group."""
+    """Return the buckets of one group that the hook receives."""
     names = [buckets.names[i] for i in group.leaves.indices]
     shapes, last = group.plan.shapes, len(buckets.buffers()) - 1
 

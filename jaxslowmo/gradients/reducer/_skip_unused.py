@@ -1,4 +1,4 @@
-"""An optimizer that leaves alone what no replica used."""
+"""A wrapper whose optimizer does not update parameters that no replica used."""
 
 from typing import Any, NamedTuple
 
@@ -37,12 +37,12 @@ def skip_unused(
     *,
     sticky: bool = False,
 ) -> GradientTransform:
-    """An optimizer that leaves parameters alone in updates in which no replica used them.
+    """Wrap an optimizer so that it does not update parameters that no replica used.
 
     Such a parameter gets update 0, without weight decay or momentum, and the entries of the
-    optimizer's state that belong to it stay as they are; what belongs to no parameter, such as a
-    step count, goes on. A parameter that some replicas used is updated on all of them, from the
-    mean with zeros from the others, which is what the reduction gives.
+    optimizer's state that belong to it stay as they are; entries that belong to no parameter, such
+    as a step count, are updated. A parameter that some replicas used is updated on all of them,
+    from the mean in which the others count as zeros: the result of the reduction.
 
     Wrap the reduction and the optimizer together, so that it sees each replica's own gradients:
 
@@ -50,17 +50,17 @@ def skip_unused(
             js.chain(js.all_reduce_gradients("replica"), optax.adamw(1e-3)), "replica"
         )
 
-    Around the optimizer alone, behind the reduction, it works too: a mean is zero where all
-    gradients are, or where they cancel to the last bit. Parameter transforms (`js.local_sgd`, ...)
-    stay outside, behind it. For accumulation put `optax.MultiSteps` around it, not inside.
+    It may also wrap the optimizer alone, after the reduction: a mean is zero where all gradients
+    are, or where they cancel to the last bit. Put parameter transforms (`js.local_sgd`, ...) after
+    it, not inside. For accumulation wrap it in `optax.MultiSteps`, not the other way round.
 
     Args:
       inner: the optimizer, or a chain of reduction and optimizer. It may hold state per parameter
         (trees like the parameters, found as `optax.tree_utils.tree_map_params` does) and state of
         other kinds; the state of `js.all_reduce_gradients` and its hooks is not touched.
-      axis_name: mapped axis, or several, over which uses are counted: all axes that the gradients
-        given to `update` differ over.
-      sticky: a parameter once used counts as used from then on, as in torch with
+      axis_name: mapped axis, or several, over which uses are counted: all axes over which the
+        gradients that `update` receives differ.
+      sticky: whether a parameter that was used once counts as used from then on, as in torch with
         `zero_grad(set_to_none=False)`.
 
     Returns:
@@ -76,15 +76,15 @@ def skip_unused(
         state per parameter that can't be found (`optax.sm3`, `optax.lbfgs`); at trace time an
         unbound axis, or `used` that is not bools or does not fit the gradients.
 
-    Communication: every update, one all-reduce over `axis_name` of 4 bytes per leaf; and what
-      `inner` does.
+    Communication: every update, one all-reduce over `axis_name` of 4 bytes per leaf; and the
+      collectives of `inner`.
 
     Source: torch 2.13, `DistributedDataParallel(find_unused_parameters=True)`, `reducer.cpp`.
     """
     check_axis_argument(_OWNER, "axis_name", axis_name)
     if isinstance(inner, ParameterTransform):
         raise ValueError(
-            f"{_OWNER}: `inner` must be an optimizer; put the parameter transform behind it: "
+            f"{_OWNER}: `inner` must be an optimizer; put the parameter transform after it: "
             "js.chain(js.skip_unused(optimizer, axis_name), transform)."
         )
     inner = checked_optax(_OWNER, "inner", inner)
@@ -108,13 +108,13 @@ def skip_unused(
         require_axes(_OWNER, "axis_name", axis_name)
         treedef = jax.tree.structure(updates)
         if used is None:
-            mine = [jnp.any(g != 0) for g in jax.tree.leaves(updates)]
+            uses = [jnp.any(g != 0) for g in jax.tree.leaves(updates)]
             if (weight := extra.get("weight")) is not None:
-                mine = [u & (jnp.asarray(weight) > 0) for u in mine]
+                uses = [u & (jnp.asarray(weight) > 0) for u in uses]
         else:
-            mine = _per_leaf(used, updates)
+            uses = _per_leaf(used, updates)
         with jax.named_scope(_OWNER):
-            used_by = _sum(mine, axis_name)
+            used_by = _sum(uses, axis_name)
             times_used = state.times_used + (used_by > 0).astype(jnp.int32)
             live = times_used > 0 if sticky else used_by > 0
             mask = treedef.unflatten([live[i] for i in range(treedef.num_leaves)])
@@ -122,14 +122,14 @@ def skip_unused(
         updates, after = inner.update(updates, state.inner, params, **extra)
         updates = jax.tree.map(lambda m, u: jnp.where(m, u, jnp.zeros_like(u)), mask, updates)
         kept = _select(inner, mask, after, state.inner)
-        # Sums are typed as equal on all replicas. A state that comes into a shard_map is not.
+        # Sums are typed as equal on all replicas; a state that enters a shard_map is not.
         used_by = match_varying(used_by, state.used_by)
         return updates, SkipUnusedState(used_by, times_used, kept)
 
-    own = spec_of(inner)
-    spec = own.around(
+    inner_spec = spec_of(inner)
+    spec = inner_spec.around(
         lambda state: state.inner,
-        takes=own.takes | {"weight"},
+        takes=inner_spec.takes | {"weight"},
         skips=True,
         returns_updates=True,
         of_rows=False,
@@ -138,15 +138,15 @@ def skip_unused(
 
 
 def unused_names(state: PyTree, params: PyTree, *, ever: bool = False) -> list[str]:
-    """Names of the parameters that no replica used in the last update.
+    """Return the names of the parameters that no replica used in the last update.
 
-    On the host; waits for the update.
+    The names are on the host, so the call waits for the update.
 
     Args:
-      state: a `SkipUnusedState`, or what holds exactly one: the state of a chain, a `TrainState`;
-        of one replica or stacked.
+      state: a `SkipUnusedState`, or a state that contains exactly one, such as that of a chain or a
+        `TrainState`; of one replica or stacked.
       params: the parameters, of one replica or stacked; only names matter.
-      ever: those that no replica used in any update so far.
+      ever: whether to list only those that no replica used in any update so far.
 
     Returns:
       Leaf names such as `"head/bias"`, in flattening order; [] before the first update.
@@ -156,13 +156,13 @@ def unused_names(state: PyTree, params: PyTree, *, ever: bool = False) -> list[s
 
     Communication: none.
     """
-    found = parts_of(state, SkipUnusedState)
-    if len(found) != 1:
+    states = parts_of(state, SkipUnusedState)
+    if len(states) != 1:
         raise ValueError(
-            f"`state` must hold one SkipUnusedState, of js.skip_unused, got {len(found)}."
+            f"`state` must hold one SkipUnusedState, of js.skip_unused, got {len(states)}."
         )
     names = leaf_names(params)
-    used_by, times_used = (_first_replica(x) for x in found[0][:2])
+    used_by, times_used = (_first_replica(x) for x in states[0][:2])
     if len(used_by) != len(names):
         raise ValueError(
             f"`params` must be the {len(used_by)} leaves that `state` was made for, got "
@@ -173,26 +173,26 @@ def unused_names(state: PyTree, params: PyTree, *, ever: bool = False) -> list[s
 
 
 def _first_replica(x: jax.Array) -> Any:
-    """One replica's (leaves,) of a stacked array, equal on all; here on this process."""
+    """Return one replica's (leaves,) of a stacked array that is equal on all, on the host."""
     if isinstance(x, jax.Array) and not x.is_fully_addressable:
         x = x.addressable_shards[0].data
-    found = jax.device_get(x)
-    return found.reshape(-1, found.shape[-1])[0] if found.size else found.reshape(-1)
+    values = jax.device_get(x)
+    return values.reshape(-1, values.shape[-1])[0] if values.size else values.reshape(-1)
 
 
-def _sum(mine: list[Any], axis_name: AxisName) -> jax.Array:
-    """(leaves,) int32, over how many replicas each is True."""
-    if not mine:
+def _sum(uses: list[Any], axis_name: AxisName) -> jax.Array:
+    """Return over how many replicas each flag is True, (leaves,) int32."""
+    if not uses:
         return jnp.zeros(0, jnp.int32)
-    counts = jnp.stack([jnp.asarray(u).astype(jnp.int32) for u in mine])
+    counts = jnp.stack([jnp.asarray(u).astype(jnp.int32) for u in uses])
     if axis_size(axis_name) == 1:
         return settle(counts, axis_name)
-    # Of several axes, gradients may be equal over some, and typed so.
+    # Gradients may be typed as equal over some of several axes.
     return lax.psum(vary_over(counts, axis_names(axis_name)), axis_name)
 
 
 def _per_leaf(used: PyTree, updates: PyTree) -> list[Any]:
-    """A mask for each leaf of `updates`, from a prefix of its tree."""
+    """Return a mask for each leaf of `updates`, from a prefix of its tree."""
     wrong = [
         f"{name} ({jnp.result_type(u)}{list(jnp.shape(u))})"
         for name, u in zip(leaf_names(used), jax.tree.leaves(used), strict=True)
@@ -210,11 +210,11 @@ def _per_leaf(used: PyTree, updates: PyTree) -> list[Any]:
 
 
 def _select(inner: optax.GradientTransformation, mask: PyTree, new: PyTree, old: PyTree) -> PyTree:
-    """State of `inner`: entries of a parameter from `new` where `mask`, else from `old`."""
+    """Return the state of `inner`: a parameter's entries from `new` where `mask`, else `old`."""
     is_hole = lambda x: isinstance(x, optax.MaskedNode)  # noqa: E731
     is_reduction = lambda x: isinstance(x, AllReduceGradientsState)  # noqa: E731
 
-    def without_reduction(state: PyTree) -> PyTree:  # what belongs to no parameter
+    def without_reduction(state: PyTree) -> PyTree:  # reduction states belong to no parameter
         return jax.tree.map(lambda x: None if is_reduction(x) else x, state, is_leaf=is_reduction)
 
     try:

@@ -1,4 +1,4 @@
-"""Gradients of embedding tables as rows and values."""
+"""Gradients of embedding tables as row numbers and values."""
 
 from ._all_reduce_rows import AllReduceRowsState as AllReduceRowsState
 from ._all_reduce_rows import DivideBy as DivideBy

@@ -1,4 +1,4 @@
-"""Gradients of embedding tables, reduced as rows."""
+"""The mean over replicas of embedding tables' gradients, sent as rows."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
@@ -45,9 +45,9 @@ class AllReduceRowsState(NamedTuple):
     Attributes:
       count: () int32, updates so far.
       overflows: () int32, in how many reductions of a table some replica had more distinct rows
-        than `capacity`, so that they were sent another way.
-      needed: () int32, most distinct rows that a replica had of one table in any update, of tables
-        that are sent as rows: a `capacity` that would have sufficed so far.
+        than `capacity`, so that a second exchange was needed.
+      needed: () int32, largest number of distinct rows that a replica had of one table that is sent
+        as rows, in any update: a `capacity` that would have sufficed so far.
       invalid: () int32, entries of `RowGradient`s so far, of all replicas, whose row lies outside
         of the table (padding does not count). They were left out.
       dense: state of the transform of the other leaves.
@@ -70,36 +70,36 @@ def all_reduce_rows(
     output: Output = "dense",
     divide_by: DivideBy = "initial",
 ) -> GradientTransform:
-    """Mean over replicas of the gradients of embedding tables, of which only touched rows travel.
+    """Average the gradients of embedding tables over replicas; only touched rows are sent.
 
-    The first transform of a chain, in the place of `js.all_reduce_gradients`, which it takes for
-    the other leaves. A table's gradient is either a `RowGradient`, as `js.row_value_and_grad` makes
-    it, or an ordinary array whose leaf is named in `tables`: then its rows that are not zero are
-    found and sent, which needs no change to the model.
+    Use it as the first transform of a chain, in place of `js.all_reduce_gradients`, which can be
+    its `dense` for the other leaves. A table's gradient is either a `RowGradient`, as
+    `js.row_value_and_grad` makes it, or an ordinary array whose leaf is named in `tables`: then its
+    nonzero rows are sent, which needs no change to the model.
 
     Nothing is ever dropped: where a replica has more distinct rows than `capacity`, all replicas
-    send that table's gradient once more, all rows or the whole table, and the state counts it.
+    send that table's gradient again, all rows or the whole table, and the state counts it.
 
     Args:
       axis_name: mapped axis to average over, or under shard_map a tuple of axes.
       tables: names of leaves, such as `"encoder/embedding"`, that are tables. Optional for
         `RowGradient`s, except with `dense`, which must not see them at its `init`.
-      dense: reduces all other leaves, such as `js.all_reduce_gradients(axis_name)`; None leaves
-        them as they are.
+      dense: transform that reduces all other leaves, such as `js.all_reduce_gradients(axis_name)`;
+        None leaves them as they are.
       capacity: rows that each replica sends per table, an int or one per name in `tables`. None:
-        as many as there can be, the entries of a `RowGradient` and all rows of an array.
-      path: `"rows"`, `"dense"` (an all-reduce of the table), or `"auto"`, whichever is fewer bytes
-        on the wire. It is decided when the program is traced: rows where R * k * (4 + w) <= 2 * N *
+        the largest possible number: the entries of a `RowGradient`, all rows of an array.
+      path: `"rows"`, `"dense"` (an all-reduce of the table), or `"auto"`, whichever sends fewer
+        bytes. It is decided when the program is traced: rows where R * k * (4 + w) <= 2 * N *
         w, for R replicas, k rows sent by each, and a table of N rows of w bytes.
       output: `"dense"` returns arrays of the tables' shapes, which any optimizer takes. `"rows"`
         returns `RowGradient`s for `js.apply_rows`: the union of all replicas' rows, sorted, each
         once, in min(R * k, N) entries with k as if `capacity` were None; they always travel as
         rows.
-      divide_by: as in `js.all_reduce_gradients`, where some replicas have weight 0.
+      divide_by: divisor where some replicas have weight 0; see `js.all_reduce_gradients`.
 
     Returns:
       A transform whose `update(grads, state, params=None, weight=None)` returns the mean, in the
-      gradients' dtypes (summed in at least float32 on the path of rows), with the same bits on all
+      gradients' dtypes (sums of rows in at least float32), with the same bits on all
       replicas; state is `AllReduceRowsState`. `weight`: () number, this replica's share: the mean
       is sum(w * g) / sum(w) (see `divide_by`), 0 where all weights are 0. Gradients of a replica of
       weight 0 are ignored, NaN included. It is passed on to `dense`.
@@ -107,15 +107,15 @@ def all_reduce_rows(
     Raises:
       ValueError: at construction, another `path` or `output`, `path="dense"` with rows as output,
         capacity < 1 or for a table that is not named; at trace time an unbound axis, names in
-        `tables` without a leaf, `RowGradient`s that should be named, are malformed, or don't vary
-        over the axis (see `js.all_reduce_gradients`), a `weight` that is no scalar.
+        `tables` without a leaf, `RowGradient`s that are not named but must be, are malformed, or
+        don't vary over the axis (see `js.all_reduce_gradients`), a `weight` that is no scalar.
 
     Communication: every update, per table sent as rows one all-gather of k + 2 int32 (k + 3 with
-      `weight`) and one of k rows over `axis_name`, R * k * (4 + w) bytes together and the few more
-      of the numbers. Where a replica exceeds `capacity`, in that update besides (phase "overflow"
-      in `js.comm_report`): both with the most rows that there can be, or one all-reduce of the
-      table. A table sent as such: one all-reduce of N * w bytes, one all-gather of 2 or 3 int32.
-      And what `dense` states.
+      `weight`) and one of k rows over `axis_name`, R * k * (4 + w) bytes together plus these
+      numbers. Where a replica exceeds `capacity`, that update also sends (phase "overflow" in
+      `js.comm_report`) both with the largest possible number of rows, or one all-reduce of the
+      table. A table sent whole: one all-reduce of N * w bytes, one all-gather of 2 or 3 int32. And
+      what `dense` states.
 
     Source: Li et al., "PyTorch Distributed", VLDB 2020 (`sparse=True` embeddings are all-gathered).
     """
@@ -126,12 +126,12 @@ def all_reduce_rows(
     inner = optax.with_extra_args_support(optax.identity() if dense is None else dense)
 
     def reduction(name: str) -> TableReduction:
-        own = capacity.get(name) if isinstance(capacity, Mapping) else capacity
-        return TableReduction(axis_name, own, path, output == "rows", divide_by == "initial")
+        rows = capacity.get(name) if isinstance(capacity, Mapping) else capacity
+        return TableReduction(axis_name, rows, path, output == "rows", divide_by == "initial")
 
     def init_fn(params: PyTree) -> AllReduceRowsState:
         tables, others, _ = _split(params, names)
-        # Parts of a table have rows of their own: where it differs over other axes, numbers do too.
+        # Each part of a table has different rows: if it varies over other axes, so do the counters.
         axes = frozenset[str]().union(*map(varying_axes, jax.tree.leaves(tables)))
         zero = jnp.zeros([], jnp.int32)
         number = vary_over(zero, axes - set(axis_names(axis_name)))
@@ -147,27 +147,27 @@ def all_reduce_rows(
     ) -> tuple[PyTree, AllReduceRowsState]:
         require_axes(OWNER, "axis_name", axis_name)
         share = check_weight(OWNER, weight)
-        found, others, join = _split(updates, names)
+        table_grads, others, join = _split(updates, names)
         if dense is not None:
-            _check_all_named(found, names)
-            own = None if params is None else _split(params, names)[1]
-            told = extra if weight is None else {**extra, "weight": weight}
-            others, inner_state = inner.update(others, state.dense, own, **told)
+            _check_all_named(table_grads, names)
+            other_params = None if params is None else _split(params, names)[1]
+            arguments = extra if weight is None else {**extra, "weight": weight}
+            others, inner_state = inner.update(others, state.dense, other_params, **arguments)
         else:
             inner_state = state.dense
         means: dict[str, Any] = {}
         facts: list[Facts] = []
-        for name, gradient in found.items():
+        for name, gradient in table_grads.items():
             _check_table(name, gradient, axis_name)
             with jax.named_scope(OWNER):
                 means[name], fact = reduction(name).mean(gradient, share)
             facts.append(fact)
         return join(means, others), _counted(state, facts, inner_state)
 
-    own = GradientSpec(axes=axis_names(axis_name), takes=frozenset({"weight"}))
+    spec = GradientSpec(axes=axis_names(axis_name), takes=frozenset({"weight"}))
     if dense is not None:
-        own = joined([own, spec_of(dense)]).around(lambda state: ((), state.dense))
-    return GradientTransform(init_fn, update_fn, own)
+        spec = joined([spec, spec_of(dense)]).around(lambda state: ((), state.dense))
+    return GradientTransform(init_fn, update_fn, spec)
 
 
 def mean_rows(
@@ -176,13 +176,13 @@ def mean_rows(
     weight: jax.Array | None = None,
     divide_by: DivideBy = "initial",
 ) -> Rows:
-    """The mean over devices that hold the same rows, as the gradients of dense leaves have theirs.
+    """Return the mean of rows over devices that hold the same rows of the tables.
 
     Args:
-      rows: of each device.
-      axes: mapped; none leaves `rows` as they are.
-      weight: of a replica, as `js.all_reduce_rows` takes it.
-      divide_by: likewise.
+      rows: this device's rows, by table.
+      axes: mapped axes; without any the result is `rows`.
+      weight: this replica's share, see `js.all_reduce_rows`.
+      divide_by: divisor where some replicas have weight 0, see `js.all_reduce_rows`.
 
     Communication: per table one all-gather of the row numbers and one of the rows over `axes`.
     """
@@ -190,7 +190,7 @@ def mean_rows(
         return rows
     reduce = all_reduce_rows(axes, output="rows", divide_by=divide_by)
     share = {} if weight is None else {"weight": weight}
-    gradients: Any = dict(rows)  # of optax's types none is a `RowGradient`
+    gradients: Any = dict(rows)  # optax's types do not include `RowGradient`
     means: Any
     means, _ = reduce.update(gradients, reduce.init({}), **share)
     return means
@@ -208,7 +208,7 @@ def _counted(
 
 
 def _split(tree: PyTree, names: tuple[str, ...]):
-    """Tables by name; the tree without them; and the function that puts both together."""
+    """Return tables by name, the tree without them, and a function that joins both again."""
     every = leaf_names(arrays_of(tree))
     leaves, treedef = jax.tree.flatten(tree, is_leaf=is_row_gradient)
     if missing := [name for name in names if name not in every]:
@@ -256,12 +256,13 @@ def _checked_capacities(
                 f"({', '.join(map(repr, names)) or 'none'})."
             )
     return {
-        name: checked_capacity(OWNER, own, f"capacity[{name!r}]") for name, own in capacity.items()
+        name: checked_capacity(OWNER, number, f"capacity[{name!r}]")
+        for name, number in capacity.items()
     }
 
 
-def _check_all_named(found: Mapping[str, Any], names: tuple[str, ...]) -> None:
-    if unnamed := [name for name in found if name not in names]:
+def _check_all_named(table_grads: Mapping[str, Any], names: tuple[str, ...]) -> None:
+    if unnamed := [name for name in table_grads if name not in names]:
         raise ValueError(
             f"{OWNER}: with `dense`, `tables` must name every leaf whose gradient is a "
             f"RowGradient; missing: {', '.join(map(repr, unnamed))}."

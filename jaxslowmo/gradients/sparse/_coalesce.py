@@ -1,4 +1,4 @@
-"""Each row once: duplicates summed, rows sorted, in a static number of entries."""
+"""Coalescing of rows: duplicates summed, rows sorted, in a static number of entries."""
 
 from typing import NamedTuple
 
@@ -11,17 +11,17 @@ from ...mesh import vary_over, varying_axes
 from ...tree import at_least_float32
 from ._row_gradient import RowGradient, add_entries, check_row_gradient, checked_capacity, inside
 
-NOWHERE = 2**31 - 1  # beyond the capacity of anything: what lies there is dropped
+NOWHERE = 2**31 - 1  # beyond any capacity: scatters drop entries at this place
 
 
 class Coalesced(NamedTuple):
-    """What `js.coalesce` and `js.row_gradient` return.
+    """The result of `js.coalesce` and `js.row_gradient`.
 
     Attributes:
-      gradient: rows sorted and distinct, padding at the end. Where `overflow` is not 0 there are
-        rows that it cannot hold, and all its values are NaN, so that it cannot pass for the whole.
+      gradient: sorted distinct rows, padding at the end. If `overflow` is not 0 it does not hold
+        all rows, and all its values are NaN so that nobody takes it for the whole gradient.
       distinct: () int32, number of distinct rows.
-      overflow: () int32, by how many rows these exceed the capacity; 0 where all is well.
+      overflow: () int32, number of distinct rows that exceed the capacity; 0 if all rows fit.
     """
 
     gradient: RowGradient
@@ -30,14 +30,15 @@ class Coalesced(NamedTuple):
 
 
 def distinct_rows(rows: jax.Array, num_rows: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Order that sorts `rows`, and in that order each entry's place among distinct rows.
+    """Return an order that sorts `rows`, and in that order each entry's place among distinct rows.
 
     Args:
       rows: (k,) int32, padding is `num_rows`.
-      num_rows: rows of the table.
+      num_rows: number of rows of the table.
 
     Returns:
-      `(order, places, distinct)`: both (k,), and () int32. The place of padding is `NOWHERE`.
+      `(order, places, distinct)`: order and places (k,), number of distinct rows () int32. The
+      place of padding is `NOWHERE`.
     """
     size = rows.shape[0]
     order = jnp.argsort(rows)
@@ -51,7 +52,7 @@ def distinct_rows(rows: jax.Array, num_rows: int) -> tuple[jax.Array, jax.Array,
 def compact(
     rows: jax.Array, values: jax.Array, num_rows: int, capacity: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Sorted distinct rows, the sums of their values, and how many rows there are.
+    """Return sorted distinct rows, the sums of their values, and the number of distinct rows.
 
     Rows beyond `capacity` are left out: the caller compares it with the returned number.
     """
@@ -63,7 +64,7 @@ def compact(
 
 
 def nonzero_rows(dense: jax.Array, capacity: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """As `compact`, of the rows of `dense` that are not all zero."""
+    """Return what `compact` does, for the rows of `dense` that are not all zero."""
     num_rows = dense.shape[0]
     used = jnp.any(dense != 0, axis=tuple(range(1, dense.ndim)))
     (rows,) = jnp.nonzero(used, size=capacity, fill_value=num_rows)
@@ -73,9 +74,9 @@ def nonzero_rows(dense: jax.Array, capacity: int) -> tuple[jax.Array, jax.Array,
 
 
 def _whole_or_nan(
-    found: tuple[jax.Array, jax.Array, jax.Array], num_rows: int, capacity: int
+    compacted: tuple[jax.Array, jax.Array, jax.Array], num_rows: int, capacity: int
 ) -> Coalesced:
-    rows, values, distinct = found
+    rows, values, distinct = compacted
     overflow = jnp.maximum(distinct - capacity, 0)
     values = jnp.where(overflow > 0, jnp.full_like(values, jnp.nan), values)
     return Coalesced(RowGradient(rows, values, num_rows), distinct, overflow)
@@ -86,11 +87,11 @@ def coalesce(gradient: RowGradient, *, capacity: int | None = None) -> Coalesced
 
     Args:
       gradient: entries in any order. Rows outside of the table are left out, as padding is.
-      capacity: entries of the result; None is as many as there can be distinct rows.
+      capacity: entries of the result; None is the largest possible number of distinct rows.
 
     Returns:
-      A `Coalesced`: the gradient with `capacity` entries, the number of distinct rows, and by how
-      many they exceed the capacity; in that case the values are NaN. Half precision is summed in
+      A `Coalesced`: the gradient with `capacity` entries, the number of distinct rows, and how many
+      of them exceed the capacity; if any do, the values are NaN. Half precision is summed in
       float32.
 
     Raises:
@@ -99,8 +100,9 @@ def coalesce(gradient: RowGradient, *, capacity: int | None = None) -> Coalesced
     Example:
       >>> import jax.numpy as jnp
       >>> gradient = RowGradient(jnp.array([3, 1, 3]), jnp.ones((3, 1)), num_rows=5)
-      >>> found = coalesce(gradient, capacity=3)
-      >>> found.gradient.rows.tolist(), found.gradient.values[:, 0].tolist(), int(found.distinct)
+      >>> result = coalesce(gradient, capacity=3)
+      >>> rows, values = result.gradient.rows, result.gradient.values[:, 0]
+      >>> rows.tolist(), values.tolist(), int(result.distinct)
       ([1, 3, 5], [1.0, 2.0, 0.0], 2)
 
     Communication: none.
@@ -113,7 +115,7 @@ def coalesce(gradient: RowGradient, *, capacity: int | None = None) -> Coalesced
 
 
 def row_gradient(dense: jax.Array, *, capacity: int | None) -> Coalesced:
-    """The rows of a dense gradient that are not zero.
+    """Return the rows of a dense gradient that are not zero.
 
     Args:
       dense: (num_rows, *s), gradient of a table.
@@ -127,8 +129,8 @@ def row_gradient(dense: jax.Array, *, capacity: int | None) -> Coalesced:
 
     Example:
       >>> import jax.numpy as jnp
-      >>> found = row_gradient(jnp.array([[0.0], [2.0], [0.0]]), capacity=2)
-      >>> found.gradient.rows.tolist(), found.gradient.values[:, 0].tolist()
+      >>> result = row_gradient(jnp.array([[0.0], [2.0], [0.0]]), capacity=2)
+      >>> result.gradient.rows.tolist(), result.gradient.values[:, 0].tolist()
       ([1, 3], [2.0, 0.0])
 
     Communication: none.
@@ -146,16 +148,16 @@ def row_gradient(dense: jax.Array, *, capacity: int | None) -> Coalesced:
 
 
 def distinct_places(rows: jax.Array, num_rows: int, num_places: int) -> tuple[jax.Array, jax.Array]:
-    """The distinct rows of all devices, and where among them each entry's row is.
+    """Return the distinct rows of all devices, and the place of each entry among them.
 
     Args:
       rows: (devices, k) int32; padding is `num_rows`.
-      num_rows: rows of the table.
-      num_places: entries of the result; as many as there can be distinct rows.
+      num_rows: number of rows of the table.
+      num_places: entries of the result, at least the possible number of distinct rows.
 
     Returns:
-      `(num_places,)` int32, sorted, padded with `num_rows`; and `(devices, k)` int32, `NOWHERE` for
-      padding.
+      The rows, `(num_places,)` int32, sorted, padded with `num_rows`; and the places, `(devices,
+      k)` int32, `NOWHERE` for padding.
     """
     flat = rows.reshape(-1)
     order, ordered_places, _ = distinct_rows(flat, num_rows)
@@ -168,38 +170,40 @@ def distinct_places(rows: jax.Array, num_rows: int, num_places: int) -> tuple[ja
 def add_in_order(
     places: jax.Array, values: jax.Array, num_places: int, shares: jax.Array | None = None
 ) -> jax.Array:
-    """`(num_places, *s)`, in at least float32: sums of the devices' values, one device at a time.
+    """Return sums of the devices' values `(num_places, *s)`, added one device at a time.
 
-    No place occurs twice in one addition, so the order of sums is fixed, also where scattered
-    additions run in any order.
+    The sums are at least float32. No place occurs twice in one addition, so the order of sums is
+    fixed, even on backends whose scatter-add has no fixed order.
 
     Args:
-      places: (devices, k) int32, distinct in each device; what lies beyond `num_places` is dropped.
+      places: (devices, k) int32, distinct in each device; places >= `num_places` are dropped.
       values: (devices, k, *s).
       num_places: entries of the result.
-      shares: (devices,), what each device's values are multiplied with; None: not at all.
+      shares: (devices,), factors of each device's values; None: 1.
     """
     wide = at_least_float32(values.dtype)
 
     def add(total: jax.Array, one: tuple[jax.Array, ...]) -> tuple[jax.Array, None]:
-        place, own, *share = one
-        own = own.astype(wide)
-        return add_entries(total, place, scaled(own, share[0]) if share else own), None
+        place, device_values, *share = one
+        device_values = device_values.astype(wide)
+        return add_entries(
+            total, place, scaled(device_values, share[0]) if share else device_values
+        ), None
 
     entries = (places, values) if shares is None else (places, values, shares)
-    # As varying as what is added: a scan keeps the type of what it carries.
+    # The zeros must vary over the same axes as the values: a scan keeps the type of its carry.
     axes = frozenset().union(*map(varying_axes, entries))
     zeros = jnp.zeros((num_places, *values.shape[2:]), wide)
     return lax.scan(add, vary_over(zeros, axes), entries)[0]
 
 
 def add_up_rows(rows: jax.Array, values: jax.Array, num_rows: int) -> RowGradient:
-    """The sum over devices of their rows, each row once, in at least float32.
+    """Return the sum over devices of their rows, each row once, in at least float32.
 
     Args:
       rows: (devices, k) int32, distinct in each device; padding is `num_rows`.
       values: (devices, k, *s).
-      num_rows: rows of the table.
+      num_rows: number of rows of the table.
 
     Communication: none.
     """

@@ -1,4 +1,4 @@
-"""Differentiate with respect to the rows that are looked up, not the whole table."""
+"""Differentiation with respect to the rows that are looked up, not the whole table."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -18,13 +18,13 @@ from ._row_gradient import RowGradient, checked_capacity, inside, row_numbers
 class TouchedRows:
     """Some rows of a table, looked up by their numbers in the table: `touched[indices]`.
 
-    Stands for the table in a loss function. A row that it does not hold, and one outside of the
-    table, is NaN; negative numbers count from the end, as in jax.
+    It replaces the table in a loss function. A row that it does not hold, or that is outside of
+    the table, is NaN; negative numbers count from the end, as in jax.
 
     Attributes:
       rows: (k,) int32, sorted and distinct; padding is `num_rows`.
       values: (k, *s), the rows; differentiate with respect to them.
-      num_rows: rows of the table; static.
+      num_rows: number of rows of the table; static.
     """
 
     rows: jax.Array
@@ -33,32 +33,32 @@ class TouchedRows:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the table."""
+        """The shape of the table."""
         return (self.num_rows, *self.values.shape[1:])
 
     @property
     def dtype(self) -> Any:
-        """Dtype of the table."""
+        """The dtype of the table."""
         return self.values.dtype
 
     def positions(self, indices: Any) -> jax.Array:
-        """Where in `values` each row of `indices` lies; k for one that is not there."""
-        rows, own = _looked_up(indices, self.num_rows), row_numbers(self.rows)
-        size = own.shape[0]
-        place = jnp.searchsorted(own, rows).astype(jnp.int32)
-        held = own.at[place].get(mode="fill", fill_value=self.num_rows) == rows
-        return jnp.where(held & (rows < self.num_rows), place, jnp.int32(size))
+        """Return the position in `values` of each row of `indices`; k for a missing row."""
+        rows, held_rows = _looked_up(indices, self.num_rows), row_numbers(self.rows)
+        size = held_rows.shape[0]
+        place = jnp.searchsorted(held_rows, rows).astype(jnp.int32)
+        is_held = held_rows.at[place].get(mode="fill", fill_value=self.num_rows) == rows
+        return jnp.where(is_held & (rows < self.num_rows), place, jnp.int32(size))
 
     def __getitem__(self, indices: Any) -> jax.Array:
-        """Rows of the table, `(*indices.shape, *s)`."""
+        """Return rows of the table, `(*indices.shape, *s)`."""
         return self.values.at[self.positions(indices)].get(mode="fill", fill_value=jnp.nan)
 
     def gradient(self, values: jax.Array) -> RowGradient:
-        """The gradient of the table from that of `self.values`."""
+        """Return the gradient of the table from that of `self.values`."""
         return RowGradient(self.rows, values, self.num_rows)
 
     def __jax_array__(self) -> jax.Array:
-        """Refused: this is not the whole table."""
+        """Raise `TypeError`: this is not the whole table."""
         raise TypeError(
             "TouchedRows holds only the rows that a step looks up: index it, `table[indices]`. A "
             "table that is used in another way, as the output layer for example, has a gradient in "
@@ -67,12 +67,13 @@ class TouchedRows:
 
 
 class GatheredRows(NamedTuple):
-    """What `js.gather_rows` returns.
+    """The result of `js.gather_rows`.
 
     Attributes:
       touched: the distinct rows, a `TouchedRows`.
-      positions: shape of the indices, int32: `touched.values[positions]` is `table[indices]`.
-      overflow: () int32, distinct rows that `capacity` had no place for; looked up, they are NaN.
+      positions: int32, in the shape of the indices: `touched.values[positions]` is
+        `table[indices]`.
+      overflow: () int32, number of distinct rows beyond `capacity`; looked up, they are NaN.
     """
 
     touched: TouchedRows
@@ -81,7 +82,7 @@ class GatheredRows(NamedTuple):
 
 
 def _looked_up(indices: Any, num_rows: int) -> jax.Array:
-    """The rows that `indices` mean, int32: from the end below 0, padding outside of the table."""
+    """Return row numbers of `indices`, int32: negative ones resolved, invalid ones as padding."""
     indices = jnp.asarray(indices)
     if not jnp.issubdtype(indices.dtype, jnp.integer):
         raise ValueError(f"`indices` into a table must be integers, got {indices.dtype}.")
@@ -92,7 +93,7 @@ def _looked_up(indices: Any, num_rows: int) -> jax.Array:
 def gather_rows(
     table: jax.Array, indices: jax.Array, *, capacity: int | None = None
 ) -> GatheredRows:
-    """The distinct rows of a table that `indices` look up.
+    """Return the distinct rows of a table that `indices` look up.
 
     Differentiate with respect to `touched.values`, and `touched.gradient(...)` is the gradient of
     the table, which never exists as a whole.
@@ -100,11 +101,10 @@ def gather_rows(
     Args:
       table: (num_rows, *s).
       indices: integers of any type and shape; negative ones count from the end.
-      capacity: rows that are gathered at most; None is as many as there can be.
+      capacity: largest number of rows to gather; None is the largest possible number.
 
     Returns:
-      A `GatheredRows`. Looking up a row outside of the table, or one that `capacity` has no place
-      for, gives NaN.
+      A `GatheredRows`. Looking up a row outside of the table, or one beyond `capacity`, gives NaN.
 
     Raises:
       ValueError: capacity < 1, indices that are no integers, a table that is a scalar.
@@ -139,23 +139,23 @@ def row_value_and_grad(
     capacity: int | Mapping[str, int | None] | None = None,
     has_aux: bool = False,
 ) -> Callable[..., tuple[Any, PyTree]]:
-    """`jax.value_and_grad` in which the gradients of embedding tables are `RowGradient`s.
+    """Return `jax.value_and_grad`, but with `RowGradient`s for embedding tables.
 
-    The loss function stays as it is where it looks rows up by indexing, `params["embedding"][i]`:
-    it gets a `TouchedRows` in the place of each table.
+    A loss function that looks rows up by indexing, `params["embedding"][i]`, needs no change: it
+    receives a `TouchedRows` in place of each table.
 
     Args:
-      loss_fn: `loss_fn(params, *args, **kwargs) -> loss`, or `(loss, aux)` with `has_aux`.
-      tables: `tables(*args, **kwargs)` returns all indices that the loss looks up with these
-        arguments, by name of the table's leaf: `lambda batch: {"embedding": batch["tokens"]}`.
-        Rows that it leaves out are NaN in the loss.
-      capacity: rows per table, an int or one per name; None is as many as there are indices. Rows
-        beyond it are NaN in the loss, so it must suffice.
-      has_aux: as in `jax.value_and_grad`.
+      loss_fn: function `loss_fn(params, *args, **kwargs) -> loss`, or `(loss, aux)` with `has_aux`.
+      tables: function `tables(*args, **kwargs)` that returns all indices that the loss looks up
+        with these arguments, by name of the table's leaf: `lambda batch: {"embedding":
+        batch["tokens"]}`. Rows that it leaves out are NaN in the loss.
+      capacity: rows per table, an int or one per name; None is the number of indices. Rows beyond
+        it are NaN in the loss, so it must suffice.
+      has_aux: whether `loss_fn` returns `(loss, aux)`, see `jax.value_and_grad`.
 
     Returns:
-      `value_and_grad(params, *args, **kwargs) -> (value, grads)`; grads as `params`, with a
-      `RowGradient` for each table, to be reduced with `js.all_reduce_rows`.
+      A function `(params, *args, **kwargs) -> (value, grads)`; `grads` is like `params`, with a
+      `RowGradient` for each table; reduce them with `js.all_reduce_rows`.
 
     Raises:
       ValueError: capacity < 1; when called, names that are no leaves of `params`.
@@ -172,7 +172,7 @@ def row_value_and_grad(
     """
     owner = "row_value_and_grad"
     if isinstance(capacity, Mapping):
-        capacity = {name: checked_capacity(owner, own) for name, own in capacity.items()}
+        capacity = {name: checked_capacity(owner, number) for name, number in capacity.items()}
     else:
         capacity = checked_capacity(owner, capacity)
 
@@ -187,16 +187,16 @@ def row_value_and_grad(
         touched: dict[int, TouchedRows] = {}
         for i, name in enumerate(names):
             if name in indices:
-                own = capacity.get(name) if isinstance(capacity, Mapping) else capacity
-                touched[i] = gather_rows(leaves[i], indices[name], capacity=own).touched
-        given = [touched[i].values if i in touched else leaf for i, leaf in enumerate(leaves)]
+                num_entries = capacity.get(name) if isinstance(capacity, Mapping) else capacity
+                touched[i] = gather_rows(leaves[i], indices[name], capacity=num_entries).touched
+        values = [touched[i].values if i in touched else leaf for i, leaf in enumerate(leaves)]
 
-        def of_given(given: list[Any]) -> Any:
-            rows = {i: dataclasses.replace(t, values=given[i]) for i, t in touched.items()}
-            put = [rows.get(i, x) for i, x in enumerate(given)]
-            return loss_fn(treedef.unflatten(put), *args, **kwargs)
+        def loss_of(values: list[Any]) -> Any:
+            rows = {i: dataclasses.replace(t, values=values[i]) for i, t in touched.items()}
+            inputs = [rows.get(i, x) for i, x in enumerate(values)]
+            return loss_fn(treedef.unflatten(inputs), *args, **kwargs)
 
-        value, grads = jax.value_and_grad(of_given, has_aux=has_aux)(given)
+        value, grads = jax.value_and_grad(loss_of, has_aux=has_aux)(values)
         grads = [touched[i].gradient(g) if i in touched else g for i, g in enumerate(grads)]
         return value, treedef.unflatten(grads)
 

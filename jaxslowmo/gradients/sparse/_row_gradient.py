@@ -1,4 +1,4 @@
-"""Gradients of tables as row numbers and values, alone and beside those of dense parameters."""
+"""Gradients of tables as row numbers and values, alone and next to those of dense parameters."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -15,19 +15,19 @@ from ...tree import at_least_float32
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class RowGradient:
-    """Gradient of a table `(num_rows, *s)` that is zero in all rows but some.
+    """The gradient of a table `(num_rows, *s)` that is zero in all but some rows.
 
     The gradient is the sum of its entries: a row may occur several times, in any order. Entries
-    with `rows == num_rows` are padding and count for nothing; so does any other row outside of the
-    table (see `js.all_reduce_rows`, which counts these).
+    with `rows == num_rows` are padding and add nothing, nor does any other row outside of the
+    table (`js.all_reduce_rows` reports the number of these).
 
     Element-wise transforms, optax's optimizers among them, would treat the row numbers as gradients
     too. They come after `js.all_reduce_rows`, which returns ordinary arrays, or after `to_dense`.
 
     Attributes:
-      rows: (k,) row numbers, of any integer type; int32 where we make them.
-      values: (k, *s), what the loss's gradient is in each.
-      num_rows: rows of the table; static.
+      rows: (k,) row numbers, of any integer type; int32 from functions of jaxslowmo.
+      values: (k, *s), the gradient in each of these rows.
+      num_rows: number of rows of the table; static.
     """
 
     rows: jax.Array
@@ -36,22 +36,22 @@ class RowGradient:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the table."""
+        """The shape of the table."""
         return (self.num_rows, *self.values.shape[1:])
 
     @property
     def dtype(self) -> Any:
-        """Dtype of the values."""
+        """The dtype of the values."""
         return self.values.dtype
 
     def to_dense(self) -> jax.Array:
-        """The gradient as an array `(num_rows, *s)`; half precision is summed in float32."""
+        """Return the gradient as an array `(num_rows, *s)`; half precision is summed in float32."""
         check_row_gradient("RowGradient.to_dense", "the gradient", self)
         wide = add_entries(table_zeros(self), inside(self.rows, self.num_rows), self.values)
         return wide.astype(self.values.dtype)
 
     def __add__(self, other: "RowGradient") -> "RowGradient":
-        """The sum of two gradients of one table: the entries of both, as many as both have."""
+        """Return the sum of two gradients of one table: the concatenation of their entries."""
         if not isinstance(other, RowGradient):
             return NotImplemented
         if self.shape != other.shape or self.dtype != other.dtype:
@@ -67,12 +67,12 @@ class RowGradient:
 
 
 def is_row_gradient(x: Any) -> bool:
-    """Whether `x` is a `RowGradient`, to stop tree functions there."""
+    """Return whether `x` is a `RowGradient`; as `is_leaf` it stops tree functions there."""
     return isinstance(x, RowGradient)
 
 
 def arrays_of(tree: PyTree) -> PyTree:
-    """Return `tree` with the values of gradients of rows in their place: one array for each."""
+    """Return `tree` with each gradient of rows replaced by its array of values."""
     return jax.tree.map(
         lambda x: x.values if is_row_gradient(x) else x, tree, is_leaf=is_row_gradient
     )
@@ -113,24 +113,24 @@ def checked_capacity(owner: str, capacity: Any, argument: str = "capacity") -> i
 
 
 def row_numbers(rows: Any) -> jax.Array:
-    """Row numbers of any integer type as int32, before anything is done with them.
+    """Return row numbers of any integer type as int32, before anything is computed with them.
 
-    The size of a table need not fit their own type: as uint8, 256 would be 0. A number that int32
-    does not hold becomes the lowest one, which lies outside of every table from either end.
+    The size of a table may not fit their own type: as uint8, 256 would be 0. A number that int32
+    does not hold becomes the lowest int32, which is outside of every table, also from the end.
     """
-    rows, ours = jnp.asarray(rows), jnp.iinfo(jnp.int32)
-    theirs = jnp.iinfo(rows.dtype)
+    rows, limits = jnp.asarray(rows), jnp.iinfo(jnp.int32)
+    input_limits = jnp.iinfo(rows.dtype)
     narrow = rows.astype(jnp.int32)
-    if ours.min <= theirs.min and theirs.max <= ours.max:
+    if limits.min <= input_limits.min and input_limits.max <= limits.max:
         return narrow
-    fits = rows <= ours.max
-    if theirs.min < ours.min:
-        fits &= rows >= ours.min
-    return jnp.where(fits, narrow, jnp.full_like(narrow, ours.min))
+    fits = rows <= limits.max
+    if input_limits.min < limits.min:
+        fits &= rows >= limits.min
+    return jnp.where(fits, narrow, jnp.full_like(narrow, limits.min))
 
 
 def inside(rows: jax.Array, num_rows: int) -> jax.Array:
-    """`rows` as int32 in which all rows outside of the table are padding.
+    """Return `rows` as int32, in which all rows outside of the table are padding.
 
     Negative numbers count from the end in jax, so without this they would change other rows.
     """
@@ -140,28 +140,28 @@ def inside(rows: jax.Array, num_rows: int) -> jax.Array:
 
 
 def num_outside(gradient: RowGradient) -> jax.Array:
-    """() int32, how many entries lie outside of the table; padding does not count."""
+    """Return the number of entries outside of the table, () int32; padding does not count."""
     rows = row_numbers(gradient.rows)
     return jnp.sum((rows < 0) | (rows > gradient.num_rows), dtype=jnp.int32)
 
 
 def table_zeros(gradient: RowGradient) -> jax.Array:
-    """Zeros in the shape of the table, in at least float32."""
+    """Return zeros in the shape of the table, in at least float32."""
     return jnp.zeros(gradient.shape, at_least_float32(gradient.values.dtype))
 
 
 def add_entries(table: jax.Array, rows: jax.Array, values: jax.Array) -> jax.Array:
-    """`table` with `values` added to its `rows`; padding is dropped."""
+    """Return `table` with `values` added to its `rows`; padding is dropped."""
     return table.at[rows].add(values.astype(table.dtype), mode="drop")
 
 
 def apply_rows(table: jax.Array, gradient: RowGradient, *, learning_rate: Any) -> jax.Array:
-    """A step of plain SGD on the rows of a table that have a gradient: no others are touched.
+    """Take a step of plain SGD on the rows of a table that have a gradient, and on no others.
 
     Args:
       table: (num_rows, *s).
-      gradient: of this table, such as `js.all_reduce_rows(..., output="rows")` returns it. Rows
-        outside of the table are left out.
+      gradient: gradient of this table, such as `js.all_reduce_rows(..., output="rows")` returns.
+        Rows outside of the table are left out.
       learning_rate: float or () array.
 
     Returns:
@@ -193,19 +193,20 @@ def apply_rows(table: jax.Array, gradient: RowGradient, *, learning_rate: Any) -
 
 
 Rows = Mapping[str, RowGradient]
-"""Gradients of rows by table."""
-_Given = TypeVar("_Given")
+"""The gradients of rows, by name of the table."""
+_Operand = TypeVar("_Operand")
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class WithRows:
-    """Gradients of a model whose tables are no leaves of its parameters.
+    """The gradients of a model whose tables are no leaves of its parameters.
 
     Attributes:
       dense: a tree like the dense parameters.
-      rows: of the tables, by name.
-      inner_axes: axes inside a replica, over which rows are means already, or of other rows.
+      rows: gradients of the tables, by name.
+      inner_axes: axes inside a replica over which `rows` need no mean: they are means already, or
+        devices hold different rows.
     """
 
     dense: PyTree
@@ -214,11 +215,11 @@ class WithRows:
 
 
 def split_rows(grads: PyTree) -> tuple[PyTree, Rows, tuple[str, ...], Callable[..., PyTree]]:
-    """Gradients taken apart into dense ones and rows, wherever these stand.
+    """Split gradients into dense ones and those of rows, wherever these are in the tree.
 
     Returns:
       The dense gradients; those of rows, by table or position; axes over which rows need no mean;
-      and `join(dense, rows)`, which puts both together again.
+      and a function `join(dense, rows)` that undoes the split.
     """
     if isinstance(grads, WithRows):
         axes = grads.inner_axes
@@ -237,9 +238,9 @@ def split_rows(grads: PyTree) -> tuple[PyTree, Rows, tuple[str, ...], Callable[.
 
 
 def with_equal_entries(
-    branches: Sequence[Callable[[_Given], Any]], operand: _Given
-) -> list[Callable[[_Given], Any]]:
-    """Functions of `operand`, for a conditional: their gradients of rows have equal shapes."""
+    branches: Sequence[Callable[[_Operand], Any]], operand: _Operand
+) -> list[Callable[[_Operand], Any]]:
+    """Return branches of a conditional whose gradients of rows have equal shapes."""
     if not any(map(is_row_gradient, jax.tree.leaves(operand, is_leaf=is_row_gradient))):
         return list(branches)
 
@@ -249,14 +250,14 @@ def with_equal_entries(
     shapes = [jax.eval_shape(branch, operand) for branch in branches]
     entries = jax.tree.map(most, *shapes, is_leaf=is_row_gradient)
 
-    def padding(branch: Callable[[_Given], Any]) -> Callable[[_Given], Any]:
+    def padding(branch: Callable[[_Operand], Any]) -> Callable[[_Operand], Any]:
         return lambda x: jax.tree.map(_padded, branch(x), entries, is_leaf=is_row_gradient)
 
     return [padding(branch) for branch in branches]
 
 
 def _padded(x: Any, num_entries: int) -> Any:
-    """A gradient of rows in so many entries; other leaves as they are."""
+    """Return a gradient of rows padded to `num_entries` entries; other leaves as they are."""
     if not is_row_gradient(x) or x.rows.shape[0] == num_entries:
         return x
     room = num_entries - x.rows.shape[0]

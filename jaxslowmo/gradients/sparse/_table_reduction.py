@@ -1,4 +1,4 @@
-"""Mean over replicas of one table's gradient."""
+"""The mean over replicas of one table's gradient."""
 
 import math
 from dataclasses import dataclass
@@ -22,28 +22,28 @@ Table = RowGradient | jax.Array
 
 
 class Facts(NamedTuple):
-    """What the replicas told each other about one table; equal on all of them."""
+    """Numbers about one table that the replicas exchanged; equal on all of them."""
 
     overflow: jax.Array  # () bool, some replica had more rows than the capacity
-    needed: jax.Array  # () int32, most distinct rows of one replica; 0 where tables are reduced
-    invalid: jax.Array  # () int32, entries of all replicas that lie outside of the table
+    needed: jax.Array  # () int32, most distinct rows of one replica; 0 if tables are sent whole
+    invalid: jax.Array  # () int32, entries of all replicas that are outside of the table
 
 
 class _Gathered(NamedTuple):
     rows: jax.Array  # (replicas, send) int32, distinct in each replica
     values: jax.Array  # (replicas, send, *s)
-    shares: jax.Array | None  # (replicas,), what each counts in the mean; None: 1 / R each
+    shares: jax.Array | None  # (replicas,), each one's share in the mean; None: 1 / R
     facts: Facts
 
 
 @dataclass(frozen=True)
 class TableReduction:
-    """How one table is reduced; static.
+    """The way in which one table is reduced; static.
 
     Attributes:
       axis_name: the replica axis.
-      capacity: rows that a replica sends, None for as many as it may have.
-      path: rows, the table, or what is fewer bytes.
+      capacity: rows that a replica sends, None for the largest possible number.
+      path: whether to send rows, the table, or whichever has fewer bytes.
       as_rows: whether the result is a `RowGradient`, always sent as rows.
       divide_by_initial: whether replicas of weight 0 count as if they had sent zeros.
     """
@@ -55,7 +55,7 @@ class TableReduction:
     divide_by_initial: bool
 
     def mean(self, gradient: Table, weight: jax.Array | None) -> tuple[Table, Facts]:
-        """The mean of `gradient`, weighted where `weight` is given.
+        """Return the mean of `gradient`, weighted if `weight` is not None.
 
         Communication: as `js.all_reduce_rows` states.
         """
@@ -63,8 +63,8 @@ class TableReduction:
         most = _most_rows(gradient)
         send = most if self.capacity is None else min(self.capacity, most)
         if not self._sends_rows(gradient, send):
-            told = self._gather(gradient, 0, weight)
-            return self._mean_of_table(gradient, told.shares), told.facts
+            numbers = self._gather(gradient, 0, weight)
+            return self._mean_of_table(gradient, numbers.shares), numbers.facts
         gathered = self._gather(gradient, send, weight)
         mean = self._combine(gradient, gathered)
         if send == most:
@@ -76,7 +76,7 @@ class TableReduction:
                     return self._combine(gradient, self._gather(gradient, most, weight))
                 return self._mean_of_table(gradient, gathered.shares)
 
-        # Equal on all replicas, since each has all their numbers.
+        # All replicas take the same branch, since each has the numbers of all.
         return run_if(gathered.facts.overflow, again, lambda m: m, mean), gathered.facts
 
     def _sends_rows(self, gradient: Table, num_entries: int) -> bool:
@@ -87,9 +87,9 @@ class TableReduction:
         return self.path == "auto" and _rows_are_fewer_bytes(table, num_entries, replicas)
 
     def _gather(self, gradient: Table, send: int, weight: jax.Array | None) -> _Gathered:
-        """Rows and values of all replicas, with what they tell each other besides.
+        """Return rows and values of all replicas, and the numbers that they exchange.
 
-        Numbers travel behind the rows, so that they cost no collective of their own.
+        The numbers are appended to the rows, so that they need no extra collective.
         """
         rows, values, distinct = _compact(gradient, send)
         tail = [distinct, _invalid(gradient)]
@@ -113,7 +113,7 @@ class TableReduction:
         )
 
     def _shares(self, weights: jax.Array) -> jax.Array:
-        """What each replica counts in the mean; those of a weight that is not positive nothing."""
+        """Return each replica's share in the mean, 0 if its weight is not positive."""
         weights = jnp.where(weights > 0, weights, jnp.zeros_like(weights))
         shares = quotient(weights, jnp.sum(weights))
         if self.divide_by_initial:
@@ -121,7 +121,7 @@ class TableReduction:
         return shares
 
     def _all_gather(self, x: jax.Array) -> jax.Array:
-        """`(replicas, *x.shape)`, typed as equal on all replicas."""
+        """Return the arrays of all replicas, `(replicas, *x.shape)`, typed as equal on all."""
         replicas = axis_size(self.axis_name)
         if replicas == 1:
             return settle(x, self.axis_name)[None]
@@ -130,10 +130,10 @@ class TableReduction:
         return gather_slices(x[None], self.axis_name, like=jnp.zeros([]))
 
     def _combine(self, gradient: Table, gathered: _Gathered) -> Table:
-        """Mean of gathered rows, added up replica by replica: all replicas get the same bits."""
+        """Return the mean of gathered rows, added replica by replica: equal bits on all."""
         num_rows, replicas = gradient.shape[0], axis_size(self.axis_name)
         if self.as_rows:
-            size = min(replicas * _most_rows(gradient), num_rows)  # whatever was sent
+            size = min(replicas * _most_rows(gradient), num_rows)  # independent of `capacity`
             rows, places = distinct_places(gathered.rows, num_rows, size)
         else:
             size, rows, places = num_rows, None, gathered.rows
@@ -153,7 +153,7 @@ class TableReduction:
 
 
 def _most_rows(gradient: Table) -> int:
-    """Distinct rows that there can be."""
+    """Return the largest possible number of distinct rows."""
     num_rows = gradient.shape[0]
     if isinstance(gradient, RowGradient):
         return min(gradient.rows.shape[0], num_rows)
@@ -161,7 +161,7 @@ def _most_rows(gradient: Table) -> int:
 
 
 def _compact(gradient: Table, send: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """At most `send` distinct rows, their values, and how many there are; 0 if `send` is."""
+    """Return at most `send` distinct rows, their values, and the number of distinct rows."""
     if send == 0:
         values = jnp.zeros((0, *gradient.shape[1:]), gradient.dtype)
         return jnp.zeros(0, jnp.int32), values, jnp.zeros([], jnp.int32)
@@ -176,7 +176,7 @@ def _invalid(gradient: Table) -> jax.Array:
 
 
 def _rows_are_fewer_bytes(table: jax.ShapeDtypeStruct, num_entries: int, num_replicas: int) -> bool:
-    """Whether an all-gather of rows sends no more than an all-reduce of the table.
+    """Return whether an all-gather of rows sends no more than an all-reduce of the table.
 
     With w the bytes of a row, a replica sends, in rings, (R - 1) * k * (4 + w) for the rows of R
     replicas and 2 * (R - 1) / R * N * w for the table: rows win up to R * k * (4 + w) = 2 * N * w.

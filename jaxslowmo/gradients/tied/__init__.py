@@ -1,4 +1,4 @@
-"""Parameters that several stages hold one copy each of."""
+"""Gradients of parameters of which several stages hold one copy each."""
 
 from ._sum import TiedGroup as TiedGroup
 from ._sum import TiedGroups as TiedGroups

@@ -1,4 +1,4 @@
-"""Gradients of parameters that several stages hold a copy of, summed over these stages."""
+"""Sums over stages of the gradients of parameters of which several stages hold a copy."""
 
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,24 +20,24 @@ from ...transform import GradientSpec, GradientTransform
 from ...tree import leaf_names, plan_buffers
 
 TiedGroup = Mapping[int, str]
-"""By stage the name of the leaf that holds this stage's copy, such as `"embed/table"`."""
+"""Maps a stage to the name of the leaf that holds its copy, such as `"embed/table"`."""
 TiedGroups = Sequence[TiedGroup]
 """The groups of tied leaves, one for each parameter that several stages hold a copy of."""
 
 
 def checked_groups(owner: str, argument: str, groups: Iterable[TiedGroup]) -> list[dict[int, str]]:
-    """Groups as dicts in the order of the stages.
+    """Return the groups as dicts in the order of the stages.
 
     Raises:
-      ValueError: something that is no group, one of fewer than two stages, or a leaf on a stage
-        that is in two groups.
+      ValueError: an invalid group, one of fewer than two stages, or a leaf on a stage that is in
+        two groups.
     """
     if isinstance(groups, Mapping | str) or not isinstance(groups, Iterable):
         raise ValueError(
             f"{owner}: `{argument}` must be a list of groups such as "
             f'[{{0: "embed/table", 3: "head/table"}}], got {groups!r}.'
         )
-    found: list[dict[int, str]] = []
+    checked: list[dict[int, str]] = []
     seen: dict[tuple[int, str], int] = {}
     for number, group in enumerate(groups):
         if not isinstance(group, Mapping) or not all(map(_is_entry, group.items())):
@@ -58,21 +58,21 @@ def checked_groups(owner: str, argument: str, groups: Iterable[TiedGroup]) -> li
                     f"{stage} in group {seen[member]} and in group {number}: make one of them."
                 )
             seen[member] = number
-        found.append({int(stage): group[stage] for stage in sorted(group)})
-    return found
+        checked.append({int(stage): group[stage] for stage in sorted(group)})
+    return checked
 
 
 def tied_members(
     owner: str, argument: str, groups: Iterable[TiedGroup], tree: PyTree, num_stages: int
 ) -> list[dict[int, int]]:
-    """The groups with positions of leaves in `tree`, in flattening order, in place of names.
+    """Return the groups with positions of leaves in `tree`, in flattening order, for names.
 
     Raises:
       ValueError: a stage or a leaf that does not exist; copies of unequal shapes or dtypes.
     """
     leaves = jax.tree.leaves(tree)
     position = {name: i for i, name in enumerate(leaf_names(tree))}
-    found = []
+    members = []
     for group in groups:
         if late := [stage for stage in group if stage >= num_stages]:
             raise ValueError(
@@ -89,8 +89,8 @@ def tied_members(
                 f"{owner}: copies of one parameter must have equal shapes and dtypes, got "
                 f"{', '.join(f'{name} {kind}' for name, kind in kinds.items())} in `{argument}`."
             )
-        found.append({stage: position[name] for stage, name in group.items()})
-    return found
+        members.append({stage: position[name] for stage, name in group.items()})
+    return members
 
 
 def _is_entry(item: tuple[Any, Any]) -> bool:
@@ -109,15 +109,15 @@ _SUM_OF = "sum_over_holders"
 def sum_over_holders(
     leaves: Sequence[jax.Array], holders: Sequence[Sequence[int]], axis_name: str
 ) -> list[jax.Array]:
-    """Each array summed over the positions along an axis that hold one, and over no others.
+    """Sum each array over the positions along an axis that hold one, and over no others.
 
     Args:
-      leaves: this device's arrays, the same number of them, shapes and dtypes on all positions.
-      holders: per array the positions that hold one, two or more.
+      leaves: this device's arrays; number, shapes and dtypes are equal on all positions.
+      holders: two or more positions that hold a copy, one sequence per array.
       axis_name: mapped axis, such as `"stage"`.
 
     Returns:
-      On holders the sums, equal to the bit on all of them; elsewhere the arrays as they were.
+      On holders the sums, bitwise equal on all of them; elsewhere the arrays as they were.
 
     Raises:
       ValueError: at trace time: an axis that is not mapped, fewer than two holders, one twice, one
@@ -127,36 +127,37 @@ def sum_over_holders(
       one buffer of N bytes, in their dtype. Two holders: one collective-permute, N bytes each way.
       All positions: one all-reduce. Otherwise 2 (k - 1) collective-permutes of N bytes for k
       holders, one after the other: sums go along the chain of holders to the last one, and from
-      there back. Nothing is sent by or to other positions. (XLA has all-reduces of groups, but TPUs
-      only run those whose groups are equally large, and jax none where types are checked.) Inside a
-      `shard_map` that leaves axes to the compiler each array travels by itself, as it is sharded
+      there back. Other positions send and receive nothing. (XLA has all-reduces of groups, but TPUs
+      only run groups of equal size, and jax does not allow them where types are checked.) Inside a
+      `shard_map` that leaves axes to the compiler each array is sent by itself, as it is sharded
       over these: a buffer would be gathered.
     """
     require_axes(_SUM_OF, "axis_name", axis_name)
     size = axis_size(axis_name)
-    known = [_checked(own, size) for own in holders]
+    positions_of = [_checked(positions, size) for positions in holders]
     _check_varying(leaves, axis_name)
     groups: dict[Any, list[int]] = {}
-    for i, (x, own) in enumerate(zip(leaves, known, strict=True)):
-        groups.setdefault((own, x.dtype, *_apart(i)), []).append(i)
+    for i, (x, positions) in enumerate(zip(leaves, positions_of, strict=True)):
+        groups.setdefault((positions, x.dtype, *_apart(i)), []).append(i)
     sums = list(leaves)
     with jax.named_scope(TIED):
-        for (own, *_), members in groups.items():
-            mine = is_one_of(own, axis_name)
-            total = _summed([leaves[i] for i in members], own, axis_name)
+        for (positions, *_), members in groups.items():
+            is_holder = is_one_of(positions, axis_name)
+            total = _summed([leaves[i] for i in members], positions, axis_name)
             for i, x in zip(members, total, strict=True):
-                sums[i] = jnp.where(mine, x, leaves[i])
+                sums[i] = jnp.where(is_holder, x, leaves[i])
     return sums
 
 
 def _checked(holders: Sequence[int], size: int) -> tuple[int, ...]:
-    own = tuple(sorted(map(operator.index, holders)))
-    if len(own) < 2 or len(set(own)) < len(own) or own[0] < 0 or own[-1] >= size:
+    positions = tuple(sorted(map(operator.index, holders)))
+    are_positions = all(0 <= position < size for position in positions)
+    if len(positions) < 2 or len(set(positions)) < len(positions) or not are_positions:
         raise ValueError(
             f"{_SUM_OF}: `holders` must be two or more different positions of {size}, counted from "
             f"0, got {tuple(holders)}."
         )
-    return own
+    return positions
 
 
 def _check_varying(leaves: Sequence[jax.Array], axis_name: str) -> None:
@@ -171,7 +172,7 @@ def _check_varying(leaves: Sequence[jax.Array], axis_name: str) -> None:
 
 
 def _apart(i: int) -> tuple[int, ...]:
-    """What keeps array `i` out of the buffer of others: see `sum_over_holders`."""
+    """Return a part of the key of array `i` that keeps it out of a buffer with others, or ()."""
     mesh = jax.sharding.get_abstract_mesh()
     sizes = zip(mesh.axis_types, mesh.axis_sizes, strict=True)
     is_left = any(kind != AxisType.Manual and size > 1 for kind, size in sizes)
@@ -179,14 +180,14 @@ def _apart(i: int) -> tuple[int, ...]:
 
 
 def is_one_of(positions: Sequence[int], axis_name: str) -> jax.Array:
-    """() bool: whether this device is at one of these positions along an axis."""
+    """Return whether this device is at one of these positions along an axis, () bool."""
     mask = np.zeros(axis_size(axis_name), bool)
     mask[list(positions)] = True
     return jnp.asarray(mask)[lax.axis_index(axis_name)]
 
 
 def _summed(leaves: list[jax.Array], holders: tuple[int, ...], axis_name: str) -> list[jax.Array]:
-    """The sums on holders; elsewhere anything."""
+    """Return the sums, valid on holders only."""
     total = _exchange(holders, axis_name)
     if len(leaves) == 1:
         return [total(leaves[0])]
@@ -200,7 +201,7 @@ def _exchange(holders: tuple[int, ...], axis_name: str) -> Callable[[jax.Array],
     if len(holders) == 2:
         one, other = holders
         pair = [(one, other), (other, one)]
-        # Addition commutes, also of rounded numbers: both get the same bits.
+        # Floating-point addition commutes: both holders get the same bits.
         return lambda x: x + permute(x, axis_name, pair)
     return lambda x: _along_chain(x, holders, axis_name)
 
@@ -208,9 +209,9 @@ def _exchange(holders: tuple[int, ...], axis_name: str) -> Callable[[jax.Array],
 def _along_chain(x: jax.Array, holders: tuple[int, ...], axis_name: str) -> jax.Array:
     for link in pairwise(holders):
         x = x + permute(x, axis_name, [link])
-    me = lax.axis_index(axis_name)
+    position = lax.axis_index(axis_name)
     for link in pairwise(holders[::-1]):
-        x = jnp.where(me == link[1], permute(x, axis_name, [link]), x)
+        x = jnp.where(position == link[1], permute(x, axis_name, [link]), x)
     return x
 
 
@@ -218,45 +219,45 @@ _OWNER = "sum_tied_gradients"
 
 
 def sum_tied_gradients(axis_name: str, groups: TiedGroups) -> GradientTransform:
-    """Sums the gradients of a parameter of which several stages hold a copy, over these stages.
+    """Sum the gradients of a parameter of which several stages hold a copy, over these stages.
 
         tx = js.chain(
             js.pipeline.sum_tied_gradients("stage", [{0: "embed/table", 3: "head/table"}]),
             optax.adamw(1e-3),
         )
 
-    For loops of your own under a `shard_map` over the stages, in which the tree has the same leaves
-    on all of them, and each device holds what its stage has there (zeros where it has nothing).
-    The sums are equal to the bit on all holders. Copies that begin equal then stay equal to the bit
-    where they are the same leaf; in different leaves of one program the compiler may round the same
-    optimizer differently (in Adam on CPU by 1 ulp now and then). Nothing is divided: a parameter
-    that is used twice has the sum of two gradients.
+    It is for your own loops under a `shard_map` over the stages, in which the tree has the same
+    leaves on all stages, and each device holds its stage's values (zeros where the stage has none).
+    The sums are bitwise equal on all holders. Copies that begin equal then stay bitwise equal where
+    they are the same leaf; in different leaves of one program the compiler may round the same
+    optimizer differently (in Adam on CPU sometimes by 1 ulp). Nothing is divided: a parameter that
+    is used twice has the sum of two gradients.
 
     Args:
       axis_name: mapped axis of the stages.
-      groups: one mapping per shared parameter: by stage, counted from 0, the name of the leaf that
-        holds this stage's copy, as `jax.tree_util.keystr(path, simple=True, separator="/")` has
-        it. `{0: "table", 3: "table"}` where it is the same leaf on both.
+      groups: one mapping per shared parameter, from a stage, counted from 0, to the name of the
+        leaf that holds its copy, as in `jax.tree_util.keystr(path, simple=True, separator="/")`.
+        `{0: "table", 3: "table"}` if it is the same leaf on both stages.
 
     Returns:
-      A gradient transform without state. Where it stands beside `js.all_reduce_gradients` over
-      replicas does not matter; before `js.clip_by_global_norm`, which is told the same groups.
+      A gradient transform without state. It may come before or after `js.all_reduce_gradients` over
+      replicas; put it before `js.clip_by_global_norm`, which needs the same groups.
 
     Raises:
-      ValueError: at construction: something that is no group, a group of one stage, a leaf on a
+      ValueError: at construction: an invalid group, a group of one stage, a leaf on a
         stage in two groups. At trace time: an axis that is not mapped, stages that do not exist,
         names of no leaf, copies of unequal shapes or dtypes, gradients that are typed as equal over
         the axis (jax has summed those).
 
     Communication: one exchange over `axis_name` for each set of stages and dtype, between these
-      stages alone. Of two: one collective-permute of the gradients' bytes each way; of all: one
-      all-reduce; otherwise 2 (k - 1) collective-permutes, one after the other, for k stages.
+      stages alone. Two stages: one collective-permute of the gradients' bytes each way; all stages:
+      one all-reduce; otherwise 2 (k - 1) collective-permutes, one after the other, for k stages.
 
     Source: ColossalAI (commit 96780e6), `PipelineSharedModuleGradientHandler`.
     """
     if not isinstance(axis_name, str):
         raise ValueError(f"{_OWNER}: `axis_name` must be one name, got {axis_name!r}.")
-    known = checked_groups(_OWNER, "groups", groups)
+    checked = checked_groups(_OWNER, "groups", groups)
 
     def init_fn(params: PyTree) -> optax.EmptyState:
         del params
@@ -267,33 +268,33 @@ def sum_tied_gradients(axis_name: str, groups: TiedGroups) -> GradientTransform:
     ) -> tuple[PyTree, PyTree]:
         del params, extra
         require_axes(_OWNER, "axis_name", axis_name)
-        if not jax.tree.leaves(updates):  # optax asks some transforms with an empty tree
+        if not jax.tree.leaves(updates):  # optax calls some transforms with an empty tree
             return updates, state
-        tied = tied_members(_OWNER, "groups", known, updates, axis_size(axis_name))
+        tied = tied_members(_OWNER, "groups", checked, updates, axis_size(axis_name))
         leaves, treedef = jax.tree.flatten(updates)
-        own = [_of_stage(leaves, group, axis_name) for group in tied]
-        sums = sum_over_holders(own, [tuple(group) for group in tied], axis_name)
+        copies = [_of_stage(leaves, group, axis_name) for group in tied]
+        sums = sum_over_holders(copies, [tuple(group) for group in tied], axis_name)
         for group, total in zip(tied, sums, strict=True):
             for position, stages in _by_leaf(group).items():
-                mine = is_one_of(stages, axis_name)
-                leaves[position] = jnp.where(mine, total, leaves[position])
+                is_holder = is_one_of(stages, axis_name)
+                leaves[position] = jnp.where(is_holder, total, leaves[position])
         return treedef.unflatten(leaves), state
 
     return GradientTransform(init_fn, update_fn, GradientSpec(axes=(axis_name,)))
 
 
 def _of_stage(leaves: list[jax.Array], group: dict[int, int], axis_name: str) -> jax.Array:
-    """This stage's copy; on stages without one any leaf that is a copy elsewhere."""
+    """Return this stage's copy; on stages without one any leaf that is a copy elsewhere."""
     (first, _), *others = _by_leaf(group).items()
-    found = leaves[first]
+    copy = leaves[first]
     for position, stages in others:
-        found = jnp.where(is_one_of(stages, axis_name), leaves[position], found)
-    return found
+        copy = jnp.where(is_one_of(stages, axis_name), leaves[position], copy)
+    return copy
 
 
 def _by_leaf(group: dict[int, int]) -> dict[int, list[int]]:
-    """The stages of a group by the position of the leaf that they hold."""
-    found: dict[int, list[int]] = {}
+    """Return the stages of a group by the position of the leaf that they hold."""
+    stages_of: dict[int, list[int]] = {}
     for stage, position in group.items():
-        found.setdefault(position, []).append(stage)
-    return found
+        stages_of.setdefault(position, []).append(stage)
+    return stages_of

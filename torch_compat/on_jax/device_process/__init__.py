@@ -1,4 +1,4 @@
-"""jax in the device process of a `TPUManager`."""
+"""The device process of a `TPUManager` that uses jax."""
 
 from ._group import MeshGroup as MeshGroup
 from ._group import is_started as is_started

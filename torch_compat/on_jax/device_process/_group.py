@@ -1,4 +1,4 @@
-"""jax in the device process of a `TPUManager`: all devices as one mesh."""
+"""The device process of a `TPUManager` with all devices of jax as one mesh."""
 
 import os
 import time
@@ -27,7 +27,7 @@ def _count_compilations(event: str, duration_secs: float, **_: Any) -> None:
 
 
 def is_started() -> bool:
-    """Whether this process has devices of jax."""
+    """Return whether this process has devices of jax."""
     return xla_bridge.backends_are_initialized()
 
 
@@ -35,16 +35,16 @@ def open_devices(num_devices: int | None) -> list[Any]:
     """Start jax and return the devices of its platform.
 
     Args:
-      num_devices: the number wanted, as many CPU devices are made; None for all there are.
+      num_devices: required number of devices, also the number of CPU devices to make; None for all.
 
     Raises:
-      ValueError: if there are not exactly `num_devices` devices.
+      ValueError: there are not exactly `num_devices` devices.
     """
     if not cloud_tpu_init.running_in_cloud_tpu_vm and jax.config.values["jax_platforms"] is None:
-        # Where there is no TPU an installed libtpu would only complain, at length.
+        # Without a TPU an installed libtpu only prints long warnings.
         xla_bridge._backend_factories.pop("tpu", None)
-    told = "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
-    if num_devices is not None and not told and jax.config.values["jax_num_cpu_devices"] < 0:
+    is_set = "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
+    if num_devices is not None and not is_set and jax.config.values["jax_num_cpu_devices"] < 0:
         jax.config.update("jax_num_cpu_devices", num_devices)
     devices = jax.local_devices()
     if num_devices not in (None, len(devices)):
@@ -56,7 +56,7 @@ def open_devices(num_devices: int | None) -> list[Any]:
 
 
 class MeshGroup:
-    """All devices of jax in this process, and what one program does on them."""
+    """All devices of jax in this process, and the program that runs on them."""
 
     def __init__(self, master: MasterModel, reader: SampleReader, options: WorkerOptions):
         self._master, self._options = master, options
@@ -112,19 +112,19 @@ class MeshGroup:
         return StepDone(request.number, loss, samples, statistics)
 
     def _next_batch(self, index: int) -> Any:
-        who = f"Device {index} of {self.num_devices}"
+        name = f"Device {index} of {self.num_devices}"
         try:
             return next(self._batches[index])
         except DataError as error:
-            raise GroupFailed(Failed(f"{who}: {error}", error.end.traceback)) from error
+            raise GroupFailed(Failed(f"{name}: {error}", error.end.traceback)) from error
         except BaseException as error:
-            report = Failed(f"{who} failed: {describe(error)}", traceback.format_exc())
+            report = Failed(f"{name} failed: {describe(error)}", traceback.format_exc())
             raise GroupFailed(report) from error
 
-    def _on_devices(self, do: Any, *arguments: Any) -> Any:
+    def _on_devices(self, function: Any, *arguments: Any) -> Any:
         try:
-            return do(*arguments)
+            return function(*arguments)
         except BaseException as error:
-            # One trace for all of them: none failed before the others.
+            # One program runs on all devices, so no device failed before the others.
             message = f"The program of {self.num_devices} devices failed: {describe(error)}"
             raise GroupFailed(Failed(message, traceback.format_exc())) from error

@@ -1,4 +1,4 @@
-"""Forward and backward of a torch module on a mesh of jax's devices, a batch for each."""
+"""Forward and backward passes of a torch module on a mesh of jax's devices, a batch for each."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -23,40 +23,40 @@ _AXIS = "device"
 
 @dataclass(frozen=True)
 class _Slot:
-    """Stands for tensor `index` in the structure of a batch."""
+    """A placeholder for tensor `index` in the structure of a batch."""
 
     index: int
 
 
 @dataclass
 class _Batch:
-    """The batch of one device: its tensors, and what is around them."""
+    """The batch of one device: its tensors, and the structure around them."""
 
     tensors: list[np.ndarray]
     structure: bytes  # pickled, `_Slot`s in the places of tensors
 
     def shape(self) -> tuple[Any, ...]:
-        """What a program is compiled for."""
+        """Return the key of the program for this batch: structure, shapes and dtypes."""
         return self.structure, *((array.shape, array.dtype) for array in self.tensors)
 
 
 class MeshProgram:
-    """A module on all devices: parameters on each, and for each what it has of its own.
+    """A module on all devices, with equal parameters and separate other state on each.
 
     Parameters are replicated. Buffers, frozen parameters, sums of gradients, keys of random numbers
     and batches have a leading axis of devices, along which they are sharded.
 
     Args:
-      module: on the CPU; its tensors are read once; traced from then on.
-      devices: of one process.
-      seed_base: device i's random numbers come from the key of seed_base + i, modulo 2**32.
-      micro_batches: how many `add` before each `exchange`; losses and gradients are means over
-        them.
-      compress: gradients leave the devices as bfloat16.
+      module: module on the CPU; its tensors are read once, then it is only traced.
+      devices: devices of this process.
+      seed_base: base of seeds; device i's random key has seed (seed_base + i) modulo 2**32.
+      micro_batches: number of calls of `add` before each `exchange`; losses and gradients are means
+        over them.
+      compress: whether gradients are sent to the host as bfloat16.
 
     Attributes:
-      bytes_to_device: so far, all devices together.
-      gradient_bytes: of gradients and loss, as one `exchange` brings them to the host.
+      bytes_to_device: bytes sent so far to all devices together.
+      gradient_bytes: bytes of gradients and loss that one `exchange` sends to the host.
     """
 
     def __init__(
@@ -80,19 +80,19 @@ class MeshProgram:
         self._keys = self._spread(
             np.stack([jax.random.key_data(jax.random.key(seed)) for seed in seeds])
         )
-        self._trace_anew()
+        self._trace_again()
         self.load(self._likes.values())
 
     def change(self, changes: Changes) -> None:
-        """Take over what a script has set on the model; all programs are traced and compiled anew.
+        """Apply changed settings of the model; all programs are traced and compiled again.
 
-        To be called when nothing has been added since the last `exchange`.
+        Call it only if nothing has been added since the last `exchange`.
 
         Raises:
-          ValueError: a parameter is trained now that jax cannot train.
+          ValueError: jax cannot train a parameter that now requires gradients.
         """
         changes.apply(self._module)
-        self._trace_anew()
+        self._trace_again()
         params, carried, count = self._params, self._carried, len(self._devices)
         self._params = {
             name: params[name]
@@ -108,7 +108,7 @@ class MeshProgram:
             if name not in self._params
         }
 
-    def _trace_anew(self) -> None:
+    def _trace_again(self) -> None:
         self._functional = Functional("TPUManager", self._module)
         trained = set(self._functional.trained)
         self._parameters = [name for name in self._all_parameters if name in trained]
@@ -124,7 +124,7 @@ class MeshProgram:
         self.gradient_bytes = sum(sizes) + self._loss_dtype().itemsize
 
     def load(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Take these parameters, then buffers; they have been read when this returns."""
+        """Load these parameters, then buffers; they have been read when this returns."""
         values = {
             name: to_numpy(tensor.to(self._likes[name].dtype))
             for name, tensor in zip(self._likes, tensors, strict=True)
@@ -143,30 +143,30 @@ class MeshProgram:
         self.bytes_to_device += sum(x.nbytes for x in self._params.values()) * count
 
     def add(self, batches: Sequence[Any]) -> None:
-        """Forward and backward, each device on its batch; adds to the sums of gradients.
+        """Run forward and backward, each device on its batch, and add to the sums of gradients.
 
         Batches of one shape and structure run as one program over all devices, others as one
         program for each.
 
         Raises:
-          ValueError: for integers that jax's do not hold.
-          Exception: what the module raises while it is traced.
+          ValueError: integers that jax's dtypes do not hold.
+          Exception: an error that the module raises while it is traced.
         """
-        found = [_take_apart(batch) for batch in batches]
-        if all(batch.shape() == found[0].shape() for batch in found):
-            tensors = [np.stack(arrays) for arrays in zip(*(b.tensors for b in found), strict=True)]
-            whole, _ = self._compile(found[0].structure)
-            own = self._carried, self._sums, self._losses, self._keys
-            after = whole(self._params, *own, self._spread(tensors))
+        parts = [_split_batch(batch) for batch in batches]
+        if all(batch.shape() == parts[0].shape() for batch in parts):
+            tensors = [np.stack(arrays) for arrays in zip(*(b.tensors for b in parts), strict=True)]
+            whole, _ = self._compile(parts[0].structure)
+            state = self._carried, self._sums, self._losses, self._keys
+            after = whole(self._params, *state, self._spread(tensors))
         else:
-            after = self._add_apart(found)
+            after = self._add_one_by_one(parts)
         self._carried, self._sums, self._losses, self._keys = after
 
-    def _add_apart(self, batches: Sequence[_Batch]) -> Any:
+    def _add_one_by_one(self, batches: Sequence[_Batch]) -> Any:
         everything = self._params, self._carried, self._sums, self._losses, self._keys
-        # All of them before any program runs, which uses up what it was given.
+        # All shards are taken before any program runs, since programs donate their arguments.
         shards = [
-            jax.tree.map(lambda array, there=device: _on(array, there), everything)
+            jax.tree.map(lambda array, device=device: _on(array, device), everything)
             for device in self._devices
         ]
         parts = []
@@ -183,7 +183,7 @@ class MeshProgram:
         return jax.tree.map(join, *parts)
 
     def exchange(self) -> tuple[float, list[torch.Tensor]]:
-        """Mean loss and gradients over devices and micro-batches, on the host; sums start anew.
+        """Return mean loss and gradients over devices and microbatches, and reset the sums.
 
         Communication: one all-reduce of the gradients, and their transfer from one device.
 
@@ -192,18 +192,18 @@ class MeshProgram:
           ones; half precision as float32.
         """
         (loss, flat), (self._sums, self._losses) = self._exchange(self._sums, self._losses)
-        found: dict[str, torch.Tensor] = {}
+        by_name: dict[str, torch.Tensor] = {}
         for (dtype, names), array in zip(self._groups().items(), flat, strict=True):
             host = torch.from_numpy(np.array(array.addressable_data(0), dtype=dtype))
             sizes = [self._likes[name].numel() for name in names]
             for name, part in zip(names, host.split(sizes), strict=True):
-                found[name] = part.view(self._likes[name].shape)
+                by_name[name] = part.view(self._likes[name].shape)
         frozen = torch.zeros(())
-        gradients = [found.get(name, frozen) for name in self._all_parameters]
+        gradients = [by_name.get(name, frozen) for name in self._all_parameters]
         return float(loss.addressable_data(0)), gradients
 
     def buffers(self, names: Iterable[str]) -> list[torch.Tensor]:
-        """Buffers of device 0, on the host."""
+        """Return buffers of device 0, on the host."""
         names = list(names)
         arrays = jax.device_get([self._carried[name].addressable_data(0) for name in names])
         return [
@@ -211,7 +211,7 @@ class MeshProgram:
         ]
 
     def _groups(self) -> dict[np.dtype, list[str]]:
-        """Trained parameters by the dtype that their gradients are summed in."""
+        """Return the trained parameters by the dtype in which their gradients are summed."""
         groups: dict[np.dtype, list[str]] = {}
         for name in self._parameters:
             groups.setdefault(_wide(jax_dtype(self._likes[name].dtype)), []).append(name)
@@ -234,7 +234,7 @@ class MeshProgram:
         return jax.device_put(arrays, self._each)
 
     def _programs(self, structure: bytes) -> tuple[Callable[..., Any], Callable[..., Any]]:
-        """For batches of this structure: a program over all devices, and one for a single one."""
+        """Compile two programs for a structure of batches: for all devices, and for one."""
         local = self._local(samples.loads(structure))
         each = P(_AXIS)
         whole = jax.shard_map(
@@ -248,12 +248,12 @@ class MeshProgram:
         return jax.jit(whole, donate_argnums=donated), jax.jit(local, donate_argnums=donated)
 
     def _local(self, structure: Any) -> Callable[..., Any]:
-        """What one device does; all but the parameters has a leading axis of one device."""
+        """Return the program of one device; all but parameters has a leading axis of size 1."""
 
         def local(
             params: Arrays, carried: Arrays, sums: Arrays, losses: Any, keys: Any, tensors: Any
         ) -> Any:
-            key, now = jax.random.split(jax.random.wrap_key_data(keys[0]))
+            key, step_key = jax.random.split(jax.random.wrap_key_data(keys[0]))
 
             def loss(params: Arrays) -> tuple[jax.Array, Arrays]:
                 def run(env: Any, module: torch.nn.Module) -> jax.Array:
@@ -262,10 +262,10 @@ class MeshProgram:
                     value = loss_of(call_model(module, batch)) / self._micro_batches
                     return env.constant(value).jax()
 
-                return self._functional.call(run, params, _first(carried), now)
+                return self._functional.call(run, params, _first(carried), step_key)
 
             (value, after), gradients = jax.value_and_grad(loss, has_aux=True)(params)
-            sums = {name: sums[name] + gradients[name] for name in sums}  # in the wider dtype
+            sums = {name: sums[name] + gradients[name] for name in sums}  # `sums` are wider
             after = jax.tree.map(lambda array: array[None], after)
             return after, sums, losses + value, jax.random.key_data(key)[None]
 
@@ -275,7 +275,7 @@ class MeshProgram:
 def _exchange_program(
     mesh: Mesh, groups: dict[np.dtype, list[str]], compress: bool
 ) -> Callable[..., Any]:
-    """Sums of all devices -> (mean loss, mean gradients, flat by dtype), zeros for the sums."""
+    """Compile the map from sums to (mean loss, flat mean gradients by dtype) and zeros."""
 
     def local(sums: Arrays, losses: jax.Array) -> Any:
         def mean(array: jax.Array) -> jax.Array:
@@ -294,7 +294,7 @@ def _exchange_program(
     return jax.jit(mapped, donate_argnums=(0, 1))
 
 
-def _take_apart(batch: Any) -> _Batch:
+def _split_batch(batch: Any) -> _Batch:
     tensors: list[np.ndarray] = []
 
     def take(tensor: torch.Tensor) -> _Slot:
@@ -311,12 +311,12 @@ def _take_apart(batch: Any) -> _Batch:
 
 
 def _on(array: jax.Array, device: Any) -> jax.Array:
-    """What a device has of an array."""
+    """Return a device's shard of an array."""
     return next(shard.data for shard in array.addressable_shards if shard.device == device)
 
 
 def _host(array: jax.Array) -> np.ndarray:
-    """What the first device has of an array."""
+    """Return the first device's shard of an array, on the host."""
     return np.asarray(array.addressable_data(0))
 
 
@@ -325,5 +325,5 @@ def _first(tree: Any) -> Any:
 
 
 def _wide(dtype: Any) -> np.dtype:
-    """Half precision as float32, so that sums lose nothing."""
+    """Return float32 for half precision, so that sums lose nothing."""
     return np.dtype(jnp.promote_types(dtype, jnp.float32))

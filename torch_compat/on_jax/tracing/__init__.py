@@ -1,6 +1,6 @@
-"""torch's operations as jax's, by torchax, with what its own environment leaves out."""
+"""Traces of torch's operations as jax's: torchax, plus what its own environment lacks."""
 
-from . import _torchax as _torchax  # first: says what is missing
+from . import _torchax as _torchax  # first: its error names missing packages
 from ._batch_norm import cumulative_averages as cumulative_averages
 from ._environment import TracingEnvironment as TracingEnvironment
 from ._environment import environment as environment

@@ -1,4 +1,4 @@
-"""Operations that torchax lacks, or computes otherwise than torch."""
+"""Operations that torchax lacks, or computes differently from torch."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ _SUM, _MEAN = 0, 1  # modes of torch's embedding bags; the third is the maximum
 
 
 def define(env: Any) -> None:
-    """Give an environment of torchax the operations of this module."""
+    """Define the operations of this module in an environment of torchax."""
 
     def of_arrays(function: Any) -> Any:
         def operation(*args: Any, **kwargs: Any) -> Any:
@@ -54,7 +54,7 @@ def define(env: Any) -> None:
 
 
 def decomposition(func: Any) -> Any:
-    """Return a function that computes an operation by others, as torch knows it; else None."""
+    """Return torch's decomposition of an operation into others, or None."""
     if not isinstance(func, torch._ops.OpOverload) or func._schema.is_mutable:
         return None
     function = decomposition_table.get(func)
@@ -65,7 +65,7 @@ def decomposition(func: Any) -> Any:
 
     def operation(*args: Any, **kwargs: Any) -> Any:
         result = function(*args, **kwargs)
-        if result is NotImplemented:  # of these arguments
+        if result is NotImplemented:  # there is none for these arguments
             raise OperatorNotFound(f"{func} has no decomposition for its arguments")
         return result
 
@@ -73,7 +73,7 @@ def decomposition(func: Any) -> Any:
 
 
 def write_out(out: Any, result: Any) -> Any:
-    """Return `out`, the argument of that name, with the result of the operation in it.
+    """Write the result of an operation into its argument `out`, and return `out`.
 
     Raises:
       ValueError: a tensor of another shape that is not empty, or one made before the call.
@@ -103,7 +103,7 @@ def _embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> jax.Array:
-    """Compute `aten.embedding`; gradients are scaled by frequency where that is asked."""
+    """Compute `aten.embedding`; scale gradients by frequency if `scale_grad_by_freq`."""
     del sparse
     rows = jnp.take(weight, ids, axis=0)
     if padding_idx >= 0:
@@ -126,7 +126,7 @@ def _embedding_bag(
     include_last_offset: bool = False,
     padding_idx: int = -1,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Compute `aten._embedding_bag`, also of offsets that are traced."""
+    """Compute `aten._embedding_bag`, also for traced offsets."""
     num_bags = offsets.shape[0] - include_last_offset
     positions = jnp.arange(ids.shape[0])
     bags = jnp.searchsorted(offsets[:num_bags], positions, side="right") - 1
@@ -157,7 +157,7 @@ def _solve(a: jax.Array, b: jax.Array, *, left: bool = True) -> jax.Array:
 
 
 def _einsum(by_torchax: Any) -> Any:
-    """Return torchax's `torch.einsum`; torch itself takes that of one operand apart, into views."""
+    """Return torchax's `torch.einsum`; torch itself decomposes that of one operand into views."""
 
     def operation(equation: Any, *operands: Any) -> Any:
         if len(operands[0] if isinstance(operands[0], list | tuple) else operands) == 1:

@@ -1,4 +1,4 @@
-"""Normalisation whose running statistics go on: torchax leaves them as they are."""
+"""Normalisation with updates of running statistics, which torchax does not make."""
 
 import contextlib
 import functools
@@ -10,7 +10,7 @@ from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 
 
 def define(env: Any) -> None:
-    """Give an environment of torchax the operations of this module."""
+    """Define the operations of this module in an environment of torchax."""
     aten = torch.ops.aten
     env.override_op_definition(torch.batch_norm, _batch_norm)
     env.override_op_definition(torch.nn.functional.instance_norm, _instance_norm)
@@ -29,7 +29,7 @@ def _batch_norm(
     eps: float,
     cudnn_enabled: bool = False,
 ) -> Any:
-    """`torch.batch_norm`; `momentum` may be a tensor."""
+    """Compute `torch.batch_norm`; `momentum` may be a tensor."""
     del cudnn_enabled
     return _native(x, weight, bias, mean, variance, training, momentum, eps)[0]
 
@@ -44,7 +44,7 @@ def _instance_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Any:
-    """`F.instance_norm`: examples by their own statistics, of which the running ones are means."""
+    """Compute `F.instance_norm`: statistics per example; running ones average over examples."""
     if not use_input_stats:
         return _native(x, weight, bias, running_mean, running_var, False, momentum, eps)[0]
     size = x[0, 0].numel()
@@ -69,7 +69,7 @@ def _native(
     momentum: Any,
     eps: Any,
 ) -> tuple[Any, Any, Any]:
-    """`aten.native_batch_norm`: statistics in at least float32, the running ones in place."""
+    """Compute `aten.native_batch_norm` in at least float32; update running statistics in place."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     if training:
         axes = [0, *range(2, x.ndim)]
@@ -102,7 +102,7 @@ def _move(running: Any, new: Any, momentum: Any) -> None:
 
 @contextlib.contextmanager
 def cumulative_averages(module: torch.nn.Module) -> Iterator[None]:
-    """Inside, layers with `momentum=None` count in the traced counter, which torch would read."""
+    """Run the block with layers of `momentum=None` counting batches in a traced tensor."""
     layers = [
         m
         for m in module.modules()

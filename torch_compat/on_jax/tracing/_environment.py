@@ -1,4 +1,4 @@
-"""What torch does while a module is traced: torchax, where it must mean what torch means."""
+"""The environment in which a module is traced: torchax's, with torch's semantics."""
 
 import contextlib
 import functools
@@ -21,7 +21,7 @@ from ._operations import changes_first, is_fixed, out_of_place, plain_index
 from ._torchax import Environment, OperatorNotFound, Tensor
 from ._views import source
 
-# Tracing swaps tensors of the module, and filters warnings: one thread at a time.
+# One thread at a time: tracing replaces tensors of the module, and filters warnings.
 _TRACING = threading.RLock()
 
 
@@ -30,13 +30,12 @@ _IS_META: Any = vars(torch._C.TensorBase)["is_meta"].__get__
 
 
 class TracingEnvironment(Environment):
-    """torchax's environment with seven differences.
+    """The environment of torchax with seven differences.
 
-    Whatever is created inside is an array of jax, whichever device was asked for: the module's own
-    is the CPU, as it believes. Plain torch tensors beside traced ones are constants. Gradients stop
-    where torch's do. Random numbers come from one key alone. Views share memory. What depends on
-    constants alone has a value where torch asks for it. What torchax and jax lack is an error that
-    names the layer.
+    New tensors are arrays of jax, whichever device a module requests. Plain torch tensors among the
+    arguments of an operation are constants. Gradients stop where torch's do. Random numbers come
+    from one key. Views share memory. A tensor that depends only on constants has a value if torch
+    needs it. An operation that torchax and jax lack raises an error that names the layer.
     """
 
     has_views = True
@@ -47,16 +46,16 @@ class TracingEnvironment(Environment):
         _random.define(self)
         _added.define(self)
         _known.define(self)
-        self.module: torch.nn.Module | None = None  # that is traced
+        self.module: torch.nn.Module | None = None  # the module that is traced
         _sharing.define(self)
-        self.seen: set[int] = set()  # ids of tensors that an operation was given
+        self.seen: set[int] = set()  # ids of tensors that were arguments of an operation
 
     def _should_use_torchax_tensor(self, device: Any) -> bool:
         del device
         return True
 
     def get_and_rotate_prng_key(self, generator: torch.Generator | None = None) -> jax.Array:
-        """A key for one operation; `ValueError` where there is none to take it from."""
+        """Return a key for one operation; raise `ValueError` if no key was passed."""
         if generator is not None:
             raise ValueError(
                 "The module draws from a torch.Generator, which would give the same numbers in "
@@ -70,8 +69,8 @@ class TracingEnvironment(Environment):
         return super().get_and_rotate_prng_key()
 
     def dispatch(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        """As torchax; with constants, and without gradients where torch has none."""
-        if func == _IS_META:  # torchax's tensors are, to torch, whose initialisers then do nothing
+        """Run an operation as torchax does, with constants and torch's rules for gradients."""
+        if func == _IS_META:  # torch's own answer is True, and its initialisers skip meta tensors
             return False
         if func in (torch.Tensor.__getitem__, torch.Tensor.__setitem__):
             args = args[0], plain_index(args[1]), *args[2:]
@@ -103,7 +102,7 @@ class TracingEnvironment(Environment):
         except OperatorNotFound:
             if tensors or not is_fixed(func):
                 raise
-            with no_dispatch():  # such as torch.promote_types, or a window
+            with no_dispatch():  # for example torch.promote_types, or a window
                 return func(*args, **(kwargs or {}))
         if not torch.is_grad_enabled():
             return without_gradient(result, tensors, before)
@@ -114,7 +113,7 @@ class TracingEnvironment(Environment):
         return result
 
     def _computed(self, func: Any, types: Any, args: Any, kwargs: Any, tensors: Any) -> Any:
-        """As `_written`, with the values of constants where those are needed, and clear errors."""
+        """Run `_written`, with values of constants if they are needed; raise clear errors."""
         try:
             return self._written(func, types, args, kwargs, tensors)
         except Exception as error:
@@ -123,7 +122,7 @@ class TracingEnvironment(Environment):
             is_below = isinstance(func, torch._ops.OpOverload)
             traced = [x for x in torch_tree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
             if isinstance(error, OperatorNotFound) and not (is_below and traced):
-                raise  # torch may take it apart, or compute it
+                raise  # torch may decompose or compute it
             if isinstance(error, VALUE_NEEDED):
                 for computes in (False, True):
                     with (
@@ -135,9 +134,9 @@ class TracingEnvironment(Environment):
             raise_translated(error, self.module, func, args, kwargs)
 
     def _written(self, func: Any, types: Any, args: Any, kwargs: Any, tensors: Any) -> Any:
-        """As torchax; what changes its first argument in place does so, whichever operation."""
+        """Run an operation as torchax does; if it is in place, change its first argument."""
         kwargs = kwargs or {}
-        if isinstance(func, torch._ops.OpOverloadPacket):  # torch then calls one of its overloads
+        if isinstance(func, torch._ops.OpOverloadPacket):  # torch then tries one of its overloads
             raise OperatorNotFound(func)
         first = args[0] if args else None
         if isinstance(first, Tensor):
@@ -155,15 +154,15 @@ class TracingEnvironment(Environment):
         result = self._changed(func, types, args, kwargs)
         if torch.Tag.nondeterministic_seeded in func.tags and self.param.prng is key:
             raise ValueError(
-                f"The module uses {func}, which torchax draws from numbers of its own: the same in "
+                f"The module uses {func}, which torchax draws from its own key: equal numbers in "
                 "every step."
             )
         return result
 
     def _changed(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        """The first argument, after an operation that changes it."""
+        """Run an operation that changes its first argument, and return the argument."""
         try:
-            if self._get_op_or_decomp(func).is_view_op:  # writes by itself
+            if self._get_op_or_decomp(func).is_view_op:  # it writes itself
                 return super().dispatch(func, types, args, kwargs)
         except OperatorNotFound:
             func = out_of_place(func)
@@ -174,7 +173,7 @@ class TracingEnvironment(Environment):
         return target
 
     def _get_op_or_decomp(self, func: Any) -> Any:
-        """As torchax, and torch's own decomposition of what it lacks."""
+        """Return torchax's operation, or else torch's decomposition."""
         try:
             return super()._get_op_or_decomp(func)
         except OperatorNotFound:
@@ -185,18 +184,18 @@ class TracingEnvironment(Environment):
             return super()._get_op_or_decomp(func)
 
     def _is_same_device(self, the_tensor: Any, new_device: Any) -> bool:
-        """Whichever device a module asks for, its tensors are arrays of jax already."""
+        """Return True for tensors of torchax, whichever device a module requests."""
         del new_device
         return isinstance(the_tensor, Tensor)
 
     def constant(self, x: torch.Tensor) -> Any:
-        """A tensor as one that can be traced."""
+        """Return a tensor as one of torchax."""
         return x if isinstance(x, Tensor) else self.to_xla(x.detach())
 
 
 @functools.cache
 def environment() -> TracingEnvironment:
-    """The one of this process, apart from `torchax.default_env()` and its settings."""
+    """Return this process' environment, which is independent of `torchax.default_env()`."""
     with torch.random.fork_rng(devices=[]):
         return TracingEnvironment()
 
@@ -205,21 +204,21 @@ def environment() -> TracingEnvironment:
 def tracing(
     rng: jax.Array | None, module: torch.nn.Module | None = None
 ) -> Iterator[TracingEnvironment]:
-    """Inside, torch's operations on torchax's tensors are jax's.
+    """Run the block with torch's operations on torchax's tensors as operations of jax.
 
     Args:
-      rng: the PRNG key that random numbers are drawn from; None: drawing raises `ValueError`.
-      module: the module that is called inside, whose layers errors name.
+      rng: PRNG key of random numbers; None: drawing raises `ValueError`.
+      module: module that the block calls; errors name its layers.
     """
     env = environment()
     distribution: Any = torch.distributions.Distribution
     validates = distribution._validate_args
     fast_attention = torch.backends.mha.get_fastpath_enabled()
     with _TRACING, warnings.catch_warnings(), env.override_property(prng=rng):
-        # torch's integers have 64 bits by default, jax's 32: it says so at every one.
+        # torch's integers have 64 bits by default, jax's 32: jax warns at each of them.
         warnings.filterwarnings("ignore", message="Explicitly requested dtype u?int64")
-        torch.backends.mha.set_fastpath_enabled(False)  # it has no gradient and no lowering
-        distribution._validate_args = False  # it would ask for values, which a trace has not
+        torch.backends.mha.set_fastpath_enabled(False)  # this path has no gradient and no lowering
+        distribution._validate_args = False  # validation needs values, which a trace lacks
         before = env.seen, env.module
         env.seen, env.module = set(), module
         try:

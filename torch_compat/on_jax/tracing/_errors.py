@@ -1,4 +1,4 @@
-"""One sentence of this package for whatever torchax and jax cannot do."""
+"""Clear errors for operations that torchax and jax cannot do."""
 
 import contextlib
 import sys
@@ -24,7 +24,7 @@ _RENORMED = (
 _MASKED = "keep the shape: torch.where(mask, x, 0), or multiply by the mask"
 _IF = "use torch.where, which computes both cases"
 _NUMBER = "compute with the tensor itself, and return it where it is a metric"
-# What to do instead, by the start of an operation's name.
+# Alternatives, by the start of an operation's name.
 _INSTEAD = {
     "aten._pack_padded_sequence": _PADDED,
     "aten._pad_packed_sequence": _PADDED,
@@ -51,7 +51,7 @@ _DEFAULT = "write it with other operations, or train with torch itself or torch_
 
 
 def is_of_this_package(error: BaseException) -> bool:
-    """Return whether the error was raised by this package and says all there is to say."""
+    """Return whether this package has raised the error, which then needs no translation."""
     if isinstance(error, OperatorNotFound):
         return False
     place = error.__traceback__
@@ -63,17 +63,17 @@ def is_of_this_package(error: BaseException) -> bool:
 def raise_translated(
     error: Exception, root: torch.nn.Module | None, func: Any, args: Any, kwargs: Any
 ) -> NoReturn:
-    """Raise what the user of a module can act on, in place of an error of torchax or jax.
+    """Raise an error that the user of a module can act on for one of torchax or jax.
 
-    Where torch refuses these arguments as well, such as shapes that do not match, it is torch's own
-    error. Else it is a `ValueError` that names the layer, the operation, and what to do instead.
+    If torch refuses these arguments as well, such as shapes that do not match, it is torch's error.
+    Otherwise it is a `ValueError` that names the layer, the operation, and an alternative.
 
     Args:
-      error: what the operation raised.
-      root: the module that is traced.
+      error: error of the operation.
+      root: module that is traced.
       func: the operation.
-      args: its arguments.
-      kwargs: its arguments by name.
+      args: its positional arguments.
+      kwargs: its keyword arguments.
     """
     if not isinstance(error, (*VALUE_NEEDED, OperatorNotFound)):
         refusal = _refusal_of_torch(func, args, kwargs)
@@ -85,7 +85,7 @@ def raise_translated(
 
 @contextlib.contextmanager
 def values_refused(root: torch.nn.Module | None) -> Iterator[None]:
-    """Inside, methods of torchax's tensors that need values raise as operations do."""
+    """Run the block; methods of tensors that need values raise the same errors as operations."""
     try:
         yield
     except VALUE_NEEDED as error:
@@ -98,7 +98,7 @@ def values_refused(root: torch.nn.Module | None) -> Iterator[None]:
 def _sentence(
     error: Exception, root: torch.nn.Module | None, frames: Iterable[FrameType], name: str
 ) -> str:
-    """Return the message, for frames from the innermost on."""
+    """Return the message; `frames` begin with the innermost."""
     matches = [key for key in _INSTEAD if name.startswith(key)]
     instead = _INSTEAD[max(matches, key=len)] if matches else _DEFAULT
     if instead is _MASKED and not isinstance(error, VALUE_NEEDED):
@@ -115,14 +115,14 @@ def _why(error: Exception) -> str:
 
 
 def _name(func: Any) -> str:
-    """Return an operation's name as its documentation has it, without overloads."""
+    """Return an operation's name as in its documentation, without overloads."""
     if isinstance(func, torch._ops.OpOverload):
         return f"{func.namespace}.{func._opname}"
     return getattr(func, "__qualname__", str(func)).replace("TensorBase.", "Tensor.")
 
 
 def _layer(root: torch.nn.Module | None, frames: Iterable[FrameType]) -> str:
-    """Return how the innermost module whose method is running is called in the one traced."""
+    """Return the name, in `root`, of the innermost module whose method is running."""
     names = {} if root is None else {id(part): name for name, part in root.named_modules()}
     for frame in frames:
         part = frame.f_locals.get("self")
@@ -136,16 +136,16 @@ def _layer(root: torch.nn.Module | None, frames: Iterable[FrameType]) -> str:
 
 
 def _refusal_of_torch(func: Any, args: Any, kwargs: Any) -> Exception | None:
-    """Return what torch raises for tensors of these shapes; None where it accepts them."""
+    """Return the error that torch raises for tensors of these shapes, or None."""
 
-    def shape_alone(x: torch.Tensor) -> torch.Tensor:
+    def without_values(x: torch.Tensor) -> torch.Tensor:
         return torch.empty(x.shape, dtype=x.dtype, device="meta")
 
     with no_dispatch(), torch._C.DisableTorchFunction():
-        args, kwargs = torch_tree.tree_map_only(torch.Tensor, shape_alone, (args, kwargs or {}))
+        args, kwargs = torch_tree.tree_map_only(torch.Tensor, without_values, (args, kwargs or {}))
         try:
             func(*args, **kwargs)
-        except NotImplementedError:  # of shapes alone torch cannot tell
+        except NotImplementedError:  # torch's check needs values
             return None
         except Exception as refusal:
             return refusal

@@ -1,4 +1,4 @@
-"""Where torch's rules for gradients are not jax's: `torch.no_grad`, functions with a backward."""
+"""Torch's rules for gradients that jax does not have: `torch.no_grad`, custom backward passes."""
 
 import contextlib
 import sys
@@ -16,27 +16,27 @@ from ._views import Detached, View, changed
 
 
 def without_gradient(result: Any, tensors: list[Any], before: list[tuple[Any, jax.Array]]) -> Any:
-    """What an operation under `torch.no_grad` leaves behind.
+    """Return the result of an operation under `torch.no_grad`, without gradients.
 
-    Its results are constants. What it changed in place goes on as if it were unchanged, as in
-    torch, which does not record the change.
+    Its results are constants. A tensor that it changed in place keeps the derivative that it had,
+    as in torch, which does not record the change.
 
     Args:
-      result: of the operation.
-      tensors: that it was given.
-      before: what these tensors are views of, or they themselves, and their arrays before.
+      result: result of the operation.
+      tensors: tensors among its arguments.
+      before: pairs of each tensor's source (itself unless it is a view) and its array before.
     """
     for tensor, old in before:
         new = tensor._elem
         if new is not old:
             is_alike = (new.shape, new.dtype) == (old.shape, old.dtype)
             tensor._elem = changed(old, new) if is_alike else jax.lax.stop_gradient(new)
-    given = set(map(id, tensors))
-    return torch_tree.tree_map_only(Tensor, lambda x: x if id(x) in given else _constant(x), result)
+    ids = set(map(id, tensors))
+    return torch_tree.tree_map_only(Tensor, lambda x: x if id(x) in ids else _constant(x), result)
 
 
 def _constant(x: Any) -> Any:
-    if isinstance(x, View):  # what is written to it reaches its source
+    if isinstance(x, View):  # writes to it change its source
         return Detached(x)
     x._elem = jax.lax.stop_gradient(x._elem)
     return x
@@ -44,12 +44,13 @@ def _constant(x: Any) -> Any:
 
 @contextlib.contextmanager
 def functions_refused() -> Iterator[None]:
-    """Inside, this thread cannot apply a `torch.autograd.Function`, nor differentiate by torch.
+    """Run the block; in it `torch.autograd.Function` and torch's differentiation raise.
 
-    The backward pass of a function would not be seen: jax would differentiate its forward pass.
-    torch records nothing here, and `torch.func` would return zeros.
+    jax would ignore the backward pass of a function, and differentiate its forward pass. torch
+    records nothing here, and `torch.func` would return zeros. Other threads are not affected.
     """
-    # What `apply` itself asks first: a program may have kept `Name.apply`, as torch's guides do.
+    # A function that `apply` calls first: programs may have stored `Name.apply`, as torch's guides
+    # do.
     function: Any = torch.autograd.function
     functorch: Any = eager_transforms
     tracing = threading.get_ident()
@@ -57,12 +58,12 @@ def functions_refused() -> Iterator[None]:
     def refused(owner: Any, name: str, refuse: Any) -> None:
         plain = getattr(owner, name)
 
-        def asked(*args: Any, **kwargs: Any) -> Any:
+        def checked(*args: Any, **kwargs: Any) -> Any:
             if threading.get_ident() == tracing:
                 refuse()
             return plain(*args, **kwargs)
 
-        setattr(owner, name, asked)
+        setattr(owner, name, checked)
         patches.callback(setattr, owner, name, plain)
 
     with contextlib.ExitStack() as patches:

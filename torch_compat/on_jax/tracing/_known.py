@@ -1,4 +1,4 @@
-"""Values of tensors that depend on constants alone, computed where torch asks for them."""
+"""Values of tensors that depend only on constants, computed if torch needs them."""
 
 import contextlib
 import functools
@@ -12,8 +12,8 @@ from jax.core import Tracer
 from ._torchax import Tensor
 from ._views import View
 
-# What jax raises where an operation needs a value that the traced program has not yet. The first
-# covers `if` and `item`; the last is of boolean indices.
+# Errors of jax if an operation needs a value that a trace does not have. The first is for `if` and
+# `item`, the last for boolean indices.
 VALUE_NEEDED = (
     jax.errors.ConcretizationTypeError,
     jax.errors.TracerArrayConversionError,
@@ -23,11 +23,11 @@ VALUE_NEEDED = (
 
 
 def constant_value(array: Any) -> Any:
-    """Return the value of an array that depends on constants alone, and None of any other array.
+    """Return the value of an array that depends only on constants, else None.
 
-    Operations on constants stay in the traced program, which so has no large literals; this runs
-    them now, for one value, and keeps nothing. Random numbers that come from a traced key depend on
-    that key and so are not constants.
+    Operations on constants stay in the traced program, so that it has no large literals; this runs
+    them now for one value, and does not keep the results. Random numbers of a traced key depend on
+    that key, so they are not constants.
     """
     if not isinstance(array, Tracer):
         return array
@@ -39,7 +39,7 @@ def constant_value(array: Any) -> Any:
             if _read(values, tracer) is not None:
                 pending.pop()
                 continue
-            # Only tracers of jit tell the equation they come from; others hold arguments.
+            # Only tracers of jit have their equation; others are arguments.
             equation = getattr(tracer, "parent", None)
             if equation is None or equation.effects:
                 return None
@@ -51,16 +51,16 @@ def constant_value(array: Any) -> Any:
 
 
 def _read(values: dict[Any, Any], tracer: Any) -> Any:
-    """Return the value of a tracer that is already known, else None."""
+    """Return the value of a tracer if it is computed already, else None."""
     get_const = getattr(tracer, "get_const", None)
     value = None if get_const is None else get_const()
-    if isinstance(value, Tracer):  # of the function around
+    if isinstance(value, Tracer):  # of the enclosing function
         return constant_value(value)
     return value if value is not None else values.get(getattr(tracer, "val", None))
 
 
 def _run(equation: Any, values: dict[Any, Any]) -> None:
-    """Add the results of one equation, whose operands are all known."""
+    """Compute one equation, whose operands have values, and add its results to `values`."""
     operands = [_read(values, x) for x in equation.in_tracers]
     parameters = equation.primitive.get_bind_params(equation.params)
     results = equation.primitive.bind(*operands, **parameters)
@@ -71,20 +71,20 @@ def _run(equation: Any, values: dict[Any, Any]) -> None:
 
 @contextlib.contextmanager
 def constants_evaluated(tensors: list[Any], *, computes: bool) -> Iterator[bool]:
-    """Inside, tensors that depend on constants alone hold their values.
+    """Run the block with values in tensors that depend only on constants.
 
-    With `computes` jax computes with them at once, which fails where one of `tensors` varies over
+    With `computes` jax computes eagerly in the block, which fails if one of `tensors` varies over
     an axis of shard_map.
 
-    The tensors stay the same objects, so that an operation can write to them. Yields whether any of
-    them had a value.
+    The tensors stay the same objects, so that an operation can write to them. It yields whether any
+    of them had a value.
     """
     exchanged = []
     for tensor in {id(x): x for x in tensors}.values():
         traced = tensor._elem
         value = constant_value(traced)
         if value is not None and value is not traced:
-            name = "_array" if isinstance(tensor, View) else "_elem"  # of a view what it has read
+            name = "_array" if isinstance(tensor, View) else "_elem"  # a view caches its array
             exchanged.append((vars(tensor), name, traced, value))
             vars(tensor)[name] = value
     try:
@@ -96,12 +96,12 @@ def constants_evaluated(tensors: list[Any], *, computes: bool) -> Iterator[bool]
                 attributes[name] = traced
 
 
-# torchax defines these in Python, so that they do not reach its dispatch.
+# torchax defines these in Python, so they do not go through its dispatch.
 _READS = {getattr(torch.Tensor, name): vars(Tensor)[name] for name in ("tolist", "numpy")}
 
 
 def define(env: Any) -> None:
-    """Give an environment of torchax the methods that read values."""
+    """Define the methods that read values in an environment of torchax."""
     for function, method in _READS.items():
         env.override_op_definition(function, method)
 

@@ -1,4 +1,4 @@
-"""Shapes and strides as torch has them, by which it decides what shares memory."""
+"""Shapes and strides of tensors in torch, which decide what shares memory."""
 
 import functools
 from typing import Any, NamedTuple
@@ -33,7 +33,7 @@ def empty_tensor(kind: Any, layout: torch.Tensor) -> Any:
 
 
 def overlaps(layout: torch.Tensor) -> bool:
-    """Whether elements may share memory: a dimension steps into what smaller ones cover."""
+    """Return whether elements may share memory: a stride within the extent of smaller ones."""
     end = 0
     for stride, size in sorted(zip(layout.stride(), layout.shape, strict=True)):
         if size > 1:
@@ -52,7 +52,7 @@ def on_layouts(func: Any, args: Any, kwargs: Any) -> Any:
 def laid_out(func: Any, args: Any, kwargs: Any, tensors: list[Any], result: Any) -> Any:
     """Return a result of torchax with the strides that torch gives it.
 
-    They are those of a contiguous tensor, unless one of the arguments, `tensors`, has others.
+    These are the strides of a contiguous tensor, unless one of the arguments `tensors` has others.
     """
     if all(map(is_contiguous, tensors)):
         return result
@@ -69,7 +69,7 @@ def laid_out(func: Any, args: Any, kwargs: Any, tensors: list[Any], result: Any)
 
 
 def is_contiguous(x: Any) -> bool:
-    """Return whether the elements of `x` lie in order in torch, as they do unless noted."""
+    """Return whether the elements of `x` are in order in torch; the default is yes."""
     layout = vars(x).get("_layout")
     return layout is None or layout.is_contiguous()
 
@@ -87,10 +87,10 @@ class _Description(NamedTuple):
     dtype: torch.dtype
 
 
-# Attention takes 2.5 ms, and a deep model has the same one in every layer.
+# The call takes 2.5 ms for attention, and a deep model has the same one in every layer.
 @functools.lru_cache(maxsize=1024, typed=True)
 def _layouts(func: Any, structure: Any, *leaves: Any) -> list[Any]:
-    """Return what an operation of torch gives for tensors of the meta device."""
+    """Return an operation's results for tensors of the meta device."""
 
     def meta(x: Any) -> Any:
         if not isinstance(x, _Description):

@@ -1,4 +1,4 @@
-"""What can be known of an operation of torch before it runs."""
+"""Properties of an operation of torch that are known before it runs."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import torch
 
 
 def is_fixed(func: Any) -> bool:
-    """Whether an operation without tensors, below torch's functions, gives the same every time."""
+    """Return whether an aten operation without tensors has the same result in every call."""
     return (
         isinstance(func, torch._ops.OpOverload)
         and torch.Tag.nondeterministic_seeded not in func.tags
@@ -14,7 +14,7 @@ def is_fixed(func: Any) -> bool:
 
 
 def changes_first(func: Any) -> bool:
-    """Whether an operation writes its result into its first argument: `aten.fill_`."""
+    """Return whether an operation writes into its first argument, such as `aten.fill_`."""
     if not isinstance(func, torch._ops.OpOverload) or not func._schema.is_mutable:
         return False
     first = func._schema.arguments[0].alias_info
@@ -22,13 +22,13 @@ def changes_first(func: Any) -> bool:
 
 
 def out_of_place(func: Any) -> Any:
-    """`aten.erfinv` for `aten.erfinv_`; itself where there is none."""
+    """Return `aten.erfinv` for `aten.erfinv_`; the operation itself if there is none."""
     packet = getattr(torch.ops.aten, func._opname.removesuffix("_"), None)
     return getattr(packet, func._overloadname, func)
 
 
 def plain_index(index: Any) -> Any:
-    """Return an index as torchax can take it.
+    """Return an index in a form that torchax supports.
 
     Tensors at the ends of slices become numbers, as in torch; lists become tensors.
     """

@@ -1,4 +1,4 @@
-"""Random numbers in place, where torchax draws from other intervals, or the same every time."""
+"""Random numbers in place, which torchax draws from other intervals, or equal in every call."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +9,7 @@ import torch
 
 
 def define(env: Any) -> None:
-    """Give an environment of torchax the operations of this module."""
+    """Define the operations of this module in an environment of torchax."""
 
     def drawn(draw: Callable[..., jax.Array]) -> Callable[..., Any]:
         def operation(x: Any, *arguments: Any, generator: Any = None, **named: Any) -> Any:
@@ -49,7 +49,7 @@ def _integers(key: jax.Array, x: jax.Array, low: int = 0, high: int | None = Non
 
 
 def _end(x: jax.Array) -> int:
-    """Past the integers that torch draws without an end: all that the dtype holds exactly."""
+    """Return the bound of torch's integers without `high`: those that the dtype holds exactly."""
     if jnp.issubdtype(x.dtype, jnp.floating):
         return min(2 ** (jnp.finfo(x.dtype).nmant + 1), 2**31 - 1)
     return min(int(jnp.iinfo(x.dtype).max), 2**31 - 1)

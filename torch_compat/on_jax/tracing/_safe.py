@@ -1,4 +1,4 @@
-"""Operations whose values or gradients are not torch's by torchax or by torch's decompositions."""
+"""Operations whose values or gradients in torchax or torch's decompositions differ from torch."""
 
 import math
 from collections.abc import Sequence
@@ -13,11 +13,11 @@ from ._torchax import torchax_tensor
 _NONE, _MEAN = 0, 1  # torch's reductions of losses; the third is the sum
 _ALWAYS_BY_PRODUCTS = ("use_mm_for_euclid_dist", 1)  # ways of torch.cdist, by name and by number
 _NEVER_BY_PRODUCTS = ("donot_use_mm_for_euclid_dist", 2)
-_MANY_ROWS = 25  # more are compared by products of matrices, unless torch.cdist is told otherwise
+_MANY_ROWS = 25  # torch.cdist uses products of matrices above this, unless `compute_mode` forbids
 
 
 def attention(by_torchax: Any) -> Any:
-    """Return torchax's attention, with zeros where a mask allows no key, as torch has them."""
+    """Return torchax's attention, with torch's zeros where a mask allows no key."""
 
     def operation(
         query: Any, key: Any, value: Any, attn_mask: Any = None, *args: Any, **kwargs: Any
@@ -26,7 +26,7 @@ def attention(by_torchax: Any) -> Any:
             return by_torchax(query, key, value, None, *args, **kwargs)
         is_allowed = attn_mask if attn_mask.dtype == torch.bool else attn_mask != -torch.inf
         has_none = is_allowed.any(-1, keepdim=True).logical_not()
-        # A softmax over no key has no gradient that is a number: it is computed over all of them.
+        # The gradient of a softmax over no key is NaN, so it is computed over all keys.
         if attn_mask.dtype == torch.bool:
             mask = attn_mask | has_none
         else:
@@ -38,7 +38,7 @@ def attention(by_torchax: Any) -> Any:
 
 
 def safe_softmax(x: jax.Array, dim: int, dtype: Any = None) -> jax.Array:
-    """Compute `aten._safe_softmax`, which `nn.MultiheadAttention` reaches: zeros for no key."""
+    """Compute `aten._safe_softmax`, used by `nn.MultiheadAttention`: zeros for no key."""
     x = _converted(x, dtype)
     has_none = jnp.all(x == -jnp.inf, axis=dim, keepdims=True)
     return jnp.where(has_none, 0, jax.nn.softmax(jnp.where(has_none, 0, x), axis=dim))
@@ -55,7 +55,7 @@ def vector_norm(
     sizes = jnp.abs(_converted(x, dtype))
     narrow = sizes.dtype
     if jnp.finfo(narrow).bits < 32:
-        sizes = sizes.astype(jnp.float32)  # as torch adds them up
+        sizes = sizes.astype(jnp.float32)  # the dtype of torch's sums
     axes: dict[str, Any] = {"axis": _axes(dim), "keepdims": keepdim}
     if ord == 0:
         norm = jnp.sum(sizes != 0, **axes).astype(sizes.dtype)
@@ -113,7 +113,7 @@ def std_mean(
 def multilabel_margin_loss(
     x: jax.Array, labels: jax.Array, reduction: int = _MEAN
 ) -> tuple[jax.Array, jax.Array]:
-    """Compute `aten.multilabel_margin_loss_forward`: labels count up to the first that is -1."""
+    """Compute `aten.multilabel_margin_loss_forward`; labels end at the first -1."""
     rows, row_labels = jnp.atleast_2d(x), jnp.atleast_2d(labels)
     counts = jnp.cumprod(row_labels != -1, axis=-1) > 0
     of_labels = jnp.take_along_axis(rows, jnp.where(counts, row_labels, 0), axis=-1)
@@ -141,14 +141,14 @@ def _converted(x: jax.Array, dtype: torch.dtype | None) -> jax.Array:
 
 
 def _axes(dim: int | Sequence[int] | None) -> tuple[int, ...] | None:
-    """Return the axes that torch reduces: all of them where it is given none."""
+    """Return the axes that torch reduces; None for all of them."""
     if isinstance(dim, int):
         return (dim,)
     return tuple(dim or ()) or None
 
 
 def _power(x: jax.Array, exponent: float) -> jax.Array:
-    """Return powers of numbers that are not negative, with zero as the gradient at zero."""
+    """Return powers of numbers >= 0, with zero as the gradient at zero."""
     is_zero = x == 0
     positive = jnp.where(is_zero, 1, x)
     powers = jnp.sqrt(positive) if exponent == 0.5 else positive**exponent

@@ -1,4 +1,4 @@
-"""Which operations of torch give views, and what those do that torchax has in a form of its own."""
+"""Operations of torch that return views, in place of torchax's versions."""
 
 import functools
 from collections.abc import Callable
@@ -18,7 +18,7 @@ _ATEN: Any = torch.ops.aten
 _TENSOR: Any = torch.Tensor
 _is_alias_of: Any = vars(torch._C)["_is_alias_of"]
 
-# Whose schema says that the result may share memory, where what torchax returns never does.
+# By their schemas the results may share memory, but torchax's never do.
 _COPIES = (_ATEN.lift_fresh, _ATEN.pin_memory, _ATEN.to)
 
 _WRITE_BACK: dict[Any, WriteBack] = {
@@ -26,10 +26,10 @@ _WRITE_BACK: dict[Any, WriteBack] = {
     _ATEN.view_as_complex.default: lambda _, new: jnp.stack([new.real, new.imag], -1),
 }
 
-# Of a tensor without dimensions that selects like a number; others are masks.
+# Dtypes of a () tensor that selects like a number; other dtypes are masks.
 _POSITIONS = (torch.int8, torch.int16, torch.int32, torch.int64)
 
-# What changes the shape of a tensor in place -> the operation whose result it then is.
+# Maps an operation that changes a tensor's shape in place to the one that is not in place.
 CHANGES_OF_SHAPE: dict[Any, Any] = {
     _ATEN.as_strided_.default: _ATEN.as_strided.default,
     _ATEN.squeeze_.default: _ATEN.squeeze.default,
@@ -42,7 +42,7 @@ CHANGES_OF_SHAPE: dict[Any, Any] = {
 
 
 def shares_memory(func: Any) -> bool:
-    """Whether the result of an operation may share memory with its first argument."""
+    """Return whether an operation's result may share memory with its first argument."""
     return isinstance(func, torch._ops.OpOverload) and _shares_memory(func)
 
 
@@ -53,13 +53,13 @@ def _shares_memory(func: Any) -> bool:
 
 
 def view(func: Any, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Return what an operation gives whose result may share memory with its first argument.
+    """Run an operation whose result may share memory with its first argument.
 
     Args:
       func: the operation.
-      run: runs it by torchax, on `(args, kwargs)`.
+      run: function of `(args, kwargs)` that runs it by torchax.
       args: its arguments, the first a tensor of torchax.
-      kwargs: its named arguments.
+      kwargs: its keyword arguments.
     """
     parent, rest, operation = args[0], args[1:], str(func.overloadpacket)
     env = parent._env
@@ -89,7 +89,7 @@ def view(func: Any, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
 
 def _index_of(func: Any, parent: Any, rest: Any, kwargs: Any) -> Any:
-    """Return the index that does what an operation does; None where there is none."""
+    """Return the index that is equivalent to an operation, or None."""
     if kwargs or func not in (_ATEN.select.int, _ATEN.slice.Tensor):
         return None
     dim, *where = rest or (0,)
@@ -106,10 +106,10 @@ def _by_index(index: Any) -> WriteBack | None:
 
 
 def _contiguous_source(x: Any) -> Any:
-    """Return a tensor with the memory that `x` is in, whose array lies in it as torch's does.
+    """Return the contiguous tensor whose memory `x` shares.
 
     Raises:
-      ValueError: it has other strides, or another dtype.
+      ValueError: it is not contiguous, or has another dtype.
     """
     root, links = x, []
     while isinstance(root, View):
@@ -124,28 +124,28 @@ def _contiguous_source(x: Any) -> Any:
 
 
 def change_shape(func: Any, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Change the shape of the first argument in place, by an operation such as `aten.unsqueeze_`.
+    """Change the shape of the first argument in place, as in `aten.unsqueeze_`.
 
-    Views that were made of it before keep what they show.
+    Existing views of it keep their elements.
 
     Args:
       func: the operation that is not in place, such as `aten.unsqueeze`.
-      run: as `view` takes it.
+      run: function of `(args, kwargs)` that runs it by torchax.
       args: the arguments, the first a tensor of torchax.
-      kwargs: the named arguments.
+      kwargs: the keyword arguments.
     """
     x, rest = args[0], args[1:]
     become(x, view(func, run, (moved_aside(x), *rest), kwargs))
-    with no_dispatch(), torch._C.DisableTorchFunction():  # the shape that torch itself knows
+    with no_dispatch(), torch._C.DisableTorchFunction():  # update the shape in torch's C++ tensor
         torch.Tensor.as_strided_(x, x._layout.shape, x._layout.stride())
     return x
 
 
 def rebind(x: Any, other: Any) -> None:
-    """Do what `x.data = other` does: the tensor has the other's memory, and its own derivative.
+    """Do `x.data = other`: the tensor takes the other's memory, and keeps its derivative.
 
     Raises:
-      ValueError: the other one has another shape or dtype.
+      ValueError: `other` has another shape or dtype.
     """
     other = x._env.constant(other)
     if (other.shape, other.dtype) != (x.shape, x.dtype):
@@ -159,7 +159,7 @@ def rebind(x: Any, other: Any) -> None:
 
 
 def define(env: Any) -> None:
-    """Give an environment of torchax the operations of this module."""
+    """Define the operations of this module in an environment of torchax."""
 
     def get(x: Any, key: Any) -> Any:
         index = _basic_index(key)
@@ -180,7 +180,7 @@ def define(env: Any) -> None:
         else:
             target, new = get(x, key), env.constant(value).jax()
             extra = max(new.ndim - target.ndim, 0)
-            # Leading dimensions of size 1 are dropped, as torch does.
+            # As in torch, leading dimensions of size 1 are dropped.
             target._elem = new.reshape(new.shape[extra:]) if set(new.shape[:extra]) == {1} else new
 
     def copy(x: Any, y: Any, non_blocking: bool = False) -> Any:
@@ -202,11 +202,11 @@ def define(env: Any) -> None:
     env.override_op_definition(_ATEN.copy_, copy, is_view_op=True)
     env._ops[_ATEN.unbind.int] = env._ops[_ATEN.unbind_copy]
     env._ops[_ATEN.contiguous] = env._ops[_ATEN.clone]
-    del env._ops[torch.tensor_split]  # torch makes slices of it
+    del env._ops[torch.tensor_split]  # torch decomposes it into slices
 
 
 def _basic_index(key: Any) -> tuple[Any, ...] | None:
-    """Return an index of torch as one of jax where it gives a view; None where it copies."""
+    """Return a torch index that makes a view as an index of jax; None if it copies."""
     index = []
     for item in key if isinstance(key, tuple) else (key,):
         if isinstance(item, Tensor) and item.shape == () and item.dtype in _POSITIONS:

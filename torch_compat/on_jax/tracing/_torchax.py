@@ -1,4 +1,4 @@
-"""torchax, imported so that plain torch in the same process stays as it was."""
+"""The import of torchax, such that plain torch in the same process does not change."""
 
 import contextlib
 import os
@@ -13,14 +13,14 @@ try:
     def _spare_backend_unnamed() -> Iterator[None]:
         """Keep torchax from naming torch's spare backend "jax".
 
-        That cannot be taken back, and torch then asks this backend for an accelerator it does not
-        have: `DataLoader(pin_memory=True)`, `torch.compile` and `init_process_group()` fail.
+        The name cannot be undone, and torch then requests an accelerator from this backend, which
+        has none: `DataLoader(pin_memory=True)`, `torch.compile` and `init_process_group()` fail.
         """
         utils: Any = torch.utils
         module: Any = torch
         rename, register = utils.rename_privateuse1_backend, module._register_device_module
         utils.rename_privateuse1_backend = lambda name: None
-        # What torch looks up for tensors of the backend, by the name that it has then.
+        # torch looks this module up for tensors of the backend, by the backend's current name.
         module._register_device_module = lambda name, of: register("privateuseone", of)
         try:
             yield
@@ -28,7 +28,7 @@ try:
             utils.rename_privateuse1_backend, module._register_device_module = rename, register
 
     _TELEMETRY = os.environ.get("ENABLE_RUNTIME_UPTIME_TELEMETRY")
-    # torchax switches torch's fused inference of attention off for the whole process.
+    # torchax disables torch's fused inference of attention for the whole process.
     _FAST_ATTENTION = torch.backends.mha.get_fastpath_enabled()
     with _spare_backend_unnamed():
         import torchax.tensor as torchax_tensor
@@ -43,10 +43,10 @@ except ModuleNotFoundError as error:
     ) from error
 
 torch.backends.mha.set_fastpath_enabled(_FAST_ATTENTION)
-if _TELEMETRY is None:  # set by torchax, of a process that need not use it
+if _TELEMETRY is None:  # torchax sets it at import
     os.environ.pop("ENABLE_RUNTIME_UPTIME_TELEMETRY", None)
 
-# "jax" where the program had imported torchax before.
+# The name is "jax" if the program imported torchax before.
 DEVICE = torch.device(torch._C._get_privateuse1_backend_name(), 0)
 torchax_tensor.Tensor.device = property(lambda tensor: DEVICE)  # pyright: ignore
 

@@ -1,4 +1,4 @@
-"""Tensors that share memory, as torch's views do: what is written to one is seen by all others."""
+"""Tensors that share memory, like torch's views: a write to one changes all others."""
 
 import weakref
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from jaxslowmo.mesh import vary_over, varying_axes
 from ._layouts import empty_tensor, layout_of, overlaps
 from ._torchax import Tensor
 
-# The array of the viewed tensor, and the view's new one -> the viewed tensor's new array.
+# Maps the viewed tensor's array and the view's new one to the viewed tensor's new array.
 WriteBack = Callable[[jax.Array, jax.Array], jax.Array]
 
 
@@ -32,7 +32,7 @@ def _(primals: Any, tangents: Any) -> Any:
 class View(Tensor):
     """A tensor whose elements are some of another tensor's.
 
-    Its array is computed when it is made, and again when it is read after the other tensor's array
+    Its array is computed at construction, and again if it is read after the other tensor's array
     has changed.
 
     Attributes:
@@ -65,13 +65,13 @@ class View(Tensor):
         """Make a view of `parent`.
 
         Args:
-          parent: as the attribute.
+          parent: the viewed tensor, which may be a view itself.
           layout: a tensor of the meta device with the shape and strides of torch's view.
-          operation: as the attribute.
+          operation: name of torch's operation that makes the view.
           array: the view's elements.
-          read: maps the parent's array to the view's; linear, unless `write_back` is given.
-          write_back: maps the parent's array and the view's new one to the parent's new array. None
-            derives it from `read`.
+          read: function from the parent's array to the view's; linear unless there is `write_back`.
+          write_back: function from the parent's array and the view's new one to the parent's new
+            array. None derives it from `read`.
         """
         self._env, self._layout, self.operation = parent._env, layout, operation
         self._array, self._read, self._write_back = array, read, write_back
@@ -80,7 +80,7 @@ class View(Tensor):
 
     @property
     def _elem(self) -> jax.Array:
-        """The elements that the memory now holds."""
+        """The current elements in the shared memory."""
         array = self._origin()._elem
         if array is not self._origin_array:
             with torch.enable_grad():  # `read` runs operations of torch, and must stay linear
@@ -103,7 +103,7 @@ class View(Tensor):
         self._array, self._origin_array = new, self._origin()._elem
 
     def _checked(self, new: jax.Array) -> jax.Array:
-        """Return what is written as an array of the view's shape and dtype; refuse what cannot be.
+        """Broadcast and cast a written array to the view's shape and dtype.
 
         Raises:
           ValueError: several elements of the view share memory; the shape is another one.
@@ -124,11 +124,11 @@ class View(Tensor):
         return jnp.broadcast_to(new, shape).astype(self._array.dtype)
 
     def _is_origin(self) -> bool:
-        """Whether views of this one write to it, and it alone to its parent."""
+        """Return whether views of this one write to it, and only this one writes to its parent."""
         return self._write_back is not None and not overlaps(layout_of(self.parent))
 
     def _origin(self) -> Any:
-        """Return the nearest tensor that is written to as a whole."""
+        """Return the nearest tensor that is written as a whole."""
         view = self.parent
         while isinstance(view, View) and not view._is_origin():
             view = view.parent
@@ -143,7 +143,7 @@ class Detached(View):
 
         Args:
           parent: any tensor.
-          array: these values, with the derivative that they have here. None: with none.
+          array: these values, with the derivative of the new tensor. None: no derivative.
         """
         self._env, self._layout = parent._env, layout_of(parent)
         self.operation = getattr(parent, "operation", "aten.detach")
@@ -153,7 +153,7 @@ class Detached(View):
 
     @property
     def _elem(self) -> jax.Array:
-        """The parent's values, with the derivative of what was written here."""
+        """The parent's values, with the derivative of writes to this tensor."""
         array = self.parent._elem
         if array is not self._origin_array:
             self._array, self._origin_array = changed(self._array, array), array
@@ -189,7 +189,7 @@ def attach(view: Any, parent: Any) -> None:
 
 
 def moved_aside(x: Any) -> Any:
-    """Return a tensor that is what `x` was, for views of `x` and for what `x` then becomes."""
+    """Move the state of `x` into a new tensor, which views of `x` then use; return it."""
     old = empty_tensor(type(x), layout_of(x))
     vars(old).update(vars(x))
     for reference in vars(x).pop("_views", []):
@@ -200,7 +200,7 @@ def moved_aside(x: Any) -> Any:
 
 
 def become(x: Any, view: View) -> None:
-    """Make the tensor `x`, which others may hold, the view that `view` is."""
+    """Turn the tensor `x`, to which others may refer, into the view `view`."""
     x.__class__ = type(view)
     vars(x).clear()
     vars(x).update(vars(view))
@@ -210,7 +210,7 @@ def become(x: Any, view: View) -> None:
 def _written(
     reads: list[Callable[[jax.Array], jax.Array]], old: jax.Array, new: jax.Array
 ) -> jax.Array:
-    """Return the array that, after it is read through all `reads`, is `new`, and else is `old`."""
+    """Return `old`, changed so that reading it through all `reads` gives `new`."""
 
     def read(array: jax.Array) -> jax.Array:
         for step in reads:

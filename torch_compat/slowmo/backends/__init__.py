@@ -1,4 +1,4 @@
-"""How the processes of a run reach each other: by torch_xla, or by `torch.distributed`."""
+"""Connections between the processes of a run: by torch_xla, or by `torch.distributed`."""
 
 from ._base import Backend as Backend
 from ._choose import BACKENDS as BACKENDS

@@ -1,4 +1,4 @@
-"""What SlowMo asks of whatever connects the processes."""
+"""The interface that SlowMo needs from a connection between the processes."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Sequence
@@ -11,16 +11,16 @@ from ._header import Exchange
 
 
 class Backend(ABC):
-    """The processes of one run, seen from one of them.
+    """A connection of one process to all processes of its run.
 
-    All processes call the collectives alike, in the same order. Those of XLA devices are traced, so
-    they belong inside of `own_graph`.
+    All processes call the same collectives in the same order. Collectives of XLA devices are
+    traced, so they belong inside of `own_graph`.
 
     Attributes:
-      name: as users write it.
-      rank: of this process.
+      name: name of the backend in arguments and messages.
+      rank: rank of this process.
       world_size: number of processes.
-      unused: constructor arguments that mean nothing here, and why, as parts of a sentence.
+      unused: constructor arguments without effect, and the reason, as parts of a sentence.
     """
 
     name: str
@@ -29,20 +29,20 @@ class Backend(ABC):
     unused: tuple[tuple[str, ...], str]
 
     def __deepcopy__(self, memo: dict[int, object]) -> "Backend":
-        """Copies of a wrapper are in the same run."""
+        """Return the same object: copies of a wrapper are in the same run."""
         return self
 
     @abstractmethod
     def device_of(self, module: torch.nn.Module) -> torch.device:
-        """The one device of this process, ready for use.
+        """Return the one device of this process, ready for use.
 
         Raises:
-          ValueError: a parameter is elsewhere.
+          ValueError: a parameter is on another device.
         """
 
     @abstractmethod
     def hosts(self) -> tuple[Hashable, ...]:
-        """The host of every rank.
+        """Return the host of every rank.
 
         Communication: one all-gather of at most a few bytes per process.
         """
@@ -59,33 +59,33 @@ class Backend(ABC):
         targets: Sequence[int] | None = None,
         sources: Sequence[int] | None = None,
     ) -> dict[int, Exchange]:
-        """Come together before an exchange, with those who come to the same.
+        """Wait for the other processes of an exchange, and check that theirs is the same.
 
         Args:
-          exchange: the one that follows.
-          device: of the tensors that it exchanges.
-          targets: other processes to which this one sends in it; None for all.
-          sources: other processes from which it receives; None for all.
+          exchange: the exchange that follows.
+          device: device of the tensors to exchange.
+          targets: other processes to which this one sends; None for all.
+          sources: other processes from which this one receives; None for all.
 
         Raises:
-          UnlikeCallsError: another process has come to another exchange.
-          PeerLostError: another process will not come.
+          UnlikeCallsError: another process is in a different exchange.
+          PeerLostError: another process has ended.
 
         Returns:
-          Over gloo the headers of this process and of `sources`, equal but for those of
-          `Kind.NO_DATA`; otherwise nothing.
+          Over gloo the headers of this process and of `sources`, equal except those of
+          `Kind.NO_DATA`; otherwise an empty dict.
 
         Communication: over gloo 32 bytes to each of `targets`; otherwise nothing.
         """
 
     def join_group(self) -> Any:
-        """The process group of a join context.
+        """Return the process group of a join context.
 
         Raises:
-          ValueError: where processes cannot tell each other what they do.
+          ValueError: the backend has no messages about the processes' next exchange.
         """
         raise ValueError(
-            f"join() is not available over {self.name}, where a process cannot be told what the "
+            f"join() is not available over {self.name}, where a process cannot learn what the "
             "others exchange: there each device must trace the same graphs. Give all processes the "
             "same number of batches, as torch.utils.data.DistributedSampler does."
         )
@@ -95,7 +95,7 @@ class Backend(ABC):
         work.wait()
 
     def from_rank_of_node(self, value: Any, rank: int) -> Any:
-        """The `value` of `rank`, a process of this node; of any type.
+        """Return the `value`, of any type, of `rank`, a process of this node.
 
         Communication: one broadcast inside the node.
         """
@@ -104,49 +104,49 @@ class Backend(ABC):
 
     @abstractmethod
     def may_read(self) -> bool:
-        """Whether values may be brought to the host at this moment."""
+        """Return whether values may be copied to the host now."""
 
     @abstractmethod
     def all_reduce(
         self, tensors: list[torch.Tensor], groups: list[list[int]] | None = None
     ) -> list[torch.Tensor]:
-        """The sums of `tensors`, of one dtype, over all processes or those of each group.
+        """Return the sums of `tensors`, of one dtype, over all processes or those of each group.
 
         Communication: one all-reduce of the bytes of `tensors`.
         """
 
     @abstractmethod
     def reduce_scatter(self, flat: torch.Tensor) -> torch.Tensor:
-        """This process' part (n,) of the sum of `flat` (world_size * n,).
+        """Return this process' part (n,) of the sum of `flat` (world_size * n,).
 
         Communication: one reduce-scatter over all processes.
         """
 
     @abstractmethod
     def all_gather(self, part: torch.Tensor) -> torch.Tensor:
-        """The parts (n,) of all processes in order of rank, (world_size * n,).
+        """Return the parts (n,) of all processes in order of rank, (world_size * n,).
 
         Communication: one all-gather over all processes.
         """
 
     @abstractmethod
     def permute(self, value: torch.Tensor, edges: Sequence[tuple[int, int]]) -> torch.Tensor:
-        """What the process that sends to this one by `edges` of ranks holds; 0 where none does.
+        """Return the value of the process that sends to this one by `edges` of ranks, or 0.
 
-        Communication: `value` from every source to its destination.
+        Communication: `value` is sent from every source to its destination.
         """
 
 
-def check_devices(module: torch.nn.Module, here: torch.device | None) -> torch.device:
-    """The device of all parameters, which must be `here` where that is known.
+def check_devices(module: torch.nn.Module, device: torch.device | None) -> torch.device:
+    """Return the one device of all parameters; it must be `device` unless that is None.
 
     Raises:
-      ValueError: there are others.
+      ValueError: parameters are on other devices.
     """
     devices = {param.device for param in module.parameters()}
-    only = here or next(iter(devices))
+    only = device or next(iter(devices))
     if devices != {only}:
-        where = "on one device" if here is None else f"on the device of this process, {here}"
+        where = "on one device" if device is None else f"on the device of this process, {device}"
         raise ValueError(
             f"`module` must have all its parameters {where}, found "
             f"{', '.join(sorted(map(str, devices)))}."

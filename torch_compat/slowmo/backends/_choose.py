@@ -1,4 +1,4 @@
-"""Which backend a wrapper uses."""
+"""The choice of the backend of a wrapper."""
 
 from importlib.util import find_spec
 from typing import Any
@@ -12,23 +12,23 @@ BACKENDS = ("torch_xla", "torch.distributed")
 
 
 def choose(name: str | None, module: torch.nn.Module, groups: dict[str, Any]) -> Backend:
-    """The backend of that name; None is the one that fits.
+    """Return the backend of that name; None chooses one.
 
-    That is torch_xla for a module on an XLA device; otherwise `torch.distributed` where its default
-    process group is there, and is not torch_xla's own; otherwise torch_xla.
+    The choice is torch_xla for a module on an XLA device; otherwise `torch.distributed` if its
+    default process group is initialised and not torch_xla's own; otherwise torch_xla.
 
     Args:
       name: one of `BACKENDS`, or None.
-      module: whose device tells.
-      groups: arguments of the constructor that mean something to `torch.distributed` alone.
+      module: module whose device decides without a name.
+      groups: arguments of the constructor that only `torch.distributed` uses.
 
     Raises:
-      ValueError: another name, or what `DistributedBackend` refuses.
+      ValueError: another name, or groups that `DistributedBackend` refuses.
       RuntimeError: neither torch_xla nor an initialised `torch.distributed`.
     """
     if name not in (None, *BACKENDS):
-        known = " or ".join(map(repr, BACKENDS))
-        raise ValueError(f"`backend` must be None or {known}, got {name!r}.")
+        names = " or ".join(map(repr, BACKENDS))
+        raise ValueError(f"`backend` must be None or {names}, got {name!r}.")
     on_xla = any(param.device.type == "xla" for param in module.parameters())
     if name is None:
         ready = dist.is_available() and dist.is_initialized() and dist.get_backend() != "xla"
@@ -40,7 +40,7 @@ def choose(name: str | None, module: torch.nn.Module, groups: dict[str, Any]) ->
                 "program that torchrun or torch.multiprocessing starts, or install torch_xla."
             )
     if name == "torch_xla":
-        # The error without torch_xla names the extra that has it.
+        # Without torch_xla this import raises an error that names the extra to install.
         from ._xla import XlaBackend
 
         return XlaBackend()

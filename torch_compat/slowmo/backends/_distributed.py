@@ -1,6 +1,6 @@
 """The processes of `torch.distributed`: of torchrun, `torch.multiprocessing`, or any launcher.
 
-Tested with gloo. nccl, and torch_tpu's backend, are asked for the same collectives.
+It is tested with gloo. With nccl, and torch_tpu's backend, it calls the same collectives.
 """
 
 import functools
@@ -17,21 +17,21 @@ from ._base import Backend, check_devices
 from ._header import Exchange, Kind
 from ._waiting import Waiting, backend_on
 
-# gloo has no sums of these.
+# gloo cannot sum these dtypes.
 _WIDER = {torch.bool: torch.int32, torch.int16: torch.int32}
-# Their names from torch 2.13 on, and before.
+# torch 2.13 has renamed these functions.
 _REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class DistributedBackend(Backend):
-    """Collectives of a process group.
+    """The collectives of a process group.
 
     Args:
-      global_group: the processes of the run; None for all there are.
-      local_node_group: those of this process' node; None to make it.
-      comm_device: where exchanged tensors lie; None for where the parameters are, and the host for
-        parameters on a GPU whose group is gloo's.
+      global_group: process group of the run; None for all processes.
+      local_node_group: process group of this process' node; None to make it.
+      comm_device: device of exchanged tensors; None for that of the parameters, or the host for
+        parameters on a GPU if the group uses gloo.
 
     Raises:
       ValueError: a group without this process.
@@ -87,16 +87,16 @@ class DistributedBackend(Backend):
         if self._node_group is None and len(members) == len(ranks):
             self._node_group = self._group
         elif self._node_group is None and len(ranks) < dist.get_world_size():
-            # The processes outside of the run do not take part. torch_xla, once imported, puts a
-            # function without this option in the place of `dist.new_group`.
+            # Processes outside of the run do not call this. torch_xla, once imported, replaces
+            # `dist.new_group` by a function without this option.
             self._node_group = distributed_c10d.new_group(members, use_local_synchronization=True)
         elif self._node_group is None:
             self._node_group = [dist.new_group(node) for node in nodes][places.node]
-        given = dist.get_process_group_ranks(self._node_group)
-        if given != members:
+        node_ranks = dist.get_process_group_ranks(self._node_group)
+        if node_ranks != members:
             raise ValueError(
                 f"`local_node_group` must hold the {places.nprocs_per_node} processes of this "
-                f"node, ranks {members}, got ranks {given}."
+                f"node, ranks {members}, got ranks {node_ranks}."
             )
 
     def meet(
@@ -153,7 +153,7 @@ class DistributedBackend(Backend):
     def reduce_scatter(self, flat: torch.Tensor) -> torch.Tensor:
         wire = self._sent(flat)
         if backend_on(self._group, wire.device) == "gloo":
-            # gloo's own sends as much as an all-reduce, twice what is needed.
+            # gloo's reduce-scatter sends as much as an all-reduce, twice the bytes needed.
             parts = torch.empty_like(wire)
             self._wait(dist.all_to_all_single, parts, wire)
             part = parts.reshape(self.world_size, -1).sum(0)
@@ -169,7 +169,7 @@ class DistributedBackend(Backend):
         return whole.to(part.device)
 
     def permute(self, value: torch.Tensor, edges: Sequence[tuple[int, int]]) -> torch.Tensor:
-        """In one all-to-all, in which a process sends to one other at most."""
+        """Exchange by one all-to-all, in which a process sends to at most one other."""
         wire, nothing = self._sent(value), [0] * self.world_size
         sends, receives = list(nothing), list(nothing)
         for source, target in edges:
@@ -188,12 +188,12 @@ class DistributedBackend(Backend):
         return arrived.reshape(value.shape).to(value.device)
 
     def _sent(self, value: torch.Tensor, *, fresh: bool = False) -> torch.Tensor:
-        """`value`, contiguous, where it can be sent; `fresh`: to be overwritten."""
+        """Return `value`, contiguous, on the wire device; a copy if `fresh`, to be overwritten."""
         wire = value.detach().to(self._wire_device(value.device)).contiguous()
         return wire.clone() if fresh and wire.data_ptr() == value.data_ptr() else wire
 
     def _wire_device(self, device: torch.device) -> torch.device:
-        """Where tensors of `device` are exchanged."""
+        """Return the device on which tensors of `device` are exchanged."""
         if self._comm_device is not None:
             return self._comm_device
         return torch.device("cpu") if backend_on(self._group, device) == "gloo" else device

@@ -1,4 +1,4 @@
-"""What processes tell each other before an exchange: which one it is, and how large."""
+"""Messages that processes send each other before an exchange: its kind and size."""
 
 import time
 from collections import deque
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-# Of messages from one process to another; programs of their own use small numbers.
+# Tags of these messages; other messages of a program have small numbers.
 _TAG, _UNUSED_TAG = 0x510A, 0x510B
 _NOTHING = -1  # no kind of exchange
 _LONGEST_SLEEP_SECONDS = 1e-3
@@ -28,7 +28,7 @@ class Kind(IntEnum):
     SLOW_STEP = 8
     CONSOLIDATION = 9
     BUFFER_AVERAGE = 17
-    # In a join context.
+    # Kinds in a join context.
     ROUND = 10
     NO_DATA = 11
     STEP = 12
@@ -63,14 +63,14 @@ _DESCRIPTIONS = {
 
 
 class Exchange(NamedTuple):
-    """One exchange; processes that take part in it say the same.
+    """One exchange; processes that take part in it have equal ones.
 
     Attributes:
       kind: what is exchanged.
       num_bytes: the bytes that one process contributes; for `Kind.NO_DATA` the number of updates
-        that it has made with data, or -1 where it cannot make any without.
-      num_updates: calls of `perform_slowmo` so far.
-      wrapper: of which wrapper, in the order in which this process has made them, from 0.
+        that it has made with data, or -1 if it cannot make any without data.
+      num_updates: number of calls of `perform_slowmo` so far.
+      wrapper: number of the wrapper, in the order in which this process has made them, from 0.
     """
 
     kind: Kind
@@ -85,12 +85,11 @@ class Exchange(NamedTuple):
 
 
 class Headers:
-    """Headers of exchanges between the processes of one gloo group, 32 bytes each.
+    """The headers of exchanges between the processes of one gloo group, 32 bytes each.
 
-    They go from process to process, in the order in which these make their calls: the next header
-    of a process tells what it does next, whoever else takes part in that. A receive is posted for
-    the next header before it is sent, so that a header takes one way over the network and no round
-    trip.
+    A process sends headers in the order of its calls: its next header says what it does next,
+    whichever processes take part in that. A receive for the next header is posted before it is
+    sent, so that a header takes one network latency and no round trip.
     """
 
     def __init__(self, group: Any, size: int) -> None:
@@ -98,11 +97,11 @@ class Headers:
         self._arriving = torch.full((size, len(Exchange._fields)), _NOTHING)
         self._view = self._arriving.numpy()
         self._receives: dict[int, Any] = {}
-        # A send may end after the exchange: its buffer must stay until then.
+        # A send may end after the exchange: its buffer must stay alive until then.
         self._sends: dict[int, deque[Any]] = {}
 
     def send(self, header: Exchange, targets: Sequence[int], sources: Sequence[int]) -> None:
-        """Begin to send `header` to `targets`, and to receive those of `sources`.
+        """Begin to send `header` to `targets`, and to receive the headers of `sources`.
 
         Raises:
           RuntimeError: a connection is broken.
@@ -115,19 +114,19 @@ class Headers:
             self._sends.setdefault(rank, deque(maxlen=8)).append((words, work))
 
     def missing(self, sources: Sequence[int]) -> list[int]:
-        """Those of `sources` whose header has not arrived."""
+        """Return the `sources` whose header has not arrived."""
         return [rank for rank in sources if self._view[rank, 0] == _NOTHING]
 
     def look(self, ranks: Sequence[int]) -> dict[int, Exchange]:
-        """The headers of `ranks`, which have arrived."""
+        """Return the headers of `ranks`, which have arrived."""
         for rank in ranks:
             if rank in self._receives:
-                self._receives.pop(rank).wait()  # it is done, or about to be
+                self._receives.pop(rank).wait()  # it is done, or nearly
         rows = {rank: self._view[rank].tolist() for rank in ranks}
         return {rank: Exchange(Kind(kind), *rest) for rank, (kind, *rest) in rows.items()}
 
     def take(self, ranks: Sequence[int]) -> dict[int, Exchange]:
-        """The headers of `ranks`; receive their next ones."""
+        """Return the headers of `ranks`, and begin to receive their next ones."""
         headers = self.look(ranks)
         for rank in ranks:
             self._view[rank] = _NOTHING
@@ -147,9 +146,9 @@ class Headers:
 
 
 def doze(seconds: float) -> None:
-    """Sleep a small part of the `seconds` that the wait has lasted.
+    """Sleep a small part of `seconds`, the time that the wait has lasted.
 
-    A receive of gloo cannot be waited for with a limit: its end would close all connections. A
-    thread that waits in one when the interpreter ends would abort the process.
+    Waiting for a receive of gloo with a time limit is no alternative: at the limit gloo closes all
+    connections, and a thread that waits when the interpreter ends aborts the process.
     """
     time.sleep(min(seconds / 8, _LONGEST_SLEEP_SECONDS))

@@ -1,4 +1,4 @@
-"""Waiting for a collective of `torch.distributed` that says who is awaited, or gone."""
+"""Waiting for a collective of `torch.distributed`, with errors that name missing processes."""
 
 import contextlib
 import itertools
@@ -20,28 +20,28 @@ _log = logging.getLogger("torch_compat.slowmo")
 
 NOTICE_SECONDS = 30.0
 _POLL_SECONDS = 1.0
-# How long the living have to say so once a connection has broken.
+# Time in which the other processes must answer once a connection has broken.
 _ANSWER_SECONDS = 3.0
-# By the names of groups, of which every process of a group has the same.
+# Keyed by the group's name, which is equal in all its processes, and the id of the store.
 _of_groups: dict[tuple[str, int], "Waiting"] = {}
-# How many groups of a name there have been, in all of their processes alike.
+# Number of groups made so far per name; equal in all of their processes.
 _made: Counter[str] = Counter()
 
 
 def backend_on(group: Any, device: torch.device) -> str:
-    """The name of what a group uses for tensors of a device, such as "gloo"."""
+    """Return the name of a group's backend for tensors of a device, such as "gloo"."""
     config = dist.get_backend_config(group)  # such as "cpu:gloo,cuda:nccl"
     return dict(part.split(":", 1) for part in config.split(",")).get(device.type, "")
 
 
 class Waiting:
-    """Waits for the processes of one group; with gloo it knows who is missing.
+    """A wait for the processes of one group; with gloo it knows which ones are missing.
 
-    Before an exchange processes send each other its header (`Headers`), so that all who then take
-    part in a collective have come to the same one. Whoever waits for longer than a second looks
-    into the store of `torch.distributed`, in which the others note that they make different calls,
-    or that a connection has broken: then all who wait answer, and who does not is gone. Other
-    backends wait on the device, with time limits and messages of their own.
+    Before an exchange processes send each other its header (`Headers`), so that all processes in a
+    collective are in the same one. A process that waits for longer than a second reads the store of
+    `torch.distributed`, in which others note that calls differ, or that a connection has broken.
+    After a broken connection all that wait answer in the store; a process that does not answer is
+    lost. Other backends wait on the device, with their own time limits and messages.
     """
 
     def __init__(self, group: Any) -> None:
@@ -53,11 +53,11 @@ class Waiting:
         )
         _made[group.group_name] += 1
         self._headers = Headers(group, self._size)
-        self.wrappers = itertools.count()  # numbers for those of the group
+        self.wrappers = itertools.count()  # the next number for a wrapper of the group
 
     @classmethod
     def of(cls, group: Any) -> "Waiting":
-        """That of a group, which all wrappers of the group share: their calls have one order."""
+        """Return the object of a group; all its wrappers share it: their calls have one order."""
         # torch has no public name for the store of the default group.
         key = group.group_name, id(distributed_c10d._get_default_store())
         if key not in _of_groups or _of_groups[key]._group is not group:
@@ -70,18 +70,18 @@ class Waiting:
         """Send the header of an exchange, and wait for those of others.
 
         Args:
-          exchange: to which this process has come.
-          targets: other processes that shall know.
-          sources: other processes whose header must be the same, or of `Kind.NO_DATA`.
+          exchange: the exchange that this process makes.
+          targets: other processes to notify.
+          sources: other processes whose header must be equal, or of `Kind.NO_DATA`.
 
         Returns:
           The headers of this process and of `sources`.
 
         Raises:
-          UnlikeCallsError: a process has come to another exchange.
-          PeerLostError: a process is gone; it is named.
+          UnlikeCallsError: a process is in a different exchange.
+          PeerLostError: a process is lost; the text names it.
         """
-        with self._telling_who_is_gone():
+        with self._naming_lost_processes():
             self._headers.send(exchange, targets, sources)
             since = time.monotonic()
             limit = _time_limit(self._group)
@@ -110,19 +110,19 @@ class Waiting:
         """Begin a collective and wait for it.
 
         Args:
-          begin: starts it, and returns its `Work`.
-          *tensors: that it reads and writes.
+          begin: function that starts it and returns its `Work`.
+          *tensors: tensors that it reads and writes.
 
         Raises:
-          UnlikeCallsError: processes have come to different exchanges.
-          PeerLostError: a process is gone; it is named.
-          RuntimeError: what the backend itself refuses.
+          UnlikeCallsError: processes are in different exchanges.
+          PeerLostError: a process is lost; the text names it.
+          RuntimeError: an error of the backend itself.
         """
         if tensors and backend_on(self._group, tensors[0].device) != "gloo":
             begin().wait()
             return
         uses = _uses(tensors)
-        with self._telling_who_is_gone():
+        with self._naming_lost_processes():
             work = begin()
             try:
                 while not self._is_done(work):
@@ -130,13 +130,13 @@ class Waiting:
             except (PeerLostError, UnlikeCallsError):
                 self._close()
                 raise
-        # A thread of gloo lets go of the tensors a little later, for which it needs Python: where
-        # the interpreter ends meanwhile, it would be aborted.
+        # A thread of gloo releases the tensors a little later, for which it needs Python: if the
+        # interpreter ends in the meantime, the process aborts.
         del work
         deadline = time.monotonic() + _POLL_SECONDS
-        while any(now > before for now, before in zip(_uses(tensors), uses, strict=True)):
+        while any(count > initial for count, initial in zip(_uses(tensors), uses, strict=True)):
             time.sleep(0)
-            if time.monotonic() > deadline:  # something else has kept them
+            if time.monotonic() > deadline:  # other code holds references to them
                 break
 
     def _is_done(self, work: Any) -> bool:
@@ -149,17 +149,17 @@ class Waiting:
         return True
 
     def _compare(self, headers: Mapping[int, Exchange]) -> None:
-        """Raise `UnlikeCallsError`, here and in all who wait, unless the headers are equal."""
+        """Raise `UnlikeCallsError`, here and in all that wait, unless the headers are equal."""
         calls = {rank: call for rank, call in headers.items() if call.kind != Kind.NO_DATA}
         if len(set(calls.values())) > 1:
             sentence = unlike_calls({rank: str(call) for rank, call in calls.items()})
             with contextlib.suppress(RuntimeError, OSError):  # the store may have ended
-                # The first sentence is that of all.
+                # All processes raise the sentence that was stored first.
                 sentence = self._store.compare_set("unlike", "", sentence).decode()
             raise UnlikeCallsError(sentence)
 
     def _look_for_notes(self) -> None:
-        """Raise what other processes have noted."""
+        """Raise the errors that other processes have noted in the store."""
         if self._store.check(["unlike"]):
             raise UnlikeCallsError(self._store.get("unlike").decode())
         if self._store.check(["broken"]):
@@ -176,15 +176,15 @@ class Waiting:
             )
 
     @contextlib.contextmanager
-    def _telling_who_is_gone(self) -> Iterator[None]:
-        """Whatever gloo raises becomes a `PeerLostError` where a process does not answer."""
+    def _naming_lost_processes(self) -> Iterator[None]:
+        """Run the block; raise `PeerLostError` for errors of gloo if a process does not answer."""
         try:
             yield
         except (PeerLostError, UnlikeCallsError):
             raise
         except RuntimeError as error:
             with contextlib.suppress(OSError, RuntimeError):
-                if self._store.check(["unlike"]):  # why another process has ended
+                if self._store.check(["unlike"]):  # the reason why another process has ended
                     raise UnlikeCallsError(self._store.get("unlike").decode()) from error
             gone = self._gone()
             if gone is None:
@@ -192,17 +192,16 @@ class Waiting:
             raise PeerLostError(gone) from error
 
     def _close(self) -> None:
-        """Close all connections: a collective that waits would keep the process from ending."""
+        """Close all connections: a waiting collective would keep the process from ending."""
         other = (self._rank + 1) % self._size
-        with contextlib.suppress(RuntimeError):  # gloo's answer to a receive that takes too long
+        with contextlib.suppress(RuntimeError):  # gloo closes connections when a receive times out
             work: Any = dist.irecv(torch.empty(1), group=self._group, group_src=other, tag=0x510C)
             work.wait(timedelta(milliseconds=1))
 
     def _gone(self) -> str | None:
-        """Who is gone: whoever does not answer while the others say that a connection broke.
+        """Return a sentence about processes that do not answer after a broken connection, or None.
 
-        Returns:
-          A sentence; None where all have answered.
+        The others have `_ANSWER_SECONDS` to answer.
         """
         others = [rank for rank in range(self._size) if rank != self._rank]
         try:
@@ -227,11 +226,11 @@ class Waiting:
 
 
 def _uses(tensors: Iterable[Any]) -> list[int]:
-    """How many hold each of the tensors, in Python or beneath it."""
+    """Return the number of references to each tensor, in Python or C++."""
     return [tensor._use_count() for tensor in tensors]
 
 
 def _time_limit(group: Any) -> float:
-    """The seconds after which operations of a gloo group fail."""
-    # A public way to ask for it is missing.
+    """Return the seconds after which operations of a gloo group fail."""
+    # torch has no public function for it.
     return group._get_backend(torch.device("cpu")).options._timeout.total_seconds()

@@ -18,12 +18,12 @@ from .._places import Places
 from ._base import Backend, check_devices
 from ._header import Exchange, Kind
 
-# By process, which may be a fork, and rank: numbers for the wrappers of its device.
+# The next number for a wrapper, by process id (the process may be a fork) and rank.
 _wrappers: defaultdict[tuple[int, int], Iterator[int]] = defaultdict(itertools.count)
 
 
 class XlaBackend(Backend):
-    """Collectives of torch_xla, traced into the graph of the moment."""
+    """The collectives of torch_xla, traced into the current graph."""
 
     name = "torch_xla"
     unused = (
@@ -46,28 +46,28 @@ class XlaBackend(Backend):
         runtime.introduce()
 
     def device_of(self, module: torch.nn.Module) -> torch.device:
-        here = check_devices(module, runtime.bound())
-        runtime.may_launch()  # refuses what would end the process later
-        ensure_autograd_threads(here)
-        return here
+        device = check_devices(module, runtime.bound())
+        runtime.may_launch()  # raises an error for calls that would end the process later
+        ensure_autograd_threads(device)
+        return device
 
     def hosts(self) -> tuple[Hashable, ...]:
         if runtime.on_cpu():  # several CPU devices are threads of one process
             return (0,) * self.world_size
-        return self.told(zlib.crc32(socket.gethostname().encode()))
+        return self.gather_number(zlib.crc32(socket.gethostname().encode()))
 
-    def told(self, number: int) -> tuple[int, ...]:
-        """The `number` of every process, of at most 32 bits."""
+    def gather_number(self, number: int) -> tuple[int, ...]:
+        """Return the `number` of every process, of at most 32 bits."""
         device = runtime.bound()
         with own_graph(device):
-            own = device_data([number], torch.int64, device)
+            value = device_data([number], torch.int64, device)
         self.meet(Exchange(Kind.HOSTS, 8, 0), device)
         with own_graph(device):
-            told = self.all_gather(own)
-        return tuple(map(int, told.cpu()))
+            numbers = self.all_gather(value)
+        return tuple(map(int, numbers.cpu()))
 
     def join_nodes(self, places: Places) -> None:
-        pass  # groups are named in every collective
+        pass  # every collective names its groups
 
     def meet(
         self,
@@ -76,7 +76,7 @@ class XlaBackend(Backend):
         targets: Sequence[int] | None = None,
         sources: Sequence[int] | None = None,
     ) -> dict[int, Exchange]:
-        """All CPU devices of a process meet, whichever of them exchange something."""
+        """Wait for all CPU devices of the process, even if only some exchange data."""
         if runtime.may_launch():
             runtime.meet(str(exchange._replace(wrapper=self._wrapper)))
         return {}

@@ -1,4 +1,4 @@
-"""What the wrapper has of other classes: FairScale's attributes, DDP's context managers."""
+"""Interfaces of other classes on the wrapper: FairScale's attributes, DDP's context managers."""
 
 from ._ddp import LikeDDP as LikeDDP
 from ._fairscale import NamesOfFairScale as NamesOfFairScale

@@ -1,4 +1,4 @@
-"""What torch's DistributedDataParallel offers beside the module: `no_sync` and `join`."""
+"""The context managers of torch's DistributedDataParallel: `no_sync` and `join`."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,21 +14,22 @@ if TYPE_CHECKING:
     from .._replica import Replica
 
 
-# By wrapper, that of the last call; who shadows `perform_slowmo` needs it. Copies and pickles of a
-# wrapper do without.
+# The optimizer of the last call, by wrapper; a process that shadows `perform_slowmo` needs it. It
+# is no attribute, so that copies and pickles of a wrapper do not contain it.
 _OPTIMIZERS: WeakKeyDictionary["LikeDDP", "ref[torch.optim.Optimizer]"] = WeakKeyDictionary()
 
 
 class LikeDDP(Joinable):
-    """The context managers of DistributedDataParallel.
+    """The context managers of DistributedDataParallel for the wrapper.
 
-    In a join context the calls between two ends of `perform_slowmo` are a round. It begins with the
-    news who still has data, and who has not shadows what the headers of the others announce.
+    In a join context a round is the calls from one end of `perform_slowmo` to the next. At its
+    begin all exchange which processes still have data. A process without data then shadows the
+    others: it reads the header of their next exchange, and takes part in it.
     """
 
     _replica: "Replica"
     _backend: Backend
-    # Whether backward passes through the outputs of forward passes of this moment average.
+    # Whether backward passes through the outputs of current forward passes average gradients.
     _averages_gradients = True
     # Whether the next forward pass in training mode broadcasts buffers.
     _broadcasts_next = True
@@ -36,18 +37,18 @@ class LikeDDP(Joinable):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate gradients in each process, as DistributedDataParallel's does.
+        """Accumulate gradients in each process within the block, as in DistributedDataParallel.
 
         Backward passes through outputs of forward passes inside of the context do not average
         gradients in the node. The first one through an output of a forward pass after the context
-        averages what has accumulated. As with DistributedDataParallel a forward pass that comes
-        after one inside of the context broadcasts no buffers.
+        averages the accumulated gradients. As in DistributedDataParallel, a forward pass that
+        follows one inside of the context broadcasts no buffers.
         """
-        before, self._averages_gradients = self._averages_gradients, False
+        previous, self._averages_gradients = self._averages_gradients, False
         try:
             yield
         finally:
-            self._averages_gradients = before
+            self._averages_gradients = previous
 
     @contextmanager
     def join(
@@ -56,34 +57,34 @@ class LikeDDP(Joinable):
         enable: bool = True,
         throw_on_early_termination: bool = False,
     ) -> Iterator[None]:
-        """Train on data of which some processes have less, as DistributedDataParallel's does.
+        """Run the block on data of which some processes have less, as in DistributedDataParallel.
 
-        A process that leaves its loop waits at the end of the context, and takes part in whatever
-        the others still exchange, until all have left theirs. Then all hold the buffers of a
-        process that had data to the end (with broadcast_buffers=True), and the processes of each
-        node the same parameters and the same state of the optimizer; learning rates and schedulers
-        stay where each process left them. All processes must enter the context.
+        A process that leaves its loop waits at the end of the context, and takes part in all
+        exchanges of the others until they have left theirs. Then all hold the buffers of a process
+        that had data to the end (with broadcast_buffers=True), and the processes of a node hold the
+        same parameters and optimizer state; learning rates and schedulers stay where each process
+        left them. All processes must enter the context.
 
         Args:
-          divide_by_initial_world_size: True: a process that has no more data counts as one whose
-            gradients are 0. It counts in the average of gradients in its node, and the parameters
-            of a node without data count as they are. False: averages are over those that have data;
-            not with SGP.
-          enable: False: without effect, for data known to be even.
-          throw_on_early_termination: raise a `RuntimeError` in all processes when the first one
-            has no more data.
+          divide_by_initial_world_size: if True, a process without data counts as one whose
+            gradients are 0 in the average of its node, and the parameters of a node without data
+            count as they are. If False, averages are over processes with data; not with SGP.
+          enable: if False, the context has no effect, for data known to be even.
+          throw_on_early_termination: whether all processes raise a `RuntimeError` when the first
+            one has no more data.
 
         Raises:
-          ValueError: over torch_xla or nccl; `divide_by_initial_world_size=False` with SGP; in
-            `perform_slowmo` inside of the context: `fp32_params`; a process without data that has
-            never had an optimizer, which slow momentum and nodes of several processes need.
+          ValueError: the backend is torch_xla or nccl; `divide_by_initial_world_size=False` with
+            SGP; `fp32_params` in `perform_slowmo` inside of the context; a process without data
+            that has never had an optimizer, which slow momentum and nodes of several processes
+            need.
 
         Communication: per call of `perform_slowmo` one all-reduce of 4 bytes and a header. As long
-          as some have no more data: headers go to all; another header per call of `perform_slowmo`;
-          before an exchange of parameters one all-reduce of N inside the nodes, where they have
-          several processes, before a slow step one of 16 bytes per optimizer group. At the end one
-          all-reduce of the buffers (with broadcast_buffers=True), and inside the nodes one of N and
-          a broadcast of the optimizer's state.
+          as some have no more data: headers to all processes; another header per call of
+          `perform_slowmo`; one all-reduce of N inside the nodes before an exchange of parameters,
+          with several processes per node; one of 16 bytes per optimizer group before a slow step.
+          At the end one all-reduce of the buffers (with broadcast_buffers=True), and inside the
+          nodes one of N and a broadcast of the optimizer's state.
         """
         if not enable:
             yield
@@ -101,7 +102,7 @@ class LikeDDP(Joinable):
             self._leave_join_context()
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        """What `torch.distributed.algorithms.Join` calls in a process without data.
+        """Return the hook that `torch.distributed.algorithms.Join` calls in a process without data.
 
         In `Join([net, ...])` each process must call `perform_slowmo` after its last forward pass,
         and the joinables must exchange in the order of the list, one after the other.
@@ -112,13 +113,13 @@ class LikeDDP(Joinable):
                 "join(divide_by_initial_world_size=False) is not available with SGP, where each "
                 "node mixes with a few others that must all take part; leave it True."
             )
-        self._backend.join_group()  # refuses what cannot shadow
+        self._backend.join_group()  # raises an error if processes cannot shadow others
         self._replica.collectives.averages_over_all = divides_by_all
         return _Shadow(self)
 
     @property
     def join_device(self) -> torch.device:
-        """Where the join context exchanges what it needs."""
+        """The device on which the join context exchanges its own data."""
         return torch.device("cpu")
 
     @property
@@ -130,7 +131,7 @@ class LikeDDP(Joinable):
         _OPTIMIZERS[self] = ref(optimizer)
 
     def _open_round(self) -> None:
-        """In a join context, once per round: say that this process has data, hear who has not."""
+        """Exchange which processes have data, once per round of a join context."""
         if not self._join_config.enable or self._is_round_open:
             return
         work = Join.notify_join_context(self)
@@ -140,7 +141,7 @@ class LikeDDP(Joinable):
         self._replica.collectives.open_round(has_data=True, can_step=True)
 
     def _end_round(self) -> None:
-        """Release those who shadow this process from a round that ends without perform_slowmo."""
+        """End a round without perform_slowmo for processes that shadow this one."""
         if self._is_round_open and self._replica.collectives.absent:
             with self._replica.collectives.graph(torch.device("cpu"), Kind.ROUND_ENDS, []):
                 pass
@@ -153,7 +154,7 @@ class LikeDDP(Joinable):
 
 
 class _Shadow(JoinHook):
-    """What a process does that has no more data.
+    """The calls that a process without data makes to match those of the others.
 
     Args:
       net: the wrapper.
@@ -163,12 +164,12 @@ class _Shadow(JoinHook):
         self._net = net
 
     def main_hook(self) -> None:
-        """Take part in one round of those who have data."""
+        """Take part in one round of the processes with data."""
         net = self._net
         net._is_round_open = True
         optimizer = self._optimizer()
         if optimizer is None and not net.slowmo and net.nprocs_per_node == 1:
-            # Averages need none; it is never stepped.
+            # Averages need no optimizer; this one takes no steps.
             optimizer = torch.optim.SGD(net.module.parameters(), lr=0.0)
         collectives = net._replica.collectives
         collectives.open_round(has_data=False, can_step=optimizer is not None)
@@ -188,8 +189,8 @@ class _Shadow(JoinHook):
                 net._start(device)
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """Make equal what the last rounds have left unequal; all have left their loops."""
-        del is_last_joiner  # who had data in the last round is known
+        """Make state equal that the last rounds left unequal, when all have left their loops."""
+        del is_last_joiner  # `absent` says which processes had data in the last round
         net = self._net
         if net._replica.collectives.absent:
             device = net._device()

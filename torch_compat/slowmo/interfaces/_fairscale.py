@@ -1,4 +1,4 @@
-"""Attributes that scripts read off FairScale's class."""
+"""Attributes of FairScale's class that scripts read."""
 
 import torch
 
@@ -6,18 +6,18 @@ from .._replica import Replica
 
 
 class NamesOfFairScale(torch.nn.Module):
-    """What FairScale's class keeps in attributes, read off the replica that has it here."""
+    """The attributes of FairScale's class, read from the wrapper's replica."""
 
     _replica: Replica
 
     @property
     def gossip_enable(self) -> bool:
-        """Whether SGP exchanges: in training mode only."""
+        """True in training mode: only then SGP exchanges."""
         return self.training
 
     @property
     def num_updates(self) -> int:
-        """Calls of `perform_slowmo` so far."""
+        """The number of calls of `perform_slowmo` so far."""
         return self._replica.num_updates
 
     @num_updates.setter
@@ -35,7 +35,7 @@ class NamesOfFairScale(torch.nn.Module):
 
     @property
     def is_sgp_ps_numerator(self) -> bool:
-        """Whether the module holds x and not x / w."""
+        """True if the module holds x rather than x / w."""
         return self._replica.push_sum.is_numerator
 
     @is_sgp_ps_numerator.setter
@@ -44,7 +44,7 @@ class NamesOfFairScale(torch.nn.Module):
 
     @property
     def global_momentum_buffers_initialized(self) -> bool:
-        """Whether there is an anchor."""
+        """True if there is an anchor."""
         return self._replica.slow.momentum is not None
 
     @property

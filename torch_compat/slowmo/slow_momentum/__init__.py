@@ -1,4 +1,4 @@
-"""Slow momentum: what it reads from the optimizer, its anchor and velocity, and its steps."""
+"""Slow momentum: its view of the optimizer, its anchor and velocity, and its steps."""
 
 from ._groups import Groups as Groups
 from ._momentum import SlowMomentum as SlowMomentum

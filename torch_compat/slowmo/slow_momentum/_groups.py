@@ -1,4 +1,4 @@
-"""What slow momentum reads from the optimizer."""
+"""The parameters and learning rates that slow momentum reads from the optimizer."""
 
 from collections.abc import Iterable
 from itertools import accumulate
@@ -10,11 +10,11 @@ from .._graphs import launch
 
 
 class Groups:
-    """The groups of an optimizer that hold parameters, at one moment.
+    """The groups of an optimizer that hold parameters, at the time of construction.
 
     Attributes:
       params: all parameters, in the order of the groups.
-      ends: where each group ends in the vector of all of them.
+      ends: end of each group in the vector of all parameters.
 
     Raises:
       ValueError: no optimizer, or one without parameters.
@@ -32,12 +32,12 @@ class Groups:
         self.ends = tuple(accumulate(sizes))
 
     def rates(self, device: torch.device) -> list[float]:
-        """The learning rate of each group, 0 where a schedule that ends there falls below it.
+        """Return the learning rate of each group; a negative one, at the end of a schedule, as 0.
 
         Raises:
-          ValueError: one has none.
+          ValueError: a group has no learning rate.
         """
-        found = []
+        rates = []
         for index, group in enumerate(self._groups):
             if "lr" not in group:
                 raise ValueError(
@@ -45,7 +45,7 @@ class Groups:
                 )
             rate = group["lr"]
             if isinstance(rate, torch.Tensor) and rate.device.type == "xla":
-                # Reading a value that is not there yet would launch it unordered.
+                # Reading a pending value would launch its graph in no fixed order.
                 launch(device)
-            found.append(max(float(rate), 0.0))
-        return found
+            rates.append(max(float(rate), 0.0))
+        return rates

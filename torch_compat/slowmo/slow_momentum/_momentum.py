@@ -8,7 +8,7 @@ import torch
 
 from .._collectives import Collectives
 from .._flat import flatten
-from .._graphs import device_data, moved
+from .._graphs import device_data, to_device
 from ._rates import Rates
 
 
@@ -17,9 +17,9 @@ class Span:
     """The part of the flat vector of all optimizer parameters that a process keeps.
 
     Attributes:
-      ends: per optimizer group, where its parameters end in the vector.
-      num_parts: equal parts, of which the last ones may reach beyond the end of the vector.
-      index: which of them this is.
+      ends: end of each optimizer group's parameters in the vector.
+      num_parts: number of equal parts; the last ones may reach beyond the end of the vector.
+      index: index of this part.
     """
 
     ends: tuple[int, ...]
@@ -28,29 +28,29 @@ class Span:
 
     @property
     def total(self) -> int:
-        """Elements of the vector."""
+        """The number of elements of the vector."""
         return self.ends[-1]
 
     @property
     def length(self) -> int:
-        """Elements of the part, padding included."""
+        """The number of elements of the part, padding included."""
         return math.ceil(self.total / self.num_parts)
 
     @property
     def padded(self) -> int:
-        """Elements of all parts together."""
+        """The number of elements of all parts together."""
         return self.num_parts * self.length
 
     def part_of(self, flat: torch.Tensor) -> torch.Tensor:
-        """This part of a whole vector (total,), padded with zeros."""
+        """Return this part of a whole vector (total,), padded with zeros."""
         part = flat[self.index * self.length : (self.index + 1) * self.length]
         return torch.nn.functional.pad(part, (0, self.length - part.numel()))
 
     def started_at(self, values: Sequence[torch.Tensor]) -> "SlowMomentum":
-        """Slow momentum anchored at `values`, those of all optimizer parameters in order.
+        """Return slow momentum anchored at `values`, those of all optimizer parameters in order.
 
-        To be called inside `own_graph`; which part is kept is data, so that the graph is the same
-        on all processes.
+        Call it inside `own_graph`. The index of the part is data, so that the graph is the same on
+        all processes.
         """
         rows = self.num_parts + 1  # one more, so that the anchor is never a view of a parameter
         flat = flatten(values, rows * self.length).reshape(rows, self.length)
@@ -65,12 +65,12 @@ class SlowMomentum:
 
         m <- momentum * m + D / gamma;   anchor <- anchor - slow_lr * gamma * m;   params = anchor
 
-    v = gamma * m is kept, and its carried part rescaled by gamma_now / gamma_before (1 where
-    gamma_before is 0), so that a learning rate of 0 makes neither inf nor NaN. `Rates` says by how
-    much.
+    The state is v = gamma * m, and its carried part is rescaled by gamma_now / gamma_before (1 if
+    gamma_before is 0), so that a learning rate of 0 makes neither inf nor NaN. `Rates` computes the
+    factor.
 
     Attributes:
-      span: which part this process keeps.
+      span: the part that this process keeps.
       anchor: (span.length,) float32, the parameters after the last slow step.
       velocity: (span.length,) float32, v.
       rates: the learning rates that the carried part depends on.
@@ -92,9 +92,9 @@ class SlowMomentum:
         self.rates = Rates.unknown(len(span.ends)) if rates is None else rates
 
     def to(self, device: torch.device) -> None:
-        """Move what was loaded on the host to the device of the parameters."""
+        """Move tensors that were loaded on the host to the device of the parameters."""
         if self.anchor.device != device:
-            self.anchor, self.velocity = moved([self.anchor, self.velocity], device)
+            self.anchor, self.velocity = to_device([self.anchor, self.velocity], device)
 
     def step(
         self,
@@ -105,21 +105,21 @@ class SlowMomentum:
         scale: torch.Tensor | None = None,
         unscale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Average, take the slow step.
+        """Average, and take the slow step.
 
-        To be called inside `Collectives.graph`.
+        Call it inside `Collectives.graph`.
 
         Args:
           flat: all optimizer parameters, in the order of the groups, with zeros up to the end of
             the last part.
-          carry: the factor of the velocity in every group, that of `Rates.carry`.
+          carry: factor of the velocity in every group, see `Rates.carry`.
           slow_lr: step size of the slow step.
-          collectives: to average over all processes; None leaves out the exchange.
-          scale: (1,), by which the average is multiplied; None is 1.
-          unscale: (1,), by which the new parameters are multiplied; None is 1.
+          collectives: the collectives for an average over all processes; None: no average.
+          scale: factor of the average, (1,); None is 1.
+          unscale: factor of the new parameters, (1,); None is 1.
 
         Returns:
-          Their new values, as `flat`.
+          The new parameters, like `flat`.
 
         Communication: one reduce-scatter and one all-gather of the float32 vector over all
           processes; nothing with `collectives` None.
@@ -134,15 +134,15 @@ class SlowMomentum:
         return new if unscale is None else new * unscale
 
     def momentum_buffer(self) -> torch.Tensor:
-        """m = v / gamma, as FairScale keeps it; where gamma was 0, v."""
+        """Return m = v / gamma, as FairScale keeps it; v if gamma was 0."""
         rates = [rate or 1.0 for rate in self.rates.last]
         divisors = device_data(rates, torch.float32, self.velocity.device)
         return self.velocity / self._per_element(divisors)
 
     def _per_element(self, values: torch.Tensor) -> torch.Tensor:
-        """(length,) or (1,): the value of the group that each element of the part belongs to.
+        """Return the value of each element's group, (length,), or (1,) with a single group.
 
-        Where the part begins is data: all processes trace the same graph.
+        The begin of the part is data, so that all processes trace the same graph.
         """
         if len(self.span.ends) == 1:
             return values

@@ -1,4 +1,4 @@
-"""What slow momentum carries on where learning rates change between slow steps."""
+"""The factors with which slow momentum carries its velocity when learning rates change."""
 
 import math
 from collections.abc import Sequence
@@ -9,9 +9,9 @@ class Rates:
 
     Attributes:
       last: gamma of the last slow step; 0 before the first.
-      made_at: r, the rate at which the velocity was made: the largest gamma since the slow step
-        before the last, or momentum times the r of then, where that is more; 0 where not known.
-      since: the largest gamma since the last slow step; 0 where none was observed.
+      made_at: r, the rate at which the velocity was made: the largest gamma between the last two
+        slow steps, or momentum times the previous r if that is more; 0 if not known.
+      since: the largest gamma since the last slow step; 0 if none was observed.
     """
 
     def __init__(
@@ -21,19 +21,19 @@ class Rates:
 
     @classmethod
     def unknown(cls, num_groups: int) -> "Rates":
-        """Those of slow momentum that has taken no step."""
+        """Return the rates of slow momentum that has taken no step."""
         nothing = [0.0] * num_groups
         return cls(nothing, nothing, nothing)
 
     def observe(self, rates: Sequence[float]) -> None:
-        """Note the rates of an update, slow or not: what it moves, the velocity will hold."""
+        """Note the rates of an update, slow or not: the velocity will hold its displacement."""
         self.since = list(map(max, self.since, rates))
 
     def carry(self, rates: Sequence[float], momentum: float, *, is_bounded: bool) -> list[float]:
-        """Return per group the factor of the velocity in a slow step at `rates`, which this notes.
+        """Return the factor of the velocity in a slow step at `rates`, per group, and note `rates`.
 
-        It is momentum * gamma_now / gamma_before, 1 in place of a ratio whose divisor is 0. Bounded
-        it is at most gamma_now / r, or momentum where that is more.
+        It is momentum * gamma_now / gamma_before, with 1 for a ratio whose divisor is 0. If
+        bounded, it is at most gamma_now / r, or momentum if that is more.
 
         Source: `jaxslowmo.slow_momentum`, which has the same rule.
         """

@@ -1,4 +1,4 @@
-"""Where slow momentum starts, and its steps, for one process."""
+"""The start of slow momentum, and its steps, in one process."""
 
 import warnings
 from collections.abc import Callable, Sequence
@@ -16,13 +16,13 @@ from ._momentum import SlowMomentum, Span
 
 
 class SlowSteps:
-    """Where slow momentum starts, and its steps, for one process.
+    """The start of slow momentum, and its steps, in one process.
 
     Args:
-      is_sharded: every process keeps a part of anchor and momentum, and slow steps average exactly
-        over all processes; otherwise each keeps them whole and nothing is sent.
-      is_bounded: what is carried has the bound of `Rates.carry`, for which the learning rates of
-        every update are read.
+      is_sharded: whether every process keeps a part of anchor and momentum, and slow steps average
+        exactly over all processes; otherwise each keeps them whole and nothing is sent.
+      is_bounded: whether the carried velocity has the bound of `Rates.carry`, for which the
+        learning rates of every update are read.
 
     Attributes:
       momentum: anchor and velocity; None before there is an anchor.
@@ -41,20 +41,20 @@ class SlowSteps:
         self.initial: torch.Tensor | None = None
 
     def span(self, ends: tuple[int, ...]) -> Span:
-        """The part of slow momentum that this process keeps."""
+        """Return the part of slow momentum that this process keeps."""
         places = self._collectives.places
         return Span(ends, places.world_size, places.rank) if self.is_sharded else Span(ends)
 
     def remember(self, params: Sequence[torch.Tensor], device: torch.device) -> None:
-        """Keep the initial parameters until there is an optimizer, unless they are known."""
+        """Keep the initial parameters until there is an optimizer, unless they are kept already."""
         if self.momentum is None and self.initial is None:
             with own_graph(device):
-                # One element more, so that it never is a view of a parameter.
+                # One extra element, so that the result is never a view of a parameter.
                 length = 1 + sum(param.numel() for param in params)
                 self.initial = flatten([param.detach().float() for param in params], length)
 
     def anchor_now(self, groups: Groups, device: torch.device) -> None:
-        """Start at the values of this moment.
+        """Anchor slow momentum at the current parameters.
 
         Raises:
           ValueError: parameters in half precision.
@@ -63,13 +63,13 @@ class SlowSteps:
         self._anchor_at(groups, dict, device)
 
     def ready(self, groups: Groups, params: Parameters) -> SlowMomentum:
-        """Slow momentum of these parameters on their device; the first call starts it.
+        """Return slow momentum of these parameters on their device; the first call starts it.
 
-        Its warnings point at the caller of `perform_slowmo`, which calls this.
+        The `stacklevel` of warnings is that of the caller of `perform_slowmo`, which calls this.
 
         Raises:
-          ValueError: parameters in half precision, or others than those it was started with.
-          UserWarning: it starts at the values of this moment, for want of initial ones.
+          ValueError: parameters in half precision, or others than at the start.
+          UserWarning: slow momentum starts at current values, since no initial ones were kept.
         """
         if self.momentum is None:
             if self.initial is None:
@@ -103,17 +103,17 @@ class SlowSteps:
         decay: float,
         slow_lr: float,
     ) -> None:
-        """Slow momentum on the optimizer's parameters.
+        """Take a step of slow momentum on the optimizer's parameters.
 
         Args:
-          slow: that of `ready`.
-          groups: of the optimizer.
-          params: of the module.
-          decay: slow momentum's, in [0, 1).
-          slow_lr: step size.
+          slow: result of `ready`.
+          groups: groups of the optimizer.
+          params: parameters of the module.
+          decay: factor of the slow momentum, in [0, 1).
+          slow_lr: step size of the slow step.
 
-        Communication: that of `SlowMomentum.step`, and an all-reduce of 4 bytes where push-sum
-          weights move; nothing where it is not sharded.
+        Communication: the collectives of `SlowMomentum.step`, and an all-reduce of 4 bytes if
+          push-sum weights can differ from 1; nothing if it is not sharded.
         """
         push_sum = self._push_sum
         rates = groups.rates(params.device)
@@ -127,11 +127,11 @@ class SlowSteps:
                 present = dict(zip(present, push_sum.numerators(params.tensors), strict=True))
                 weights = self._collectives.shares([push_sum.weight])
                 weights = self._collectives.only_masters(weights)
-                # w becomes 1, and parameters without slow momentum must not notice.
+                # w becomes 1, so parameters without slow momentum must become estimates.
                 estimates = push_sum.estimates(list(present.values()))
                 writes.extend(zip(params.tensors, estimates, strict=True))
             elif push_sum.moves and params.masters:
-                # Masters are numerators and stay so; the step is on what they estimate.
+                # Masters stay numerators; the step is computed on their estimates.
                 scale, unscale = 1 / push_sum.weight, push_sum.weight
             elif push_sum.moves and push_sum.is_numerator:
                 present = dict(zip(present, push_sum.estimates(params.tensors), strict=True))
@@ -156,7 +156,7 @@ class SlowSteps:
         push_sum.is_numerator = unscale is not None
 
     def _initial_by_id(self, params: Parameters) -> dict[int, torch.Tensor]:
-        """Initial values of parameters and masters, by the tensors' ids; {} if not remembered."""
+        """Return initial values of parameters and masters, by the tensors' ids; {} without any."""
         if self.initial is None:
             return {}
         sizes = [param.numel() for param in params.tensors]
@@ -170,7 +170,7 @@ class SlowSteps:
         initial: Callable[[], dict[int, torch.Tensor]],
         device: torch.device,
     ) -> SlowMomentum:
-        """Start slow momentum at `initial()`, by id; elsewhere at the values of this moment."""
+        """Start slow momentum at `initial()`, by id; other parameters at their current values."""
         wrong = next((p for p in groups.params if p.dtype != torch.float32), None)
         if wrong is not None:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Communication hooks for `all_reduce_gradients(hook=...)`, and what one is made of."""
+"""Communication hooks for `all_reduce_gradients(hook=...)`, and the types that hooks use."""
 
 from .._hook import CommHook as CommHook
 from .._hook import GradBucket as GradBucket

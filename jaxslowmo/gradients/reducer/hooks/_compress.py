@@ -1,4 +1,4 @@
-"""Hooks that send a bucket as it is, in half precision, or not at all."""
+"""Hooks that send a bucket unchanged, in half precision, or not at all."""
 
 from typing import Any
 
@@ -12,10 +12,10 @@ from .._hook import CommHook, GradBucket, check_dtype, check_hook, stateless
 
 
 def mean() -> CommHook:
-    """The plain mean, for wrappers to build on.
+    """Make a hook that takes the plain mean, for wrappers to build on.
 
     Returns:
-      A `CommHook` without state; same result as no hook.
+      A `CommHook` without state; the result is the same as without a hook.
 
     Communication: one all-reduce of the bucket in its dtype.
 
@@ -25,7 +25,7 @@ def mean() -> CommHook:
 
 
 def noop() -> CommHook:
-    """Gradients stay as they are on each replica; tells what communication costs.
+    """Make a hook that leaves gradients as they are, to measure what communication costs.
 
     Returns:
       A `CommHook` without state.

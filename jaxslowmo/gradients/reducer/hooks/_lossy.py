@@ -1,4 +1,4 @@
-"""Hooks that lose something: what got lost is added to the next gradients."""
+"""Lossy hooks with error feedback: what one update loses is added to the next gradients."""
 
 import math
 from collections.abc import Callable
@@ -18,8 +18,8 @@ from .._hook import CommHook, GradBucket, check_dtype
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 Reduce = Callable[[GradBucket, jax.Array], tuple[jax.Array, jax.Array]]
-"""`reduce(bucket, flat) -> (mean, lost)`: (n,) in the bucket's dtype, and of `flat`, (n,) in at
-least float32, what did not arrive: the mean of flat - lost over the replicas is the result."""
+"""`reduce(bucket, flat) -> (mean, lost)`: the reduced bucket, (n,) in its dtype, and the part of
+`flat` that was lost, (n,) in at least float32: `mean` is the mean of flat - lost over replicas."""
 
 
 def lossy(
@@ -29,20 +29,20 @@ def lossy(
     error_feedback: bool,
     compute: Callable[[Any], Any] = at_least_float32,
 ) -> CommHook:
-    """A hook from a reduction that tells what it lost.
+    """Return a hook from a reduction that also returns what it lost.
 
     With error feedback the results of T updates add up to the T means, less the mean of the last
-    residuals. A residual that is not finite becomes 0, so that one bad update does not stay for
-    ever. On an axis of size 1 nothing is sent and so nothing lost: gradients stay as they are.
+    residuals. A residual that is not finite becomes 0, so that one bad update has no lasting
+    effect. On an axis of size 1 nothing is sent, so nothing is lost: gradients stay as they are.
 
     Args:
       owner: public name, for messages.
-      reduce: of buckets that are not empty, over more than one replica.
+      reduce: reduction of buckets that are not empty, over more than one replica.
       error_feedback: whether there is a residual, (n,) per bucket and replica.
-      compute: dtype to compute in, and of the residual, for a dtype of a bucket.
+      compute: maps a bucket's dtype to the dtype of arithmetic and residual.
 
     Raises:
-      ValueError: at trace time, another dtype.
+      ValueError: at trace time, a bucket of another dtype than `_DTYPES`.
     """
 
     def init(bucket: GradBucket) -> PyTree:
@@ -79,18 +79,18 @@ def int8(
     """All-reduce in 8-bit integers, each block of elements with its own scale.
 
     A replica rounds its gradients to 255 evenly spaced values per block, up to the largest
-    magnitude in the block, and sends each other replica the chunk that this one sums, in float32.
-    The means are rounded alike and sent to all. Without error feedback an element is wrong by at
-    most 2.01/254 of the largest gradient in its block on any replica (twice that with stochastic
-    rounding).
+    magnitude in the block, and sends to every other replica the chunk that this one sums, in
+    float32. The means are rounded in the same way and sent to all. Without error feedback an
+    element is wrong by at most 2.01/254 of the largest gradient in its block on any replica (twice
+    that with stochastic rounding).
 
     Args:
       block_size: elements per scale, a float32.
-      error_feedback: add what rounding lost, on either way, to the next gradients, so that errors
-        do not pile up: the results of T updates add up to the T means up to the rounding of one.
+      error_feedback: add what both roundings lost to the next gradients, so that errors do not
+        accumulate: the results of T updates add up to the T means up to the rounding of one.
       stochastic_rounding: round up or down at random, to the exact value on average; replicas draw
         different numbers.
-      seed: of these, with the number of the update and of the bucket.
+      seed: seed of these numbers, combined with the numbers of the update and of the bucket.
 
     Returns:
       A `CommHook`; with error feedback its state is a residual per bucket, (n,) float32, which
@@ -122,12 +122,12 @@ def fp8(
 ) -> CommHook:
     """All-reduce in 8-bit floats, each block of elements with its own scale.
 
-    As `int8`, but errors are relative to the element, as far as it is not small against the largest
-    in its block: 1/16 of it at most each way for e4m3 down to 2**-14 of the largest, 1/8 for e5m2
-    down to 2**-29. Better for blocks of very different magnitudes, worse for even ones.
+    As `int8`, but errors are relative to the element unless it is small against the largest in its
+    block: at most 1/16 of it each way for e4m3 down to 2**-14 of the largest, 1/8 for e5m2 down to
+    2**-29. Better for blocks of very different magnitudes, worse for blocks of similar ones.
 
     Args:
-      format: `"e4m3"` or `"e5m2"`: bits of exponent and mantissa.
+      format: number of bits of exponent and mantissa, `"e4m3"` or `"e5m2"`.
       block_size: see `int8`.
       error_feedback: see `int8`.
       stochastic_rounding: see `int8`.
@@ -161,7 +161,7 @@ def _quantised(
 
     def reduce(bucket: GradBucket, flat: jax.Array) -> tuple[jax.Array, jax.Array]:
         key = None
-        if stochastic:  # another key for each update and bucket, equal on all replicas
+        if stochastic:  # a different key for each update and bucket, equal on all replicas
             assert bucket.count is not None
             key = jax.random.fold_in(jax.random.key(checked_seed), bucket.index)
             key = jax.random.fold_in(key, bucket.count)
@@ -177,20 +177,20 @@ _ROUNDING = 1e-9  # 0.07 * 100 is above 7
 def top_k(
     ratio: float | None = None, *, k: int | None = None, error_feedback: bool = True
 ) -> CommHook:
-    """Each replica sends its gradients of largest magnitude; the others count as 0.
+    """Make a hook with which each replica sends only its gradients of largest magnitude.
 
     Args:
-      ratio: share of a bucket's n elements that a replica sends, in (0, 1]: ceil(ratio * n) of
-        them. 0.01 if neither this nor `k` is given.
-      k: their number instead; whole buckets with fewer elements.
-      error_feedback: add what was not sent to the next gradients; without, small gradients may
-        never arrive.
+      ratio: share of a bucket's n elements that a replica sends, in (0, 1]: ceil(ratio * n)
+        elements. The default without `k` is 0.01.
+      k: number of elements instead; buckets with fewer elements are sent whole.
+      error_feedback: add what was not sent to the next gradients; without it small gradients may
+        never be sent.
 
     Returns:
       A `CommHook`; with error feedback its state is a residual per bucket, (n,) in the bucket's
       dtype but at least float32, which differs between replicas. All replicas get the same bits.
-      Values that are not finite are sent first, and residuals that are not finite become 0. On an
-      axis of size 1 gradients stay as they are.
+      Gradients that are not sent count as 0. Values that are not finite are sent first, and
+      residuals that are not finite become 0. On an axis of size 1 gradients stay as they are.
 
     Raises:
       ValueError: both `ratio` and `k`, or one out of range; at trace time a bucket whose gradients
@@ -212,9 +212,9 @@ def top_k(
         raise ValueError(f"top_k: `ratio` must be in (0, 1], got {ratio!r}.")
 
     def reduce(bucket: GradBucket, flat: jax.Array) -> tuple[jax.Array, jax.Array]:
-        wanted = math.ceil(share * bucket.size * (1 - _ROUNDING)) if k is None else k
+        number = math.ceil(share * bucket.size * (1 - _ROUNDING)) if k is None else k
         return top_k_mean(
-            flat, bucket.axis_name, min(max(wanted, 1), bucket.size), dtype=bucket.dtype
+            flat, bucket.axis_name, min(max(number, 1), bucket.size), dtype=bucket.dtype
         )
 
     return lossy("top_k", reduce, error_feedback=error_feedback)

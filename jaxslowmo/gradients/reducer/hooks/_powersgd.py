@@ -1,4 +1,4 @@
-"""Matrices travel as the product of two thin ones."""
+"""PowerSGD: matrices are sent as the product of two matrices with few columns."""
 
 import math
 from typing import Any, NamedTuple
@@ -17,21 +17,22 @@ from ....tree import at_least_float32
 from .._hook import CommHook, GradBucket
 
 _OWNER = "powersgd"
-# Up to here by Gram-Schmidt: few operations, where a QR is a library call on most backends.
+# Largest number of columns for Gram-Schmidt, which is a few operations; a QR decomposition is a
+# library call on most backends.
 _FEW_COLUMNS = 2
 
 
 class PowerSGDState(NamedTuple):
     """State of `powersgd` for one bucket: one entry per shape (n, m) that is compressed."""
 
-    error: tuple[jax.Array, ...]  # (matrices, n, m), what this replica lost so far; or ()
+    error: tuple[jax.Array, ...]  # (matrices, n, m), this replica's residuals; or ()
     q: tuple[jax.Array, ...]  # (matrices, m, r), last factors, equal on all replicas; or ()
 
 
 class _Matrices(NamedTuple):
-    """Matrices of one shape in a bucket; they are worked on together."""
+    """The matrices of one shape in a bucket; they are computed together."""
 
-    members: tuple[int, ...]  # their places among the bucket's pieces
+    members: tuple[int, ...]  # positions among the bucket's pieces
     rows: int
     columns: int
     rank: int
@@ -46,32 +47,34 @@ def powersgd(
     min_compression_rate: float = 2.0,
     seed: int = 0,
 ) -> CommHook:
-    """Low-rank gradients: a matrix M is reduced as P Q^T with r columns each.
+    """Make a hook for low-rank gradients: a matrix M is reduced as P Q^T with r columns each.
 
-    After `start_step` updates with the plain mean, for every gradient as an (n, m) matrix, n its
-    first dimension: with Q of the update before, orthonormal, P = mean(M Q), orthonormal, Q =
-    mean(M^T P); the reduced gradient is P Q^T, one step of a power iteration towards the best
-    approximation of the mean. What this replica's M lost is added to its next one.
+    The first `start_step` updates use the plain mean. Then every gradient is an (n, m) matrix, n
+    its first dimension: Q of the previous update is made orthonormal, P = mean(M Q) is made
+    orthonormal, Q = mean(M^T P), and the reduced gradient is P Q^T. That is one step of a power
+    iteration towards the best approximation of the mean. What this replica's M lost is added to its
+    next one.
 
     A matrix is compressed where that saves enough: (n + m) r `min_compression_rate` < n m; vectors
-    hardly ever are. The others get their plain mean.
+    rarely are. The others get their plain mean.
 
     Args:
-      rank: r, at most; not more than n and m. 1 or 2 are usual, 4 and more for hard cases.
-      start_step: so many updates with the plain mean come first, while gradients change fast. More
-        than 1 with error feedback or warm start.
+      rank: largest r; r is also at most n and m. 1 or 2 are usual, 4 and more for hard cases.
+      start_step: number of first updates with the plain mean, while gradients change fast. At
+        least 2 with error feedback or warm start.
       error_feedback: keep what was lost and add it to the next gradient; without it training may
         not converge.
-      warm_start: Q starts as that of the update before, so the approximation improves from update
-        to update; else a new random one each time.
+      warm_start: whether Q starts as that of the previous update, so that the approximation
+        improves from update to update; otherwise it is random in each update.
       min_compression_rate: compress where the factors are smaller by more than this, > 0.
-      seed: of the first Q; which replica does not matter, so they draw alike.
+      seed: seed of the random Q, which is equal on all replicas.
 
     Returns:
-      A `CommHook` with a `PowerSGDState` per bucket: errors in the size of what is compressed, and
-      factors. State and algebra are float32 for half precision, which only travels (products may
-      overflow float16: prefer bfloat16). An update with an inf or NaN in a compressed gradient
-      gives NaN on all replicas and leaves the state as it was. Leaves cut by `split_large` are
+      A `CommHook` with a `PowerSGDState` per bucket: errors of the size of the compressed
+      gradients, and factors. For half precision, state and arithmetic are float32, and only
+      messages are in half precision (products may overflow float16: prefer bfloat16). An update
+      with an inf or NaN in a compressed gradient gives NaN on all replicas and leaves the state as
+      it was. Leaves cut by `split_large` are
       vectors: they are not compressed.
       Errors differ between replicas: in `js.make_train_step` all axes that the hook reduces over
       must be in its `axis_name`.
@@ -80,8 +83,8 @@ def powersgd(
       ValueError: an argument out of its range.
 
     Communication: per bucket up to update `start_step` one all-reduce of it (kind "warm_up" in
-      `js.comm_report`); then (kind "powersgd") at most three, in its dtype: of what is not
-      compressed, of all P, (n r elements per matrix), and of all Q (m r).
+      `js.comm_report`); then (kind "powersgd") at most three, in its dtype: of the gradients that
+      are not compressed, of all P (n r elements per matrix), and of all Q (m r).
 
     Source: Vogels et al., "PowerSGD", NeurIPS 2019; torch 2.13, `powerSGD_hook`.
     """
@@ -124,8 +127,8 @@ def powersgd(
             first_q = state.q if warm_start else draw(bucket, bucket.count)
             flat, lost, q = _compressed_mean(bucket, matrices(bucket), state.error, first_q)
             after = PowerSGDState(lost if error_feedback else (), q if warm_start else ())
-        # One overflow must not stay in the memory for good. The reduced bucket is equal on all
-        # replicas, so is the choice.
+        # One overflow must not stay in the residuals. The reduced bucket is equal on all replicas,
+        # so all make the same choice.
         sound = jnp.all(jnp.isfinite(flat))
         return flat, jax.tree.map(lambda new, old: jnp.where(sound, new, old), after, state)
 
@@ -147,15 +150,15 @@ def powersgd(
 def draw_normal(
     seed: int, count: Any, bucket_index: int, index: int, shape: tuple[int, ...]
 ) -> jax.Array:
-    """Normal numbers for the factors of one shape; `count` is 0 in `init`, else the update's."""
-    key = jax.random.key(seed, impl="threefry2x32")  # alike on every backend
+    """Return normal numbers for the factors of one shape; `count` is 0 in `init`."""
+    key = jax.random.key(seed, impl="threefry2x32")  # equal on every backend
     for part in (bucket_index, index, count):
         key = jax.random.fold_in(key, part)
     return jax.random.normal(key, shape, jnp.float32)
 
 
 def _matrices(bucket: GradBucket, rank: int, min_compression_rate: float) -> list[_Matrices]:
-    """What is compressed, by shape, in the order in which shapes first appear."""
+    """Return the matrices to compress, grouped by shape in the order in which shapes appear."""
     by_shape: dict[tuple[int, int], list[int]] = {}
     for place, piece in enumerate(bucket.pieces):
         size, shape = math.prod(piece.part_shape), piece.part_shape or (1,)
@@ -174,7 +177,7 @@ def _compressed_mean(
     errors: tuple[jax.Array, ...],
     first_q: tuple[jax.Array, ...],
 ) -> tuple[jax.Array, tuple[jax.Array, ...], tuple[jax.Array, ...]]:
-    """The reduced bucket, what this replica lost in it, and the last factors Q.
+    """Return the reduced bucket, what this replica lost in it, and the last factors Q.
 
     Communication: at most three all-reduces over `bucket.axis_name`, in the bucket's dtype.
     """
@@ -182,20 +185,20 @@ def _compressed_mean(
     inside = {place for g in groups for place in g.members}
     outside = [place for place in range(len(parts)) if place not in inside]
     if outside:
-        # Their means are exact. (torch's error memory has their difference to the mean too, which
-        # adds up to 0 over replicas: it changes no mean, but grows and costs precision.)
+        # Their means are exact. (torch also keeps their difference to the mean as an error. It adds
+        # up to 0 over replicas: it changes no mean, but grows and costs precision.)
         for i, mean in zip(outside, _means(bucket, [parts[i] for i in outside]), strict=True):
             parts[i] = mean
-    own = [
+    local = [
         jnp.stack([parts[i].reshape(g.rows, g.columns) for i in g.members]).astype(work)
         for g in groups
     ]
-    own = [m + error for m, error in zip(own, errors, strict=True)] if errors else own
-    p = [_multiply("bnm,bmr->bnr", m, orthogonal(q)) for m, q in zip(own, first_q, strict=True)]
+    local = [m + error for m, error in zip(local, errors, strict=True)] if errors else local
+    p = [_multiply("bnm,bmr->bnr", m, orthogonal(q)) for m, q in zip(local, first_q, strict=True)]
     p = [orthogonal(x) for x in _means(bucket, p)]
-    q = _means(bucket, [_multiply("bnm,bnr->bmr", m, x) for m, x in zip(own, p, strict=True)])
+    q = _means(bucket, [_multiply("bnm,bnr->bmr", m, x) for m, x in zip(local, p, strict=True)])
     lost = []
-    for g, m, x, y in zip(groups, own, p, q, strict=True):
+    for g, m, x, y in zip(groups, local, p, q, strict=True):
         product = _multiply("bnr,bmr->bnm", x, y).astype(bucket.dtype)
         lost.append(m - product.astype(work))
         for i, reduced in zip(g.members, product, strict=True):
@@ -208,7 +211,7 @@ def _multiply(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def _means(bucket: GradBucket, arrays: list[jax.Array]) -> list[jax.Array]:
-    """Means of arrays over replicas, by way of the bucket's dtype.
+    """Return means of arrays over replicas, sent in the bucket's dtype.
 
     Communication: one all-reduce over `bucket.axis_name`.
     """
@@ -218,7 +221,7 @@ def _means(bucket: GradBucket, arrays: list[jax.Array]) -> list[jax.Array]:
 
 
 def orthogonal(x: jax.Array) -> jax.Array:
-    """Orthonormal columns that span those of each matrix.
+    """Return orthonormal columns that span those of each matrix.
 
     Args:
       x: (matrices, n, r) float32, r <= n.
@@ -234,8 +237,8 @@ def orthogonal(x: jax.Array) -> jax.Array:
     columns: list[jax.Array] = []
     for i in range(x.shape[-1]):
         column = _unit(x[..., i])
-        # Twice: what is left of nearly dependent columns is rounding noise, which would again
-        # have a part along the earlier ones.
+        # Twice: the rest of a nearly dependent column is rounding noise, which again has a part
+        # along the earlier columns.
         for _ in range(2 if columns else 0):
             for other in columns:
                 column = column - jnp.sum(column * other, axis=-1, keepdims=True) * other
@@ -245,7 +248,7 @@ def orthogonal(x: jax.Array) -> jax.Array:
 
 
 def _unit(x: jax.Array) -> jax.Array:
-    """(matrices, n) rows of length 1, or 0 where they are 0; also of tiny and huge ones."""
+    """Return rows (matrices, n) of length 1, or 0 for zero rows; works for tiny and huge rows."""
     largest = jnp.max(jnp.abs(x), axis=-1, keepdims=True)
     x = x / jnp.where(largest == 0, 1, largest)
     norm = jnp.sqrt(jnp.sum(x * x, axis=-1, keepdims=True))

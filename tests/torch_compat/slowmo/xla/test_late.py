@@ -69,7 +69,7 @@ def _quiet(index):
 def hosts(number: int):
     """What several hosts would tell each other; the devices stand for them."""
     backend = XlaBackend()
-    return backend.told(number + backend.rank // 2), backend.hosts()
+    return backend.gather_number(number + backend.rank // 2), backend.hosts()
 
 
 def test_hosts_of_all_processes():
