@@ -297,10 +297,10 @@ def _has_room(counts: np.ndarray, num_chunks: int, most_stash: int) -> np.ndarra
 
 
 def _time_left(left: np.ndarray, times: np.ndarray) -> np.ndarray:
-    """Return a lower estimate of the time until all is done, per state and stage.
+    """Return an estimate of the least time until all is done, per state and stage.
 
-    It is the larger of two: all the work that the stage has left; and its F and B, followed by
-    the way of its last gradient to the first stage, during which it can run some of its W.
+    It is the larger of two: the time of all work that the stage has left; and that of its F and B,
+    followed by the way of its last gradient to the first stage, during which it can run some W.
     """
     num_chunks = len(times) // 3
     work = left * times
