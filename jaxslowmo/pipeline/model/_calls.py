@@ -137,12 +137,12 @@ def _is_key_refused(error: TypeError) -> bool:
     """
     if "unexpected keyword argument 'key'" not in str(error):
         return False
-    at = error.__traceback__ and error.__traceback__.tb_next  # the frame after `__call__`
-    while at is not None:
-        code = at.tb_frame.f_code
+    traceback = error.__traceback__ and error.__traceback__.tb_next  # the frame after `__call__`
+    while traceback is not None:
+        code = traceback.tb_frame.f_code
         if "key" in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]:
             return False
-        at = at.tb_next
+        traceback = traceback.tb_next
     return True
 
 

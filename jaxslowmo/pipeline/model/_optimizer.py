@@ -92,22 +92,22 @@ class StagePacking(BufferPacking):
             )
 
         operands = [*(trees[name].buffers for name in names), *staged]
-        alike = [*(extra[name] for name in arrays), *shared]
+        equal = [*(extra[name] for name in arrays), *shared]
         form = before
         if not trial.keeps_structure:  # such as that of optax.monitor, which begins empty
             local = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), operands)
             every = [
-                jax.eval_shape(partial(updated, s), local, alike)[1] for s in range(self.num_stages)
+                jax.eval_shape(partial(updated, s), local, equal)[1] for s in range(self.num_stages)
             ]
             form = _form(self, every, trial.is_shared)
 
         def branch(stage: int, staged: list[Buffers], shared: list[Any]) -> Any:
             new_updates, after = updated(stage, staged, shared)
-            buffers, alike = form.packed(after, stage, keeps)
-            return [self.buffers(new_updates, stage, keeps), *buffers], alike
+            buffers, equal = form.packed(after, stage, keeps)
+            return [self.buffers(new_updates, stage, keeps), *buffers], equal
 
-        results, alike = _per_stage(self, branch, operands, alike)
-        return self.staged(results[0]), form.state(results[1:], alike)
+        results, equal = _per_stage(self, branch, operands, equal)
+        return self.staged(results[0]), form.state(results[1:], equal)
 
     def model_tree(self, buffers: Mapping[str, Any]) -> PyTree:
         """Return the tree of the whole model; see `unstacked`."""
@@ -233,19 +233,19 @@ class _Form(NamedTuple):
         self, staged: Sequence[Buffers], shared: Sequence[Any], stage: int, keeps_parts: bool
     ) -> PyTree:
         """Return the state of one stage."""
-        buffers, alike = iter(staged), iter(shared)
+        buffers, values = iter(staged), iter(shared)
         return self.structure.unflatten(
             [
-                next(alike) if p is None else _unpack(p, next(buffers), stage, keeps_parts)
+                next(values) if p is None else _unpack(p, next(buffers), stage, keeps_parts)
                 for p in self.nodes
             ]
         )
 
     def state(self, staged: Sequence[Buffers], shared: Sequence[Any]) -> PyTree:
         """Return the state of all stages."""
-        buffers, alike = iter(staged), iter(shared)
+        buffers, values = iter(staged), iter(shared)
         return self.structure.unflatten(
-            [next(alike) if p is None else p.staged(next(buffers)) for p in self.nodes]
+            [next(values) if p is None else p.staged(next(buffers)) for p in self.nodes]
         )
 
 
@@ -298,8 +298,8 @@ def _form(
         if packing.mirrors(values[0]):
             nodes.append(packing.like(values))
             continue
-        alike = len({(x.shape, x.dtype) for x in values}) == 1
-        nodes.append(None if alike and is_shared(number) else _packing_of_values(packing, values))
+        same = len({(x.shape, x.dtype) for x in values}) == 1
+        nodes.append(None if same and is_shared(number) else _packing_of_values(packing, values))
         number += 1
     return _Form(structure, tuple(nodes))
 
@@ -336,12 +336,12 @@ def _per_stage(
     def device(staged: list[Buffers], shared: list[Any]) -> Any:
         local = jax.tree.map(lambda x: x[0], staged)
         branches = _branches([partial(branch, s) for s in range(packing.num_stages)], local, shared)
-        results, alike = branches(lax.axis_index(axis), local, shared)
-        return jax.tree.map(lambda x: x[None], results), alike
+        results, equal = branches(lax.axis_index(axis), local, shared)
+        return jax.tree.map(lambda x: x[None], results), equal
 
     if packing.num_stages == 1:
-        results, alike = branch(0, jax.tree.map(lambda x: x[0], staged), shared)
-        return jax.tree.map(lambda x: x[None], results), alike
+        results, equal = branch(0, jax.tree.map(lambda x: x[0], staged), shared)
+        return jax.tree.map(lambda x: x[None], results), equal
     context = jax.sharding.get_abstract_mesh()
     # `check_vma=False`: shared results are equal on all stages because their inputs are equal, but
     # types cannot prove it.

@@ -50,7 +50,7 @@ def model_blocks(
     if count > num_layers:
         raise ValueError(
             f"`schedule` has {num_stages} stages{of_chunks} and the model {num_layers} layers: "
-            "every stage needs a layer of its own."
+            "every stage needs at least one layer."
         )
     if parts is None:
         bounds = [num_layers * k // count for k in range(count + 1)]

@@ -92,9 +92,9 @@ def trial_of(packing: BufferPacking, tx: optax.GradientTransformation) -> Trial:
         trial = thread.submit(_tried, packing, tx).result()
     if trial.failure:
         warn_user(
-            "`optimizer` could not be tried on few numbers, so nothing tells whether its result "
-            "for a leaf depends on leaves of other stages; if it does, a pipeline trains otherwise "
-            f"than without stages. The trial ended with {trial.failure}"
+            "`optimizer` could not be tried on small arrays. If its result for a leaf depends on "
+            "leaves of other stages, a pipeline trains differently from the model without stages. "
+            f"The trial ended with {trial.failure}"
         )
     return trial
 

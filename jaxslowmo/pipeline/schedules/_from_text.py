@@ -171,7 +171,7 @@ def _placement(rows: list[list[list[_ParsedOperation]]]) -> tuple[int, ...]:
         for _, model_stage, _ in (operation for cell in row for operation in cell):
             if stage_of.setdefault(model_stage, stage) != stage:
                 raise ValueError(
-                    f"`rows`: stage {model_stage} of the model stands in the rows of stages "
+                    f"`rows`: stage {model_stage} of the model is in the rows of stages "
                     f"{stage_of[model_stage]} and {stage}; one of them must hold all of it."
                 )
     missing = sorted(set(range(max(stage_of, default=-1) + 1)) - set(stage_of))

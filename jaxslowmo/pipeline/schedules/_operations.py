@@ -133,7 +133,7 @@ def check_cells(
         if count != 1:
             raise ValueError(
                 f"{name}: {_MEANING[kind]} of microbatch {microbatch} on stage {model_stage} of "
-                f"the model must stand in the table once, not {count} times."
+                f"the model must be in the table once, not {count} times."
             )
 
 
@@ -174,20 +174,20 @@ def in_order(
       ValueError: a deadlock; the message names an operation and what it waits for.
     """
     rows = [[placed for cell in row for placed in cell] for row in cells]
-    at = [0] * len(rows)
+    positions = [0] * len(rows)
     done: set[Done] = set()
     order: list[PlacedOperation] = []
     waiting: dict[Done, int] = {}
     ready = list(range(len(rows)))
     while ready:
         stage = ready.pop()
-        while at[stage] < len(rows[stage]):
-            placed = rows[stage][at[stage]]
+        while positions[stage] < len(rows[stage]):
+            placed = rows[stage][positions[stage]]
             missing = next((needed for needed in placed.needs if needed not in done), None)
             if missing is not None:
                 waiting[missing] = stage
                 break
-            at[stage] += 1
+            positions[stage] += 1
             order.append(placed)
             done.add(placed.gives)
             if placed.gives in waiting:
@@ -196,11 +196,11 @@ def in_order(
         # Report the first stage that waits, what it waits for, and what blocks that.
         needed, stage = min(waiting.items(), key=lambda item: item[1])
         holder = placement[needed.model_stage]
-        waits, blocks = (rows[row][at[row]].letters for row in (stage, holder))
+        waits, blocks = (rows[row][positions[row]].letters for row in (stage, holder))
         what = next(placed.letters for placed in rows[holder] if placed.gives == needed)
-        behind = f"{waits} itself" if holder == stage else f"{blocks}, which waits, too"
+        blocker = f"{waits} itself" if holder == stage else f"{blocks}, which waits, too"
         raise ValueError(
             f"{name}: the table deadlocks: stage {stage} waits at {waits} for {what}, which "
-            f"stands on stage {holder} behind {behind}."
+            f"is on stage {holder} after {blocker}."
         )
     return order

@@ -67,7 +67,7 @@ class Schedule:
             raise ValueError(
                 f"{self.name}: the columns of a table for lockstep are ticks, but {placed.letters} "
                 f"of stage {placed.operation.stage} needs {needed.kind} of microbatch "
-                f"{needed.microbatch} on stage {needed.model_stage} of the model, which stands in "
+                f"{needed.microbatch} on stage {needed.model_stage} of the model, which is in "
                 "no earlier column."
             )
 

@@ -1,4 +1,4 @@
-"""The ZB-V schedule: two chunks per stage in the shape of a V, and B apart from W."""
+"""The ZB-V schedule: two chunks per stage in the shape of a V, with separate B and W."""
 
 from collections import Counter
 
