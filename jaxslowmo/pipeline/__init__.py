@@ -1,4 +1,4 @@
-"""One model over several stages, each on devices of its own."""
+"""Pipeline parallelism: train one model in several stages, each on its own devices."""
 
 from ..gradients.tied import TiedGroup as TiedGroup
 from ..gradients.tied import TiedGroups as TiedGroups

@@ -1,4 +1,4 @@
-"""Make a pipeline of a model, a schedule and a mesh."""
+"""Make a pipeline from a model, a schedule and a mesh."""
 
 import math
 import numbers
@@ -19,7 +19,7 @@ from .plan import Pipelined, Plan, Segment, Segments, StageKind
 from .schedules import Schedule
 
 Executor = Literal["one_program", "host"]
-"""What runs a pipeline: one program on all devices, or the host, a program per operation."""
+"""How a pipeline runs: as one program on all devices, or as programs that the host dispatches."""
 BatchMemory = Literal["device", "host"]
 
 
@@ -39,35 +39,36 @@ def pipelined(
     gradient_scale: float = 1.0,
     model_state: Sequence[PyTree] | None = None,
 ) -> Pipelined:
-    """Run a model as a pipeline of stages, behind an ordinary loss function.
+    """Make a loss function that runs a model as a pipeline of stages.
 
         pipe = js.pipelined(model, params, js.schedules.one_f_one_b(4, 16), mesh=mesh)
         step = js.make_train_step(pipe, optimizer, sync=js.slowmo("replica"), mesh=mesh)
         state = step.init(params)
 
-    `executor="one_program"` makes one program on all devices. It scans over the schedule's table of
-    ticks, which is data: the program does not grow with the number of microbatches. In each tick a
-    device computes what the table says of its stage, in one branch of a `lax.switch`, or nothing;
-    what stages send each other travels outside of all branches. Every tick lasts as long as its
-    longest operation on any stage, so choose the schedule by its bubble in lockstep
+    `executor="one_program"` makes one program for all devices. It scans over the schedule's table
+    of ticks, which is data, so the program does not grow with the number of microbatches. In each
+    tick a device runs its stage's operation in one branch of a `lax.switch`, or is idle; transfers
+    between stages are outside of all branches. Every tick lasts as long as its longest operation on
+    any stage, so choose the schedule by its bubble in lockstep
     (`schedule.simulate(lockstep=True)`).
 
-    `executor="host"` compiles each operation of each stage for itself. The host dispatches these
+    `executor="host"` compiles a program for each operation of each stage. The host dispatches these
     programs in the schedule's order and copies activations and cotangents to the next stage's
     devices; operations that do not depend on each other run at the same time. The bubble is that of
     `schedule.simulate()`, and stages may have activations of any types. One process must see all
     devices, and the loss function and its step cannot be called inside of jax.jit.
 
     Args:
-      model: the layers and the loss. In one program, as in all that `shard_map` maps, a loop inside
-        of a layer begins with what its input gives, `jnp.zeros_like(x[0])`, not with
-        `jnp.zeros(...)`.
-      params: one tree per layer, arrays or `ShapeDtypeStruct`s; shapes and dtypes alone count.
-      schedule: which stage computes what when; of as many stages as `mesh` has along `axis_name`.
-      parts: layers of each stage, as `js.partition_uniform` and its kin return them; None: such
-        that the stage with the most bytes of parameters has as few as can be.
+      model: the layers and the loss. In one program, as always under `shard_map`, a loop inside
+        of a layer must derive its first carry from its input, as `jnp.zeros_like(x[0])`, and not
+        from `jnp.zeros(...)`.
+      params: one tree per layer, arrays or `ShapeDtypeStruct`s; only shapes and dtypes are used.
+      schedule: the order of operations; it must have as many stages as `mesh` has along
+        `axis_name`.
+      parts: layers of each stage, in the form that `js.partition_uniform` returns; None: the
+        partition that minimizes the bytes of parameters of the largest stage.
       mesh: the devices; axes other than `axis_name` and `data_axes` (replicas, tensor parallel) are
-        left to whoever maps them outside, or to the compiler.
+        left to a `shard_map` outside, or to the compiler.
       executor: `"one_program"` or `"host"`.
       axis_name: the axis of the stages.
       data_axes: axes inside a replica between whose devices each microbatch is split. Parameters
@@ -75,36 +76,37 @@ def pipelined(
         reduce-scattered after it, once per step.
       param_specs: a `PartitionSpec` per leaf of `params`, over axes other than that of the stages,
         or a prefix of such a tree; None: whole on every device of a stage.
-      remat: keep activations between layers of different stages alone, and compute the rest of a
+      remat: whether to keep only the activations between stages, and to compute the rest of a
         forward pass again in the backward pass.
-      batch_memory: where microbatches wait. `"host"`: in the host's pinned memory, from which a
-        stage copies one when it computes it; a batch that lies there already, such as
+      batch_memory: the memory that holds the microbatches. `"host"`: the host's pinned memory, from
+        which a stage copies a microbatch when it needs it. A batch that is already there, such as
         `jax.device_put(batch, NamedSharding(mesh, spec, memory_kind="pinned_host"))`, is never
         whole on a device.
-      gradient_scale: what gradients are multiplied by between stages, and divided by at the end, in
-        float32: for float16, in which small ones vanish.
-      model_state: of models whose layers take `state`: one tree per layer, {} for those without,
-        arrays or `ShapeDtypeStruct`s; shapes and dtypes alone count.
+      gradient_scale: a factor of the gradients between stages, which is divided out at the end in
+        float32; it keeps small gradients in float16 from becoming zero.
+      model_state: one tree per layer, {} for layers without state, of arrays or
+        `ShapeDtypeStruct`s, of which only shapes and dtypes are used; only for models whose layers
+        take `state`.
 
     Returns:
-      A `js.pipeline.Pipelined`: the loss function. `js.make_train_step` takes it in the place of
-      one, and `step.init` the model's own parameters.
+      A `js.pipeline.Pipelined`, which is a loss function. Pass it to `js.make_train_step` in place
+      of another loss function, and the model's own parameters to `step.init`.
 
     Raises:
-      ValueError: a schedule of other stages than the mesh, unknown axes, parts that do not cover
-        the layers, a stage without layers, tied leaves with unlike specs; with `executor="host"`
-        devices of other processes. When the loss function is traced: batches that microbatches or
-        data axes don't divide; in one program activations whose structure, shapes or dtypes differ
-        between stages.
+      ValueError: a number of stages that differs from the mesh, unknown axes, parts that do not
+        cover the layers, a stage without layers, tied leaves with different specs; with
+        `executor="host"` devices of other processes. When the loss function is traced: a batch that
+        microbatches or data axes do not divide; in one program activations whose structure, shapes
+        or dtypes differ between stages.
 
-    Communication: in one program per tick, over `axis_name`, one collective-permute of one
-      activation and one of its cotangent between neighbours (two of each for a placement that goes
-      down the stages and back up); dispatched by the host per microbatch and hop one copy of each.
-      At the end of a step one all-reduce of loss and metrics, and what
-      `js.pipeline.sum_tied_gradients` states of tied parameters. Over `data_axes` one all-gather
-      and one reduce-scatter of each sharded buffer, one all-reduce of the gradients of the others.
-      A collective that the compiler puts inside of a branch, for axes left to it, runs between the
-      devices of one stage alone.
+    Communication: in one program, per tick and over `axis_name`, one collective-permute of an
+      activation and one of a cotangent between neighbours (two of each for a placement that goes
+      down the stages and back up); with `executor="host"` one copy of each per microbatch and hop.
+      At the end of a step one all-reduce of loss and metrics, and for tied parameters that of
+      `js.pipeline.sum_tied_gradients`. Over `data_axes` one all-gather and one reduce-scatter of
+      each sharded buffer, and one all-reduce of the gradients of the others. A collective that the
+      compiler puts inside of a branch, for axes left to it, runs only between the devices of one
+      stage.
     """
     check_choice("executor", executor, Executor)
     check_pipeline(model, schedule)
@@ -156,41 +158,41 @@ def _blocks(
 def _stage_kinds(
     model: LayeredModel, layouts: Sequence[StageLayout]
 ) -> tuple[list[StageKind], np.ndarray]:
-    """Return the kinds of a model's stages, and which kind each stage is.
+    """Return the kinds of a model's stages, and the index of each stage's kind.
 
-    Stages are alike if their functions are equal and their leaves lie alike.
+    Stages are of one kind if their functions are equal and their leaves have equal relative places.
 
     Args:
       model: the layers.
-      layouts: where the parameters lie, and the model state of models that have one.
+      layouts: the layout of the parameters, and that of the model state if there is one.
     """
     kinds: list[StageKind] = []
     blocks, runs = layouts[0].blocks, layouts[0].all_runs
     of_stage = np.zeros(len(blocks), np.int32)
     for k, block in enumerate(blocks):
         ends = k == 0, k == len(blocks) - 1
-        own = [_segments_of(layout, k) for layout in layouts]
+        segments = [_segments_of(layout, k) for layout in layouts]
         layers = model.layers[block.start : block.end]
         for i, kind in enumerate(kinds):
-            known = [kind.weights] if kind.states is None else [kind.weights, kind.states]
+            of_kind = [kind.weights] if kind.states is None else [kind.weights, kind.states]
             others = model.layers[kind.start : kind.start + len(layers)]
             is_alike = (kind.is_first, kind.is_last) == ends
             is_alike = is_alike and all(map(equal_layers, others, layers))
-            if is_alike and [*map(_form, known)] == [*map(_form, own)]:
+            if is_alike and [*map(_form, of_kind)] == [*map(_form, segments)]:
                 of_stage[k] = i
-                for one, other in zip(known, own, strict=True):
+                for one, other in zip(of_kind, segments, strict=True):
                     first = _first_places(one)
                     for name, start in _first_places(other).items():
                         one.starts[name][k] = start - first[name]
                 break
         else:
             of_stage[k] = len(kinds)
-            kinds.append(StageKind(model.stage(*block, runs[k]), *ends, block.start, *own))
+            kinds.append(StageKind(model.stage(*block, runs[k]), *ends, block.start, *segments))
     return kinds, of_stage
 
 
 def _segments_of(layout: StageLayout, model_stage: int) -> Segments:
-    """Return the leaves of a stage of the model, which stands for its kind."""
+    """Return the leaves of a stage of the model, as the first stage of a new kind."""
     runs, packing = layout.runs(model_stage), layout.packing
     treedef = jax.tree_util.treedef_tuple(layout.treedef(run.start) for run in runs)
     segments = [
@@ -203,12 +205,12 @@ def _segments_of(layout: StageLayout, model_stage: int) -> Segments:
 
 
 def _first_places(segments: Segments) -> dict[str, int]:
-    """Return where the first leaf of a stage lies in each buffer."""
+    """Return the start of a stage's first leaf in each buffer."""
     return {s.place.leaf.buffer: s.place.start for s in reversed(segments.segments)}
 
 
 def _form(segments: Segments) -> tuple[Any, list[Any]]:
-    """Return what is equal for stages whose leaves lie alike, wherever the first of them is."""
+    """Return a key of the places of a stage's leaves, relative to the first leaf in each buffer."""
     first = _first_places(segments)
     places = [(s.place.start - first[s.place.leaf.buffer], s) for s in segments.segments]
     return segments.treedef, [(start, s.place.leaf, s.count) for start, s in places]
@@ -229,10 +231,10 @@ def check_pipeline(model: Any, schedule: Any) -> None:
 
 
 def as_axes(axes: Any) -> tuple[str, ...]:
-    """Return the names of `data_axes`, of which one may stand for itself.
+    """Return the names in `data_axes`, which may be a single name.
 
     Raises:
-      ValueError: something that is neither a name nor a sequence of names.
+      ValueError: a value that is neither a name nor a sequence of names.
     """
     names = (axes,) if isinstance(axes, str) else axes
     if not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
@@ -252,7 +254,7 @@ def check_arguments(
     gradient_scale: Any,
     batch_memory: Any,
 ) -> None:
-    """Raise `ValueError` for axes, a memory, a scale or a flag that cannot be."""
+    """Raise `ValueError` for an invalid mesh, axis, flag, memory or scale."""
     if not isinstance(mesh, Mesh):
         raise ValueError(
             "`mesh` must be a jax.sharding.Mesh, whose devices the stages are, got "
@@ -276,7 +278,7 @@ def check_arguments(
     if mesh.shape[axis_name] != schedule.num_stages:
         raise ValueError(
             f"`schedule` {schedule.name!r} has {schedule.num_stages} stages, and `mesh` "
-            f"{mesh.shape[axis_name]} along axis {axis_name!r}: they must be as many."
+            f"{mesh.shape[axis_name]} along axis {axis_name!r}: the numbers must be equal."
         )
     if not isinstance(remat, bool | np.bool_):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Dispatch of a schedule's operations, in its order, with what passes between them."""
+"""Dispatch a schedule's operations in its order, and pass arrays between them."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -11,29 +11,29 @@ from ..._support.types import PyTree
 from ..schedules import Operation, Schedule
 from ._stage_programs import StageInputs, StagePrograms
 
-# Ticks that may be under way: the host is ahead of the devices, so that they do not wait for it,
-# and not by more, so that no more is held than the schedule promises and these ticks add.
+# The number of ticks that may be dispatched and unfinished. The host must be ahead of the devices,
+# so that they do not wait for it; but each tick ahead holds arrays beyond what the schedule needs.
 _TICKS_AHEAD = 4
 
-_ByStage = dict[tuple[int, int], PyTree]  # by stage of the model and microbatch
+_ByStage = dict[tuple[int, int], PyTree]  # maps (stage of the model, microbatch) to arrays
 
 
 @dataclass
 class Pass:
     """One pass of all microbatches through the stages.
 
-    What an operation leaves is held here until the operation that needs it last has been
-    dispatched, and nowhere else.
+    This object holds the only references to intermediate arrays. It drops an array as soon as the
+    last operation that needs it has been dispatched.
 
     Attributes:
       schedule: the order of the operations.
-      programs: those of each stage of the model.
-      data: for each stage of the model what all of its operations are given.
-      numbers: for each device stage the numbers of the microbatches of this pass, on its devices.
-      arrivals: for each device stage where activations lie that have arrived there.
-      totals: for each device stage the sums of its gradients; changed by `run`.
-      states: for each device stage the model state of its layers; changed by `run`.
-      results: what the last stage returns of each microbatch.
+      programs: the programs of each stage of the model.
+      data: the arguments that all operations of each stage of the model share.
+      numbers: per device stage, the numbers of this pass's microbatches, on its devices.
+      arrivals: per device stage, the sharding of activations that are sent to it.
+      totals: per device stage, the sums of its gradients; changed by `run`.
+      states: per device stage, the model state of its layers; changed by `run`.
+      results: maps each microbatch to the result of the last stage.
     """
 
     schedule: Schedule
@@ -50,16 +50,16 @@ class Pass:
     _kept: _ByStage = field(default_factory=dict)
 
     def run(self) -> None:
-        """Dispatch everything; returns once the last operations are under way."""
+        """Dispatch all operations; return when the last ones are dispatched, not finished."""
         under_way: deque[list[jax.Array]] = deque()
         for tick in self.schedule.ticks():
             if len(under_way) == _TICKS_AHEAD:
                 jax.block_until_ready(under_way.popleft())
-            made = [self._do(operation) for of_stage in tick for operation in of_stage]
-            under_way.append([x for x in made if x is not None])
+            outputs = [self._do(operation) for of_stage in tick for operation in of_stage]
+            under_way.append([x for x in outputs if x is not None])
 
     def evaluate(self) -> None:
-        """Dispatch forward passes alone."""
+        """Dispatch only the forward passes."""
         for m in range(self.schedule.num_microbatches):
             if m >= _TICKS_AHEAD:
                 jax.block_until_ready(self.results[m - _TICKS_AHEAD])
@@ -68,7 +68,7 @@ class Pass:
                 self._stash.pop((k, m))
 
     def _do(self, operation: Operation) -> jax.Array | None:
-        """Dispatch one operation; return an array that is there when it is done."""
+        """Dispatch one operation; return one of its outputs, to wait for."""
         k, m = self.schedule.model_stage(operation), operation.microbatch
         run = {
             "F": self._forward,

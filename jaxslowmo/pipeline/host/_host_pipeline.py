@@ -1,4 +1,4 @@
-"""A pipeline whose stages are programs of their own, dispatched by the host."""
+"""`HostPipeline`, a pipeline whose operations are separate programs that the host dispatches."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -19,16 +19,16 @@ from ._stage_programs import SHARED, HostSetting, StageInputs, StagePrograms, St
 
 
 class Results(NamedTuple):
-    """What `HostPipeline.dispatch` has computed, which the loss function takes in place of a batch.
+    """The results of `HostPipeline.dispatch`, which the loss function takes in place of a batch.
 
     Every leaf has a leading dimension of positions, over replicas and the axes inside a replica
     between whose devices the batch was split.
 
     Attributes:
       value: the loss, or (loss, metrics).
-      states: the buffers of the new model state; {} without any.
-      grads: the buffers of the gradients of the floating parameters; None where they were not
-        wanted.
+      states: the buffers of the new model state; {} for models without.
+      grads: the buffers of the gradients of the floating parameters; None if no gradients were
+        requested.
     """
 
     value: Any
@@ -37,16 +37,16 @@ class Results(NamedTuple):
 
 
 class HostPipeline(Pipelined):
-    """A pipeline whose stages have programs of their own, which one process dispatches.
+    """A pipeline whose operations are separate programs, which one process dispatches.
 
-    Made by `js.pipelined(..., executor="host")`. Every stage of the model is compiled for itself,
-    one program per operation, on the devices that the mesh has at its place of the stage axis.
-    What does not depend on each other runs at the same time, and no stage waits for others at the
-    end of a tick. It reads parameters, model state and batches where they lie on the whole mesh,
-    and leaves gradients there, without copies.
+    `js.pipelined(..., executor="host")` makes it. Each stage of the model has one compiled program
+    per operation, for the devices at the stage's index along the stage axis of the mesh. Operations
+    that do not depend on each other run at the same time, and no stage waits for others at the end
+    of a tick. Parameters, model state, batches and gradients are on the whole mesh; a stage's
+    programs use their buffers without copies.
 
-    A step of `js.make_train_step` calls `dispatch` outside of its programs, and these take the
-    results in place of the batch.
+    A step of `js.make_train_step` calls `dispatch` outside of its programs, which take the results
+    in place of the batch.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -57,9 +57,9 @@ class HostPipeline(Pipelined):
     def execute(
         self, stacked: Staged, states: PyTree, batch: PyTree, rng: Any, *, differentiates: bool
     ) -> tuple[tuple[Loss, dict[str, Any]], dict[str, Any]]:
-        """Dispatch the schedule, or read what was computed; see `Pipelined.execute`."""
+        """Dispatch the schedule, or unpack `Results`; see `Pipelined.execute`."""
         if isinstance(batch, Results):
-            results = jax.tree.map(lambda x: x[0], batch)  # of this position
+            results = jax.tree.map(lambda x: x[0], batch)  # the results of this position
         else:
             arguments = stacked, states, batch, rng
             if any(isinstance(x, Tracer) for x in jax.tree.leaves(arguments)):
@@ -76,7 +76,7 @@ class HostPipeline(Pipelined):
         return (results.value, results.states), results.grads or {}
 
     def check_mesh(self, mesh: Any) -> None:
-        """Raise `ValueError` unless a step is for the mesh of this pipeline."""
+        """Raise `ValueError` unless `mesh` is the mesh of this pipeline."""
         if mesh != self.mesh:
             raise ValueError(
                 "`mesh` must be the mesh of the pipeline that js.make_train_step was given as "
@@ -95,21 +95,24 @@ class HostPipeline(Pipelined):
         parts: int,
         differentiates: bool,
     ) -> Results:
-        """Run the stages for all replicas, and return what the loss function takes as the batch.
+        """Run the stages for all replicas; return the loss function's substitute for a batch.
+
+        If arguments are types in place of arrays, nothing runs, and types are returned.
 
         Args:
-          params: stacked, leaves (replicas, *s); types where nothing is to run, here and below.
+          params: stacked parameters, leaves (replicas, *s).
           batch: leaves (positions * rows, ...), positions over replicas and `inner_axes`.
           rng: (positions, parts) typed PRNG keys.
           model_state: leaves (positions, *s).
           replicas: the axes of the replicas.
           inner_axes: axes inside a replica between whose devices the batch is split.
-          parts: into how many parts the rows of a position are cut, which go through the stages
-            one after the other, and whose gradients are averaged.
-          differentiates: whether gradients are wanted.
+          parts: number of parts into which the rows of a position are divided. They go through the
+            stages one after the other, and their gradients are averaged.
+          differentiates: whether to compute gradients.
 
         Raises:
-          ValueError: a schedule that makes no gradients, where they are wanted; see `js.pipelined`.
+          ValueError: gradients are requested of a schedule without backward passes; see
+            `js.pipelined`.
         """
         if differentiates:
             self.refuse_forward_only()
@@ -144,7 +147,7 @@ class HostPipeline(Pipelined):
 
 
 def _words(keys: Any) -> Any:
-    """Return the words of typed keys; of their types the type of the words."""
+    """Return the words of typed keys, or the type of the words for the type of keys."""
     if isinstance(keys, jax.ShapeDtypeStruct):
         return jax.eval_shape(jax.random.key_data, keys)
     return jax.random.key_data(keys)
@@ -155,11 +158,11 @@ def _type_of(x: Any) -> str:
 
 
 class Execution:
-    """The programs for arguments of certain types, and what dispatches them.
+    """The programs of a pipeline for arguments of certain types, and their dispatch.
 
     Args:
-      setting: what all programs depend on.
-      stages: the devices of each stage.
+      setting: the parameters of all programs.
+      stages: the meshes of the stages.
     """
 
     def __init__(self, setting: HostSetting, stages: StageMeshes) -> None:
@@ -172,14 +175,14 @@ class Execution:
         ]
         self._step = StepPrograms(setting, stages.whole, stages.meshes)
         count = setting.parts * self._schedule.num_microbatches
-        # A number of Python would be moved to all devices of a stage at each operation.
+        # A Python number would be copied to all devices of a stage at each operation.
         self._numbers = [
             [_on(mesh, SHARED.spec, np.int32(i)) for i in range(count)] for mesh in stages.meshes
         ]
         self._arrivals = [NamedSharding(mesh, setting.device.spec) for mesh in stages.meshes]
 
     def run(self, buffers: Any, batch: PyTree, keys: Any, states: dict[str, Any]) -> Results:
-        """Dispatch all microbatches of all parts; returns when the last ones are under way."""
+        """Dispatch all microbatches of all parts; return when the last ones are dispatched."""
         data, parts = self._data(buffers, batch, keys), self._setting.parts
         results = self._ended(self._pass(data, states, 0))
         if parts == 1:
@@ -189,20 +192,20 @@ class Execution:
         for part in range(1, parts):
             results = _with_wide_metrics(self._ended(self._pass(data, states, part)))
             states, total = results.states, _sum(total, results)
-        # As a step averages what the microbatches of `accumulate` give; model state goes on.
-        kinds = results._replace(states={})
-        mean = jax.tree.map(lambda t, x: (t / parts).astype(x.dtype), total, kinds)
+        # Average over the parts, like a step with `accumulate`; model state is that of the last.
+        last = results._replace(states={})
+        mean = jax.tree.map(lambda t, x: (t / parts).astype(x.dtype), total, last)
         return mean._replace(states=states)
 
     def types(self, buffers: Any, batch: PyTree, keys: Any, states: dict[str, Any]) -> Results:
-        """Return the types of what `run` returns, from types; nothing runs."""
-        own = {n: _of_one_stage(x, self._setting.replica) for n, x in buffers.items()}
+        """Return the types of the result of `run`, from types of its arguments."""
+        of_stage = {n: _of_one_stage(x, self._setting.replica) for n, x in buffers.items()}
         x: Any = None
         after = {n: _of_one_stage(s, self._setting.lead) for n, s in states.items()}
-        after = jax.eval_shape(self._step.own_states[0], after)
+        after = jax.eval_shape(self._step.device_states[0], after)
         number = jax.ShapeDtypeStruct((), jnp.int32)
         for program in self._programs:
-            data = StageInputs(jax.eval_shape(program.weights, own), batch, keys)
+            data = StageInputs(jax.eval_shape(program.weights, of_stage), batch, keys)
             x, _, after = jax.eval_shape(program.forward, data, number, x, after)
         terms: Any = x
         zeros = jax.eval_shape(self._step.zeros[0]) if self._setting.differentiates else {}
@@ -219,7 +222,7 @@ class Execution:
         )
 
     def _shardings(self, results: Results) -> Results:
-        """Return where results lie, on the mesh of the pipeline."""
+        """Return the shardings of results on the mesh of the pipeline."""
         setting, mesh = self._setting, self._setting.plan.mesh
 
         def over(tree: PyTree, spec: PartitionSpec) -> PyTree:
@@ -235,19 +238,19 @@ class Execution:
         return jax.ShapeDtypeStruct((x.shape[0], count, *x.shape[2:]), x.dtype)
 
     def _data(self, buffers: Any, batch: PyTree, keys: Any) -> list[StageInputs]:
-        """Return for each stage of the model what its operations are given."""
+        """Return the arguments that all operations of each stage of the model share."""
         setting = self._setting
-        lies = setting.shardings(self._stages.whole, setting.replica)
-        lying = self._stages.views_by_name(buffers, lambda name: lies[name].spec)
+        shardings = setting.shardings(self._stages.whole, setting.replica)
+        views = self._stages.views_by_name(buffers, lambda name: shardings[name].spec)
         leaves, structure = jax.tree.flatten(batch)
         memory = "pinned_host" if setting.plan.batch_memory == "host" else None
         rows = [self._stages.views(x, setting.batch.spec, memory) for x in leaves]
-        words: list[Any] = [None] * len(lying)
+        words: list[Any] = [None] * len(views)
         if keys is not None:
             words = self._stages.views(keys, setting.batch.spec)
         return [
             StageInputs(
-                program.weights(lying[stage]),
+                program.weights(views[stage]),
                 structure.unflatten([x[stage] for x in rows]),
                 words[stage],
             )
@@ -257,9 +260,9 @@ class Execution:
     def _pass(self, data: Sequence[StageInputs], states: dict[str, Any], part: int) -> Pass:
         """Dispatch the microbatches of one part of the batch."""
         setting, count = self._setting, self._schedule.num_microbatches
-        own = self._stages.views_by_name(states, lambda _: setting.lead.spec)
-        programs = zip(self._step.own_states, own, strict=True)
-        totals: list[Any] = [{} for _ in own]
+        views = self._stages.views_by_name(states, lambda _: setting.lead.spec)
+        programs = zip(self._step.device_states, views, strict=True)
+        totals: list[Any] = [{} for _ in views]
         if setting.differentiates:
             totals = [program() for program in self._step.zeros]
         one_pass = Pass(
@@ -269,7 +272,7 @@ class Execution:
             [numbers[part * count : (part + 1) * count] for numbers in self._numbers],
             self._arrivals,
             totals,
-            [program(stage) if stage else stage for program, stage in programs],
+            [program(view) if view else view for program, view in programs],
         )
         if setting.differentiates:
             one_pass.run()
@@ -278,7 +281,7 @@ class Execution:
         return one_pass
 
     def _ended(self, one_pass: Pass) -> Results:
-        """Return the results of one part of the batch, from what lies on the stages."""
+        """Return the results of one part of the batch, from its sums on the stages."""
         setting, last = self._setting, self._schedule.placement[-1]
         every = [one_pass.results[m] for m in sorted(one_pass.results)]
         terms = _sum_of_terms(every)
@@ -290,25 +293,25 @@ class Execution:
         ]
         loss = jax.tree.map(lambda *parts: self._stages.joined(parts, spec), *losses)
         axes = setting.spread.data_axes
-        lies = setting.shardings(self._stages.whole, setting.device, but=axes)
+        shardings = setting.shardings(self._stages.whole, setting.device, but=axes)
         grads = {
-            name: self._stages.joined([own[name] for own in one_pass.totals], lies[name].spec)
+            name: self._stages.joined([t[name] for t in one_pass.totals], shardings[name].spec)
             for name, x in one_pass.totals[0].items()
             if x is not None
         }
         states = {
-            name: self._stages.joined([own[name] for own in one_pass.states], spec)
+            name: self._stages.joined([buffers[name] for buffers in one_pass.states], spec)
             for name in one_pass.states[0]
         }
         totals = Totals(loss, grads, states)
         value, new_states, grads = self._step.ending(every[0])(totals)
         results = Results(value, new_states, grads if setting.differentiates else None)
         if AxisType.Explicit in setting.plan.mesh.axis_types:
-            # In a step's program types then tell how arrays lie; nothing is moved.
+            # Move nothing, but give results types with shardings on the mesh of the step's program.
             placed = jax.device_put(results, self._shardings(results))
             if not setting.spread.lead:
-                # Outside of programs `jax.grad` begins with an array that has no mesh, and jax
-                # 0.10 and 0.12 multiply none of another mesh with gradients on this one.
+                # Outside of jit, `jax.grad` starts from a cotangent without a mesh, and jax 0.10
+                # and 0.12 refuse to multiply it with gradients on this mesh.
                 value = jax.tree.map(lambda x: x.addressable_data(0), results.value)
                 return placed._replace(value=value)
             results = placed
@@ -320,7 +323,7 @@ def _on(mesh: Any, spec: PartitionSpec, tree: PyTree) -> PyTree:
 
 
 def _of_one_stage(x: Any, role: Any) -> jax.ShapeDtypeStruct:
-    """Return the type of one stage's part of an array, which has the stages in its last lead."""
+    """Return the type of one stage's part of an array; stages are the last leading dimension."""
     dim = role.num_lead - 1
     return jax.ShapeDtypeStruct((*x.shape[:dim], 1, *x.shape[dim + 1 :]), x.dtype)
 
@@ -335,7 +338,7 @@ def _sum_of_terms(every: list[LossTerms]) -> LossTerms:
 
 
 def _with_wide_metrics(results: Results) -> Results:
-    """Return results with metrics in float32, as a step adds them up over microbatches."""
+    """Return results with metrics in float32, in which a step adds them up."""
     if not isinstance(results.value, tuple):
         return results
     loss, metrics = results.value

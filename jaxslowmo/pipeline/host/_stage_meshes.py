@@ -1,4 +1,4 @@
-"""The devices of each stage as a mesh of their own, and arrays on them without a copy."""
+"""A mesh for the devices of each stage, and views of arrays on them without a copy."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,11 +14,11 @@ from ..plan import Plan
 
 @dataclass(frozen=True)
 class Spread:
-    """Over which axes of a mesh the devices of a stage compute apart from each other.
+    """The axes of a mesh over which the devices of a stage compute independently.
 
     Attributes:
-      replicas: the axes of the replicas; () where there is one copy of the parameters, without a
-        leading dimension.
+      replicas: the axes of the replicas; () for one copy of the parameters, without a leading
+        dimension.
       inner: axes inside a replica between whose devices the caller has split the batch.
       data_axes: axes inside a replica over which this pipeline splits each microbatch.
     """
@@ -29,17 +29,17 @@ class Spread:
 
     @property
     def lead(self) -> tuple[str, ...]:
-        """The axes of the leading dimension of a batch; () where there is one copy."""
+        """The axes of the leading dimension of a batch; () if there is one copy of it."""
         return (*self.replicas, *self.inner)
 
     @property
     def all(self) -> tuple[str, ...]:
-        """The axes at whose positions devices compute apart."""
+        """All axes over which devices compute independently."""
         return (*self.lead, *self.data_axes)
 
 
 class StageMeshes:
-    """The devices of all stages: one mesh for each, of the axes of the whole, "stage" of size 1.
+    """The meshes of all stages: each has the axes of the whole mesh, that of the stages of size 1.
 
     Args:
       plan: the pipeline.
@@ -56,7 +56,7 @@ class StageMeshes:
                 '`executor`="host" dispatches every operation from one process, and `mesh` has '
                 'devices of others: use `executor`="one_program", which runs over several.'
             )
-        # What lies inside of a stage is left to the compiler there, whatever the whole mesh says.
+        # Axes inside of a stage are left to the compiler, whatever their types in the whole mesh.
         types = (AxisType.Auto,) * len(mesh.axis_names)
         self.whole = Mesh(mesh.devices, mesh.axis_names, axis_types=types)
         dim = mesh.axis_names.index(plan.axis_name)
@@ -68,19 +68,19 @@ class StageMeshes:
     def views(
         self, x: jax.Array | np.ndarray, spec: P, memory: str | None = None
     ) -> list[jax.Array]:
-        """Return for each stage its part of an array, whose buffers they share.
+        """Return each stage's part of an array; the parts share the array's buffers.
 
         Args:
-          x: an array anywhere; one that lies as it should is not copied.
-          spec: how it lies over the whole mesh.
-          memory: the kind of memory that it lies in; None: that of the devices.
+          x: an array; it is copied only if it is not yet placed as `spec` and `memory` require.
+          spec: its sharding over the whole mesh.
+          memory: its kind of memory; None: the memory of the devices.
         """
         placed: Any = jax.device_put(x, NamedSharding(self.whole, spec, memory_kind=memory))
         parts = {shard.device: shard.data for shard in placed.addressable_shards}
         names = [entry if isinstance(entry, tuple) else (entry,) for entry in spec]
         shape = [
-            1 if self._axis_name in own else size
-            for size, own in zip(placed.shape, [*names, *[()] * placed.ndim], strict=False)
+            1 if self._axis_name in axes else size
+            for size, axes in zip(placed.shape, [*names, *[()] * placed.ndim], strict=False)
         ]
         return [
             jax.make_array_from_single_device_arrays(
@@ -94,12 +94,12 @@ class StageMeshes:
     def views_by_name(
         self, arrays: Mapping[str, Any], spec_of: Callable[[str], P]
     ) -> list[dict[str, jax.Array]]:
-        """Return for each stage its parts of arrays, each of which lies as `spec_of` its name."""
+        """Return each stage's parts of arrays, by name; `spec_of(name)` is an array's sharding."""
         views = {name: self.views(x, spec_of(name)) for name, x in arrays.items()}
-        return [{n: own[i] for n, own in views.items()} for i in range(len(self.meshes))]
+        return [{n: parts[i] for n, parts in views.items()} for i in range(len(self.meshes))]
 
     def joined(self, parts: Sequence[jax.Array], spec: P) -> jax.Array:
-        """Return the array on the whole mesh whose parts lie on the stages, as `spec` says."""
+        """Return the array on the whole mesh with this sharding, from the parts on the stages."""
         dim = next(i for i, entry in enumerate(spec) if entry == self._axis_name)
         shape = list(parts[0].shape)
         shape[dim] = len(parts)

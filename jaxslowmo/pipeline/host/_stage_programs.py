@@ -1,4 +1,4 @@
-"""The compiled programs of a pipeline: those of each stage of the model, and what ends a step."""
+"""The compiled programs of a pipeline: the operations of each stage, and the end of a step."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -28,12 +28,12 @@ from ._stage_meshes import Spread
 
 
 class StageInputs(NamedTuple):
-    """What every operation of a stage is given beside what other operations leave.
+    """The arguments that all operations of a stage share.
 
     Attributes:
       weights: the leaves of the stage, whole over the data axes, one tree for each run of layers.
-      batch: the whole batch, as the devices of the stage hold it.
-      keys: the words of one PRNG key for each part of the batch; None where there are none.
+      batch: the whole batch, on the devices of the stage.
+      keys: the words of one PRNG key for each part of the batch; None without keys.
     """
 
     weights: PyTree
@@ -43,11 +43,11 @@ class StageInputs(NamedTuple):
 
 @dataclass(frozen=True)
 class Role:
-    """How an argument or result of a program lies over a mesh.
+    """The sharding of an argument or result of a program over a mesh.
 
     Attributes:
       spec: a prefix of its `PartitionSpec`.
-      num_lead: the number of leading dimensions that a device has one of, and does not see.
+      num_lead: number of leading dimensions that have size 1 on a device, and are dropped there.
     """
 
     spec: P
@@ -58,14 +58,14 @@ SHARED = Role(P(), 0)
 
 
 class HostSetting(NamedTuple):
-    """What all programs of a pipeline depend on, beside the pipeline itself.
+    """The parameters of all programs of a pipeline.
 
     Attributes:
-      plan: the pipeline.
-      spread: the axes over which devices compute apart from each other.
-      parts: how many parts of a batch go through the stages one after the other.
+      plan: the plan of the pipeline.
+      spread: the axes over which devices compute independently.
+      parts: number of parts of a batch, which go through the stages one after the other.
       key_impl: the implementation of typed PRNG keys; None for keys without a type.
-      differentiates: whether gradients are wanted.
+      differentiates: whether to compute gradients.
     """
 
     plan: Plan
@@ -76,27 +76,27 @@ class HostSetting(NamedTuple):
 
     @property
     def replica(self) -> Role:
-        """A value for each replica and stage; one copy has no dimension of replicas."""
+        """The role of a value per replica and stage; one copy has no dimension of replicas."""
         return self._by_stage(self.spread.replicas)
 
     @property
     def lead(self) -> Role:
-        """A value for each stage and position between which the caller has split the batch."""
+        """The role of a value per stage and position over which the caller has split the batch."""
         return self._by_stage(self.spread.lead)
 
     @property
     def device(self) -> Role:
-        """A value for each device."""
+        """The role of a value per device."""
         return Role(P(self.spread.all, self.plan.axis_name), 2)
 
     @property
     def loss(self) -> Role:
-        """A value for each position between which the caller has split the batch."""
+        """The role of a value per position over which the caller has split the batch."""
         return Role(P(self.spread.lead), 1) if self.spread.lead else SHARED
 
     @property
     def batch(self) -> Role:
-        """Rows of a batch, which lie alike on all stages."""
+        """The role of a batch, whose rows are split over positions and replicated over stages."""
         return Role(P(self.spread.lead), 0) if self.spread.lead else SHARED
 
     def _by_stage(self, axes: tuple[str, ...]) -> Role:
@@ -104,21 +104,21 @@ class HostSetting(NamedTuple):
         return Role(P(axes, stage), 2) if axes else Role(P(stage), 1)
 
     def of_buffer(self, name: str, role: Role, axes: Iterable[str]) -> Role:
-        """Return the role of a buffer of the parameters, of which `axes` shard the leaves."""
+        """Return the role of a buffer of the parameters that is sharded over `axes`."""
         spec = only_over(self.plan.layout.specs[name][1:], frozenset(axes))
         return replace(role, spec=P(*role.spec, *spec))
 
     def mapped(
         self, mesh: Mesh, fn: Callable[..., Any], ins: Any, outs: Any, **options: Any
     ) -> Any:
-        """Return the program of `fn`, which is given the values of one device.
+        """Return the compiled program that runs `fn` on the values of each device.
 
         Args:
-          mesh: the devices of one stage, or of all.
+          mesh: the mesh of one stage, or of all devices.
           fn: a function of as many arguments as there are `ins`.
           ins: a role for each argument, or a tree of roles.
-          outs: roles of the results.
-          options: what `jax.jit` is given.
+          outs: the roles of the results.
+          **options: keyword arguments of `jax.jit`.
         """
 
         def dropped(role: Role, tree: PyTree) -> PyTree:
@@ -131,8 +131,8 @@ class HostSetting(NamedTuple):
         def per_device(*args: PyTree) -> PyTree:
             return jax.tree.map(added, outs, fn(*jax.tree.map(dropped, ins, args)))
 
-        # Layers need not know that they are mapped: without types of what varies, loops of theirs
-        # that begin with constants are as they would be on one device.
+        # `check_vma=False`, so that layers work as on one device: with types of varying axes, a
+        # loop in a layer could not start from constants.
         program = jax.shard_map(
             per_device,
             mesh=mesh,
@@ -144,7 +144,7 @@ class HostSetting(NamedTuple):
         return jax.jit(program, **options)
 
     def shardings(self, mesh: Mesh, role: Role, *, but: Iterable[str] = ()) -> Any:
-        """Return where buffers like those of the parameters lie, whole over the axes `but`."""
+        """Return the shardings of buffers like the parameters', whole over the axes `but`."""
         specs = self.plan.layout.specs
         axes = [name for name in mesh.axis_names if name not in but]
         return {n: NamedSharding(mesh, self.of_buffer(n, role, axes).spec) for n in specs}
@@ -155,15 +155,16 @@ def _spec(role: Role) -> P:
 
 
 class StagePrograms:
-    """F, B, W and BW of one stage of the model on the devices of its stage.
+    """The programs of one stage of the model, F, B, W and BW, on the devices of its stage.
 
-    Once per pass `weights` takes the leaves out of the buffers, so that no operation copies them.
-    It gathers them over the data axes; no other program holds a collective over these or replicas.
+    Once per pass the program `weights` reads the leaves from the buffers, so that no operation
+    copies them. It gathers them over the data axes; no other program has a collective over these
+    axes or over replicas.
 
     Args:
-      setting: what all programs depend on.
-      number: the stage of the model.
-      mesh: the devices.
+      setting: the parameters of all programs.
+      number: index of the stage of the model.
+      mesh: the mesh of the stage.
     """
 
     def __init__(self, setting: HostSetting, number: int, mesh: Mesh) -> None:
@@ -181,7 +182,7 @@ class StagePrograms:
         ins = data, SHARED, device, device
         self.forward = mapped(self._forward, ins, device, donate_argnums=3)
         self.backward_input = mapped(self._backward_input, ins, device)
-        # As the compiler chose it, the sum might lie in another way after every operation.
+        # Without this the compiler might choose another sharding of the sum for every program.
         pinned = setting.shardings(mesh, device, but=axes)
         self.backward_weight = mapped(
             self._backward_weight, (*ins, device), device, donate_argnums=4, out_shardings=pinned
@@ -197,14 +198,14 @@ class StagePrograms:
     def _weights(self, buffers: dict[str, jax.Array]) -> PyTree:
         """Return the leaves of this stage; see `StageInputs`.
 
-        Communication: one all-gather over the data axes of each buffer that is sharded there.
+        Communication: one all-gather, over the data axes, of each buffer that is sharded there.
         """
         specs, axes = self._plan.layout.specs, frozenset(self._setting.spread.data_axes)
         whole = {n: gathered(x, only_over(specs[n][1:], axes)) for n, x in buffers.items()}
         return self._kind.weights.read(whole, self._number)
 
     def _placed_weights(self, mesh: Mesh) -> PyTree:
-        """Return where these leaves lie over the axes that the compiler handles."""
+        """Return the shardings of these leaves over the axes that the compiler handles."""
         setting, segments = self._setting, self._kind.weights
         lead = setting.replica.spec
         inside = frozenset(mesh.axis_names) - set(setting.spread.data_axes)
@@ -215,7 +216,7 @@ class StagePrograms:
         return segments.treedef.unflatten([NamedSharding(mesh, spec) for spec in specs])
 
     def _microbatch(self, data: StageInputs, number: jax.Array) -> PyTree:
-        """Return a microbatch, counted over all parts, as the layers of this stage take it."""
+        """Return microbatch `number`, counted over all parts, in the form that layers take."""
         plan, setting = self._plan, self._setting
         count, axes = plan.schedule.num_microbatches, setting.spread.data_axes
         shares = {axis: plan.mesh.shape[axis] for axis in axes}
@@ -229,19 +230,19 @@ class StagePrograms:
                 key = jax.random.wrap_key_data(key, impl=setting.key_impl)
             for name in axes:
                 key = jax.random.fold_in(key, lax.axis_index(name))
-        # Keys count the microbatches of a part, and rows those of the batch.
+        # The key depends on the number within the part, the rows on the number within the batch.
         shift = jnp.int32(plan.shifts[self._number])
         return microbatch_of(batch, key, number, shift, key_number=index)
 
     def _forward(
         self, data: StageInputs, number: jax.Array, x: PyTree, states: PyTree
     ) -> tuple[PyTree, PyTree, PyTree]:
-        """Return what the stage gives, what it leaves for its backward pass, and model state."""
+        """Return the stage's result, its stash, and the new model state."""
         kind, weights, microbatch = self._kind, data.weights, self._microbatch(data, number)
-        given = kind.given(x, kind.states and kind.states.read(states, self._number))
+        x = kind.with_state(x, kind.states and kind.states.read(states, self._number))
         if self._setting.differentiates and self._stage is None:
-            self._stage = self._plan.stage_program(kind, weights, given, microbatch)
-        y, stash, after = kind.forward(self._stage, weights, given, microbatch)
+            self._stage = self._plan.stage_program(kind, weights, x, microbatch)
+        y, stash, after = kind.forward(self._stage, weights, x, microbatch)
         if kind.states is not None:
             states = kind.states.written(states, after, self._number)
         return y, stash, states
@@ -270,7 +271,7 @@ class StagePrograms:
 
     @property
     def _traced(self) -> Any:
-        assert self._stage is not None, "F is dispatched before what goes back"
+        assert self._stage is not None, "F is dispatched before B, W and BW"
         return self._stage
 
     def _sent(self, dx: PyTree) -> PyTree:
@@ -281,16 +282,16 @@ class StagePrograms:
 
 
 class StepPrograms:
-    """What is done on all stages before the first operation of a pass, and after the last one.
+    """The programs that run before the first operation of a pass, and after the last one.
 
     Attributes:
-      own_states: for each stage a program that gives each device model state of its own.
-      zeros: for each stage a program of zeros to add gradients to, in at least float32.
+      device_states: one program per stage, which copies the model state to each device.
+      zeros: one program per stage, which returns initial sums of gradients, in at least float32.
 
     Args:
-      setting: what all programs depend on.
+      setting: the parameters of all programs.
       mesh: the mesh of all devices.
-      meshes: for each device stage its own mesh.
+      meshes: the mesh of each device stage.
     """
 
     def __init__(self, setting: HostSetting, mesh: Mesh, meshes: Sequence[Mesh]) -> None:
@@ -306,19 +307,19 @@ class StepPrograms:
             )
             for each in meshes
         ]
-        self.own_states = [
+        self.device_states = [
             setting.mapped(each, lambda x: x, (setting.lead,), setting.device) for each in meshes
         ]
         self._endings: dict[Any, Any] = {}
 
     def ending(self, loss: LossTerms) -> Any:
-        """Return the program of the totals of all devices.
+        """Return the program that reduces the totals of all devices.
 
-        Its results are loss and metrics, the buffers of the model state, and those of the
-        gradients, {} where there are none.
+        Its results are loss and metrics, the buffers of the model state, and the buffers of the
+        gradients, {} without gradients.
 
         Args:
-          loss: what the last stage returns of a microbatch, whose loss has the dtype of the whole.
+          loss: the last stage's result for a microbatch, which has the dtype of the loss.
         """
         dtype = loss.total.dtype
         if dtype not in self._endings:
@@ -336,13 +337,14 @@ class StepPrograms:
             grads = ending.gradients(totals, terms) if names else {}
             return value, *jax.tree.map(lambda x: x[0], (ending.states(totals), grads))
 
-        lies = {n: setting.of_buffer(n, setting.lead, axes) for n in names}
-        pinned = {n: x for n, x in setting.shardings(self._mesh, setting.lead).items() if n in lies}
+        roles = {n: setting.of_buffer(n, setting.lead, axes) for n in names}
+        every = setting.shardings(self._mesh, setting.lead)
+        pinned = {n: every[n] for n in every if n in roles}
         return setting.mapped(
             self._mesh,
             ended,
             (setting.device,),
-            (setting.loss, setting.lead, lies),
+            (setting.loss, setting.lead, roles),
             out_shardings=(None, NamedSharding(self._mesh, setting.lead.spec), pinned),
         )
 
@@ -354,7 +356,7 @@ def _floating(setting: HostSetting) -> list[str]:
 
 
 def _zeros(setting: HostSetting) -> dict[str, jax.Array | None]:
-    """Return zeros to add gradients to; None for integers, which have none."""
+    """Return zeros as initial sums of gradients; None for integers, which have no gradients."""
     floating = _floating(setting)
     return {
         n: jnp.zeros(shape[1:], at_least_float32(n.partition("/")[0])) if n in floating else None

@@ -1,4 +1,4 @@
-"""Where the leaves of each stage lie in flat buffers, and the way in and out of these."""
+"""Pack the leaves of each stage into flat buffers, and read them back."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -19,12 +19,12 @@ from ...tree import Staged
 
 
 class Leaf(NamedTuple):
-    """One array of a model, or of what is like its parameters.
+    """One array of a model, or of a tree like its parameters.
 
     Attributes:
       shape: shape of the whole array.
-      spec: how it is sharded over axes inside a stage.
-      buffer: name of the buffer that it lies in.
+      spec: its sharding over axes inside a stage.
+      buffer: name of the buffer that holds it.
     """
 
     shape: tuple[int, ...]
@@ -33,17 +33,17 @@ class Leaf(NamedTuple):
 
     @property
     def axes(self) -> frozenset[str]:
-        """The axes over which it is sharded."""
+        """The axes over which the array is sharded."""
         return frozenset(name for entry in self.spec for name in axis_names(entry or ()))
 
     @property
     def size(self) -> int:
-        """Its number of elements."""
+        """The number of elements of the whole array."""
         return math.prod(self.shape)
 
 
 class LeafPlace(NamedTuple):
-    """Where a leaf lies: on device stage `stage`, from element `start` of its buffer on."""
+    """The place of a leaf: device stage `stage`, from element `start` of its buffer on."""
 
     stage: int
     start: int
@@ -57,21 +57,21 @@ def buffer_name(dtype: Any, axes: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class BufferPacking:
-    """The leaves of all stages in flat buffers.
+    """A description of how the leaves of all stages are packed into flat buffers.
 
     The tree of one stage is the tree of the whole model in which `optax.MaskedNode()` stands for
     every leaf that this stage does not hold, so that paths and shapes are those of the model.
 
     Attributes:
       outer: structure of the model's parameters.
-      subtrees: for each parameter the structure of what stands in its place; one leaf, but for
+      subtrees: structure of the tree in the place of each parameter: one leaf, except in optimizer
         states that keep several arrays for each parameter, or none.
-      leaves: for each parameter the arrays of that subtree.
-      stages: for each device stage the positions of its parameters, in the order in which they lie.
-      copies: positions of parameters that are tied to another one, which counts for them.
+      leaves: the arrays of each such subtree.
+      stages: positions of each device stage's parameters, in the order of its buffers.
+      copies: positions of parameters that are tied to an earlier one; norms count only that one.
       axis_sizes: sizes of the axes inside a stage, in the order of the mesh.
       axis_name: the axis of the stages.
-      mesh: the devices; not looked at where packings are compared.
+      mesh: the devices; ignored when packings are compared.
     """
 
     outer: Any
@@ -85,11 +85,11 @@ class BufferPacking:
 
     @cached_property
     def _hash(self) -> int:
-        own = self.outer, self.subtrees, self.leaves, self.stages, self.copies
-        return hash((*own, self.axis_sizes, self.axis_name))
+        fields = self.outer, self.subtrees, self.leaves, self.stages, self.copies
+        return hash((*fields, self.axis_sizes, self.axis_name))
 
     def __hash__(self) -> int:
-        return self._hash  # of thousands of leaves, which takes a while
+        return self._hash  # cached, as hashing thousands of leaves takes a while
 
     @property
     def num_stages(self) -> int:
@@ -98,8 +98,8 @@ class BufferPacking:
 
     @cached_property
     def places(self) -> tuple[tuple[LeafPlace, ...], ...]:
-        """For each parameter where the arrays of its subtree lie; () where no stage has it."""
-        found: list[tuple[LeafPlace, ...]] = [()] * len(self.leaves)
+        """The places of the arrays of each parameter's subtree; () if no stage holds it."""
+        by_parameter: list[tuple[LeafPlace, ...]] = [()] * len(self.leaves)
         for stage, positions in enumerate(self.stages):
             ends: dict[str, int] = {}
             for position in positions:
@@ -108,34 +108,34 @@ class BufferPacking:
                     start = ends.get(leaf.buffer, 0)
                     ends[leaf.buffer] = start + self.part_size(leaf)
                     places.append(LeafPlace(stage, start, leaf))
-                found[position] = tuple(places)
-        return tuple(found)
+                by_parameter[position] = tuple(places)
+        return tuple(by_parameter)
 
     @cached_property
     def axes(self) -> dict[str, tuple[str, ...]]:
-        """For each buffer the axes over which its leaves are sharded, in the order of the mesh."""
-        named = {leaf.buffer: leaf.axes for own in self.leaves for leaf in own}
+        """The axes over which the leaves of each buffer are sharded, in the order of the mesh."""
+        axes_of = {leaf.buffer: leaf.axes for leaves in self.leaves for leaf in leaves}
         return {
-            name: tuple(axis for axis, _ in self.axis_sizes if axis in own)
-            for name, own in sorted(named.items())
+            name: tuple(axis for axis, _ in self.axis_sizes if axis in axes)
+            for name, axes in sorted(axes_of.items())
         }
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """For each buffer its shape, (stages, *sizes, elements of the fullest stage)."""
+        """The shape of each buffer, (stages, *sizes, elements of the fullest stage)."""
         ends = dict.fromkeys(self.axes, 0)
-        for place in (place for own in self.places for place in own):
+        for place in (place for places in self.places for place in places):
             end = place.start + self.part_size(place.leaf)
             ends[place.leaf.buffer] = max(ends[place.leaf.buffer], end)
         return {n: (self.num_stages, *self.sizes(n), end) for n, end in ends.items()}
 
     @property
     def specs(self) -> dict[str, P]:
-        """For each buffer how it is sharded."""
+        """The sharding of each buffer."""
         return {name: P(self.axis_name, *axes, None) for name, axes in self.axes.items()}
 
     def staged(self, buffers: Mapping[str, Any]) -> Staged:
-        """Return the tree of these buffers."""
+        """Return the buffers as a `Staged` tree."""
         return Staged(dict(buffers), self)
 
     def sizes(self, buffer: str) -> tuple[int, ...]:
@@ -148,7 +148,7 @@ class BufferPacking:
         return leaf.size // math.prod(size for axis, size in self.axis_sizes if axis in leaf.axes)
 
     def unpack(self, buffers: Mapping[str, Any], stage: int) -> PyTree:
-        """Return the tree of one stage, of its buffers (*sizes, elements)."""
+        """Return the tree of one stage, read from its buffers (*sizes, elements)."""
         held = set(self.stages[stage])
         values = [
             subtree.unflatten([self.read(buffers[p.leaf.buffer], p) for p in places])
@@ -165,12 +165,12 @@ class BufferPacking:
 
         Args:
           tree: the tree of this stage, or of the whole model.
-          stage: the device stage.
+          stage: index of the device stage.
           numpy: `jax.numpy`, or NumPy for arrays of the host.
-          num_lead: how many dimensions leaves have in front of their own, such as replicas.
+          num_lead: number of dimensions that leaves have before their own, such as replicas.
 
         Returns:
-          Buffers, each of the dtype that all of its leaves can be given without loss.
+          Buffers, each in the dtype to which all of its leaves promote.
         """
         parts = self.outer.flatten_up_to(tree)
         pieces: dict[str, list[Any]] = {name: [] for name in self.axes}
@@ -180,10 +180,10 @@ class BufferPacking:
                 flat = self.flat(x, place.leaf, numpy, num_lead)
                 pieces[place.leaf.buffer].append(flat)
         lead = np.shape(jax.tree.leaves(tree)[0])[:num_lead] if num_lead else ()
-        return {name: self._filled(name, own, numpy, lead) for name, own in pieces.items()}
+        return {name: self._filled(name, flat, numpy, lead) for name, flat in pieces.items()}
 
     def _filled(self, name: str, pieces: list[Any], numpy: Any, lead: tuple[int, ...]) -> Any:
-        """The pieces of a buffer one after the other, and zeros up to its end."""
+        """Return the concatenated pieces of a buffer, padded with zeros to its size."""
         shape = *lead, *self.shapes[name][1:]
         if not pieces:
             return numpy.zeros(shape, np.dtype(name.partition("/")[0]))
@@ -196,12 +196,12 @@ class BufferPacking:
         )
 
     def read(self, buffer: Any, place: LeafPlace, num_lead: int = 0) -> Any:
-        """Return a leaf of a stage's buffer, of shape (*lead, *sizes, elements)."""
+        """Return a leaf from a stage's buffer, (*lead, *sizes, elements)."""
         size = self.part_size(place.leaf)
         return self.whole(buffer[..., place.start : place.start + size], place.leaf, num_lead)
 
     def whole(self, part: Any, leaf: Leaf, num_lead: int = 0) -> Any:
-        """Return a leaf of what lies in its buffer, (*lead, *sizes, elements)."""
+        """Return a leaf in its own shape from its part of a buffer, (*lead, *sizes, elements)."""
         lead = part.shape[:num_lead]
         sizes, local, order = self._split(leaf)
         order = [*range(num_lead), *(num_lead + i for i in order)]
@@ -209,7 +209,7 @@ class BufferPacking:
         return x.transpose(order).reshape(*lead, *leaf.shape)
 
     def flat(self, x: Any, leaf: Leaf, numpy: Any = jnp, num_lead: int = 0) -> Any:
-        """Return what lies in the buffer of a leaf, (*lead, *sizes, elements)."""
+        """Return a leaf in the form of its part of a buffer, (*lead, *sizes, elements)."""
         sizes, local, order = self._split(leaf)
         lead = np.shape(x)[:num_lead]
         x = numpy.reshape(x, (*lead, *((*sizes, *local)[i] for i in order)))
@@ -217,19 +217,19 @@ class BufferPacking:
         return x.transpose(back).reshape(*lead, *sizes, math.prod(local))
 
     def _split(self, leaf: Leaf) -> tuple[tuple[int, ...], tuple[int, ...], list[int]]:
-        """Sizes of a leaf's axes, the shape of one part, and the order that makes it whole."""
+        """Return sizes of a leaf's axes, shape of one part, and the transposition to the whole."""
         sizes = dict(self.axis_sizes)
         axes = [axis for axis in sizes if axis in leaf.axes]
         entries = [axis_names(entry or ()) for entry in (*leaf.spec, *[None] * len(leaf.shape))]
         local, order = [], []
         for dim, (size, entry) in enumerate(zip(leaf.shape, entries, strict=False)):
-            # The parts along a later axis of an entry lie inside of those along an earlier one.
+            # If an entry of the spec names several axes, the first one varies slowest.
             order += [*(axes.index(axis) for axis in entry), len(axes) + dim]
             local.append(size // math.prod(sizes[axis] for axis in entry))
         return tuple(sizes[axis] for axis in axes), tuple(local), order
 
     def mirrors(self, x: Any) -> bool:
-        """Return whether `x` is a tree like the parameters, whatever it has in their places."""
+        """Return whether `x` has the structure of the parameters, with any trees as leaves."""
         try:
             self.outer.flatten_up_to(x)
         except (ValueError, TypeError):
@@ -237,7 +237,7 @@ class BufferPacking:
         return True
 
     def types(self, stage: int, dtypes: Mapping[str, Any]) -> PyTree:
-        """Return the types of the tree of one stage, with a dtype for each buffer."""
+        """Return the types of one stage's tree, from the dtype of each buffer."""
         return jax.eval_shape(
             lambda buffers: self.unpack(buffers, stage),
             {n: jax.ShapeDtypeStruct(s[1:], dtypes[n]) for n, s in self.shapes.items()},
@@ -246,7 +246,7 @@ class BufferPacking:
     def buffer_types(
         self, dtypes: Mapping[str, Any], lead: tuple[int, ...] = ()
     ) -> dict[str, jax.ShapeDtypeStruct]:
-        """Return the types of buffers (*lead, stages, ...) on the mesh, with a dtype for each."""
+        """Return the types of buffers (*lead, stages, ...) on the mesh, from their dtypes."""
         ones = [None] * len(lead)
         return {
             name: jax.ShapeDtypeStruct(
@@ -258,9 +258,9 @@ class BufferPacking:
         }
 
     def repeated(self, name: str, numpy: Any = jnp) -> Any:
-        """Return where a buffer holds parameters that count at another place, as tied copies do.
+        """Return a mask of the elements that are copies of tied parameters stored elsewhere.
 
-        A bool array that broadcasts to (stages, *sizes, elements); None where there are none.
+        The mask is a bool array that broadcasts to (stages, *sizes, elements); None without copies.
         """
         shape = self.shapes[name]
         spans = [
@@ -274,17 +274,17 @@ class BufferPacking:
         ones = [1] * (len(shape) - 2)
         stage = numpy.arange(shape[0]).reshape(-1, *ones, 1)
         element = numpy.arange(shape[-1]).reshape(1, *ones, -1)
-        found = numpy.zeros((1,) * len(shape), bool)
+        mask = numpy.zeros((1,) * len(shape), bool)
         for at, start, end in spans:
-            found = found | ((stage == at) & (element >= start) & (element < end))
-        return found
+            mask = mask | ((stage == at) & (element >= start) & (element < end))
+        return mask
 
     def like(self, trees: Sequence[PyTree]) -> Self:
         """Return the packing of trees like those of the stages, such as moments.
 
         Args:
-          trees: for each stage its tree, arrays or types; where the model has a parameter it may
-            hold any tree of arrays, or `optax.MaskedNode()`.
+          trees: one tree per stage, of arrays or types; in the place of a parameter it may have
+            any tree of arrays, or `optax.MaskedNode()`.
         """
         subtrees = [jax.tree.structure(optax.MaskedNode())] * len(self.leaves)
         leaves: list[tuple[Leaf, ...]] = [()] * len(self.leaves)
@@ -292,19 +292,19 @@ class BufferPacking:
         for positions, tree in zip(self.stages, trees, strict=True):
             parts = self.outer.flatten_up_to(tree)
             for position in positions:
-                own, subtrees[position] = jax.tree.flatten(parts[position])
-                (known, *_) = self.leaves[position] or (None,)
-                leaves[position] = tuple(self._leaf_like(x, known) for x in own)
-                if known is not None:
-                    dtypes.setdefault(known.buffer, set()).update(x.dtype for x in own)
-        shapes = [[(x.shape, x.spec) for x in own] for own in leaves]
-        same = shapes == [[(x.shape, x.spec) for x in own] for own in self.leaves]
+                arrays, subtrees[position] = jax.tree.flatten(parts[position])
+                (parameter, *_) = self.leaves[position] or (None,)
+                leaves[position] = tuple(self._leaf_like(x, parameter) for x in arrays)
+                if parameter is not None:
+                    dtypes.setdefault(parameter.buffer, set()).update(x.dtype for x in arrays)
+        shapes = [[(x.shape, x.spec) for x in group] for group in leaves]
+        same = shapes == [[(x.shape, x.spec) for x in group] for group in self.leaves]
         if same and tuple(subtrees) == self.subtrees and all(len(d) == 1 for d in dtypes.values()):
-            return self  # what moves with parameters is added to them, in whatever dtype it is
+            return self  # updates are added to parameters, so they share a packing in any dtype
         return replace(self, subtrees=tuple(subtrees), leaves=tuple(leaves))
 
-    def _leaf_like(self, x: Any, known: Leaf | None) -> Leaf:
-        spec = known.spec if known is not None and known.shape == x.shape else P()
+    def _leaf_like(self, x: Any, parameter: Leaf | None) -> Leaf:
+        spec = parameter.spec if parameter is not None and parameter.shape == x.shape else P()
         leaf = Leaf(tuple(x.shape), spec, "")
         axes = [axis for axis, _ in self.axis_sizes if axis in leaf.axes]
         return leaf._replace(buffer=buffer_name(x.dtype, axes))

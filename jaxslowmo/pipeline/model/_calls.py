@@ -1,4 +1,4 @@
-"""What layers and losses are called with, and what a loss returns and how that adds up."""
+"""Call layers and losses: which keywords a layer takes, and how terms of a loss add up."""
 
 import functools
 import inspect
@@ -18,13 +18,13 @@ Loss = jax.Array | tuple[jax.Array, Metrics]
 
 
 class Keyed(NamedTuple):
-    """A microbatch, and the key that its layers draw from.
+    """A microbatch, and the PRNG key for its layers.
 
     Attributes:
       batch: the microbatch.
-      key: of this microbatch.
-      shift: () int32, added to the index of each layer; programs that compute several equal stages
-        of a model by one branch tell them apart by it.
+      key: the PRNG key of this microbatch.
+      shift: () int32, added to the index of each layer: programs that compute several equal stages
+        of a model by one branch need it for the key of each.
     """
 
     batch: PyTree
@@ -32,34 +32,34 @@ class Keyed(NamedTuple):
     shift: Any = 0
 
     def layer_key(self, layer: int) -> jax.Array:
-        """The key of a layer of the model, by its index."""
+        """Return the key of the layer with this index in the model."""
         return jax.random.fold_in(self.key, layer + self.shift)
 
 
 def keyed_microbatch(batch: PyTree, rng: jax.Array | None, index: Any, shift: Any = 0) -> PyTree:
-    """Microbatch number `index` with its own key, or as it is where there are no keys."""
+    """Pair microbatch number `index` with its key; return it as it is if `rng` is None."""
     return batch if rng is None else Keyed(batch, jax.random.fold_in(rng, index), shift)
 
 
 class LayerCall:
-    """A layer, and which keywords it is called with.
+    """A layer, and the keywords that it is called with.
 
     Attributes:
-      takes_key: whether it takes a PRNG key, or may take one: what becomes of the keywords of a
-        layer with `**kwargs` is known when it is called.
+      takes_key: whether it takes a PRNG key, or may take one: whether a layer with `**kwargs` does
+        is only known when it is called.
       takes_state: whether it takes its part of the model state.
 
     Args:
-      layer: the function; of a `functools.partial` keywords that are bound stay as they are.
-      index: its place in the model, for messages.
+      layer: the function; keywords that a `functools.partial` has bound are left as they are.
+      index: index of the layer in the model, for messages.
 
     Raises:
-      ValueError: something that cannot be called as `layer(params, x)`.
+      ValueError: an object that cannot be called as `layer(params, x)`.
     """
 
     def __init__(self, layer: Any, index: int) -> None:
         self._layer = layer
-        # None: it has `**kwargs`, so each call tries, until one shows that it takes no key.
+        # None: the layer has `**kwargs`, so calls pass a key until one shows that it takes none.
         self._key: bool | None = False
         self.takes_key = self.takes_state = False
         if not callable(layer):
@@ -69,7 +69,7 @@ class LayerCall:
             )
         try:
             signature = inspect.signature(layer)
-        except (TypeError, ValueError):  # builtins have none, and take no keywords of ours
+        except (TypeError, ValueError):  # builtins have no signature, and take no such keywords
             return
         bound = layer.keywords if isinstance(layer, functools.partial) else {}
         self._key = _takes(signature, "key", bound)
@@ -85,12 +85,12 @@ class LayerCall:
             ) from None
 
     def __call__(self, params: PyTree, x: PyTree, key: Any, state: PyTree) -> Any:
-        """Return what the layer returns.
+        """Call the layer with the keywords that it takes, and return its result.
 
         Args:
           params: the parameters of the layer.
-          x: what the layer before it returned, or the microbatch.
-          key: the PRNG key of the layer; None where there is none.
+          x: the result of the previous layer, or the microbatch.
+          key: the PRNG key of the layer, or None.
           state: the layer's part of the model state.
         """
         options = {"state": state} if self.takes_state else {}
@@ -103,18 +103,21 @@ class LayerCall:
             if not _is_key_refused(error):
                 raise
         result = self._layer(params, x, **options)
-        # The layer's code refuses it, whatever the values: no other call need try again.
+        # The layer's code refuses a key, whatever the values are: later calls need not try.
         self._key = False
         return result
 
 
 def _takes(signature: inspect.Signature, name: str, bound: Collection[str]) -> bool | None:
-    """Whether a keyword can be given beside two positional arguments; None: as one of `**kwargs`.
+    """Return whether a function of two positional arguments also takes a keyword.
 
     Args:
       signature: the signature of the layer.
       name: the keyword.
-      bound: the keywords that a `functools.partial` gives.
+      bound: the keywords that a `functools.partial` has bound.
+
+    Returns:
+      None if the keyword could only be one of `**kwargs`.
     """
     every = list(signature.parameters.values())
     positional = [p for p in every if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
@@ -127,19 +130,19 @@ def _takes(signature: inspect.Signature, name: str, bound: Collection[str]) -> b
 
 
 def _is_key_refused(error: TypeError) -> bool:
-    """Whether a layer has passed its `key` on to a function that takes none.
+    """Return whether a layer with `**kwargs` passed its `key` to a function that takes none.
 
-    Where a function on the way takes `key` by name, the layer does take one, and the error is one
-    of its own: without a key it might train without dropout.
+    If a function on the way takes `key` by name, the layer does take one, and the error is a
+    mistake inside of it: called again without a key it might train without dropout.
     """
     if "unexpected keyword argument 'key'" not in str(error):
         return False
-    at = error.__traceback__ and error.__traceback__.tb_next  # behind `LayerCall.__call__`
-    while at is not None:
-        code = at.tb_frame.f_code
+    traceback = error.__traceback__ and error.__traceback__.tb_next  # the frame after `__call__`
+    while traceback is not None:
+        code = traceback.tb_frame.f_code
         if "key" in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]:
             return False
-        at = at.tb_next
+        traceback = traceback.tb_next
     return True
 
 
@@ -148,17 +151,17 @@ def _name_of(layer: Any) -> str:
 
 
 def _short(signature: inspect.Signature) -> str:
-    """A signature without the types of arguments, which may be long."""
+    """Return a signature without the types of arguments, which may be long."""
     bare = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
     return str(signature.replace(parameters=bare, return_annotation=signature.empty))
 
 
 def check_leaves(argument: str, tree: PyTree) -> None:
-    """Raise `ValueError` for a leaf that is no array, number or type of an array.
+    """Raise `ValueError` for a leaf that is not an array, a number or the type of an array.
 
     Args:
       argument: the name of the public argument, for the message.
-      tree: what it holds.
+      tree: the value of the argument.
     """
     leaves = jax.tree.leaves(tree)
     if all(map(_is_array, leaves)):
@@ -180,25 +183,25 @@ def _is_array(x: Any) -> bool:
 
 
 def _is_number(x: Any) -> bool:
-    """Whether it is a number, or an array of numbers or booleans, or the type of one."""
+    """Return whether `x` is a number, an array of numbers or booleans, or the type of one."""
     if isinstance(x, bool | int | float | complex):
         return True
     try:
         dtype = np.dtype(x.dtype)
-    except (AttributeError, TypeError):  # no array, a PRNG key, an array of another library
+    except (AttributeError, TypeError):  # not an array, a PRNG key, or from another library
         return False
     return dtype == np.bool_ or jnp.issubdtype(dtype, np.number)
 
 
 def _kind(x: Any) -> str:
-    """Dtype and shape of an array, or the class of what it is instead."""
+    """Return dtype and shape of an array, or the name of the class of any other object."""
     if hasattr(x, "dtype") and hasattr(x, "shape"):
         return f"{x.dtype}{list(x.shape)}"
     return "None" if x is None else type(x).__name__
 
 
 def call_signature(call: Callable[..., Any], takes_state: bool) -> inspect.Signature:
-    """The signature of an object that is called, with `model_state` where it takes that."""
+    """Return the signature of a `__call__`, with `model_state` only if `takes_state`."""
     whole = inspect.signature(call)
     kept = [p for n, p in whole.parameters.items() if n != "model_state" or takes_state]
     return whole.replace(parameters=kept[1:])  # without `self`
@@ -208,10 +211,10 @@ class LossTerms(NamedTuple):
     """The terms of the loss of a microbatch, or their sums over several.
 
     Attributes:
-      total: () the loss, or the sum whose quotient with the weight it is.
+      total: () the loss, or with a weight the sum that is divided by the weight.
       weight: () the weight; None where the loss is a mean over the examples of a microbatch.
-      metrics: for each name a mean, or a pair (sum, weight) of such; None where there are none.
-      state: what the layers of the last stage carry to the next microbatch; None without any.
+      metrics: maps a name to a mean or to a pair (sum, weight); None if the loss has no metrics.
+      state: model state of the last stage's layers for the next microbatch; None without any.
     """
 
     total: jax.Array
@@ -220,7 +223,7 @@ class LossTerms(NamedTuple):
     state: PyTree = None
 
     def with_weights(self, fn: Callable[[jax.Array], jax.Array]) -> "LossTerms":
-        """Return the terms with `fn` of every weight."""
+        """Return the terms with `fn` applied to every weight."""
         weight = None if self.weight is None else fn(self.weight)
         metrics = self.metrics and {
             n: (x[0], fn(x[1])) if isinstance(x, tuple) else x for n, x in self.metrics.items()
@@ -228,7 +231,7 @@ class LossTerms(NamedTuple):
         return self._replace(weight=weight, metrics=metrics)
 
     def value(self, count: Any) -> Loss:
-        """Return the loss of all examples, of sums over `count` microbatches; 0 for weight 0."""
+        """Return the loss of all examples, from sums over `count` microbatches; 0 for weight 0."""
         loss = self.total / count if self.weight is None else quotient(self.total, self.weight)
         if self.metrics is None:
             return loss
@@ -236,7 +239,7 @@ class LossTerms(NamedTuple):
 
 
 def quotient(total: jax.Array, weight: jax.Array) -> jax.Array:
-    """Return `total / weight`, and 0 for weight 0, such as that of examples that all are masked."""
+    """Return `total / weight`, and 0 for weight 0, such as if all examples are masked."""
     one = jnp.ones_like(weight)
     share = jnp.where(weight == 0, 0 * one, one / jnp.where(weight == 0, one, weight))
     return total * share.astype(total.dtype)
@@ -247,11 +250,11 @@ def _mean(x: Any, count: Any) -> jax.Array:
 
 
 def loss_terms(value: Any) -> LossTerms:
-    """Return the terms of what a loss function has returned.
+    """Return the terms of the value that a loss function has returned.
 
     Raises:
-      ValueError: something else than a scalar, a pair (sum, weight), or one of these with a dict of
-        metrics that are such.
+      ValueError: a value that is not a scalar, a pair (sum, weight), or one of these with a dict
+        of metrics of these two forms.
     """
     has_metrics = isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], dict)
     loss, metrics = value if has_metrics else (value, None)
@@ -271,14 +274,14 @@ def loss_terms(value: Any) -> LossTerms:
 
 
 def _pair(x: tuple[Any, Any]) -> tuple[jax.Array, jax.Array]:
-    """A sum and its weight as floating arrays; each may be a number or a count of integers."""
+    """Return a sum and its weight as floating arrays; each may be a number or an integer count."""
     total, weight = x
     weight = jnp.asarray(weight, jnp.promote_types(jnp.result_type(weight), jnp.float32))
     return _floating(total), weight
 
 
 def _floating(x: Any) -> jax.Array:
-    """A number as an array whose gradient is zero: float32 unless it has an inexact dtype."""
+    """Return a scalar as an array: of its own dtype if that is inexact, else float32."""
     kind = jnp.result_type(x)
     is_kept = jnp.issubdtype(kind, jnp.inexact) and type(x) is not float
     return jnp.asarray(x, kind if is_kept else jnp.float32)

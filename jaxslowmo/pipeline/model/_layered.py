@@ -12,19 +12,18 @@ from ...mesh import match_varying
 from ._calls import Keyed, LayerCall, call_signature, check_leaves, loss_terms
 from ._ties import TiedLeaf, Ties, as_one, as_ties, check_ties
 
-# Shorter rows are written out: a loop keeps the compiler from joining what stands in it with what
-# stands beside it.
+# Shorter runs of equal layers are unrolled: the compiler does not fuse across the border of a loop.
 _SHORTEST = 4
 
 Layer = Callable[..., PyTree]
 
 
 class Run(NamedTuple):
-    """Layers of the model, one after the other, that a stage computes alike.
+    """Consecutive layers of the model that a stage computes by one loop.
 
     Attributes:
-      start: the first layer.
-      count: the number of layers; 1 for a layer that stands alone.
+      start: index of the first layer.
+      count: number of layers; 1 for a layer without a loop.
     """
 
     start: int
@@ -36,20 +35,20 @@ def runs_of(layers: Sequence[Any], kinds: Sequence[Any], start: int, end: int) -
 
     Args:
       layers: functions of the whole model.
-      kinds: for each of them what tells its parameters: structure, paths, shapes, dtypes, specs.
-      start: the first layer.
-      end: behind the last layer.
+      kinds: a description of each layer's parameters: structure, paths, shapes, dtypes, specs.
+      start: index of the first layer.
+      end: index after the last layer.
     """
-    found: list[Run] = []
+    runs: list[Run] = []
     at = start
     while at < end:
         count = 1
         while at + count < end and _alike(layers, kinds, at, at + count):
             count += 1
         whole = count >= _SHORTEST
-        found += [Run(at, count)] if whole else [Run(i, 1) for i in range(at, at + count)]
+        runs += [Run(at, count)] if whole else [Run(i, 1) for i in range(at, at + count)]
         at += count
-    return tuple(found)
+    return tuple(runs)
 
 
 def _alike(layers: Sequence[Any], kinds: Sequence[Any], one: int, other: int) -> bool:
@@ -57,12 +56,12 @@ def _alike(layers: Sequence[Any], kinds: Sequence[Any], one: int, other: int) ->
 
 
 def equal_layers(one: Any, other: Any) -> bool:
-    """Whether two layers are the same function."""
+    """Return whether two layers are the same function."""
     if one is other:
         return True
     try:
         return bool(one == other)
-    except Exception:  # objects of others may compare as arrays do
+    except Exception:  # some objects compare elementwise, as arrays do
         return False
 
 
@@ -70,7 +69,7 @@ class WithState(NamedTuple):
     """Activations, and the state that layers carry from microbatch to microbatch.
 
     Attributes:
-      x: activations; None of the first stage.
+      x: activations; None for the first stage.
       states: one tree per run of layers.
     """
 
@@ -84,29 +83,30 @@ def without_state(x: PyTree) -> PyTree:
 
 
 class LayeredModel:
-    """A model as a list of layers, which may be cut into stages between any two of them.
+    """A model as a list of layers, which can be cut into stages between any two layers.
 
         model = js.LayeredModel([embed, block, block, head], loss)
         loss = model([embed_params, block_params, block_params, head_params], batch)
 
     Args:
-      layers: functions `layer(params, x) -> x`, one per layer; the first is given the microbatch,
-        the last gives what `loss` wants. One that takes a keyword `key` is given a PRNG key of its
-        own per microbatch, or None where there are none; so is one with `**kwargs`, unless what it
-        hands them to takes no `key`, as `module.apply` of flax. One that takes a keyword `state`,
-        which its signature must name, is given its part of the model state, such as BatchNorm's
-        statistics, and returns (x, new state); no gradient passes through it.
-      loss: `loss(output, microbatch)` gives a scalar, the mean over the examples of the microbatch;
-        or a pair (sum, weight), such as a sum over tokens that are not masked and their number,
-        whose quotient over all examples is the loss, however these are divided. Beside either may
-        stand a dict of metrics that are such: `(loss, metrics)`. Metrics have no gradient.
-      tied: groups of leaves that are one parameter, each as (layer, path in its parameters):
-        `[((0, "table"), (9, "table"))]`. The first of a group gives the value of all, and the
+      layers: functions `layer(params, x) -> x`, one per layer. The first gets the microbatch as
+        `x`; the last returns the input of `loss`. A layer with a keyword `key` gets its own PRNG
+        key per microbatch, or None without `rng`. So does a layer with `**kwargs`, unless it passes
+        them to a function without `key`, such as flax's `module.apply`. A layer whose signature
+        names a keyword `state` gets its part of the model state, such as BatchNorm's statistics,
+        and returns (x, new state); no gradient passes through the state.
+      loss: function `loss(output, microbatch)`. It returns a scalar, the mean over the examples of
+        the microbatch; or a pair (sum, weight), such as a sum over unmasked tokens and their
+        number: the loss is then sum of sums / sum of weights, however examples are divided into
+        microbatches. Either may come with a dict of metrics, each a scalar or a pair:
+        `(loss, metrics)`. Metrics have no gradient.
+      tied: groups of leaves that are one parameter, each leaf as (layer, path in its parameters):
+        `[((0, "table"), (9, "table"))]`. All leaves of a group have the value of the first, and the
         gradient of each is the sum over its group, so that any optimizer that works leaf by leaf
         keeps them equal.
 
     Raises:
-      ValueError: no layers, a layer or a loss that is no function, a layer that cannot be called
+      ValueError: no layers, a layer or a loss that is not a function, a layer that cannot be called
         with two positional arguments, ties that name no leaf.
 
     Communication: none.
@@ -135,7 +135,7 @@ class LayeredModel:
         self.tied: Ties = as_ties(tied, len(self.layers))
         self.takes_key: bool = any(call.takes_key for call in self._calls)
         self.takes_state: bool = any(call.takes_state for call in self._calls)
-        # Whoever calls it asks the signature whether there is model state.
+        # A step learns from the signature whether there is model state.
         self.__signature__ = call_signature(type(self).__call__, self.takes_state)
 
     def __call__(
@@ -146,23 +146,22 @@ class LayeredModel:
         rng: Any = None,
         model_state: Sequence[PyTree] | None = None,
     ) -> Any:
-        """The loss of the whole model, without a pipeline.
+        """Return the loss of the whole model, computed without a pipeline.
 
         Args:
           params: one tree per layer.
           batch: all examples at once.
-          rng: the key that the layers of this batch draw from; None: there is none.
-          model_state: one tree per layer, {} for layers without; for models whose layers take
-            `state`.
+          rng: PRNG key for the layers of this batch; None: layers get no key.
+          model_state: one tree per layer, {} for layers without state; only for models whose layers
+            take `state`.
 
         Returns:
-          The loss, or (loss, metrics); of a model whose layers take `state` (loss, (metrics, new
-          model state)).
+          The loss, or (loss, metrics); (loss, (metrics, new model state)) if layers take `state`.
 
         Raises:
-          ValueError: parameters or model state of other layers, a loss that is none.
+          ValueError: parameters or model state of other layers, or an invalid loss.
         """
-        # Not `check_params`: here leaves may be functions, such as those of an equinox module.
+        # `check_params` is too strict: leaves may be functions, as in an equinox module.
         self._check_count(params)
         if self.tied:
             check_ties(self.tied, params)
@@ -180,34 +179,35 @@ class LayeredModel:
     def stage(
         self, start: int, end: int, runs: Sequence[Run] | None = None
     ) -> Callable[[Sequence[PyTree], PyTree, PyTree], Any]:
-        """Layers `start` to `end`, without `end`, as a function of (weights, x, microbatch).
+        """Return layers `start` to `end`, without `end`, as a function (weights, x, microbatch).
 
         Args:
-          start: at 0 it takes no `x` (None) and begins with the microbatch.
-          end: at the number of layers it includes the loss, and returns its `LossTerms`.
-          runs: the same layers, those that are computed alike as one; weights are then one tree
-            per run, stacked where it has several layers. None: each layer stands alone.
+          start: the first layer; if 0, `x` must be None, and the first input is the microbatch.
+          end: index after the last layer; if it is the number of layers, the function includes the
+            loss and returns its `LossTerms`.
+          runs: the same layers in runs; weights are then one tree per run, stacked if it has
+            several layers. None: each layer is its own run.
 
         Returns:
-          A function, which takes and returns `WithState` where layers of the model take `state`.
+          A function, which takes and returns `WithState` if layers of the model take `state`.
 
         Raises:
-          ValueError: at call, a loss that is none.
+          ValueError: an invalid loss, when the function is called.
         """
         is_first, is_last = start == 0, end == len(self.layers)
-        every = [Run(i, 1) for i in range(start, end)] if runs is None else runs
+        all_runs = [Run(i, 1) for i in range(start, end)] if runs is None else runs
 
         def compute(weights: Sequence[PyTree], x: PyTree, microbatch: PyTree) -> Any:
             keyed = microbatch if isinstance(microbatch, Keyed) else None
             examples = microbatch if keyed is None else keyed.batch
-            states: Sequence[PyTree] = [None] * len(every)
+            states: Sequence[PyTree] = [None] * len(all_runs)
             if self.takes_state:
                 x, states = x.x, lax.stop_gradient(x.states)
             if is_first:
                 x = examples
             after = []
-            for run, own, state in zip(every, weights, states, strict=True):
-                x, new = self._run(run, own, x, state, keyed)
+            for run, run_weights, state in zip(all_runs, weights, states, strict=True):
+                x, new = self._run(run, run_weights, x, state, keyed)
                 after.append(lax.stop_gradient(new))
             if is_last:
                 terms = loss_terms(self.loss(x, examples))
@@ -219,13 +219,13 @@ class LayeredModel:
     def _run(
         self, run: Run, weights: PyTree, x: PyTree, state: PyTree, keyed: Keyed | None
     ) -> tuple[PyTree, PyTree]:
-        """Return the output of the layers of a run, and their state after it."""
+        """Return the output of the layers of a run, and their new state."""
         first = run.start
 
-        def layer(x: PyTree, own: PyTree, state: PyTree, index: Any) -> tuple[PyTree, PyTree]:
+        def layer(x: PyTree, params: PyTree, state: PyTree, index: Any) -> tuple[PyTree, PyTree]:
             call = self._calls[first]
             key = keyed.layer_key(index) if keyed is not None and call.takes_key else None
-            result = call(own, x, key, state)
+            result = call(params, x, key, state)
             return self._with_state(first, result) if call.takes_state else (result, state)
 
         if run.count == 1:
@@ -233,7 +233,7 @@ class LayeredModel:
         one, before = jax.tree.map(lambda w: w[0], (weights, state))
         kind = jax.eval_shape(layer, x, one, before, first)[0]
         if _types_of(kind) != _types_of(x):
-            # What a loop carries has one type: these layers change that of what they are given.
+            # A scan needs a carry of one type, and these layers change the type of their input.
             after = []
             for i in range(run.count):
                 one, before = jax.tree.map(lambda w, i=i: w[i], (weights, state))
@@ -256,7 +256,7 @@ class LayeredModel:
         return result
 
     def checked_state(self, model_state: Any) -> list[PyTree]:
-        """Return one tree per layer; raise `ValueError` where `model_state` is none."""
+        """Return `model_state` as a list; raise `ValueError` unless it has one tree per layer."""
         if not isinstance(model_state, list | tuple) or len(model_state) != len(self.layers):
             got = len(model_state) if isinstance(model_state, list | tuple) else model_state
             raise ValueError(
@@ -267,11 +267,11 @@ class LayeredModel:
         return list(model_state)
 
     def as_one(self, params: Sequence[PyTree]) -> list[PyTree]:
-        """`params` with tied leaves replaced by the first of their group."""
+        """Return `params` with tied leaves replaced by the first of their group."""
         return as_one(self.tied, params, differentiable=False)
 
     def check_params(self, params: Sequence[PyTree]) -> None:
-        """Raise `ValueError` unless `params` has per layer a tree of arrays, with the tied ones."""
+        """Raise `ValueError` unless `params` has a tree of arrays per layer and the tied leaves."""
         self._check_count(params)
         check_leaves("params", params)
         if self.tied:

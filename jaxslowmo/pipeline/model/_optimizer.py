@@ -1,4 +1,4 @@
-"""An optax transform that sees the leaves of one stage at a time, as the model has them."""
+"""Run an optax transform on each stage's leaves, with the paths and shapes of the model."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -24,28 +24,29 @@ from ._trial import trial_of
 
 Buffers = dict[str, Any]
 Branch = Callable[[int, list[Buffers], list[Any]], tuple[list[Buffers], list[Any]]]
-"""A function of a stage, its buffers, and values that all stages share, that returns such."""
+"""A function (stage, its buffers, values that all stages share) -> (buffers, shared values)."""
 
 
 class StagePacking(BufferPacking):
     """A packing that runs optax transforms on each stage's own leaves.
 
-    Communication: none, but for what the compiler exchanges over axes inside a stage.
+    Communication: none, except what the compiler exchanges over axes inside a stage.
     """
 
     def init(self, tx: optax.GradientTransformation, params: Staged) -> PyTree:
-        """Return the state of `tx`, made of each stage's own leaves.
+        """Return the initial state of `tx`, made from each stage's own leaves.
 
         Args:
           tx: a transform whose result for a leaf depends on this leaf alone.
           params: the parameters.
 
         Returns:
-          The state that `tx` has without stages, in which a `Staged` tree stands for each tree like
-          the parameters. Leaves that are equal on all stages, such as counters, stay as they are.
+          The state that `tx` has without stages, with a `Staged` tree in the place of each tree
+          like the parameters. Leaves that are equal on all stages, such as counters, are unchanged.
 
         Raises:
-          ValueError: `tx` mixes leaves, found by trying it on few numbers, whole and per stage.
+          ValueError: `tx` mixes leaves: in a trial on small arrays its results differ between the
+            whole model and single stages.
         """
         if is_elementwise(self, tx):
             return self._on_mesh(tx.init(params))  # type: ignore[arg-type]
@@ -69,7 +70,7 @@ class StagePacking(BufferPacking):
         params: Staged | None,
         extra: Mapping[str, Any],
     ) -> tuple[Staged, PyTree]:
-        """Return updates and state, as `tx.update` makes them of each stage's own leaves."""
+        """Return updates and the new state, from `tx.update` on each stage's own leaves."""
         if is_elementwise(self, tx):
             return tx.update(updates, state, params, **extra)  # type: ignore[return-value]
         before, staged, shared = _Form.of(self, state)
@@ -82,81 +83,82 @@ class StagePacking(BufferPacking):
         rest = {name: x for name, x in extra.items() if name not in (*names, *arrays)}
 
         def updated(stage: int, staged: list[Buffers], shared: list[Any]) -> Any:
-            own = dict(zip(names, (self.tree(x, stage, keeps) for x in staged), strict=False))
-            given = before.unpacked(staged[len(names) :], shared[len(arrays) :], stage, keeps)
-            known = own.pop("updates"), given, own.pop("params", None)
-            told = {**own, **dict(zip(arrays, shared, strict=False))}
+            local = dict(zip(names, (self.tree(x, stage, keeps) for x in staged), strict=False))
+            old = before.unpacked(staged[len(names) :], shared[len(arrays) :], stage, keeps)
+            args = local.pop("updates"), old, local.pop("params", None)
+            kwargs = {**local, **dict(zip(arrays, shared, strict=False))}
             return run_where_values_vary(
-                lambda known, told: tx.update(*known, **told, **rest), known, told
+                lambda args, kwargs: tx.update(*args, **kwargs, **rest), args, kwargs
             )
 
         operands = [*(trees[name].buffers for name in names), *staged]
-        alike = [*(extra[name] for name in arrays), *shared]
+        equal = [*(extra[name] for name in arrays), *shared]
         form = before
         if not trial.keeps_structure:  # such as that of optax.monitor, which begins empty
-            own = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), operands)
+            local = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), operands)
             every = [
-                jax.eval_shape(partial(updated, s), own, alike)[1] for s in range(self.num_stages)
+                jax.eval_shape(partial(updated, s), local, equal)[1] for s in range(self.num_stages)
             ]
             form = _form(self, every, trial.is_shared)
 
         def branch(stage: int, staged: list[Buffers], shared: list[Any]) -> Any:
-            moved, after = updated(stage, staged, shared)
-            buffers, alike = form.packed(after, stage, keeps)
-            return [self.buffers(moved, stage, keeps), *buffers], alike
+            new_updates, after = updated(stage, staged, shared)
+            buffers, equal = form.packed(after, stage, keeps)
+            return [self.buffers(new_updates, stage, keeps), *buffers], equal
 
-        found, alike = _per_stage(self, branch, operands, alike)
-        return self.staged(found[0]), form.state(found[1:], alike)
+        results, equal = _per_stage(self, branch, operands, equal)
+        return self.staged(results[0]), form.state(results[1:], equal)
 
     def model_tree(self, buffers: Mapping[str, Any]) -> PyTree:
         """Return the tree of the whole model; see `unstacked`."""
         return unstacked(self, buffers)
 
     def _on_mesh(self, state: PyTree) -> PyTree:
-        """The state with its buffers split over the stages; fresh zeros would be everywhere."""
+        """Return the state with buffers split over the stages; fresh zeros would be replicated."""
         if not jax.sharding.get_abstract_mesh().empty:
-            return state  # whoever has mapped axes here places it
+            return state  # the caller has mapped axes, and places the state
 
         def place(x: Any) -> Any:
             if not isinstance(x, Staged):
                 return x
             specs = x.packing.specs
-            lies = {name: NamedSharding(self.mesh, specs[name]) for name in x}
+            shardings = {name: NamedSharding(self.mesh, specs[name]) for name in x}
             return x.packing.staged(
-                {n: lax.with_sharding_constraint(y, lies[n]) for n, y in x.items()}
+                {n: lax.with_sharding_constraint(y, shardings[n]) for n, y in x.items()}
             )
 
         return jax.tree.map(place, state, is_leaf=lambda x: isinstance(x, Staged))
 
     def tree(self, buffers: Buffers, stage: int, keeps_parts: bool) -> PyTree:
-        """Return the tree of a stage, laid out over the axes that are the compiler's.
+        """Return the tree of a stage, laid out over the axes that the compiler handles.
 
         Args:
           buffers: the buffers of the stage, (*sizes, elements).
-          stage: the device stage.
-          keeps_parts: whether leaves stay in parts; False makes them whole. Where arithmetic joins
-            elements of a leaf, the compiler may move parts by permutes in which devices of all
-            stages take part, and some of them would wait in this branch for others that are in
-            none like it (seen on CPU with Muon: jax 0.10.2 hangs).
+          stage: index of the device stage.
+          keeps_parts: whether leaves stay sharded; False makes them whole. It must be False if `tx`
+            combines elements of a leaf: for sharded leaves the compiler may then emit permutes
+            among the devices of all stages, and devices in this branch wait forever for devices in
+            another one (jax 0.10.2 on CPU hangs with Muon).
         """
         return self._laid_out(self.unpack(buffers, stage), stage, keeps_parts)
 
     def buffers(self, tree: PyTree, stage: int, keeps_parts: bool) -> Buffers:
-        """Return the buffers of a stage, of its tree, in which leaves lie as `tree` makes them."""
+        """Return the buffers of a stage from its tree; undo `StagePacking.tree`."""
         if not keeps_parts:
             tree = self._laid_out(tree, stage, keeps_parts)
         buffers = self.pack(self._laid_out(tree, stage, keeps_parts=True), stage)
         explicit = frozenset(jax.sharding.get_abstract_mesh().explicit_axes)
         if not explicit:
             return buffers
-        # Of Explicit axes types tell, and branches must agree.
+        # Types include the sharding over Explicit axes, and all branches must return equal types.
         specs = {name: only_over(P(*axes, None), explicit) for name, axes in self.axes.items()}
         return {name: jax.sharding.reshard(x, specs[name]) for name, x in buffers.items()}
 
     def _laid_out(self, tree: PyTree, stage: int, keeps_parts: bool) -> PyTree:
-        """The tree with every leaf laid out as its buffer is.
+        """Return the tree with every leaf sharded like its buffer, or whole.
 
-        Left to itself the compiler may split buffers in other ways, and permute their parts.
+        Without the constraint the compiler may split buffers in other ways, and permute their
+        parts.
         """
         automatic = frozenset(jax.sharding.get_abstract_mesh().auto_axes)
         if not automatic:
@@ -167,17 +169,19 @@ class StagePacking(BufferPacking):
             specs = [
                 only_over(leaf.spec, automatic if keeps_parts else frozenset()) for leaf in leaves
             ]
-            own = map(lax.with_sharding_constraint, subtree.flatten_up_to(parts[position]), specs)
-            parts[position] = subtree.unflatten(list(own))
+            placed = map(
+                lax.with_sharding_constraint, subtree.flatten_up_to(parts[position]), specs
+            )
+            parts[position] = subtree.unflatten(list(placed))
         return self.outer.unflatten(parts)
 
 
 class _Form(NamedTuple):
-    """The parts of which the state of a transform is made.
+    """The structure of a transform's state: which parts are staged, and which are shared.
 
     Attributes:
       structure: the structure of the state, with one leaf for each node.
-      nodes: for each node its packing; None for what is equal on all stages.
+      nodes: the packing of each node; None for a node that is equal on all stages.
     """
 
     structure: Any
@@ -185,7 +189,7 @@ class _Form(NamedTuple):
 
     @classmethod
     def of(cls, packing: StagePacking, state: PyTree) -> tuple["_Form", list[Buffers], list[Any]]:
-        """Return the form of a state, the buffers in it, and what is equal on all stages."""
+        """Return the form of a state, its buffers, and its values that are equal on all stages."""
         nodes, structure = jax.tree.flatten(state, is_leaf=lambda x: isinstance(x, Staged))
         packings = [x.packing if isinstance(x, Staged) else None for x in nodes]
         staged = [x.buffers for x in nodes if isinstance(x, Staged)]
@@ -196,12 +200,12 @@ class _Form(NamedTuple):
         )
 
     def is_like(self, packing: BufferPacking) -> bool:
-        """Whether arrays of the state have the shapes of the parameters in whose places they are.
+        """Return whether all arrays of the state have the shapes of their parameters.
 
-        Those of a factored second moment do not, and it joins the elements of rows and columns.
+        Those of a factored second moment do not: it combines the elements of rows and columns.
         """
-        for own in (p for p in self.nodes if p is not None and p.outer == packing.outer):
-            for leaves, (leaf,) in zip(own.leaves, packing.leaves, strict=True):
+        for node in (p for p in self.nodes if p is not None and p.outer == packing.outer):
+            for leaves, (leaf,) in zip(node.leaves, packing.leaves, strict=True):
                 if any(x.shape != leaf.shape for x in leaves):
                     return False
         return True
@@ -209,7 +213,7 @@ class _Form(NamedTuple):
     def packed(
         self, state: PyTree, stage: int, keeps_parts: bool
     ) -> tuple[list[Buffers], list[Any]]:
-        """Return the buffers of one stage's state, and what is equal on all stages.
+        """Return the buffers of one stage's state, and its values that are equal on all stages.
 
         Raises:
           ValueError: a state of another structure.
@@ -229,24 +233,24 @@ class _Form(NamedTuple):
         self, staged: Sequence[Buffers], shared: Sequence[Any], stage: int, keeps_parts: bool
     ) -> PyTree:
         """Return the state of one stage."""
-        buffers, alike = iter(staged), iter(shared)
+        buffers, values = iter(staged), iter(shared)
         return self.structure.unflatten(
             [
-                next(alike) if p is None else _unpack(p, next(buffers), stage, keeps_parts)
+                next(values) if p is None else _unpack(p, next(buffers), stage, keeps_parts)
                 for p in self.nodes
             ]
         )
 
     def state(self, staged: Sequence[Buffers], shared: Sequence[Any]) -> PyTree:
         """Return the state of all stages."""
-        buffers, alike = iter(staged), iter(shared)
+        buffers, values = iter(staged), iter(shared)
         return self.structure.unflatten(
-            [next(alike) if p is None else p.staged(next(buffers)) for p in self.nodes]
+            [next(values) if p is None else p.staged(next(buffers)) for p in self.nodes]
         )
 
 
-# In a packing of what has no place among the parameters, such as a vector of all of them: one
-# value for each stage. The parameters of a model of layers are a sequence, and never such a dict.
+# Key of the structure for a leaf of the state that belongs to no parameter and differs between
+# stages: a dict with one value per stage. Parameters are a sequence of layers, and never a dict.
 _OF_STAGE = "of each stage"
 
 
@@ -273,12 +277,13 @@ def _is_array(x: Any) -> bool:
 def _form(
     packing: StagePacking, states: Sequence[PyTree], is_shared: Callable[[int], bool]
 ) -> _Form:
-    """The form of the states of all stages.
+    """Return the form of the states of all stages.
 
     Args:
-      packing: of the parameters.
-      states: types, for each stage.
-      is_shared: whether the leaf of this number that mirrors no parameters is equal on all stages.
+      packing: the packing of the parameters.
+      states: one state of types for each stage.
+      is_shared: tells by the number of a leaf, among those that do not mirror the parameters,
+        whether it is equal on all stages.
     """
     flat = [jax.tree.flatten(state, is_leaf=packing.mirrors) for state in states]
     structure = flat[0][1]
@@ -289,18 +294,18 @@ def _form(
         )
     nodes: list[Any] = []
     number = 0
-    for values in zip(*(own for own, _ in flat), strict=True):
+    for values in zip(*(nodes_of_stage for nodes_of_stage, _ in flat), strict=True):
         if packing.mirrors(values[0]):
             nodes.append(packing.like(values))
             continue
-        alike = len({(x.shape, x.dtype) for x in values}) == 1
-        nodes.append(None if alike and is_shared(number) else _own(packing, values))
+        same = len({(x.shape, x.dtype) for x in values}) == 1
+        nodes.append(None if same and is_shared(number) else _packing_of_values(packing, values))
         number += 1
     return _Form(structure, tuple(nodes))
 
 
-def _own(packing: StagePacking, values: Sequence[Any]) -> StagePacking:
-    """The packing of one array of each stage."""
+def _packing_of_values(packing: StagePacking, values: Sequence[Any]) -> StagePacking:
+    """Return the packing of one array per stage that belongs to no parameter."""
     leaves = tuple((Leaf(x.shape, P(), buffer_name(x.dtype, ())),) for x in values)
     return StagePacking(
         outer=_per_stage_structure(len(values)),
@@ -320,25 +325,26 @@ def _per_stage(
     """Run `branch` of each stage on its devices.
 
     Args:
-      packing: tells the axis, and the mesh where no axis is mapped yet.
+      packing: the packing of the parameters, with the axis of the stages and the mesh.
       branch: the program of one stage.
       staged: buffers (stages, ...).
-      shared: equal on all stages; so must be what `branch` returns as such.
+      shared: values that are equal on all stages; the shared results of `branch` must be so, too.
     """
     axis = packing.axis_name
     axes = set[str]().union(*map(varying_axes, jax.tree.leaves((staged, shared))))
 
     def device(staged: list[Buffers], shared: list[Any]) -> Any:
-        own = jax.tree.map(lambda x: x[0], staged)
-        branches = _branches([partial(branch, s) for s in range(packing.num_stages)], own, shared)
-        found, alike = branches(lax.axis_index(axis), own, shared)
-        return jax.tree.map(lambda x: x[None], found), alike
+        local = jax.tree.map(lambda x: x[0], staged)
+        branches = _branches([partial(branch, s) for s in range(packing.num_stages)], local, shared)
+        results, equal = branches(lax.axis_index(axis), local, shared)
+        return jax.tree.map(lambda x: x[None], results), equal
 
     if packing.num_stages == 1:
-        found, alike = branch(0, jax.tree.map(lambda x: x[0], staged), shared)
-        return jax.tree.map(lambda x: x[None], found), alike
+        results, equal = branch(0, jax.tree.map(lambda x: x[0], staged), shared)
+        return jax.tree.map(lambda x: x[None], results), equal
     context = jax.sharding.get_abstract_mesh()
-    # Types cannot tell that what is shared is equal on all stages: it follows from equal numbers.
+    # `check_vma=False`: shared results are equal on all stages because their inputs are equal, but
+    # types cannot prove it.
     mapped = jax.shard_map(
         device,
         mesh=packing.mesh if context.empty else context,
@@ -347,16 +353,16 @@ def _per_stage(
         out_specs=(P(axis), P()),
         check_vma=False,
     )
-    if context.empty:  # outside of a program jax maps over all axes of a mesh or over none
+    if context.empty:  # outside of jit, `shard_map` can only map all axes of a mesh
         mapped = jax.jit(mapped)
     return vary_over(mapped(staged, shared), axes)
 
 
 def _branches(branches: Sequence[Callable[..., Any]], *operands: PyTree) -> Callable[..., Any]:
-    """A function of the number of a branch and the operands.
+    """Return a function (number of a branch, *operands) that runs this branch.
 
-    Branches that turn out to be the same program, as those of stages with equal layers, are one, so
-    that they are compiled once. Results are of the widest dtype that some branch gives.
+    Branches with equal programs, such as those of stages with equal layers, become one branch,
+    which is compiled once. Each result has the dtype to which those of all branches promote.
     """
     programs: dict[Any, Any] = {}
     numbers, kinds = [], []
@@ -365,15 +371,13 @@ def _branches(branches: Sequence[Callable[..., Any]], *operands: PyTree) -> Call
         closed, results = jax.make_jaxpr(branch, return_shape=True)(*operands)
         leaves, structure = jax.tree.flatten(results)
         kinds.append([x.dtype for x in leaves])
-        # Texts of programs abbreviate the arrays that equations hold as literals.
+        # The text of a program abbreviates arrays that are literals, so they are added to the key.
         atoms = (v for equation in equations_in(closed) for v in equation.invars)
         arrays = [v.val for v in atoms if isinstance(v, Literal) and np.ndim(v.val)]
         key = str(closed.jaxpr), tuple(map(_constant, (*closed.consts, *arrays)))
         numbers.append(programs.setdefault(key, (len(programs), closed))[0])
-    # PRNG keys have no dtype but their own.
-    widest = [
-        own[0] if len(set(own)) == 1 else jnp.result_type(*own) for own in zip(*kinds, strict=True)
-    ]
+    # `jnp.result_type` refuses PRNG keys, so equal dtypes are kept without it.
+    widest = [x[0] if len(set(x)) == 1 else jnp.result_type(*x) for x in zip(*kinds, strict=True)]
 
     def run(closed: Any, *operands: PyTree) -> PyTree:
         results = map(jnp.asarray, jaxpr_as_fun(closed)(*jax.tree.leaves(operands)))
@@ -387,6 +391,6 @@ def _branches(branches: Sequence[Callable[..., Any]], *operands: PyTree) -> Call
 
 
 def _constant(x: Any) -> Any:
-    """Return a key by which constants of programs are told apart."""
+    """Return a key that distinguishes constants of programs: the value of small arrays."""
     is_small = isinstance(x, np.ndarray | np.generic) and x.size < 4096
     return (str(x.dtype), x.shape, x.tobytes()) if is_small else id(x)

@@ -1,4 +1,4 @@
-"""Between a tree of the whole model and the buffers of its stages: arrays anywhere, and types."""
+"""Convert between a tree of the whole model and the buffers of its stages."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -23,15 +23,15 @@ def stacked(
     """Return the buffers of all stages.
 
     Args:
-      packing: what lies where.
-      tree: of the whole model, arrays or types.
-      num_lead: how many dimensions leaves have in front of their own, such as replicas.
-      on_mesh: whether arrays of NumPy go to the mesh, too; else they stay on the host.
+      packing: the places of the leaves.
+      tree: the tree of the whole model, of arrays or types.
+      num_lead: number of dimensions that leaves have before their own, such as replicas.
+      on_mesh: whether NumPy arrays are moved to the mesh, too; else they stay on the host.
     """
 
     def stages(numpy: Any, tree: PyTree) -> dict[str, Any]:
-        own = [packing.pack(tree, s, numpy, num_lead) for s in range(packing.num_stages)]
-        return {name: numpy.stack([x[name] for x in own], num_lead) for name in packing.axes}
+        packed = [packing.pack(tree, s, numpy, num_lead) for s in range(packing.num_stages)]
+        return {name: numpy.stack([x[name] for x in packed], num_lead) for name in packing.axes}
 
     leaves = jax.tree.leaves(tree)
     if not leaves:
@@ -56,7 +56,7 @@ def stacked(
         of_stages = range(packing.num_stages)[index[num_lead]]
         rest = *index[:num_lead], *index[num_lead + 1 :]
         packed = (packing.pack(on_host, s, np, num_lead) for s in of_stages)
-        return np.stack([own[name][rest] for own in packed], num_lead).astype(dtype)
+        return np.stack([buffers[name][rest] for buffers in packed], num_lead).astype(dtype)
 
     return packing.staged(
         {
@@ -67,7 +67,7 @@ def stacked(
 
 
 def unstacked(packing: BufferPacking, buffers: Mapping[str, Any]) -> PyTree:
-    """Return the tree of the whole model, of buffers (*lead, stages, ...).
+    """Return the tree of the whole model from buffers (*lead, stages, ...).
 
     Raises:
       ValueError: buffers of other shapes.
@@ -85,8 +85,8 @@ def unstacked(packing: BufferPacking, buffers: Mapping[str, Any]) -> PyTree:
     def whole(buffers: Mapping[str, Any]) -> PyTree:
         parts = []
         for subtree, places in zip(packing.subtrees, packing.places, strict=True):
-            own = [(buffers[p.leaf.buffer][(*lead, p.stage)], p) for p in places]
-            parts.append(subtree.unflatten([packing.read(x, p, num_lead) for x, p in own]))
+            pairs = [(buffers[p.leaf.buffer][(*lead, p.stage)], p) for p in places]
+            parts.append(subtree.unflatten([packing.read(x, p, num_lead) for x, p in pairs]))
         return packing.outer.unflatten(parts)
 
     arrays = list(buffers.values())
@@ -96,7 +96,7 @@ def unstacked(packing: BufferPacking, buffers: Mapping[str, Any]) -> PyTree:
     if isinstance(arrays[0] if arrays else None, Tracer) or not isinstance(sharding, NamedSharding):
         return whole(buffers)
     front = [*sharding.spec, *[None] * num_lead][:num_lead]
-    mesh, where = sharding.mesh, iter([p for own in packing.places for p in own])
+    mesh, where = sharding.mesh, iter([p for places in packing.places for p in places])
     kinds = {n: jax.ShapeDtypeStruct(x.shape, x.dtype) for n, x in buffers.items()}
     shardings = jax.tree.map(
         lambda _: NamedSharding(mesh, P(*front, *next(where).leaf.spec)),
@@ -106,7 +106,7 @@ def unstacked(packing: BufferPacking, buffers: Mapping[str, Any]) -> PyTree:
 
 
 def _over_explicit_axes(packing: BufferPacking, buffers: dict[str, Any]) -> dict[str, Any]:
-    """Return traced buffers as those on the mesh lie over Explicit axes, of which types tell."""
+    """Return traced buffers, sharded over Explicit axes like buffers that are on the mesh."""
     context = jax.sharding.get_abstract_mesh()
     mesh = packing.mesh if context.empty else context
     explicit = frozenset(mesh.explicit_axes)
@@ -116,8 +116,9 @@ def _over_explicit_axes(packing: BufferPacking, buffers: dict[str, Any]) -> dict
     specs = {name: only_over(x.sharding.spec, explicit) for name, x in types.items()}
 
     def over(name: str, x: Any) -> Any:
-        # By way of whole buffers on the mesh, to which gradients come back: they cannot be taken
-        # apart while they are sharded, and arrays that lie on no mesh would not tell where to.
+        # First replicate the buffer on the mesh, then shard it: the gradient takes the same way
+        # back. A sharded gradient cannot be divided into leaves, and without the first step there
+        # is no mesh on which to make it whole.
         whole = jax.sharding.reshard(x, NamedSharding(mesh, P()))
         return jax.sharding.reshard(whole, NamedSharding(mesh, specs[name]))
 
@@ -125,7 +126,7 @@ def _over_explicit_axes(packing: BufferPacking, buffers: dict[str, Any]) -> dict
 
 
 def _placing(fn: Any, mesh: Any, shardings: PyTree) -> Any:
-    """`fn` of arrays on a mesh, whose results lie as said."""
+    """Return the compiled `fn` of arrays on a mesh, with results in these shardings."""
     if explicit := frozenset(mesh.explicit_axes):
         typed = jax.tree.map(lambda s: NamedSharding(mesh, only_over(s.spec, explicit)), shardings)
         fn = jax.sharding.auto_axes(fn, out_sharding=typed)
@@ -133,7 +134,7 @@ def _placing(fn: Any, mesh: Any, shardings: PyTree) -> Any:
 
 
 def _is_on(mesh: Mesh, x: Any) -> bool:
-    """Whether an array lies on the devices of `mesh`, or is no whole array of this process."""
+    """Return whether an array is on the devices of `mesh`, or not fully in this process."""
     if not isinstance(x, jax.Array):
         return False
     return not x.is_fully_addressable or x.sharding.device_set == set(mesh.devices.flat)

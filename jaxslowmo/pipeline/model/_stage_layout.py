@@ -1,4 +1,4 @@
-"""Which layers make a stage, and the parameters of all stages as one tree."""
+"""Divide the layers of a model into stages, and stack the parameters of all stages in one tree."""
 
 import operator
 from collections.abc import Mapping, Sequence
@@ -20,7 +20,7 @@ from ._stacking import stacked, unstacked
 
 
 class Block(NamedTuple):
-    """Layers `start` to `end`, without `end`: a stage of the model."""
+    """A stage of the model: layers `start` to `end`, without `end`."""
 
     start: int
     end: int
@@ -29,28 +29,28 @@ class Block(NamedTuple):
 def model_blocks(
     num_layers: int, num_stages: int, num_chunks: int = 1, parts: Sequence[Any] | None = None
 ) -> tuple[Block, ...]:
-    """The stages of a model, in its order.
+    """Return the stages of a model, in the model's order.
 
     Args:
-      num_layers: of the model.
-      num_stages: device stages.
-      num_chunks: stages of the model that each device stage holds.
-      parts: as `js.partition_uniform` and its kin return them: per device stage a list of
-        [start, end), one per chunk. None: as even as can be.
+      num_layers: number of layers of the model.
+      num_stages: number of device stages.
+      num_chunks: number of stages of the model on each device stage.
+      parts: the result of a function such as `js.partition_uniform`: for each device stage a list
+        of [start, end), one per chunk. None: as evenly as possible.
 
     Returns:
       `num_stages * num_chunks` blocks.
 
     Raises:
-      ValueError: more stages than layers, a stage without layers, another number of blocks, layers
-        that no block has or several have.
+      ValueError: more stages than layers, a stage without layers, a wrong number of blocks, layers
+        in no block or in several.
     """
     count = num_stages * num_chunks
     of_chunks = f" * {num_chunks} chunks" if num_chunks > 1 else ""
     if count > num_layers:
         raise ValueError(
             f"`schedule` has {num_stages} stages{of_chunks} and the model {num_layers} layers: "
-            "every stage needs a layer of its own."
+            "every stage needs at least one layer."
         )
     if parts is None:
         bounds = [num_layers * k // count for k in range(count + 1)]
@@ -70,7 +70,7 @@ def model_blocks(
 
 
 def _blocks_of(parts: Any, num_stages: int, num_chunks: int) -> list[Block]:
-    """The intervals in `parts`, in the order of the model."""
+    """Return the intervals in `parts`, in the order of the model."""
     try:
         stages = [
             [Block(operator.index(start), operator.index(end)) for start, end in stage]
@@ -87,26 +87,27 @@ def _blocks_of(parts: Any, num_stages: int, num_chunks: int) -> list[Block]:
 
 
 class StageLayout:
-    """How the parameters of all stages lie in one tree; made by `js.pipelined`.
+    """The layout of the parameters of all stages in one tree; made by `js.pipelined`.
 
-    One program on all devices needs one tree for all stages. Here it is one buffer for each dtype,
-    (stages, elements), in which a device has the leaves of its own stage one after the other: as
-    many elements as the fullest stage has, and no padding beyond. Leaves that are sharded over axes
-    inside a stage lie in buffers of their own, (stages, *sizes of these axes, elements), of which
-    each device has its part.
+    One program on all devices needs one tree for all stages. This tree has one buffer for each
+    dtype, (stages, elements), in which a device holds the leaves of its stage one after the other,
+    padded to the number of elements of the fullest stage. Leaves that are sharded over axes inside
+    a stage are in separate buffers, (stages, *sizes of these axes, elements), of which each device
+    holds its part.
 
     An optimizer of `js.make_train_step` sees, on each stage, the leaves of this stage with the
-    paths and shapes that they have in the model (`optax.MaskedNode()` stands for the others). What
-    needs all gradients, `js.clip_by_global_norm` and `js.dynamic_loss_scale`, sees the buffers.
+    paths and shapes that they have in the model, and `optax.MaskedNode()` in place of the others.
+    Transforms that need all gradients, `js.clip_by_global_norm` and `js.dynamic_loss_scale`, see
+    the buffers.
 
     Attributes:
-      packing: what lies where.
+      packing: the place of each leaf in the buffers.
       specs: a `PartitionSpec` for each buffer, for states, `param_specs` of transforms and
         checkpoints.
       blocks: the layers of each stage of the model.
-      placement: for each stage of the model the device stage that holds it.
-      all_runs: for each stage of the model its layers, equal ones in a row as one run.
-      num_padding: elements that hold no parameter, on all devices together.
+      placement: the device stage that holds each stage of the model.
+      all_runs: the layers of each stage of the model, with consecutive equal layers as one run.
+      num_padding: number of elements that hold no parameter, on all devices together.
     """
 
     def __init__(
@@ -128,12 +129,14 @@ class StageLayout:
           model: the layers.
           params: one tree per layer, arrays or types.
           blocks: the layers of each stage of the model.
-          placement: for each stage of the model the device stage that holds it.
+          placement: the device stage that holds each stage of the model.
           mesh: the devices.
           axis_name: the axis of the stages.
           param_specs: a `PartitionSpec` per leaf over axes inside a stage, or a prefix.
-          beside: one tree per layer of what else must be alike in layers of a run.
-          runs: for each stage of the model its layers in runs; None: rows of equal layers.
+          beside: one further tree per layer, such as its model state, whose types must also be
+            equal for layers of a run.
+          runs: the layers of each stage of the model in runs; None: consecutive equal layers are
+            one run.
         """
         model.check_params(params)
         self._model, self._mesh = model, mesh
@@ -150,13 +153,13 @@ class StageLayout:
         self.all_runs: list[tuple[Run, ...]] = rows if runs is None else list(runs)
         self._paths, self._treedefs = paths, treedefs
         stages: list[list[int]] = [[] for _ in range(mesh.shape[axis_name])]
-        for own, stage in zip(self.all_runs, placement, strict=True):
-            for run in own:
-                # Leaf by leaf, so that those of equal layers are one array.
+        for runs_of_stage, stage in zip(self.all_runs, placement, strict=True):
+            for run in runs_of_stage:
+                # Leaf by leaf: a leaf of all layers of the run is then one array in the buffer.
                 for i in range(treedefs[run.start].num_leaves):
                     each = range(run.start, run.start + run.count)
                     stages[stage] += [self._first[layer] + i for layer in each]
-        flat = [leaf for own in leaves for leaf in own]
+        flat = [leaf for of_layer in leaves for leaf in of_layer]
         self.packing = StagePacking(
             outer=jax.tree.structure(params),
             subtrees=tuple(jax.tree.structure(0) for _ in flat),
@@ -182,11 +185,11 @@ class StageLayout:
         return self.packing.staged(self.packing.buffer_types(self._dtypes))
 
     def runs(self, model_stage: int) -> tuple[Run, ...]:
-        """Return the layers of a stage of the model, equal ones in a row as one run."""
+        """Return the layers of a stage of the model, consecutive equal layers as one run."""
         return self.all_runs[model_stage]
 
     def places(self, run: Run) -> list[LeafPlace]:
-        """Return where the leaves of the first layer of a run lie; those of others follow."""
+        """Return the places of the first layer's leaves in a run; other layers follow them."""
         first = self._first[run.start]
         count = self._treedefs[run.start].num_leaves
         return [self.packing.places[first + i][0] for i in range(count)]
@@ -196,12 +199,12 @@ class StageLayout:
         return self._treedefs[layer]
 
     def tied_places(self) -> list[list[LeafPlace]]:
-        """Return where the copies of each tied parameter lie.
+        """Return the places of the copies of each tied parameter.
 
         Raises:
-          ValueError: copies that are sharded unlike.
+          ValueError: copies that are sharded differently.
         """
-        found = []
+        groups = []
         for group in self._model.tied:
             places = [self.packing.places[self._position(*copy)][0] for copy in group]
             specs = [place.leaf.spec for place in places]
@@ -209,15 +212,15 @@ class StageLayout:
                 raise ValueError(
                     f"`param_specs` must be equal for tied leaves, got {specs} for {group}."
                 )
-            found.append(places)
-        return found
+            groups.append(places)
+        return groups
 
     @property
     def counted(self) -> Staged:
-        """Which elements are in a norm of all parameters, as `js.clip_by_global_norm` takes it.
+        """A mask for each buffer: the elements that a norm of all parameters counts.
 
-        For each buffer a mask that broadcasts to it, of tied parameters with the first copy alone;
-        None where there are no others. `js.clip_by_global_norm` counts like this by itself.
+        Of tied parameters it has only the first copy. A mask broadcasts to its buffer; it is None
+        for a buffer without further copies. `js.clip_by_global_norm` counts in this way by itself.
         """
         repeated = {name: self.packing.repeated(name, np) for name in self.packing.axes}
         return self.packing.staged({n: None if x is None else ~x for n, x in repeated.items()})
@@ -226,17 +229,17 @@ class StageLayout:
         """Return one tree of all stages, from one tree per layer.
 
         Args:
-          params: arrays of jax or NumPy, or `ShapeDtypeStruct`s; where leaves are tied, the first
-            of a group counts.
+          params: arrays of jax or NumPy, or `ShapeDtypeStruct`s; all leaves of a tied group get the
+            value of the first.
 
         Returns:
-          Buffers on the mesh, each device with its own stage's alone; types stay types.
+          Buffers on the mesh, where each device holds only its own stage; types for types.
 
         Raises:
           ValueError: parameters of other layers, shapes or dtypes.
 
         Communication: none between stages if the arrays are on other devices or on the host;
-          else what moving them takes.
+          otherwise the copies that move them to their stages.
         """
         self._model.check_params(params)
         refuse_keys(params)
@@ -254,8 +257,8 @@ class StageLayout:
     def unstack(self, buffers: Staged | Mapping[str, Any]) -> PyTree:
         """Return one tree per layer, from one tree of all stages; padding is left out.
 
-        Arrays on a mesh then lie on it as `param_specs` said, on every stage: of a model that no
-        device can hold, give NumPy arrays.
+        Arrays on a mesh are placed on it by `param_specs`, and replicated over the stages: pass
+        NumPy arrays of a model that no device can hold.
         """
         names = list(self.packing.axes)
         if not isinstance(buffers, Staged | Mapping) or sorted(buffers) != sorted(names):
@@ -266,17 +269,17 @@ class StageLayout:
         return unstacked(self.packing, dict(buffers.items()))
 
     def stack_like(self, tree: PyTree) -> PyTree:
-        """Return `tree` with every part that mirrors the parameters stacked, as Adam's moments do.
+        """Return `tree` with every part that mirrors the parameters stacked, such as moments.
 
-        Leaves may have further dimensions before their own, such as replicas: as many as those of a
-        part have whose shapes are the parameters'. Those of NumPy stay on the host.
+        Leaves may have further dimensions before their own, such as replicas. Their number is taken
+        from a part whose leaves end in the shapes of the parameters. NumPy arrays stay on the host.
         """
         nodes, structure = jax.tree.flatten(tree, is_leaf=self.packing.mirrors)
         num_lead = max(map(self._num_lead, filter(self.packing.mirrors, nodes)), default=0)
         return structure.unflatten([self._stacked_like(x, num_lead) for x in nodes])
 
     def unstack_like(self, tree: PyTree) -> PyTree:
-        """Return what `stack_like` was given."""
+        """Undo `stack_like`: return the tree with every stacked part as one tree per layer."""
 
         def whole(x: Any) -> Any:
             return unstacked(x.packing, x.buffers) if isinstance(x, Staged) else x
@@ -284,15 +287,15 @@ class StageLayout:
         return jax.tree.map(whole, tree, is_leaf=lambda x: isinstance(x, Staged))
 
     def _num_lead(self, tree: PyTree) -> int:
-        """Dimensions before those of the parameters; 0 where shapes are not the parameters'."""
-        found = set()
+        """Return the number of leading dimensions; 0 for shapes that are not the parameters'."""
+        counts = set()
         for part, (leaf,) in zip(
             self.packing.outer.flatten_up_to(tree), self.packing.leaves, strict=True
         ):
             for x in jax.tree.leaves(part):
                 lead = np.ndim(x) - len(leaf.shape)
-                found.add(lead if lead >= 0 and np.shape(x)[lead:] == leaf.shape else 0)
-        return found.pop() if len(found) == 1 else 0
+                counts.add(lead if lead >= 0 and np.shape(x)[lead:] == leaf.shape else 0)
+        return counts.pop() if len(counts) == 1 else 0
 
     def _stacked_like(self, x: Any, num_lead: int) -> Any:
         if not self.packing.mirrors(x) or not jax.tree.leaves(x):
@@ -307,7 +310,7 @@ def refuse_keys(params: Sequence[PyTree]) -> None:
     is_key = [
         jnp.issubdtype(jnp.result_type(x), jax.dtypes.extended) for x in jax.tree.leaves(params)
     ]
-    if any(is_key):  # names of thousands of leaves take a while
+    if any(is_key):  # names of thousands of leaves take a while to make
         at = is_key.index(True)
         raise ValueError(
             f"`params` must hold numbers, got {leaf_names(params)[at]!r} of type "
@@ -319,7 +322,7 @@ def refuse_keys(params: Sequence[PyTree]) -> None:
 def _leaves_of(
     params: Sequence[PyTree], param_specs: PyTree | None, sizes: tuple[tuple[str, int], ...]
 ) -> list[list[Leaf]]:
-    """The leaves of each layer.
+    """Return the leaves of each layer.
 
     Raises:
       ValueError: specs that don't fit the parameters.
@@ -332,12 +335,12 @@ def _leaves_of(
             "`param_specs` must be a list of one tree of PartitionSpec per layer, or a prefix of "
             f"it: {error}"
         ) from None
-    found = []
+    by_layer = []
     for layer, specs in zip(params, every, strict=True):
         flat = jax.tree.leaves(specs, is_leaf=_is_spec)
         leaves = zip(leaf_names(layer), jax.tree.leaves(layer), flat, strict=True)
-        found.append([_leaf(*leaf, dict(sizes)) for leaf in leaves])
-    return found
+        by_layer.append([_leaf(*leaf, dict(sizes)) for leaf in leaves])
+    return by_layer
 
 
 def _is_spec(x: Any) -> bool:
@@ -376,5 +379,5 @@ def _kind_of(x: Any) -> str:
 
 
 def _as_array(x: Any) -> Any:
-    """`x`, or the array that jax makes of a number of Python."""
+    """Return `x`; a Python number becomes an array of the dtype that jax gives it."""
     return np.asarray(x, jnp.result_type(x)) if isinstance(x, int | float | complex) else x

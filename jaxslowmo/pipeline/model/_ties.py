@@ -1,4 +1,4 @@
-"""Leaves of several layers that are one parameter."""
+"""Tied leaves: leaves of several layers that are one parameter."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -18,11 +18,11 @@ Ties = tuple[tuple[TiedLeaf, ...], ...]
 
 
 def as_ties(tied: Any, num_layers: int) -> Ties:
-    """`tied` as tuples.
+    """Return `tied` as tuples.
 
     Raises:
-      ValueError: no (layer, path) pairs, layers that the model does not have, groups of fewer than
-        two leaves, a leaf that is named twice.
+      ValueError: leaves that are not (layer, path) pairs, layers that the model does not have,
+        groups of fewer than two leaves, a leaf that is named twice.
     """
     ties = tuple(tuple(_as_leaf(leaf, num_layers) for leaf in group) for group in tied)
     for group in ties:
@@ -48,9 +48,9 @@ def _as_leaf(leaf: Any, num_layers: int) -> TiedLeaf:
 
 
 def check_ties(ties: Ties, params: Sequence[PyTree]) -> None:
-    """Raise `ValueError` for tied leaves that `params` does not have, or that are unlike."""
+    """Raise `ValueError` for tied leaves that `params` lacks, or whose shapes or dtypes differ."""
     for group in ties:
-        found = []
+        types = []
         for layer, path in group:
             named = dict(
                 zip(leaf_names(params[layer]), jax.tree.leaves(params[layer]), strict=True)
@@ -58,23 +58,23 @@ def check_ties(ties: Ties, params: Sequence[PyTree]) -> None:
             if path not in named:
                 has = ", ".join(named) or "no leaves"
                 raise ValueError(f"`tied` names {path!r} of layer {layer}, which has {has}.")
-            found.append((jnp.shape(named[path]), jnp.result_type(named[path])))
-        if len(set(found)) > 1:
+            types.append((jnp.shape(named[path]), jnp.result_type(named[path])))
+        if len(set(types)) > 1:
             kinds = ", ".join(
                 f"{path!r} of layer {layer} is {dtype}{list(shape)}"
-                for (layer, path), (shape, dtype) in zip(group, found, strict=True)
+                for (layer, path), (shape, dtype) in zip(group, types, strict=True)
             )
             raise ValueError(f"`tied` leaves must have equal shapes and dtypes: {kinds}.")
 
 
 def as_one(ties: Ties, params: Sequence[PyTree], *, differentiable: bool = True) -> list[PyTree]:
-    """`params` with every tied leaf equal to the first of its group.
+    """Return `params` with every tied leaf equal to the first of its group.
 
     Args:
-      ties: of the model.
+      ties: the groups of tied leaves of the model.
       params: one tree per layer.
-      differentiable: whether the gradient of each is to be the sum of those of its group; else each
-        has its own, as where such sums are made of the gradients of stages.
+      differentiable: whether the gradient of each leaf is the sum over its group. If False, each
+        leaf keeps its own gradient, for callers that add up the gradients of stages themselves.
     """
     if not ties:
         return list(params)
@@ -83,19 +83,20 @@ def as_one(ties: Ties, params: Sequence[PyTree], *, differentiable: bool = True)
     places = [{name: i for i, name in enumerate(leaf_names(layer))} for layer in params]
     for group in ties:
         spots = [(layer, places[layer][path]) for layer, path in group]
-        own = [leaves[layer][i] for layer, i in spots]
-        if differentiable or any(isinstance(x, Tracer) for x in own):
-            one: Any = _first_of(differentiable, own)
+        copies = [leaves[layer][i] for layer, i in spots]
+        if differentiable or any(isinstance(x, Tracer) for x in copies):
+            equal: Any = _first_of(differentiable, copies)
         else:
-            one = [own[0]] * len(own)
-        for (layer, i), leaf in zip(spots, one, strict=True):
+            equal = [copies[0]] * len(copies)
+        for (layer, i), leaf in zip(spots, equal, strict=True):
             leaves[layer][i] = leaf
-    return [treedef.unflatten(own) for own, (_, treedef) in zip(leaves, split, strict=True)]
+    pairs = zip(leaves, split, strict=True)
+    return [treedef.unflatten(of_layer) for of_layer, (_, treedef) in pairs]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _first_of(adds_up: bool, copies: list[jax.Array]) -> list[jax.Array]:
-    """Return the first copy for each; its gradients are each copy's own, or `adds_up` their sum."""
+    """Return the first copy for each; the gradient of each is its own, or if `adds_up` the sum."""
     return [copies[0]] * len(copies)
 
 

@@ -1,9 +1,9 @@
-"""Whether a transform gives each leaf what it gives it without stages, tried on few numbers.
+"""Try on small arrays whether a transform gives the same results stage by stage.
 
-The transform of a stage sees the leaves of this stage alone. That is no loss to one whose result
-for a leaf depends on this leaf, and another thing for one that takes a norm of all gradients.
-Nothing tells the two apart, so each is asked: it makes some updates of small arrays with the
-model's own names, once of all stages together and once of each alone.
+In a pipeline a transform sees the leaves of one stage at a time. That changes nothing if its result
+for a leaf depends on this leaf alone, but it is wrong for one that takes a norm of all gradients.
+Nothing in optax distinguishes the two, so each transform is tried: it runs some updates of small
+arrays with the model's paths, once for all stages together and once for each stage alone.
 """
 
 import functools
@@ -27,20 +27,21 @@ from ...tree import leaf_names
 from ._buffer_packing import BufferPacking
 
 _SIDE = 3  # elements along an axis, at most
-# How large gradients are, one update after the other: some rates follow distances, which take a
-# while to grow, and limits of clipping lie anywhere. In the last one a gradient is not finite.
+# The scale of the gradients of each update. Some learning rates depend on the distance from the
+# start, which takes a few updates to grow, and clipping may have any limit, so scales vary widely.
+# In the last update a gradient is not finite.
 _SCALES = (*[1.0] * 8, 1e-3, 1e6, 1.0, 1.0)
 _DOUBLED = len(_SCALES) - 2  # the update before which leaves of the state may be doubled
 _TOLERANCE = 1e-4
 
 
 class _Results(NamedTuple):
-    """What a transform makes of several updates of some leaves.
+    """The results of several updates by a transform.
 
     Attributes:
       updates: one tree for each update.
-      state: after the last one.
-      keeps_structure: whether it has the structure of the first state.
+      state: the state after the last update.
+      keeps_structure: whether that state has the structure of the initial one.
     """
 
     updates: list[PyTree]
@@ -49,16 +50,16 @@ class _Results(NamedTuple):
 
 
 class Trial(NamedTuple):
-    """What a trial has shown of a transform.
+    """The properties of a transform that a trial has shown.
 
     Attributes:
-      shared: for each leaf of its state that mirrors no parameters, whether it is equal on all
-        stages; () where the transform could not be tried (it wants arguments or shapes that a trial
+      shared: whether each leaf of the state that does not mirror the parameters is equal on all
+        stages; () if the transform could not be tried (it needs arguments or shapes that a trial
         does not have).
-      is_elementwise: whether its result for an element depends on this element alone; it is only
-        asked where leaves are sharded inside a stage.
-      keeps_structure: whether updates leave the structure of its state as it is.
-      failure: the error that the transform ended with; "" where it could be tried.
+      is_elementwise: whether the result for an element depends on this element alone; only
+        determined if leaves are sharded inside a stage.
+      keeps_structure: whether updates keep the structure of the state.
+      failure: the error that the trial ended with; "" if there was none.
     """
 
     shared: tuple[bool, ...] = ()
@@ -67,33 +68,33 @@ class Trial(NamedTuple):
     failure: str = ""
 
     def is_shared(self, number: int) -> bool:
-        """Whether leaf `number` of those that mirror no parameters is equal on all stages."""
+        """Return whether leaf `number`, of those that mirror no parameters, is shared."""
         # A state may have another structure for other shapes.
         return self.shared[number] if number < len(self.shared) else True
 
 
 @functools.lru_cache(maxsize=64)
 def trial_of(packing: BufferPacking, tx: optax.GradientTransformation) -> Trial:
-    """Try a transform.
+    """Try a transform on small arrays.
 
     Args:
-      packing: of the parameters.
+      packing: the packing of the parameters.
       tx: the transform.
 
     Raises:
       ValueError: results for a leaf depend on leaves of other stages.
       UserWarning: `tx` could not be tried.
 
-    Communication: none; it runs on one device of this process, now.
+    Communication: none; it runs at once, on one device of this process.
     """
-    # In a thread of its own no axis is mapped and nothing is traced.
+    # A new thread has no mapped axes and no trace, whatever the caller is doing.
     with ThreadPoolExecutor(1) as thread:
         trial = thread.submit(_tried, packing, tx).result()
     if trial.failure:
         warn_user(
-            "`optimizer` could not be tried on few numbers, so nothing tells whether its result "
-            "for a leaf depends on leaves of other stages; if it does, a pipeline trains otherwise "
-            f"than without stages. The trial ended with {trial.failure}"
+            "`optimizer` could not be tried on small arrays. If its result for a leaf depends on "
+            "leaves of other stages, a pipeline trains differently from the model without stages. "
+            f"The trial ended with {trial.failure}"
         )
     return trial
 
@@ -101,7 +102,7 @@ def trial_of(packing: BufferPacking, tx: optax.GradientTransformation) -> Trial:
 def _tried(packing: BufferPacking, tx: optax.GradientTransformation) -> Trial:
     small = _small(packing)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of axes of size 1, over which there is nothing to do
+        warnings.simplefilter("ignore")  # transforms warn of axes of size 1
         names = (packing.axis_name, *packing.mesh.axis_names)
         whole, run = _first_that_runs(tx, small, names)
         if isinstance(whole, str):
@@ -113,11 +114,12 @@ def _tried(packing: BufferPacking, tx: optax.GradientTransformation) -> Trial:
         every = [run(stage) for stage in range(small.num_stages)]
         differing = ""
         if statistics := _statistics(small, whole, every):
-            # Of all leaves together; whether updates depend on them shows where they change.
+            # These leaves of the state may be statistics of all parameters. Double them: if the
+            # next update changes, it depends on them.
             doubled, now = run(None, doubled=statistics), slice(_DOUBLED, _DOUBLED + 1)
             differing = _differing(small, whole, doubled, None, updates=now)
-    for stage, own in enumerate(every):
-        if differing := differing or _differing(small, whole, own, stage):
+    for stage, results in enumerate(every):
+        if differing := differing or _differing(small, whole, results, stage):
             raise ValueError(
                 "`optimizer` holds a transform whose result for a leaf depends on leaves of other "
                 f"stages, as in a trial {differing}: each stage of a pipeline updates the leaves "
@@ -125,15 +127,15 @@ def _tried(packing: BufferPacking, tx: optax.GradientTransformation) -> Trial:
                 "js.clip_by_global_norm(...) and js.dynamic_loss_scale(...), joined with the "
                 "optimizer by js.chain, which know of stages."
             )
-    shared = tuple(all(_alike(x, own[0]) for x in own) for own in _others(small, every))
+    shared = tuple(all(_alike(x, xs[0]) for x in xs) for xs in _others(small, every))
     return Trial(shared, is_elementwise, whole.keeps_structure)
 
 
 def _small(packing: BufferPacking) -> BufferPacking:
-    """The same parameters with few elements each; of equal layers of a stage the first alone."""
+    """Return the packing with few elements per leaf, and one of each stage's equal layers."""
     leaves = tuple(
-        tuple(x._replace(shape=tuple(min(n, _SIDE) for n in x.shape), spec=P()) for x in own)
-        for own in packing.leaves
+        tuple(x._replace(shape=tuple(min(n, _SIDE) for n in x.shape), spec=P()) for x in group)
+        for group in packing.leaves
     )
     names = leaf_names(packing.outer.unflatten([0] * len(leaves)))
     stages = []
@@ -146,9 +148,10 @@ def _small(packing: BufferPacking) -> BufferPacking:
 def _first_that_runs(
     tx: optax.GradientTransformation, small: BufferPacking, names: Sequence[str]
 ) -> tuple[_Results | str, Callable[..., _Results]]:
-    """The results of all stages, and a function of a stage; mapped over axes if it must be.
+    """Return the results for all stages, and a function that runs one stage.
 
-    In the place of results an error that it ended with both ways.
+    If a plain run fails, both are mapped over the axes `names`, as some transforms need. If that
+    fails, too, the text of the first error is returned in place of the results.
     """
 
     def run(stage: int | None, **options: Any) -> _Results:
@@ -164,7 +167,7 @@ def _first_that_runs(
     for each in (run, mapped):
         try:
             return each(None), each
-        except Exception as error:  # it may want anything that training has and a trial has not
+        except Exception as error:  # a transform may need anything that a trial does not have
             failure = failure or f"{type(error).__name__}: {error}"
     return failure, run
 
@@ -176,48 +179,48 @@ def _run(
     factor: float = 1.0,
     doubled: Collection[int] = (),
 ) -> _Results:
-    """Some updates of the leaves of one stage; of all with None.
+    """Run some updates of the leaves of one stage, or of all stages.
 
     Args:
       tx: the transform.
-      small: the parameters.
-      stage: the device stage.
-      factor: by which the first element of each gradient is multiplied.
-      doubled: numbers of leaves of the state, of those that mirror no parameters, that are doubled
-        before one of the updates.
+      small: the packing of the small parameters.
+      stage: index of the device stage; None: all stages.
+      factor: factor of the first element of each gradient.
+      doubled: numbers of leaves, among those of the state that mirror no parameters, that are
+        doubled before update `_DOUBLED`.
     """
 
     def tree(seed: int, scale: float = 1.0) -> PyTree:
         drawn = np.random.default_rng(seed).normal
         held = _positions(small, stage)
         values = [
-            [jnp.asarray(scale * drawn(size=x.shape), jnp.float32) for x in own]
-            for own in small.leaves
+            [jnp.asarray(scale * drawn(size=x.shape), jnp.float32) for x in group]
+            for group in small.leaves
         ]
         if seed == len(_SCALES):
             first = min(_positions(small, None))
             values[first] = [x * jnp.nan for x in values[first]]
         return small.outer.unflatten(
             [
-                small.subtrees[i].unflatten(own) if i in held else optax.MaskedNode()
-                for i, own in enumerate(values)
+                small.subtrees[i].unflatten(arrays) if i in held else optax.MaskedNode()
+                for i, arrays in enumerate(values)
             ]
         )
 
     params = tree(0)
-    state, made = tx.init(params), []
+    state, all_updates = tx.init(params), []
     structure = jax.tree.structure(state)
     for number, scale in enumerate(_SCALES, start=1):
         if number == _DOUBLED + 1 and doubled:
             state = _with_doubled(small, state, doubled)
         grads = jax.tree.map(partial(_first_times, factor), tree(number, scale))
-        told = {"value": jnp.float32(1 / number), "grad": grads, "value_fn": _value}
+        extra = {"value": jnp.float32(1 / number), "grad": grads, "value_fn": _value}
         try:
-            updates, state = tx.update(grads, state, params, **told)  # type: ignore[call-arg]
-        except TypeError:  # it takes no more than it knows
+            updates, state = tx.update(grads, state, params, **extra)  # type: ignore[call-arg]
+        except TypeError:  # the transform takes no extra arguments
             updates, state = tx.update(grads, state, params)
-        made.append(updates)
-    return _Results(made, state, jax.tree.structure(state) == structure)
+        all_updates.append(updates)
+    return _Results(all_updates, state, jax.tree.structure(state) == structure)
 
 
 def _with_doubled(small: BufferPacking, state: PyTree, numbers: Collection[int]) -> PyTree:
@@ -229,19 +232,19 @@ def _with_doubled(small: BufferPacking, state: PyTree, numbers: Collection[int])
 
 
 def _statistics(small: BufferPacking, whole: _Results, every: Sequence[_Results]) -> list[int]:
-    """Numbers of floating leaves that have other values for one stage than for all together."""
-    found = []
-    for number, (expected, *own) in enumerate(_others(small, [whole, *every])):
+    """Return numbers of floating leaves whose value for a stage differs from that for all."""
+    numbers = []
+    for number, (expected, *values) in enumerate(_others(small, [whole, *every])):
         is_float = jnp.issubdtype(jnp.result_type(expected), jnp.floating)
-        same_shape = all(np.shape(x) == np.shape(expected) for x in own)
-        if is_float and same_shape and not all(_alike(x, expected) for x in own):
-            found.append(number)
-    return found
+        same_shape = all(np.shape(x) == np.shape(expected) for x in values)
+        if is_float and same_shape and not all(_alike(x, expected) for x in values):
+            numbers.append(number)
+    return numbers
 
 
 def _positions(small: BufferPacking, stage: int | None) -> Sequence[int]:
-    """The parameters that take part in a trial, of one stage or of all."""
-    return small.stages[stage] if stage is not None else [i for own in small.stages for i in own]
+    """Return the positions of the parameters of one stage, or of all stages."""
+    return small.stages[stage] if stage is not None else [i for held in small.stages for i in held]
 
 
 def _first_times(factor: float, x: jax.Array) -> jax.Array:
@@ -249,7 +252,7 @@ def _first_times(factor: float, x: jax.Array) -> jax.Array:
 
 
 def _is_elementwise(one: _Results, other: _Results) -> bool:
-    """Whether only first elements differ, up to where a gradient is not finite."""
+    """Return whether only first elements differ, not counting the last, non-finite update."""
     pairs = zip(*map(jax.tree.leaves, (one.updates[:-1], other.updates[:-1])), strict=True)
     return all(_alike(x.ravel()[1:], y.ravel()[1:]) for x, y in pairs)
 
@@ -261,27 +264,28 @@ def _value(params: PyTree, *_: Any, **__: Any) -> jax.Array:
 def _differing(
     small: BufferPacking,
     whole: _Results,
-    own: _Results,
+    results: _Results,
     stage: int | None,
     updates: slice | None = None,
 ) -> str:
-    """The update or part of the state of a stage that differs; "" where all are alike.
+    """Return the name of an update or a part of the state that differs from `whole`; "" if none.
 
-    Of `updates`, if given, these alone are looked at, and no state.
+    If `updates` is not None, only these updates are compared, and no state.
     """
     names = leaf_names(small.outer.unflatten([0] * len(small.leaves)))
-    pairs = zip(whole.updates, own.updates, strict=True)
-    known = [("the update", *pair) for pair in pairs][updates or slice(None)]
+    pairs = zip(whole.updates, results.updates, strict=True)
+    trees = [("the update", *pair) for pair in pairs][updates or slice(None)]
     if updates is None:
         nodes = [
-            jax.tree.flatten(state, is_leaf=small.mirrors)[0] for state in (whole.state, own.state)
+            jax.tree.flatten(state, is_leaf=small.mirrors)[0]
+            for state in (whole.state, results.state)
         ]
         every = zip(*nodes, strict=True)
-        known += [("the state", *pair) for pair in every if small.mirrors(pair[0])]
-    for what, expected, found in known:
-        parts = small.outer.flatten_up_to(expected), small.outer.flatten_up_to(found)
+        trees += [("the state", *pair) for pair in every if small.mirrors(pair[0])]
+    for what, expected, actual in trees:
+        parts = small.outer.flatten_up_to(expected), small.outer.flatten_up_to(actual)
         for position in _positions(small, stage):
-            pair = [jax.tree.leaves(own[position]) for own in parts]
+            pair = [jax.tree.leaves(each[position]) for each in parts]
             if not all(map(_alike, *pair)):
                 return f"{what} of {names[position]!r}"
     return ""
@@ -297,6 +301,6 @@ def _alike(x: Any, y: Any) -> bool:
 
 
 def _others(small: BufferPacking, every: Sequence[_Results]) -> list[tuple[Any, ...]]:
-    """The leaves of states that mirror no parameters, those of all results together."""
-    flat = [jax.tree.leaves(own.state, is_leaf=small.mirrors) for own in every]
-    return list(zip(*([x for x in own if not small.mirrors(x)] for own in flat), strict=True))
+    """Return each leaf of the state that mirrors no parameters, as a tuple over all results."""
+    flat = [jax.tree.leaves(results.state, is_leaf=small.mirrors) for results in every]
+    return list(zip(*([x for x in nodes if not small.mirrors(x)] for nodes in flat), strict=True))

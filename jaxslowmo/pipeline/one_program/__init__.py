@@ -1,3 +1,3 @@
-"""All stages in one program: a scan over the table of a schedule."""
+"""Run all stages in one program, which scans over the table of a schedule."""
 
 from ._one_program import OneProgram as OneProgram

@@ -1,4 +1,4 @@
-"""All stages as one program, behind the loss function of a pipeline."""
+"""`OneProgram`, a pipeline that runs all stages as one program."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ from ._tick_table import Half, TickTable, forward_ticks, nothing, tick_table, wr
 
 
 class OneProgram(Pipelined):
-    """A pipeline whose stages are one program, a scan over the table of its schedule."""
+    """A pipeline that runs as one program, a scan over the table of its schedule."""
 
     @cached_property
     def _table(self) -> TickTable:
@@ -42,34 +42,34 @@ class OneProgram(Pipelined):
             raise ValueError(
                 f"`axis_name` {axis_name!r} is mapped already where the loss function of this "
                 "pipeline is called, which maps the stages itself. In a step of js.make_train_step "
-                "it stays free if the state's parameters lie as `layout.stack` puts them."
+                "it stays free if the state's parameters are placed as `layout.stack` places them."
             )
-        # Between devices along an axis that is mapped already the caller has split the batch.
+        # If a data axis is mapped already, the caller has split the batch over it.
         data_axes = tuple(a for a in self.data_axes if a not in manual)
         outer_axes = tuple(a for a in self.data_axes if a in manual)
         shares = {a: self.mesh.shape[a] for a in data_axes}
         microbatches = in_microbatches(batch, self.schedule.num_microbatches, shares)
         if plan.batch_memory == "host":
             microbatches = jax.device_put(microbatches, jax.memory.Space.Host)
-        mapped_here = frozenset(a for a in (axis_name, *data_axes) if a not in manual)
-        specs = {name: only_over(spec, mapped_here) for name, spec in self.layout.specs.items()}
+        new_axes = frozenset(a for a in (axis_name, *data_axes) if a not in manual)
+        specs = {name: only_over(spec, new_axes) for name, spec in self.layout.specs.items()}
         of_grads = {
             name: spec
             for name, spec in specs.items()
             if differentiates and jnp.issubdtype(stacked[name].dtype, jnp.inexact)
         }
         arguments = stacked.buffers, states, microbatches, rng
-        axes = {axis_name, *mapped_here}.union(*map(varying_axes, jax.tree.leaves(arguments)))
+        axes = {axis_name, *new_axes}.union(*map(varying_axes, jax.tree.leaves(arguments)))
         mesh = self.mesh if context.empty else context
         ending = Ending(plan, data_axes, outer_axes)
         step: Any = OneProgramStep(plan, table, ending, tuple(sorted(axes)), differentiates)
         of_batch = microbatch_specs(microbatches, data_axes)
-        of_states = P(axis_name) if axis_name in mapped_here else P()
-        if mapped_here:  # not mapped already, as an axis of one stage may be
+        of_states = P(axis_name) if axis_name in new_axes else P()
+        if new_axes:  # empty if all are mapped already, which an axis of one stage may be
             step = jax.shard_map(
                 step,
                 mesh=mesh,
-                axis_names=mapped_here,
+                axis_names=new_axes,
                 in_specs=(specs, of_states, of_batch, P()),
                 out_specs=(P(), of_states, of_grads),
             )
@@ -80,14 +80,14 @@ class OneProgram(Pipelined):
 
 @dataclass(frozen=True)
 class OneProgramStep:
-    """Loss and gradients of a batch, as a function that is mapped over stages and data axes.
+    """The function that computes loss and gradients, to be mapped over stages and data axes.
 
     Attributes:
-      plan: the pipeline.
-      table: what each device stage does in each tick.
-      ending: what is done with the sums of all ticks.
+      plan: the plan of the pipeline.
+      table: the operations of each device stage in each tick.
+      ending: the reductions at the end of the step.
       axes: all axes that some value varies over.
-      differentiates: whether there are gradients.
+      differentiates: whether to compute gradients.
     """
 
     plan: Plan
@@ -99,7 +99,7 @@ class OneProgramStep:
     def __call__(
         self, buffers: dict[str, Any], states: dict[str, Any], batch: PyTree, rng: Any
     ) -> tuple[Loss, dict[str, Any], dict[str, Any]]:
-        """Return loss and metrics, equal on all devices; model state and gradients of a stage."""
+        """Return loss with metrics, equal on all devices, and a stage's state and gradients."""
         device = self._device(buffers, states, batch, rng)
         scan = self._scan(device)
         totals = scan.run(device)
@@ -116,11 +116,12 @@ class OneProgramStep:
             for name in ending.data_axes:
                 rng = jax.random.fold_in(rng, lax.axis_index(name))
             rng = vary_over(rng, self.axes)
-        own = whole, {name: x[0] for name, x in states.items()}, batch
-        whole, own_states, batch = vary_over(own, self.axes)  # branches must agree
+        values = whole, {name: x[0] for name, x in states.items()}, batch
+        # All branches of a switch must return equal types, which include the axes that vary.
+        whole, local_states, batch = vary_over(values, self.axes)
         return Device(
             buffers=whole,
-            states=own_states,
+            states=local_states,
             layouts={name: _automatic(plan.layout.specs[name][1:]) for name in buffers},
             batch=batch,
             rng=rng,
@@ -130,7 +131,7 @@ class OneProgramStep:
         )
 
     def _scan(self, device: Device) -> Scan:
-        """Return the program, for values of the types that a device has."""
+        """Return the program for the types of the values on a device."""
         plan = self.plan
         zero = jnp.zeros((), jnp.int32)
         microbatch = device.vary(device.microbatch(Half(*[zero] * 6, arrivals=())))
@@ -142,7 +143,7 @@ class OneProgramStep:
             x = device.vary(activations.tree(nothing(activations.types)))
             programs = [
                 plan.stage_program(
-                    kind, leaves, kind.given(None if kind.is_first else x, state), microbatch
+                    kind, leaves, kind.with_state(None if kind.is_first else x, state), microbatch
                 )
                 for kind, leaves, state in zip(plan.kinds, weights, states, strict=True)
             ]
@@ -158,21 +159,22 @@ class OneProgramStep:
     def _types(
         self, weights: Sequence[PyTree], states: Sequence[PyTree], microbatch: PyTree
     ) -> tuple[Activations, LossTerms]:
-        """Return what travels, and what the last stage gives, from tracing all stages in order."""
+        """Return the types of activations and of the last stage's result, by tracing all stages."""
 
         def one_after_the_other(
             weights: Sequence[PyTree], states: Sequence[PyTree], microbatch: PyTree
         ) -> list[PyTree]:
             results: list[PyTree] = []
-            known: dict[Any, PyTree] = {}
+            known_results: dict[Any, PyTree] = {}
             x = None
             for i in self.plan.of_stage:
-                # Of a stage that is like one before and is given the like, the result is known.
+                # Stages of one kind with inputs of equal types have results of equal types.
                 key = int(i), str(jax.tree.map(jax.typeof, x))
-                if key not in known:
+                if key not in known_results:
                     kind = self.plan.kinds[i]
-                    known[key] = kind.fn(weights[i], kind.given(x, states[i]), microbatch)
-                x = without_state(known[key])
+                    argument = kind.with_state(x, states[i])
+                    known_results[key] = kind.fn(weights[i], argument, microbatch)
+                x = without_state(known_results[key])
                 results.append(x)
             return results
 
@@ -182,30 +184,30 @@ class OneProgramStep:
 
 
 def _laid_out(tree: PyTree, specs: PyTree, mesh: Mesh | AbstractMesh) -> PyTree:
-    """Return `tree` as `specs` say over Explicit axes, of whose layout types tell."""
+    """Return `tree` resharded to `specs` over Explicit axes; others are left to jit."""
     explicit = frozenset(mesh.explicit_axes)
 
     def place(x: jax.Array, spec: P) -> jax.Array:
-        own = only_over(spec, explicit)
-        return jax.sharding.reshard(x, NamedSharding(mesh, own)) if any(own) else x
+        new_spec = only_over(spec, explicit)
+        return jax.sharding.reshard(x, NamedSharding(mesh, new_spec)) if any(new_spec) else x
 
     return jax.tree.map(place, tree, specs) if explicit else tree
 
 
 def _automatic(spec: P) -> P | None:
-    """Return the part of a spec over axes that the compiler handles; None where it has none."""
+    """Return the part of a spec over axes that the compiler handles; None if there is none."""
     automatic = frozenset(jax.sharding.get_abstract_mesh().auto_axes)
     return only_over(spec, automatic) if any(only_over(spec, automatic)) else None
 
 
 def activations_of(results: Sequence[PyTree]) -> Activations:
-    """The one type of what the stages before the last give.
+    """Return the common type of the results of all stages before the last.
 
     Args:
       results: types of their results, in the order of the model.
 
     Raises:
-      ValueError: two that differ in structure, shapes or dtypes.
+      ValueError: two results that differ in structure, shapes or dtypes.
     """
     if not results:
         return Activations(jax.tree.structure(()), ())

@@ -33,18 +33,18 @@ from ._tick_table import (
 
 @dataclass(frozen=True)
 class Device:
-    """What a device computes with in one step.
+    """The values on a device during one step.
 
     Attributes:
-      buffers: parameters of its stage, by name (*sizes, elements).
-      states: model state of its layers, by name (elements,).
-      layouts: by name how those lie over axes that the compiler handles; None: whole.
+      buffers: parameters of its stage, maps names to arrays (*sizes, elements).
+      states: model state of its layers, maps names to arrays (elements,).
+      layouts: sharding of each buffer over axes that the compiler handles; None: whole.
       batch: leaves (microbatches, examples, ...), and `Shared` ones.
-      rng: the key of the step, or None.
-      shifts: per stage of the model, how far its layers are from those of the stage that stands
-        for its kind.
-      axes: those over which values vary.
-      axis_name: of the stages.
+      rng: the PRNG key of the step, or None.
+      shifts: offset of the first layer of each stage of the model from that of the first stage of
+        its kind.
+      axes: the axes over which values vary.
+      axis_name: the axis of the stages.
     """
 
     buffers: dict[str, jax.Array]
@@ -57,21 +57,21 @@ class Device:
     axis_name: str
 
     def microbatch(self, now: Half) -> PyTree:
-        """Return the microbatch that an operation computes."""
+        """Return the microbatch of an operation."""
         shift = jnp.asarray(self.shifts)[now.model_stage]
         return microbatch_of(self.batch, self.rng, now.microbatch, shift)
 
     def vary(self, tree: PyTree) -> PyTree:
-        """`tree` typed as all values here are: branches must agree."""
+        """Return `tree` typed as varying over all `axes`: branches must return equal types."""
         return vary_over(tree, self.axes)
 
     def switch(self, branch: jax.Array, fns: Sequence[Callable[..., Any]], *operands: Any) -> Any:
-        """Return the results of one of several functions, typed alike."""
-        varied = [lambda *own, fn=fn: self.vary(fn(*own)) for fn in fns]
+        """Return the results of function number `branch`, typed as varying over all `axes`."""
+        varied = [lambda *args, fn=fn: self.vary(fn(*args)) for fn in fns]
         return lax.switch(branch, varied, *operands)
 
     def sent(self, leaves: Sequence[jax.Array], channel: Channel) -> list[jax.Array]:
-        """What arrives here over a channel.
+        """Send arrays over a channel, and return those that arrive on this device.
 
         Communication: one collective-permute per array; none if all stages send to themselves.
         """
@@ -79,13 +79,13 @@ class Device:
             return list(leaves)
         return [lax.ppermute(x, self.axis_name, channel) for x in leaves]
 
-    def own_column(self, table: np.ndarray) -> jax.Array:
-        """This device stage's column of a table (ticks, stages)."""
-        here = lax.axis_index(self.axis_name)
-        return lax.dynamic_index_in_dim(jnp.asarray(table), here, 1, keepdims=False)
+    def column(self, table: np.ndarray) -> jax.Array:
+        """Return this device stage's column of a table (ticks, stages)."""
+        stage = lax.axis_index(self.axis_name)
+        return lax.dynamic_index_in_dim(jnp.asarray(table), stage, 1, keepdims=False)
 
     def zero_gradient(self, name: str) -> jax.Array | None:
-        """Zeros to add gradients of a buffer to, at least float32; None for integers."""
+        """Return zeros for the sum of a buffer's gradients, at least float32; None for integers."""
         buffer, layout = self.buffers[name], self.layouts[name]
         if not jnp.issubdtype(buffer.dtype, jnp.inexact):
             return None
@@ -94,15 +94,15 @@ class Device:
 
 
 class ScanCarry(NamedTuple):
-    """What lies on a device between two ticks.
+    """The values that a device keeps from one tick to the next.
 
     Attributes:
-      activations: those that have arrived and wait for their F.
-      cotangents: those that wait for their B.
-      sent: cotangents that the tick before has made.
-      stash: what F has left.
-      kept: what B has left for W.
-      totals: so far.
+      activations: activations that have arrived and wait for their F.
+      cotangents: cotangents that have arrived and wait for their B.
+      sent: cotangents that the last tick has computed, which are sent in the next one.
+      stash: arrays that F has stored for the backward pass.
+      kept: arrays that B has stored for W.
+      totals: the sums so far.
     """
 
     activations: Buffers
@@ -115,11 +115,11 @@ class ScanCarry(NamedTuple):
 
 @dataclass(frozen=True)
 class Activations:
-    """The type of what every stage but the last gives to the next.
+    """The type of the activations that every stage sends to the next.
 
     Attributes:
-      treedef: of it.
-      types: of its leaves.
+      treedef: structure of the activations.
+      types: types of the leaves.
     """
 
     treedef: Any
@@ -136,35 +136,35 @@ class Activations:
         return tuple(self.types[i] for i in self.floating)
 
     def flat(self, y: PyTree) -> list[jax.Array]:
-        """The leaves, of the dtypes that the type says."""
+        """Return the leaves of activations, in the dtypes of this type."""
         leaves = jax.tree.leaves(y)
         return [jnp.asarray(x, t.dtype) for x, t in zip(leaves, self.types, strict=True)]
 
     def tree(self, leaves: Values) -> PyTree:
-        """The way back from `flat`."""
+        """Return the activations with these leaves; undo `flat`."""
         return self.treedef.unflatten(leaves)
 
     def flat_cotangents(self, dx: PyTree) -> list[jax.Array]:
-        """Of a tree with None for leaves without any."""
+        """Return the cotangents in a tree that has None for leaves without cotangents."""
         leaves = self.treedef.flatten_up_to(dx)
         return [jnp.asarray(leaves[i], self.types[i].dtype) for i in self.floating]
 
     def cotangent_tree(self, leaves: Values) -> PyTree:
-        """The way back from `flat_cotangents`."""
-        own = dict(zip(self.floating, leaves, strict=True))
-        return self.treedef.unflatten([own.get(i) for i in range(len(self.types))])
+        """Return the tree of cotangents, with None for leaves without; undo `flat_cotangents`."""
+        by_position = dict(zip(self.floating, leaves, strict=True))
+        return self.treedef.unflatten([by_position.get(i) for i in range(len(self.types))])
 
 
 @dataclass(frozen=True)
 class Scan:
-    """A schedule's program, given what its stages compute.
+    """The program of a schedule, a scan over ticks, for stages that are traced.
 
     Attributes:
-      plan: the pipeline.
-      table: of the schedule.
-      programs: per kind of stage its operations; None for forward passes alone.
-      activations: what travels.
-      loss: types of what the last stage gives.
+      plan: the plan of the pipeline.
+      table: the table of the schedule.
+      programs: operations of each kind of stage; None if there are only forward passes.
+      activations: the type of activations.
+      loss: types of the last stage's result.
       in_branches: whether branches write into the buffers; see `BufferWriting`.
     """
 
@@ -176,10 +176,10 @@ class Scan:
     in_branches: bool
 
     def run(self, device: Device) -> Totals:
-        """Sums over microbatches of loss and gradients, of the stages that this device holds.
+        """Run all ticks; return the sums of loss and gradients, for the stages of this device.
 
-        Communication: per tick one collective-permute of an activation for each channel of the
-          schedule, and one of its cotangent, over the stages.
+        Communication: per tick and channel of the schedule, over the stages, one collective-permute
+          of an activation and one of a cotangent.
         """
         forward = _Forward(self, device)
         backward = None if self.programs is None else _Backward(self, device)
@@ -204,24 +204,24 @@ class Scan:
             (forward.numbers, self.table.forward),
             (idle if backward is None else backward.numbers, self.table.backward),
         ]
-        own = jax.tree.map(device.own_column, halves)
+        columns = jax.tree.map(device.column, halves)
         start = device.vary(self._start(device))
-        return lax.scan(tick, start, own)[0].totals
+        return lax.scan(tick, start, columns)[0].totals
 
     @property
     def stash(self) -> Ring:
-        """Rows of what F leaves."""
+        """The buffers for arrays that F stores."""
         return Ring([p.stash for p in self.programs or ()], self._rows(self.table.stash))
 
     @property
     def kept(self) -> Ring:
-        """Rows of what B leaves for W."""
+        """The buffers for arrays that B stores for W."""
         rows = self._rows(self.table.kept)
         kept = [p.kept if n else () for p, n in zip(self.programs or (), rows, strict=False)]
         return Ring(kept, rows)
 
     def _rows(self, of_model_stages: Sequence[int]) -> list[int]:
-        """The most rows that a stage of each kind needs."""
+        """Return the largest number of rows that a stage of each kind needs."""
         of_kinds = [0] * len(self.programs or ())
         for i, count in zip(self.plan.of_stage, of_model_stages, strict=True) if of_kinds else ():
             of_kinds[i] = max(of_kinds[i], count)
@@ -230,21 +230,21 @@ class Scan:
     def branches(
         self, half: Half, operations: Sequence[str]
     ) -> tuple[list[tuple[str, int]], np.ndarray]:
-        """Return the branches of half a tick, without that of doing nothing, and their numbers.
+        """Return the branches of half a tick, except the idle one, and their numbers.
 
         Returns:
-          For each branch that some device runs the operation and the kind of stage; and per tick
-          and device the number of its branch: 0 for doing nothing, else 1 and up.
+          (operation, kind of stage) for each branch that some device runs; and (ticks, stages)
+          int32, the number of the branch to run: 0 is idle, others begin at 1.
         """
         numbers = np.zeros_like(half.kind)
-        found: list[tuple[str, int]] = []
+        pairs: list[tuple[str, int]] = []
         of_stage = self.plan.of_stage
         for operation in operations:
             runs = half.kind == KINDS.index(operation)
             for i in np.unique(of_stage[half.model_stage[runs]]):
-                found.append((operation, int(i)))
-                numbers[runs & (of_stage[half.model_stage] == i)] = len(found)
-        return found, numbers
+                pairs.append((operation, int(i)))
+                numbers[runs & (of_stage[half.model_stage] == i)] = len(pairs)
+        return pairs, numbers
 
     def _start(self, device: Device) -> ScanCarry:
         of_x, of_dy = self.table.arrivals
@@ -279,17 +279,17 @@ class _Forward:
     def __init__(self, scan: Scan, device: Device) -> None:
         self._scan, self._device = scan, device
         self._branches, self.numbers = scan.branches(scan.table.forward, ["F"])
-        leaving = [i if scan.programs else None for _, i in self._branches]
-        self._writing = BufferWriting(scan.stash, leaving, in_branches=scan.in_branches)
+        kinds = [i if scan.programs else None for _, i in self._branches]
+        self._writing = BufferWriting(scan.stash, kinds, in_branches=scan.in_branches)
 
     def step(self, carry: ScanCarry, branch: jax.Array, now: Half) -> tuple[ScanCarry, Values]:
         totals = carry.totals
-        y, left, loss, states = self._device.switch(
+        y, written, loss, states = self._device.switch(
             branch,
             [self._idle, *(partial(self._run, i, now) for _, i in self._branches)],
             *(carry.activations, carry.stash, totals.loss, totals.states),
         )
-        stash = self._writing.taken(carry.stash, left, now.stash, branch)
+        stash = self._writing.merged(carry.stash, written, now.stash, branch)
         return carry._replace(stash=stash, totals=totals._replace(loss=loss, states=states)), y
 
     def _idle(self, activations: Buffers, stash: Buffers, loss: LossTerms, states: Any) -> Any:
@@ -303,18 +303,18 @@ class _Forward:
         microbatch, x = self._device.microbatch(now), None
         if not kind.is_first:
             x = scan.activations.tree([row_of(x, now.source) for x in activations])
-        given = kind.given(x, kind.states and kind.states.read(states, now.model_stage))
+        x = kind.with_state(x, kind.states and kind.states.read(states, now.model_stage))
         program = None if scan.programs is None else scan.programs[i]
-        y, values, after = kind.forward(program, weights, given, microbatch)
-        left = self._writing.idle(stash)
+        y, values, after = kind.forward(program, weights, x, microbatch)
+        written = self._writing.idle(stash)
         if program is not None:
-            left = self._writing.left(stash, i, now.stash, values)
+            written = self._writing.result(stash, i, now.stash, values)
         if kind.states is not None:
             states = kind.states.written(states, after, now.model_stage)
         if not kind.is_last:
-            return scan.activations.flat(y), left, loss, states
-        loss = jax.tree.map(lambda total, own: total + own.astype(total.dtype), loss, y)
-        return nothing(scan.activations.types), left, loss, states
+            return scan.activations.flat(y), written, loss, states
+        loss = jax.tree.map(lambda total, term: total + term.astype(total.dtype), loss, y)
+        return nothing(scan.activations.types), written, loss, states
 
 
 class _Backward:
@@ -324,17 +324,17 @@ class _Backward:
         self._scan, self._device = scan, device
         self._stash, self._kept = scan.stash, scan.kept
         self._branches, self.numbers = scan.branches(scan.table.backward, ["B", "W", "BW"])
-        leaving = [i if operation == "B" else None for operation, i in self._branches]
-        self._writing = BufferWriting(self._kept, leaving, in_branches=scan.in_branches)
+        kinds = [i if operation == "B" else None for operation, i in self._branches]
+        self._writing = BufferWriting(self._kept, kinds, in_branches=scan.in_branches)
 
     def step(self, carry: ScanCarry, branch: jax.Array, now: Half) -> ScanCarry:
         totals = carry.totals
-        sent, left, grads = self._device.switch(
+        sent, written, grads = self._device.switch(
             branch,
             [self._idle, *(partial(self._run, *what, now) for what in self._branches)],
             *(carry.cotangents, carry.stash, carry.kept, totals.grads),
         )
-        kept = self._writing.taken(carry.kept, left, now.kept, branch)
+        kept = self._writing.merged(carry.kept, written, now.kept, branch)
         return carry._replace(sent=sent, kept=kept, totals=totals._replace(grads=grads))
 
     def _idle(self, cotangents: Buffers, stash: Buffers, kept: Buffers, grads: Any) -> Any:
@@ -356,10 +356,10 @@ class _Backward:
         weights = kind.weights.read(self._device.buffers, now.model_stage)
         microbatch = self._device.microbatch(now)
         values = self._stash.read(stash, i, now.stash)
-        left, dx, dw = self._writing.idle(kept), None, None
+        written, dx, dw = self._writing.idle(kept), None, None
         if operation == "W":
-            given = self._kept.read(kept, i, now.kept)
-            dw = program.backward_weight(weights, microbatch, values, given)
+            kept_by_b = self._kept.read(kept, i, now.kept)
+            dw = program.backward_weight(weights, microbatch, values, kept_by_b)
         else:
             dy = None
             if not kind.is_last:
@@ -368,10 +368,10 @@ class _Backward:
             if operation == "BW":
                 dx, dw = program.backward(weights, microbatch, values, dy)
             else:
-                dx, given = program.backward_input(weights, microbatch, values, dy)
-                left = self._writing.left(kept, i, now.kept, given)
+                dx, kept_by_b = program.backward_input(weights, microbatch, values, dy)
+                written = self._writing.result(kept, i, now.kept, kept_by_b)
         if dw is not None:
             grads = kind.weights.added(grads, dw, now.model_stage, in_place=scan.in_branches)
         if operation == "W" or kind.is_first:
-            return nothing(types.cotangents), left, grads
-        return types.flat_cotangents(without_state(dx)), left, grads
+            return nothing(types.cotangents), written, grads
+        return types.flat_cotangents(without_state(dx)), written, grads

@@ -1,4 +1,4 @@
-"""A schedule as integers that one program scans over, and the buffers whose rows they number."""
+"""A schedule as tables of integers that one program scans over, and buffers with numbered rows."""
 
 import heapq
 from collections.abc import Hashable, Mapping, Sequence
@@ -18,15 +18,15 @@ Values = Sequence[jax.Array]
 Buffers = list[jax.Array]
 
 KINDS = ("", "F", "B", "W", "BW")
-"""Kinds of operations by the number that stands for them."""
+"""The kinds of operations; a table has the index of a kind."""
 
-# A tick has four moments: cotangents of the tick before have arrived; F; B, W or BW; activations
-# have arrived. So what is sent travels beside the half of the tick that does not wait for it, and
-# is there two moments after its operation.
+# A tick has four moments: (0) cotangents of the last tick have arrived; (1) F; (2) B, W or BW;
+# (3) activations have arrived. So a transfer overlaps with the half of the tick that does not wait
+# for it, and ends two moments after its operation.
 _FORWARD, _BACKWARD, _TRAVEL, _MOMENTS = 1, 2, 2, 4
 
 
-Rows = dict[tuple[int, int], int]  # of a model stage and a microbatch
+Rows = dict[tuple[int, int], int]  # maps (stage of the model, microbatch) to a row
 Channel = tuple[tuple[int, int], ...]
 _Placed = tuple[int, Operation, int, int]  # tick, operation, its model stage and microbatch
 
@@ -35,21 +35,21 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 class Lifetime(NamedTuple):
-    """From when on a value is kept until when it is last read, both included."""
+    """The moments from which on a value is kept and at which it is last read, both included."""
 
     start: int
     end: int
 
 
 def rows_of(lifetimes: Mapping[Key, Lifetime]) -> tuple[dict[Key, int], int]:
-    """A row for every value, so that no two that live at the same time share one.
+    """Assign a row to every value, so that no two values that live at the same time share one.
 
     Returns:
-      The rows, and how many there are: the most values that live at once.
+      The rows, and the number of rows: the most values that live at once.
     """
     rows: dict[Key, int] = {}
     free: list[int] = []
-    busy: list[tuple[int, int]] = []  # until when, which row
+    busy: list[tuple[int, int]] = []  # last moment in use, row
     count = 0
     for key, life in sorted(lifetimes.items(), key=lambda item: item[1]):
         while busy and busy[0][0] < life.start:
@@ -64,16 +64,16 @@ def rows_of(lifetimes: Mapping[Key, Lifetime]) -> tuple[dict[Key, int], int]:
 
 
 class Half(NamedTuple):
-    """What a device does in one half of a tick; arrays (ticks, stages).
+    """The operations of devices in one half of every tick; int32 arrays (ticks, stages).
 
     Attributes:
-      kind: a number of `KINDS`.
-      model_stage: of the operation.
-      microbatch: of the operation.
-      source: row of the buffer of arrivals that it reads.
-      stash: row of what its F leaves.
-      kept: row of what its B leaves for its W.
-      arrivals: by channel, the row that takes what arrives; -1 for nothing.
+      kind: index into `KINDS`.
+      model_stage: stage of the model that the operation computes.
+      microbatch: number of the operation's microbatch.
+      source: row in the buffers of arrived values that the operation reads.
+      stash: row in the buffers of the stash.
+      kept: row in the buffers of arrays that B stores for W.
+      arrivals: one array per channel, the row for the arriving value; -1 if nothing arrives.
     """
 
     kind: Any
@@ -87,18 +87,19 @@ class Half(NamedTuple):
 
 @dataclass(frozen=True)
 class TickTable:
-    """What each device stage does in each tick, and where it finds and leaves things.
+    """The operations of each device stage in each tick, and the buffer rows that they use.
 
     Attributes:
       forward: the first half of every tick, F.
-      backward: the second, B, W or BW.
-      channels: the ways of activations, each as (sender, receiver) pairs in which no stage is
-        twice; those that stay on a device have one of their own. Cotangents travel back.
-      arrivals: rows of the buffers of what has arrived, activations and cotangents.
-      stash: per stage of the model, the rows of what F leaves that it needs; the most of them is
-        what a device holds at once.
-      kept: per stage of the model, the rows of what B leaves for W.
-      num_ticks: of the scan.
+      backward: the second half, B, W or BW.
+      channels: permutations that send activations, each as (sender, receiver) pairs without a
+        repeated stage; activations that stay on a device have their own channel. Cotangents take
+        the opposite direction.
+      arrivals: number of rows of the buffers for arrived activations, and for cotangents.
+      stash: number of rows that each stage of the model needs for arrays that F stores; the maximum
+        is the number that a device holds at once.
+      kept: number of rows that each stage of the model needs for arrays that B stores for W.
+      num_ticks: number of ticks of the scan.
     """
 
     forward: Half
@@ -111,7 +112,7 @@ class TickTable:
 
 
 def tick_table(schedule: Schedule, ticks: Sequence[Tick] | None = None) -> TickTable:
-    """Return the table of a schedule; of `ticks` in place of its own, if given."""
+    """Return the table of a schedule, or of `ticks` in place of the schedule's own ticks."""
     ticks = schedule.ticks() if ticks is None else ticks
     placement, shape = schedule.placement, (len(ticks), schedule.num_stages)
     operations: list[_Placed] = [
@@ -122,11 +123,11 @@ def tick_table(schedule: Schedule, ticks: Sequence[Tick] | None = None) -> TickT
     ]
     x, dy, stash, kept = _rows(schedule, operations)
     edges = list(pairwise(placement))
-    distances = [(there - here) % schedule.num_stages for here, there in edges]
-    known = sorted(set(distances))
+    distances = [(receiver - sender) % schedule.num_stages for sender, receiver in edges]
+    channel_distances = sorted(set(distances))
     channels = tuple(
         tuple(sorted({edge for edge, n in zip(edges, distances, strict=True) if n == distance}))
-        for distance in known
+        for distance in channel_distances
     )
     forward, backward = (
         Half(
@@ -137,49 +138,49 @@ def tick_table(schedule: Schedule, ticks: Sequence[Tick] | None = None) -> TickT
     )
     for t, op, k, m in operations:
         half, arrived, to = (forward, x, k + 1) if op.kind == "F" else (backward, dy, k - 1)
-        own = (rows.get((k, m), 0) for rows in (arrived, stash, kept))
-        values = KINDS.index(op.kind), k, m, *own
+        rows_used = (rows.get((k, m), 0) for rows in (arrived, stash, kept))
+        values = KINDS.index(op.kind), k, m, *rows_used
         for column, value in zip(half[:6], values, strict=True):
             column[t, op.stage] = value
-        if op.kind != "W" and (to, m) in arrived:  # the receiver is told where to put it
-            channel = half.arrivals[known.index(distances[min(k, to)])]
+        if op.kind != "W" and (to, m) in arrived:  # the row in which the receiver stores it
+            channel = half.arrivals[channel_distances.index(distances[min(k, to)])]
             channel[t + (op.kind != "F"), placement[to]] = arrived[to, m]
 
     def needed(rows: Rows) -> tuple[int, ...]:
-        own = [[row for (k, _), row in rows.items() if k == i] for i in range(len(placement))]
-        return tuple(1 + max(each, default=-1) for each in own)
+        by_stage = [[row for (k, _), row in rows.items() if k == i] for i in range(len(placement))]
+        return tuple(1 + max(each, default=-1) for each in by_stage)
 
     arrivals = max(needed(x)), max(needed(dy))
     return TickTable(forward, backward, channels, arrivals, needed(stash), needed(kept), len(ticks))
 
 
 def forward_ticks(schedule: Schedule) -> Sequence[Tick]:
-    """Return the schedule's forward passes alone, in the order of its rows, as early as can be."""
+    """Return ticks of only the schedule's forward passes, in row order, as early as possible."""
     rows = ([(op,) for op in row if op and op.kind == "F"] for row in schedule.rows)
     return replace(schedule, cells=tuple(map(tuple, rows)), lockstep=False).ticks()
 
 
 def _rows(schedule: Schedule, operations: Sequence[_Placed]) -> list[Rows]:
-    """Return the rows of activations, of cotangents, of what F leaves, and of what B leaves."""
-    # BW is B and W.
+    """Return the rows of activations, of cotangents, of the stash of F, and of `kept` of B."""
+    # BW counts as a B and a W.
     moments = {
         (kind, k, m): _MOMENTS * t + (_FORWARD if kind == "F" else _BACKWARD)
         for t, op, k, m in operations
         for kind in op.kind
     }
 
-    def rows(made: str, sender: int, read: str) -> Rows:
-        """Of what `made` of the stage `sender` stages on leaves for `read` of a stage."""
-        found: Rows = {}
+    def rows(writer: str, sender: int, reader: str) -> Rows:
+        """Return the rows of results of `writer`, `sender` stages further on, for `reader`."""
+        all_rows: Rows = {}
         for held in schedule.model_stages:
             lives: dict[tuple[int, int], Lifetime] = {}
             for k, m in product(held, range(schedule.num_microbatches)):
-                start, end = moments.get((made, k + sender, m)), moments.get((read, k, m))
+                start, end = moments.get((writer, k + sender, m)), moments.get((reader, k, m))
                 if start is not None and end is not None and start != end:
                     lives[k, m] = Lifetime(start + _TRAVEL * (sender != 0), end)
             assert all(a <= b for a, b in lives.values()), "ticks keep dependencies"
-            found |= rows_of(lives)[0]
-        return found
+            all_rows |= rows_of(lives)[0]
+        return all_rows
 
     return [rows("F", -1, "F"), rows("B", 1, "B"), rows("F", 0, "W"), rows("B", 0, "W")]
 
@@ -190,22 +191,22 @@ def empty(shape: Sequence[int], dtype: Any) -> jax.Array:
 
 
 def nothing(types: Sequence[Any]) -> list[jax.Array]:
-    """Return placeholders of these types, which are sent where there is nothing to be sent."""
+    """Return placeholders of these types, which a device sends if it has no result to send."""
     return [empty(x.shape, x.dtype) for x in types]
 
 
 class Ring:
-    """Rows that each hold the values of one of several kinds of stages.
+    """A layout of buffers whose rows each hold the values of a stage, of any of several kinds.
 
-    Values of different kinds that are alike in shape and dtype share arrays, which have as many
-    rows as the one of these kinds that keeps most.
+    Values of different kinds with equal shape and dtype share a buffer, which has as many rows as
+    the kind that needs most.
 
     Args:
-      kinds: per kind of stage the types of its values.
-      rows: per kind of stage, how many of its values are kept at once.
+      kinds: types of the values of each kind of stage.
+      rows: number of rows that each kind of stage needs.
 
     Attributes:
-      types: for each array the type of one of its rows.
+      types: the type of a row of each buffer.
     """
 
     def __init__(self, kinds: Sequence[Sequence[Any]], rows: Sequence[int]) -> None:
@@ -229,70 +230,70 @@ class Ring:
             self._places.append(places)
 
     def start(self) -> Buffers:
-        """Buffers in which nothing lies."""
+        """Return empty buffers."""
         types = zip(self._rows, self.types, strict=True)
         return [empty((rows, *x.shape), x.dtype) for rows, x in types]
 
     def read(self, buffers: Buffers, kind: int, row: jax.Array) -> tuple[jax.Array, ...]:
-        """What lies in a row, for a stage of this kind."""
+        """Return the values of a stage of this kind in a row."""
         return tuple(row_of(buffers[i], row) for i in self._places[kind])
 
     def written(self, buffers: Buffers, kind: int, row: jax.Array, values: Values) -> Buffers:
-        """`buffers` with the values of a stage of this kind in a row."""
+        """Return `buffers` with the values of a stage of this kind written to a row."""
         new = list(buffers)
         for i, value in zip(self._places[kind], values, strict=True):
             new[i] = with_row(new[i], row, value)
         return new
 
     def spread(self, kind: int, values: Values) -> list[jax.Array]:
-        """The values of a stage of this kind, each at the place of its array."""
-        found = nothing(self.types)
+        """Return the values of a stage of this kind by buffer; placeholders for other buffers."""
+        rows = nothing(self.types)
         for i, value in zip(self._places[kind], values, strict=True):
-            found[i] = value.astype(found[i].dtype)
-        return found
+            rows[i] = value.astype(rows[i].dtype)
+        return rows
 
     def used(self, kind: int | None) -> np.ndarray:
-        """(arrays,) bool: in which of them a stage of this kind has values; None: in none."""
-        found = np.zeros(len(self.types), bool)
+        """Return (buffers,) bool: whether a stage of this kind has values there; None: no."""
+        is_used = np.zeros(len(self.types), bool)
         if kind is not None:
-            found[self._places[kind]] = True
-        return found
+            is_used[self._places[kind]] = True
+        return is_used
 
 
 def row_of(buffer: jax.Array, row: Any) -> jax.Array:
-    """A row of a buffer; of the only one without looking for it."""
+    """Return a row of a buffer; for a buffer of one row, with a constant index."""
     row = 0 if buffer.shape[0] == 1 else row
     return lax.dynamic_index_in_dim(buffer, row, 0, keepdims=False)
 
 
 def with_row(buffer: jax.Array, row: Any, value: jax.Array) -> jax.Array:
-    """`buffer` with another row."""
+    """Return `buffer` with one row replaced."""
     return lax.dynamic_update_index_in_dim(buffer, value.astype(buffer.dtype), row, 0)
 
 
 def received(buffers: Buffers, arrived: Values, row: jax.Array) -> Buffers:
-    """`buffers` with what has arrived in a row, or as they were for row -1."""
+    """Return `buffers` with the arrived values in a row; unchanged for row -1."""
     at = jnp.maximum(row, 0)
     return [row_set(*pair, at, row >= 0) for pair in zip(buffers, arrived, strict=True)]
 
 
 def row_set(buffer: jax.Array, value: jax.Array, row: jax.Array, is_set: jax.Array) -> jax.Array:
-    """`buffer` with another row where `is_set`, else as it was; no more than the row is moved."""
+    """Return `buffer` with a row replaced if `is_set`; only this row is copied in either case."""
     row = jnp.minimum(row, buffer.shape[0] - 1)
     return with_row(buffer, row, jnp.where(is_set, value, row_of(buffer, row)))
 
 
 class BufferWriting:
-    """How the branches of a conditional write rows into buffers.
+    """The way in which branches of a conditional write rows to buffers.
 
-    TPU's compiler lets branches write where the buffers stand, so there they hand the buffers on
-    with a row written. Others copy the whole of what a branch hands on: there a branch gives a row,
-    which is written behind it. That takes the memory of some more rows.
+    On TPU the compiler writes to the buffers in place inside of branches, so branches return the
+    buffers with a row written. Other compilers copy all results of a branch: there a branch returns
+    only the row, which is written after the conditional. That takes the memory of a few more rows.
 
     Args:
-      ring: the rows of the buffers.
-      kinds: for each branch but the first, which is idle, the kind of stage that leaves something;
-        None where nothing is left.
+      ring: the layout of the buffers.
+      kinds: the kind of stage whose values each branch writes, without branch 0, which is idle;
+        None for a branch that writes nothing.
       in_branches: whether branches write; see `writes_in_branches`.
     """
 
@@ -301,24 +302,26 @@ class BufferWriting:
         self._used = np.stack([ring.used(kind) for kind in (None, *kinds)])
 
     def idle(self, buffers: Buffers) -> Values:
-        """Return what a branch gives that leaves nothing."""
+        """Return the result of a branch that writes nothing."""
         return buffers if self._in_branches else nothing(self._ring.types)
 
-    def left(self, buffers: Buffers, kind: int, row: jax.Array, values: Values) -> Values:
-        """Return what a branch gives that leaves the values of a stage of this kind in a row."""
+    def result(self, buffers: Buffers, kind: int, row: jax.Array, values: Values) -> Values:
+        """Return the result of a branch that writes a stage's values to a row."""
         if self._in_branches:
             return self._ring.written(buffers, kind, row, values)
         return self._ring.spread(kind, values)
 
-    def taken(self, buffers: Buffers, left: Values, row: jax.Array, branch: jax.Array) -> Buffers:
-        """Return the buffers after branch number `branch` has given `left`."""
+    def merged(
+        self, buffers: Buffers, result: Values, row: jax.Array, branch: jax.Array
+    ) -> Buffers:
+        """Return the buffers after branch number `branch` has returned `result`."""
         if self._in_branches:
-            return list(left)
+            return list(result)
         is_set = jnp.asarray(self._used)[branch]
-        pairs = zip(buffers, left, strict=True)
+        pairs = zip(buffers, result, strict=True)
         return [row_set(*pair, row, is_set[i]) for i, pair in enumerate(pairs)]
 
 
 def writes_in_branches(mesh: Mesh) -> bool:
-    """Return whether the compiler for these devices lets branches write where buffers stand."""
+    """Return whether the compiler for these devices writes to buffers in place in branches."""
     return mesh.devices.flat[0].platform == "tpu"

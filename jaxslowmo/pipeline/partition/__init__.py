@@ -1,4 +1,4 @@
-"""Which layers of a model each stage holds, and what a layer costs."""
+"""Divide the layers of a model among stages, by the costs of layers."""
 
 from ._layer_costs import LayerFlops as LayerFlops
 from ._layer_costs import count_layer_params as count_layer_params

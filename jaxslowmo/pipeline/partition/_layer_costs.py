@@ -1,4 +1,4 @@
-"""What each layer of a model costs: its parameters, and what the compiler counts."""
+"""Costs of the layers of a model: parameters, and operations that the compiler counts."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -13,22 +13,22 @@ from ..model import LayeredModel
 
 
 def count_layer_params(layers: Iterable[PyTree]) -> list[int]:
-    """Elements of the parameters of each layer.
+    """Return the number of parameters of each layer, in elements.
 
         js.partition_balanced(js.pipeline.count_layer_params(params), num_stages=4)
 
     Args:
       layers: a sequence of one tree of parameters per layer: arrays, `jax.ShapeDtypeStruct`s,
-        NumPy arrays, numbers, `nnx.state(layer, nnx.Param)`. PRNG keys, such as a whole
-        `nnx.state(layer)` may hold, are no parameters and count nothing.
+        NumPy arrays, numbers, `nnx.state(layer, nnx.Param)`. PRNG keys, which a whole
+        `nnx.state(layer)` may hold, are not counted.
 
     Returns:
       One int per layer; 0 for a layer without parameters.
 
     Raises:
-      ValueError: `layers` is one tree, or a leaf is no array.
+      ValueError: `layers` is one tree, or a leaf is not an array.
 
-    Communication: none; nothing is read but shapes.
+    Communication: none; only shapes are read.
     """
     if isinstance(layers, Mapping) or hasattr(layers, "shape") or not isinstance(layers, Iterable):
         raise ValueError(
@@ -47,14 +47,14 @@ def _elements(leaf: Any) -> int:
 
 
 class LayerFlops(NamedTuple):
-    """Floating-point operations of a layer, for the examples that it was asked for."""
+    """The floating-point operations of a layer for one microbatch."""
 
     forward: float
-    backward: float  # beside those of the forward pass: gradients of parameters and input
+    backward: float  # gradients of parameters and input, without those of the forward pass
 
     @property
     def total(self) -> float:
-        """Of both passes."""
+        """The operations of both passes."""
         return self.forward + self.backward
 
 
@@ -63,24 +63,25 @@ def layer_flops(
     params: Sequence[PyTree],
     microbatch: PyTree,
 ) -> list[LayerFlops]:
-    """Operations of each layer, forward and backward; nothing is computed.
+    """Return the operations of each layer, forward and backward, by compiling without running.
 
         flops = js.pipeline.layer_flops(model, params, microbatch)
         parts = js.partition_by_cost([layer.total for layer in flops], num_stages=4)
 
     Args:
-      model: a `js.LayeredModel`, whose loss belongs to its last layer; or functions
+      model: a `js.LayeredModel`, whose loss is counted with its last layer; or functions
         `layer(params, x) -> x`, of which the last may include a loss.
       params: one tree per layer, of arrays or `jax.ShapeDtypeStruct`s.
-      microbatch: what the first layer is given, likewise.
+      microbatch: the input of the first layer, of arrays or `jax.ShapeDtypeStruct`s.
 
     Returns:
       One `LayerFlops` per layer, as the compiler of jax's default backend counts the two programs.
-      It counts the body of a loop once, and tables that are looked up as what adds up their
+      It counts the body of a loop once, and of a table that is looked up only the sum of its
       gradients. Layers that are the same function of the same shapes are compiled once.
 
     Raises:
-      ValueError: no layers, another number of parameters than layers, leaves that are no arrays.
+      ValueError: no layers, a number of parameter trees that differs from the number of layers,
+        leaves that are not arrays.
 
     Communication: none.
     """
@@ -93,18 +94,18 @@ def layer_flops(
     for i, tree in enumerate(params):
         check_arrays(f"layer_flops: layer {i}", tree)
     batch = _types(microbatch)
-    x, found, known = batch, [], {}
+    x, flops_of_layers, counted = batch, [], {}
     for i, weights in enumerate(map(_types, params)):
         key = layers[i], _key((weights, x)), i == 0, i == len(layers) - 1
-        if key not in known:
-            known[key] = _counted(_one(model, i), weights, x, batch)
-        flops, x = known[key]
-        found.append(flops)
-    return found
+        if key not in counted:
+            counted[key] = _counted(_one(model, i), weights, x, batch)
+        flops, x = counted[key]
+        flops_of_layers.append(flops)
+    return flops_of_layers
 
 
 def _one(model: Any, i: int) -> Callable[[PyTree, PyTree, PyTree], PyTree]:
-    """Layer `i` of (weights, x, batch), with the loss behind the last, without metrics."""
+    """Return layer `i` as a function (weights, x, batch); the last one includes the loss."""
     if not isinstance(model, LayeredModel):
         return lambda weights, x, batch: model[i](weights, x)
     stage, is_last = model.stage(i, i + 1), i == len(model.layers) - 1
@@ -119,30 +120,30 @@ def _one(model: Any, i: int) -> Callable[[PyTree, PyTree, PyTree], PyTree]:
 def _counted(
     fn: Callable[[PyTree, PyTree, PyTree], PyTree], weights: PyTree, x: PyTree, batch: PyTree
 ) -> tuple[LayerFlops, PyTree]:
-    """Its operations, and the types of what it returns."""
+    """Return the operations of a layer, and the types of its result."""
     leaves, treedef = jax.tree.flatten((weights, x))
-    moving = [i for i, leaf in enumerate(leaves) if _is_inexact(leaf)]
+    inexact = [i for i, leaf in enumerate(leaves) if _is_inexact(leaf)]
 
     def forward(leaves: list[Any], batch: PyTree) -> PyTree:
         weights, x = treedef.unflatten(leaves)
         return fn(weights, x, batch)
 
     def both(leaves: list[Any], batch: PyTree, cotangents: list[Any]) -> Any:
-        def outputs(own: list[Any]) -> tuple[list[Any], list[Any]]:
+        def outputs(inexact_leaves: list[Any]) -> tuple[list[Any], list[Any]]:
             whole = list(leaves)
-            for i, leaf in zip(moving, own, strict=True):
+            for i, leaf in zip(inexact, inexact_leaves, strict=True):
                 whole[i] = leaf
-            found = jax.tree.leaves(forward(whole, batch))
-            return list(filter(_is_inexact, found)), found
+            results = jax.tree.leaves(forward(whole, batch))
+            return list(filter(_is_inexact, results)), results
 
-        _, pull, found = jax.vjp(outputs, [leaves[i] for i in moving], has_aux=True)
-        return found, pull(cotangents)
+        _, pull, results = jax.vjp(outputs, [leaves[i] for i in inexact], has_aux=True)
+        return results, pull(cotangents)
 
     y = jax.eval_shape(forward, leaves, batch)
     cotangents = list(filter(_is_inexact, jax.tree.leaves(y)))
-    ahead = _operations(forward, leaves, batch)
-    behind = _operations(both, leaves, batch, cotangents) - ahead
-    return LayerFlops(ahead, max(0.0, behind)), y
+    forward_flops = _operations(forward, leaves, batch)
+    backward_flops = _operations(both, leaves, batch, cotangents) - forward_flops
+    return LayerFlops(forward_flops, max(0.0, backward_flops)), y
 
 
 def _operations(fn: Callable[..., Any], *types: Any) -> float:
@@ -151,7 +152,7 @@ def _operations(fn: Callable[..., Any], *types: Any) -> float:
 
 
 def _types(tree: PyTree) -> PyTree:
-    """Without values and layouts."""
+    """Return shapes and dtypes of a tree, without values and shardings."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), tree)
 
 

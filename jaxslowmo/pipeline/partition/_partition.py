@@ -1,4 +1,4 @@
-"""Which layers of a model each stage holds: blocks of consecutive layers, dealt to stages."""
+"""Partition the layers of a model: blocks of consecutive layers, dealt to stages in turn."""
 
 import heapq
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,11 +13,11 @@ from ..._support.types import PyTree
 from ...tree import tree_bytes
 
 Interval = tuple[int, int]
-"""A block of layers: the first, and the one after the last."""
+"""A block of layers: index of the first one, and index after the last one."""
 
 
 def _dealt(blocks: Sequence[Interval], num_stages: int) -> list[list[Interval]]:
-    """Per stage its blocks: block k belongs to stage k % `num_stages`."""
+    """Return the blocks of each stage: block k belongs to stage k % `num_stages`."""
     return [list(blocks[stage::num_stages]) for stage in range(num_stages)]
 
 
@@ -29,42 +29,42 @@ def _counts(owner: str, num_stages: int, num_chunks: int) -> tuple[int, int]:
 
 
 def _check_costs(owner: str, name: str, values: Iterable[Any]) -> np.ndarray:
-    """One finite number >= 0 per layer, as a 1-D array of integers or doubles."""
+    """Return costs as a 1-D array; raise `ValueError` unless they are finite numbers >= 0."""
     try:
         if isinstance(values, Mapping):
             raise TypeError
-        found = np.asarray(values if hasattr(values, "__array__") else list(values))
+        array = np.asarray(values if hasattr(values, "__array__") else list(values))
     except (TypeError, ValueError):
-        found = np.asarray(None)
-    if found.dtype == jnp.bfloat16:  # no float to NumPy
-        found = found.astype(np.float32)
-    is_number = found.dtype.kind in "iuf"
-    if found.ndim != 1 or not found.size or not is_number:
+        array = np.asarray(None)
+    if array.dtype == jnp.bfloat16:  # NumPy does not count it among floats
+        array = array.astype(np.float32)
+    is_number = array.dtype.kind in "iuf"
+    if array.ndim != 1 or not array.size or not is_number:
         raise ValueError(f"{owner}: `{name}` must hold one number per layer, got {values!r}.")
-    wrong = [i for i, x in enumerate(found.tolist()) if not 0 <= x < float("inf")]
+    wrong = [i for i, x in enumerate(array.tolist()) if not 0 <= x < float("inf")]
     if wrong:
         raise ValueError(
             f"{owner}: `{name}` must be finite and >= 0, got "
-            f"{', '.join(f'{found[i]} for layer {i}' for i in wrong)}."
+            f"{', '.join(f'{array[i]} for layer {i}' for i in wrong)}."
         )
-    return found
+    return array
 
 
 def partition_uniform(num_items: int, num_stages: int, num_chunks: int = 1) -> list[list[Interval]]:
-    """Layers split evenly over stages, the same number or one more on each.
+    """Split layers over stages as evenly as possible.
 
-    Each chunk covers `num_items / num_chunks` consecutive layers, over all stages; what does not
-    divide by the number of stages goes to the last ones, one layer more each.
+    Each chunk consists of `num_items / num_chunks` consecutive layers, which are divided among all
+    stages. If the number of stages does not divide them, the last stages get one layer more.
 
     Args:
-      num_items: layers, >= 1; a multiple of `num_chunks`.
-      num_stages: >= 1.
-      num_chunks: blocks that each stage holds, >= 1.
+      num_items: number of layers, >= 1; a multiple of `num_chunks`.
+      num_stages: number of stages, >= 1.
+      num_chunks: number of blocks that each stage holds, >= 1.
 
     Returns:
-      Per stage a list of half-open intervals `(start, end)`, one per chunk. Where there are fewer
-      layers in a chunk than stages the first intervals are empty: `js.partition_by_cost` refuses
-      that.
+      For each stage a list of half-open intervals `(start, end)`, one per chunk. If a chunk has
+      fewer layers than there are stages, the first intervals are empty; `js.partition_by_cost`
+      refuses that.
 
     Raises:
       ValueError: a count below 1, or chunks that do not divide the layers.
@@ -81,7 +81,7 @@ def partition_uniform(num_items: int, num_stages: int, num_chunks: int = 1) -> l
 
 
 def _uniform(owner: str, num_items: int, num_stages: int, num_chunks: int) -> list[list[Interval]]:
-    """See `partition_uniform`; `owner` is named in errors."""
+    """Return the result of `partition_uniform`; errors name `owner`."""
     if num_items % num_chunks:
         raise ValueError(
             f"{owner}: the number of layers must be a multiple of `num_chunks`={num_chunks}, got "
@@ -106,52 +106,53 @@ def _uniform(owner: str, num_items: int, num_stages: int, num_chunks: int) -> li
 def partition_balanced(
     weights: Iterable[int], num_stages: int, num_chunks: int = 1
 ) -> list[list[Interval]]:
-    """Layers split so that the heaviest block is light, by ColossalAI's rule.
+    """Split layers so that the heaviest block is as light as possible, by ColossalAI's rule.
 
-    Blocks are filled from the left up to the smallest capacity for which there are enough of them.
-    Where fewer are filled than wanted, the heaviest is split in two as evenly as possible, as often
-    as needed. No split has a lighter heaviest block; of those that are as good
-    `js.partition_by_cost` takes an evener one, and it takes costs that are no integers.
+    Blocks are filled from the left, up to the smallest capacity with which `num_blocks` suffice. If
+    fewer blocks are filled, the heaviest one is split in two as evenly as possible, until there are
+    enough. No split has a lighter heaviest block. Of equally good splits `js.partition_by_cost`
+    returns a more even one, and it also takes costs that are not integers.
 
     Args:
-      weights: one integer >= 0 per layer, such as `js.pipeline.count_layer_params` gives; 0 counts
+      weights: one integer >= 0 per layer, such as from `js.pipeline.count_layer_params`; 0 counts
         as 1.
-      num_stages: >= 1.
-      num_chunks: blocks that each stage holds, >= 1.
+      num_stages: number of stages, >= 1.
+      num_chunks: number of blocks that each stage holds, >= 1.
 
     Returns:
-      Per stage a list of half-open intervals `(start, end)`, one per chunk: block k belongs to
-      stage k % `num_stages`. With no more layers than blocks it is that of `js.partition_uniform`.
+      For each stage a list of half-open intervals `(start, end)`, one per chunk: block k belongs to
+      stage k % `num_stages`. If there are no more layers than blocks, it is the result of
+      `js.partition_uniform`.
 
     Raises:
-      ValueError: a count below 1, weights that are no integers or negative; with no more layers
+      ValueError: a count below 1, weights that are negative or not integers; with no more layers
         than blocks, chunks that do not divide the layers.
-      UserWarning: that of `js.partition_uniform`.
+      UserWarning: the warning of `js.partition_uniform`.
 
     Communication: none.
 
     Source: ColossalAI (commit 96780e6), `colossalai/builder/pipeline.py`.
     """
     owner = "partition_balanced"
-    found = _check_costs(owner, "weights", weights)
-    if found.dtype.kind == "f":
+    costs = _check_costs(owner, "weights", weights)
+    if costs.dtype.kind == "f":
         raise ValueError(
-            f"{owner}: `weights` must be integers, got {found.dtype} numbers: js.partition_by_cost "
+            f"{owner}: `weights` must be integers, got {costs.dtype} numbers: js.partition_by_cost "
             "takes any costs."
         )
     num_stages, num_chunks = _counts(owner, num_stages, num_chunks)
     num_blocks = num_stages * num_chunks
-    if len(found) <= num_blocks:
-        return _uniform(owner, len(found), num_stages, num_chunks)
-    # Python's integers: sums of NumPy's might overflow.
-    positive = [max(1, w) for w in found.tolist()]
+    if len(costs) <= num_blocks:
+        return _uniform(owner, len(costs), num_stages, num_chunks)
+    # Python integers, because sums of NumPy integers might overflow.
+    positive = [max(1, w) for w in costs.tolist()]
     blocks = _filled(positive, _least_capacity(positive, num_blocks))
     before = [0, *accumulate(positive)]
     return _dealt(_split_heaviest(before, blocks, num_blocks), num_stages)
 
 
 def _least_capacity(weights: Sequence[int], num_blocks: int) -> int:
-    """The smallest capacity for which `_filled` makes at most `num_blocks`."""
+    """Return the smallest capacity for which `_filled` returns at most `num_blocks` blocks."""
     low, high = max(weights), sum(weights)
     while low < high:
         middle = (low + high) // 2
@@ -163,7 +164,7 @@ def _least_capacity(weights: Sequence[int], num_blocks: int) -> int:
 
 
 def _filled(weights: Sequence[int], capacity: int) -> list[Interval]:
-    """Blocks from the left, each with as many layers as it holds."""
+    """Return blocks filled from the left, each with as many layers as `capacity` allows."""
     blocks, start, load = [], 0, 0
     for i, weight in enumerate(weights):
         if load + weight > capacity:
@@ -176,9 +177,9 @@ def _filled(weights: Sequence[int], capacity: int) -> list[Interval]:
 def _split_heaviest(
     before: Sequence[int], blocks: Sequence[Interval], num_blocks: int
 ) -> list[Interval]:
-    """As many blocks as wanted, by splitting the heaviest that has more than one layer.
+    """Return `num_blocks` blocks, by splitting the heaviest block that has more than one layer.
 
-    `before` are sums of the weights before each layer.
+    `before` has the sum of the weights before each layer.
     """
 
     def entry(start: int, end: int) -> tuple[int, int, int]:
@@ -193,7 +194,7 @@ def _split_heaviest(
             single.append((start, end))
             continue
         whole = before[start] + before[end]
-        # The first of several that are equally even.
+        # The first of several cuts that are equally even.
         cut = min(range(start + 1, end), key=lambda i: abs(whole - 2 * before[i]))
         heapq.heappush(heap, entry(start, cut))
         heapq.heappush(heap, entry(cut, end))
@@ -203,23 +204,23 @@ def _split_heaviest(
 def partition_by_cost(
     costs: Iterable[float], num_stages: int, num_chunks: int = 1
 ) -> list[list[Interval]]:
-    """The best split of layers into blocks: no other has a cheaper most expensive block.
+    """Split layers into blocks so that the most expensive block is as cheap as possible.
 
         parts = js.partition_by_cost(js.pipeline.count_layer_params(params), num_stages=4)
 
-    Of the splits that are best in this the blocks are those whose squared costs have the smallest
-    sum, and of these the ones that end first, compared from the left.
+    Of several such splits, the result is the one with the smallest sum of squared costs of blocks,
+    and of several of these the one whose blocks end first, compared from the left.
 
     Args:
       costs: one finite number >= 0 per layer: parameters (`js.pipeline.count_layer_params`),
-        operations (`js.pipeline.layer_flops`), measured times. Embedding and loss are layers, or
-        parts of them, and count.
-      num_stages: >= 1.
-      num_chunks: blocks that each stage holds, >= 1.
+        operations (`js.pipeline.layer_flops`), or measured times. Embedding and loss are layers, or
+        parts of layers, and must be counted.
+      num_stages: number of stages, >= 1.
+      num_chunks: number of blocks that each stage holds, >= 1.
 
     Returns:
-      Per stage a list of half-open intervals `(start, end)`, one per chunk, none of them empty:
-      block k belongs to stage k % `num_stages`.
+      For each stage a list of half-open intervals `(start, end)`, one per chunk, none of them
+      empty: block k belongs to stage k % `num_stages`.
 
     Raises:
       ValueError: a count below 1; costs that are negative, infinite or NaN; fewer layers than
@@ -228,33 +229,36 @@ def partition_by_cost(
     Communication: none. It takes `num_stages * num_chunks * len(costs)**2` additions of doubles,
     in which sums of integers are exact below 2**53: 0.05 s for 512 layers in 64 blocks.
     """
-    found = _check_costs("partition_by_cost", "costs", costs)
+    array = _check_costs("partition_by_cost", "costs", costs)
     num_stages, num_chunks = _counts("partition_by_cost", num_stages, num_chunks)
     num_blocks = num_stages * num_chunks
-    if len(found) < num_blocks:
+    if len(array) < num_blocks:
         raise ValueError(
             "partition_by_cost: every stage must hold a layer in each chunk, got "
-            f"{len(found)} layers for `num_stages`={num_stages} times `num_chunks`={num_chunks}."
+            f"{len(array)} layers for `num_stages`={num_stages} times `num_chunks`={num_chunks}."
         )
-    return _dealt(_cheapest(found, num_blocks), num_stages)
+    return _dealt(_cheapest(array, num_blocks), num_stages)
 
 
 def blocks_by_bytes(layers: Sequence[PyTree], num_blocks: int) -> list[Interval]:
-    """Return the blocks of layers, in the order of the model, of which the largest is smallest.
+    """Split layers into blocks so that the block with most bytes of parameters is smallest.
 
     Args:
       layers: one tree of arrays or types per layer, at least `num_blocks` of them.
-      num_blocks: the number of blocks, >= 1; their sizes are bytes of parameters.
+      num_blocks: number of blocks, >= 1.
+
+    Returns:
+      The blocks, in the order of the model.
     """
-    # Layers without parameters are dealt out evenly.
+    # Each layer costs a byte more, so that layers without parameters are distributed evenly.
     return _cheapest(np.array([1 + tree_bytes(layer) for layer in layers]), num_blocks)
 
 
 def _cheapest(costs: np.ndarray, num_blocks: int) -> list[Interval]:
-    """Return the blocks of the split that `partition_by_cost` calls the best."""
+    """Return the blocks of the best split, as `partition_by_cost` defines it."""
     before = np.concatenate([[0.0], np.cumsum(costs, dtype=np.float64)])
     index = np.arange(len(before))
-    # What layers i to j - 1 cost; nothing that ends before it begins.
+    # block[i, j]: the cost of layers i to j - 1; infinity for j < i.
     block = np.where(index > index[:, None], before - before[:, None], np.inf)
     largest = _best(block, num_blocks, np.maximum)[0, num_blocks]
     squares = np.where(block <= largest, block, np.inf) ** 2
@@ -262,7 +266,7 @@ def _cheapest(costs: np.ndarray, num_blocks: int) -> list[Interval]:
 
 
 def _best(block: np.ndarray, num_blocks: int, joined: np.ufunc) -> np.ndarray:
-    """`[i, k]`: what layers i and later come to in k blocks, at best; else infinity."""
+    """Return `[i, k]`, the least `joined` cost of layers from i on in k blocks, or infinity."""
     best = np.full((len(block), num_blocks + 1), np.inf)
     best[-1, 0] = 0.0
     for k in range(1, num_blocks + 1):
@@ -271,7 +275,7 @@ def _best(block: np.ndarray, num_blocks: int, joined: np.ufunc) -> np.ndarray:
 
 
 def _cuts(block: np.ndarray, best: np.ndarray) -> list[Interval]:
-    """The blocks whose sum is `best`; the first cut of several that are equal."""
+    """Return the blocks that attain `best`, with the first of several equally good cuts."""
     start, blocks = 0, []
     for left in range(best.shape[1] - 2, -1, -1):
         end = int(np.argmin(block[start] + best[:, left]))

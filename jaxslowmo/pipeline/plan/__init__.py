@@ -1,4 +1,4 @@
-"""What both executors of a pipeline share: its loss function, what it is made of, how it ends."""
+"""The parts that both executors of a pipeline share: loss function, plan, and end of a step."""
 
 from ._pipelined import Pipelined as Pipelined
 from ._pipelined import in_microbatches as in_microbatches

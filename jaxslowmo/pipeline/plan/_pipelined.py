@@ -1,4 +1,4 @@
-"""A pipeline of stages behind an ordinary loss function, and the microbatches of its batches."""
+"""`Pipelined`, the loss function that runs a pipeline, and the microbatches of a batch."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -20,13 +20,13 @@ from ._plan import Plan
 
 
 class Pipelined:
-    """A model in stages, as a loss function; made by `js.pipelined`.
+    """A loss function that runs a model in stages; made by `js.pipelined`.
 
     Attributes:
-      layout: the layout of its parameters, which `step.init` uses by itself; in a loop of your own
-        `layout.stack(params)` is what the loss function takes.
+      layout: the layout of its parameters, which `step.init` uses by itself; in your own training
+        loop pass `layout.stack(params)` to the loss function.
       state_layout: the layout of the model state of its layers; None for models without.
-      schedule: which stage computes what when.
+      schedule: the order of the operations of each stage.
       model: the layers.
       mesh: the devices.
       data_axes: the axes over which each microbatch is split.
@@ -45,25 +45,25 @@ class Pipelined:
         self.remat: bool = plan.remat
         self.param_specs: Staged = plan.layout.specs
         self._run = jax.custom_vjp(self._evaluated)
-        # So that it is known which gradients are wanted.
+        # `symbolic_zeros` tells whether a gradient of the batch is requested, which is an error.
         self._run.defvjp(self._differentiated, self._pulled_back, symbolic_zeros=True)
         self.__signature__ = call_signature(Pipelined.__call__, plan.model.takes_state)
 
     @property
     def loss_fn(self) -> "Pipelined":
-        """The loss function, which this is: `pipe.loss_fn(stacked, batch)`."""
+        """The loss function, which is this object: `pipe.loss_fn(stacked, batch)`."""
         return self
 
     def params_form(self, params: PyTree) -> PyTree:
-        """Return parameters as the loss function takes them.
+        """Return parameters in the form that the loss function takes.
 
         Args:
-          params: one tree per layer, which are stacked; or what `layout.stack` made of them.
+          params: one tree per layer, which are stacked; or a result of `layout.stack`.
         """
         return params if isinstance(params, Staged) else self.layout.stack(params)
 
     def model_state_form(self, model_state: PyTree) -> PyTree:
-        """Return model state as the loss function takes it: one tree per layer is stacked."""
+        """Return model state in the form of the loss function; one tree per layer is stacked."""
         if self.state_layout is None or not isinstance(model_state, list | tuple):
             return model_state
         self.model.checked_state(model_state)
@@ -72,33 +72,34 @@ class Pipelined:
     def __call__(
         self, stacked: PyTree, batch: PyTree, *, rng: Any = None, model_state: PyTree = None
     ) -> Any:
-        """The loss of a batch: an ordinary function for `jax.grad` and `js.make_train_step`.
+        """Compute the loss of a batch; usable with `jax.grad` and `js.make_train_step`.
 
-        Differentiated, it runs the schedule once, whose backward passes give the gradients; else
-        forward passes alone. Gradients are accumulated in float32 and are those of the mean over
-        the microbatches.
+        Under `jax.grad` it runs the schedule once, whose backward passes compute the gradients;
+        otherwise only forward passes. Gradients are accumulated in float32 and are those of the
+        mean over the microbatches.
 
         Args:
-          stacked: parameters as `layout.stack` makes them, or one replica's of those; or one tree
-            per layer, which are stacked first.
+          stacked: parameters from `layout.stack`, or one replica of those; or one tree per layer,
+            which are stacked first.
           batch: arrays whose leading dimension counts the examples of the replica. Scalars, and
             arrays whose leading dimension is 1, are shared by all examples.
-          rng: the PRNG key of layers that take one: each layer of each microbatch draws from its
-            own, `fold_in(fold_in(rng, microbatch), layer)`, forward and backward; before that the
+          rng: the PRNG key for layers that take one. Each layer of each microbatch gets the key
+            `fold_in(fold_in(rng, microbatch), layer)`, forward and backward; before that the
             positions along `data_axes` are folded in. None: layers get None.
-          model_state: of models whose layers take `state`: what `model_state_form` returns, or an
-            earlier call. Each layer's goes on from microbatch to microbatch, in the order in which
-            the schedule computes them; at the end floating leaves are averaged over `data_axes`.
+          model_state: the result of `model_state_form`, or the state that an earlier call returned;
+            only for models whose layers take `state`. Each layer's state passes from microbatch to
+            microbatch in the schedule's order; at the end floating leaves are averaged over
+            `data_axes`.
 
         Returns:
-          The loss, or (loss, metrics), means over the microbatches, or quotients of sums over them
-          where the model's loss is a pair; metrics are float32. They have no gradient, and their
+          The loss, or (loss, metrics): means over the microbatches, or quotients of sums over them
+          if the model's loss is a pair; metrics are float32. Metrics have no gradient, and their
           cotangents are ignored. With model state (loss, (metrics, new model state)).
 
         Raises:
-          ValueError: see `js.pipelined`; gradients of the batch are asked for, or second
-            derivatives of a model with tied leaves; a key that is none; with `executor="host"` a
-            call inside of jax.jit and the like.
+          ValueError: see `js.pipelined`; gradients of the batch, or second derivatives of a model
+            with tied leaves, are requested; `rng` is not a PRNG key; with `executor="host"` a call
+            inside of jax.jit or another transformation.
         """
         if isinstance(stacked, list | tuple):
             stacked = self.layout.stack(stacked)
@@ -134,18 +135,18 @@ class Pipelined:
         Args:
           stacked: the parameters.
           states: the buffers of the model state; {} without any.
-          batch: as `__call__` takes it.
-          rng: likewise; None where no layer takes a key.
-          differentiates: whether gradients are wanted.
+          batch: the batch, in the form that `__call__` takes.
+          rng: the PRNG key of the step; None if no layer takes a key.
+          differentiates: whether to compute gradients.
 
         Returns:
-          Loss with metrics, and the buffers of the new model state; and the buffers of the
-          gradients of floating parameters, {} where they are not wanted.
+          ((loss with metrics, buffers of the new model state), buffers of the gradients of floating
+          parameters); the latter are {} without gradients.
         """
         raise NotImplementedError
 
     def refuse_forward_only(self) -> None:
-        """Raise `ValueError` where gradients are wanted of a schedule that makes none."""
+        """Raise `ValueError` if the schedule has no backward passes."""
         if self.schedule.forward_only:
             raise ValueError(
                 f"`schedule` {self.schedule.name!r} has forward passes alone, so there are no "
@@ -168,7 +169,7 @@ class Pipelined:
     def _pulled_back(self, grads: PyTree, cotangent: Any) -> tuple[PyTree, None, None, None]:
         value, _ = cotangent
         of_loss: Any = value[0] if isinstance(value, tuple) else value
-        if isinstance(of_loss, jax.custom_derivatives.SymbolicZero):  # of metrics alone
+        if isinstance(of_loss, jax.custom_derivatives.SymbolicZero):  # only metrics were used
             of_loss = jnp.zeros((), jnp.float32)
 
         def scaled(g: Any) -> Any:
@@ -181,7 +182,7 @@ class Pipelined:
 
 
 def _checked_state(layout: StageLayout, model_state: Any) -> dict[str, Any]:
-    """Return the buffers of a model state, as `state_layout.stack` made them."""
+    """Return the buffers of a model state; raise `ValueError` unless it has this layout."""
     if not isinstance(model_state, Staged) or model_state.packing != layout.packing:
         raise ValueError(
             "`model_state` must be what `pipe.model_state_form(trees)` makes of one tree per "
@@ -191,7 +192,7 @@ def _checked_state(layout: StageLayout, model_state: Any) -> dict[str, Any]:
 
 
 def check_key(rng: Any) -> None:
-    """Raise `ValueError` for what is no PRNG key of jax."""
+    """Raise `ValueError` unless `rng` is a PRNG key of jax or None."""
     if rng is None:
         return
     dtype, shape = getattr(rng, "dtype", None), jnp.shape(rng) if hasattr(rng, "shape") else None
@@ -205,22 +206,22 @@ def check_key(rng: Any) -> None:
 
 
 def check_constant(batch: PyTree) -> None:
-    """Raise `ValueError` where gradients of a batch are asked for, by what `custom_vjp` says."""
+    """Raise `ValueError` if gradients of a batch are requested, which `custom_vjp` marks."""
     leaves = zip(leaf_names(batch), jax.tree.leaves(batch), strict=True)
-    moving = [n for n, x in leaves if x.perturbed and jnp.issubdtype(x.value.dtype, jnp.inexact)]
-    if moving:
+    perturbed = [n for n, x in leaves if x.perturbed and jnp.issubdtype(x.value.dtype, jnp.inexact)]
+    if perturbed:
         raise ValueError(
             "`batch` must not depend on what is differentiated, of which a pipeline has gradients "
-            f"in `stacked` alone, got {', '.join(moving)}."
+            f"in `stacked` alone, got {', '.join(perturbed)}."
         )
 
 
 @jax.custom_jvp
 def only_once(stacked: PyTree) -> PyTree:
-    """Return `stacked`, and raise `ValueError` where its gradients are differentiated once more.
+    """Return `stacked`; raise `ValueError` if its gradients are differentiated again.
 
-    The gradient of each copy of a tied leaf is the sum over all of them, which derivatives of that
-    sum by one copy are not.
+    The gradient of each copy of a tied leaf is the sum over all copies, which is computed outside
+    of what is differentiated. So derivatives of that sum would be wrong.
     """
     return stacked
 
@@ -235,23 +236,23 @@ def _again(primals: Any, tangents: Any) -> Any:
 
 
 class Shared(NamedTuple):
-    """A leaf of a batch that belongs to all examples, as it is."""
+    """A leaf of a batch that all examples share, so that it is not divided."""
 
     value: Any
 
 
 def in_microbatches(batch: PyTree, count: int, shares: Mapping[str, int]) -> PyTree:
-    """Leaves (count, examples / count, ...) of a batch, and `Shared` ones.
+    """Return the batch with leaves (count, examples / count, ...), and `Shared` ones.
 
     Args:
-      batch: leaves (examples, ...); a scalar, or a leaf whose leading dimension is 1 where others
-        have several examples, is shared by all of them.
-      count: of microbatches.
+      batch: leaves (examples, ...). All examples share a scalar, and a leaf whose leading dimension
+        is 1 while others have several examples.
+      count: number of microbatches.
       shares: sizes of the axes between whose devices each microbatch is split.
 
     Raises:
-      ValueError: no leaf with examples, unlike numbers of them, a number that the microbatches, or
-        the axes then, do not divide.
+      ValueError: no leaf with examples, leaves with different numbers of examples, a number that
+        the microbatches and then the axes do not divide.
     """
     named = dict(zip(leaf_names(batch), jax.tree.leaves(batch), strict=True))
     sizes = {name: jnp.shape(x)[0] for name, x in named.items() if jnp.ndim(x)}
@@ -285,7 +286,7 @@ def in_microbatches(batch: PyTree, count: int, shares: Mapping[str, int]) -> PyT
 
 
 def microbatch_specs(microbatches: PyTree, data_axes: Sequence[str]) -> PyTree:
-    """How microbatches lie over the data axes: each split, and what they share whole."""
+    """Return the specs of microbatches: split over the data axes, except `Shared` leaves."""
 
     def spec(x: Any) -> Any:
         return Shared(P()) if is_shared(x) else P(None, tuple(data_axes))
@@ -294,20 +295,20 @@ def microbatch_specs(microbatches: PyTree, data_axes: Sequence[str]) -> PyTree:
 
 
 def is_shared(x: Any) -> bool:
-    """Whether a part of a batch belongs to all examples."""
+    """Return whether a part of a batch is shared by all examples."""
     return isinstance(x, Shared)
 
 
 def microbatch_of(
     batch: PyTree, rng: Any, number: Any, shift: Any, *, key_number: Any = None
 ) -> PyTree:
-    """Return a microbatch as the layers of a stage take it.
+    """Return a microbatch in the form that the layers of a stage take.
 
     Args:
       batch: leaves (microbatches, examples, ...), and `Shared` ones.
-      rng: the key of the step on this device, or None.
+      rng: the PRNG key of the step on this device, or None.
       number: () int32, the number of the microbatch.
-      shift: () int32, what is added to the index of each layer; see `Keyed`.
+      shift: () int32, added to the index of each layer; see `Keyed`.
       key_number: () int32, the number of the microbatch among those of this key; None: `number`.
     """
 

@@ -1,4 +1,4 @@
-"""What a pipeline is made of: its kinds of stages, where leaves lie, and how a step ends."""
+"""The plan of a pipeline: its kinds of stages, the places of leaves, and the end of a step."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -30,16 +30,16 @@ from ..schedules import Schedule
 from ..stage import WholeStage, split_stage, whole_stage
 
 Buffers = Mapping[str, jax.Array]
-"""By name the buffers of one device, (*sizes, elements)."""
+"""The buffers of one device by name, each (*sizes, elements)."""
 
 
 class Segment(NamedTuple):
-    """One leaf of a run of layers: those of its layers lie one after the other in a buffer.
+    """One leaf of a run of layers, which is contiguous in a buffer: layer after layer.
 
     Attributes:
-      place: where that of the first layer lies, in the stage that stands for its kind.
+      place: the place of the first layer's leaf, in the first stage of its kind.
       count: number of layers.
-      size: elements of one layer in each part of the buffer.
+      size: number of elements of one layer in each part of the buffer.
     """
 
     place: LeafPlace
@@ -49,14 +49,14 @@ class Segment(NamedTuple):
 
 @dataclass(frozen=True)
 class Segments:
-    """The leaves of stages of one kind, as one tree per run of layers, stacked in each run.
+    """The leaves of stages of one kind: one tree per run of layers, stacked over the run.
 
     Attributes:
       treedef: structure of a tuple of such trees.
       segments: its leaves, in flattening order.
-      packing: what lies where.
-      starts: for each buffer, (stages of the model,) int32: how far the leaves of a stage lie from
-        those of the stage that stands for its kind.
+      packing: the places of all leaves.
+      starts: maps each buffer to (stages of the model,) int32, the offset of a stage's leaves from
+        those of the first stage of its kind.
     """
 
     treedef: Any
@@ -65,7 +65,7 @@ class Segments:
     starts: Mapping[str, np.ndarray]
 
     def read(self, buffers: Buffers, model_stage: Any) -> PyTree:
-        """Return the leaves of a stage."""
+        """Return the leaves of a stage, read from the buffers."""
         return self.treedef.unflatten([self._read(buffers, s, model_stage) for s in self.segments])
 
     def written(self, buffers: Buffers, tree: PyTree, model_stage: Any) -> dict[str, jax.Array]:
@@ -85,10 +85,10 @@ class Segments:
         *,
         in_place: bool,
     ) -> dict[str, jax.Array | None]:
-        """Return totals with a stage's leaves added; None where there are none, as of integers.
+        """Return totals with a stage's leaves added; a total of integers is None and stays so.
 
-        `in_place` says that the compiler is that of a TPU, which joins a sum with the update of the
-        buffer that it reads from, and then copies the whole buffer for each leaf (libtpu 0.0.52; 78
+        `in_place` puts a barrier between each sum and the update of the buffer, for TPUs: their
+        compiler fuses the two, and then copies the whole buffer for each leaf (libtpu 0.0.52: 78
         copies of 81 MB per microbatch in a GPT of 124 million parameters).
         """
         new = dict(totals)
@@ -96,18 +96,18 @@ class Segments:
             name = segment.place.leaf.buffer
             total = new[name]
             if total is not None:
-                at = self._start(segment, model_stage)
+                start = self._start(segment, model_stage)
                 flat = self._flat(segment, x).astype(total.dtype)
-                before = lax.dynamic_slice_in_dim(total, at, flat.shape[-1], total.ndim - 1)
+                before = lax.dynamic_slice_in_dim(total, start, flat.shape[-1], total.ndim - 1)
                 total_now = before + flat
                 if in_place:
                     total_now = lax.optimization_barrier(total_now)
-                new[name] = _set(total, total_now, at)
+                new[name] = _set(total, total_now, start)
         return new
 
     def _start(self, segment: Segment, model_stage: Any) -> Any:
         starts = self.starts[segment.place.leaf.buffer]
-        if not starts.any():  # all stages of this kind have it at the same place
+        if not starts.any():  # all stages of this kind have the leaf at the same place
             return segment.place.start
         if isinstance(model_stage, int):
             return segment.place.start + int(starts[model_stage])
@@ -115,12 +115,12 @@ class Segments:
 
     def _read(self, buffers: Buffers, segment: Segment, model_stage: Any) -> jax.Array:
         leaf, count = segment.place.leaf, segment.count
-        at, buffer = self._start(segment, model_stage), buffers[leaf.buffer]
+        start, buffer = self._start(segment, model_stage), buffers[leaf.buffer]
         size, axis = count * segment.size, buffer.ndim - 1
-        if isinstance(at, int):
-            part = lax.slice_in_dim(buffer, at, at + size, axis=axis)
+        if isinstance(start, int):
+            part = lax.slice_in_dim(buffer, start, start + size, axis=axis)
         else:
-            part = lax.dynamic_slice_in_dim(buffer, at, size, axis)
+            part = lax.dynamic_slice_in_dim(buffer, start, size, axis)
         if count == 1:
             return self.packing.whole(part, leaf)
         part = jnp.moveaxis(part.reshape(*part.shape[:-1], count, segment.size), -2, 0)
@@ -134,21 +134,21 @@ class Segments:
         return part.reshape(*part.shape[:-2], count * segment.size)
 
 
-def _set(buffer: jax.Array, flat: jax.Array, at: Any) -> jax.Array:
-    return lax.dynamic_update_slice_in_dim(buffer, flat, at, buffer.ndim - 1)
+def _set(buffer: jax.Array, flat: jax.Array, start: Any) -> jax.Array:
+    return lax.dynamic_update_slice_in_dim(buffer, flat, start, buffer.ndim - 1)
 
 
 @dataclass(frozen=True)
 class StageKind:
-    """Stages of a model that are computed alike.
+    """A kind of stages: stages of a model that run the same program.
 
     Attributes:
-      fn: of (weights, x, microbatch); weights are one tree per run of layers.
+      fn: function (weights, x, microbatch) of the stage; weights are one tree per run of layers.
       is_first: whether it takes the microbatch in place of activations.
-      is_last: whether it gives the loss.
-      start: the first layer of the stage that stands for all.
-      weights: where the parameters lie.
-      states: where the model state of its layers lies; None for models without.
+      is_last: whether it returns the loss.
+      start: index of the first layer of the first stage of this kind.
+      weights: the places of the parameters.
+      states: the places of the model state of its layers; None for models without.
     """
 
     fn: Callable[[PyTree, PyTree, PyTree], Any]
@@ -158,56 +158,56 @@ class StageKind:
     weights: Segments
     states: Segments | None = None
 
-    def given(self, x: PyTree, states: PyTree) -> PyTree:
-        """What the function takes in the place of activations."""
+    def with_state(self, x: PyTree, states: PyTree) -> PyTree:
+        """Return the argument `x` of `fn`: activations, with model state if there is any."""
         return x if self.states is None else WithState(x, list(states))
 
     def forward(
-        self, program: WholeStage | None, weights: PyTree, given: PyTree, microbatch: PyTree
+        self, program: WholeStage | None, weights: PyTree, x: PyTree, microbatch: PyTree
     ) -> tuple[PyTree, Sequence[jax.Array], PyTree]:
-        """Compute a stage.
+        """Run the forward pass of a stage.
 
         Args:
-          program: its operations; None where there is no backward pass.
+          program: the operations of the stage; None if there is no backward pass.
           weights: one tree per run of layers.
-          given: what stands in the place of activations.
-          microbatch: as its layers take it.
+          x: the result of `with_state`.
+          microbatch: the microbatch, in the form that layers take.
 
         Returns:
-          Activations or terms of the loss; what is left for the backward pass; the state of each
-          run of layers after it, None without any.
+          Activations or terms of the loss; the stash for the backward pass; the new state of each
+          run of layers, None for models without.
         """
-        left: Sequence[jax.Array] = ()
+        stash: Sequence[jax.Array] = ()
         if program is None:
-            y = self.fn(weights, given, microbatch)
+            y = self.fn(weights, x, microbatch)
         else:
-            y, left = program.forward(weights, given, microbatch)
+            y, stash = program.forward(weights, x, microbatch)
         after = None
         if self.states is not None:
             after = tuple(y.state if self.is_last else y.states)
-        return (y._replace(state=None) if self.is_last else without_state(y)), left, after
+        return (y._replace(state=None) if self.is_last else without_state(y)), stash, after
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is known of a pipeline before it sees a batch.
+    """The description of a pipeline that does not depend on a batch.
 
     Attributes:
       model: the whole model.
-      schedule: which stage computes what when.
+      schedule: the order of the operations of each stage.
       mesh: the devices.
       axis_name: the axis of the stages.
       data_axes: the axes inside a replica over which each microbatch is split.
-      layout: where the parameters lie.
-      state_layout: where the model state of the layers lies; None for models without.
-      kinds: the kinds of stages, of which those of one kind are computed alike.
-      of_stage: for each stage of the model the number of its kind.
-      shifts: for each stage of the model how far its layers are from those of the stage that stands
-        for its kind.
-      tied: where the copies of each tied parameter lie.
+      layout: the layout of the parameters.
+      state_layout: the layout of the model state; None for models without.
+      kinds: the kinds of stages; stages of one kind run the same program.
+      of_stage: (stages of the model,) int32, index of each stage's kind.
+      shifts: (stages of the model,) ints, offset of a stage's first layer from that of the first
+        stage of its kind.
+      tied: the places of the copies of each tied parameter.
       remat: whether backward passes compute again what forward passes have computed.
       gradient_scale: the factor of gradients between stages.
-      batch_memory: where microbatches wait, `"device"` or `"host"`.
+      batch_memory: the memory that holds the microbatches, `"device"` or `"host"`.
     """
 
     model: LayeredModel
@@ -226,17 +226,18 @@ class Plan:
     batch_memory: str
 
     def stage_program(
-        self, kind: StageKind, weights: PyTree, given: PyTree, microbatch: PyTree
+        self, kind: StageKind, weights: PyTree, x: PyTree, microbatch: PyTree
     ) -> WholeStage:
-        """Return the operations of a stage, traced for arguments like these of its function."""
+        """Return the operations of a stage, traced for arguments of these types."""
         program_of: Any = split_stage if self.schedule.splits else whole_stage
-        return program_of(kind.fn, weights, given, microbatch, loss=kind.is_last, remat=self.remat)
+        return program_of(kind.fn, weights, x, microbatch, loss=kind.is_last, remat=self.remat)
 
     def cotangent(self, kind: StageKind, program: WholeStage, dy: PyTree) -> PyTree:
-        """Return the cotangent of a stage's result, from that of its activations."""
+        """Return the cotangent of a stage's result, from `dy`, that of its activations."""
         if kind.is_last:
             terms = program.y
-            # The sum of a quotient is differentiated; its weight is known when all have run.
+            # With a weight only the sum is differentiated: `Ending.gradients` divides by the total
+            # weight, which is known when all microbatches have run.
             count = 1 if terms.weight is not None else self.schedule.num_microbatches
             return jnp.asarray(self.gradient_scale / count, terms.total.dtype)
         if kind.states is None:
@@ -246,19 +247,19 @@ class Plan:
 
 
 def gathered(x: jax.Array, spec: P) -> jax.Array:
-    """A leaf, whole, of the parts that devices hold.
+    """Return a whole leaf, gathered from the parts that devices hold.
 
     Communication: one all-gather over each axis in `spec`.
     """
     for dim, entry in enumerate(spec):
-        # The parts along a later axis lie inside of those along an earlier one.
+        # The first axis of an entry varies slowest, so it is gathered last.
         for name in reversed(axis_names(entry or ())):
             x = lax.all_gather(x, name, axis=dim, tiled=True)
     return x
 
 
 def scattered_sum(x: jax.Array, spec: P, axes: Sequence[str]) -> jax.Array:
-    """A sum over `axes`, of which each device has the part that `spec` says.
+    """Return the part of a sum over `axes` that a device holds according to `spec`.
 
     Communication: one reduce-scatter over each axis in `spec`, one all-reduce over the others.
     """
@@ -272,13 +273,13 @@ def scattered_sum(x: jax.Array, spec: P, axes: Sequence[str]) -> jax.Array:
 
 
 class Totals(NamedTuple):
-    """What the operations of a step add up to on one device.
+    """The sums over the microbatches of a step on one device.
 
     Attributes:
-      loss: the sum over microbatches of what the last stage returns; at least float32.
-      grads: for each buffer the sum of its gradients, (*sizes, elements) in at least float32; None
-        for buffers without gradients.
-      states: for each buffer the model state of the layers after the last microbatch.
+      loss: the sum of the last stage's results; at least float32.
+      grads: maps each buffer to the sum of its gradients, (*sizes, elements) in at least float32;
+        None for buffers without gradients.
+      states: maps each buffer to the model state after the last microbatch.
     """
 
     loss: LossTerms
@@ -288,13 +289,12 @@ class Totals(NamedTuple):
 
 @dataclass(frozen=True)
 class Ending:
-    """What is done once per step with the totals of all devices, under their axes.
+    """The end of a step: reductions of the totals of all devices, called under their mapped axes.
 
     Attributes:
-      plan: the pipeline.
+      plan: the plan of the pipeline.
       data_axes: the axes over which this program splits microbatches.
-      outer_axes: data axes that are mapped outside, between whose devices the caller has split the
-        batch, and averages.
+      outer_axes: data axes that the caller has mapped; it splits batches and averages over them.
     """
 
     plan: Plan
@@ -302,15 +302,15 @@ class Ending:
     outer_axes: tuple[str, ...]
 
     def loss(self, terms: LossTerms, dtype: jnp.dtype) -> tuple[Loss, LossTerms]:
-        """Return loss and metrics, the loss in its own dtype, and the terms of all microbatches.
+        """Return loss and metrics, the loss in `dtype`, and the terms of all microbatches.
 
-        Communication: one all-reduce of a few numbers over the stages and the data axes; of a
-          weight one over data axes that are mapped outside.
+        Communication: one all-reduce of a few numbers over the stages and the data axes; if there
+          is a weight, one of it over data axes that are mapped outside.
         """
         if self.outer_axes:
-            # The caller takes the mean over these axes, of quotients by the mean weight.
+            # The caller averages quotients over these axes, so all must have the mean weight.
             terms = terms.with_weights(lambda x: lax.pmean(x, self.outer_axes))
-        # The last stage alone has added something up.
+        # Only the last stage has a loss; the terms of the others are 0.
         terms = lax.psum(terms, (self.plan.axis_name, *self.data_axes))
         value = terms.value(self.plan.schedule.num_microbatches * self._num_shares)
         if isinstance(value, tuple):
@@ -318,7 +318,7 @@ class Ending:
         return value.astype(dtype), terms
 
     def states(self, totals: Totals) -> dict[str, jax.Array]:
-        """Return by buffer the model state of a stage, (1, elements), after all microbatches.
+        """Return the model state of a stage after all microbatches, buffers (1, elements).
 
         Communication: over the data axes one all-reduce of each buffer.
         """
@@ -332,10 +332,10 @@ class Ending:
         return {name: agreed(x)[None] for name, x in totals.states.items()}
 
     def gradients(self, totals: Totals, terms: LossTerms) -> dict[str, jax.Array]:
-        """Return by buffer the gradients, (1, *sizes, elements), in the dtypes of the parameters.
+        """Return the gradients in the dtypes of the parameters, buffers (1, *sizes, elements).
 
         Communication: over the data axes one reduce-scatter of each buffer that is sharded there,
-          an all-reduce of the others; over the stages that of tied parameters.
+          an all-reduce of the others; over the stages that of `sum_over_holders` for tied leaves.
         """
         plan = self.plan
         scale = 1 / (plan.gradient_scale * (1 if terms.weight is not None else self._num_shares))
@@ -350,7 +350,7 @@ class Ending:
         return {name: total[None].astype(dtypes[name]) for name, total in sums.items()}
 
     def spec(self, name: str) -> P:
-        """Return how a stage's buffer is sharded over the data axes."""
+        """Return the sharding of a stage's buffer over the data axes."""
         return only_over(self.plan.layout.specs[name][1:], frozenset(self.data_axes))
 
     @property
@@ -364,16 +364,16 @@ def _with_tied_sums(
     packing: BufferPacking,
     axis_name: str,
 ) -> dict[str, jax.Array]:
-    """Return gradients by buffer, (*sizes, elements), in which copies of a leaf have their sum.
+    """Return gradients by buffer, (*sizes, elements), with the sum in place of each tied copy.
 
-    Communication: that of `sum_over_holders` for the groups of which several stages hold copies.
+    Communication: that of `sum_over_holders` for the groups whose copies are on several stages.
     """
     groups = [group for group in groups if group[0].leaf.buffer in grads]
     if not groups:
         return grads
 
     def part_of(buffers: dict[str, jax.Array], place: LeafPlace) -> jax.Array:
-        """What lies at a place; on other stages anything."""
+        """Return the elements at a place; on other stages they are arbitrary."""
         end = place.start + packing.part_size(place.leaf)
         return buffers[place.leaf.buffer][..., place.start : end]
 

@@ -1,4 +1,4 @@
-"""Schedules of a pipeline as data: which stage computes what, in which order. No jax here."""
+"""Pipeline schedules as data: what each stage computes, and in which order. Needs no jax."""
 
 from ._basic import gpipe as gpipe
 from ._basic import one_f_one_b as one_f_one_b

@@ -1,4 +1,4 @@
-"""The basic kinds, GPipe and one F one B, and what every kind makes its table with."""
+"""The basic schedules, GPipe and 1F1B, and the helpers that build the table of any schedule."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -8,7 +8,7 @@ from ._schedule import Schedule
 
 
 class RowEntry(NamedTuple):
-    """An operation without its device stage, which its row tells."""
+    """An operation without its device stage, which is the index of its row."""
 
     kind: Kind
     chunk: int
@@ -23,7 +23,7 @@ def build(
     *,
     lockstep: bool = False,
 ) -> Schedule:
-    """The schedule whose device stage s does `rows[s]`; None is idle."""
+    """Return the schedule in which device stage s runs `rows[s]`; a None entry is idle."""
     cells = tuple(
         tuple(() if step is None else (Operation(step.kind, stage, *step[1:]),) for step in row)
         for stage, row in enumerate(rows)
@@ -33,19 +33,19 @@ def build(
 
 
 def round_robin(num_stages: int, num_chunks: int) -> tuple[int, ...]:
-    """Stage k of the model on device stage k % p."""
+    """Return the placement of model stage k on device stage k % num_stages."""
     return tuple(range(num_stages)) * num_chunks
 
 
 def v_shaped(num_stages: int) -> tuple[int, ...]:
-    """Two chunks: down the stages and back up, so that the first one holds both ends."""
+    """Return the placement of two chunks, down the stages and back up: stage 0 has both ends."""
     return (*range(num_stages), *reversed(range(num_stages)))
 
 
 def gpipe(
     num_stages: int, num_microbatches: int, num_chunks: int = 1, *, forward_only: bool = False
 ) -> Schedule:
-    """All forward passes, then all backward passes.
+    """Make the GPipe schedule: all forward passes, then all backward passes.
 
     The bubble is (p - 1) / (v m + p - 1) for p stages, m microbatches and v chunks (m >= p), and
     every stage holds all m microbatches of all of its chunks.
@@ -53,9 +53,9 @@ def gpipe(
     Args:
       num_stages: device stages, p >= 1.
       num_microbatches: microbatches of a step, m >= 1.
-      num_chunks: stages of the model per device stage, v >= 1; stage k of the model lies on
-        device stage k % p (a circular pipeline).
-      forward_only: no backward passes, as for evaluation.
+      num_chunks: stages of the model per device stage, v >= 1; stage k of the model is placed
+        on device stage k % p (a circular pipeline).
+      forward_only: whether to leave out backward passes, as for evaluation.
 
     Returns:
       A `Schedule`.
@@ -75,16 +75,16 @@ def gpipe(
 def one_f_one_b(
     num_stages: int, num_microbatches: int, num_chunks: int = 1, *, forward_only: bool = False
 ) -> Schedule:
-    """Megatron's schedule: after a warm-up each stage alternates one F and one backward pass.
+    """Make Megatron's 1F1B schedule: after a warm-up, one F and one backward pass alternate.
 
-    The bubble is GPipe's, (p - 1) / (m + p - 1), but stage s holds min(p - s, m) microbatches. It
-    is made for stages that run free; in lockstep see `lockstep`.
+    The bubble is GPipe's, (p - 1) / (m + p - 1), but stage s holds only min(p - s, m) microbatches.
+    It suits stages that each start as soon as they can; for stages in lockstep see `lockstep`.
 
     Args:
       num_stages: device stages, p >= 1.
       num_microbatches: microbatches of a step, m >= 1.
-      num_chunks: 1; with more, `interleaved`.
-      forward_only: no backward passes, as for evaluation.
+      num_chunks: must be 1; for more use `interleaved`.
+      forward_only: whether to leave out backward passes, as for evaluation.
 
     Returns:
       A `Schedule`.

@@ -1,4 +1,4 @@
-"""Schedules as others write them: by the name of a kind, in torch's notation, as operations."""
+"""Make a schedule from the name of its kind, from torch's notation, or from operations."""
 
 import inspect
 import re
@@ -17,26 +17,26 @@ from ._zero_bubble import zero_bubble
 KINDS: Mapping[str, Callable[..., Schedule]] = MappingProxyType(
     {make.__name__: make for make in (gpipe, one_f_one_b, interleaved, zero_bubble, zbv, lockstep)}
 )
-"""What makes a schedule of each kind, by its name."""
+"""Maps the name of each kind of schedule to the function that makes it."""
 
 
 def by_name(
     kind: str, num_stages: int, num_microbatches: int, num_chunks: int | None = None, **options: Any
 ) -> Schedule:
-    """A schedule by the name of its kind.
+    """Make a schedule of the kind with this name.
 
     Args:
       kind: a key of `KINDS`, such as "one_f_one_b".
       num_stages: device stages.
       num_microbatches: microbatches of a step.
-      num_chunks: stages of the model per device stage; None: what the kind has by itself.
+      num_chunks: stages of the model per device stage; None: the default of the kind.
       **options: further arguments of the kind, such as `memory` or `forward_only`.
 
     Returns:
       `KINDS[kind](num_stages, num_microbatches, ...)`.
 
     Raises:
-      ValueError: an unknown kind, an option that the kind lacks, or what it refuses itself.
+      ValueError: an unknown kind, an option that the kind lacks, or a value that it refuses.
 
     Example:
       >>> by_name("one_f_one_b", 2, 2).orders()
@@ -46,10 +46,10 @@ def by_name(
         raise ValueError(f"unknown kind of schedule {kind!r}; the kinds are {', '.join(KINDS)}.")
     if num_chunks is not None:
         options = {"num_chunks": num_chunks, **options}
-    known = list(inspect.signature(KINDS[kind]).parameters)[2:]
-    unknown = [option for option in options if option not in known]
+    parameters = list(inspect.signature(KINDS[kind]).parameters)[2:]
+    unknown = [option for option in options if option not in parameters]
     if unknown:
-        raise ValueError(f"{kind} has no option {_listed(unknown)}; it has {_listed(known)}.")
+        raise ValueError(f"{kind} has no option {_listed(unknown)}; it has {_listed(parameters)}.")
     return KINDS[kind](num_stages, num_microbatches, **options)
 
 
@@ -60,7 +60,7 @@ def _listed(names: Iterable[str]) -> str:
 _KINDS = {letter: kind for kind, letter in TORCH_LETTERS.items()}
 _OPERATION = re.compile(r"(\d+)([FIWB])(\d+)")
 _OVERLAP = re.compile(r"\((.*)\)OVERLAP_F_B")
-_Read = tuple[Any, int, int]  # kind, stage of the model, microbatch
+_ParsedOperation = tuple[Any, int, int]  # kind, stage of the model, microbatch
 
 
 def from_table(
@@ -70,26 +70,26 @@ def from_table(
     lockstep: bool = False,
     name: str = "from_table",
 ) -> Schedule:
-    """A schedule from a table: torch's notation, or operations.
+    """Make a schedule from a table, in torch's notation or of operations.
 
     Args:
-      rows: one per device stage. Either strings as `Schedule.orders` and torch's
-        `torch.distributed.pipelining` write them: cells between commas, in a cell nothing (idle),
-        an operation such as "3I0" (stage of the model; F forward, I gradient of the input, W
-        gradient of the weights, B both; microbatch), or two that share a column,
-        "(0F3;3B1)OVERLAP_F_B". Or sequences of such cells, as `csv.reader` makes them. Or sequences
-        whose cells are an `Operation`, a sequence of them, or None.
-      placement: of each stage of the model the device stage that holds it. Strings say it by
-        themselves; for operations None puts stage k of the model on device stage k % p.
+      rows: one row per device stage, in one of three forms. (1) Strings as `Schedule.orders` and
+        `torch.distributed.pipelining` write them: cells between commas; an empty cell is idle; an
+        operation is such as "3I0" (stage of the model; F forward, I gradient of the input, W
+        gradient of the weights, B both; microbatch); two that share a column are such as
+        "(0F3;3B1)OVERLAP_F_B". (2) Sequences of such cells, as `csv.reader` makes them.
+        (3) Sequences whose cells are an `Operation`, a sequence of them, or None.
+      placement: the device stage of each stage of the model. Strings already determine it; for
+        operations None puts stage k of the model on device stage k % p.
       lockstep: whether the columns are ticks, as in the tables of `lockstep`.
-      name: what the schedule is called.
+      name: name of the schedule.
 
     Returns:
       A `Schedule`, whose `orders()` are `rows` again.
 
     Raises:
-      ValueError: what is no table: other letters, a stage of the model on two device stages,
-        operations missing or twice, a stage that waits for ever (names the operation).
+      ValueError: an invalid table: other letters, a stage of the model on two device stages, an
+        operation that is missing or repeated, a deadlock (the message names the operation).
 
     Example:
       >>> from_table(["0F0,,,0I0,0W0", ",1F0,1I0,1W0"]).stash
@@ -99,24 +99,24 @@ def from_table(
         raise ValueError(f"`rows` must be one string per device stage, got the string {rows!r}.")
     if not isinstance(rows, Iterable) or isinstance(rows, bytes):
         raise ValueError(f"`rows` must hold one row per device stage, got {rows!r}.")
-    given: list[Any] = [_joined(row) for row in rows]
-    if not given:
+    row_list: list[Any] = [_joined(row) for row in rows]
+    if not row_list:
         raise ValueError("`rows` must hold one row per device stage, got none.")
-    if all(isinstance(row, str) for row in given):
-        read = [_read_row(stage, row) for stage, row in enumerate(given)]
-        held = _placement(read)
-        if placement is not None and tuple(placement) != held:
-            raise ValueError(f"`placement` is {tuple(placement)}, but the rows hold {held}.")
-        placement = held
-        chunk = {k: held[:k].count(stage) for k, stage in enumerate(held)}
+    if all(isinstance(row, str) for row in row_list):
+        parsed = [_read_row(stage, row) for stage, row in enumerate(row_list)]
+        stage_of = _placement(parsed)
+        if placement is not None and tuple(placement) != stage_of:
+            raise ValueError(f"`placement` is {tuple(placement)}, but the rows hold {stage_of}.")
+        placement = stage_of
+        chunk = {k: stage_of[:k].count(stage) for k, stage in enumerate(stage_of)}
         cells = tuple(
             tuple(tuple(Operation(kind, s, chunk[k], j) for kind, k, j in cell) for cell in row)
-            for s, row in enumerate(read)
+            for s, row in enumerate(parsed)
         )
-    elif any(isinstance(row, str) for row in given):
+    elif any(isinstance(row, str) for row in row_list):
         raise ValueError("`rows` must all be strings or all be sequences of operations.")
     else:
-        cells = tuple(tuple(map(_cell, row)) for row in given)
+        cells = tuple(tuple(map(_cell, row)) for row in row_list)
     operations = [operation for row in cells for cell in row for operation in cell]
     if not operations:
         raise ValueError("`rows` must hold operations, got idle columns only.")
@@ -133,7 +133,7 @@ def from_table(
 
 
 def _joined(row: Any) -> Any:
-    """A row of strings as one string; any other as a list."""
+    """Return a row of strings as one string, any other row as a list."""
     if isinstance(row, str):
         return row
     if not isinstance(row, Iterable) or isinstance(row, bytes):
@@ -148,36 +148,36 @@ def _joined(row: Any) -> Any:
     return cells
 
 
-def _read_row(stage: int, row: str) -> list[list[_Read]]:
+def _read_row(stage: int, row: str) -> list[list[_ParsedOperation]]:
     cells = []
     for column, text in enumerate(row.split(",")):
         text = text.strip()
         together = _OVERLAP.fullmatch(text)
         words = together[1].split(";") if together else [text] * bool(text)
-        found = [_OPERATION.fullmatch(word) for word in words]
-        if not all(found):
+        matches = [_OPERATION.fullmatch(word) for word in words]
+        if not all(matches):
             raise ValueError(
                 f"`rows`: {text!r} in column {column} of stage {stage} is no operation: stage of "
                 "the model, one of F, I, W, B, microbatch, as 3I0; two as (0F3;3B1)OVERLAP_F_B."
             )
-        cells.append([(_KINDS[m[2]], int(m[1]), int(m[3])) for m in found if m])
+        cells.append([(_KINDS[m[2]], int(m[1]), int(m[3])) for m in matches if m])
     return cells
 
 
-def _placement(read: list[list[list[_Read]]]) -> tuple[int, ...]:
-    """Where each stage of the model stands in a table of strings."""
-    held: dict[int, int] = {}
-    for stage, row in enumerate(read):
+def _placement(rows: list[list[list[_ParsedOperation]]]) -> tuple[int, ...]:
+    """Return the device stage of each stage of the model, from the rows that name it."""
+    stage_of: dict[int, int] = {}
+    for stage, row in enumerate(rows):
         for _, model_stage, _ in (operation for cell in row for operation in cell):
-            if held.setdefault(model_stage, stage) != stage:
+            if stage_of.setdefault(model_stage, stage) != stage:
                 raise ValueError(
-                    f"`rows`: stage {model_stage} of the model stands in the rows of stages "
-                    f"{held[model_stage]} and {stage}; one of them must hold all of it."
+                    f"`rows`: stage {model_stage} of the model is in the rows of stages "
+                    f"{stage_of[model_stage]} and {stage}; one of them must hold all of it."
                 )
-    missing = sorted(set(range(max(held, default=-1) + 1)) - set(held))
+    missing = sorted(set(range(max(stage_of, default=-1) + 1)) - set(stage_of))
     if missing:
         raise ValueError(f"`rows`: no row holds stage {missing[0]} of the model.")
-    return tuple(held[model_stage] for model_stage in sorted(held))
+    return tuple(stage_of[model_stage] for model_stage in sorted(stage_of))
 
 
 def _cell(value: Any) -> Cell:

@@ -1,4 +1,4 @@
-"""Several chunks per stage, one F and one backward pass in turn."""
+"""The interleaved schedule: several chunks per stage, alternating one F and one backward pass."""
 
 from typing import Literal
 
@@ -15,19 +15,19 @@ def interleaved(
     warm_up: Literal["few", "all"] = "few",
     forward_only: bool = False,
 ) -> Schedule:
-    """Megatron's interleaved schedule: v chunks per stage, p microbatches of a chunk at a time.
+    """Make Megatron's interleaved schedule: v chunks per stage, p microbatches per turn.
 
-    The bubble is (p - 1) / (v m + p - 1), a v-th of `one_f_one_b`'s, for v times its messages.
-    Idle columns are torch's.
+    A turn is p microbatches of one chunk. The bubble is (p - 1) / (v m + p - 1), about 1 / v of
+    that of `one_f_one_b`, for v times its messages. Idle columns are where torch has them.
 
     Args:
       num_stages: device stages, p >= 1.
       num_microbatches: microbatches of a step, m; a multiple of p.
-      num_chunks: stages of the model per device stage, v >= 1; stage k of the model lies on
-        device stage k % p.
-      warm_up: forward passes before the first backward pass: "few" are Megatron's
-        2 (p - s - 1) + (v - 1) p; "all" are all of them, as ColossalAI has it for m = p.
-      forward_only: no backward passes, as for evaluation.
+      num_chunks: stages of the model per device stage, v >= 1; stage k of the model is placed
+        on device stage k % p.
+      warm_up: forward passes before the first backward pass: "few" is Megatron's number,
+        2 (p - s - 1) + (v - 1) p on stage s; "all" is all of them, as in ColossalAI for m = p.
+      forward_only: whether to leave out backward passes, as for evaluation.
 
     Returns:
       A `Schedule`.
@@ -46,7 +46,7 @@ def interleaved(
         )
     if warm_up not in ("few", "all"):
         raise ValueError(f'`warm_up` must be "few" or "all", got {warm_up!r}.')
-    # Of each chunk as many microbatches as there are stages, before the next chunk.
+    # (chunk, microbatch) in order: `num_stages` microbatches of a chunk, then of the next chunk.
     per_turn = num_stages * num_chunks
     turns = [
         (k % per_turn // num_stages, k // per_turn * num_stages + k % num_stages)
@@ -68,10 +68,11 @@ def interleaved(
 def _row(
     stage: int, num_stages: int, num_chunks: int, forward: list[RowEntry], backward: list[RowEntry]
 ) -> list[RowEntry | None]:
-    """One stage: warm-up, then F and B in turn, then the backward passes that are left."""
+    """Return the row of one stage: warm-up, F and B in turn, the remaining backward passes."""
     below = num_stages - 1 - stage
     warm = min(2 * below + (num_chunks - 1) * num_stages, len(forward))
-    # Until the first gradient can be here: all chunks of p microbatches, down and back up.
+    # The first gradient arrives no earlier than this column: p microbatches of all chunks, and
+    # the way to the last stage and back. The idle columns are torch's.
     first_backward = num_chunks * num_stages + 2 * below
     row: list[RowEntry | None] = [None] * stage
     row += forward[:warm]
@@ -79,6 +80,6 @@ def _row(
     for index, step in enumerate(backward):
         if warm + index < len(forward):
             row += [forward[warm + index], step]
-        else:  # others have an F here
+        else:  # an idle column, in which other stages still run an F
             row += [None, step]
     return row

@@ -1,4 +1,4 @@
-"""Tables made for lockstep, found by a search: a beam, tick by tick."""
+"""Find a table for stages in lockstep by a beam search over ticks."""
 
 from dataclasses import dataclass, replace
 from itertools import permutations
@@ -14,22 +14,22 @@ from ._simulation import Costs, CostTable, as_time, cost_table
 from ._zero_bubble import zero_bubble
 
 _KINDS: tuple[Kind, ...] = ("F", "B", "W")
-# How much the stages count that are not the busiest, when states are compared. Neither is always
-# the better one.
+# The weight of the mean over all stages when states are compared; the busiest stage has weight 1.
+# Both values are tried, as neither is always the better one.
 _WEIGHTS = (0.0, 0.3)
 _MOST_WIDTH, _LEAST_WIDTH = 128, 4
-_EFFORT = 2**15  # width times microbatches, stages and chunks: a quarter of a second or so
+_EFFORT = 2**15  # beam width * microbatches * stages * chunks: about a quarter of a second
 
-_Found = tuple[float, list[list[RowEntry | None]]]
-"""The time of a table, and per device stage what it does in each tick."""
+_TimedRows = tuple[float, list[list[RowEntry | None]]]
+"""The time of a table, and its rows: the operation of each device stage in each tick."""
 
 
 @dataclass(frozen=True)
 class _Problem:
-    """A table to find, of one operation per stage and tick.
+    """The problem to solve: a table with at most one operation per stage and tick.
 
-    `costs` are per stage of the model, of which k lies on device stage k % p. A stage may hold
-    `most_stash` microbatches of a chunk, at least one of each chunk.
+    `costs` are per stage of the model; stage k is placed on device stage k % p. A device stage
+    may hold `most_stash` microbatches of a chunk, at least one of each chunk.
     """
 
     num_stages: int
@@ -51,34 +51,34 @@ def lockstep(
     backward_weight: Costs = 1.0,
     send: float = 0.0,
 ) -> Schedule:
-    """The table that loses least in lockstep, of those that a search finds.
+    """Search for the schedule that takes the least time when stages run in lockstep.
 
-    In one program all stages begin a tick together, so that under the orders of stages that run
-    free one stage's F waits for its neighbour's B in every tick. The search keeps a beam of
-    partial tables and adds tick by tick; what it finds is compared with ticks of one F and one
-    backward pass and with the other kinds, and the shortest table within the limit is taken. So
-    it is never worse than ticks of one F and one B, whose time is (m + p - 1) (F + B + W), where
-    the limit is at least 2 p - 1. Of tables that are equal under the given times the one is taken
-    that is shorter where B and W take longer. For 8 stages and 64 microbatches the search takes
-    about a second.
+    In one program all stages begin a tick together. With a schedule that is made for stages that
+    run freely, such as 1F1B, one stage's F then waits for its neighbour's B in every tick. The
+    search keeps a beam of partial tables and extends them tick by tick. Its result is compared with
+    ticks of one F and one backward pass and with the other kinds, and the shortest table within the
+    limit is returned. So the result is never worse than ticks of one F and one B, which take
+    (m + p - 1) (F + B + W), if the limit is at least 2 p - 1. Of tables that take equally long
+    under the given times, the one that is shorter where B and W take longer is returned. For 8
+    stages and 64 microbatches the search takes about a second.
 
     Args:
       num_stages: device stages, p >= 1.
       num_microbatches: microbatches of a step, m >= 1.
-      num_chunks: stages of the model per device stage, v >= 1; stage k of the model lies on
-        device stage k % p.
+      num_chunks: stages of the model per device stage, v >= 1; stage k of the model is placed
+        on device stage k % p.
       most_stash: the most microbatches of a chunk that a stage may hold, >= num_chunks; None:
         num_chunks (2 p - 1).
-      forward: time of F, as `Schedule.simulate` takes it; only ratios count.
+      forward: time of F, in any form that `Schedule.simulate` takes; only ratios count.
       backward_input: time of B.
       backward_weight: time of W.
-      send: what every tick takes besides.
+      send: time that every tick takes in addition.
 
     Returns:
       A `Schedule` whose columns are ticks (`lockstep=True`).
 
     Raises:
-      ValueError: a size below 1, a limit below num_chunks, or times as `simulate` refuses them.
+      ValueError: a size below 1, a limit below num_chunks, or times that `simulate` refuses.
     """
     num_stages, num_microbatches, num_chunks = as_sizes(num_stages, num_microbatches, num_chunks)
     if most_stash is None:
@@ -98,40 +98,39 @@ def lockstep(
     )
     sizes = num_stages, num_microbatches, num_chunks
     problem = _Problem(*sizes, costs, as_time("send", send), int(most_stash))
-    # Where kinds take equally long, any order of them looks alike, and is worse as soon as they do
-    # not. So a table is looked for under unlike costs, too, and of equals the one is taken that is
-    # shortest under those.
-    apart = replace(problem, costs=_unlike(costs))
+    # If all kinds of operations take equally long, many tables tie that differ as soon as the times
+    # do. So a second search uses unequal times, and these also break ties.
+    unequal = replace(problem, costs=_unequal_costs(costs))
     tables = [
         build("lockstep", _search(one)[1], num_microbatches, placement, lockstep=True)
-        for one in (problem, apart)
+        for one in (problem, unequal)
     ]
-    tables += [table for table in _known(problem) if max(table.stash) <= most_stash]
-    return min(tables, key=lambda t: (_time(t, problem), _time(t, apart), len(t.ticks())))
+    tables += [table for table in _other_tables(problem) if max(table.stash) <= most_stash]
+    return min(tables, key=lambda t: (_time(t, problem), _time(t, unequal), len(t.ticks())))
 
 
-def _unlike(costs: CostTable) -> CostTable:
-    """The work of each stage with F, B and W as 1 to 1.5 to 1.2."""
+def _unequal_costs(costs: CostTable) -> CostTable:
+    """Return costs with F : B : W = 1 : 1.5 : 1.2, proportional to the work of each stage."""
     work = [sum(times) for times in zip(*costs, strict=True)]
     return CostTable(tuple(work), tuple(1.5 * w for w in work), tuple(1.2 * w for w in work))
 
 
 def _time(table: Schedule, problem: _Problem) -> float:
-    """In lockstep, rounded so that equal times compare as such."""
+    """Return the time of a table in lockstep, rounded so that equal times compare equal."""
     time = table.simulate(**problem.costs._asdict(), send=problem.send, lockstep=True).time
     return round(time / sum(map(sum, problem.costs)), 9)
 
 
-def _known(problem: _Problem) -> list[Schedule]:
-    """Tables that need no search, as tables of ticks."""
+def _other_tables(problem: _Problem) -> list[Schedule]:
+    """Return the tables that need no search, as tables of ticks."""
     sizes = problem.num_stages, problem.num_microbatches, problem.num_chunks
     others = [gpipe(*sizes)]
     if problem.num_chunks == 1:
         others += [one_f_one_b(*sizes), zero_bubble(*sizes), zero_bubble(*sizes, memory=2)]
     if problem.num_microbatches % problem.num_stages == 0:
         others.append(interleaved(*sizes))
-    known = [_in_ticks(other) for other in others]
-    return known + [_one_f_and_one_b(*sizes[:2])] * (problem.num_chunks == 1)
+    tables = [_in_ticks(other) for other in others]
+    return tables + [_one_f_and_one_b(*sizes[:2])] * (problem.num_chunks == 1)
 
 
 def _in_ticks(other: Schedule) -> Schedule:
@@ -140,7 +139,7 @@ def _in_ticks(other: Schedule) -> Schedule:
 
 
 def _one_f_and_one_b(num_stages: int, num_microbatches: int) -> Schedule:
-    """In turn a column in which all stages do F, and one in which they do a backward pass."""
+    """Return the table whose columns alternate: all stages do F, then all do a backward pass."""
     rows: list[list[RowEntry | None]] = []
     for stage in range(num_stages):
         row: list[RowEntry | None] = []
@@ -152,19 +151,19 @@ def _one_f_and_one_b(num_stages: int, num_microbatches: int) -> Schedule:
     return build("lockstep", rows, num_microbatches, tuple(range(num_stages)), lockstep=True)
 
 
-def _search(problem: _Problem) -> _Found:
-    """The shortest table that was found."""
+def _search(problem: _Problem) -> _TimedRows:
+    """Return the shortest table that a beam search finds."""
     size = problem.num_stages * problem.num_microbatches * problem.num_chunks
     width = min(max(_EFFORT // size, _LEAST_WIDTH), _MOST_WIDTH)
-    found = [_Beam(problem, width, weight).run() for weight in _WEIGHTS]
-    return min(found, key=lambda one: one[0])
+    results = [_Beam(problem, width, weight).run() for weight in _WEIGHTS]
+    return min(results, key=lambda one: one[0])
 
 
 class _Beam:
-    """The most promising states after each tick.
+    """A beam search, which keeps the most promising states after each tick.
 
-    A state is how many microbatches every option, a kind of operation of a chunk, has done on
-    every stage: `counts[state, option, stage]`.
+    An option is a kind of operation of a chunk. A state is the number of microbatches for which
+    each option is done on each stage: `counts[state, option, stage]`.
     """
 
     def __init__(self, problem: _Problem, width: int, weight: float) -> None:
@@ -173,22 +172,22 @@ class _Beam:
         self.orders, self.allowed = _rules(self.times, problem.num_chunks)
         self.counts = np.zeros((1, *self.times.shape), np.int64)
         self.spent = np.zeros(1)
-        # States that have done the same have one key: a sum of random numbers of what was done.
+        # A state's key is a hash of its counts: the sum of one random number per operation done.
         self.keys = np.zeros(1, np.uint64)
         random = np.random.default_rng(0)
         self.numbers = random.integers(2**63, size=self.times.shape, dtype=np.uint64)
         self.ticks: list[tuple[np.ndarray, np.ndarray]] = []  # parents, options chosen
-        self.best: _Found | None = None
+        self.best: _TimedRows | None = None
 
-    def run(self) -> _Found:
-        """Ticks until no state can be better than the best one that is done."""
+    def run(self) -> _TimedRows:
+        """Run ticks until no state can beat the best finished one, and return that."""
         while len(self.spent):
             self._tick()
         assert self.best is not None, "a stage always has room for its oldest microbatch"
         return self.best
 
     def _tick(self) -> None:
-        """Every state does a tick by every rule; the most promising children stay."""
+        """Advance every state by a tick under every rule; keep the most promising children."""
         parents, chosen, counts, spent, keys = self._children()
         left = self.problem.num_microbatches - counts
         estimate = _time_left(left, self.times)
@@ -205,9 +204,9 @@ class _Beam:
         self.ticks.append((parents[index], chosen[index]))
 
     def _children(self) -> tuple[np.ndarray, ...]:
-        """Parents, options chosen (-1: idle), counts, time spent and keys of all children."""
+        """Return parents, chosen options (-1: idle), counts, times and keys of all children."""
         can = _possible(self.counts, self.problem)
-        # [state, rule, option in the rule's order, stage]; the first possible one is done.
+        # [state, rule, option in the rule's order, stage]; a stage runs its first possible option.
         possible = can[:, self.orders] & self.allowed
         first = possible.argmax(2)
         works = np.any(possible, axis=2)
@@ -228,7 +227,7 @@ class _Beam:
         return state, chosen, counts, spent[kept], keys[kept]
 
     def _rows(self, parent: int, chosen: np.ndarray) -> list[list[RowEntry | None]]:
-        """Per stage what it did in each tick on the way to a child of `parent`."""
+        """Return each stage's operation in each tick on the path to a child of `parent`."""
         path = [chosen]
         for parents, options in reversed(self.ticks):
             path.append(options[parent])
@@ -247,10 +246,11 @@ class _Beam:
 
 
 def _rules(times: np.ndarray, num_chunks: int) -> tuple[np.ndarray, np.ndarray]:
-    """What a stage prefers in a tick: the options in an order, and those that it may do at all.
+    """Return the rules of a tick: an order of preference for options, and which are allowed.
 
-    A tick is to last no longer than the longest F, or B, or W: whoever would take longer does
-    something else. Within a kind, F prefers the chunk nearest to the loss, B the one farthest.
+    A rule limits a tick to the time of the longest F, or B, or W: a stage on which an option takes
+    longer chooses another one. Within a kind, F prefers the chunk nearest to the loss, B and W the
+    one farthest from it.
 
     Returns:
       `[rule, option]` and `[rule, option in that order, stage]`.
@@ -269,7 +269,7 @@ def _rules(times: np.ndarray, num_chunks: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _possible(counts: np.ndarray, problem: _Problem) -> np.ndarray:
-    """Which options have what they need: `[state, option, stage]`."""
+    """Return which options have all their inputs: `[state, option, stage]`."""
     num_states, _, num_stages = counts.shape
     num_chunks = problem.num_chunks
     forward, backward, weight = counts.reshape(num_states, 3, -1).swapaxes(0, 1)
@@ -285,9 +285,9 @@ def _possible(counts: np.ndarray, problem: _Problem) -> np.ndarray:
 
 
 def _has_room(counts: np.ndarray, num_chunks: int, most_stash: int) -> np.ndarray:
-    """Whether F of each chunk fits, with what the stage's oldest microbatch still needs.
+    """Return whether F of each chunk fits, with room for the stage's oldest microbatch.
 
-    Without that reserve younger microbatches could fill the stash, and none would be done.
+    Without that reserve younger microbatches could fill the stash, and none could be completed.
     """
     forward, weight = counts[:, :num_chunks], counts[:, 2 * num_chunks :]
     held = (forward - weight).sum(1, keepdims=True)
@@ -297,10 +297,10 @@ def _has_room(counts: np.ndarray, num_chunks: int, most_stash: int) -> np.ndarra
 
 
 def _time_left(left: np.ndarray, times: np.ndarray) -> np.ndarray:
-    """Per state and stage, about the least time until all is done.
+    """Return an estimate of the least time until all is done, per state and stage.
 
-    All that the stage has left; or its F and B, and then the way of its last gradient to the
-    first stage, beside which so many of its W are done.
+    It is the larger of two: the time of all work that the stage has left; and that of its F and B,
+    followed by the way of its last gradient to the first stage, during which it can run some W.
     """
     num_chunks = len(times) // 3
     work = left * times
@@ -308,11 +308,11 @@ def _time_left(left: np.ndarray, times: np.ndarray) -> np.ndarray:
     before = work[:, : 2 * num_chunks].sum(1)
     stage = np.arange(times.shape[1])
     first = times[num_chunks]
-    way = np.cumsum(first) - first  # of a gradient from each stage to the first
+    way = np.cumsum(first) - first  # time of a gradient from each stage to the first
     longest = times[2 * num_chunks :].max(0)
     weights = left[:, 2 * num_chunks :].sum(1)
-    beside = np.clip(weights - 1, 0, stage)
+    hidden = np.clip(weights - 1, 0, stage)
     slower = np.maximum(longest - first, 0)
-    tail = way + times[2 * num_chunks, 0] + beside * slower + (weights - 1 - beside) * longest
+    tail = way + times[2 * num_chunks, 0] + hidden * slower + (weights - 1 - hidden) * longest
     has_gradients = left[:, num_chunks] > 0
     return np.where(has_gradients, np.maximum(whole, before + tail), whole)

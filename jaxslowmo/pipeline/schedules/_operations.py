@@ -1,4 +1,4 @@
-"""What a schedule is made of: operations in rows, what each of them waits for, and their order."""
+"""The operations of a schedule: checks of a table, dependencies, and an order that keeps them."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -19,11 +19,11 @@ _MEANING = {
 
 
 class Operation(NamedTuple):
-    """What a device stage does at one time: one operation of one microbatch.
+    """One unit of a device stage's work: an operation of one microbatch.
 
     `kind` is "F", the forward pass; "B", the gradient of the stage's input; "W", the gradient of
-    its weights; or "BW", both in one. `chunk` counts the stages of the model that the device
-    stage holds, in the order of the model.
+    its weights; or "BW", both in one. `chunk` is the index of the stage of the model among those
+    that the device stage holds, in the order of the model.
     """
 
     kind: Kind
@@ -39,9 +39,9 @@ Tick = tuple[Cell, ...]
 
 
 class Done(NamedTuple):
-    """What others wait for: that `kind` of a microbatch is done on a stage of the model.
+    """The event that `kind` of a microbatch is done on a stage of the model.
 
-    "B" is here the gradient of the input, whether "B" or "BW" computes it.
+    Operations wait for such events. "B" is the gradient of the input, computed by "B" or "BW".
     """
 
     kind: Literal["F", "B", "W"]
@@ -50,7 +50,7 @@ class Done(NamedTuple):
 
 
 _Part = Literal["F", "B", "W"]
-# What an operation waits for, and how many stages of the model further on that is.
+# For each kind of operation the kinds that it waits for, each with the offset of their stage.
 _NEEDS: dict[_Part, tuple[tuple[_Part, int], ...]] = {
     "F": (("F", -1),),
     "B": (("F", 0), ("B", 1)),
@@ -59,14 +59,14 @@ _NEEDS: dict[_Part, tuple[tuple[_Part, int], ...]] = {
 
 
 class PlacedOperation(NamedTuple):
-    """An operation of a table, and what it waits for.
+    """An operation of a table, and its dependencies.
 
     Attributes:
-      operation: what the device stage does.
+      operation: the operation of the device stage.
       model_stage: the stage of the model that it computes.
-      gives: what is done after it.
-      needs: what must be done before it: for F the F of the stage of the model before, for B its
-        own F and the B of the stage after, for W its own B.
+      gives: the event that it completes.
+      needs: the events that it waits for: F waits for F on the previous stage of the model, B for
+        F on the same stage and B on the next one, W for B on the same stage.
     """
 
     operation: Operation
@@ -100,7 +100,7 @@ def as_sizes(num_stages: int, num_microbatches: int, num_chunks: int) -> tuple[i
 
 
 def check_chunks(kind: str, num_chunks: int, rule: int, instead: str) -> None:
-    """Raise unless a device stage holds as many stages of the model as `kind` is made for."""
+    """Raise `ValueError` unless `num_chunks` is `rule`, the number that `kind` supports."""
     if num_chunks != rule:
         raise ValueError(f"{kind}: `num_chunks` must be {rule}, got {num_chunks}; {instead}.")
 
@@ -111,11 +111,11 @@ def check_cells(
     model_stages: Sequence[Sequence[int]],
     num_microbatches: int,
 ) -> None:
-    """Raise unless every operation stands once, in the row of its stage.
+    """Raise `ValueError` unless the table has every operation once, in the row of its stage.
 
     Args:
       name: the name of the schedule, for messages.
-      cells: what each device stage does in each column.
+      cells: the operations of each device stage in each column.
       model_stages: the stages of the model that each device stage holds, by chunk.
       num_microbatches: the number of microbatches of a step.
     """
@@ -133,7 +133,7 @@ def check_cells(
         if count != 1:
             raise ValueError(
                 f"{name}: {_MEANING[kind]} of microbatch {microbatch} on stage {model_stage} of "
-                f"the model must stand in the table once, not {count} times."
+                f"the model must be in the table once, not {count} times."
             )
 
 
@@ -167,40 +167,40 @@ def in_order(
 
     Args:
       name: the name of the schedule, for messages.
-      cells: what each device stage does in each column.
-      placement: for each stage of the model the device stage that holds it.
+      cells: the operations of each device stage in each column.
+      placement: the device stage of each stage of the model.
 
     Raises:
-      ValueError: the rows wait for each other; names an operation and what it waits for.
+      ValueError: a deadlock; the message names an operation and what it waits for.
     """
     rows = [[placed for cell in row for placed in cell] for row in cells]
-    at = [0] * len(rows)
+    positions = [0] * len(rows)
     done: set[Done] = set()
     order: list[PlacedOperation] = []
     waiting: dict[Done, int] = {}
     ready = list(range(len(rows)))
     while ready:
         stage = ready.pop()
-        while at[stage] < len(rows[stage]):
-            placed = rows[stage][at[stage]]
+        while positions[stage] < len(rows[stage]):
+            placed = rows[stage][positions[stage]]
             missing = next((needed for needed in placed.needs if needed not in done), None)
             if missing is not None:
                 waiting[missing] = stage
                 break
-            at[stage] += 1
+            positions[stage] += 1
             order.append(placed)
             done.add(placed.gives)
             if placed.gives in waiting:
                 ready.append(waiting.pop(placed.gives))
     if waiting:
-        # One stage's operation, what it waits for, and what stands before that.
+        # Report the first stage that waits, what it waits for, and what blocks that.
         needed, stage = min(waiting.items(), key=lambda item: item[1])
         holder = placement[needed.model_stage]
-        waits, blocks = (rows[row][at[row]].letters for row in (stage, holder))
+        waits, blocks = (rows[row][positions[row]].letters for row in (stage, holder))
         what = next(placed.letters for placed in rows[holder] if placed.gives == needed)
-        behind = f"{waits} itself" if holder == stage else f"{blocks}, which waits, too"
+        blocker = f"{waits} itself" if holder == stage else f"{blocks}, which waits, too"
         raise ValueError(
             f"{name}: the table deadlocks: stage {stage} waits at {waits} for {what}, which "
-            f"stands on stage {holder} behind {behind}."
+            f"is on stage {holder} after {blocker}."
         )
     return order

@@ -1,4 +1,4 @@
-"""A table of operations: which stage of a pipeline computes what, in which order."""
+"""`Schedule`, a table of operations: what each stage of a pipeline computes, in which order."""
 
 from collections import Counter, deque
 from collections.abc import Sequence
@@ -18,27 +18,27 @@ from ._operations import (
 )
 from ._simulation import Costs, Simulation, as_time, cost_table, free_running, in_lockstep
 
-_PlacedCell = tuple[PlacedOperation, ...]  # of one column of a device stage
+_PlacedCell = tuple[PlacedOperation, ...]  # the operations of one column of a device stage
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """A schedule as data: per device stage its operations in order.
+    """A schedule as data: the operations of each device stage, in order.
 
-    Made by the functions beside it, such as `js.schedules.one_f_one_b`, and checked when it is
-    made: every operation is there once, on the stage that holds it, and no stage waits for ever.
+    Functions such as `js.schedules.one_f_one_b` make it. The constructor checks that every
+    operation occurs once, on the stage that holds it, and that no stage waits forever.
 
     Attributes:
-      name: what made it, such as "one_f_one_b".
+      name: name of the function that made it, such as "one_f_one_b".
       num_stages: device stages of the pipeline.
       num_microbatches: microbatches of a step.
       num_chunks: stages of the model that a device stage holds.
-      placement: of each stage of the model, in its order, the device stage that holds it.
-      cells: per device stage what it does in each column of the table: no operation (idle), one,
-        or an F and a backward operation that share the column.
-      lockstep: whether the table is made for lockstep, so that its columns are ticks, and a
-        column of F alone with the column of B (or BW) alone after it is one; else only the order
-        counts.
+      placement: the device stage that holds each stage of the model, in the model's order.
+      cells: the operations of each device stage in each column of the table: none (idle), one, or
+        an F and a backward operation that share the column.
+      lockstep: whether the table is made for lockstep: its columns are ticks, and a column of F
+        alone together with the next column of B (or BW) alone is one tick. If False, only the order
+        of operations counts.
     """
 
     name: str
@@ -61,73 +61,73 @@ class Schedule:
         if len(self.cells) != num_stages:
             raise ValueError(f"`cells` must hold {num_stages} rows, got {len(self.cells)}.")
         check_cells(self.name, self.cells, self.model_stages, num_microbatches)
-        _ = self._order  # raises where a stage waits for ever
+        _ = self._order  # raises if the table deadlocks
         if self.lockstep and (early := _too_early(self._placed, self.placement)):
             placed, needed = early
             raise ValueError(
                 f"{self.name}: the columns of a table for lockstep are ticks, but {placed.letters} "
                 f"of stage {placed.operation.stage} needs {needed.kind} of microbatch "
-                f"{needed.microbatch} on stage {needed.model_stage} of the model, which stands in "
+                f"{needed.microbatch} on stage {needed.model_stage} of the model, which is in "
                 "no earlier column."
             )
 
     @cached_property
     def rows(self) -> tuple[tuple[Operation | None, ...], ...]:
-        """Per device stage its operations in order; None is idle."""
+        """The operations of each device stage, in order; None is idle."""
         return tuple(
             tuple(operation for cell in row for operation in cell or (None,)) for row in self.cells
         )
 
     @property
     def num_model_stages(self) -> int:
-        """Stages of the model: `num_stages * num_chunks`."""
+        """The number of stages of the model: `num_stages * num_chunks`."""
         return len(self.placement)
 
     @cached_property
     def forward_only(self) -> bool:
-        """Whether the table holds no backward operation."""
+        """True if the table holds no backward operation."""
         return all(placed.operation.kind == "F" for placed in self._order)
 
     @cached_property
     def splits(self) -> bool:
-        """Whether B and W of some microbatch stand apart from each other."""
+        """True if B and W of some microbatch are separate operations."""
         return any(placed.operation.kind == "W" for placed in self._order)
 
     @cached_property
     def model_stages(self) -> tuple[tuple[int, ...], ...]:
-        """Per device stage the stages of the model that it holds, by chunk."""
+        """The stages of the model that each device stage holds, by chunk."""
         held: list[list[int]] = [[] for _ in range(self.num_stages)]
         for model_stage, stage in enumerate(self.placement):
             held[stage].append(model_stage)
         return tuple(map(tuple, held))
 
     def model_stage(self, operation: Operation) -> int:
-        """The stage of the model that `operation` computes."""
+        """Return the stage of the model that `operation` computes."""
         return self.model_stages[operation.stage][operation.chunk]
 
     @cached_property
     def in_order(self) -> tuple[Operation, ...]:
-        """All operations, none before one that it needs: an order for a single dispatcher."""
+        """All operations, each after those it depends on: an order for a single dispatcher."""
         return tuple(placed.operation for placed in self._order)
 
     @cached_property
     def stash(self) -> tuple[int, ...]:
-        """Per device stage, the most that it holds at once of what F leaves for the way back.
+        """The most microbatches that each device stage holds at once for the backward pass.
 
-        In microbatches of one chunk: one is held from the start of its F until the end of its W
-        (or BW). A forward-only table holds none.
+        A microbatch of a chunk is held from the start of its F until the end of its W (or BW). A
+        forward-only table holds none.
         """
         return self.most_held([1] * self.num_model_stages, [0] * self.num_model_stages)
 
     def most_held(self, left: Sequence[int], kept: Sequence[int]) -> tuple[int, ...]:
-        """Per device stage, the most that it holds at once of what F and B leave.
+        """Return the most that each device stage holds at once of what F and B store.
 
         Args:
-          left: per stage of the model, what F leaves until W (or BW) is done.
-          kept: per stage of the model, what B leaves for W.
+          left: amount that F of each stage of the model stores until W (or BW) is done.
+          kept: amount that B of each stage of the model stores for W.
 
         Returns:
-          In the unit of both; 0 for a forward-only table.
+          Amounts in the unit of both arguments; 0 for a forward-only table.
         """
         if self.forward_only:
             return (0,) * self.num_stages
@@ -144,36 +144,37 @@ class Schedule:
 
     @cached_property
     def sends(self) -> tuple[int, ...]:
-        """Per device stage, the messages that it sends to another one in a step."""
+        """The number of messages that each device stage sends to others in a step."""
         senders = Counter(op.stage for op in self.in_order if self.is_sent(op))
         return tuple(senders[stage] for stage in range(self.num_stages))
 
     def is_sent(self, operation: Operation) -> bool:
-        """Whether another device stage waits for what `operation` makes."""
+        """Return whether another device stage needs the result of `operation`."""
         after = self.model_stage(operation) + (1 if operation.kind == "F" else -1)
         if operation.kind == "W" or not 0 <= after < self.num_model_stages:
             return False
         return self.placement[after] != operation.stage
 
     def orders(self) -> list[str]:
-        """The table in torch's notation: per device stage a string such as "0F0,0F1,,3I0,3W0".
+        """Return the table in torch's notation: for each device stage a string of its operations.
 
-        Between commas: stage of the model, operation (F forward, I gradient of the input, W
-        gradient of the weights, B both), microbatch. Nothing is idle, and
-        "(0F3;3B1)OVERLAP_F_B" is an F and a backward operation that share a column.
+        Such a string is "0F0,0F1,,3I0,3W0". Between commas are the stage of the model, the
+        operation (F forward, I gradient of the input, W gradient of the weights, B both) and the
+        microbatch. An empty cell is idle, and "(0F3;3B1)OVERLAP_F_B" is an F and a backward
+        operation that share a column.
         """
         return [",".join(map(_in_letters, row)) for row in self._placed]
 
     def ticks(self) -> tuple[Tick, ...]:
-        """What each stage does in each tick, where all stages begin every tick together.
+        """Return the operations of each stage in each tick, if all stages start ticks together.
 
-        What an operation makes is with other stages in the tick after. Ticks are the columns of
-        a table that is made for lockstep. In others every operation comes as early as its row
-        allows, or in its column where all columns keep the dependencies and take no longer (with
-        F = B = W). Ticks in which nobody does anything are left out.
+        The result of an operation reaches other stages in the next tick. The ticks of a table for
+        lockstep are its columns. In other tables every operation comes as early as its row allows,
+        or in its column if all columns keep the dependencies and take no longer (with F = B = W).
+        Ticks in which all stages are idle are left out.
 
         Returns:
-          Per tick and device stage a tuple of 0, 1 or 2 operations; of two, F is the first.
+          For each tick and device stage a tuple of 0, 1 or 2 operations; of two, F is the first.
         """
         return self._ticks
 
@@ -195,17 +196,18 @@ class Schedule:
         send: float = 0.0,
         lockstep: bool = False,
     ) -> Simulation:
-        """Time, bubble and stash of one step under given times.
+        """Return the time, the bubble and the stash of one step, from the times of operations.
 
         Args:
-          forward: time of F; one number for a whole device stage, whose chunks divide it, one
-            number per device stage, or one per stage of the model (which are not divided).
-          backward_input: time of B, likewise.
-          backward_weight: time of W, likewise. BW takes B + W.
-          send: time until what is sent has arrived. Free-running it blocks nobody; in lockstep
-            every tick ends with it.
+          forward: time of F: one number for a whole device stage, which is divided by its number
+            of chunks; one such number per device stage; or one per stage of the model (which is
+            not divided).
+          backward_input: time of B, in the same forms.
+          backward_weight: time of W, in the same forms. BW takes B + W.
+          send: time that a message takes. Stages that run freely do not wait while they send; in
+            lockstep every tick ends with it.
           lockstep: whether all stages begin each tick together, so that it lasts as long as the
-            longest of them, as in one program with a permutation after each tick.
+            slowest of them, as in one program with a permutation after each tick.
 
         Returns:
           A `Simulation`.
@@ -239,7 +241,7 @@ class Schedule:
 
     @cached_property
     def _placed(self) -> tuple[tuple[_PlacedCell, ...], ...]:
-        """The cells, with what each operation waits for."""
+        """The cells, in which each operation has its dependencies."""
         count = self.num_model_stages
         return tuple(
             tuple(
@@ -260,14 +262,14 @@ def _in_letters(cell: _PlacedCell) -> str:
 
 
 def _even_time(ticks: Sequence[Tick]) -> int:
-    """How long ticks last where F, B and W take one unit each, and BW two."""
+    """Return the time of ticks if F, B and W take one unit each, and BW two."""
     return sum(max(sum(len(op.kind) for op in cell) for cell in tick) for tick in ticks)
 
 
 def _too_early(
     cells: Sequence[Sequence[_PlacedCell]], placement: Sequence[int]
 ) -> tuple[PlacedOperation, Done] | None:
-    """An operation whose column does not come after that of what another stage gives it."""
+    """Return an operation that is no later than one it needs of another stage, and that need."""
     columns = [(i, placed) for row in cells for i, cell in enumerate(row) for placed in cell]
     column_of = {placed.gives: i for i, placed in columns}
     for i, placed in columns:
@@ -279,14 +281,15 @@ def _too_early(
 
 
 def _packed(cells: Sequence[Sequence[_PlacedCell]]) -> list[Tick]:
-    """Every cell in the earliest tick that its row and what it needs allow."""
+    """Return ticks in which every cell comes as early as its row and dependencies allow."""
     rows = [deque(cell for cell in row if cell) for row in cells]
     done: set[Done] = set()
     ticks: list[Tick] = []
     while any(rows):
         ready = [len(row) > 0 and _can(row[0], done) for row in rows]
         if not any(ready):
-            # An F and a B that share a column wait for what the F alone would set off.
+            # Some F shares its column with a B that depends on work which only this F can start.
+            # Give the two a tick each.
             for row in rows:
                 if row and _can(row[0][:1], done):
                     forward, backward = row.popleft()
@@ -299,13 +302,13 @@ def _packed(cells: Sequence[Sequence[_PlacedCell]]) -> list[Tick]:
 
 
 def _can(cell: _PlacedCell, done: set[Done]) -> bool:
-    """Whether all is done that `cell` needs of ticks before."""
-    own = {placed.gives for placed in cell}
-    return all(needed in done or needed in own for placed in cell for needed in placed.needs)
+    """Return whether all dependencies of `cell` are done in earlier ticks or in the cell."""
+    in_cell = {placed.gives for placed in cell}
+    return all(needed in done or needed in in_cell for placed in cell for needed in placed.needs)
 
 
 def _joined(ticks: Sequence[Tick]) -> list[Tick]:
-    """Ticks of F alone joined with the ticks of B or BW alone that follow them."""
+    """Return ticks in which each tick of F alone is joined with the next one of B or BW alone."""
     joined: list[Tick] = []
     for tick in ticks:
         if joined and _only(joined[-1], "F") and _only(tick, "B", "BW"):

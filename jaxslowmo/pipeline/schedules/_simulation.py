@@ -1,4 +1,4 @@
-"""How long a table takes: each stage as soon as it can, or all of them in lockstep."""
+"""Simulate how long a table takes: each stage as soon as it can, or all stages in lockstep."""
 
 import math
 from collections.abc import Sequence
@@ -14,20 +14,25 @@ Costs = float | Sequence[float]
 
 
 class CostTable(NamedTuple):
-    """Times of F, B and W per stage of the model."""
+    """The times of F, B and W, one for each stage of the model."""
 
     forward: tuple[float, ...]
     backward_input: tuple[float, ...]
     backward_weight: tuple[float, ...]
 
     def of(self, kind: Kind, model_stage: int) -> float:
-        """The time of one operation of `kind` on a stage of the model; BW is B and W together."""
+        """Return the time of an operation of `kind` on a stage of the model; BW takes B + W."""
         times = {"F": self.forward, "B": self.backward_input, "W": self.backward_weight}
         return sum(times[part][model_stage] for part in kind)
 
 
 def cost_table(placement: tuple[int, ...], num_stages: int, **times: Costs) -> CostTable:
-    """Return times per stage of the model, of `times` by the names of `CostTable`.
+    """Return the times of each stage of the model.
+
+    Args:
+      placement: the device stage of each stage of the model.
+      num_stages: number of device stages.
+      **times: the fields of `CostTable`, each in a form that `Costs` allows.
 
     Raises:
       ValueError: times that are not finite, or negative, or all 0.
@@ -41,7 +46,7 @@ def cost_table(placement: tuple[int, ...], num_stages: int, **times: Costs) -> C
 
 
 def as_time(argument: str, value: object) -> float:
-    """`value` as a float; raises unless it is a finite number >= 0."""
+    """Return `value` as a float; raise `ValueError` unless it is a finite number >= 0."""
     try:
         if isinstance(value, str | bytes):
             raise TypeError
@@ -71,7 +76,7 @@ def _per_model_stage(
 
 
 class Timed(NamedTuple):
-    """An operation with its start and its end."""
+    """An operation with its start and end times."""
 
     operation: Operation
     start: float
@@ -80,16 +85,16 @@ class Timed(NamedTuple):
 
 @dataclass(frozen=True)
 class Simulation:
-    """One step of a schedule under given times.
+    """The result of simulating one step of a schedule.
 
     Attributes:
-      time: from the first start to the last end of any stage.
-      bubble: share of the devices' time that is idle, `1 - m (F + B + W) / cost` for m
-        microbatches. `cost` is free-running the longest own span of a stage, from its first start
-        to its last end, and in lockstep the whole time. Where stages differ, their mean counts.
-      stash: per device stage, the most microbatches of a chunk that it holds at once.
-      sends: per device stage, the messages that it sends to another one.
-      timeline: per device stage its operations with start and end.
+      time: time from the first start to the last end of any stage.
+      bubble: idle share of the devices' time, `1 - m (F + B + W) / cost` for m microbatches. If
+        stages run freely, `cost` is the longest span of a stage from its first start to its last
+        end; in lockstep it is the whole time. Where stages differ, F + B + W is their mean.
+      stash: the most microbatches of a chunk that each device stage holds at once.
+      sends: the number of messages that each device stage sends to other stages.
+      timeline: the operations of each device stage, with start and end.
     """
 
     time: float
@@ -102,7 +107,7 @@ class Simulation:
 def free_running(
     order: Sequence[PlacedOperation], placement: Sequence[int], costs: CostTable, send: float
 ) -> list[list[Timed]]:
-    """Return when each device stage does what, if all start once they are free and have all."""
+    """Return each stage's operations with times, if each starts once its inputs have arrived."""
     lines: list[list[Timed]] = [[] for _ in range(1 + max(placement))]
     end: dict[Done, float] = {}
     for operation, model_stage, gives, needs in order:
@@ -119,9 +124,9 @@ def free_running(
 def in_lockstep(
     ticks: Sequence[Tick], model_stages: Sequence[Sequence[int]], costs: CostTable, send: float
 ) -> tuple[list[list[Timed]], float]:
-    """Return when each device stage does what, and the end of the last tick.
+    """Return each stage's operations with times in lockstep, and the end of the last tick.
 
-    All start a tick together, which lasts as long as the longest of them and `send`.
+    All stages start a tick together. It lasts as long as the slowest of them, plus `send`.
     """
     lines: list[list[Timed]] = [[] for _ in model_stages]
     now = 0.0

@@ -1,4 +1,4 @@
-"""Two chunks per stage in the shape of a V, with backward passes in two parts."""
+"""The ZB-V schedule: two chunks per stage in the shape of a V, with separate B and W."""
 
 from collections import Counter
 
@@ -8,16 +8,16 @@ from ._schedule import Schedule
 
 
 def zbv(num_stages: int, num_microbatches: int, num_chunks: int = 2) -> Schedule:
-    """ZB-V: stage s holds stages s and 2 p - 1 - s of the model, so the loss is where it begins.
+    """Make the ZB-V schedule: device stage s holds stages s and 2 p - 1 - s of the model.
 
-    With F = B = W there is no bubble for m >= 2 p - 1, and no stage holds more than 2 p
-    microbatches of one chunk, the p whole ones of the first stage of 1F1B. Order and idle columns
-    are torch's.
+    So the first device stage has both the input and the loss. With F = B = W there is no bubble for
+    m >= 2 p - 1. No stage holds more than 2 p microbatches of one chunk, which is as much memory
+    as p microbatches on the first stage of 1F1B. Order and idle columns are torch's.
 
     Args:
       num_stages: device stages, p >= 1.
       num_microbatches: microbatches of a step, m >= 1.
-      num_chunks: 2.
+      num_chunks: must be 2.
 
     Returns:
       A `Schedule`.
@@ -29,7 +29,8 @@ def zbv(num_stages: int, num_microbatches: int, num_chunks: int = 2) -> Schedule
     """
     num_stages, num_microbatches, num_chunks = as_sizes(num_stages, num_microbatches, num_chunks)
     check_chunks("zbv", num_chunks, 2, "a V has two arms")
-    # Rows are those of so many microbatches that the V fills; what is not there is idle.
+    # The rows are made for enough microbatches to fill the V; operations of microbatches that the
+    # step does not have become idle cells.
     full = max(num_microbatches, 2 * num_stages - 1)
     rows = [
         [step if step and step.microbatch < num_microbatches else None for step in row]
@@ -44,7 +45,7 @@ def _row(stage: int, num_stages: int, num_microbatches: int) -> list[RowEntry | 
     count: Counter[tuple[Kind, int]] = Counter()
 
     def add(*steps: tuple[Kind, int]) -> None:
-        """Each the next microbatch of its kind and chunk."""
+        """Append operations, each of the next microbatch of its kind and chunk."""
         for kind, chunk in steps:
             row.append(RowEntry(kind, chunk, count[kind, chunk]))
             count[kind, chunk] += 1

@@ -1,4 +1,4 @@
-"""Backward passes in two parts: gradients of inputs first, those of weights where time is left."""
+"""The zero-bubble schedules: the gradient of the input first, that of the weights when idle."""
 
 from ._basic import RowEntry, build, round_robin
 from ._operations import as_sizes, check_chunks
@@ -8,19 +8,19 @@ from ._schedule import Schedule
 def zero_bubble(
     num_stages: int, num_microbatches: int, num_chunks: int = 1, *, memory: int = 1
 ) -> Schedule:
-    """ZB-H1 and ZB-H2: the gradient of the weights fills what would be a bubble.
+    """Make the ZB-H1 or ZB-H2 schedule, in which gradients of weights fill the bubble.
 
-    A stage hands the gradient of its input on before it computes that of its weights, which on
+    A stage passes the gradient of its input on before it computes that of its weights, which on
     stage s waits for s (H1) or 2 s (H2) more microbatches. The bubble is
     (p - 1) (F + B - W) long with H1 and (p - 1) (F + B - 2 W) with H2, if that is not negative and
-    m is large enough; H1 holds p microbatches on every stage, as the first of 1F1B does, and H2
-    2 p - 1.
+    m is large enough. H1 holds p microbatches on every stage, like the first stage of 1F1B; H2
+    holds 2 p - 1.
 
     Args:
       num_stages: device stages, p >= 1.
       num_microbatches: microbatches of a step, m >= 1.
-      num_chunks: 1; with two, `zbv`.
-      memory: 1 is H1, 2 is H2.
+      num_chunks: must be 1; for two use `zbv`.
+      memory: 1 for H1, 2 for H2.
 
     Returns:
       A `Schedule`.
@@ -29,7 +29,7 @@ def zero_bubble(
       ValueError: a size below 1, several chunks, or another `memory`.
 
     Source: Qi et al., Zero Bubble Pipeline Parallelism, arXiv 2401.10241, section 2. Its automatic
-      scheduler with twice the memory (ZB-2p) is not built.
+      scheduler with twice the memory (ZB-2p) is not implemented.
     """
     num_stages, num_microbatches, num_chunks = as_sizes(num_stages, num_microbatches, num_chunks)
     check_chunks("zero_bubble", num_chunks, 1, "use 'zbv' for two")

@@ -1,4 +1,4 @@
-"""A stage of a model as programs: forward, and the backward pass as a whole or in two parts."""
+"""The programs of a stage: its forward pass, and its backward pass as a whole or in two parts."""
 
 from ._program import WholeStage as WholeStage
 from ._program import whole_stage as whole_stage

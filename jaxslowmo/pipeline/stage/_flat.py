@@ -1,4 +1,4 @@
-"""Flat programs whose inputs have known origins: what depends on what, and parts of them."""
+"""Flat programs, dependencies of their values on classes of inputs, and parts of them."""
 
 import math
 import typing
@@ -14,48 +14,49 @@ from ...tracing import Atom, Flat, has_side_effects
 
 
 def type_of(x: Any) -> Any:
-    """The type under which jax traces an array, a number or a `ShapeDtypeStruct`."""
+    """Return the type under which jax traces an array, a number or a `ShapeDtypeStruct`."""
     if isinstance(x, jax.ShapeDtypeStruct):
         return jax.make_jaxpr(lambda y: y)(x).in_avals[0]
     return jax.typeof(x)
 
 
 def struct_of(aval: Any) -> jax.ShapeDtypeStruct:
-    """What the program of a stage tells of a type, axes that it varies over included."""
+    """Return the `ShapeDtypeStruct` of a type, with the mapped axes that it varies over."""
     return jax.ShapeDtypeStruct(
         aval.shape, aval.dtype, manual_axis_type=getattr(aval, "manual_axis_type", None)
     )
 
 
 def is_loop(equation: JaxprEqn) -> bool:
-    """Return whether an equation is a scan that may become two."""
+    """Return whether an equation is a scan that may be split into two loops."""
     return equation.primitive.name == "scan" and not equation.effects
 
 
 def size_in_bytes(v: Atom) -> int:
-    """Bytes of one array."""
+    """Return the size of an array in bytes."""
     return math.prod(v.aval.shape) * v.aval.dtype.itemsize  # type: ignore[attr-defined]
 
 
 def variables(atoms: Iterable[Atom]) -> Iterator[Var]:
-    """`atoms` without the literals."""
+    """Return `atoms` without the literals."""
     return (v for v in atoms if not isinstance(v, Literal))
 
 
 def used_by(equations: Iterable[JaxprEqn], outputs: Iterable[Atom]) -> set[Var]:
-    """Values that some equation takes, or that are given out."""
+    """Return the variables that are operands of some equation, or outputs."""
     return {v for atoms in (*(e.invars for e in equations), outputs) for v in variables(atoms)}
 
 
 Origin = typing.Literal["weights", "microbatch", "x", "dy", "stash"]
-"""Where an input of a program comes from."""
+"""The class of an input of a program: the argument that it is part of."""
 
-# Other layouts and types of one array: no arithmetic, so the smaller form is what is handed over.
+# Changes of layout or dtype of one array need no arithmetic, so the smaller of the two forms is
+# stored.
 _LAYOUTS = {"broadcast_in_dim", "copy", "copy_p", "reshape", "squeeze", "transpose"}
 _TYPES = {"convert_element_type", "pcast", "pvary", "reduced_vary_cast", "reduced_vary_cast_p"}
 _NOTES = {"name", "sharding_constraint", "stop_gradient"}
 _FREE = _LAYOUTS | _TYPES | _NOTES
-# Cheap on each element: what a mask, a position or a one-hot of a microbatch is made of.
+# Cheap primitives, of which masks, positions and one-hot vectors of a microbatch are made.
 _PIECES = {"concatenate", "dynamic_slice", "iota", "pad", "rev", "slice", "split"}
 _ARITHMETIC = {"abs", "add", "clamp", "div", "exp", "log", "mul", "neg", "rem", "sign", "sub"}
 _COMPARISONS = {"argmax", "eq", "ge", "gt", "le", "lt", "max", "min", "ne", "select_n"}
@@ -65,7 +66,7 @@ _LIGHT = _FREE | _PIECES | _ARITHMETIC | _COMPARISONS | _BITS | _SUMS
 
 
 class Cut(NamedTuple):
-    """A part of a program: its equations, in order, and the values of others that it needs."""
+    """A part of a program: its equations, in order, and the values it needs of other parts."""
 
     equations: tuple[JaxprEqn, ...]
     handed: tuple[Var, ...]
@@ -73,33 +74,34 @@ class Cut(NamedTuple):
 
 @dataclass(frozen=True)
 class FlatProgram:
-    """A flat program whose inputs have known origins."""
+    """A flat program, with the origin of each of its inputs."""
 
     flat: Flat
-    origins: Mapping[Var, Origin]  # of every input
+    origins: Mapping[Var, Origin]  # the origin of every input
 
     @cached_property
     def _makers(self) -> dict[Var, int]:
-        """Position of the equation that makes a value."""
+        """The position of the equation that computes each value."""
         equations = enumerate(self.flat.equations)
         return {v: i for i, equation in equations for v in equation.outvars}
 
     @cached_property
     def _depends(self) -> dict[Var, frozenset[str]]:
-        """Origins of a value, and `"heavy"` where more than light work lies between."""
-        found: dict[Var, frozenset[str]] = {v: frozenset() for v in self.flat.constants}
-        found.update({v: frozenset({origin}) for v, origin in self.origins.items()})
+        """The origins of each value, and `"heavy"` if it takes more than light work."""
+        depends: dict[Var, frozenset[str]] = {v: frozenset() for v in self.flat.constants}
+        depends.update({v: frozenset({origin}) for v, origin in self.origins.items()})
         for equation in self.flat.equations:
             heavy = set() if equation.primitive.name in _LIGHT else {"heavy"}
-            of_all = frozenset(heavy).union(*(found[v] for v in variables(equation.invars)))
-            found.update(dict.fromkeys(equation.outvars, of_all))
-        return found
+            of_all = frozenset(heavy).union(*(depends[v] for v in variables(equation.invars)))
+            depends.update(dict.fromkeys(equation.outvars, of_all))
+        return depends
 
     def cheap(self, v: Var) -> bool:
-        """Whether a part computes `v` again where it needs it, rather than to have it handed.
+        """Return whether each part computes `v` itself, instead of receiving it from another part.
 
-        What weights alone determine (a cast, a transpose) is as large as they are, what a
-        microbatch alone determines waits with it, and another form of a smaller array is no work.
+        A function of weights alone (a cast, a transpose) is as large as they are, a light function
+        of the microbatch alone can be computed from it at any time, and another form of a smaller
+        array is no work.
         """
         maker = self._makers.get(v)
         if maker is None:
@@ -112,31 +114,32 @@ class FlatProgram:
         return free and size_in_bytes(sources[0]) <= size_in_bytes(v)
 
     def origin_of(self, v: Atom) -> Origin:
-        """Where a value comes from: weights or microbatch if these alone determine it."""
+        """Return the origin of a value: weights or microbatch if these alone determine it."""
         depends = frozenset[str]() if not isinstance(v, Var) else self._depends[v]
         if depends <= {"weights", "heavy"}:
             return "weights"
         return "microbatch" if depends <= {"microbatch"} else "stash"
 
-    def needed_inputs(self, wanted: Iterable[Atom]) -> set[Var]:
-        """Inputs of the program that `wanted` values depend on."""
-        wanted = tuple(wanted)
-        equations = self.cut(wanted).equations
-        return used_by(equations, wanted) & set(self.flat.inputs)
+    def needed_inputs(self, targets: Iterable[Atom]) -> set[Var]:
+        """Return the inputs of the program that the values `targets` depend on."""
+        targets = tuple(targets)
+        equations = self.cut(targets).equations
+        return used_by(equations, targets) & set(self.flat.inputs)
 
     def cut(
-        self, wanted: Iterable[Atom], elsewhere: Callable[[Var], bool] = lambda v: False
+        self, targets: Iterable[Atom], elsewhere: Callable[[Var], bool] = lambda v: False
     ) -> Cut:
-        """The equations that `wanted` values need, back to values that are computed `elsewhere`.
+        """Return the part that computes `targets`, from values that are computed `elsewhere`.
 
         Args:
-          wanted: values of the program.
-          elsewhere: whether a value is there already; then it is handed over, unless it is cheap.
+          targets: values of the program.
+          elsewhere: function that returns whether another part computes a value; this part then
+            receives the value, unless it is cheap.
         """
         mine: set[int] = set()
         handed: dict[Var, None] = {}
         seen: set[Var] = set()
-        waiting = list(variables(wanted))[::-1]
+        waiting = list(variables(targets))[::-1]
         while waiting:
             v = waiting.pop()
             if v in seen:
@@ -150,7 +153,7 @@ class FlatProgram:
         return Cut(self._in_order(mine), tuple(handed))
 
     def and_effects(self, equations: Iterable[JaxprEqn]) -> tuple[JaxprEqn, ...]:
-        """`equations`, and those with side effects: they stay, though nothing needs them."""
+        """Return `equations` with those that have side effects, which must not be dropped."""
         effects = list(filter(has_side_effects, self.flat.equations))
         needed = self.cut(v for e in effects for v in e.invars).equations
         return self._in_order({self._position[id(e)] for e in (*equations, *effects, *needed)})

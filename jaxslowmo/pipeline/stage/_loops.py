@@ -1,8 +1,8 @@
-"""Loops of a program in two: what some of their results need, and the rest.
+"""Split loops of a program in two: a loop for some of their results, and one for the rest.
 
-`lax.scan` is one equation with many results. In the backward pass of a scan over layers the carried
-cotangent is what the stage before waits for, and the layers' gradients, stacked, are not: left as
-one equation, the loop would belong to B as a whole.
+`lax.scan` is one equation with many results. In the backward pass of a scan over layers, the
+previous stage waits for the carried cotangent, but not for the layers' stacked gradients. As one
+equation the whole loop would belong to B.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,14 +18,14 @@ from ._flat import FlatProgram, Origin, is_loop, variables
 
 @dataclass(frozen=True)
 class _Loop:
-    """A scan: its body with all calls opened, and what each of its inputs is."""
+    """A scan: its body with all calls inlined, and the origin of each input of the body."""
 
     equation: JaxprEqn
     body: FlatProgram
 
     @classmethod
     def of(cls, equation: JaxprEqn, origin_of: Callable[[Any], Origin]) -> "_Loop":
-        """`origin_of` tells where an operand comes from."""
+        """Return the loop of a scan, whose operands have the origins `origin_of(operand)`."""
         closed = equation.params["jaxpr"]
         flat = flattened(jaxpr_as_fun(closed), [v.aval for v in closed.jaxpr.invars])
         pairs = zip(flat.inputs, equation.invars, strict=True)
@@ -35,17 +35,17 @@ class _Loop:
 
     @property
     def carried(self) -> list[Var]:
-        """What the body is given of the iteration before."""
+        """The inputs of the body that the previous iteration computes."""
         return scan_operands(self.equation.params, self.body.flat.inputs)[1]
 
     def closed(self, first: Sequence[bool]) -> tuple[bool, ...]:
-        """`first`, which of the results come first, and those that the body needs for them."""
+        """Return `first` (per result, whether it is in the first loop) with carries it needs."""
         chosen = list(first)
         while True:
-            wanted = [
+            targets = [
                 v for v, is_first in zip(self.body.flat.outputs, chosen, strict=True) if is_first
             ]
-            needed = self.body.needed_inputs(wanted)
+            needed = self.body.needed_inputs(targets)
             more = [i for i, v in enumerate(self.carried) if v in needed and not chosen[i]]
             if not more:
                 return tuple(chosen)
@@ -53,7 +53,7 @@ class _Loop:
                 chosen[i] = True
 
     def operands_of(self, first: Sequence[bool]) -> list[Any]:
-        """The operands of the equation that the results which come first need."""
+        """Return the operands of the equation that the first loop needs."""
         outputs = self.body.flat.outputs
         needed = self.body.needed_inputs(v for v, f in zip(outputs, first, strict=True) if f)
         kept_carry = {v for v, f in zip(self.carried, first, strict=False) if f}
@@ -61,7 +61,7 @@ class _Loop:
         return [operand for inner, operand in pairs if inner in needed or inner in kept_carry]
 
     def in_two(self, first: Sequence[bool], operands: Sequence[Any]) -> list[Any]:
-        """All results, by a loop for those that come first and one for the rest."""
+        """Return all results, computed by one loop for the first results and one for the rest."""
         body, outputs = self.body, self.body.flat.outputs
         mine = [v for v, is_first in zip(outputs, first, strict=True) if is_first]
         early = body.cut(mine).equations
@@ -84,17 +84,17 @@ class _Loop:
         passed: Mapping[Var, Any],
         handed: Sequence[Var],
     ) -> tuple[list[Any], dict[Var, Any]]:
-        """A loop over some of the equations.
+        """Run a scan over some of the equations of the body.
 
         Args:
-          equations: of the body.
-          chosen: which results of the scan it makes.
-          operands: of the whole scan.
-          passed: values of the body in another loop, stacked.
-          handed: values that this body hands on, stacked.
+          equations: equations of the body.
+          chosen: per result of the whole scan, whether this one computes it.
+          operands: operands of the whole scan.
+          passed: values that the other loop has computed in each iteration, stacked.
+          handed: values of the body that the other loop needs of each iteration.
 
         Returns:
-          The chosen results, and what is handed on.
+          The chosen results, and the stacked values of `handed`.
         """
         params, flat = self.equation.params, self.body.flat
         fixed_names, carry, stacked_names = scan_operands(params, flat.inputs)
@@ -103,28 +103,30 @@ class _Loop:
         used |= set(variables(v for v, c in zip(flat.outputs, chosen, strict=True) if c))
         used |= set(handed)
         fixed = dict(zip(fixed_names, fixed_operands, strict=True)) | flat.constants
-        own = {v: x for v, x, mine in zip(carry, start, chosen, strict=False) if mine}
+        carried_in = {v: x for v, x, mine in zip(carry, start, chosen, strict=False) if mine}
         every = zip(stacked_names, stacked, strict=True)
         xs = {v: x for v, x in every if v in used} | dict(passed)
-        made = [v for v, is_mine in zip(flat.outputs, chosen, strict=True) if is_mine]
+        outputs = [v for v, is_mine in zip(flat.outputs, chosen, strict=True) if is_mine]
+        count = len(carried_in)
 
         def iterate(carried: list[Any], slices: list[Any]) -> tuple[list[Any], list[Any]]:
-            known = dict(zip((*own, *xs), (*carried, *slices), strict=True)) | fixed
-            values = run(equations, [*made, *handed], known)
-            return values[: len(own)], values[len(own) :]
+            inputs = dict(zip((*carried_in, *xs), (*carried, *slices), strict=True)) | fixed
+            values = run(equations, [*outputs, *handed], inputs)
+            return values[:count], values[count:]
 
-        last, columns = lax.scan(iterate, [*own.values()], [*xs.values()], **scan_options(params))
+        init = [*carried_in.values()]
+        last, columns = lax.scan(iterate, init, [*xs.values()], **scan_options(params))
         results = [*last, *columns]
-        return results[: len(made)], dict(zip(handed, results[len(made) :], strict=True))
+        return results[: len(outputs)], dict(zip(handed, results[len(outputs) :], strict=True))
 
 
 Plans = dict[int, tuple[_Loop, tuple[bool, ...]]]
-"""By equation the loop, and which of its results come first."""
+"""Maps the id of an equation to its loop, and to which of its results are in the first loop."""
 
 
-def wanted_first(program: FlatProgram, wanted: Sequence[Any]) -> FlatProgram:
-    """`program` with every loop in two, of whose results `wanted` values need some and not all."""
-    needed = set(variables(wanted))
+def needed_first(program: FlatProgram, targets: Sequence[Any]) -> FlatProgram:
+    """Return `program` with loops split in two if only some results are needed for `targets`."""
+    needed = set(variables(targets))
     plans: Plans = {}
     for equation in reversed(program.flat.equations):
         first = tuple(v in needed for v in equation.outvars)
@@ -142,9 +144,9 @@ def wanted_first(program: FlatProgram, wanted: Sequence[Any]) -> FlatProgram:
 
 
 def weights_first(program: FlatProgram) -> FlatProgram:
-    """`program` with every loop in two, of whose results weights determine some and not all.
+    """Return `program` with loops split in two if only some results depend on weights alone.
 
-    A loop that casts its layer's weights gives the casts as results among others.
+    For example, a loop that casts its layers' weights has the casts among its results.
     """
     plans: Plans = {}
     for equation in filter(is_loop, program.flat.equations):

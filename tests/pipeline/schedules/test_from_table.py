@@ -59,7 +59,7 @@ def test_an_overlap_whose_halves_wait_for_each_other_is_two_ticks():
         (["0F0,0SEND_F0,0B0"], "'0SEND_F0' in column 1 of stage 0"),
         (["0F0,(0F1;0B0),0B1"], r"'\(0F1;0B0\)' in column 1 of stage 0"),
         (["0F0,-1B0"], "'-1B0' in column 1"),
-        (["0F0,0B0,1F0", "1B0"], "stage 1 of the model stands in the rows of stages 0 and 1"),
+        (["0F0,0B0,1F0", "1B0"], "stage 1 of the model is in the rows of stages 0 and 1"),
         (["0F0,0B0", "2F0,2B0"], "no row holds stage 1 of the model"),
         (["0F0,1F0,1B0,0B0", "2F0,2B0"], "each of 2 device stages 2 times"),
         (["0F0,0B0", ""], "each of 2 device stages 1 times"),

@@ -133,12 +133,12 @@ def table(*rows, placement=None, num_microbatches=1, **changed):
         (
             [("B0", "F0")],
             {},
-            "deadlocks: stage 0 waits at 0B0 for 0F0, which stands on stage 0 behind 0B0 itself",
+            "deadlocks: stage 0 waits at 0B0 for 0F0, which is on stage 0 after 0B0 itself",
         ),
         (
             [("F0", "B0", "F1", "B1"), ("F0", "F1", "B0", "B1")],
             {"num_microbatches": 2},
-            "stage 0 waits at 0B0 for 1B0, which stands on stage 1 behind 1F1, which waits, too",
+            "stage 0 waits at 0B0 for 1B0, which is on stage 1 after 1F1, which waits, too",
         ),
     ],
 )

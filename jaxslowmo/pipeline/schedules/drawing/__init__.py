@@ -1,4 +1,4 @@
-"""Schedules for the eye: a grid of text, and a picture to scale."""
+"""Drawings of schedules: a grid of text, and a picture to scale."""
 
 from ._grid import Piece as Piece
 from ._grid import grid as grid

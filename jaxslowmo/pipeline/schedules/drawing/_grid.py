@@ -1,4 +1,4 @@
-"""A schedule as text: stages down, ticks across, in blocks as wide as the terminal."""
+"""Draw a schedule as text: a row per stage, a column per tick, in blocks of limited width."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -6,32 +6,32 @@ from typing import NamedTuple
 from .._operations import TORCH_LETTERS, Cell, Kind
 from .._schedule import Schedule
 
-# Of a schedule in more blocks only its begin and its end are shown, which differ from what lies
-# between them.
+# A schedule of more blocks than these is shortened to its begin and its end: the steady state
+# between them repeats itself.
 _FIRST_BLOCKS, _LAST_BLOCKS = 4, 2
 
 
 class Piece(NamedTuple):
-    """Text of a line that belongs together; `kind` is that of an operation, else None."""
+    """A piece of a line that has one colour; `kind` is that of its operation, else None."""
 
     text: str
     kind: Kind | None = None
 
 
 def grid(schedule: Schedule, *, width: int = 100, whole: bool = False) -> str:
-    """A schedule as text: a row per stage, a column per tick of `Schedule.ticks`.
+    """Return a schedule as text: a row per stage, a column per tick of `Schedule.ticks`.
 
-    In torch's letters: F3 is the forward pass of microbatch 3, I3 the gradient of its input, W3
+    Letters are torch's: F3 is the forward pass of microbatch 3, I3 the gradient of its input, W3
     that of the weights, B3 both in one; 1F3 is F3 of chunk 1, where stages have several; "." is
     idle.
 
     Args:
-      schedule: any.
-      width: characters per line; more ticks stand in a further block below.
-      whole: show all ticks; otherwise of many blocks the first four and the last two.
+      schedule: the schedule.
+      width: characters per line; ticks that do not fit continue in a block below.
+      whole: whether to show all blocks; otherwise only the first four and the last two.
 
     Returns:
-      Lines, without a line feed at the end.
+      The lines, without a line feed at the end.
 
     Example:
       >>> print(grid(zero_bubble(2, 2)))
@@ -46,7 +46,7 @@ def grid(schedule: Schedule, *, width: int = 100, whole: bool = False) -> str:
 def grid_lines(
     schedule: Schedule, *, width: int = 100, whole: bool = False
 ) -> Iterator[list[Piece]]:
-    """The lines of `grid` in pieces, to be coloured."""
+    """Yield the lines of `grid` in pieces that can be coloured."""
     ticks = schedule.ticks()
     names = [[_name(schedule, cell) for cell in tick] for tick in ticks]
     wide = max(len(name) for tick in names for name in tick)
@@ -77,7 +77,7 @@ def _name(schedule: Schedule, cell: Cell) -> str:
 
 
 def _pieces(cell: Cell, name: str, wide: int) -> list[Piece]:
-    """`name` filled up to `wide`; its parts where an F and a B share the tick."""
+    """Return `name`, padded to `wide`, in pieces: two if an F and a B share the tick."""
     fill = " " * (wide - len(name))
     if len(cell) < 2:
         return [Piece(name, cell[0].kind if cell else None), Piece(fill)]

@@ -1,4 +1,4 @@
-"""A simulated step as a picture: time across, a bar per operation."""
+"""Draw a simulated step as a picture: time runs to the right, a bar is an operation."""
 
 import os
 from collections.abc import Sequence
@@ -9,9 +9,9 @@ from ...._support.files import replacing
 from .._operations import TORCH_LETTERS, Kind
 from .._simulation import Simulation
 
-# Okabe and Ito's colours, which colour-blind readers can tell apart.
+# Okabe and Ito's colours, which colour-blind readers can distinguish.
 COLOURS: dict[Kind, str] = {"F": "#0072B2", "B": "#009E73", "W": "#E69F00", "BW": "#D55E00"}
-"""Of each kind of operation, in pictures and on terminals."""
+"""The colour of each kind of operation, in pictures and on terminals."""
 _MEANING: dict[Kind, str] = {
     "F": "forward",
     "B": "gradient of the input",
@@ -20,7 +20,7 @@ _MEANING: dict[Kind, str] = {
 }
 _INK, _GREY = "#333333", "#666666"
 _WIDTH = 14.0  # inches
-_MOST_LETTERS = 14.0 / 0.06  # microbatches' numbers fit into bars that are so wide
+_MOST_LETTERS = 14.0 / 0.06  # digits of microbatch numbers that fit into the whole width
 
 
 def picture(
@@ -30,16 +30,16 @@ def picture(
     title: str = "",
     lines: Sequence[str] = (),
 ) -> None:
-    """Draws a simulated step to scale and writes it to a file.
+    """Draw a simulated step to scale and write it to a file.
 
-    A bar per operation, coloured by its kind, with the number of its microbatch where that fits;
-    chunks after the first one are lighter.
+    Each operation is a bar, coloured by its kind, with the number of its microbatch where that
+    fits; chunks after the first one are lighter.
 
     Args:
-      simulation: what `Schedule.simulate` returned.
+      simulation: the result of `Schedule.simulate`.
       path: the file; its ending decides the format, such as .png, .pdf or .svg.
-      title: above the picture.
-      lines: smaller ones below the title.
+      title: text above the picture.
+      lines: lines of smaller text below the title.
 
     Raises:
       ModuleNotFoundError: matplotlib, of the extra `train`, is not installed.
