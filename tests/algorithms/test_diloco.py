@@ -1,4 +1,4 @@
-"""DiLoCo: an outer optimizer by hand, and what may be one."""
+"""Tests of DiLoCo: an outer optimizer worked by hand, and which outer optimizers are refused."""
 
 import jax
 import jax.numpy as jnp
@@ -10,8 +10,8 @@ import jaxslowmo as js
 
 
 @pytest.mark.parametrize("shard_state", [True, False])
-def test_two_replicas_by_hand(shard_state):
-    """Anchor 1; replicas move by 1 and 3 in each of four updates, two per outer step."""
+def test_two_replicas_take_the_outer_steps_worked_by_hand(shard_state):
+    """Replicas start at 1 and move by 1 and 3 in each of four updates, two per outer step."""
     tx = js.diloco("replica", sync_every=2, shard_state=shard_state)
 
     def one(move):
@@ -31,14 +31,14 @@ def test_two_replicas_by_hand(shard_state):
 
 
 @pytest.mark.parametrize("outer", [0.7, js.local_sgd("replica")])
-def test_outer_optimizer_that_is_none(outer):
+def test_an_outer_optimizer_that_is_no_gradient_transform_is_refused(outer):
     message = rf"`outer_optimizer` must be an optax gradient transform.*{type(outer).__name__}"
     with pytest.raises(ValueError, match=message):
         js.diloco("replica", outer_optimizer=outer)
 
 
 def test_the_outer_optimizer_keeps_its_own_learning_rate():
-    """`slow_momentum` and injected rates take `learning_rate`; diloco has none to give."""
+    """`slow_momentum` and injected rates take `learning_rate`; diloco passes none."""
     seen = []
 
     def update(updates, state, params=None, **extra):
@@ -49,7 +49,7 @@ def test_the_outer_optimizer_keeps_its_own_learning_rate():
     tx = js.diloco("replica", sync_every=1, outer_optimizer=optimizer)
     params, updates = np.full((4, 1), 4, np.float32), -np.arange(4, dtype=np.float32)[:, None]
     step = lambda p, u: tx.update(u, tx.init(p), p)[0]  # noqa: E731
-    moved = params + jax.vmap(step, axis_name="replica")(params, updates)
+    params_after = params + jax.vmap(step, axis_name="replica")(params, updates)
     assert seen
     assert not any("learning_rate" in extra for extra in seen)
-    np.testing.assert_allclose(moved, np.full((4, 1), 4 - 0.25 * 1.5))
+    np.testing.assert_allclose(params_after, np.full((4, 1), 4 - 0.25 * 1.5))
