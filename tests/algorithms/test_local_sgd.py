@@ -1,4 +1,4 @@
-"""LocalSGD: the mean by hand; over nested groups which one when, what it sends, what is refused."""
+"""Tests of LocalSGD: averages worked by hand, nested groups, what is sent, what is refused."""
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +16,8 @@ EVERYONE = ("node", "device")
 PERIODS = {"device": 2, EVERYONE: 6}
 
 
-def test_two_replicas_by_hand():
-    """They start apart, move by 1 and 3 and meet in every second update."""
+def test_two_replicas_average_in_every_second_update():
+    """Replicas start at 0 and 2, move by 1 and 3 per update, and average at updates 2 and 4."""
     tx = js.local_sgd("replica", sync_every=2)
 
     def one(w, move):
@@ -80,7 +80,7 @@ def test_phases_follow_the_schedules(k, factor, start, offset):
         assert tx.phase(t) == (() if wanted is None else (wanted,))
 
 
-def test_what_it_sends():
+def test_each_phase_sends_one_all_reduce_over_its_group():
     step = js.make_train_step(
         lambda p, batch: jnp.mean((batch @ p["w"]) ** 2),
         optax.sgd(0.1),
@@ -91,19 +91,19 @@ def test_what_it_sends():
     )
     state = jax.eval_shape(step.init, {"w": jax.ShapeDtypeStruct((5,), jnp.float32)})
     report = js.comm_report(step, state, jax.ShapeDtypeStruct((8, 5), jnp.float32))
-    found = {
+    collectives = {
         (row.kind, row.axis, row.collective, row.count, row.bytes)
         for row in report.select(level="emitted")
         if row.count
     }
-    assert found == {
+    assert collectives == {
         ("average device", "device", "all-reduce", 1, 20),
         ("average node,device", "node,device", "all-reduce", 1, 20),
     }
 
 
 @pytest.mark.parametrize(
-    ("sync_every", "said"),
+    ("sync_every", "message"),
     [
         ({}, r"must map the axes of each group to a period.* got \{\}"),
         (4, "must map the axes .* got 4"),
@@ -114,12 +114,12 @@ def test_what_it_sends():
         ({("node", "node"): 4}, "names an axis twice"),
     ],
 )
-def test_what_is_refused(sync_every, said):
-    with pytest.raises(ValueError, match=said):
+def test_groups_that_do_not_nest_and_bad_periods_are_refused(sync_every, message):
+    with pytest.raises(ValueError, match=message):
         js.hierarchical_local_sgd(sync_every)
 
 
-def test_phases_of_something_else_are_refused():
+def test_a_phase_of_another_transform_is_refused():
     tx = js.hierarchical_local_sgd({"replica": 2})
     step = lambda x: tx.update(x, tx.init(x), x, phase=("slow",))[0]  # noqa: E731
     with pytest.raises(ValueError, match=r"`phase` must come from .*average replica.* got"):
