@@ -1,4 +1,4 @@
-"""Push-sum: its algebra, and what gossip keeps on any graph, with any mixing and overlap."""
+"""Tests of push-sum: its algebra, and the invariants of gossip for any graph and mixing."""
 
 from typing import NamedTuple
 
@@ -64,19 +64,22 @@ def gossips(draw) -> tuple[js.topology.Graph, js.ParameterTransform]:
     return graph, js.sgp("replica", graph=graph, mixing=mixing, overlap=overlap)
 
 
-def test_masses_by_hand():
-    """A node of weight 2 at 3, to which weights 1 and 0.5 were sent, at 6 and at 0."""
-    sent = [Arrival(jnp.asarray([6.0]), jnp.float32(1)), Arrival(jnp.zeros(1), jnp.float32(0.5))]
-    x, w = total_mass(jnp.asarray([3.0]), jnp.float32(2), sent)
+def test_arrivals_add_their_weights_and_pull_by_their_share():
+    """A node with value 3 and weight 2 receives value 6 of weight 1 and value 0 of weight 0.5."""
+    arrivals = [
+        Arrival(jnp.asarray([6.0]), jnp.float32(1)),
+        Arrival(jnp.zeros(1), jnp.float32(0.5)),
+    ]
+    x, w = total_mass(jnp.asarray([3.0]), jnp.float32(2), arrivals)
     assert (x.tolist(), float(w)) == ([12], 3.5)
     assert divided(x, w).tolist() == pytest.approx([12 / 3.5])
     # What arrives has 1 of the 4 that are there afterwards: a quarter of the way from 2 to 6.
-    moved = pulled(jnp.asarray([0.5]), jnp.asarray([2.0]), sent[0], jnp.float32(0.25))
-    assert moved.tolist() == [0.5 + 1]
+    values = pulled(jnp.asarray([0.5]), jnp.asarray([2.0]), arrivals[0], jnp.float32(0.25))
+    assert values.tolist() == [0.5 + 1]
 
 
-class Seen(NamedTuple):
-    """After every update, `[steps, nodes, ...]`."""
+class History(NamedTuple):
+    """The state after every update, in arrays `[steps, nodes, ...]`."""
 
     params: dict[str, np.ndarray]
     weight: np.ndarray
@@ -84,7 +87,7 @@ class Seen(NamedTuple):
     in_flight: tuple
 
     def masses(self) -> tuple[np.ndarray, np.ndarray]:
-        """Weights and values of all that is at nodes or on its way, `[steps, anything, ...]`."""
+        """Return weights and values at nodes and in flight, `[steps, nodes and arrivals, ...]`."""
         parts = [(self.weight, self.params["x"])]
         parts += [(a.weight, a.mean["x"]) for a in self.in_flight]
         weights, values = (
@@ -93,14 +96,14 @@ class Seen(NamedTuple):
         return weights[..., None], values
 
 
-def simulate(sync, params, updates, talk) -> Seen:
-    def one(carry, given):
+def simulate(sync, params, updates, talk) -> History:
+    def one(carry, inputs):
         p, s = carry
-        update, talk = given
+        update, talk = inputs
         u, s = sync.update(update, s, p, communicate=talk)
         p = optax.apply_updates(p, u)
         gossip = gossip_state(s)
-        return (p, s), Seen(p, gossip.weight, gossip.exchanges, gossip.in_flight)
+        return (p, s), History(p, gossip.weight, gossip.exchanges, gossip.in_flight)
 
     def run(p, us, talk):
         return jax.lax.scan(one, (p, sync.init(p)), (us, talk))[1]
@@ -110,7 +113,7 @@ def simulate(sync, params, updates, talk) -> Seen:
 
 
 def problem(num_nodes: int, seed: int):
-    """Random and equal values; updates of the random ones only, then of nothing."""
+    """Return parameters, random ones and equal ones, their updates, and which steps exchange."""
     rng = np.random.default_rng(seed)
     steps = ACTIVE + QUIET
     same = np.broadcast_to(rng.normal(size=SIZE), (num_nodes, SIZE))
@@ -144,14 +147,14 @@ def test_gossip_keeps_the_sums_and_approaches_the_mean(gossip, seed):
     # Without exchange nothing moves but by u / w, and the graph does not rotate.
     rotates = talk & (nodes > 1)
     np.testing.assert_array_equal(seen.exchanges, np.cumsum(rotates)[:, None].repeat(nodes, 1))
-    before = Seen(*(jax.tree.map(lambda a: a[:-1], part) for part in seen))
-    after = Seen(*(jax.tree.map(lambda a: a[1:], part) for part in seen))
+    before = History(*(jax.tree.map(lambda a: a[:-1], part) for part in seen))
+    after = History(*(jax.tree.map(lambda a: a[1:], part) for part in seen))
     for t in np.flatnonzero(~talk[1:]):
         unmoved = (before.weight, before.in_flight), (after.weight, after.in_flight)
         for a, b in zip(*map(jax.tree.leaves, unmoved), strict=True):
             np.testing.assert_array_equal(a[t], b[t])
-        moved = before.params["x"][t] + updates["x"][t + 1] / before.weight[t][:, None]
-        np.testing.assert_allclose(after.params["x"][t], moved, rtol=1e-6, atol=1e-6)
+        expected = before.params["x"][t] + updates["x"][t + 1] / before.weight[t][:, None]
+        np.testing.assert_allclose(after.params["x"][t], expected, rtol=1e-6, atol=1e-6)
 
     # Merging masses shrinks their spread around the mean, once updates are 0.
     quiet = slice(ACTIVE - 1, None)
@@ -171,7 +174,7 @@ def test_gossip_keeps_the_sums_and_approaches_the_mean(gossip, seed):
 @pytest.mark.parametrize("overlap", [0, 1])
 @pytest.mark.parametrize("num_nodes", [4, 7])
 def test_agreement_with_several_peers_is_kept_to_the_bit(num_nodes, overlap):
-    """Thirds and sixths, whose products do not add up to the value."""
+    """Shares of thirds and sixths, whose products do not add up to the value in float32."""
     sync = js.sgp(
         "replica",
         graph=js.topology.complete,
