@@ -1,4 +1,4 @@
-"""Gossip: two rounds by hand, a single node, phases; what cannot work is refused by name."""
+"""Tests of `js.sgp`: two rounds worked by hand, a single node, phases, what is refused."""
 
 import re
 
@@ -16,8 +16,8 @@ ring = js.topology.ring
 IRREGULAR = js.topology.from_phone_book([[1, 3], [0, 2], [0, 3], [1, 0]])
 
 
-def test_two_rounds_of_three_replicas_by_hand():
-    """Node 0 sends to 1, then to 2; the others send to it. Push-sum weighs that out."""
+def test_push_sum_weighs_out_uneven_arrivals_in_two_rounds():
+    """Node 0 sends to node 1, then to node 2; both always send to node 0."""
     graph = js.topology.from_phone_book([[1, 2], [0], [0]], 1)
     tx = js.sgp("replica", graph=graph)
 
@@ -42,28 +42,28 @@ def test_two_rounds_of_three_replicas_by_hand():
 
 
 @pytest.mark.parametrize("graph", ["ring", 4, [[1], [0]], IRREGULAR.phone_book])
-def test_graph_of_another_type(graph):
+def test_a_graph_of_another_type_is_refused(graph):
     message = r"sgp: `graph` must be a js\.topology\.Graph, a function .* or None, got "
     with pytest.raises(ValueError, match=message + re.escape(repr(graph))):
         js.sgp("replica", graph=graph)
 
 
 @pytest.mark.parametrize(
-    ("graph", "got"),
+    ("graph", "shown"),
     [
         (js.topology.uniform_mixing(), "mixing, which takes (graph, step); did you mean `mixing`?"),
         (js.topology.uniform_mixing, "uniform_mixing, which takes ()."),
         (lambda: ring(4), "<lambda>, which takes ()."),
     ],
 )
-def test_function_that_makes_no_graph(graph, got):
-    with pytest.raises(ValueError, match=r"sgp: `graph` must be .* got " + re.escape(got)):
+def test_a_function_that_takes_no_number_of_nodes_is_refused(graph, shown):
+    with pytest.raises(ValueError, match=r"sgp: `graph` must be .* got " + re.escape(shown)):
         js.sgp("replica", graph=graph)
 
 
 @pytest.mark.parametrize("graph", [None, ring, ring(4)])
 @pytest.mark.parametrize(
-    ("mixing", "got"),
+    ("mixing", "shown"),
     [
         ("uniform", "'uniform'."),
         (0.5, "0.5."),
@@ -71,13 +71,13 @@ def test_function_that_makes_no_graph(graph, got):
         (ring, "ring, which takes (num_nodes, "),
     ],
 )
-def test_mixing_that_is_none(graph, mixing, got):
-    """At construction, also where the graph is not known yet."""
-    with pytest.raises(ValueError, match="`mixing` must be a callable .*" + re.escape(got)):
+def test_a_mixing_that_is_no_mixing_is_refused(graph, mixing, shown):
+    """The error comes at construction, also where the graph has no size yet."""
+    with pytest.raises(ValueError, match="`mixing` must be a callable .*" + re.escape(shown)):
         js.sgp("replica", graph=graph, mixing=mixing)
 
 
-def test_constructor_that_makes_no_graph():
+def test_a_function_that_returns_no_graph_is_refused():
     tx = js.sgp("replica", graph=lambda n: [[1], [0]] * n)
     message = r"sgp: `graph` must be .* and the function returned a list"
     with pytest.raises(ValueError, match=message):
@@ -85,7 +85,7 @@ def test_constructor_that_makes_no_graph():
 
 
 @pytest.mark.parametrize("overlap", [-1, 0.5, 1.0, True, "1", None])
-def test_overlap_that_counts_nothing(overlap):
+def test_an_overlap_that_is_no_count_is_refused(overlap):
     message = rf"sgp: `overlap` counts exchanges and must be an int >= 0, got {overlap!r}"
     with pytest.raises(ValueError, match=message):
         js.sgp("replica", overlap=overlap)
@@ -97,7 +97,7 @@ def test_overlap_may_be_an_integer_of_numpy():
 
 
 @pytest.mark.parametrize("push_sum", [None, 1, "no"])
-def test_push_sum_that_is_no_bool(push_sum):
+def test_a_push_sum_that_is_no_bool_is_refused(push_sum):
     with pytest.raises(ValueError, match=rf"`push_sum` must be True or False, got {push_sum!r}"):
         js.sgp("replica", push_sum=push_sum)
 
@@ -120,8 +120,8 @@ def test_push_pull_needs_doubly_stochastic_mixing(graph, mixing, where):
     js.sgp("replica", graph=graph, mixing=mixing)
 
 
-def matrix(*changes: tuple[int, int, float]):
-    """A mixing for ring(4), uniform but for some entries of its second exchange."""
+def ring_mixing_with_changes(*changes: tuple[int, int, float]):
+    """Return a mixing for ring(4): uniform, except for `changes` in its second exchange."""
 
     def mixing(graph, step):
         p = js.topology.mixing_matrix(graph, None, step)
@@ -135,9 +135,18 @@ def matrix(*changes: tuple[int, int, float]):
 TWO_ROUNDS = js.topology.from_phone_book([[1, 3], [2, 0], [3, 1], [0, 2]])
 BAD_MIXINGS = [
     (lambda graph, step: np.eye(3), r"P must have shape \(4, 4\), got \(3, 3\)"),
-    (matrix((0, 0, -0.5), (3, 0, 1.5)), r"step 1 .*weights must be finite and >= 0, got P\[0, 0\]"),
-    (matrix((0, 0, 0.6)), r"step 1 .*column of P must sum to 1.*column 0 sums to 1\.1"),
-    (matrix((3, 0, 0.25), (2, 0, 0.25)), r"step 1 .*P\[2, 0\].*node 0 does not send to node 2"),
+    (
+        ring_mixing_with_changes((0, 0, -0.5), (3, 0, 1.5)),
+        r"step 1 .*weights must be finite and >= 0, got P\[0, 0\]",
+    ),
+    (
+        ring_mixing_with_changes((0, 0, 0.6)),
+        r"step 1 .*column of P must sum to 1.*column 0 sums to 1\.1",
+    ),
+    (
+        ring_mixing_with_changes((3, 0, 0.25), (2, 0, 0.25)),
+        r"step 1 .*P\[2, 0\].*node 0 does not send to node 2",
+    ),
     (
         lambda graph, step: js.topology.self_weighted(0.5 + 0.1 * (step > 2))(graph, step),
         r"`mixing` must repeat with .* of 2 rounds.* step 3 differs from step 1: P\[0, 0\] = 0\.6",
@@ -146,8 +155,8 @@ BAD_MIXINGS = [
 
 
 @pytest.mark.parametrize(("mixing", "message"), BAD_MIXINGS)
-def test_bad_mixing(mixing, message):
-    """At construction where the graph is given, for all of its rotation; else when it is known."""
+def test_a_mixing_that_breaks_a_rule_is_refused(mixing, message):
+    """The error comes at construction for a graph of fixed size, else once the size is set."""
     with pytest.raises(ValueError, match=message):
         js.sgp("replica", graph=TWO_ROUNDS, mixing=mixing)
     later = js.sgp("replica", graph=lambda n: TWO_ROUNDS, mixing=mixing)
@@ -157,8 +166,8 @@ def test_bad_mixing(mixing, message):
         later.sized({"replica": 4})
 
 
-def pass_on_all(graph, step):
-    """Every node passes on what it has."""
+def mixing_that_keeps_nothing(graph, step):
+    """Return a mixing matrix in which every node passes on all of its values."""
     p = js.topology.mixing_matrix(graph, None, step)
     np.fill_diagonal(p, 0)
     return p / p.sum(0)
@@ -166,10 +175,10 @@ def pass_on_all(graph, step):
 
 def test_late_arrivals_need_a_share_that_stays():
     for overlap in (0, 1):
-        js.sgp("replica", graph=ring(4), mixing=pass_on_all, overlap=overlap)
+        js.sgp("replica", graph=ring(4), mixing=mixing_that_keeps_nothing, overlap=overlap)
     message = r"sgp: `overlap`=2 needs a mixing in which every node keeps a share > 0.*diagonal"
     with pytest.raises(ValueError, match=message):
-        js.sgp("replica", graph=ring(4), mixing=pass_on_all, overlap=2)
+        js.sgp("replica", graph=ring(4), mixing=mixing_that_keeps_nothing, overlap=2)
 
 
 # Sizes
@@ -177,7 +186,7 @@ def test_late_arrivals_need_a_share_that_stays():
 
 @pytest.mark.parametrize("graph", [ring(8), lambda n: ring(2 * n)])
 @pytest.mark.parametrize("execution", EXECUTIONS)
-def test_graph_of_another_size_than_the_axis(graph, execution):
+def test_a_graph_of_another_size_than_the_axis_is_refused(graph, execution):
     tx = js.sgp("replica", graph=graph)
     message = (
         r"sgp: `graph` must have as many nodes as axis 'replica', which has size 4, got ring\(8\)"
@@ -190,8 +199,8 @@ def test_graph_of_another_size_than_the_axis(graph, execution):
         trace(one_update(js.slowmo("replica", base=tx)), PARAMS, execution=execution)
 
 
-def test_a_graph_that_was_fixed_for_a_size_is_for_no_other():
-    """Whatever sizes the transform that it was made from has met since."""
+def test_a_transform_that_was_sized_refuses_another_size():
+    """The original transform may be given other sizes later."""
     tx = js.sgp("replica")
     sized = tx.sized({"replica": 2})
     tx.sized({"replica": 4})
@@ -243,19 +252,19 @@ def test_training_step_refuses_a_graph_of_another_size(make_mesh, slow):
         ["round 0"],
     ],
 )
-def test_phase_of_something_else(phase):
+def test_a_phase_of_another_transform_is_refused(phase):
     message = r"sgp: `phase` must come from `transform\.phase\(t\)`.*got " + re.escape(repr(phase))
     with pytest.raises(ValueError, match=message):
         trace(one_update(js.sgp("replica", graph=IRREGULAR), phase=phase), PARAMS)
 
 
-def test_phase_of_something_else_under_slow_momentum():
+def test_a_phase_of_another_base_is_refused_under_slow_momentum():
     tx = js.slowmo("replica", base=js.sgp("replica"), exact_average=False)
     with pytest.raises(ValueError, match=r"sgp: `phase` must come from .*got \('average',\)"):
         trace(one_update(tx, phase=("average", "slow")), PARAMS)
 
 
-# Warnings, once
+# Warnings
 
 
 def test_phases_of_an_unknown_number_of_replicas_warn_once():
@@ -308,8 +317,8 @@ def test_a_single_node_under_slow_momentum_warns_once():
     messages = warned(*[lambda: trace(one_update(tx), one, axes={"replica": 1})] * 2)
     assert len(messages) == 1
     assert messages[0].startswith("slowmo: axis 'replica' has size 1")
-    alone = warned(lambda: trace(one_update(js.sgp("replica")), one, axes={"replica": 1}))
-    assert [m.partition(":")[0] for m in alone] == ["sgp"]
+    messages_of_sgp = warned(lambda: trace(one_update(js.sgp("replica")), one, axes={"replica": 1}))
+    assert [m.partition(":")[0] for m in messages_of_sgp] == ["sgp"]
 
 
 @pytest.mark.filterwarnings("ignore:.*has size 1")
