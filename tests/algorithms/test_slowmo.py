@@ -1,4 +1,4 @@
-"""SlowMo and its slow momentum: by hand, rates that fall and start again, what is refused."""
+"""Tests of SlowMo and its slow momentum: runs worked by hand, changing rates, what is refused."""
 
 import json
 import re
@@ -17,7 +17,7 @@ from golden import slow_momentum as recorded
 from support.bad_input import PARAMS, one_update, over_local, trace, warned
 
 
-def test_two_replicas_by_hand():
+def test_two_replicas_take_the_slow_steps_worked_by_hand():
     """Anchor 0, replicas that move by 1 and 3 in two updates each; gamma 0.5, then 0.25."""
     rates = jnp.asarray([1.0, 0.5, 0.5, 0.25])
     base = js.local_sgd("replica", sync_every=1)
@@ -51,7 +51,7 @@ PEAK, PERIOD, OPTIMUM = 0.1, 8, 1.5
 
 
 def trajectory(floor, curvature, momentum):
-    """300 steps on a quadratic; the slow step comes twice in a period of the rate."""
+    """Return the parameters after each of 300 steps on a quadratic, two slow steps per period."""
 
     def rate(count):
         through = (count % PERIOD) / (PERIOD - 1)
@@ -83,8 +83,8 @@ def test_it_converges_for_every_floor(momentum):
     np.testing.assert_allclose(seen[:, :, -1], OPTIMUM, atol=0.05)
 
 
-def test_steps_by_hand():
-    """Displacements of 1; rates as they fall, stay, return and grow beyond."""
+def test_momentum_is_rescaled_by_the_change_of_the_rate_up_to_a_bound():
+    """Every displacement is 1; the rate stays, falls, returns and then grows beyond its start."""
     rates = [0.1, 0.1, 0.001, 0.001, 0.1, 0.2]
     carried = [0.0, 0.5, 0.005, 0.5, 0.1 / 0.025, 1.0]
     # Made at: 0.1, 0.1, then half of it and half of that; 0.1 again.
@@ -98,8 +98,8 @@ def test_steps_by_hand():
         np.testing.assert_allclose(-step, velocity, rtol=1e-5)
 
 
-def paper(rates, momentum, displacements):
-    """m <- momentum * m + D / gamma, in float64; what is added to the anchor."""
+def steps_of_the_paper(rates, momentum, displacements):
+    """Return what each slow step adds to the anchor: m <- momentum * m + D / gamma, in float64."""
     m, steps = 0.0, []
     for gamma, d in zip(rates, displacements, strict=True):
         m = momentum * m + d / gamma
@@ -116,11 +116,13 @@ def test_rates_that_only_fall_or_only_grow_give_the_formula(rates, momentum, gro
     ordered = sorted(rates, reverse=not growing)
     displacements = np.random.default_rng(0).normal(size=len(ordered))
     tx = js.slow_momentum(momentum)
-    state, found = tx.init(jnp.zeros(())), []
+    state, steps = tx.init(jnp.zeros(())), []
     for rate, d in zip(ordered, displacements, strict=True):
         step, state = tx.update(jnp.float32(d), state, learning_rate=jnp.float32(rate))
-        found.append(float(step))
-    np.testing.assert_allclose(found, paper(ordered, momentum, displacements), rtol=1e-3, atol=1e-4)
+        steps.append(float(step))
+    np.testing.assert_allclose(
+        steps, steps_of_the_paper(ordered, momentum, displacements), rtol=1e-3, atol=1e-4
+    )
 
 
 @given(exponents=st.lists(st.floats(-8, 0), min_size=2, max_size=30), momentum=st.floats(0, 0.99))
@@ -148,16 +150,16 @@ def test_rates_between_slow_steps_count():
             w = w + update
         return w
 
-    moved = jax.vmap(one, axis_name="replica")(jnp.zeros((2, 1)))
-    np.testing.assert_allclose(moved, np.full((2, 1), -3 - 3.0), rtol=1e-5)
+    params = jax.vmap(one, axis_name="replica")(jnp.zeros((2, 1)))
+    np.testing.assert_allclose(params, np.full((2, 1), -3 - 3.0), rtol=1e-5)
 
 
 def test_recorded_cases_are_those_of_their_script():
     assert json.loads(recorded.FILE.read_text()) == json.loads(recorded.text())
 
 
-def test_recorded_cases():
-    """Every group of every case; those of `torch_compat` pass the same."""
+def test_every_recorded_case_gives_the_recorded_anchors():
+    """Every parameter group of every case is replayed; `torch_compat` replays the same file."""
     cases = json.loads(recorded.FILE.read_text())["cases"]
     columns = [(case, i) for case in cases for i in range(len(case["rates"][0]))]
     updates = max(len(case["rates"]) for case in cases)
@@ -200,7 +202,7 @@ def test_recorded_cases():
         np.testing.assert_allclose(ours, anchors, rtol=1e-4, atol=1e-5, err_msg=case["name"])
 
 
-def test_a_rate_that_misses_zero_by_rounding():
+def test_a_rate_below_zero_by_rounding_keeps_steps_finite_and_bounded():
     tx = js.slow_momentum(0.5)
     state = tx.init(jnp.zeros(1))
     for rate in (0.1, -1e-9, 0.1, 0.1):
@@ -233,11 +235,11 @@ def test_numpy_scalars_as_arguments_keep_dtypes():
         assert types(updates) == types(params)
 
 
-# What is refused, and what is said once
+# Refused arguments and warnings
 
 
 @pytest.mark.parametrize("momentum", [-0.1, 1.0, 1.5, float("nan")])
-def test_momentum_outside_of_its_range(momentum):
+def test_momentum_outside_of_its_range_is_refused(momentum):
     for make in (lambda m: over_local(momentum=m), js.slow_momentum):
         with pytest.raises(ValueError, match=rf"`momentum` must lie in \[0, 1\), got {momentum}"):
             make(momentum)
@@ -245,7 +247,7 @@ def test_momentum_outside_of_its_range(momentum):
 
 @pytest.mark.parametrize("rate", ["slow_learning_rate", "learning_rate"])
 @pytest.mark.parametrize("value", [-0.5, float("nan")])
-def test_negative_rates(rate, value):
+def test_negative_rates_are_refused(rate, value):
     with pytest.raises(ValueError, match=rf"`{rate}` must be >= 0, got {value}"):
         over_local(**{rate: value})
 
@@ -255,14 +257,14 @@ def test_edges_of_the_ranges_are_allowed():
 
 
 @pytest.mark.parametrize("base", [optax.sgd(0.1), optax.adam(0.1), "local_sgd"])
-def test_base_that_is_no_parameter_transform(base):
+def test_a_base_that_is_no_parameter_transform_is_refused(base):
     message = rf"`base` must be a js\.ParameterTransform .* got {type(base).__name__}"
     with pytest.raises(ValueError, match=message):
         js.slowmo("replica", base=base)
 
 
 @pytest.mark.parametrize("base", [over_local, js.diloco])
-def test_a_base_with_a_slow_step_of_its_own(base):
+def test_a_base_with_its_own_slow_step_is_refused(base):
     with pytest.raises(ValueError, match=r"slowmo: `base` must have no slow step of its own"):
         js.slowmo("replica", base=base("replica"))
 
@@ -280,20 +282,21 @@ def test_inexact_average_needs_a_base():
 
 
 def test_slowmo_without_a_base_warns_once():
-    made = []
+    transforms = []
     messages = warned(
-        lambda: made.append(js.slowmo("replica")), lambda: trace(one_update(*made), PARAMS)
+        lambda: transforms.append(js.slowmo("replica")),
+        lambda: trace(one_update(*transforms), PARAMS),
     )
     assert len(messages) == 1
     assert re.search(r"slowmo without a `base`.*base=js\.local_sgd.*js\.diloco", messages[0])
 
 
 def test_slow_period_that_is_no_multiple_warns_once():
-    made = []
+    transforms = []
     messages = warned(
-        lambda: made.append(over_local(sync_every=4)),
-        lambda: trace(one_update(*made), PARAMS),
-        lambda: trace(one_update(*made), PARAMS),
+        lambda: transforms.append(over_local(sync_every=4)),
+        lambda: trace(one_update(*transforms), PARAMS),
+        lambda: trace(one_update(*transforms), PARAMS),
     )
     assert len(messages) == 1
     assert re.search(r"`sync_every`=4 is not a multiple of the base's 3", messages[0])
@@ -301,7 +304,7 @@ def test_slow_period_that_is_no_multiple_warns_once():
 
 
 def test_an_infinite_rate_of_one_replica_is_that_of_all():
-    """Not NaN on the replica that has it, which would step its anchor elsewhere."""
+    """NaN on the replica that has it would move its anchor away from the others."""
     params = {"w": jnp.ones((2, 3))}
     tx = js.slowmo(
         "replica",
@@ -316,8 +319,8 @@ def test_an_infinite_rate_of_one_replica_is_that_of_all():
 
     rates = jnp.asarray([jnp.inf, 0.5], jnp.float32)
     state = jax.vmap(largest, axis_name="replica")(params, rates)
-    (found,) = [x.last_rate for x in jax.tree.leaves(state, is_leaf=_has_rate) if _has_rate(x)]
-    np.testing.assert_array_equal(found, [np.inf, np.inf])
+    (rates_used,) = [x.last_rate for x in jax.tree.leaves(state, is_leaf=_has_rate) if _has_rate(x)]
+    np.testing.assert_array_equal(rates_used, [np.inf, np.inf])
 
 
 def _has_rate(x):
@@ -325,7 +328,7 @@ def _has_rate(x):
 
 
 @pytest.mark.parametrize("argument", ["momentum", "learning_rate", "slow_learning_rate"])
-def test_truth_values_are_no_numbers(argument):
+def test_truth_values_are_refused_as_numbers(argument):
     def make(value):
         js.slowmo(
             "replica",
