@@ -1,4 +1,4 @@
-"""Norms of sharded models against those of gathered ones, and what clipping does with them."""
+"""Tests of clipping: norms of sharded models against gathered ones, and clipped gradients."""
 
 import jax
 import jax.numpy as jnp
@@ -17,12 +17,12 @@ MODEL = tuple(AXES)
 SPECS = [P(), P("stage"), P("tensor"), P(None, "tensor"), P("tensor", "stage"), P(MODEL)]
 
 
-def clipped(tx, grads, specs, check_vma=True):
-    """`tx` on each device's part of `grads`; the clipped gradients and the norm of every device."""
+def clipped_and_norms(tx, grads, specs, check_vma=True):
+    """Run `tx` on each device's part of `grads`; return the clipped gradients and all norms."""
 
     def of_device(grads):
-        found, state = tx.update(grads, tx.init(grads))
-        return found, jax.tree.map(lambda x: x.reshape(1, 1), state)
+        updates, state = tx.update(grads, tx.init(grads))
+        return updates, jax.tree.map(lambda x: x.reshape(1, 1), state)
 
     fn = jax.shard_map(
         of_device,
@@ -53,17 +53,17 @@ def test_norms_are_those_of_the_gathered_model(specs, norm, factor, typed):
     wanted = norm_of(grads, norm)
     options = {} if typed else {"param_specs": layout}
     tx = js.clip_by_global_norm(float(factor * wanted), MODEL, norm, **options)
-    found, state = clipped(tx, grads, layout, check_vma=typed)
+    clipped, state = clipped_and_norms(tx, grads, layout, check_vma=typed)
     np.testing.assert_allclose(state.norm, np.full((2, 2), wanted), rtol=1e-6)
     scale = min(1.0, factor * wanted / (wanted + 1e-6))
     for name, grad in grads.items():
-        np.testing.assert_allclose(found[name], scale * grad, rtol=1e-6)
+        np.testing.assert_allclose(clipped[name], scale * grad, rtol=1e-6)
         if factor > 1:
-            np.testing.assert_array_equal(found[name], grad)
+            np.testing.assert_array_equal(clipped[name], grad)
 
 
-def test_under_vmap_with_specs():
-    """Parts of one axis after the other, replicas around them."""
+def test_norms_under_vmap_are_those_of_each_replica():
+    """The inner vmap maps the parts of a model, the outer one its replicas."""
     grads = {"whole": jnp.arange(6.0).reshape(2, 3), "parts": jnp.arange(8.0).reshape(2, 2, 2)}
     specs = {"whole": P(), "parts": P("tensor")}
     tx = js.clip_by_global_norm(1.0, "tensor", param_specs=specs)
@@ -72,9 +72,9 @@ def test_under_vmap_with_specs():
         return tx.update(grads, tx.init(grads))[1].norm
 
     inner = jax.vmap(of_device, in_axes=({"whole": None, "parts": 0},), axis_name="tensor")
-    found = jax.vmap(inner, axis_name="replica")(grads)
+    norms = jax.vmap(inner, axis_name="replica")(grads)
     wanted = [norm_of(jax.tree.map(lambda x, i=i: x[i], grads), 2) for i in range(2)]
-    np.testing.assert_allclose(found, np.broadcast_to(np.array(wanted)[:, None], (2, 2)), rtol=1e-6)
+    np.testing.assert_allclose(norms, np.broadcast_to(np.array(wanted)[:, None], (2, 2)), rtol=1e-6)
 
 
 TIED = [{0: "embed", 1: "head"}, {0: "scale", 1: "scale"}]
@@ -84,13 +84,13 @@ TIED = [{0: "embed", 1: "head"}, {0: "scale", 1: "scale"}]
 def test_tied_parameters_count_once(typed):
     rng = np.random.default_rng(3)
     table, scale = (rng.normal(size=shape).astype("f4") for shape in [(4, 6), (3,)])
-    own = rng.normal(size=(2, 5)).astype("f4")
+    untied = rng.normal(size=(2, 5)).astype("f4")
     nothing = np.zeros_like(table)
     grads = {
         "embed": np.stack([table, nothing]),
         "head": np.stack([nothing, table]),
         "scale": np.stack([scale, scale]),
-        "own": own,
+        "own": untied,
     }
     # A table is in parts over "tensor"; of what else each stage has all devices have the same.
     specs = {name: P("stage") for name in grads} | {
@@ -99,13 +99,13 @@ def test_tied_parameters_count_once(typed):
     options = {} if typed else {"param_specs": specs}
     for norm in (2, np.inf):
         tx = js.clip_by_global_norm(1e-3, MODEL, norm, tied=TIED, **options)
-        _, state = clipped(tx, grads, specs, check_vma=typed)
-        np.testing.assert_allclose(state.norm, norm_of([table, scale, own], norm), rtol=1e-6)
+        _, state = clipped_and_norms(tx, grads, specs, check_vma=typed)
+        np.testing.assert_allclose(state.norm, norm_of([table, scale, untied], norm), rtol=1e-6)
     # Copies in one array, whose axis the compiler has or nobody.
     counted = {"embed": None, "head": np.zeros(()), "scale": np.array([[1], [0]]), "own": None}
     stacked = js.clip_by_global_norm(1e-3, counted=counted)
     _, state = stacked.update(grads, stacked.init(grads))
-    np.testing.assert_allclose(state.norm, norm_of([table, scale, own], 2), rtol=1e-6)
+    np.testing.assert_allclose(state.norm, norm_of([table, scale, untied], 2), rtol=1e-6)
 
 
 @pytest.mark.parametrize("norm", [2, np.inf])
@@ -114,14 +114,14 @@ def test_one_bad_value_on_one_device_is_seen_on_all(norm, bad):
     grads = {"parts": np.ones((4, 4), "f4"), "whole": np.ones(3, "f4")}
     grads["parts"][3, 1] = bad
     specs = {"parts": P(MODEL), "whole": P()}
-    found, state = clipped(js.clip_by_global_norm(1.0, MODEL, norm), grads, specs)
+    clipped, state = clipped_and_norms(js.clip_by_global_norm(1.0, MODEL, norm), grads, specs)
     assert not np.isfinite(state.norm).any()
-    assert all(np.isnan(x).all() for x in jax.tree.leaves(found))
+    assert all(np.isnan(x).all() for x in jax.tree.leaves(clipped))
 
 
 @pytest.mark.parametrize("typed", [True, False])
 def test_a_loss_scale_around_it_skips_on_all_devices(typed):
-    """It asks along the axes of the norm, of which it was told nothing."""
+    """The scale gets no axes; it reads them from the clipping that it wraps."""
     grads = {"parts": np.ones((4, 4), "f4"), "whole": np.ones(3, "f4")}
     bad = {**grads, "parts": np.where(np.arange(4)[:, None] == 2, np.nan, grads["parts"])}
     specs = {"parts": P(MODEL), "whole": P()}
@@ -147,7 +147,7 @@ def test_a_loss_scale_around_it_skips_on_all_devices(typed):
     assert not any(x.any() for x in jax.tree.leaves(second))
 
 
-def test_one_exchange_however_many_layouts():
+def test_any_number_of_layouts_needs_one_exchange():
     grads = {f"w{i}": np.ones((4, 4), "f4") for i in range(len(SPECS))}
     layout = {f"w{i}": spec for i, spec in enumerate(SPECS)}
     tx = js.clip_by_global_norm(1.0, MODEL)
@@ -162,15 +162,15 @@ def test_one_exchange_however_many_layouts():
     ]
 
 
-def test_against_torch_and_optax():
-    """torch's formula, by hand; optax's apart from its epsilon."""
+def test_it_clips_as_torch_and_optax_do():
+    """The formula is torch's; optax's differs by its epsilon."""
     grads = {"a": jnp.array([3.0, 0.0]), "b": jnp.array([[4.0]])}
     tx = js.clip_by_global_norm(1.0)
-    found, state = tx.update(grads, tx.init(grads))
+    clipped, state = tx.update(grads, tx.init(grads))
     assert (float(state.norm), float(state.clip_factor)) == (5.0, float(np.float32(1 / (5 + 1e-6))))
-    np.testing.assert_array_equal(found["a"], grads["a"] * np.float32(1 / (5 + 1e-6)))
+    np.testing.assert_array_equal(clipped["a"], grads["a"] * np.float32(1 / (5 + 1e-6)))
     theirs, _ = optax.clip_by_global_norm(1.0).update(grads, optax.EmptyState())
-    np.testing.assert_allclose(found["b"], theirs["b"], rtol=1e-6)
+    np.testing.assert_allclose(clipped["b"], theirs["b"], rtol=1e-6)
     whole, state = js.clip_by_global_norm(5.1).update(grads, state)
     np.testing.assert_array_equal(whole["a"], grads["a"])
     assert float(state.clip_factor) == 1.0
@@ -179,48 +179,50 @@ def test_against_torch_and_optax():
 def test_half_precision_is_measured_in_float32():
     # Their squares are infinite in float16, and vanish in it.
     grads = {"large": jnp.full(4, 3e4, jnp.float16), "small": jnp.full(4, 1e-4, jnp.bfloat16)}
-    found, state = js.clip_by_global_norm(3e4).update(grads, js.clip_by_global_norm(1).init(grads))
+    clipped, state = js.clip_by_global_norm(3e4).update(
+        grads, js.clip_by_global_norm(1).init(grads)
+    )
     assert state.norm.dtype == jnp.float32
     np.testing.assert_allclose(state.norm, 6e4, rtol=1e-5)
-    assert (found["large"].dtype, found["small"].dtype) == (jnp.float16, jnp.bfloat16)
-    np.testing.assert_allclose(np.float32(found["large"]), 1.5e4, rtol=1e-3)
+    assert (clipped["large"].dtype, clipped["small"].dtype) == (jnp.float16, jnp.bfloat16)
+    np.testing.assert_allclose(np.float32(clipped["large"]), 1.5e4, rtol=1e-3)
 
 
-def test_gradients_of_rows_hidden_leaves_and_integers():
+def test_rows_are_clipped_and_hidden_leaves_and_integers_are_not():
     rows = js.RowGradient(jnp.array([1, 4, 1, 5]), jnp.ones((4, 2)), num_rows=5)
     grads = {"table": rows, "w": jnp.array([1.0, 2.0]), "steps": jnp.array([7])}
     tx = js.clip_by_global_norm(0.5)
-    found, state = tx.update(grads, tx.init({"w": grads["w"]}))
+    clipped, state = tx.update(grads, tx.init({"w": grads["w"]}))
     dense = rows.to_dense()
     np.testing.assert_allclose(state.norm, norm_of([dense, grads["w"]], 2), rtol=1e-6)
-    np.testing.assert_allclose(found["table"].to_dense(), state.clip_factor * dense, rtol=1e-6)
-    np.testing.assert_array_equal(found["table"].rows, rows.rows)
-    np.testing.assert_array_equal(found["steps"], [7])
+    np.testing.assert_allclose(clipped["table"].to_dense(), state.clip_factor * dense, rtol=1e-6)
+    np.testing.assert_array_equal(clipped["table"].rows, rows.rows)
+    np.testing.assert_array_equal(clipped["steps"], [7])
     masked = optax.masked(tx, {"table": False, "w": True, "steps": False})
-    given = {**grads, "table": dense}
-    hidden, _ = masked.update(given, masked.init(given))
+    masked_grads = {**grads, "table": dense}
+    hidden, _ = masked.update(masked_grads, masked.init(masked_grads))
     np.testing.assert_array_equal(hidden["table"], dense)
     np.testing.assert_allclose(norm_of(hidden["w"], 2), 0.5, rtol=1e-5)
 
 
-def test_a_norm_that_is_injected():
+def test_an_injected_norm_may_be_changed():
     tx = optax.inject_hyperparams(js.clip_by_global_norm, "norm")(max_norm=2.0)
     grads = {"w": jnp.array([3.0, 4.0])}
     state = tx.init(grads)
     state.hyperparams["max_norm"] = jnp.asarray(1.0)
-    found, _ = jax.jit(tx.update)(grads, state)
-    np.testing.assert_allclose(norm_of(found, 2), 1.0, rtol=1e-6)
+    clipped, _ = jax.jit(tx.update)(grads, state)
+    np.testing.assert_allclose(norm_of(clipped, 2), 1.0, rtol=1e-6)
 
 
-def test_clipped_later():
-    """What it looks for in one run of an update, and clips by in the next."""
+def test_late_validation_clips_by_the_norm_of_the_first_run():
+    """The first run of the update only measures the norm; the second one clips."""
     grads = {"w": jnp.array([3.0, 4.0])}
     tx = js.clip_by_global_norm(1.0)
     wanted, state = tx.update(grads, tx.init(grads))
-    first, found = tx.update(grads, tx.init(grads), validation=Validation())
+    first, state_of_first = tx.update(grads, tx.init(grads), validation=Validation())
     np.testing.assert_array_equal(first["w"], grads["w"])
-    assert found == state
-    second, after = tx.update(grads, tx.init(grads), validation=Validation(found))
+    assert state_of_first == state
+    second, after = tx.update(grads, tx.init(grads), validation=Validation(state_of_first))
     np.testing.assert_array_equal(second["w"], wanted["w"])
     assert after == state
 
@@ -240,7 +242,7 @@ def test_clipped_later():
         ({"tied": [{0: "w", 1: "w"}]}, r"must be one of `model_axes`=\(\), got 'stage'"),
     ],
 )
-def test_what_is_refused_at_once(options, message):
+def test_bad_arguments_are_refused_at_construction(options, message):
     with pytest.raises(ValueError, match=f"clip_by_global_norm: .*{message}"):
         js.clip_by_global_norm(**{"max_norm": 1.0, **options})
 
@@ -257,7 +259,7 @@ def test_what_is_refused_at_once(options, message):
         ({"param_specs": P(), "counted": {"v": 1}}, "`counted` must be a tree of masks with the"),
     ],
 )
-def test_what_is_refused_when_there_are_gradients(options, message):
+def test_arguments_that_do_not_fit_the_gradients_are_refused(options, message):
     tx = js.clip_by_global_norm(1.0, **{"model_axes": "stage", **options})
     with pytest.raises(ValueError, match=f"clip_by_global_norm: .*{message}"):
         jax.eval_shape(
@@ -266,7 +268,7 @@ def test_what_is_refused_when_there_are_gradients(options, message):
         )
 
 
-def test_specs_that_the_types_deny():
+def test_specs_that_contradict_the_types_are_refused():
     tx = js.clip_by_global_norm(1.0, "tensor", param_specs=P("tensor"))
     with pytest.raises(ValueError, match=r"typed as equal .*: w \(over \['tensor'\]\)"):
-        clipped(tx, {"w": np.ones(4, "f4")}, {"w": P()})
+        clipped_and_norms(tx, {"w": np.ones(4, "f4")}, {"w": P()})
