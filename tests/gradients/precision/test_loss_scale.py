@@ -1,4 +1,4 @@
-"""The wrapper: divides, skips, keeps what it wraps, and takes along who must not be left behind."""
+"""Tests of `js.dynamic_loss_scale`: what it divides, when it skips, and who skips together."""
 
 import itertools
 
@@ -21,13 +21,13 @@ def scaled(optimizer, axes=(), **options):
 
 
 def updates_of(tx, gradients, **extra):
-    """(update, state) of each call; gradients are multiplied by the scale as a loss would be."""
-    state, found = tx.init(PARAMS), []
+    """Return (updates, state) of each call, with gradients that are scaled as by a scaled loss."""
+    state, results = tx.init(PARAMS), []
     for g in gradients:
         big = jax.tree.map(lambda x: x * js.loss_scale_of(state), g)  # noqa: B023
         updates, state = tx.update(big, state, PARAMS, **extra)
-        found.append((updates, state))
-    return found
+        results.append((updates, state))
+    return results
 
 
 def like_params(x):
@@ -40,15 +40,15 @@ def assert_equal(a, b):
 
 def test_updates_are_those_of_the_optimizer_to_the_bit():
     gradients = [like_params(x) for x in (0.3, -1.7, 5.0)]
-    found = updates_of(scaled(optax.adam(0.1)), gradients)
+    results = updates_of(scaled(optax.adam(0.1)), gradients)
     plain, state = optax.adam(0.1), optax.adam(0.1).init(PARAMS)
-    for g, (updates, wrapped) in zip(gradients, found, strict=True):
+    for g, (updates, wrapped) in zip(gradients, results, strict=True):
         want, state = plain.update(g, state, PARAMS)
         assert_equal(updates, want)
         assert_equal(wrapped.inner, state)
 
 
-def test_a_skipped_update_leaves_all_as_it_was():
+def test_a_skipped_update_leaves_the_inner_state_as_it_was():
     bad = like_params(1.0) | {"b": jnp.asarray([1.0, jnp.nan, 1.0])}
     first, second, third = updates_of(scaled(optax.adam(0.1)), [like_params(1.0), bad] * 2)[:3]
     assert_equal(second[0], like_params(0.0))
@@ -59,20 +59,20 @@ def test_a_skipped_update_leaves_all_as_it_was():
     assert int(third[1].inner[0].count) == 2
 
 
-def test_gradients_of_others_may_not_be_finite():
+def test_finite_given_by_the_caller_decides_what_is_skipped():
     for finite, skips in ((True, 0), (False, 1), (np.bool_(False), 1), (jnp.asarray(True), 0)):
         (updates, state), *_ = updates_of(scaled(optax.sgd(1.0)), [like_params(1.0)], finite=finite)
         assert int(state.skipped) == skips
         assert_equal(updates, like_params(0.0 if skips else -1.0))
 
 
-def test_gradients_that_were_divided_already():
+def test_unscaled_gradients_are_not_divided_again():
     tx = scaled(optax.sgd(1.0))
     updates, _ = tx.update(like_params(3.0), tx.init(PARAMS), PARAMS, unscaled=True)
     assert_equal(updates, like_params(-3.0))
 
 
-def test_a_quotient_is_taken_in_float32():
+def test_gradients_are_divided_in_float32():
     params = {"w": jnp.ones(2, jnp.float16)}
     tx = js.dynamic_loss_scale(optax.identity())
     updates, _ = tx.update({"w": jnp.float16([6e4, 6e-5])}, tx.init(params), params)
@@ -81,7 +81,7 @@ def test_a_quotient_is_taken_in_float32():
     assert updates["w"][0] > 0  # 65536 itself is infinite in float16
 
 
-def test_rows_and_what_is_told_beside_the_gradients():
+def test_extra_arguments_pass_through_and_only_gradients_are_divided():
     heard = {}
 
     def update(updates, state, params=None, **extra):
@@ -98,8 +98,8 @@ def test_rows_and_what_is_told_beside_the_gradients():
     assert set(heard) == {"grad", "value", "weight"}
 
 
-def one_overflows(tx, execution, steps=3, **extra):
-    """State and parameters after updates, in the second of which replica 1 has an infinity."""
+def params_and_state_after_overflow(tx, execution, steps=3, **extra):
+    """Return parameters and state after `steps` updates; replica 1 overflows in the second."""
 
     def step(params, state, bad):
         scale = js.loss_scale_of(state)
@@ -118,14 +118,14 @@ def one_overflows(tx, execution, steps=3, **extra):
 
 @pytest.mark.parametrize("execution", sweep(EXECUTIONS, lambda name: name == "shard_map"))
 def test_all_skip_together_over_axes(execution):
-    params, state = one_overflows(scaled(optax.sgd(1.0), "replica"), execution)
+    params, state = params_and_state_after_overflow(scaled(optax.sgd(1.0), "replica"), execution)
     np.testing.assert_array_equal(state.skipped, [1] * REPLICAS)
     np.testing.assert_array_equal(state.scale, [4] * REPLICAS)
     np.testing.assert_array_equal(params["b"], np.full((REPLICAS, 3), 1 - 2.0))
 
 
-def test_each_has_a_scale_of_its_own_without_axes():
-    params, state = one_overflows(scaled(optax.sgd(1.0)), "shard_map")
+def test_each_replica_has_its_own_scale_without_axes():
+    params, state = params_and_state_after_overflow(scaled(optax.sgd(1.0)), "shard_map")
     np.testing.assert_array_equal(state.skipped, [0, 1, 0, 0])
     np.testing.assert_array_equal(state.scale, [8, 4, 8, 8])
     np.testing.assert_array_equal(params["b"][:, 0], [-2, -1, -2, -2])
@@ -148,8 +148,8 @@ INSIDE = {
         lambda name, execution: (name == "collected") == (execution == "shard_map"),
     ),
 )
-def test_who_is_exchanged_with_skips_too(name, execution):
-    params, state = one_overflows(scaled(INSIDE[name]), execution)
+def test_replicas_that_exchange_gradients_skip_together(name, execution):
+    params, state = params_and_state_after_overflow(scaled(INSIDE[name]), execution)
     np.testing.assert_array_equal(state.skipped, [1] * REPLICAS)
     steps = 1 if name == "collected" else 2
     np.testing.assert_allclose(params["b"], np.full((REPLICAS, 3), 1.0 - steps))
@@ -158,10 +158,10 @@ def test_who_is_exchanged_with_skips_too(name, execution):
 
 def test_a_window_around_it_is_skipped_as_a_whole():
     tx = js.accumulate(scaled(optax.sgd(1.0)), 2)
-    found = updates_of(tx, [like_params(x) for x in (1.0, jnp.inf, 2.0, 4.0)])
-    assert_equal(found[1][0], like_params(0.0))
-    assert_equal(found[3][0], like_params(-3.0))
-    assert int(found[3][1].inner.skipped) == 1
+    results = updates_of(tx, [like_params(x) for x in (1.0, jnp.inf, 2.0, 4.0)])
+    assert_equal(results[1][0], like_params(0.0))
+    assert_equal(results[3][0], like_params(-3.0))
+    assert int(results[3][1].inner.skipped) == 1
 
 
 OPTAX = {
@@ -175,12 +175,12 @@ OPTAX = {
 
 
 @pytest.mark.parametrize("name", sweep(OPTAX, lambda name: name == "MultiSteps"))
-def test_optax_inside(name):
+def test_optimizers_of_optax_skip_and_go_on(name):
     inner = OPTAX[name]
     good, bad = like_params(0.5), like_params(jnp.inf)
-    found = updates_of(scaled(inner), [good, bad, good])
+    results = updates_of(scaled(inner), [good, bad, good])
     state = inner.init(PARAMS)
-    for updates, wrapped in (found[0], found[2]):
+    for updates, wrapped in (results[0], results[2]):
         want, state = inner.update(good, state, PARAMS)
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), updates, want)
         assert jax.tree.structure(wrapped.inner) == jax.tree.structure(state)
@@ -198,8 +198,8 @@ def test_one_flag_is_sent_and_none_without_axes():
         assert lowered.as_text().count("stablehlo.all_reduce") == calls
 
 
-def test_a_loop_carries_its_state():
-    """Under shard_map with types, where a scale that all share is equal over the axis by type."""
+def test_a_scan_carries_its_state():
+    """Under shard_map with types, a scale over axes has the type of equal values."""
 
     def run(params, tx):
         def body(carry, _):
@@ -247,6 +247,6 @@ def test_a_loop_carries_its_state():
         (lambda: updates_of(scaled(optax.sgd(1.0)), [PARAMS], weight=-1), "`weight` must be"),
     ],
 )
-def test_errors(make, message):
+def test_bad_arguments_are_refused(make, message):
     with pytest.raises(ValueError, match=message):
         make()
