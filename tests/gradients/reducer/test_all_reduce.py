@@ -1,4 +1,4 @@
-"""What `all_reduce_gradients` refuses; what it computes stands in `test_reduce_buckets.py`."""
+"""Tests of the arguments that `all_reduce_gradients` refuses; see also `test_reduce_buckets.py`."""
 
 import jax.numpy as jnp
 import pytest
@@ -10,7 +10,7 @@ PARAMS = {"b": jnp.ones((4, 2)), "half": jnp.ones((4, 3), jnp.bfloat16), "w": jn
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"order": "up"}, "`order` must be .* leaf positions or names, got 'up'"),
         ({"order": 3}, "`order` must be .* leaf positions or names, got 3"),
@@ -24,13 +24,13 @@ PARAMS = {"b": jnp.ones((4, 2)), "half": jnp.ones((4, 3), jnp.bfloat16), "w": jn
         ({"bucket_bytes": -1}, "`bucket_bytes` .* >= 0, got -1"),
     ],
 )
-def test_at_construction(options, said):
-    with pytest.raises(ValueError, match=f"all_reduce_gradients: .*{said}"):
+def test_bad_arguments_are_refused_at_construction(options, message):
+    with pytest.raises(ValueError, match=f"all_reduce_gradients: .*{message}"):
         js.all_reduce_gradients("replica", **options)
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"order": ["b", "w", "x"]}, r"`order` names leaf 'x', .*\(3 leaves: b, half, w\)"),
         ({"order": [0, 1, 3]}, "`order` names leaf 3"),
@@ -44,6 +44,6 @@ def test_at_construction(options, said):
         ({"max_buckets": 1}, "`max_buckets` must be at least 2 here"),
     ],
 )
-def test_at_trace_time(options, said):
-    with pytest.raises(ValueError, match=said):
+def test_names_and_buckets_that_do_not_fit_are_refused_at_trace_time(options, message):
+    with pytest.raises(ValueError, match=message):
         trace(one_update(js.all_reduce_gradients("replica", **options)), PARAMS)
