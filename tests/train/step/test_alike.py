@@ -1,4 +1,4 @@
-"""A dense leaf and a row of a table are treated alike, or the step is refused."""
+"""Tests that dense leaves and rows of tables train alike, or that the step is refused."""
 
 import itertools
 
@@ -21,7 +21,7 @@ DENSE = {"w": np.float32([1.0, -0.5])}
 WEIGHTS = {"none": [None] * 6, "uneven": [[3, 1], [0, 2], [0, 1], [0, 3], [1, 1], [2, 0]]}
 
 
-def drawn(count):
+def random_batches(count):
     """Return batches in which a replica looks up each of its rows once, and some rows both do."""
     rng = np.random.default_rng(1)
     halves = lambda: np.concatenate([rng.permutation(ROWS)[:4] for _ in range(2)])  # noqa: E731
@@ -29,10 +29,10 @@ def drawn(count):
     return [{"word": halves().astype(np.int32), "y": y} for y in ys]
 
 
-BATCHES = drawn(2 * UPDATES)
+BATCHES = random_batches(2 * UPDATES)
 
 
-def poisoned(batch, weight):
+def with_nan_where_idle(batch, weight):
     """Return a batch in which the examples of a replica of weight 0 are NaN."""
     if weight is None:
         return batch
@@ -62,8 +62,8 @@ def average(**options):
     return js.all_reduce_gradients("replica", **options)
 
 
-def early(**options):
-    """Gradients are averaged in the first two updates, parameters in those after them."""
+def averaging_early(**options):
+    """Return options that average gradients in the first two updates, and then parameters."""
     late = js.every(1, start=2)
     return {
         "gradients": js.post_local_gradients(late, average(**options)),
@@ -76,18 +76,18 @@ WHO = {
     "active": lambda: {"gradients": average(divide_by="active")},
     "hook": lambda: {"gradients": average(divide_by="active", hook=js.hooks.mean())},
     "clipped": lambda: {"gradients": js.chain(average(), js.clip_by_global_norm(0.3))},
-    "clipped apart": lambda: {"gradients": js.clip_by_global_norm(0.3), "sync": local},
+    "clipped apart": lambda: {"gradients": js.clip_by_global_norm(0.3), "sync": local_average},
     "clipped early": lambda: {
-        **early(),
-        "gradients": js.chain(early()["gradients"], js.clip_by_global_norm(0.3)),
+        **averaging_early(),
+        "gradients": js.chain(averaging_early()["gradients"], js.clip_by_global_norm(0.3)),
     },
     "two divisors": lambda: {
         "gradients": js.post_local_gradients(
             js.every(1, start=1), average(divide_by="active"), average()
         )
     },
-    "early initial": lambda: early(divide_by="initial"),
-    "early active": lambda: early(divide_by="active"),
+    "early initial": lambda: averaging_early(divide_by="initial"),
+    "early active": lambda: averaging_early(divide_by="active"),
     "both": lambda: {
         "gradients": average(divide_by="active"),
         "sync": js.local_sgd("replica", sync_every=2),
@@ -115,8 +115,8 @@ USUAL = {
     ("who", "weights", "made_of", "scale"),
     sweep(itertools.product(WHO, WEIGHTS, UPDATE, SCALES), lambda *case: case in USUAL),
 )
-def test_a_leaf_and_a_table(who, weights, made_of, scale):
-    """After every update: all rows, the other leaf, the loss, and what was skipped."""
+def test_a_leaf_and_a_table_train_alike(who, weights, made_of, scale):
+    """All rows, the other leaf, the loss and skipped updates are compared after every update."""
     options = {**WHO[who](), **UPDATE[made_of], **SCALES[scale]}
     optimizer = optax.sgd(RATE)
     if scale != "none":
@@ -126,33 +126,35 @@ def test_a_leaf_and_a_table(who, weights, made_of, scale):
     stored = js.WithTables(DENSE, steps[0].embeddings.write(tables))
     states = [steps[0].init(stored), steps[1].init({**DENSE, **tables})]
     shares = [w if w is None else np.float32(w) for w in WEIGHTS[weights]]
-    given = list(map(poisoned, BATCHES, shares))
+    batches = list(map(with_nan_where_idle, BATCHES, shares))
     for first in range(0, len(BATCHES), 2):
         results = []
         for step, state in zip(steps, states, strict=True):
             window, last = None, first
             if made_of == "window":
-                window, _ = step.collect(state, given[first], shares[first])
+                window, _ = step.collect(state, batches[first], shares[first])
                 last = first + 1
-            results.append(step(state, given[last], shares[last], window=window))
+            results.append(step(state, batches[last], shares[last], window=window))
         states = [state for state, _ in results]
-        (table, found), (leaf, expected) = results
+        (table, metrics), (leaf, expected) = results
         # In float16 the other leaf's gradient is a sum that the two programs round differently.
         atol = 2e-6 if scale == "none" else 2e-3
-        read = np.stack([steps[0].embeddings.read(of_one(table, i))["word"] for i in range(2)])
+        read = np.stack(
+            [steps[0].embeddings.read(tables_of_replica(table, i))["word"] for i in range(2)]
+        )
         np.testing.assert_allclose(read, leaf.params["word"], atol=atol)
         np.testing.assert_allclose(table.params.dense["w"], leaf.params["w"], atol=atol)
         for name, metric in expected.items():
-            np.testing.assert_allclose(found[name], metric, atol=atol, err_msg=name)
+            np.testing.assert_allclose(metrics[name], metric, atol=atol, err_msg=name)
     assert not np.allclose(read, TABLE, atol=0.02)
 
 
-def of_one(state, i):
+def tables_of_replica(state, i):
     return jax.tree.map(lambda x: jnp.asarray(np.asarray(x)[i]), state.params.tables)
 
 
-def by_hand(reduce):
-    """A user's own transform that averages gradients."""
+def averaging_transform(reduce):
+    """Return a transform that averages gradients by `reduce`, as a user might write it."""
 
     def update(updates, state, params=None):
         return reduce(updates, "replica"), state
@@ -160,8 +162,8 @@ def by_hand(reduce):
     return optax.GradientTransformation(optax.init_empty_state, update)
 
 
-def with_constants(reduce):
-    """One with a branch that returns constants, which devices refuse when it is first traced."""
+def averaging_transform_with_branch(reduce):
+    """Return one with a branch of constants, which devices refuse when it is first traced."""
 
     def update(updates, state, params=None):
         halved = lambda g: jax.tree.map(lambda x: jnp.full(x.shape, 0.5), g)  # noqa: E731
@@ -174,14 +176,14 @@ def with_constants(reduce):
     return optax.GradientTransformation(init, update)
 
 
-sgd, local = optax.sgd(RATE), js.local_sgd("replica")
+sgd, local_average = optax.sgd(RATE), js.local_sgd("replica")
 AVERAGING = {
     "all_reduce": lambda: optax.chain(average(), sgd),
-    "all three": lambda: optax.chain(average(), sgd, local),
+    "all three": lambda: optax.chain(average(), sgd, local_average),
     "in a chain of ours": lambda: js.chain(sgd, optax.chain(average(), sgd)),
-    "in optax's chain": lambda: optax.chain(sgd, local),
-    "only finite": lambda: optax.chain(sgd, js.only_finite(local)),
-    "post local": lambda: optax.chain(early()["gradients"], sgd),
+    "in optax's chain": lambda: optax.chain(sgd, local_average),
+    "only finite": lambda: optax.chain(sgd, js.only_finite(local_average)),
+    "post local": lambda: optax.chain(averaging_early()["gradients"], sgd),
     "rows of its own": lambda: optax.chain(js.all_reduce_rows("replica", dense=average()), sgd),
     "unused": lambda: js.skip_unused(optax.chain(average(), sgd), "replica"),
     "scaled": lambda: js.dynamic_loss_scale(optax.chain(average(), sgd)),
@@ -189,31 +191,36 @@ AVERAGING = {
     "several steps": lambda: optax.MultiSteps(
         optax.chain(average(), sgd), 2
     ).gradient_transformation(),
-    "if finite": lambda: optax.apply_if_finite(optax.chain(sgd, local), 3),
+    "if finite": lambda: optax.apply_if_finite(optax.chain(sgd, local_average), 3),
 }
 
 
 @pytest.mark.parametrize("name", AVERAGING)
-def test_averaging_inside_the_optimizer(name):
-    """Whoever makes the state, on any number of replicas, whatever `gradients` and `sync` do."""
-    said = "`optimizer` with `embeddings` holds .*tables drift apart.* as `gradients`.* as `sync`"
+def test_averaging_inside_the_optimizer_is_refused(name):
+    """Both `step.init` and a step with a state of `TrainState.create` raise, on one replica too."""
+    message = (
+        "`optimizer` with `embeddings` holds .*tables drift apart.* as `gradients`.* as `sync`"
+    )
     step = with_table(AVERAGING[name](), mesh=js.virtual_mesh({"replica": 1}), sync="none")
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         step.init(DENSE)
     if name == "all three":
         params = js.WithTables(DENSE, WORDS.write({"word": TABLE}))
         state = js.TrainState.create(params, step.tx, mesh=step.mesh)
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=message):
             step(state, BATCHES[0])
 
 
-def gathered(tree, axis):
+def mean_by_all_gather(tree, axis):
     return jax.tree.map(lambda x: jax.lax.all_gather(x, axis).mean(0), tree)
 
 
-@pytest.mark.parametrize(("kind", "reduce"), [(by_hand, gathered), (with_constants, jax.lax.pmean)])
-def test_averaging_by_hand(kind, reduce):
-    """It is found in the traced update."""
+@pytest.mark.parametrize(
+    ("kind", "reduce"),
+    [(averaging_transform, mean_by_all_gather), (averaging_transform_with_branch, jax.lax.pmean)],
+)
+def test_collectives_of_your_own_in_the_optimizer_are_refused(kind, reduce):
+    """The collectives are found in the traced update."""
     mesh = js.make_mesh({"replica": 2}, jax.devices()[:2])
     step = with_table(optax.chain(kind(reduce), sgd), mesh, gradients=optax.identity())
     with pytest.raises(ValueError, match=r"`optimizer` holds .* collectives over \['replica'\]"):
@@ -233,7 +240,7 @@ def test_averaging_by_hand(kind, reduce):
         "optax.experimental.aggregating": aggregating.accumulate_avg_updates(2),
     }.items(),
 )
-def test_what_the_optimizer_would_do_to_dense_parameters_alone(name, optimizer):
+def test_optimizers_that_cannot_treat_rows_are_refused(name, optimizer):
     with pytest.raises(ValueError, match=f"`optimizer` with `embeddings` .*must not hold {name}"):
         with_table(optimizer, sync="none").init(DENSE)
 
@@ -250,23 +257,23 @@ def test_what_the_optimizer_would_do_to_dense_parameters_alone(name, optimizer):
             js.every(1, start=2), optax.chain(average(), js.clip_by_global_norm(1.0))
         ),
         "js.all_reduce_rows": js.all_reduce_rows("replica", tables=["w"]),
-        "js.gradient_transform": js.gradient_transform(by_hand(jax.lax.pmean)),
+        "js.gradient_transform": js.gradient_transform(averaging_transform(jax.lax.pmean)),
         "optax.trace": average()._replace(update=optax.trace(0.5).update),
-        r"\w+\.by_hand": by_hand(jax.lax.pmean),
+        r"\w+\.averaging_transform": averaging_transform(jax.lax.pmean),
     }.items(),
 )
-def test_gradients_that_rows_cannot_pass_through(name, gradients):
-    said = rf"`gradients` with `embeddings` must be .*, got {name}\. .* js\.chain, not"
-    with pytest.raises(ValueError, match=said):
+def test_gradients_that_rows_cannot_pass_through_are_refused(name, gradients):
+    error = rf"`gradients` with `embeddings` must be .*, got {name}\. .* js\.chain, not"
+    with pytest.raises(ValueError, match=error):
         with_table(gradients=gradients)
 
 
 @pytest.mark.parametrize(
     "options",
     [
-        {"gradients": optax.identity(), "sync": local},
-        {"gradients": optax.chain(optax.identity()), "sync": local},
-        {"gradients": early()["gradients"], "optimizer": js.skip_unused(sgd, "replica")},
+        {"gradients": optax.identity(), "sync": local_average},
+        {"gradients": optax.chain(optax.identity()), "sync": local_average},
+        {"gradients": averaging_early()["gradients"], "optimizer": js.skip_unused(sgd, "replica")},
         {
             "gradients": js.post_local_gradients(js.every(1, start=2), average(), optax.identity()),
             "optimizer": optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.1)),
@@ -276,10 +283,13 @@ def test_gradients_that_rows_cannot_pass_through(name, gradients):
                 js.every(1, start=2), average(), average(divide_by="active")
             )
         },
-        {"optimizer": js.chain(average(), js.clip_by_global_norm(1.0), sgd, local)},
-        {"optimizer": optax.conditionally_transform(sgd, lambda step: step > 0), "sync": local},
+        {"optimizer": js.chain(average(), js.clip_by_global_norm(1.0), sgd, local_average)},
+        {
+            "optimizer": optax.conditionally_transform(sgd, lambda step: step > 0),
+            "sync": local_average,
+        },
     ],
 )
-def test_what_is_not_refused(options):
+def test_averaging_that_rows_follow_is_allowed(options):
     step = with_table(**options)
     assert step.traced_by_phase(jax.eval_shape(step.init, DENSE), BATCHES[0])
