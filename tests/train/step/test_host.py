@@ -1,4 +1,4 @@
-"""What the host knows of its steps: counters read once, and rounds of gossip."""
+"""Tests of the counters that the host keeps: read once, and right for rounds of gossip."""
 
 import itertools
 
@@ -17,7 +17,7 @@ from train.step.problem import BATCHES, PARAMS, RATE, loss
 
 
 class CountingNumpy:
-    """NumPy, with reads of arrays counted."""
+    """A stand-in for NumPy that counts the arrays it reads."""
 
     def __init__(self):
         self.reads = 0
@@ -31,7 +31,7 @@ class CountingNumpy:
 
 
 @pytest.mark.parametrize("mode", ["traced", "host"])
-def test_the_counter_is_read_once(mode, monkeypatch):
+def test_a_run_reads_the_counter_once(mode, monkeypatch):
     counting = CountingNumpy()
     monkeypatch.setattr(_step_runner, "np", counting)
     step = js.make_train_step(
@@ -62,8 +62,8 @@ TRANSFORMS = {
 BATCH = np.random.default_rng(0).normal(size=(4, 3)).astype(np.float32)
 
 
-def paused(sync, state, mesh):
-    """The state after an update by hand that exchanges nothing."""
+def after_update_without_exchange(sync, state, mesh):
+    """Return the state after an update that exchanges nothing, made outside of the step."""
 
     def one(params, opt_state):
         zeros = jax.tree.map(jnp.zeros_like, params)
@@ -80,7 +80,7 @@ def paused(sync, state, mesh):
         lambda pauses, name: pauses == 1 or (pauses, name) == (2, "slowmo over sgp"),
     ),
 )
-def test_a_run_goes_on_after_skipped_exchanges(name, pauses):
+def test_both_modes_take_the_same_phases_after_skipped_exchanges(name, pauses):
     ends, phases = {}, {}
     for mode in ("traced", "host"):
         sync, mesh = TRANSFORMS[name](), js.virtual_mesh({"replica": 4})
@@ -91,7 +91,7 @@ def test_a_run_goes_on_after_skipped_exchanges(name, pauses):
         state = step.init({"w": np.ones(3, np.float32)})
         state, _ = step(state, BATCH)
         for _ in range(pauses):
-            state = paused(sync, state, mesh)
+            state = after_update_without_exchange(sync, state, mesh)
         phases[mode] = []
         for _ in range(6):
             phases[mode].append(step.next_phase(state))
