@@ -1,4 +1,4 @@
-"""Which program runs: in others, in threads, resumed, on states given away or laid out anew."""
+"""Tests of a step inside other programs, in threads, resumed, and on donated or sharded states."""
 
 import sys
 import threading
@@ -48,7 +48,7 @@ def assert_same(a, b):
 
 
 @pytest.mark.parametrize("kind", ["devices", "virtual"])
-def test_a_traced_step_inside_of_a_scan(kind):
+def test_a_traced_step_inside_of_a_scan_gives_the_same_state(kind):
     mesh = {"devices": js.make_mesh, "virtual": js.virtual_mesh}[kind]({"replica": 2})
     step = step_of(mesh, donate=False)
     state = step.init(PARAMS)
@@ -59,15 +59,15 @@ def test_a_traced_step_inside_of_a_scan(kind):
 
 
 @pytest.mark.parametrize("kind", ["devices", "virtual"])
-def test_a_traced_step_inside_of_jit(kind):
+def test_a_traced_step_inside_of_jit_gives_the_same_state(kind):
     mesh = {"devices": js.make_mesh, "virtual": js.virtual_mesh}[kind]({"replica": 4})
     sync = js.local_sgd("replica", sync_every=2)
     step = js.make_train_step(loss, optax.sgd(0.1), sync=sync, mesh=mesh, donate=False)
-    apart = inside = step.init(PARAMS)
+    outside = inside = step.init(PARAMS)
     jitted = jax.jit(lambda state, batch: step(state, batch)[0])
     for batch in BATCHES[:2]:
-        apart, inside = step(apart, batch)[0], jitted(inside, batch)
-    assert_close(inside.params, apart.params)
+        outside, inside = step(outside, batch)[0], jitted(inside, batch)
+    assert_close(inside.params, outside.params)
     assert step.next_phase(inside) == ()
 
 
@@ -80,11 +80,11 @@ def test_shards_inside_of_a_replica_stay_so_inside_of_another_program(explicit, 
     step = step_of(mesh, sync=sync, donate=False)
     state = step.init(placed)
     inside = jax.jit(lambda state: steps(step, state))(state)
-    apart = steps(step, state)
-    assert_same(inside, apart)
+    outside = steps(step, state)
+    assert_same(inside, outside)
     wanted = NamedSharding(mesh, P("replica", "fsdp"))
-    for found in (inside, apart, lax.scan(step, state, BATCHES[:3])[0]):
-        assert found.params["w"].sharding.is_equivalent_to(wanted, 3)
+    for after in (inside, outside, lax.scan(step, state, BATCHES[:3])[0]):
+        assert after.params["w"].sharding.is_equivalent_to(wanted, 3)
 
 
 @pytest.mark.parametrize(
@@ -97,32 +97,34 @@ def test_shards_inside_of_a_replica_stay_so_inside_of_another_program(explicit, 
     ],
     ids=["jit", "scan", "eval_shape", "next_phase"],
 )
-def test_a_host_scheduled_step_inside_of_another_program(use):
+def test_a_host_scheduled_step_inside_of_another_program_is_refused(use):
     step = step_of(mode="host")
-    said = r'`mode`="host", reads the counter .*inside of jax\.jit.*outside, or use mode="traced"'
-    with pytest.raises(ValueError, match=said):
+    message = (
+        r'`mode`="host", reads the counter .*inside of jax\.jit.*outside, or use mode="traced"'
+    )
+    with pytest.raises(ValueError, match=message):
         use(step, step.init(PARAMS))
 
 
 # Threads
 
 
-def run_apart(fn):
-    """`fn()` in a thread of its own, from begin to end."""
-    found = []
-    thread = threading.Thread(target=lambda: found.append(fn()))
+def result_in_thread(fn):
+    """Return `fn()`, run in another thread from begin to end."""
+    results = []
+    thread = threading.Thread(target=lambda: results.append(fn()))
     thread.start()
     thread.join()
-    return found[0]
+    return results[0]
 
 
 def interleaved(fn, other):
-    """`fn()`, with `other()` in another thread before each of the step's lines."""
+    """Return `fn()`, and what `other()` returns in a thread before each line of the step's code."""
     results = []
 
     def on_line(frame, event, arg):
         if event == "line":
-            results.append(run_apart(other))
+            results.append(result_in_thread(other))
         return on_line
 
     def on_call(frame, event, arg):
@@ -160,8 +162,8 @@ def test_two_threads_do_not_take_each_others_count():
 
 
 @pytest.mark.parametrize("part", ["params", "opt_state", "rng"])
-def test_a_state_of_which_somebody_else_has_donated_a_part(part):
-    """Not by a step, which donates all of it: jax 0.10 would end the process."""
+def test_a_state_of_which_another_program_donated_a_part_is_refused(part):
+    """A step donates all of a state; running on a part would end the process in jax 0.10."""
     step = step_of(donate=False)
     state, _ = step(step.init(PARAMS), BATCHES[0])
     for x in jax.tree.leaves(getattr(state, part)):
@@ -174,7 +176,7 @@ def test_a_state_of_which_somebody_else_has_donated_a_part(part):
 
 @pytest.mark.parametrize("donate", [True, False])
 @pytest.mark.parametrize("kind", ["auto", "virtual"])
-def test_donation(kind, donate):
+def test_a_step_deletes_the_old_state_only_if_it_donates(kind, donate):
     source = jax.tree.map(jnp.array, PARAMS)
     step = js.make_train_step(
         loss,
@@ -191,7 +193,7 @@ def test_donation(kind, donate):
 
 @pytest.mark.parametrize("mode", ["traced", "host"])
 @pytest.mark.parametrize("kept", ["step", "params", "opt_state", "rng"])
-def test_a_state_that_was_given_away(kept, mode):
+def test_a_donated_state_is_refused(kept, mode):
     step = step_of(mode=mode)
     old = step.init(PARAMS)
     new, _ = step(old, BATCHES[0])
@@ -204,7 +206,7 @@ def test_a_state_that_was_given_away(kept, mode):
     assert np.isfinite(step(new, BATCHES[0])[1]["loss"]).all()
 
 
-def test_shapes_of_a_state_that_was_given_away():
+def test_programs_are_read_from_the_shapes_of_a_donated_state():
     step = step_of()
     old = step.init(PARAMS)
     step(old, BATCHES[0])
@@ -212,31 +214,31 @@ def test_shapes_of_a_state_that_was_given_away():
     assert step.traced_by_phase(old, BATCHES[0])
 
 
-# Where the parameters lie
+# Shards of the parameters
 
 
 @pytest.fixture
-def looks(monkeypatch):
-    """What a step saw each time that it looked at all leaves of a part of the state."""
-    seen = []
+def scanned_axes(monkeypatch):
+    """Return the list of results of `model_axes`, one for each scan of a part of the state."""
+    results = []
     real = _step_states.model_axes
     monkeypatch.setattr(
-        _step_states, "model_axes", lambda *args: seen.append(real(*args)) or seen[-1]
+        _step_states, "model_axes", lambda *args: results.append(real(*args)) or results[-1]
     )
-    return seen
+    return results
 
 
-def test_leaves_are_looked_at_once_while_a_run_goes_on(looks):
+def test_leaves_are_scanned_once_in_a_run(scanned_axes):
     step = step_of()
     state = step(step.init(PARAMS), BATCHES[0])[0]
-    looks.clear()
+    scanned_axes.clear()
     for _ in js.train_loop(step, state, BATCHES):
         pass
-    assert looks == []
+    assert scanned_axes == []
 
 
-def test_other_shards_are_noticed(looks):
-    """Also where only some leaves are others, one after another."""
+def test_leaves_with_other_shards_are_noticed(scanned_axes):
+    """Only one leaf is resharded at a time."""
     mesh = js.make_mesh({"replica": 2, "fsdp": 4})
     step = step_of(mesh, donate=False)
     state = steps(step, step.init({**PARAMS, "c": np.ones(4, np.float32)}))
@@ -244,19 +246,19 @@ def test_other_shards_are_noticed(looks):
         leaf = jax.device_put(state.params[name], NamedSharding(mesh, spec))
         state = state._replace(params={**state.params, name: leaf})
     after, _ = step(state, BATCHES[0])
-    assert {"fsdp"} in looks
+    assert {"fsdp"} in scanned_axes
     assert after.params["w"].sharding.spec[:2] == ("replica", "fsdp")
     assert after.params["b"].sharding.is_equivalent_to(NamedSharding(mesh, P("replica")), 2)
 
 
-def test_another_step_looks_for_itself(looks):
+def test_another_step_scans_the_leaves_again(scanned_axes):
     state = steps(step_of(donate=False), step_of().init(PARAMS))
-    looks.clear()
+    scanned_axes.clear()
     step_of(js.virtual_mesh({"replica": 2, "device": 1})).compiled(state, BATCHES[0])
-    assert set(looks) == {frozenset()}
+    assert set(scanned_axes) == {frozenset()}
 
 
-# Runs that go on
+# Runs that are resumed
 
 
 @pytest.mark.parametrize(("mode", "numpy"), [("host", False), ("host", True), ("traced", False)])
@@ -327,12 +329,12 @@ def test_nothing_compiles_after_the_first_step_of_each_phase(case, mode, compila
     assert len(step._runner.programs._programs) == (3 if mode == "host" else 1)
 
 
-# Programs that were traced to be read are those that run
+# Programs that were traced to be read
 
 
 @pytest.mark.parametrize(("mode", "programs"), [("host", 3), ("traced", 1)])
 @pytest.mark.parametrize("shapes_alone", [False, True])
-def test_steps_run_what_was_traced(mode, programs, shapes_alone):
+def test_steps_run_the_programs_that_were_traced(mode, programs, shapes_alone):
     traces = 0
 
     def counted(params, batch):
@@ -349,13 +351,13 @@ def test_steps_run_what_was_traced(mode, programs, shapes_alone):
         mode=mode,
     )
     state = step.init(PARAMS)
-    found = (state, BATCHES[0])
+    arguments = (state, BATCHES[0])
     if shapes_alone:
-        found = jax.tree.map(
+        arguments = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=getattr(x, "sharding", None)),
-            found,
+            arguments,
         )
-    assert len(step.traced_by_phase(*found)) == programs
+    assert len(step.traced_by_phase(*arguments)) == programs
     assert traces == programs
     for _ in range(4):
         state, _ = step(state, BATCHES[0])
