@@ -1,4 +1,4 @@
-"""The loop: its order, where it ends, when hooks run."""
+"""Tests of `js.train_loop`: order of results, where it ends, when hooks run."""
 
 import re
 
@@ -14,7 +14,7 @@ def step():
     return make_step()
 
 
-def test_results_in_order(step):
+def test_results_come_in_the_order_of_steps(step):
     results = []
     for result in js.train_loop(step, start(step), BATCHES):
         assert np.array_equal(result.state.step, [result.step] * 2)
@@ -23,8 +23,8 @@ def test_results_in_order(step):
     assert results == [(t, ("average",) if t % 2 == 0 else ()) for t in range(1, 7)]
 
 
-def test_a_plain_function_is_no_hook(step):
-    """It does not say when it is due; before the first batch is drawn, not after a step."""
+def test_a_plain_function_is_refused_as_a_hook(step):
+    """A function has no `every`; the error comes before the first batch is drawn."""
 
     def note(result):
         return None
@@ -79,7 +79,7 @@ def test_num_steps_takes_no_batch_too_many(step):
     assert list(js.train_loop(step, start(step), BATCHES, num_steps=0)) == []
 
 
-def test_batches_that_end_early(step):
+def test_batches_that_end_early_raise_after_the_last_step(step):
     loop = js.train_loop(step, start(step), BATCHES[:2], num_steps=3)
     assert [next(loop).step, next(loop).step] == [1, 2]
     with pytest.raises(ValueError, match=r"`batches` ended after 2 of `num_steps`=3 steps"):
@@ -111,7 +111,7 @@ def test_what_is_no_period_is_refused_when_a_hook_is_made(every):
             make()
 
 
-def test_a_hook_of_your_own_with_a_period_below_one(step):
+def test_your_own_hook_with_a_period_below_one_is_refused(step):
     class OwnHook:
         every = 0
 
