@@ -26,7 +26,7 @@ import jaxslowmo as js
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
 from support.tpu_schedule import read_schedule
-from support.tpu_slices import lowered_step, on, tpu_mesh
+from support.tpu_slices import lowered_step, shapes_on, tpu_mesh
 
 SLICES = {
     "v5e:2x4": 8,
@@ -76,7 +76,7 @@ def is_asynchronous(mesh: Mesh, permutation: tuple[tuple[int, int], ...]) -> boo
         return lax.ppermute(x, "replica", permutation)
 
     fn = jax.shard_map(exchange, mesh=mesh, in_specs=P("replica"), out_specs=P("replica"))
-    x = on(jax.ShapeDtypeStruct((mesh.size * 1024,), jnp.float32), mesh, P("replica"))
+    x = shapes_on(jax.ShapeDtypeStruct((mesh.size * 1024,), jnp.float32), mesh, P("replica"))
     text = jax.jit(fn).lower(x).compile().as_text() or ""
     assert " collective-permute" in text
     return " collective-permute-start(" in text

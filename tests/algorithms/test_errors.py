@@ -17,7 +17,7 @@ from support.bad_input import (
     one_update,
     over_local,
     trace,
-    warned,
+    warning_messages,
 )
 from support.executions import EXECUTIONS
 
@@ -216,8 +216,10 @@ def test_axis_of_size_one_warns_once(name, execution):
     tx = ALL[name]("replica")
     one = jax.tree.map(lambda x: x[:1], PARAMS)
     two_traces = [lambda: trace(one_update(tx), one, execution=execution, axes={"replica": 1})] * 2
-    messages = [m for m in warned(*two_traces) if m.startswith(f"{name}:")]
+    messages = [m for m in warning_messages(*two_traces) if m.startswith(f"{name}:")]
     assert len(messages) == 1
     assert "axis 'replica' has size 1" in messages[0]
-    larger = warned(lambda: trace(one_update(ALL[name]("replica")), PARAMS, execution=execution))
+    larger = warning_messages(
+        lambda: trace(one_update(ALL[name]("replica")), PARAMS, execution=execution)
+    )
     assert larger == []

@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import jaxslowmo as js
-from support.bad_input import PARAMS, one_update, trace, warned
+from support.bad_input import PARAMS, one_update, trace, warning_messages
 from support.executions import EXECUTIONS, lift
 
 ring = js.topology.ring
@@ -269,18 +269,18 @@ def test_a_phase_of_another_base_is_refused_under_slow_momentum():
 
 def test_phases_of_an_unknown_number_of_replicas_warn_once():
     tx = js.sgp("replica")
-    messages = warned(lambda: tx.phase(1), lambda: tx.phase(2))
+    messages = warning_messages(lambda: tx.phase(1), lambda: tx.phase(2))
     assert len(messages) == 1
     assert re.search(r"sgp: .*do not repeat.*`transform\.sized\(\{axis: size\}\)`", messages[0])
     sized = tx.sized({"replica": 4})
-    assert warned(lambda: sized.phase(1), sized.phases) == []
+    assert warning_messages(lambda: sized.phase(1), sized.phases) == []
     assert [sized.phase(t) for t in (1, 2, 3)] == [("round 0",), ("round 1",), ("round 0",)]
-    assert warned(lambda: js.sgp("replica", graph=IRREGULAR).phase(1)) == []
+    assert warning_messages(lambda: js.sgp("replica", graph=IRREGULAR).phase(1)) == []
 
 
 def test_unsized_phases_are_right_all_the_same():
     tx = js.sgp("replica")
-    warned(lambda: tx.phase(1))
+    warning_messages(lambda: tx.phase(1))
     sized = tx.sized({"replica": 4})
 
     def program(sync, t):
@@ -302,7 +302,7 @@ def test_a_single_node_has_nobody_to_talk_to(graph, overlap, execution):
     one = jax.tree.map(lambda x: x[:1], PARAMS)
     step = lift(one_update(tx), {"replica": 1}, execution, (False,))
     programs: list[str] = []
-    messages = warned(*[lambda: programs.append(str(jax.make_jaxpr(step)(one)))] * 2)
+    messages = warning_messages(*[lambda: programs.append(str(jax.make_jaxpr(step)(one)))] * 2)
     assert [m for m in messages if "axis 'replica' has size 1" in m] == messages
     assert len(messages) == 1
     assert "ppermute" not in programs[0]
@@ -314,10 +314,12 @@ def test_a_single_node_has_nobody_to_talk_to(graph, overlap, execution):
 def test_a_single_node_under_slow_momentum_warns_once():
     one = jax.tree.map(lambda x: x[:1], PARAMS)
     tx = js.slowmo("replica", base=js.sgp("replica"), sync_every=1)
-    messages = warned(*[lambda: trace(one_update(tx), one, axes={"replica": 1})] * 2)
+    messages = warning_messages(*[lambda: trace(one_update(tx), one, axes={"replica": 1})] * 2)
     assert len(messages) == 1
     assert messages[0].startswith("slowmo: axis 'replica' has size 1")
-    messages_of_sgp = warned(lambda: trace(one_update(js.sgp("replica")), one, axes={"replica": 1}))
+    messages_of_sgp = warning_messages(
+        lambda: trace(one_update(js.sgp("replica")), one, axes={"replica": 1})
+    )
     assert [m.partition(":")[0] for m in messages_of_sgp] == ["sgp"]
 
 

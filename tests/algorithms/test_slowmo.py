@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import jaxslowmo as js
 from golden import slow_momentum as recorded
-from support.bad_input import PARAMS, one_update, over_local, trace, warned
+from support.bad_input import PARAMS, one_update, over_local, trace, warning_messages
 
 
 def test_two_replicas_take_the_slow_steps_worked_by_hand():
@@ -283,7 +283,7 @@ def test_inexact_average_needs_a_base():
 
 def test_slowmo_without_a_base_warns_once():
     transforms = []
-    messages = warned(
+    messages = warning_messages(
         lambda: transforms.append(js.slowmo("replica")),
         lambda: trace(one_update(*transforms), PARAMS),
     )
@@ -293,14 +293,14 @@ def test_slowmo_without_a_base_warns_once():
 
 def test_slow_period_that_is_no_multiple_warns_once():
     transforms = []
-    messages = warned(
+    messages = warning_messages(
         lambda: transforms.append(over_local(sync_every=4)),
         lambda: trace(one_update(*transforms), PARAMS),
         lambda: trace(one_update(*transforms), PARAMS),
     )
     assert len(messages) == 1
     assert re.search(r"`sync_every`=4 is not a multiple of the base's 3", messages[0])
-    assert warned(lambda: over_local(sync_every=6)) == []
+    assert warning_messages(lambda: over_local(sync_every=6)) == []
 
 
 def test_an_infinite_rate_of_one_replica_is_that_of_all():

@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding  # noqa: E402
 from jax.sharding import PartitionSpec as P  # noqa: E402
 
 import jaxslowmo as js  # noqa: E402
-from checkpoint.runs import MODEL_STATE, PARAMS, batch, bits_by_replica, make_step  # noqa: E402
+from checkpoint.runs import MODEL_STATE, PARAMS, batch, checksum_by_replica, make_step  # noqa: E402
 from jaxslowmo.checkpoint import (  # noqa: E402
     CheckpointError,
     Checkpoints,
@@ -55,10 +55,10 @@ def unreadable_sixth(path, *rest):
 with Checkpoints(folder, keep=9) as checkpoints:
     state = step.init(PARAMS, model_state=MODEL_STATE)
     state = run(state, 1, 5, checkpoints)
-    print("UNDISTURBED", bits_by_replica(state), flush=True)
+    print("UNDISTURBED", checksum_by_replica(state), flush=True)
     found = checkpoints.restore(step, PARAMS, model_state=MODEL_STATE, step=3)
     print("EXACT", found.is_exact, found.extra, flush=True)
-    print("RESUMED", bits_by_replica(run(found.state, 4, 5)), flush=True)
+    print("RESUMED", checksum_by_replica(run(found.state, 4, 5)), flush=True)
     try:
         checkpoints.restore(step, PARAMS, model_state=MODEL_STATE, step=99)
     except CheckpointError as error:

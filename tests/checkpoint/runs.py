@@ -1,4 +1,4 @@
-"""Small runs whose states are saved."""
+"""Small training steps whose states are saved, and functions that compare states."""
 
 import zlib
 from collections.abc import Callable
@@ -10,7 +10,7 @@ import optax
 
 import jaxslowmo as js
 
-# So large that `w` has a file of its own.
+# `w` is large enough to be stored in its own file.
 PARAMS = {
     "b": np.zeros(40, jax.numpy.bfloat16),
     "w": np.random.default_rng(0).normal(size=(5, 40)).astype(np.float32),
@@ -73,7 +73,7 @@ def batch(t: int, replicas: int) -> np.ndarray:
 
 
 def on_host(state: Any) -> Any:
-    """NumPy arrays, PRNG keys as their data."""
+    """Return the state as NumPy arrays, with the data of PRNG keys in place of keys."""
 
     def host(x: jax.Array) -> np.ndarray:
         is_key = jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
@@ -82,18 +82,18 @@ def on_host(state: Any) -> Any:
     return jax.tree.map(host, state)
 
 
-def bits(state: Any) -> list[bytes]:
-    """Of all leaves; equal for states that are equal bit by bit."""
+def leaf_bytes(state: Any) -> list[bytes]:
+    """Return the bytes of all leaves, equal for states that are equal bit by bit."""
     return [x.tobytes() for x in jax.tree.leaves(on_host(state))]
 
 
-def bits_by_replica(state: Any) -> dict[int, int]:
-    """A checksum of the state of each replica that this process has."""
+def checksum_by_replica(state: Any) -> dict[int, int]:
+    """Return a checksum of the state of each replica of this process."""
     sums: dict[int, int] = {}
     for x in jax.tree.leaves(state):
         is_key = jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
         for shard in (jax.random.key_data(x) if is_key else x).addressable_shards:
             replica = shard.index[0].start or 0
-            own = np.ascontiguousarray(shard.data).tobytes()
-            sums[replica] = zlib.crc32(own, sums.get(replica, 0))
+            data = np.ascontiguousarray(shard.data).tobytes()
+            sums[replica] = zlib.crc32(data, sums.get(replica, 0))
     return dict(sorted(sums.items()))

@@ -8,7 +8,7 @@ import pytest
 from etils import epath
 
 import jaxslowmo as js
-from checkpoint.runs import MODEL_STATE, PARAMS, batch, bits, make_step, on_host
+from checkpoint.runs import MODEL_STATE, PARAMS, batch, leaf_bytes, make_step, on_host
 from jaxslowmo.checkpoint import CheckpointError, Checkpoints
 from jaxslowmo.checkpoint._arrays import host_print, prints_of
 from jaxslowmo.checkpoint._restore import Template, finished, read
@@ -34,7 +34,7 @@ def saved(tmp_path_factory):
         for t in (1, 2, 3):
             state, _ = step(state, batch(t, 2))
             checkpoints.save(t, state)
-            states[t] = bits(state)
+            states[t] = leaf_bytes(state)
     return folder, step, states
 
 
@@ -56,7 +56,7 @@ def test_no_damage_passes_for_a_checkpoint(saved, replicas):
         step = make_step("diloco", js.virtual_mesh({"replica": replicas}))
     template = Template(step, PARAMS, MODEL_STATE, 0)
     path = epath.Path(folder / "3")
-    undamaged = bits(finished(read(path, template))[0])
+    undamaged = leaf_bytes(finished(read(path, template))[0])
     assert (undamaged == states[3]) == (replicas == 2)
     errors = 0
     for file in files_of(folder / "3"):
@@ -68,7 +68,7 @@ def test_no_damage_passes_for_a_checkpoint(saved, replicas):
             except CheckpointError:
                 errors += 1
             else:
-                assert bits(found[0]) == undamaged, (file, how)
+                assert leaf_bytes(found[0]) == undamaged, (file, how)
             finally:
                 file.write_bytes(before)
     assert errors >= 4 * 4  # record, manifest, its node, data
@@ -87,19 +87,21 @@ def test_the_previous_one_is_used_if_asked(saved):
         assert raised.value.older_step == 2
         with pytest.warns(UserWarning, match=r"/3 is damaged.*Using the checkpoint of step 2"):
             found = checkpoints.restore(*arguments, model_state=MODEL_STATE, fallback=True)
-        assert (found.step, bits(found.state)) == (2, states[2])
+        assert (found.step, leaf_bytes(found.state)) == (2, states[2])
         damage(folder / "2" / "state" / "manifest.ocdbt", "half")
         with pytest.warns(UserWarning, match="damaged") as warned:
             found = checkpoints.restore(*arguments, model_state=MODEL_STATE, fallback=True)
         assert [w.filename for w in warned] == [__file__] * 2
-        assert (found.step, bits(found.state)) == (1, states[1])
+        assert (found.step, leaf_bytes(found.state)) == (1, states[1])
         # The next save sets aside what could not be read; a later resume does not meet it again.
         state = found.state
         state, _ = step(state, batch(2, 2))
         checkpoints.save(2, state, wait=True)
         assert checkpoints.steps() == (1, 2)
         assert (folder / "3.set-aside").exists()
-        assert bits(checkpoints.restore(*arguments, model_state=MODEL_STATE).state) == states[2]
+        assert (
+            leaf_bytes(checkpoints.restore(*arguments, model_state=MODEL_STATE).state) == states[2]
+        )
         record = folder / "1" / "record" / "metadata"
         damage(record, "deleted")
         damage(folder / "2" / "record" / "metadata", "deleted")

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from checkpoint.runs import MODEL_STATE, PARAMS, bits_by_replica, make_step
+from checkpoint.runs import MODEL_STATE, PARAMS, checksum_by_replica, make_step
 from jaxslowmo.checkpoint import Checkpoints, load_consensus
 from support.waiting import PATIENCE_SECONDS
 
@@ -74,7 +74,7 @@ def test_saved_by_two_processes(mesh_of, tmp_path):
     step = make_step("slowmo over local_sgd", mesh_of({"replica": 4}))
     found = checkpoints.restore(step, PARAMS, model_state=MODEL_STATE, step=5)
     assert found.is_exact
-    assert bits_by_replica(found.state) == written
+    assert checksum_by_replica(found.state) == written
     model = load_consensus(tmp_path / "run" / "model")
     mean = np.asarray(found.state.params["w"]).mean(0)
     np.testing.assert_allclose(model["w"], mean, rtol=1e-6, atol=1e-7)

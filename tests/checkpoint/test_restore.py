@@ -10,7 +10,7 @@ import optax
 import pytest
 
 import jaxslowmo as js
-from checkpoint.runs import MODEL_STATE, PARAMS, PERIOD, SYNCS, batch, bits, make_step
+from checkpoint.runs import MODEL_STATE, PARAMS, PERIOD, SYNCS, batch, leaf_bytes, make_step
 from jaxslowmo.checkpoint import CheckpointError, Checkpoints, _record
 from jaxslowmo.tree import leaf_names
 from support.exhaustive import sweep
@@ -30,7 +30,7 @@ def test_every_step_of_a_period_can_be_resumed(name, mesh_of, tmp_path):
         for t in range(1, LAST + 1):
             state, _ = step(state, batch(t, 4))
             checkpoints.save(t, state, extra={"position": [t, {"a": None}]})
-        undisturbed = bits(state)
+        undisturbed = leaf_bytes(state)
         for t in range(1, LAST):
             found = checkpoints.restore(step, PARAMS, model_state=MODEL_STATE, step=t)
             assert (found.step, found.is_exact, found.notes) == (t, True, ())
@@ -38,7 +38,7 @@ def test_every_step_of_a_period_can_be_resumed(name, mesh_of, tmp_path):
             state = found.state
             for later in range(t + 1, LAST + 1):
                 state, _ = step(state, batch(later, 4))
-            assert bits(state) == undisturbed, t
+            assert leaf_bytes(state) == undisturbed, t
 
 
 def test_the_same_replicas_elsewhere_hold_the_same_bits(mesh_of, tmp_path):
@@ -61,7 +61,7 @@ def test_the_same_replicas_elsewhere_hold_the_same_bits(mesh_of, tmp_path):
         assert found.is_exact
         assert found.notes == ()
         # Shards of anchor and momentum are laid out for the devices of a replica.
-        rest = lambda s: bits((s.params, s.opt_state[:-1], s.opt_state[-1].base, s.rng))  # noqa: E731
+        rest = lambda s: leaf_bytes((s.params, s.opt_state[:-1], s.opt_state[-1].base, s.rng))  # noqa: E731
         assert rest(found.state) == rest(state)
         state = found.state
         anchor = js.read_anchor(
@@ -75,13 +75,13 @@ def test_the_same_replicas_elsewhere_hold_the_same_bits(mesh_of, tmp_path):
 def test_a_saved_state_may_be_donated_at_once(mesh_of, tmp_path):
     step = make_step("local_sgd", mesh_of({"replica": 2}))
     state = step.init(PARAMS, model_state=MODEL_STATE)
-    before = bits(state)
+    before = leaf_bytes(state)
     with Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(0, state)
         for t in range(3):
             state, _ = step(state, batch(t, 2))
         found = checkpoints.restore(step, PARAMS, model_state=MODEL_STATE)
-    assert bits(found.state) == before
+    assert leaf_bytes(found.state) == before
 
 
 @pytest.mark.parametrize("replicas", [2, 3])
@@ -95,7 +95,7 @@ def test_leaves_without_elements(replicas, mesh_of, tmp_path):
         found = checkpoints.restore(other, params, model_state=MODEL_STATE).state
     assert found.params["none"].shape == (replicas, 0, 3)
     if replicas == 2:
-        assert bits(found) == bits(state)
+        assert leaf_bytes(found) == leaf_bytes(state)
     other(found, batch(1, replicas))
 
 
@@ -117,7 +117,7 @@ def test_moments_that_the_first_update_widens(replicas, tmp_path):
     moment = found.state.opt_state[1].inner_state[0].mu["b"]
     assert [*widths, moment.dtype.itemsize] == [2, 4]
     if replicas == 4:
-        assert bits(found.state) == bits(state)
+        assert leaf_bytes(found.state) == leaf_bytes(state)
     resumed, _ = steps[1](found.state, batch(3, replicas))
     assert resumed.opt_state[1].inner_state[0].mu["b"].dtype == moment.dtype
 
@@ -160,7 +160,7 @@ def test_states_are_restored_whose_fields_had_other_names(monkeypatch, tmp_path)
         assert sum(x.endswith(("/learning_rate", "/scale")) for x in saved) == 4
         found = checkpoints.restore(step, PARAMS, model_state=MODEL_STATE)
     assert found.is_exact
-    assert bits(found.state) == bits(state)
+    assert leaf_bytes(found.state) == leaf_bytes(state)
 
 
 class NormAndScale(NamedTuple):
@@ -200,6 +200,6 @@ def test_names_of_before_in_another_state_stay(replicas, tmp_path):
         found = checkpoints.restore(steps[1], params)
     assert leaf_names(found.state) == leaf_names(state)
     if replicas == 2:
-        assert bits(found.state) == bits(state)
+        assert leaf_bytes(found.state) == leaf_bytes(state)
     first = [jax.tree.map(lambda x: x[0], s.opt_state[1]) for s in (found.state, state)]
-    assert bits(first[0]) == bits(first[1])
+    assert leaf_bytes(first[0]) == leaf_bytes(first[1])

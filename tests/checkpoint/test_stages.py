@@ -7,7 +7,7 @@ import pytest
 
 import jaxslowmo as js
 from checkpoint.moves import LAST, SAVED, Run, once_saved
-from checkpoint.runs import bits, on_host
+from checkpoint.runs import leaf_bytes, on_host
 from jaxslowmo.checkpoint import CheckpointError, Checkpoints, SavedForm
 from support.exhaustive import sweep
 from support.layered import assert_close, language_model, tokens
@@ -142,7 +142,7 @@ def test_equal_stages_restore_every_bit(saved, mesh_of):
     for params in (LAYERS, run.pipe.layout.stack(LAYERS)):
         found = Checkpoints(folder).restore(run.step, params)
         assert (found.is_exact, found.notes) == (True, ())
-        assert bits(run.values(found.state)) == bits(then)
+        assert leaf_bytes(run.values(found.state)) == leaf_bytes(then)
 
 
 @pytest.mark.parametrize("place", ["interleaved", "zbv"])

@@ -15,7 +15,7 @@ import orbax.checkpoint as ocp
 import pytest
 from etils import epath
 
-from checkpoint.runs import MODEL_STATE, PARAMS, bits
+from checkpoint.runs import MODEL_STATE, PARAMS, leaf_bytes
 from jaxslowmo.checkpoint import CheckpointError, Checkpoints, _writing
 from jaxslowmo.checkpoint._folder import files_below
 from jaxslowmo.checkpoint._writing import FolderWrite
@@ -104,7 +104,7 @@ def test_files_that_are_deleted_meanwhile_are_missed(step, state, tmp_path, monk
         with pytest.raises(CheckpointError, match=r"of process 0 is not in .*has nobody deleted"):
             checkpoints.wait()
     checkpoints.save(2, state, wait=True)
-    assert bits(restored(tmp_path, step).state) == bits(state)
+    assert leaf_bytes(restored(tmp_path, step).state) == leaf_bytes(state)
 
 
 @pytest.mark.parametrize("late", [3, 10**6])
@@ -134,7 +134,7 @@ def test_a_folder_that_is_listed_as_it_was_is_waited_for(step, state, tmp_path, 
         return
     checkpoints.wait()
     assert listed == ["list"] * 4 + ["finalize"]
-    assert bits(restored(tmp_path, step).state) == bits(state)
+    assert leaf_bytes(restored(tmp_path, step).state) == leaf_bytes(state)
 
 
 def test_a_clock_that_jumps_fails_no_save(step, state, tmp_path, monkeypatch):

@@ -51,7 +51,7 @@ def batch_of(seed: int) -> dict[str, Any]:
     }
 
 
-def mixed(**options: Any) -> js.Embeddings:
+def embeddings_of_all_kinds(**options: Any) -> js.Embeddings:
     """Every way to share and to pool in one program."""
     kinds = [("row", "sum"), ("column", "mean"), ("table", "sum"), ("table", None)]
     tables = {

@@ -16,8 +16,8 @@ from embedding.shared import (
     RATE,
     SHARDS,
     batch_of,
+    embeddings_of_all_kinds,
     loss_of,
-    mixed,
     tables_of,
     update_of,
 )
@@ -63,7 +63,7 @@ def check(emb, num_shards, *, check_vma=True, update=None, reference=None):
 
 @pytest.mark.exhaustive
 def test_all_kinds_in_one_program_are_tables_of_one_device_without_an_axis():
-    check(mixed(axis_name=None), 1)
+    check(embeddings_of_all_kinds(axis_name=None), 1)
 
 
 def test_all_kinds_in_one_program_are_tables_of_one_device(four):
@@ -74,7 +74,7 @@ def test_all_kinds_in_one_program_are_tables_of_one_device(four):
 @pytest.fixture(scope="module")
 def four():
     """All kinds on four devices: the tables, and programs for updates and for one device."""
-    emb = mixed().over(4)
+    emb = embeddings_of_all_kinds().over(4)
     return emb, update_of(emb, 4), jax.jit(emb.reference)
 
 

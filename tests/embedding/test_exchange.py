@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import jaxslowmo as js
-from embedding.shared import mixed, update_of
+from embedding.shared import embeddings_of_all_kinds, update_of
 from jaxslowmo.embedding._requests import SlotPlan, number_ids
 from jaxslowmo.embedding._stores import layout_of
 from support.reports import rows as rows_of
@@ -63,7 +63,7 @@ def test_whole_tables_share_slots_where_they_are_on_different_devices():
 
 @pytest.mark.parametrize("axis_name", ["shard", None])
 def test_one_device_sends_nothing(axis_name):
-    assert not report(mixed().tables, 1, axis_name=axis_name).rows
+    assert not report(embeddings_of_all_kinds().tables, 1, axis_name=axis_name).rows
 
 
 NUM_ROWS, COUNT, CAPACITY = 90, 12, 3

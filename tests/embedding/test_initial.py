@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jaxslowmo as js
-from embedding.shared import SHARDS, mixed
+from embedding.shared import SHARDS, embeddings_of_all_kinds
 
 KEY = jax.random.key(3)
 
@@ -20,7 +20,8 @@ def one_table(table: js.Table, num_shards: int, **others: js.Table) -> jax.Array
 
 
 def test_each_device_makes_its_own_part():
-    emb, mesh = mixed().over(4), js.make_mesh({"shard": 4}, devices=jax.devices()[:4])
+    emb = embeddings_of_all_kinds().over(4)
+    mesh = js.make_mesh({"shard": 4}, devices=jax.devices()[:4])
     local = jax.jit(
         jax.shard_map(lambda: emb.init_local(KEY), mesh=mesh, in_specs=(), out_specs=emb.specs)
     )()
@@ -93,7 +94,7 @@ def test_an_initializer_of_another_shape_is_refused():
 
 
 def test_specs_say_how_arrays_lie():
-    emb = mixed()
+    emb = embeddings_of_all_kinds()
     with pytest.raises(ValueError, match=r"shard=\"table\" depends on the number of devices"):
         emb.init(KEY)
     assert emb.over(2).specs == {

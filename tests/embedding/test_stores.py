@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 
 import jaxslowmo as js
-from embedding.shared import mixed
+from embedding.shared import embeddings_of_all_kinds
 from jaxslowmo.embedding._stores import layout_of
 from support.exhaustive import sweep
 
@@ -62,7 +62,7 @@ def test_one_two_four_to_64_devices_store_a_table_alike():
 
 @pytest.mark.parametrize("num_shards", [1, 2, 3])
 def test_read_undoes_write(num_shards):
-    emb = mixed()
+    emb = embeddings_of_all_kinds()
     if num_shards == 3:
         emb = js.embeddings(
             {"a": js.Table(70, 3, shard="row"), "b": js.Table(9, 3, shard="column")},
@@ -84,7 +84,7 @@ def test_read_undoes_write(num_shards):
 def test_tables_are_read_off_devices_with_either_kind_of_axes(mesh_of, explicit):
     mesh = mesh_of({"shard": 4}, explicit=explicit)
     assert (AxisType.Explicit in mesh.axis_types) == explicit
-    emb = mixed().over(mesh)
+    emb = embeddings_of_all_kinds().over(mesh)
     whole = jax.jit(emb.init)(jax.random.key(0))
     placed = {n: jax.device_put(x, NamedSharding(mesh, emb.specs[n])) for n, x in whole.items()}
     bags = {"t0": np.array([[0, 39], [-1, 7]])}

@@ -1,4 +1,4 @@
-"""How much Python runs, for what must not take long: counted, so that no other work disturbs it."""
+"""Counts of Python calls, which measure cost without the noise of a clock."""
 
 import sys
 from collections.abc import Callable
@@ -12,31 +12,31 @@ FEW, MANY = 8, 24
 
 
 def count_calls(fn: Callable[[], Any]) -> int:
-    """Calls of functions, Python's and built-in ones, that `fn()` makes."""
-    made = 0
+    """Return how many functions, of Python or built in, `fn()` calls."""
+    num_calls = 0
 
-    def seen(frame: Any, event: str, argument: Any) -> None:
-        nonlocal made
-        made += event in ("call", "c_call")
+    def count(frame: Any, event: str, argument: Any) -> None:
+        nonlocal num_calls
+        num_calls += event in ("call", "c_call")
 
     before = sys.getprofile()
-    sys.setprofile(seen)
+    sys.setprofile(count)
     try:
         fn()
     finally:
         sys.setprofile(before)
-    return made
+    return num_calls
 
 
 def leaves_of(number: int) -> dict[str, dict[str, jax.Array]]:
-    """Parameters of so many leaves, nested as those of a model."""
+    """Return parameters with `number` leaves, nested as those of a model."""
     return {f"layer_{i}": {"w": jnp.ones((2, 3)), "b": jnp.ones(3)} for i in range(number // 2)}
 
 
 def calls_per_leaf(fn: Callable[[Any], Any]) -> float:
-    """Calls that each further leaf adds to tracing `fn(tree)`, in calls of a traced `lax.add`.
+    """Return the calls that each leaf adds to tracing `fn(tree)`, in units of a traced `lax.add`.
 
-    What every traced function costs, whatever it does with its arguments, is left out.
+    The cost of tracing any function of as many arguments is subtracted.
     """
 
     def rise(fn: Callable[[Any], Any]) -> float:
@@ -44,8 +44,8 @@ def calls_per_leaf(fn: Callable[[Any], Any]) -> float:
         for number in (FEW, MANY):
             tree = leaves_of(number)
             for _ in range(2):  # the first finds what jax and Python keep for good
-                made = count_calls(lambda tree=tree: jax.make_jaxpr(lambda t: fn(t))(tree))
-            counted.append(made)
+                num_calls = count_calls(lambda tree=tree: jax.make_jaxpr(lambda t: fn(t))(tree))
+            counted.append(num_calls)
         return (counted[1] - counted[0]) / (MANY - FEW)
 
     nothing = rise(lambda tree: tree)

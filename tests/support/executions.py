@@ -24,9 +24,9 @@ SCHEDULES = ("traced", "host")
 def one_step(
     tx: optax.GradientTransformationExtraArgs, phase: Any = None, communicate: bool = True
 ) -> Callable[..., Any]:
-    """`(params, state, grads) -> (params, state)` of one replica.
+    """Return `(params, state, grads) -> (params, state)`, a step of one replica.
 
-    A fourth argument, a () bool array, takes the place of `communicate`.
+    A fourth argument, a () bool array, replaces `communicate`.
     """
 
     def step(params, state, grads, talk=communicate):
@@ -37,14 +37,17 @@ def one_step(
 
 
 def gossip_state(state: Any) -> js.SGPState:
-    """The one that the state of a chain holds."""
-    is_one = lambda x: isinstance(x, js.SGPState)  # noqa: E731
-    (found,) = filter(is_one, jax.tree.leaves(state, is_leaf=is_one))
-    return found
+    """Return the only `SGPState` in the state of a chain."""
+    is_gossip = lambda x: isinstance(x, js.SGPState)  # noqa: E731
+    (gossip,) = filter(is_gossip, jax.tree.leaves(state, is_leaf=is_gossip))
+    return gossip
 
 
 def lift(fn: Callable[..., Any], axes: Mapping[str, int], execution: str, split: tuple[bool, ...]):
-    """`fn` over all axes; arguments have axes (R,) or, where `split`, (R, D). Results have (R,)."""
+    """Return `fn` mapped over all axes.
+
+    Arguments have axes (R, ...), or (R, D, ...) where `split` is true; results have (R, ...).
+    """
     names, two_levels = tuple(axes), len(axes) == 2
     if execution in ("vmap", "pmap"):
         mapped = fn
@@ -77,7 +80,7 @@ def lift(fn: Callable[..., Any], axes: Mapping[str, int], execution: str, split:
 
 
 def _first_of_equal(x: jax.Array) -> jax.Array:
-    """x[0]; NaN where the devices of a replica hold different values."""
+    """Return x[0], with NaN where the devices of a replica hold different values."""
     if not jnp.issubdtype(x.dtype, jnp.floating):
         return x[0]
     return jnp.where(jnp.all(x == x[0], axis=0), x[0], jnp.nan)
@@ -96,19 +99,19 @@ def run(
     pause: Literal["array", "static"] = "static",
     record: Callable[[Any, Any], Any] = lambda params, state: params,
 ) -> tuple[list[Any], Any]:
-    """What `record` takes of every step, by default the parameters; and the last state.
+    """Train on `grads`; return what `record` returns after every step, and the last state.
 
     Args:
       tx: the chain.
-      params: stacked over replicas.
-      grads: stacked over steps and devices.
-      axes: sizes by name, replicas first.
+      params: initial parameters, stacked over replicas.
+      grads: gradients, stacked over steps and devices.
+      axes: sizes of the axes by name, replicas first.
       execution: one of `EXECUTIONS`.
-      sync: given, scheduled on the host by its phases; else decided inside the program.
-      paused: updates with `communicate=False`, by number; on the host their phase is `()`.
+      sync: the transform whose phases the host schedules; None: the program decides itself.
+      paused: numbers of updates with `communicate=False`; on the host their phase is `()`.
       skipped: those of `paused` in which gossip would have rotated; None: all of them.
       pause: whether `communicate` is an array in one program, or static in two.
-      record: of stacked parameters and states.
+      record: function of the stacked parameters and state; the default returns the parameters.
     """
     sizes = tuple(axes.values())
     mesh = js.make_mesh(axes)
@@ -138,7 +141,7 @@ def run(
             if key not in programs:
                 programs[key] = lift(one_step(tx, phase, static), axes, execution, split)
             g = jax.tree.map(lambda x, t=t: x[t - 1].reshape(*sizes, *x.shape[2:]), grads)
-            told = (np.full(sizes[0], talk),) if as_array else ()
-            params, state = programs[key](params, state, g, *told)
+            extra = (np.full(sizes[0], talk),) if as_array else ()
+            params, state = programs[key](params, state, g, *extra)
             history.append(jax.tree.map(np.asarray, record(params, state)))
     return history, state

@@ -1,4 +1,4 @@
-"""Products of which the usual run takes some members, and `make test-all` all of them."""
+"""Parameters of sweeps: the usual run takes some cases, and `make test-all` takes all."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -7,16 +7,16 @@ import pytest
 
 
 def sweep(cases: Iterable[Any], is_usual: Callable[..., bool]) -> list[Any]:
-    """`cases` for `pytest.mark.parametrize`; those that are not usual are marked `exhaustive`.
+    """Return `cases` for `pytest.mark.parametrize`, with unusual ones marked `exhaustive`.
 
     Args:
-      cases: a value each, or a tuple of several.
-      is_usual: of the values of a case; some must be.
+      cases: one value per case, or a tuple of several.
+      is_usual: whether a case of these values is in the usual run; at least one must be.
     """
-    found = []
+    parameters = []
     for case in cases:
         values = case if isinstance(case, tuple) else (case,)
         marks = () if is_usual(*values) else (pytest.mark.exhaustive,)
-        found.append(pytest.param(*values, marks=marks))
-    assert not all(case.marks for case in found)
-    return found
+        parameters.append(pytest.param(*values, marks=marks))
+    assert not all(case.marks for case in parameters)
+    return parameters

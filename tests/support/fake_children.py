@@ -1,4 +1,4 @@
-"""Stand-ins for the processes of a run, and what else runs with them."""
+"""Stand-ins for the processes of a run, and functions that find and end processes."""
 
 import contextlib
 import subprocess
@@ -7,10 +7,10 @@ from pathlib import Path
 
 
 class Fake:
-    """A program that notes its arguments, then does what a script says.
+    """A program that records its arguments, then runs a script.
 
     Attributes:
-      path: of the program.
+      path: path of the program.
     """
 
     def __init__(self, path: Path, script: str) -> None:
@@ -19,18 +19,18 @@ class Fake:
         path.chmod(0o755)
 
     def starts(self) -> list[str]:
-        """The arguments of every start."""
+        """Return the arguments of every start."""
         return self.lines("starts")
 
     def lines(self, name: str) -> list[str]:
-        """What the script has written to "$0.NAME"."""
+        """Return the lines that the script has written to "$0.NAME"."""
         written = Path(f"{self.path}.{name}")
         return written.read_text().splitlines() if written.exists() else []
 
 
 @contextlib.contextmanager
 def ended_together(process: subprocess.Popen) -> Iterator[None]:
-    """Within it the process runs; not longer."""
+    """Kill the process at the end of the block."""
     try:
         yield
     finally:
@@ -39,10 +39,10 @@ def ended_together(process: subprocess.Popen) -> Iterator[None]:
 
 
 def pids_with(argument: object) -> list[int]:
-    """The processes of this machine that have something in their command lines."""
-    found = []
+    """Return the ids of this machine's processes whose command lines hold `argument`."""
+    pids = []
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             if str(argument).encode() in (folder / "cmdline").read_bytes():
-                found.append(int(folder.name))
-    return found
+                pids.append(int(folder.name))
+    return pids

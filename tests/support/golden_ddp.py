@@ -26,21 +26,21 @@ class Case:
         self.world: int = self.meta["world"]
 
     def leaves(self, what: str) -> dict[str, np.ndarray]:
-        """`what` ("init", "G", "grad", "param", ...) of every parameter."""
+        """Return the array `what` ("init", "G", "grad", "param", ...) of every parameter."""
         return parameters(self.arrays, what)
 
     def stacked_init(self) -> dict[str, np.ndarray]:
-        """The initial parameters, one copy per rank."""
+        """Return the initial parameters, one copy per rank."""
         return {k: np.stack([v] * self.world) for k, v in self.leaves("init").items()}
 
 
 def case_names(file: str) -> list[str]:
-    """All cases of a file."""
+    """Return the names of all cases of a file."""
     return sorted(cases(f"{file}.npz"))
 
 
 def over_ranks(fn: Callable[..., Any], axes: Mapping[str, int], execution: str) -> Any:
-    """`fn` on every rank of `axes`; all arguments and results have one leading axis of ranks."""
+    """Return `fn` over all ranks of `axes`; arguments and results have a leading axis of ranks."""
     sizes, names = tuple(axes.values()), tuple(axes)
     if execution == "shard_map":
         spec = P(names)
@@ -71,21 +71,21 @@ def replay(
     execution: str,
     extra: Mapping[str, np.ndarray] | None = None,
 ) -> list[dict[str, np.ndarray]]:
-    """Parameters (rank, ...) after each step.
+    """Train on `grads`; return the parameters (rank, ...) after each step.
 
     Args:
       tx: the chain.
-      params: (rank, ...).
-      grads: (rank, step, ...).
-      axes: sizes by name; ranks are row-major over them.
+      params: initial parameters (rank, ...).
+      grads: gradients (rank, step, ...).
+      axes: sizes of the axes by name; ranks are row-major over them.
       execution: one of `EXECUTIONS`.
       extra: extra arguments of `update`, (rank, step).
     """
-    told = dict(extra or {})
+    extra = dict(extra or {})
     wide = optax.with_extra_args_support(tx)
 
-    def step(params: Any, state: Any, grads: Any, told: Any) -> Any:
-        updates, state = wide.update(grads, state, params, **told)
+    def step(params: Any, state: Any, grads: Any, extra: Any) -> Any:
+        updates, state = wide.update(grads, state, params, **extra)
         return optax.apply_updates(params, updates), state
 
     state = over_ranks(tx.init, axes, execution)(params)
@@ -93,6 +93,6 @@ def replay(
     history = []
     for t in range(next(iter(grads.values())).shape[1]):
         now = {name: g[:, t] for name, g in grads.items()}
-        params, state = program(params, state, now, {k: v[:, t] for k, v in told.items()})
+        params, state = program(params, state, now, {k: v[:, t] for k, v in extra.items()})
         history.append(jax.tree.map(np.asarray, params))
     return history

@@ -34,7 +34,7 @@ FLOAT32 = {"rtol": 1e-5, "atol": 2e-5}
 
 @dataclass
 class GoldenRun:
-    """One file: configuration, initial parameters, gradients, recorded parameters."""
+    """One recorded run: configuration, initial parameters, gradients, recorded parameters."""
 
     config: dict[str, Any]
     arrays: dict[str, np.ndarray]
@@ -59,7 +59,7 @@ class GoldenRun:
         return {f"p{i}": self.arrays[f"{prefix}_{i}"] for i in range(len(self.config["shapes"]))}
 
     def initial(self) -> dict[str, np.ndarray]:
-        """Stacked over replicas: each replica's first rank."""
+        """Return the initial parameters of each replica's first rank, stacked over replicas."""
         ranks = range(0, self.config["world"], self.devices_per_replica)
         init = self.tree("init")
         if self.config.get("init_per_rank"):
@@ -67,23 +67,23 @@ class GoldenRun:
         return {k: np.broadcast_to(v, (len(ranks), *v.shape)).copy() for k, v in init.items()}
 
     def of_replicas(self, recorded: np.ndarray) -> np.ndarray:
-        """`[steps, world, ...]` at the first rank of every node."""
+        """Return the part of `recorded`, `[steps, world, ...]`, of the first rank of every node."""
         return recorded[:, :: self.devices_per_replica]
 
     @property
     def paused(self) -> frozenset[int]:
-        """Updates t = 1, 2, ... in evaluation mode, in which FairScale does not gossip."""
+        """The updates (from 1) in evaluation mode, in which FairScale does not gossip."""
         return frozenset(t + 1 for t in self.config.get("eval_at", ()))
 
     def weights(self) -> np.ndarray:
-        """`[steps, replicas]`, push-sum weights after every step; 1 without gossip."""
+        """Return the push-sum weights after every step, `[steps, replicas]`; 1 without gossip."""
         ranks = self.arrays.get("ps_weight")
         if ranks is None:
             return np.ones((self.config["steps"], self.axes["replica"]), np.float32)
         return self.of_replicas(ranks)
 
     def check(self, history: list[dict[str, np.ndarray]]) -> None:
-        """Parameters after every step are the recorded ones."""
+        """Raise unless the parameters after every step are the recorded ones."""
         weights = self.weights()
         for key, numerators in self.tree("params").items():
             ours = np.stack([step[key] for step in history])
@@ -108,21 +108,21 @@ class GoldenRun:
         return optax.partition(dict(enumerate(map(one, scales))), labels)
 
     def graph(self) -> js.topology.Graph:
-        """The graph of a gossip run."""
+        """Return the graph of a gossip run."""
         peers = self.config["peers_per_itr"]
         if self.config["graph"] == "table":
             return js.topology.from_phone_book(self.config["table"], peers)
         return GRAPHS[self.config["graph"]](self.axes["replica"], peers_per_step=peers)
 
     def base(self, codec: js.codecs.Codec | None = None) -> js.ParameterTransform:
-        """FairScale's base algorithm."""
+        """Return the transform of FairScale's base algorithm."""
         args = self.config["constructor_args"]
-        local = "device" if self.devices_per_replica > 1 else None
+        local_axis = "device" if self.devices_per_replica > 1 else None
         if not self.config["effective"]["sgp"]:
             return js.local_sgd(
                 "replica",
                 sync_every=args["localsgd_frequency"],
-                local_axis_name=local,
+                local_axis_name=local_axis,
                 codec=codec,
             )
         keep = self.config.get("mixing_lo")
@@ -131,14 +131,14 @@ class GoldenRun:
             graph=self.graph(),
             mixing=None if keep is None else js.topology.self_weighted(keep),
             push_sum=args["push_sum"],
-            local_axis_name=local,
+            local_axis_name=local_axis,
             codec=codec,
         )
 
     def sync(self, codec: js.codecs.Codec | None = None, **overrides: Any) -> js.ParameterTransform:
-        """The parameter transform that FairScale's arguments describe; `codec` is the base's."""
+        """Return the transform that FairScale's arguments describe; `codec` is used by the base."""
         args = self.config["constructor_args"]
-        local = "device" if self.devices_per_replica > 1 else None
+        local_axis = "device" if self.devices_per_replica > 1 else None
         base = self.base(codec)
         if not self.config["effective"]["slowmo"]:
             return base
@@ -150,7 +150,7 @@ class GoldenRun:
             "momentum": args["slowmo_momentum"],
             "slow_learning_rate": args["slowmo_lr"],
             "learning_rate": lambda t: jnp.asarray(rates)[t],
-            "local_axis_name": local,
+            "local_axis_name": local_axis,
         }
         with warnings.catch_warnings():  # some runs have a slow period that is no multiple
             warnings.filterwarnings("ignore", message=".*not a multiple")

@@ -10,18 +10,20 @@ FOLDER = Path(__file__).parents[1] / "golden" / "peers"
 
 
 def cases(name: str) -> dict[str, tuple[dict[str, Any], dict[str, np.ndarray]]]:
-    """Settings and arrays of each case of an `.npz` file."""
+    """Return the settings and arrays of each case of an `.npz` file, by the name of the case."""
     with np.load(FOLDER / name) as file:
         arrays = dict(file)
-    found: dict[str, dict[str, np.ndarray]] = {}
+    arrays_by_case: dict[str, dict[str, np.ndarray]] = {}
     for key, value in arrays.items():
         case, _, rest = key.partition("/")
-        found.setdefault(case, {})[rest] = value
-    return {case: (json.loads(str(own.pop("meta"))), own) for case, own in found.items()}
+        arrays_by_case.setdefault(case, {})[rest] = value
+    return {
+        case: (json.loads(str(part.pop("meta"))), part) for case, part in arrays_by_case.items()
+    }
 
 
 def parameters(arrays: dict[str, np.ndarray], what: str) -> dict[str, np.ndarray]:
-    """`{"p0": ..., "p1": ...}` of `init`, `G`, `grad` or `param`."""
+    """Return `{"p0": ..., "p1": ...}` for `what`: "init", "G", "grad" or "param"."""
     return {
         key.partition("/")[0]: value
         for key, value in arrays.items()

@@ -1,4 +1,4 @@
-"""A small model of layers, and pipelines of it beside itself on one device."""
+"""A small model of layers, and comparisons of its pipelines with the model on one device."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -25,12 +25,12 @@ def head(params, x):
 
 
 def loss(logits, batch):
-    own = jnp.take_along_axis(jax.nn.log_softmax(logits), batch["next"][:, None], 1)
-    return -jnp.mean(own), {"highest": jnp.mean(jnp.max(logits, -1))}
+    log_likelihood = jnp.take_along_axis(jax.nn.log_softmax(logits), batch["next"][:, None], 1)
+    return -jnp.mean(log_likelihood), {"highest": jnp.mean(jnp.max(logits, -1))}
 
 
 def language_model(num_blocks: int, *, tied: bool = True) -> tuple[js.LayeredModel, list[Any]]:
-    """An embedding, blocks and a head, and parameters for them."""
+    """Return a model of an embedding, blocks and a head, and its parameters."""
     draw = np.random.default_rng(7).normal
     table = draw(size=(VOCABULARY, WIDTH))
     params = [{"table": table}]
@@ -49,13 +49,13 @@ def language_model(num_blocks: int, *, tied: bool = True) -> tuple[js.LayeredMod
 
 
 def tokens(examples: int, seed: int = 0) -> dict[str, np.ndarray]:
-    """A batch for it."""
+    """Return a batch of `examples` examples for the language model."""
     drawn = np.random.default_rng(seed).integers(0, VOCABULARY, (2, examples))
     return {"tokens": drawn[0].astype(np.int32), "next": drawn[1].astype(np.int32)}
 
 
-def assert_close(got: Any, expected: Any, tolerance: float = 1e-5) -> None:
-    """Trees of equal structure and, to rounding in float32, values.
+def assert_close(actual: Any, expected: Any, tolerance: float = 1e-5) -> None:
+    """Raise unless the trees are equal in structure and, up to rounding in float32, in values.
 
     A sum in another order is off by a share of its largest terms, so small values next to large
     ones in an array may differ by as much as those.
@@ -65,7 +65,7 @@ def assert_close(got: Any, expected: Any, tolerance: float = 1e-5) -> None:
         largest = max(1.0, float(np.max(np.abs(y), initial=0.0)))
         np.testing.assert_allclose(x, y, rtol=tolerance, atol=tolerance * largest)
 
-    jax.tree.map(check, got, expected)
+    jax.tree.map(check, actual, expected)
 
 
 def assert_gradients_alike(
@@ -75,10 +75,10 @@ def assert_gradients_alike(
     batch: Any,
     stacked: Any,
 ) -> None:
-    """Loss, metrics, gradients and their norm are those of the model on one device."""
-    found, grads = jax.jit(jax.value_and_grad(pipe.loss_fn, has_aux=True))(stacked, batch)
-    known, expected = jax.value_and_grad(model, has_aux=True)(list(params), batch)
-    assert_close(found, known)
+    """Raise unless loss, metrics, gradients and their norm are those of the model on one device."""
+    values, grads = jax.jit(jax.value_and_grad(pipe.loss_fn, has_aux=True))(stacked, batch)
+    expected_values, expected = jax.value_and_grad(model, has_aux=True)(list(params), batch)
+    assert_close(values, expected_values)
     assert_close(pipe.layout.unstack(grads), expected)
     # Of everything, padding included: a sum that was scaled or counted twice would show.
     norms = [

@@ -1,4 +1,4 @@
-"""What a run has recorded, to be compared with what another has."""
+"""The recorded metrics of a run, for comparison with another run."""
 
 import json
 from pathlib import Path
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def trajectory(folder: Path) -> list[dict[str, Any]]:
-    """All of metrics.jsonl that does not depend on the clock, without notes of resumptions."""
+    """Return the lines of metrics.jsonl without values of the clock and notes of resumptions."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [
         {key: value for key, value in line.items() if key != "tokens_per_second"}

@@ -12,12 +12,12 @@ _EPS = 1e-2
 
 
 def names(tree: Any) -> Any:
-    """The path of each leaf, in its place."""
+    """Return the tree with the path of each leaf in its place."""
     return jax.tree_util.tree_map_with_path(lambda path, _: jax.tree_util.keystr(path), tree)
 
 
 def is_no_bias(tree: Any) -> Any:
-    """A mask by name."""
+    """Return a mask of the leaves whose names do not hold "bias"."""
     return jax.tree.map(lambda name: "bias" not in name, names(tree))
 
 
@@ -30,7 +30,7 @@ def _adam(**options: Any) -> optax.GradientTransformation:
 
 
 def per_leaf(params: Any) -> dict[str, optax.GradientTransformation]:
-    """Optimizers whose result for a leaf depends on this leaf; some masks are of `params`."""
+    """Return optimizers whose result for a leaf depends on this leaf; one mask is of `params`."""
     contrib = optax.contrib
     return {
         "sgd": optax.sgd(0.02, momentum=0.9, nesterov=True),
@@ -54,7 +54,7 @@ def per_leaf(params: Any) -> dict[str, optax.GradientTransformation]:
 
 
 def of_all_leaves() -> dict[str, optax.GradientTransformation]:
-    """Transforms whose result for a leaf depends on others, and which know nothing of stages."""
+    """Return optimizers whose result for a leaf depends on others, unaware of stages."""
     contrib = optax.contrib
     return {
         "clip_by_global_norm": optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(0.1)),

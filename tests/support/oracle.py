@@ -1,4 +1,4 @@
-"""The algorithms in NumPy and float64, replicas as the leading axis; no jax, no shared code."""
+"""The algorithms in NumPy and float64, with a leading axis of replicas and no shared code."""
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
@@ -8,7 +8,7 @@ import numpy as np
 
 @dataclass
 class Outer:
-    """An outer step every `every` updates, as in design: m in units of gradients."""
+    """An outer step every `every` updates, with the momentum m in units of gradients."""
 
     every: int
     momentum: float = 0.0
@@ -39,7 +39,7 @@ class Gossip:
 
 @dataclass
 class Nodes:
-    """What nodes hold beside their parameters."""
+    """The state of gossip: weights of the nodes and values in flight."""
 
     gossip: Gossip
     weight: np.ndarray  # [nodes, 1, ...]
@@ -58,17 +58,17 @@ class Nodes:
         if self.gossip.overlap == 0:
             x, self.weight = mix(p, x + u), mix(p, w)
             return x / self.weight
-        kept, sent = np.diag(np.diag(p)), p - np.diag(np.diag(p))
-        self.in_flight.append((mix(sent, x), mix(sent, w)))
+        kept, passed_on = np.diag(np.diag(p)), p - np.diag(np.diag(p))
+        self.in_flight.append((mix(passed_on, x), mix(passed_on, w)))
         late_x, late_w = self.in_flight.pop(0)
         self.weight = mix(kept, w) + late_w
         return (mix(kept, x) + late_x + u) / self.weight
 
-    def alone(self, params: np.ndarray, u: np.ndarray) -> np.ndarray:
+    def without_exchange(self, params: np.ndarray, u: np.ndarray) -> np.ndarray:
         return params + u / self.weight
 
     def settle(self, params: np.ndarray) -> np.ndarray:
-        """The mean of all, also of what is on its way; weights start over."""
+        """Return the mean over nodes and values in flight, and reset the weights to 1."""
         x = (self.weight * params).sum(0) + sum(x.sum(0) for x, _ in self.in_flight)
         w = self.weight.sum(0) + sum(w.sum(0) for _, w in self.in_flight)
         self.weight = np.ones_like(self.weight)
@@ -91,20 +91,20 @@ def train(
     outer: Outer | None = None,
     paused: Collection[int] = (),
 ) -> np.ndarray:
-    """SGD with momentum on every replica, averages and outer steps between.
+    """Train by SGD with momentum on every replica, with averages and outer steps.
 
     Args:
-      params: `[replicas, ...]`.
-      grads: `[steps, replicas, ...]`.
-      learning_rate: of the 0-based update count.
-      inner_momentum: of torch's and optax's SGD.
-      average_every: LocalSGD period.
-      gossip: in every update, in place of that.
+      params: initial parameters `[replicas, ...]`.
+      grads: gradients `[steps, replicas, ...]`.
+      learning_rate: function of the 0-based update count.
+      inner_momentum: momentum of SGD, as in torch and optax.
+      average_every: period of LocalSGD.
+      gossip: gossip in every update, instead of LocalSGD.
       outer: slow momentum or DiLoCo.
       paused: updates (from 1) in which nothing is exchanged.
 
     Returns:
-      `[steps, replicas, ...]` after every update.
+      Parameters after every update, `[steps, replicas, ...]`.
     """
     x = params.astype(np.float64)
     trace, anchor = np.zeros_like(x), x.copy()
@@ -116,13 +116,13 @@ def train(
         u = -learning_rate(step) * trace
         talk = step + 1 not in paused
         slow = talk and outer is not None and (step + 1) % outer.every == 0
-        own = talk and not (slow and outer.exact)
+        base_exchanges = talk and not (slow and outer.exact)
         if nodes is None:
             x = x + u
-            if own and average_every and (step + 1) % average_every == 0:
+            if base_exchanges and average_every and (step + 1) % average_every == 0:
                 x = mean(x)
         else:
-            x = nodes.exchange(x, u) if own else nodes.alone(x, u)
+            x = nodes.exchange(x, u) if base_exchanges else nodes.without_exchange(x, u)
         if slow:
             gamma = outer.gamma(step)
             if outer.exact:

@@ -1,4 +1,4 @@
-"""A program in two real processes that are joined, with CPU devices."""
+"""Runs of a program in two real processes that jax.distributed joins, with CPU devices."""
 
 import contextlib
 import os
@@ -27,14 +27,14 @@ jax.distributed.initialize(f"127.0.0.1:{port}", 2, rank, initialization_timeout=
 def two_processes(
     program: str, folder: Path, seconds: float = PATIENCE_SECONDS, code: int = 0, devices: int = 1
 ) -> list[str]:
-    """What both print, without the runtime's lines; both must leave with `code` within `seconds`.
+    """Run `program` in two processes; return what each prints, without the runtime's lines.
 
     Args:
-      program: knows its `rank`.
-      folder: for what they print.
-      seconds: at most.
-      code: of both.
-      devices: of each.
+      program: source of the program, in which `rank` is the index of the process.
+      folder: folder for the program and its output.
+      seconds: limit of the run.
+      code: exit code that both must give.
+      devices: CPU devices of each process.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

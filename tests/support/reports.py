@@ -1,4 +1,4 @@
-"""A training step with leaves of two dtypes, and what it sends."""
+"""A training step with leaves of two dtypes, and reports of what it sends."""
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,7 @@ def loss(params, batch):
 
 
 def report(mesh, mode="traced", accumulate=1, **parts) -> js.CommReport:
-    """Of the lowered programs only: compiling takes most of the time."""
+    """Return the report of the lowered programs; compiling them would take most of the time."""
     step = js.make_train_step(
         loss, optax.adam(1e-3), mesh=mesh, mode=mode, accumulate=accumulate, **parts
     )
@@ -36,7 +36,7 @@ def report(mesh, mode="traced", accumulate=1, **parts) -> js.CommReport:
 
 
 def rows(report: js.CommReport, kind: str, axis: str = "replica") -> set[tuple[str, int, int]]:
-    """(collective, count, bytes) over the axis, as emitted."""
+    """Return (collective, count, bytes) of all emitted collectives over the axis."""
     return {
         (r.collective, r.count, r.bytes)
         for r in report.select(axis=axis, kind=kind, level="emitted")

@@ -1,4 +1,4 @@
-"""Many parameter transforms in one program, over one problem that has all kinds of leaves.
+"""Runs of many parameter transforms in one program, on a problem with all kinds of leaves.
 
 Each chain has its own parameters, so a test compiles once per phase and not once per algorithm.
 """
@@ -36,8 +36,8 @@ class Together(js.ParameterTransform):
     """Chains side by side, each on its own copy of the parameters and the same gradients."""
 
 
-def together(parts: Mapping[str, js.ParameterTransform], local: str | None) -> Together:
-    inner = [js.all_reduce_gradients(local)] if local else []
+def together(parts: Mapping[str, js.ParameterTransform], local_axis: str | None) -> Together:
+    inner = [js.all_reduce_gradients(local_axis)] if local_axis else []
     chains = {
         name: optax.chain(*inner, optax.sgd(schedule, momentum=MOMENTUM), sync)
         for name, sync in parts.items()
@@ -70,7 +70,7 @@ def together(parts: Mapping[str, js.ParameterTransform], local: str | None) -> T
 
 @functools.cache
 def problem(replicas: int, devices: int):
-    """Initial parameters and gradients, the same for every execution."""
+    """Return initial parameters and gradients, the same for every execution."""
     rng = np.random.default_rng(replicas * 10 + devices)
 
     def tree(*lead: int):
@@ -92,7 +92,7 @@ def run_together(
     steps: int = STEPS,
     **options: Any,
 ):
-    """Parameters `{name: tree}` with leading axes (steps, replicas), and the last state."""
+    """Return parameters `{name: tree}` with leading axes (steps, replicas), and the last state."""
     params, grads = problem(replicas, devices)
     axes = {"replica": replicas} if devices == 1 else {"replica": replicas, "device": devices}
     tx = together(parts, "device" if devices > 1 else None)
@@ -123,7 +123,7 @@ def compare(ours, theirs, *, float32: float, half: float) -> None:
 
 
 def check_oracle(ours, name: str, replicas: int, devices: int, **settings: Any) -> None:
-    """The float32 leaves of chain `name` are what `oracle.train` says."""
+    """Raise unless the float32 leaves of chain `name` are those of `oracle.train`."""
     params, grads = problem(replicas, devices)
     for leaf in ("large", "odd", "scalar"):
         g = grads[leaf].reshape(STEPS, replicas, devices, *grads[leaf].shape[2:]).mean(2)
@@ -134,7 +134,7 @@ def check_oracle(ours, name: str, replicas: int, devices: int, **settings: Any) 
             inner_momentum=MOMENTUM,
             **settings,
         )
-        found = ours[name][leaf]
+        history = ours[name][leaf]
         np.testing.assert_allclose(
-            found, expected[: len(found)], rtol=3e-6, atol=3e-6, err_msg=f"{name}/{leaf}"
+            history, expected[: len(history)], rtol=3e-6, atol=3e-6, err_msg=f"{name}/{leaf}"
         )

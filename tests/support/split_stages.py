@@ -1,4 +1,4 @@
-"""A stage's operations as programs of their own, beside the backward pass of `jax.vjp`."""
+"""The operations of a stage, compiled separately, for comparison with `jax.vjp`."""
 
 from typing import Any, NamedTuple
 
@@ -19,8 +19,10 @@ class Compiled(NamedTuple):
     flops: dict[str, float]
 
 
-def compiled(fn: Any, weights: Any, x: Any, microbatch: Any, *, remat: bool = False) -> Compiled:
-    """Run F, B and W as programs of their own, and count what the compiled ones compute."""
+def compiled_stage(
+    fn: Any, weights: Any, x: Any, microbatch: Any, *, remat: bool = False
+) -> Compiled:
+    """Compile and run F, B and W separately; return their results and FLOPs."""
     program = split_stage(fn, weights, x, microbatch, remat=remat)
     flops: dict[str, float] = {}
 
@@ -39,10 +41,10 @@ def compiled(fn: Any, weights: Any, x: Any, microbatch: Any, *, remat: bool = Fa
     return Compiled(program, y, (dx, dw), expected[::-1], flops)
 
 
-def close(got: Any, expected: Any, tolerance: float = 1e-5) -> None:
-    """Equal trees, up to rounding."""
-    assert jax.tree.structure(got) == jax.tree.structure(expected)
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+def assert_close(actual: Any, expected: Any, tolerance: float = 1e-5) -> None:
+    """Raise unless the trees are equal up to rounding."""
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         assert a.dtype == b.dtype
         a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
         np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance * max(1, np.abs(b).max()))

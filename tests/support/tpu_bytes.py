@@ -1,4 +1,4 @@
-"""Bytes that a chip sends in a step, by formula.
+"""Formulas for the bytes that a chip sends in a step.
 
 R replicas of L chips each; N bytes of float32 parameters. On one slice every chip is a replica
 (L = 1), and all goes over the slice's links. On several slices each slice is a replica, "device"
@@ -34,34 +34,34 @@ class Sent:
 
 
 def padded(num_elements: int, parts: int) -> int:
-    """Elements of a buffer of `num_elements` in equal parts of whole pairs of tiles."""
+    """Return the size of a buffer of `num_elements` padded to equal parts of whole tile pairs."""
     return parts * PADDED_TO * -(-num_elements // (parts * PADDED_TO))
 
 
-def sent(
+def bytes_sent(
     kind: str, num_elements: int, replicas: int, chips: int, *, with_padding: bool = True
 ) -> Sent:
-    """The formulas above.
+    """Return the bytes that a chip sends, by the formulas above.
 
     Args:
       kind: "local", "average", "round" of gossip to one peer, "slow" (sharded) or "every".
-      num_elements: float32 parameters.
-      replicas: R.
-      chips: L, chips of a replica.
-      with_padding: with the padding of parts, which the formulas leave out; none is known for
-        "every", whose parts the compiler makes.
+      num_elements: number of float32 parameters.
+      replicas: number of replicas, R.
+      chips: number of chips of a replica, L.
+      with_padding: whether to add the padding of parts, which the formulas leave out; it is
+        unknown for "every", whose parts the compiler makes.
     """
     average = kind in ("average", "round")
     parts = {"slow": replicas * chips}.get(kind, chips if average and chips > 1 else 0)
     elements = padded(num_elements, parts) if parts and with_padding else num_elements
     whole = ITEM_BYTES * elements
-    own = whole // chips
+    per_chip = whole // chips
     between = {
         "local": 0,
-        "average": _two_ways(own, replicas),
-        "round": own,
-        "slow": 2 * _one_way(own, replicas),
-        "every": _two_ways(own, replicas),
+        "average": _two_ways(per_chip, replicas),
+        "round": per_chip,
+        "slow": 2 * _one_way(per_chip, replicas),
+        "every": _two_ways(per_chip, replicas),
     }[kind]
     gathers = {
         "average": _one_way(whole, chips),
@@ -81,7 +81,7 @@ def _two_ways(num_bytes: int, devices: int) -> int:
 
 
 def saved_by_sharding(num_elements: int, replicas: int, chips: int, *, with_padding: bool) -> int:
-    """Bytes of slow state (anchor and momentum) that a chip saves: 2 N (1 - 1 / R) float32.
+    """Return the bytes of slow state that a chip saves by sharding: 2 N (1 - 1 / R) float32.
 
     With padding each shard is R-th of the padded buffer: 2 (N - N_padded / R).
     """

@@ -1,4 +1,4 @@
-"""A training step with sharded tables, compiled for TPU slices: what runs beside what is sent.
+"""A training step with sharded tables, compiled for TPU slices: what runs during its exchanges.
 
 The step is made of `js.embeddings`' own functions, as `js.make_train_step` makes it of them.
 """
@@ -23,12 +23,12 @@ ASYNC = {"xla_tpu_enable_async_all_to_all": "true"}
 
 @dataclass(frozen=True)
 class Workload:
-    """Sizes.
+    """The sizes of a model with tables.
 
     Attributes:
-      tables, rows, dim: how many tables of which shape.
-      batch: examples of a chip; one id each per table.
-      widths: of the MLP on top of all vectors.
+      tables, rows, dim: number of tables, and their shape.
+      batch: examples of a chip, with one id per table.
+      widths: widths of the MLP on top of all vectors.
     """
 
     tables: int = 8
@@ -39,7 +39,7 @@ class Workload:
 
     @property
     def num_products(self) -> int:
-        """Forward, and backward to weights and inputs."""
+        """The number of matrix products, forward and backward to weights and inputs."""
         return 3 * len(self.widths)
 
 
@@ -49,19 +49,19 @@ Ahead = Literal["ids", "vectors"]
 def all_to_alls(
     mesh: Mesh, workload: Workload, ahead: Ahead, options: dict[str, str]
 ) -> list[Transfer]:
-    """The all-to-alls of a step, and what runs beside each.
+    """Return the all-to-alls of a step, and how much runs at the same time as each.
 
     Args:
-      mesh: of TPU chips, with the one axis "shard".
+      mesh: mesh of TPU chips, with the one axis "shard".
       workload: sizes.
-      ahead: what of the next batch is exchanged beside the step: its ids alone, or its vectors too.
-      options: of the compiler.
+      ahead: what the step exchanges for the next batch: only its ids, or its vectors too.
+      options: options of the compiler.
     """
     program = _program(mesh, workload, ahead)
     text = program.compile(compiler_options=options or None).as_text() or ""
-    found, products = read_all_to_alls(text, mesh.size)
+    transfers, products = read_all_to_alls(text, mesh.size)
     assert products == workload.num_products, products
-    return found
+    return transfers
 
 
 def _program(mesh: Mesh, workload: Workload, ahead: Ahead) -> jax.stages.Lowered:
@@ -73,19 +73,19 @@ def _program(mesh: Mesh, workload: Workload, ahead: Ahead) -> jax.stages.Lowered
         optimizer=js.rowwise_adagrad(0.01),
     ).over(mesh)
 
-    def asked(tables: Any, ids: Any) -> tuple[Any, Any]:
+    def exchanged(tables: Any, ids: Any) -> tuple[Any, Any]:
         requests = embeddings.exchange_ids(ids)
         return requests, embeddings.lookup(tables, requests) if ahead == "vectors" else None
 
     def step(tables: Any, state: Any, params: Any, carry: Any, upcoming: Any) -> Any:
         requests, vectors = carry
-        following = asked(tables, upcoming)
+        following = exchanged(tables, upcoming)
         if vectors is None:
             vectors = embeddings.lookup(tables, requests)
 
         def loss(params: Any, vectors: Any) -> jax.Array:
-            found = embeddings.pooled(vectors, requests)
-            x = jnp.concatenate([found[name] for name in names], axis=1)
+            pooled = embeddings.pooled(vectors, requests)
+            x = jnp.concatenate([pooled[name] for name in names], axis=1)
             for matrix in params:
                 x = jnp.tanh(x @ matrix)
             return jnp.mean(x**2)
@@ -107,7 +107,7 @@ def _program(mesh: Mesh, workload: Workload, ahead: Ahead) -> jax.stages.Lowered
         # Rows of tables by column are equal everywhere; nothing here is by column.
         return jax.shard_map(fn, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
-    carry = jax.eval_shape(on_mesh(asked, (specs, P(S)), P(S)), tables, ids)
+    carry = jax.eval_shape(on_mesh(exchanged, (specs, P(S)), P(S)), tables, ids)
     arguments = (
         _placed(tables, specs, mesh),
         _placed(state, state_specs, mesh),
@@ -121,7 +121,7 @@ def _program(mesh: Mesh, workload: Workload, ahead: Ahead) -> jax.stages.Lowered
 
 
 def _placed(tree: Any, specs: Any, mesh: Mesh) -> Any:
-    """Shapes with the shardings that `specs`, a prefix of the tree, says."""
+    """Return the shapes of `tree` with the shardings of `specs`, a prefix of the tree."""
 
     def one(spec: P, part: Any) -> Any:
         sharding = NamedSharding(mesh, spec)

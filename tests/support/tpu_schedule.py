@@ -1,4 +1,4 @@
-"""Reads off a compiled TPU program in which order things run.
+"""The order in which a compiled TPU program runs, read from its text.
 
 The text of a program compiled for TPU is scheduled: instructions stand in the order in which they
 run, and what stands between the start and the end of a transfer runs beside it.
@@ -63,7 +63,7 @@ class Schedule:
 
 
 def read_schedule(text: str) -> Schedule:
-    """The schedule of a compiled program, from `compiled.as_text()`."""
+    """Return the schedule of a compiled program, from `compiled.as_text()`."""
     assert "is_scheduled=true" in text.partition("\n")[0]
     module = parse_module(text)
     places: dict[str, list[int]] = {"start": [], "done": [], "product": []}
@@ -75,23 +75,23 @@ def read_schedule(text: str) -> Schedule:
             places["done"].append(place)
         elif op.opcode == _BLOCKING:
             blocking += 1
-        elif found := _count(module, op, _PRODUCTS):
+        elif count := _count(module, op, _PRODUCTS):
             places["product"].append(place)
-            num_products += found
+            num_products += count
         if op.opcode == "conditional":
             in_branches += _count(module, op, {*_STARTS, _BLOCKING})
     assert len(places["start"]) == len(places["done"])
-    starts, dones, products = (tuple(found) for found in places.values())
+    starts, dones, products = (tuple(x) for x in places.values())
     return Schedule(starts, dones, blocking, products, num_products, in_branches)
 
 
 def _instructions(module: HloModule, computation: str) -> list[Instruction]:
-    found = module.computations[computation]
-    return [op for name in found.lines if (op := found.instruction(name))]
+    body = module.computations[computation]
+    return [op for name in body.lines if (op := body.instruction(name))]
 
 
 def _count(module: HloModule, op: Instruction, opcodes: set[str]) -> int:
-    """Instructions of certain opcodes in `op` itself and in what it calls, however deep."""
+    """Return the number of instructions with `opcodes` in `op` and in all that it calls."""
     if op.opcode in opcodes:
         return 1
     called = [
@@ -125,11 +125,11 @@ class Transfer:
 
 
 def read_all_to_alls(text: str, num_devices: int) -> tuple[list[Transfer], int]:
-    """The all-to-alls of a compiled program in the order of their starts, and its products.
+    """Return the all-to-alls of a program in order of their starts, and its number of products.
 
     Args:
-      text: of `compiled.as_text()`.
-      num_devices: along the axis of the all-to-alls, by which sends between slices are known.
+      text: result of `compiled.as_text()`.
+      num_devices: size of the all-to-alls' axis, which identifies sends between slices.
     """
     assert "is_scheduled=true" in text.partition("\n")[0]
     module = parse_module(text)
@@ -138,19 +138,19 @@ def read_all_to_alls(text: str, num_devices: int) -> tuple[list[Transfer], int]:
     others = [place for place, op in enumerate(ops) if op.opcode in {"fusion", "sort", "while"}]
     others = sorted({*others} - {*products})
     ends = _ends(ops)
-    found = []
+    transfers = []
     for place, op in enumerate(ops):
         shape = _sent(op, num_devices)
         if shape is None:
             continue
         end = ends.get(op.name, place)
         beside = [sum(place < p < end for p in places) for places in (products, others)]
-        found.append(Transfer(shape, end == place, *beside))
-    return found, len(products)
+        transfers.append(Transfer(shape, end == place, *beside))
+    return transfers, len(products)
 
 
 def _sent(op: Instruction, num_devices: int) -> str | None:
-    """The shape that an all-to-all sends; None for other instructions."""
+    """Return the shape that an all-to-all sends, or None for other instructions."""
     if op.opcode not in {"all-to-all", "all-to-all-start", "send"}:
         return None
     match = re.search(r"\w+\[[\d,]*\]", op.type)
@@ -160,7 +160,7 @@ def _sent(op: Instruction, num_devices: int) -> str | None:
 
 
 def _ends(ops: list[Instruction]) -> dict[str, int]:
-    """Where what each start brings has arrived; a send ends with the receipt of the same shape."""
+    """Return the place of each start's end; a send ends with a receipt of the same shape."""
     ends: dict[str, int] = {}
     receipts = [(place, op) for place, op in enumerate(ops) if op.opcode == "recv-done"]
     for place, op in enumerate(ops):

@@ -27,12 +27,12 @@ class Sharded:
     """A model on a mesh of replicas that are sharded over "fsdp" and "tensor".
 
     Attributes:
-      config: of the model.
-      topology: of a slice.
-      axes: of the mesh, "replica" first.
-      num_slices: joined slices.
+      config: sizes of the model.
+      topology: topology of a slice.
+      axes: names and sizes of the mesh's axes, "replica" first.
+      num_slices: number of joined slices.
       rows: windows per update on each device along "fsdp".
-      shard_state: of slowmo; None: no slowmo, `js.local_sgd`.
+      shard_state: `shard_state` of slowmo; None stands for `js.local_sgd` without slowmo.
     """
 
     config: GPTConfig
@@ -52,7 +52,7 @@ class Sharded:
 
     @property
     def parts(self) -> int:
-        """Devices of a replica."""
+        """The number of devices of a replica."""
         return math.prod(size for name, size in self.axes if name != "replica")
 
     @functools.cached_property
@@ -61,7 +61,7 @@ class Sharded:
 
     @functools.cached_property
     def params(self) -> Any:
-        """Types of one copy."""
+        """The shapes and dtypes of one copy of the parameters."""
         from flax import nnx
 
         from jaxslowmo.models import GPT
@@ -72,17 +72,17 @@ class Sharded:
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), types)
 
     def on_a_device(self) -> int:
-        """Elements of the parameters that one device holds."""
+        """Return the number of elements of the parameters that one device holds."""
         sizes = dict(self.axes)
 
-        def own(x: Any, spec: P) -> int:
+        def local_size(x: Any, spec: P) -> int:
             names = itertools.chain(*((e if isinstance(e, tuple) else (e,)) for e in spec if e))
             return x.size // functools.reduce(int.__mul__, (sizes[n] for n in names), 1)
 
-        return sum(jax.tree.leaves(jax.tree.map(own, self.params, self.specs)))
+        return sum(jax.tree.leaves(jax.tree.map(local_size, self.params, self.specs)))
 
     def between_replicas(self) -> int:
-        """Bytes that a chip should send in a slow step: a scatter and a gather of its own part."""
+        """Return the bytes that a chip should send in a slow step: a scatter and a gather."""
         return round(2 * (self.replicas - 1) / self.replicas * 4 * self.on_a_device())
 
     def step(self) -> js.TrainStep:
@@ -98,7 +98,7 @@ class Sharded:
         return gpt_loss_fn(self.config, gpt_rules(self.mesh))
 
     def state(self, step: js.TrainStep) -> js.TrainState:
-        """Types of the state, each with its place: as `step.init` places it."""
+        """Return the shapes of the state, placed as `step.init` places it."""
         mesh = self.mesh
 
         def stacked(x: Any, spec: P) -> Any:
@@ -130,17 +130,17 @@ class Sharded:
         return jax.ShapeDtypeStruct(shape, jnp.uint8, sharding=lies)
 
     def argument_bytes(self) -> int:
-        """What a chip holds before a step: parameters, states of all transforms, the batch."""
+        """Return the bytes of a step's arguments on a chip: parameters, all states, the batch."""
 
-        def own(x: Any) -> int:
+        def local_bytes(x: Any) -> int:
             item = 8 if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x.dtype.itemsize
             return math.prod(x.sharding.shard_shape(x.shape)) * item
 
         types = self.state(self.step()), self.batch()
-        return sum(map(own, jax.tree.leaves(types)))
+        return sum(map(local_bytes, jax.tree.leaves(types)))
 
     def of_blocks(self, num_layers: int) -> Self:
-        """The same with another number of blocks."""
+        """Return the same case with another number of blocks."""
         return replace(self, config=replace(self.config, num_layers=num_layers))
 
 
@@ -161,7 +161,7 @@ class Facts:
     temporary_bytes: int
 
     def with_blocks(self, other: "Facts", num_blocks: int) -> "Facts":
-        """What follows for `num_blocks` from this one of 2 and another one of 4 blocks."""
+        """Return facts for `num_blocks`, extrapolated from these of 2 and `other` of 4 blocks."""
 
         def line(two: int, four: int) -> int:
             return round(two + (num_blocks - 2) * (four - two) / 2)
@@ -179,7 +179,7 @@ class Facts:
 
 @functools.cache
 def facts(case: Sharded, kind: str) -> Facts:
-    """Compiles the program of a kind of step, once."""
+    """Compile the program of a kind of step, once; return what it does on each chip."""
     step = case.step()
     lowered = step.traced_by_phase(case.state(step), case.batch())[kind].lower()
     compiled = lowered.compile()

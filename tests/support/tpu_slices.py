@@ -1,4 +1,4 @@
-"""Compile for TPU slices on a CPU (libtpu compiles, nothing runs)."""
+"""Compilation for TPU slices on a CPU: libtpu compiles, nothing runs."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
@@ -14,22 +14,22 @@ import jaxslowmo as js
 
 
 def tpu_mesh(topology: str, axes: Mapping[str, int], *, num_slices: int = 1) -> Mesh:
-    """A mesh over the chips of a TPU slice such as "v5e:2x4", or of several, slice by slice."""
+    """Return a mesh of the chips of one TPU slice ("v5e:2x4") or several, slice by slice."""
     options = {} if num_slices == 1 else {"num_slices": num_slices}
-    found = topologies.get_topology_desc(platform="tpu", topology_name=topology, **options)
-    devices = sorted(found.devices, key=lambda d: getattr(d, "slice_index", 0) or 0)
+    description = topologies.get_topology_desc(platform="tpu", topology_name=topology, **options)
+    devices = sorted(description.devices, key=lambda d: getattr(d, "slice_index", 0) or 0)
     return Mesh(np.array(devices).reshape(tuple(axes.values())), tuple(axes))
 
 
 def slices_mesh(topology: str, axes: Mapping[str, int], *, num_slices: int = 1) -> Mesh:
-    """The same by `js.make_mesh`, which orders the chips as users get them."""
+    """Return such a mesh from `js.make_mesh`, which orders the chips as users get them."""
     options = {} if num_slices == 1 else {"num_slices": num_slices}
-    found = topologies.get_topology_desc(platform="tpu", topology_name=topology, **options)
-    return js.make_mesh(axes, devices=found.devices)
+    description = topologies.get_topology_desc(platform="tpu", topology_name=topology, **options)
+    return js.make_mesh(axes, devices=description.devices)
 
 
-def on(tree: Any, mesh: Mesh, spec: P) -> Any:
-    """Shapes of `tree`, placed on `mesh`."""
+def shapes_on(tree: Any, mesh: Mesh, spec: P) -> Any:
+    """Return the shapes of `tree`, placed on `mesh`."""
     return jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec)), tree
     )
@@ -38,7 +38,7 @@ def on(tree: Any, mesh: Mesh, spec: P) -> Any:
 def report_of_sync(
     sync: js.ParameterTransform, params: Any, mesh: Mesh, phase: tuple[str, ...] | None
 ) -> js.CommReport:
-    """`comm_report` of one update of `sync` alone, compiled for `mesh`.
+    """Return the `comm_report` of one update of `sync` alone, compiled for `mesh`.
 
     Args:
       sync: the transform.
@@ -56,12 +56,12 @@ def report_of_sync(
         return jax.shard_map(per_device, mesh=mesh, in_specs=replicas, out_specs=replicas)
 
     count = np.prod([size for name, size in mesh.shape.items() if name != "device"])
-    stacked = on(
+    stacked = shapes_on(
         jax.tree.map(lambda s: jax.ShapeDtypeStruct((count, *s.shape), s.dtype), params),
         mesh,
         replicas,
     )
-    state = on(jax.eval_shape(lifted(sync.init), stacked), mesh, replicas)
+    state = shapes_on(jax.eval_shape(lifted(sync.init), stacked), mesh, replicas)
     update = jax.jit(lifted(lambda u, s, p: sync.update(u, s, p, phase=phase)))
     return js.comm_report(update, stacked, state, stacked)
 
@@ -76,7 +76,7 @@ def lowered_step(
     gradients: optax.GradientTransformation | None = None,
     mode: Literal["host", "traced"] = "host",
 ) -> dict[str, jax.stages.Lowered]:
-    """The programs of a training step with SGD, by phase; the key is "all" for a traced step.
+    """Return the programs of a step with SGD by phase; the key is "all" for a traced step.
 
     A host-scheduled step without `sync` has the one phase "every".
 
@@ -87,7 +87,7 @@ def lowered_step(
       batch: shapes of the batch of all devices.
       mesh: a TPU mesh with an axis "replica".
       gradients: the gradient transform, or None.
-      mode: of `js.make_train_step`.
+      mode: `mode` of `js.make_train_step`.
     """
 
     def step_on(where: Any) -> js.TrainStep:
@@ -97,13 +97,13 @@ def lowered_step(
 
     # The state's shapes do not depend on where it lies, and no array can be placed on this mesh.
     state = jax.eval_shape(step_on(js.virtual_mesh(dict(mesh.shape))).init, params)
-    state = on(state, mesh, P("replica"))
+    state = shapes_on(state, mesh, P("replica"))
     programs = step_on(mesh).traced_by_phase(state, batch)
     return {name or "all": traced.lower() for name, traced in programs.items()}
 
 
 class _Compiled:
-    """A lowered program whose compiled form is there already, for `js.comm_report_of`."""
+    """A lowered program that was compiled before, for `js.comm_report_of`."""
 
     def __init__(self, lowered: jax.stages.Lowered, compiled: jax.stages.Compiled) -> None:
         self.compiler_ir = lowered.compiler_ir
@@ -116,7 +116,7 @@ class _Compiled:
 def compiled_rows(
     kind: str, lowered: jax.stages.Lowered, compiled: jax.stages.Compiled, mesh: Mesh
 ) -> tuple[js.CommRow, ...]:
-    """The collectives of a program of `kind` that is compiled; the axes of all are known."""
+    """Return the collectives of a compiled program of `kind`, all of which have known axes."""
     program: Any = _Compiled(lowered, compiled)
     rows = js.comm_report_of({kind: program}, mesh=mesh).select(level="compiled")
     assert all("?" not in row.axis for row in rows), rows

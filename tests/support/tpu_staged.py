@@ -24,7 +24,7 @@ MICROBATCHES = 4  # per stage
 class Staged(Sharded):
     """A model on a mesh of replicas that are cut into stages, and perhaps sharded over "fsdp".
 
-    Stages are as `jaxslowmo train` makes them: as even as can be, by their parameters.
+    Stages are those of `jaxslowmo train`: as evenly as possible by their parameters.
 
     Attributes:
       schedule_name: kind of the schedule, of four microbatches per stage, each of which has `rows`
@@ -61,14 +61,14 @@ class Staged(Sharded):
 
     @property
     def params(self) -> Any:
-        """Types of one copy, stacked by stages."""
+        """The shapes and dtypes of one copy of the parameters, stacked by stages."""
         return self.pipe.layout.types
 
     def loss_fn(self) -> Callable[..., Any]:
         return self.pipe.loss_fn
 
     def batch(self) -> jax.ShapeDtypeStruct:
-        """Whole on each device of a replica: a byte per symbol."""
+        """Return the shape of a batch, whole on each device of a replica: a byte per symbol."""
         sizes = dict(self.axes)
         windows = self.replicas * self.pipe.schedule.num_microbatches * sizes.get("fsdp", 1)
         lies = NamedSharding(self.mesh, P("replica"))

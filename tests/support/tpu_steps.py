@@ -56,12 +56,12 @@ class Place:
 
     @property
     def chips(self) -> int:
-        """Chips of one replica."""
+        """The number of chips of one replica."""
         return dict(self.axes).get("device", 1)
 
     @property
-    def local(self) -> dict[str, Any]:
-        """Options of transforms that run over "replica"."""
+    def transform_options(self) -> dict[str, Any]:
+        """The options of transforms that run over "replica"."""
         return {"local_axis_name": "device"} if self.chips > 1 else {}
 
     @functools.cached_property
@@ -97,8 +97,8 @@ CASES = [
 
 
 def _transforms(algorithm: str, place: Place) -> dict[str, Any]:
-    """The `sync` or `gradients` of a step."""
-    local = place.local
+    """Return the `sync` or `gradients` of a step."""
+    local_options = place.transform_options
     if algorithm.startswith("all_reduce"):
         axes = tuple(name for name, _ in place.axes)
         order = js.ready_order(loss, PARAMS, jax.ShapeDtypeStruct((8, WIDTHS[0]), jnp.float32))
@@ -110,13 +110,13 @@ def _transforms(algorithm: str, place: Place) -> dict[str, Any]:
                 order=order,
             )
         }
-    options = {**local, "shard_state": "unsharded" not in algorithm}
-    average = js.local_sgd("replica", **local)
-    overlapped = js.sgp("replica", overlap=1, **local)
+    options = {**local_options, "shard_state": "unsharded" not in algorithm}
+    average = js.local_sgd("replica", **local_options)
+    overlapped = js.sgp("replica", overlap=1, **local_options)
     return {
         "sync": {
             "local_sgd": lambda: average,
-            "sgp overlap=0": lambda: js.sgp("replica", overlap=0, **local),
+            "sgp overlap=0": lambda: js.sgp("replica", overlap=0, **local_options),
             "sgp overlap=1": lambda: overlapped,
             "slowmo(local_sgd)": lambda: js.slowmo("replica", base=average, **options),
             "slowmo(sgp overlap=1)": lambda: js.slowmo("replica", base=overlapped, **options),
@@ -127,23 +127,23 @@ def _transforms(algorithm: str, place: Place) -> dict[str, Any]:
 
 @functools.cache
 def lowered(algorithm: str, place: Place) -> Mapping[str, jax.stages.Lowered]:
-    """The programs of a host-scheduled step, by kind of step."""
+    """Return the programs of a host-scheduled step, by kind of step."""
     batch = jax.ShapeDtypeStruct((ROWS_PER_CHIP * place.mesh.size, WIDTHS[0]), jnp.float32)
     transforms = {"sync": None, **_transforms(algorithm, place)}
     return lowered_step(loss, params=PARAMS, batch=batch, mesh=place.mesh, **transforms)
 
 
 def kinds(algorithm: str, place: Place) -> list[str]:
-    """Kinds of step that are compiled; `test_what_is_left_out` says why these suffice.
+    """Return the kinds of step that are compiled; `test_what_is_left_out` says why these suffice.
 
     One round of gossip stands for all, and the averages of `local_sgd` for those of slowmo's base.
     Of unsharded state only the memory is of interest: the local step, which carries it, will do.
     """
-    found = list(lowered(algorithm, place))
+    all_kinds = list(lowered(algorithm, place))
     if "unsharded" in algorithm:
         return ["local"]
     left_out = {"average"} if algorithm.startswith("slowmo") else set()
-    return [k for k in found if k not in left_out and (k == "round 0" or k[:5] != "round")]
+    return [k for k in all_kinds if k not in left_out and (k == "round 0" or k[:5] != "round")]
 
 
 @dataclass(frozen=True)
@@ -164,22 +164,22 @@ class Facts:
     argument_bytes: int
     temporary_bytes: int
 
-    def sent(self, axis: str) -> int:
-        """Bytes that a chip sends over an axis, where each collective runs as a ring."""
+    def bytes_sent(self, axis: str) -> int:
+        """Return the bytes that a chip sends over an axis, where each collective runs as a ring."""
         return sum(row.wire_bytes for row in self.rows if axis in row.axis.split(","))
 
     def counts(self, axis: str) -> dict[str, int]:
-        """Collectives that run over an axis."""
-        found: dict[str, int] = {}
+        """Return the number of collectives of each kind that run over an axis."""
+        counts_by_kind: dict[str, int] = {}
         for row in self.rows:
             if axis in row.axis.split(","):
-                found[row.collective] = found.get(row.collective, 0) + row.count
-        return found
+                counts_by_kind[row.collective] = counts_by_kind.get(row.collective, 0) + row.count
+        return counts_by_kind
 
 
 @functools.cache
 def facts(algorithm: str, place: Place, kind: str) -> Facts:
-    """Compiles one program, once."""
+    """Compile one program, once; return what it does on each chip."""
     program = lowered(algorithm, place)[kind]
     options: Any = APART if algorithm.endswith(", option") else None
     compiled = program.compile(compiler_options=options)

@@ -1,8 +1,8 @@
-"""The table in `docs/tpu.md` of what each algorithm compiles to; `benchmarks/tpu_proofs.py`."""
+"""The table that `benchmarks/tpu_proofs.py` writes to `docs/tpu.md`: compiled programs."""
 
 from collections.abc import Iterator
 
-from support.tpu_bytes import sent
+from support.tpu_bytes import bytes_sent
 from support.tpu_steps import CASES, NUM_PARAMETERS, PLACES, Facts, Place, facts, kinds
 
 COLUMNS = (
@@ -24,12 +24,12 @@ END = "<!-- end of table -->"
 
 
 def formula_kind(kind: str) -> str:
-    """The kind's name in `tpu_bytes`: rounds of gossip are alike."""
+    """Return the name of the kind in `tpu_bytes`, where all rounds of gossip are one kind."""
     return "round" if kind.startswith("round") else kind
 
 
 def table() -> Iterator[str]:
-    """The lines of the table, header first; compiles what was not compiled yet."""
+    """Yield the lines of the table, header first; compile what was not compiled yet."""
     yield HEADER
     yield "|" + "---|" * len(COLUMNS)
     for place in PLACES:
@@ -37,7 +37,7 @@ def table() -> Iterator[str]:
 
 
 def rows(place: Place) -> Iterator[str]:
-    """The lines of one place."""
+    """Yield the lines of one place."""
     for algorithm in [algorithm for algorithm, where in CASES if where == place]:
         for kind in kinds(algorithm, place):
             yield _line(_cells(algorithm, place, kind))
@@ -48,26 +48,26 @@ def _line(cells: tuple[str, ...]) -> str:
 
 
 def _cells(algorithm: str, place: Place, kind: str) -> tuple[str, ...]:
-    found = facts(algorithm, place, kind)
-    ideal = sent(
+    program_facts = facts(algorithm, place, kind)
+    ideal = bytes_sent(
         formula_kind(kind), NUM_PARAMETERS, place.replicas, place.chips, with_padding=False
     )
     several = place.num_slices > 1
-    inside = (found.sent("device"), ideal.device) if several else None
-    across = (found.sent("replica"), ideal.replica)
+    inside = (program_facts.bytes_sent("device"), ideal.device) if several else None
+    across = (program_facts.bytes_sent("replica"), ideal.replica)
     if not several:
         inside, across = across, None
-    schedule = found.schedule
+    schedule = program_facts.schedule
     return (
         place.name,
         algorithm,
         kind,
-        _collectives(found),
+        _collectives(program_facts),
         *_numbers(inside),
         *_numbers(across),
         f"{schedule.num_under_way} of {len(schedule.products)}",
-        f"{found.argument_bytes:,}",
-        f"{found.temporary_bytes:,}",
+        f"{program_facts.argument_bytes:,}",
+        f"{program_facts.temporary_bytes:,}",
     )
 
 
@@ -75,10 +75,10 @@ def _numbers(pair: tuple[int, int] | None) -> tuple[str, str]:
     return ("", "") if pair is None else (f"{pair[0]:,}", f"{pair[1]:,}")
 
 
-def _collectives(found: Facts) -> str:
+def _collectives(program_facts: Facts) -> str:
     listed = []
     for axis in ("replica", "device"):
-        counts = found.counts(axis)
+        counts = program_facts.counts(axis)
         counts.pop("recv", None)  # every send has one
         if counts:
             listed.append(f"{axis}: " + ", ".join(f"{n} {name}" for name, n in counts.items()))

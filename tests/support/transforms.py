@@ -1,4 +1,4 @@
-"""Every public transform, and a tree for it to work on."""
+"""Every public transform, and parameters to run it on."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -91,6 +91,7 @@ DTYPES = {"half": jnp.bfloat16, "short": jnp.float16}
 
 
 def stacked(replicas: int = 4, scale: float = 1.0) -> dict:
+    """Return parameters with a leading axis of replicas and leaves of all kinds."""
     rng = np.random.default_rng(0)
     return {
         "layer": {

@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxslowmo as js
-from embedding.shared import mixed, update_of
+from embedding.shared import embeddings_of_all_kinds, update_of
 from support.tpu_slices import tpu_mesh
 
 pytestmark = pytest.mark.tpu_aot
@@ -20,7 +20,7 @@ ALL_TO_ALL = re.compile(r"= (\w+)\[([\d,]+)\]\S* all-to-all(?:-start)?\(")
 
 def test_all_tables_travel_in_one_all_to_all_each_time_and_nothing_besides():
     mesh = tpu_mesh("v5e:2x2", {"shard": 4})
-    emb = mixed().over(mesh)
+    emb = embeddings_of_all_kinds().over(mesh)
 
     def placed(x, spec):
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))

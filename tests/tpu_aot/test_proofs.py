@@ -15,7 +15,7 @@ import pytest
 
 import jaxslowmo as js
 from support import tpu_table
-from support.tpu_bytes import PADDED_TO, saved_by_sharding, sent
+from support.tpu_bytes import PADDED_TO, bytes_sent, saved_by_sharding
 from support.tpu_steps import (
     CASES,
     FOUR_SLICES,
@@ -75,8 +75,13 @@ def test_bytes_are_as_computed(algorithm, place):
         found = facts(algorithm, place, kind)
         if kind == "every" and place is FOUR_SLICES:
             continue  # its parts are the compiler's: the next test
-        expected = sent(tpu_table.formula_kind(kind), NUM_PARAMETERS, place.replicas, place.chips)
-        assert (found.sent("replica"), found.sent("device")) == (expected.replica, expected.device)
+        expected = bytes_sent(
+            tpu_table.formula_kind(kind), NUM_PARAMETERS, place.replicas, place.chips
+        )
+        assert (found.bytes_sent("replica"), found.bytes_sent("device")) == (
+            expected.replica,
+            expected.device,
+        )
         assert all(row.axis in ("replica", "device") for row in found.rows)
         assert all(row.dtypes == ("float32",) for row in found.rows)
 
@@ -89,10 +94,12 @@ def test_bytes_of_an_all_reduce_over_both_levels(algorithm):
     Inside, the compiler scatters by an all-reduce and a slice: 1.5 times the bytes that are needed.
     """
     found = facts(algorithm, FOUR_SLICES, "every")
-    ideal = sent("every", NUM_PARAMETERS, 4, 16, with_padding=False)
+    ideal = bytes_sent("every", NUM_PARAMETERS, 4, 16, with_padding=False)
     assert found.counts("replica") == {"send": NUM_BUCKETS, "recv": NUM_BUCKETS}
-    assert 0 <= found.sent("replica") - ideal.replica <= 2 * 3 / 4 * NUM_BUCKETS * 4 * PADDED_TO
-    assert found.sent("device") == pytest.approx(1.5 * ideal.device, rel=0.03)
+    assert (
+        0 <= found.bytes_sent("replica") - ideal.replica <= 2 * 3 / 4 * NUM_BUCKETS * 4 * PADDED_TO
+    )
+    assert found.bytes_sent("device") == pytest.approx(1.5 * ideal.device, rel=0.03)
 
 
 @each_case

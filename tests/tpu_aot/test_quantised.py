@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jaxslowmo as js
-from support.tpu_slices import on, tpu_mesh
+from support.tpu_slices import shapes_on, tpu_mesh
 
 pytestmark = pytest.mark.tpu_aot
 
@@ -32,7 +32,7 @@ def test_bytes_stay_bytes():
     mesh = tpu_mesh("v5e:2x4", {"replica": REPLICAS})
     spec = P("replica")
     step = jax.jit(jax.shard_map(per_device, mesh=mesh, in_specs=spec, out_specs=spec))
-    lowered = step.lower(on(jax.ShapeDtypeStruct((REPLICAS, SIZE), jnp.float32), mesh, spec))
+    lowered = step.lower(shapes_on(jax.ShapeDtypeStruct((REPLICAS, SIZE), jnp.float32), mesh, spec))
     report = js.comm_report_of(lowered, mesh=mesh, compile=False)
     assert all(row.dtypes == ("uint8",) for row in report.rows)
     plain = 2 * 4 * SIZE * (REPLICAS - 1) // REPLICAS  # an all-reduce of float32

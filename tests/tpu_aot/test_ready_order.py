@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 import jaxslowmo as js
 from jaxslowmo.tree import leaf_names
 from support.tpu_schedule import read_schedule
-from support.tpu_slices import on, tpu_mesh
+from support.tpu_slices import shapes_on, tpu_mesh
 
 pytestmark = pytest.mark.tpu_aot
 
@@ -53,7 +53,7 @@ def compiled(mesh, order, batch):
     count = mesh.shape["replica"]
     stacked = jax.tree.map(lambda s: jax.ShapeDtypeStruct((count, *s.shape), s.dtype), PARAMS)
     x = jax.ShapeDtypeStruct((count * batch, WIDTH), jnp.float32)
-    lowered = jax.jit(lifted).lower(on(stacked, mesh, specs), on(x, mesh, specs))
+    lowered = jax.jit(lifted).lower(shapes_on(stacked, mesh, specs), shapes_on(x, mesh, specs))
     assert lowered.as_text().count("stablehlo.all_reduce") == 2
     text = lowered.compile().as_text()
     assert text is not None

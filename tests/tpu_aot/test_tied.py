@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec as P
 import jaxslowmo as js
 from jaxslowmo.gradients.tied import sum_over_holders
 from support.exhaustive import sweep
-from support.tpu_slices import on, tpu_mesh
+from support.tpu_slices import shapes_on, tpu_mesh
 
 pytestmark = pytest.mark.tpu_aot
 
@@ -51,7 +51,7 @@ def test_what_is_sent(name):
     # Where the compiler has "tensor", leaves are in parts over it.
     inside = () if "tensor" in manual else (None, "tensor")
     shapes = [jax.ShapeDtypeStruct((1, 4, n // 512, 512), jnp.float32) for n in (TABLE, SCALE)]
-    lowered = jax.jit(fn).lower(*on(shapes, mesh, P(*specs, *inside)))
+    lowered = jax.jit(fn).lower(*shapes_on(shapes, mesh, P(*specs, *inside)))
     rows = js.comm_report_of(lowered, mesh=mesh).select(level="compiled")
     assert [(r.collective, r.count, r.bytes) for r in rows] == [wanted]
     assert {r.axis for r in rows} == {"stage"}

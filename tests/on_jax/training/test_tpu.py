@@ -7,7 +7,7 @@ import optax
 from jax.sharding import PartitionSpec as P
 
 import jaxslowmo as js
-from support.tpu_slices import compiled_rows, on, tpu_mesh
+from support.tpu_slices import compiled_rows, shapes_on, tpu_mesh
 from torch_compat import on_jax
 
 
@@ -21,7 +21,9 @@ def test_local_steps_are_silent_and_averages_send_the_model():
         return js.make_train_step(loss_fn, optax.sgd(0.1), sync=sync, mesh=where, mode="host")
 
     start = step_on(js.virtual_mesh({"replica": 4})).init
-    state = on(jax.eval_shape(lambda: start(params, model_state=model_state)), mesh, P("replica"))
+    state = shapes_on(
+        jax.eval_shape(lambda: start(params, model_state=model_state)), mesh, P("replica")
+    )
     batch = {
         "x": jax.ShapeDtypeStruct((16, 3, 5, 5), jnp.float32),
         "y": jax.ShapeDtypeStruct((16,), jnp.int32),

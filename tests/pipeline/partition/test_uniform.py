@@ -5,7 +5,7 @@ import json
 import pytest
 
 import jaxslowmo as js
-from support.bad_input import warned
+from support.bad_input import warning_messages
 from support.golden_peers import FOLDER
 
 CASES = json.loads((FOLDER / "pipeline_partition.json").read_text())["cases"]
@@ -31,13 +31,13 @@ def test_equal_to_colossalai(case):
             split(case)
         return
     found = []
-    messages = warned(lambda: found.append(split(case)))
+    messages = warning_messages(lambda: found.append(split(case)))
     assert found == [[[tuple(block) for block in blocks] for blocks in case["parts"]]]
     assert len(messages) == case["warnings"]
 
 
 def test_a_warning_says_which_stages_hold_nothing():
-    first, second = warned(lambda: js.partition_uniform(6, 5, 2))
+    first, second = warning_messages(lambda: js.partition_uniform(6, 5, 2))
     assert first == "partition_uniform: 2 of 5 stages hold no layer in chunk 0, which has 3."
     assert "chunk 1" in second
 

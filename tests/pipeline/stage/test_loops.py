@@ -8,7 +8,7 @@ import pytest
 from jax import lax
 
 from jaxslowmo.pipeline.stage import split_stage
-from support.split_stages import close, compiled
+from support.split_stages import assert_close, compiled_stage
 
 KEYS = jax.random.split(jax.random.key(1), 4)
 LAYERS, WIDTH, BATCH = 3, 8, 2
@@ -61,8 +61,8 @@ MORE = [(stacked, True), (checkpointed, True), (shared, False), (nested, False),
 )
 def test_gradients_are_those_of_the_whole_backward_pass(fn: Any, remat: bool) -> None:
     weights = SHARED if fn is shared else STACKED
-    run = compiled(fn, weights, X, None, remat=remat)
-    close(run.gradients, run.expected)
+    run = compiled_stage(fn, weights, X, None, remat=remat)
+    assert_close(run.gradients, run.expected)
     if fn is not nested:
         # What is left for W are activations, and no gradients that B had to compute on its way.
         own = {w.shape for w in jax.tree.leaves(weights)}
@@ -87,8 +87,8 @@ def test_each_part_does_its_own_products() -> None:
 
 @pytest.mark.parametrize("remat", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
 def test_casts_of_weights_inside_a_loop_are_not_stashed(remat: bool) -> None:
-    run = compiled(stacked, STACKED, X.astype(jnp.bfloat16), None, remat=remat)
-    close(run.gradients, run.expected, 0.02)
+    run = compiled_stage(stacked, STACKED, X.astype(jnp.bfloat16), None, remat=remat)
+    assert_close(run.gradients, run.expected, 0.02)
     shapes = [t.shape for t in (*run.program.stash, *run.program.kept)]
     assert (LAYERS, WIDTH, 2 * WIDTH) not in shapes
     assert (LAYERS, 2 * WIDTH, WIDTH) not in shapes

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxslowmo as js
 from jaxslowmo.pipeline.stage import split_stage
-from support.split_stages import Compiled, close, compiled
+from support.split_stages import Compiled, assert_close, compiled_stage
 
 WIDTH, HEADS, LENGTH, BATCH = 128, 2, 16, 2
 KEYS = jax.random.split(jax.random.key(0), 8)
@@ -58,11 +58,11 @@ MICROBATCH = {"segments": jnp.arange(LENGTH)[None] // 8 + jnp.zeros((BATCH, 1), 
 @pytest.fixture(scope="module")
 def one_block() -> Compiled:
     """A transformer block in float32."""
-    return compiled(block, WEIGHTS, normal(5, BATCH, LENGTH, WIDTH), MICROBATCH)
+    return compiled_stage(block, WEIGHTS, normal(5, BATCH, LENGTH, WIDTH), MICROBATCH)
 
 
 def test_gradients_are_those_of_the_whole_backward_pass(one_block: Compiled) -> None:
-    close(one_block.gradients, one_block.expected)
+    assert_close(one_block.gradients, one_block.expected)
 
 
 def test_no_work_is_done_twice(one_block: Compiled) -> None:
@@ -88,16 +88,16 @@ def test_a_layout_of_a_smaller_array_is_not_stashed() -> None:
         return jnp.broadcast_to(mean, x.shape) * x * w
 
     x = normal(0, 4, 8)
-    run = compiled(scale, jnp.ones(8), x, None)
-    close(run.gradients, run.expected)
+    run = compiled_stage(scale, jnp.ones(8), x, None)
+    assert_close(run.gradients, run.expected)
     assert sorted(t.shape for t in run.program.stash) == [(4, 1), (4, 8), (4, 8)]
 
 
 def test_remat_stashes_the_input_alone() -> None:
     x = normal(5, BATCH, LENGTH, WIDTH).astype(jnp.bfloat16)
-    run = compiled(block, WEIGHTS, x, MICROBATCH, remat=True)
+    run = compiled_stage(block, WEIGHTS, x, MICROBATCH, remat=True)
     assert [(t.shape, t.dtype) for t in run.program.stash] == [(x.shape, x.dtype)]
-    close(run.gradients, run.expected, 0.02)
+    assert_close(run.gradients, run.expected, 0.02)
     flops = run.flops
     assert flops["B"] + flops["W"] <= 1.002 * flops["BW"]  # casts of the few weights, in both parts
     assert flops["W"] < 0.4 * flops["BW"]
@@ -112,8 +112,8 @@ SMALL = {"k": normal(0, 4, 4), "b": normal(1, 4)}
 
 def test_checkpointed_calls_are_opened() -> None:
     fn = jax.checkpoint(lambda w, x: dense(w, jnp.sin(x), None))
-    run = compiled(lambda w, x, _: fn(w, fn(w, x)), SMALL, normal(2, 3, 4), None)
-    close(run.gradients, run.expected)
+    run = compiled_stage(lambda w, x, _: fn(w, fn(w, x)), SMALL, normal(2, 3, 4), None)
+    assert_close(run.gradients, run.expected)
     assert [t.shape for t in run.program.stash] == [(3, 4)] * 2
     assert all(t.shape == (3, 4) for t in run.program.kept)  # activations, no gradient of weights
 
@@ -122,8 +122,8 @@ def test_a_conditional_belongs_to_one_part() -> None:
     def either(w: Any, x: jax.Array, _: None) -> jax.Array:
         return lax.cond(x[0, 0] > 0, lambda: dense(w, x, None), lambda: x)
 
-    run = compiled(either, SMALL, normal(2, 3, 4), None)
-    close(run.gradients, run.expected)
+    run = compiled_stage(either, SMALL, normal(2, 3, 4), None)
+    assert_close(run.gradients, run.expected)
 
 
 class Activation(NamedTuple):
@@ -152,7 +152,7 @@ def test_leaves_without_cotangents_pass_along() -> None:
     expected = jax.grad(
         lambda w, h: masked(w, x._replace(value={"h": h}), {"bias": 1.0}).value["h"].sum(), (0, 1)
     )(SMALL, x.value["h"])
-    close(({n: dw[n] for n in SMALL}, dx.value["h"]), expected)
+    assert_close(({n: dw[n] for n in SMALL}, dx.value["h"]), expected)
     # No cotangent at all: zeros.
     dx, dw = program.backward(
         weights, {"bias": jnp.ones(4)}, stash, Activation({"h": None}, None, None)
@@ -174,11 +174,11 @@ def test_a_first_stage_of_tokens_is_all_weights(as_x: bool) -> None:
     y, stash = program.forward(weights, x, microbatch)
     dx, kept = program.backward_input(weights, microbatch, stash, jnp.cos(y))
     assert dx is None
-    close(list(kept), [jnp.cos(y)])
+    assert_close(list(kept), [jnp.cos(y)])
     # The tokens themselves only where they are x, and the rows that were looked up.
     assert len(program.stash) == 1 + as_x
     expected = jax.grad(lambda w: jnp.sin(embed(w, None, tokens)).sum())(weights)
-    close(program.backward_weight(weights, microbatch, stash, kept), expected)
+    assert_close(program.backward_weight(weights, microbatch, stash, kept), expected)
 
 
 def test_cotangents_of_a_loss_seed_only_the_loss() -> None:
@@ -190,10 +190,10 @@ def test_cotangents_of_a_loss_seed_only_the_loss() -> None:
     program = split_stage(loss, SMALL, x, labels, loss=True)
     (value, metrics), stash = program.forward(SMALL, x, labels)
     expected, gradients = jax.value_and_grad(lambda w, v: loss(w, v, labels)[0], (1, 0))(SMALL, x)
-    close(value, expected)
+    assert_close(value, expected)
     assert int(metrics["count"]) == 3
-    close(program.backward(SMALL, labels, stash, 1.0), gradients)
-    close(program.backward(SMALL, labels, stash, (jnp.float32(1.0), metrics)), gradients)
+    assert_close(program.backward(SMALL, labels, stash, 1.0), gradients)
+    assert_close(program.backward(SMALL, labels, stash, (jnp.float32(1.0), metrics)), gradients)
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
@@ -238,7 +238,7 @@ def test_one_program_switches_between_the_parts(check_vma: bool) -> None:
         for stage in range(2):
             own = jax.tree.map(lambda a, s=stage: a[s], weights)
             whole = jax.grad(lambda w, x: 2 * masked(w, x, {"bias": 1.0}).value["h"].sum())
-            close(jax.tree.map(lambda g, i=(replica, stage): g[i], found), whole(own, local))
+            assert_close(jax.tree.map(lambda g, i=(replica, stage): g[i], found), whole(own, local))
 
 
 def vary(tree: Any, axis: str) -> Any:
