@@ -1,4 +1,4 @@
-"""`jaxslowmo train`, with its job, session and recorder: what it writes, shows and returns."""
+"""Tests of `jaxslowmo train`, its job, session and recorder: what it writes, shows and returns."""
 
 import json
 import os
@@ -27,11 +27,11 @@ PERIODS = {
 }  # fmt: skip
 
 
-def read_lines(path):
+def json_lines(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_help_and_version(call):
+def test_help_shows_the_usage_and_version_the_number(call):
     for argv in (["--help"], ["train", "--help"], ["compare", "--help"]):
         outcome = call(*argv)
         assert outcome.code == 0
@@ -42,7 +42,7 @@ def test_help_and_version(call):
     assert version.out.startswith("jaxslowmo 0.")
 
 
-# Those that hold the others: slowmo over sgp, diloco.
+# The code of slowmo and sgp also runs in slowmo_sgp and diloco.
 @pytest.mark.parametrize("algorithm", ["all_reduce", "local_sgd", "slowmo_sgp", "diloco"])
 def test_a_run_leaves_metrics_config_and_summary(call, text, tmp_path, algorithm):
     out = tmp_path / "out"
@@ -54,7 +54,7 @@ def test_a_run_leaves_metrics_config_and_summary(call, text, tmp_path, algorithm
     assert "validation loss of the consensus" in outcome.out
     assert outcome.out.rstrip().endswith(f"Results in {out}")
 
-    records = read_lines(out / "metrics.jsonl")
+    records = json_lines(out / "metrics.jsonl")
     assert [record["step"] for record in records] == [0, 1, 2, 4, 6, 8, 9]
     evaluated = [record["step"] for record in records if "validation_loss" in record]
     assert evaluated == [0, 4, 8, 9]
@@ -116,15 +116,15 @@ def test_gossip_is_evaluated_and_exported_with_what_is_in_flight(call, text, tmp
     total = sum(w.sum() for w, _ in terms)
     model = jax.tree.leaves(load_consensus(out / "model"))
     by_leaf = zip(*(jax.tree.leaves(x) for _, x in terms), strict=True)
-    for found, exported, parts in zip(evaluated[-1], model, by_leaf, strict=True):
+    for evaluated_leaf, exported, parts in zip(evaluated[-1], model, by_leaf, strict=True):
         exact = sum(np.tensordot(w, x, 1) for (w, _), x in zip(terms, parts, strict=True)) / total
-        np.testing.assert_allclose(found, exact, rtol=1e-5, atol=1e-7)
-        assert np.array_equal(exported, found)
+        np.testing.assert_allclose(evaluated_leaf, exact, rtol=1e-5, atol=1e-7)
+        assert np.array_equal(exported, evaluated_leaf)
     plain = jax.tree.map(lambda x: x.mean(0), jax.tree.leaves(terms[0][1]))
     assert max(np.abs(a - b).max() for a, b in zip(plain, model, strict=True)) > 1e-3
 
 
-def test_statistics(call, text, tmp_path):
+def test_statistics_measure_every_kind_of_step(call, text, tmp_path):
     outcome = call(
         *DEMO, "--data", text, "--out", tmp_path / "out", "--steps", 12, "--sync-every", 6,
         "--algorithm", "local_sgd", "--statistics", "--statistics-rate", 11,
@@ -132,13 +132,13 @@ def test_statistics(call, text, tmp_path):
     assert (outcome.code, outcome.err) == (0, "")
     assert "12 steps, measured: 1-12; 4 cpu devices" in outcome.out
     assert "backward compute" in outcome.out
-    found = json.loads((tmp_path / "out" / "statistics.json").read_text())
-    assert {name: kind["measured"] for name, kind in found["kinds"].items()} == {
+    record = json.loads((tmp_path / "out" / "statistics.json").read_text())
+    assert {name: kind["measured"] for name, kind in record["kinds"].items()} == {
         "local": 10,
         "average": 2,
     }
-    assert found["average"]["backward_compute_time"] > 0
-    assert set(found["average"]["communication"]) == {"average"}
+    assert record["average"]["backward_compute_time"] > 0
+    assert set(record["average"]["communication"]) == {"average"}
 
 
 def test_virtual_replicas_learn_the_same_and_say_what_they_would_send(call, text, tmp_path):
@@ -158,7 +158,7 @@ def test_virtual_replicas_learn_the_same_and_say_what_they_would_send(call, text
     assert virtual["validation_loss"] == pytest.approx(devices["validation_loss"], abs=1e-4)
 
 
-def test_two_levels_accumulation_and_host_mode(call, text, tmp_path):
+def test_two_levels_accumulate_in_host_mode(call, text, tmp_path):
     outcome = call(
         *DEMO, "--data", text, "--out", tmp_path / "out", "--steps", 5,
         "--replicas", 2, "--devices-per-replica", 2, "--batch", 4, "--accumulate", 2,
@@ -181,7 +181,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(call, text, tmp_path):
     summary = json.loads((out / "summary.json").read_text())
     assert summary["status"] == "diverged"
     assert summary["steps"] < 50
-    assert read_lines(out / "metrics.jsonl")[-1]["loss"] is None
+    assert json_lines(out / "metrics.jsonl")[-1]["loss"] is None
 
 
 @pytest.mark.usefixtures("quick_processes")
@@ -218,4 +218,4 @@ def test_ctrl_c_ends_cleanly_with_metrics_written(text, tmp_path):
     assert "local_sgd: interrupted" in shown
     summary = json.loads((out / "summary.json").read_text())
     assert summary["status"] == "interrupted"
-    assert summary["steps"] == read_lines(metrics)[-1]["step"] > 0
+    assert summary["steps"] == json_lines(metrics)[-1]["step"] > 0
