@@ -17,7 +17,7 @@ RATE = 0.1
 
 
 class Update(NamedTuple):
-    """What one update of `update_of` gives."""
+    """The results of one update of `update_of`."""
 
     embedded: dict[str, jax.Array]
     tables: dict[str, jax.Array]
@@ -26,7 +26,7 @@ class Update(NamedTuple):
 
 
 def tables_of(shard: str, pooling: str | None, dtype: Any = jnp.float32) -> dict[str, js.Table]:
-    """Two tables of one width, one of them for two features and the other tiny, and a wider one."""
+    """Return three tables: one for two features, a tiny one of its width, and a wider one."""
     options: dict[str, Any] = {"shard": shard, "pooling": pooling, "dtype": dtype}
     return {
         "user": js.Table(100, 8, features=("user", "friend"), **options),
@@ -36,7 +36,7 @@ def tables_of(shard: str, pooling: str | None, dtype: Any = jnp.float32) -> dict
 
 
 def batch_of(seed: int) -> dict[str, Any]:
-    """Bags with weights, one id each, bags with nothing in them, ids of a small type."""
+    """Return bags with weights, single ids, empty bags, and ids of small types, by feature."""
     random = np.random.RandomState(seed)
     item = random.randint(-1, 3, (BATCH, 4))
     item[::3] = -1
@@ -52,7 +52,7 @@ def batch_of(seed: int) -> dict[str, Any]:
 
 
 def embeddings_of_all_kinds(**options: Any) -> js.Embeddings:
-    """Every way to share and to pool in one program."""
+    """Return embeddings with tables of every way to shard and to pool."""
     kinds = [("row", "sum"), ("column", "mean"), ("table", "sum"), ("table", None)]
     tables = {
         f"t{i}": js.Table(40 + 30 * i, 8, shard=shard, pooling=pooling)
@@ -63,13 +63,13 @@ def embeddings_of_all_kinds(**options: Any) -> js.Embeddings:
 
 
 def loss_of(embedded: dict[str, jax.Array]) -> jax.Array:
-    """A sum over the batch, so that it and its gradients are those of one device."""
+    """Return a loss that sums over the batch, so that its gradients are those of one device."""
     parts = sorted(embedded.items())
     return sum(jnp.sum(x.astype(jnp.float32) ** 2) * (i + 1) for i, (_, x) in enumerate(parts))
 
 
 def per_device(emb: js.Embeddings, tables: Any, state: Any, bags: Any) -> Update:
-    """One update under the axis."""
+    """Run one update on a device, within the axis."""
     requests = emb.exchange_ids(bags)
 
     def loss(vectors):
@@ -83,7 +83,7 @@ def per_device(emb: js.Embeddings, tables: Any, state: Any, bags: Any) -> Update
 
 
 def update_of(emb: js.Embeddings, mesh: Any, *, check_vma: bool = True):
-    """`update(tables, state, bags) -> Update` on a mesh, or on so many devices."""
+    """Return `update(tables, state, bags) -> Update` on a mesh or on a number of devices."""
     run = functools.partial(per_device, emb)
     if emb.axis_name is None:
         return jax.jit(run)
