@@ -1,4 +1,4 @@
-"""The consensus of replicas that do not count alike, or of which a part is in flight."""
+"""Tests of the consensus of replicas with unequal weights, or with values in flight."""
 
 import functools
 
@@ -33,7 +33,7 @@ BATCHES = {
 
 
 def linear(params, batch):
-    """Its gradient is the batch, whatever the parameters, so their mean is known at any time."""
+    """Return a loss whose gradient is the batch, so that the mean of the replicas is known."""
     return sum(jnp.vdot(params[name].astype(jnp.float32), batch[name][0]) for name in params)
 
 
@@ -41,8 +41,8 @@ EXACT = START["w"] - RATE * BATCHES["w"].astype(np.float64).mean(1).sum(0)
 
 
 @functools.cache
-def trained(name):
-    """On virtual replicas, as NumPy arrays: the parameters and their shares."""
+def params_and_shares(name):
+    """Train on virtual replicas; return the parameters and their shares as NumPy arrays."""
     step = js.make_train_step(
         linear, optax.sgd(RATE), sync=SYNCS[name], mesh=js.virtual_mesh({"replica": REPLICAS})
     )
@@ -53,7 +53,7 @@ def trained(name):
     return jax.tree.map(np.asarray, (state.params, shares))
 
 
-def wide(x):
+def as_float64(x):
     return np.asarray(x).astype(np.float64)
 
 
@@ -68,17 +68,20 @@ def mesh(request, mesh_of):
 
 
 @pytest.mark.parametrize("name", SYNCS)
-def test_of_gossip_is_the_mean_of_all_there_is(name, mesh):
-    params, shares = trained(name)
+def test_gossip_has_the_weighted_mean_of_replicas_and_values_in_flight(name, mesh):
+    params, shares = params_and_shares(name)
     one = js.consensus(params, mesh=mesh, shares=shares)
     np.testing.assert_allclose(one["w"], EXACT, rtol=1e-5)
     assert np.abs(params["w"].mean(0) - EXACT).max() > 0.01  # the plain mean is another model
     # A run that is resumed on another number of replicas starts from the same.
-    at, alone = StatePlacement(REPLICAS, {"replica": REPLICAS}), StatePlacement(1, {"replica": 1})
-    again = host_consensus(params, shares, at, alone)
+    four_replicas, one_replica = (
+        StatePlacement(REPLICAS, {"replica": REPLICAS}),
+        StatePlacement(1, {"replica": 1}),
+    )
+    again = host_consensus(params, shares, four_replicas, one_replica)
     np.testing.assert_allclose(one["w"], again["w"][0], rtol=1e-6)
     assert one["h"].dtype == again["h"].dtype == jnp.bfloat16
-    np.testing.assert_allclose(wide(one["h"]), wide(again["h"][0]), rtol=2.0**-8)
+    np.testing.assert_allclose(as_float64(one["h"]), as_float64(again["h"][0]), rtol=2.0**-8)
     if not isinstance(mesh, js.VirtualMesh):
         for leaf in one.values():
             copies = [np.asarray(s.data) for s in leaf.addressable_shards]
@@ -86,7 +89,7 @@ def test_of_gossip_is_the_mean_of_all_there_is(name, mesh):
             assert all(np.array_equal(c, copies[0]) for c in copies)
 
 
-def test_of_replicas_that_count_alike_is_the_plain_mean_to_the_bit(mesh):
+def test_equal_weights_give_the_plain_mean_to_the_bit(mesh):
     rng = np.random.default_rng(1)
     params = {
         "h": rng.normal(size=(REPLICAS, 50)).astype(jnp.bfloat16),
@@ -100,20 +103,23 @@ def test_of_replicas_that_count_alike_is_the_plain_mean_to_the_bit(mesh):
             assert np.array_equal(np.asarray(one[key]), np.asarray(x))
 
 
-def test_any_shares(mesh):
-    """One number for all, own parameters twice, and leaves that are not averaged."""
+def test_shares_may_be_of_scalars_and_of_other_parameters(mesh):
+    """Weights per replica and one for all, other parameters, and an integer leaf."""
     rng = np.random.default_rng(2)
-    own = {"n": np.arange(4, dtype=np.int32) + 3, "w": rng.normal(size=(4, 5)).astype(np.float32)}
+    params = {
+        "n": np.arange(4, dtype=np.int32) + 3,
+        "w": rng.normal(size=(4, 5)).astype(np.float32),
+    }
     late = {"n": np.zeros(4, np.int32), "w": rng.normal(size=(4, 5)).astype(np.float32)}
     weights = np.array([0, 1, 2, 5], np.float32)
-    one = js.consensus(own, mesh=mesh, shares=[(weights, None), (0.5, late), (2, None)])
-    mass = (weights + 2) @ own["w"].astype(np.float64) + 0.5 * late["w"].sum(0)
+    one = js.consensus(params, mesh=mesh, shares=[(weights, None), (0.5, late), (2, None)])
+    mass = (weights + 2) @ params["w"].astype(np.float64) + 0.5 * late["w"].sum(0)
     np.testing.assert_allclose(one["w"], mass / (8 + 4 * 2.5), rtol=1e-5)
     assert int(one["n"]) == 3
 
 
 def test_large_weights_and_small_leaves_keep_their_digits(strict_promotion):
-    """A total of 257 is no bfloat16."""
+    """The total weight, 257, is not representable in bfloat16."""
     params = {"h": np.array([[1], [2]], jnp.bfloat16), "w": np.array([[1], [2]], np.float32)}
     shares = [(np.array([256, 1], np.float32), None)]
     one = js.consensus(params, mesh=js.virtual_mesh({"replica": 2}), shares=shares)
@@ -121,7 +127,7 @@ def test_large_weights_and_small_leaves_keep_their_digits(strict_promotion):
     assert float(one["h"][0]) == 1.0
 
 
-def test_leaves_that_are_sharded_inside_a_replica(mesh_of):
+def test_leaves_that_are_sharded_inside_a_replica_stay_sharded(mesh_of):
     mesh = mesh_of({"replica": 2, "fsdp": 4})
     x = np.arange(16, dtype=np.float32).reshape(2, 8)
     placed = {"w": jax.device_put(x, NamedSharding(mesh, P("replica", "fsdp")))}
@@ -131,9 +137,9 @@ def test_leaves_that_are_sharded_inside_a_replica(mesh_of):
     assert np.array_equal(one["w"], weights @ x / 4)
 
 
-def test_what_is_sent(mesh_of):
+def test_it_sends_one_all_reduce_per_leaf_and_one_for_the_weights(mesh_of):
     mesh = mesh_of({"replica": REPLICAS})
-    params, shares = trained("overlap")
+    params, shares = params_and_shares("overlap")
     weights, values = zip(*shares, strict=True)
     lowered = _consensus_fn(mesh, "replica", frozenset()).lower(weights, (params, *values[1:]))
     report = js.comm_report_of(lowered, compile=False)
@@ -169,10 +175,10 @@ def test_one_replica_whose_leaves_are_sharded_inside_is_its_own_consensus(weight
     specs = {"w": P("replica", "device"), "n": P("replica")}
     params = jax.tree.map(lambda x, s: jax.device_put(x, NamedSharding(mesh, s)), params, specs)
     shares = [(np.array([3.0], np.float32), None)] if weighted else None
-    found = js.consensus(params, mesh=mesh, shares=shares)
-    np.testing.assert_array_equal(found["w"], params["w"][0])
-    np.testing.assert_array_equal(found["n"], params["n"][0])
-    assert found["w"].sharding.spec == P("device")
+    one = js.consensus(params, mesh=mesh, shares=shares)
+    np.testing.assert_array_equal(one["w"], params["w"][0])
+    np.testing.assert_array_equal(one["n"], params["n"][0])
+    assert one["w"].sharding.spec == P("device")
 
 
 STEPS_OF = {  # a step whose replicas count differently, and where its exchange stands
@@ -187,7 +193,7 @@ STEPS_OF = {  # a step whose replicas count differently, and where its exchange 
 
 @pytest.mark.parametrize("place", STEPS_OF)
 @pytest.mark.parametrize("name", ["star", "star, overlap", "slowmo over star"])
-def test_a_step_knows_how_its_replicas_count(name, place):
+def test_a_step_weighs_its_replicas(name, place):
     step = STEPS_OF[place](name, mesh=js.virtual_mesh({"replica": REPLICAS}))
     state = step.init(START)
     for t in range(STEPS):
@@ -202,7 +208,7 @@ def test_a_step_knows_how_its_replicas_count(name, place):
         step.consensus(state.params)
 
 
-def test_a_step_whose_replicas_count_alike_gives_the_plain_mean():
+def test_a_step_with_equal_weights_gives_the_plain_mean():
     mesh = js.virtual_mesh({"replica": REPLICAS})
     step = js.make_train_step(linear, optax.sgd(RATE), sync=js.local_sgd("replica"), mesh=mesh)
     state = step.init(START)
@@ -215,7 +221,7 @@ def test_a_step_whose_replicas_count_alike_gives_the_plain_mean():
     assert step.shares(state) == [(1.0, None)]
 
 
-def grouped(first, second):
+def step_and_state_of_groups(first, second):
     groups = optax.partition({"a": first, "b": second}, {"h": "a", "w": "b"})
     mesh = js.virtual_mesh({"replica": REPLICAS})
     step = js.make_train_step(linear, optax.chain(optax.sgd(RATE), groups), mesh=mesh)
@@ -224,10 +230,10 @@ def grouped(first, second):
 
 
 @pytest.mark.parametrize("overlap", [0, 2])
-def test_weights_that_hold_for_some_leaves_are_no_weights_of_all(overlap):
+def test_weights_of_only_some_leaves_are_refused(overlap):
     uneven = js.sgp("replica", graph=STAR, overlap=overlap)
     for second in (js.local_sgd("replica"), uneven):
-        step, state = grouped(uneven, second)
+        step, state = step_and_state_of_groups(uneven, second)
         with pytest.raises(ValueError, match=r"holds js\.sgp for some of its leaves, or several"):
             step.consensus(state)
         with pytest.raises(ValueError, match=r"holds js\.sgp for some of its leaves, or several"):
@@ -235,7 +241,7 @@ def test_weights_that_hold_for_some_leaves_are_no_weights_of_all(overlap):
 
 
 def test_regular_gossip_of_several_groups_has_the_plain_mean():
-    step, state = grouped(js.sgp("replica"), js.sgp("replica"))
+    step, state = step_and_state_of_groups(js.sgp("replica"), js.sgp("replica"))
     jax.tree.map(
         np.testing.assert_array_equal,
         step.consensus(state),
