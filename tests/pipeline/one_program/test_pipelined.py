@@ -1,4 +1,4 @@
-"""What a pipeline of one program is told: batches, keys, types, schedules without backward."""
+"""Tests of a pipeline in one program: batches, keys, types, schedules without backward passes."""
 
 import math
 import re
@@ -24,13 +24,13 @@ def pipeline(mesh_of, schedule=SCHEDULE, num_blocks=2, sizes=None, **options):
     return pipe, pipe.layout.stack(params), model, params
 
 
-def own_pipeline(mesh_of, layers, loss, params, **options):
+def pipeline_of_layers(mesh_of, layers, loss, params, **options):
     mesh = mesh_of({"stage": 2})
     pipe = js.pipelined(js.LayeredModel(layers, loss), params, SCHEDULE, mesh=mesh, **options)
     return pipe, pipe.layout.stack(params)
 
 
-def mean(output, batch):
+def mean_of_output(output, batch):
     return jnp.mean(output)
 
 
@@ -54,23 +54,25 @@ def test_activations_may_be_trees_of_any_types(mesh_of):
         x = (batch["x"] @ params["w"]).astype(jnp.bfloat16)
         return {"x": x, "count": jnp.arange(len(x)), "mask": (batch["x"][:, 0] > 0,)}
 
-    def second(params, own):
-        x = jnp.where(own["mask"][0][:, None], own["x"].astype(jnp.float32) @ params["w"], 0)
-        return x * own["count"][:, None]
+    def second(params, activations):
+        x = jnp.where(
+            activations["mask"][0][:, None], activations["x"].astype(jnp.float32) @ params["w"], 0
+        )
+        return x * activations["count"][:, None]
 
     params = [{"w": jnp.eye(3)}, {"w": 2 * jnp.eye(3)}]
-    model = js.LayeredModel([first, second], mean)
-    pipe, stacked = own_pipeline(mesh_of, [first, second], mean, params)
+    model = js.LayeredModel([first, second], mean_of_output)
+    pipe, stacked = pipeline_of_layers(mesh_of, [first, second], mean_of_output, params)
     batch = {"x": np.random.default_rng(0).normal(size=(8, 3)).astype(np.float32)}
     loss, grads = jax.jit(jax.value_and_grad(pipe.loss_fn))(stacked, batch)
 
-    def alone(params):
+    def loss_without_stages(params):
         split = [{"x": batch["x"][2 * m : 2 * m + 2]} for m in range(4)]
         return sum(model(params, part) for part in split) / 4
 
-    expected, known = jax.value_and_grad(alone)(params)
+    expected, expected_grads = jax.value_and_grad(loss_without_stages)(params)
     assert_close(loss, expected)
-    assert_close(pipe.layout.unstack(grads), known, 1e-2)
+    assert_close(pipe.layout.unstack(grads), expected_grads, 1e-2)
 
 
 def test_parameters_keep_their_dtypes_and_integers_get_no_gradient(mesh_of):
@@ -79,14 +81,16 @@ def test_parameters_keep_their_dtypes_and_integers_get_no_gradient(mesh_of):
 
     leaf = {"scale": jnp.full(3, 2.0, jnp.bfloat16), "offset": jnp.arange(3)}
     params = [leaf, jax.tree.map(lambda x: x + 1, leaf)]
-    pipe, stacked = own_pipeline(mesh_of, [scaled, scaled], mean, params)
+    pipe, stacked = pipeline_of_layers(mesh_of, [scaled, scaled], mean_of_output, params)
     batch = {"x": np.ones((8, 3), jnp.bfloat16)}
     grads = jax.jit(jax.grad(pipe.loss_fn, allow_int=True))(stacked, batch)
-    known = jax.grad(js.LayeredModel([scaled, scaled], mean), allow_int=True)(params, batch)
+    expected_grads = jax.grad(js.LayeredModel([scaled, scaled], mean_of_output), allow_int=True)(
+        params, batch
+    )
     assert grads["bfloat16"].dtype == jnp.bfloat16
     assert grads["int32"].dtype == jax.dtypes.float0
-    for own, expected in zip(np.asarray(grads["bfloat16"]), known, strict=True):
-        assert_close(own.astype(np.float32), expected["scale"].astype(np.float32), 1e-2)
+    for actual, expected in zip(np.asarray(grads["bfloat16"]), expected_grads, strict=True):
+        assert_close(actual.astype(np.float32), expected["scale"].astype(np.float32), 1e-2)
 
 
 def test_layers_draw_the_same_keys_forward_and_backward_and_others_per_microbatch(mesh_of):
@@ -95,33 +99,33 @@ def test_layers_draw_the_same_keys_forward_and_backward_and_others_per_microbatc
         return x @ params["w"] * jax.random.bernoulli(key, 0.5, x.shape)
 
     params = [{"w": jnp.eye(3) + i} for i in range(4)]
-    pipe, stacked = own_pipeline(mesh_of, [dropped] * 4, mean, params)
+    pipe, stacked = pipeline_of_layers(mesh_of, [dropped] * 4, mean_of_output, params)
     batch, key = {"x": np.ones((8, 3), np.float32)}, jax.random.key(5)
     loss, grads = jax.jit(jax.value_and_grad(pipe.loss_fn))(stacked, batch, rng=key)
-    model = js.LayeredModel([dropped] * 4, mean)
+    model = js.LayeredModel([dropped] * 4, mean_of_output)
 
-    def alone(params):
+    def loss_without_stages(params):
         parts = [{"x": batch["x"][2 * m : 2 * m + 2]} for m in range(4)]
         keys = [jax.random.fold_in(key, m) for m in range(4)]
         return sum(model(params, x, rng=k) for x, k in zip(parts, keys, strict=True)) / 4
 
-    expected, known = jax.value_and_grad(alone)(params)
+    expected, expected_grads = jax.value_and_grad(loss_without_stages)(params)
     assert_close(loss, expected)
-    assert_close(pipe.layout.unstack(grads), known)
+    assert_close(pipe.layout.unstack(grads), expected_grads)
     assert_close(jax.jit(pipe.loss_fn)(stacked, batch, rng=key), expected)
 
 
-def test_layers_may_hold_loops_that_begin_with_what_they_are_given(mesh_of):
+def test_layers_may_hold_loops_that_start_from_their_arguments(mesh_of):
     def recurrent(params, x):
         x = x["x"] if isinstance(x, dict) else x
         return jax.lax.scan(lambda h, v: ((h + v) * params["w"], h), jnp.zeros_like(x[0]), x)[1]
 
     params = [{"w": jnp.full(3, 0.5)}] * 2
-    pipe, stacked = own_pipeline(mesh_of, [recurrent] * 2, mean, params)
+    pipe, stacked = pipeline_of_layers(mesh_of, [recurrent] * 2, mean_of_output, params)
     batch = {"x": np.ones((8, 3), np.float32)}
     loss = jax.jit(pipe.loss_fn)(stacked, batch)
     alike = {"x": batch["x"][:2]}  # as every microbatch
-    assert_close(loss, js.LayeredModel([recurrent] * 2, mean)(params, alike))
+    assert_close(loss, js.LayeredModel([recurrent] * 2, mean_of_output)(params, alike))
 
 
 def test_layers_may_sort(mesh_of):
@@ -133,12 +137,12 @@ def test_layers_may_sort(mesh_of):
         return jnp.sort(x @ params["w"]) * jnp.take_along_axis(x, jnp.argsort(x), 1)
 
     params = [{"w": jnp.diag(jnp.array([1.0, -2.0, 3.0]))}, {"w": jnp.ones((3, 3)) + jnp.eye(3)}]
-    model = js.LayeredModel([first, second], mean)
-    pipe, stacked = own_pipeline(mesh_of, [first, second], mean, params)
+    model = js.LayeredModel([first, second], mean_of_output)
+    pipe, stacked = pipeline_of_layers(mesh_of, [first, second], mean_of_output, params)
     batch = np.random.default_rng(0).normal(size=(8, 3)).astype(np.float32)
-    found = jax.jit(jax.value_and_grad(pipe.loss_fn))(stacked, batch)
+    loss_and_grads = jax.jit(jax.value_and_grad(pipe.loss_fn))(stacked, batch)
     loss, grads = jax.value_and_grad(model)(params, batch)
-    assert_close((found[0], pipe.layout.unstack(found[1])), (loss, grads))
+    assert_close((loss_and_grads[0], pipe.layout.unstack(loss_and_grads[1])), (loss, grads))
 
 
 def test_small_gradients_of_float16_survive_with_a_scale(mesh_of):
@@ -149,22 +153,24 @@ def test_small_gradients_of_float16_survive_with_a_scale(mesh_of):
     params = [{"w": np.full(64, 0.01, np.float16)}, {"w": np.full(64, 0.01, np.float16)}]
     batch = {"x": np.full((64, 64), 0.01, np.float16)}
 
-    def found(**options):
-        pipe, stacked = own_pipeline(mesh_of, [scaled] * 2, mean, params, **options)
+    def gradients(**options):
+        pipe, stacked = pipeline_of_layers(mesh_of, [scaled] * 2, mean_of_output, params, **options)
         cotangent = lambda s: 1024 * pipe.loss_fn(s, batch).astype(jnp.float32)  # noqa: E731
         return np.asarray(jax.jit(jax.grad(cotangent))(stacked)["float16"], np.float32)
 
     exact = 1024 * 0.01 * 0.01 / 64
-    assert np.abs(found() - exact).max() > 0.1 * exact
-    np.testing.assert_allclose(found(gradient_scale=2.0**10), exact, rtol=0.02)
+    assert np.abs(gradients() - exact).max() > 0.1 * exact
+    np.testing.assert_allclose(gradients(gradient_scale=2.0**10), exact, rtol=0.02)
 
 
 def test_the_cotangent_of_metrics_is_ignored(mesh_of):
     pipe, stacked, *_ = pipeline(mesh_of)
     batch = tokens(8)
-    own = jax.jit(jax.grad(lambda s: 3 * pipe.loss_fn(s, batch)[0]))(stacked)
-    both = jax.jit(jax.grad(lambda s: sum(map(jnp.sum, jax.tree.leaves(pipe.loss_fn(s, batch))))))
-    assert_close(own, jax.tree.map(lambda g: 3 * g, both(stacked)))
+    of_loss = jax.jit(jax.grad(lambda s: 3 * pipe.loss_fn(s, batch)[0]))(stacked)
+    of_loss_and_metrics = jax.jit(
+        jax.grad(lambda s: sum(map(jnp.sum, jax.tree.leaves(pipe.loss_fn(s, batch)))))
+    )
+    assert_close(of_loss, jax.tree.map(lambda g: 3 * g, of_loss_and_metrics(stacked)))
 
 
 def test_gradients_are_those_of_parameters_once_or_twice_never_of_the_batch(mesh_of):
@@ -176,15 +182,15 @@ def test_gradients_are_those_of_parameters_once_or_twice_never_of_the_batch(mesh
 
     layers, params = [scaled] * 2, [1.5, 0.5]  # numbers of Python, too
     batch = np.arange(8, dtype=np.float32)
-    pipe, stacked = own_pipeline(mesh_of, layers, mean, params)
+    pipe, stacked = pipeline_of_layers(mesh_of, layers, mean_of_output, params)
     twice = jax.jit(jax.grad(steepness(pipe.loss_fn)))(stacked, batch)["float32"]
-    model = js.LayeredModel(layers, mean)
-    alone = lambda of, batch: model(list(of["float32"][:, 0]), batch)  # noqa: E731
-    assert_close(twice, jax.grad(steepness(alone))(stacked, batch)["float32"])
+    model = js.LayeredModel(layers, mean_of_output)
+    loss_without_stages = lambda of, batch: model(list(of["float32"][:, 0]), batch)  # noqa: E731
+    assert_close(twice, jax.grad(steepness(loss_without_stages))(stacked, batch)["float32"])
     with pytest.raises(ValueError, match="`batch` must not depend on what is differentiated"):
         jax.jit(jax.grad(pipe.loss_fn, argnums=1))(stacked, batch)
 
-    tied = js.LayeredModel(layers, mean, tied=[((0, "(root)"), (1, "(root)"))])
+    tied = js.LayeredModel(layers, mean_of_output, tied=[((0, "(root)"), (1, "(root)"))])
     pipe = js.pipelined(tied, params, SCHEDULE, mesh=mesh_of({"stage": 2}))
     with pytest.raises(ValueError, match="must not be differentiated twice where"):
         jax.grad(steepness(pipe.loss_fn))(pipe.layout.stack(params), batch)
@@ -192,7 +198,7 @@ def test_gradients_are_those_of_parameters_once_or_twice_never_of_the_batch(mesh
 
 def test_layers_may_all_be_without_parameters(mesh_of):
     layers = [lambda params, x: x + 1.0, lambda params, x: x * 2.0]
-    pipe, stacked = own_pipeline(mesh_of, layers, mean, [{}, None])
+    pipe, stacked = pipeline_of_layers(mesh_of, layers, mean_of_output, [{}, None])
     loss, grads = jax.jit(jax.value_and_grad(pipe.loss_fn))(stacked, np.ones(8, np.float32))
     assert (loss, dict(grads.items())) == (4.0, {})
 
@@ -211,8 +217,8 @@ def test_a_program_does_not_grow_with_the_number_of_microbatches(mesh_of):
 def test_microbatches_may_wait_in_host_memory(mesh_of, memory_kind):
     pipe, stacked, model, params = pipeline(mesh_of, batch_memory="host")
     batch = tokens(8)
-    there = NamedSharding(mesh_of({"stage": 2}), P(), memory_kind=memory_kind)
-    placed = jax.device_put(batch, there)
+    sharding = NamedSharding(mesh_of({"stage": 2}), P(), memory_kind=memory_kind)
+    placed = jax.device_put(batch, sharding)
     program = jax.jit(pipe.loss_fn).trace(stacked, placed)
     # Microbatches are read from the host's memory alone; what is compiled for CPU, whose devices
     # have no other, does not tell.
@@ -222,7 +228,7 @@ def test_microbatches_may_wait_in_host_memory(mesh_of, memory_kind):
     assert_close(program.lower().compile()(stacked, placed), model(params, batch))
 
 
-def test_axes_may_be_explicit(mesh_of):
+def test_explicit_axes_give_the_gradients_of_the_model(mesh_of):
     model, params = language_model(2)
     specs = [P(None, "fsdp"), P(), P(), P(None, "fsdp")]
     mesh = mesh_of({"stage": 2, "fsdp": 2}, explicit=True)
@@ -250,12 +256,12 @@ BLOCKED = {"parts": [[(0, 4)], [(4, 4)]]}
         ({"param_specs": [P("tensor"), P(), P(), P()]}, "`param_specs` names axis 'tensor'"),
     ],
 )  # fmt: skip
-def test_arguments_that_are_refused(mesh_of, options, message):
+def test_bad_arguments_are_refused(mesh_of, options, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         pipeline(mesh_of, **options)
 
 
-def test_parameters_that_are_refused(mesh_of):
+def test_parameters_that_do_not_fit_the_layers_are_refused(mesh_of):
     *_, model, params = pipeline(mesh_of)
     keyed = [{**params[0], "key": jax.random.key(0)}, *params[1:]]
     with pytest.raises(ValueError, match="must hold numbers, got '0/key' of type key<fry>"):
@@ -278,7 +284,7 @@ def test_specs_of_tied_leaves_must_agree(mesh_of):
         pipeline(mesh_of, sizes={"stage": 2, "fsdp": 2}, param_specs=specs)
 
 
-def test_a_schedule_must_be_one(mesh_of):
+def test_models_schedules_and_meshes_of_other_types_are_refused(mesh_of):
     model, params = language_model(2)
     with pytest.raises(ValueError, match=r"`model` must be a js\.LayeredModel"):
         js.pipelined(model.layers, params, SCHEDULE, mesh=mesh_of({"stage": 2}))
@@ -299,7 +305,7 @@ def test_a_schedule_must_be_one(mesh_of):
         (tokens(0), "must divide the batch of a replica, got 0"),
     ],
 )
-def test_batches_that_are_refused(mesh_of, batch, message):
+def test_batches_that_cannot_be_split_are_refused(mesh_of, batch, message):
     sizes = {"stage": 2, "fsdp": 2}
     pipe, stacked, *_ = pipeline(mesh_of, sizes=sizes, data_axes=("fsdp",))
     with pytest.raises(ValueError, match=re.escape(message)):
@@ -327,7 +333,7 @@ def test_parameters_that_were_not_stacked_are_refused(mesh_of):
         jax.jit(mapped)(stacked)
 
 
-def test_what_is_sent_is_what_the_table_says(mesh_of):
+def test_each_collective_sends_the_bytes_of_the_table(mesh_of):
     specs = [P(None, "fsdp"), {"up": P("fsdp"), "bias": P(), "down": P(None, "fsdp")}]
     pipe, stacked, *_ = pipeline(
         mesh_of,
@@ -366,8 +372,8 @@ def test_explicit_meshes_take_the_models_own_tree(axes, stacks, executor):
     batch = np.arange(12, dtype=np.float32).reshape(4, 3) / 12
     schedule = js.schedules.one_f_one_b(2, 2)
     pipe = js.pipelined(model, params, schedule, mesh=mesh, executor=executor)
-    given, run = pipe.layout.stack(params) if stacks else params, jax.value_and_grad(pipe)
-    value, grads = (jax.jit(run) if executor == "one_program" else run)(given, batch)
+    arguments, run = pipe.layout.stack(params) if stacks else params, jax.value_and_grad(pipe)
+    value, grads = (jax.jit(run) if executor == "one_program" else run)(arguments, batch)
     expected = jax.value_and_grad(model)(params, batch)
-    got = (value, pipe.layout.unstack(grads) if stacks else grads)
-    assert_close(got, expected)
+    actual = (value, pipe.layout.unstack(grads) if stacks else grads)
+    assert_close(actual, expected)
