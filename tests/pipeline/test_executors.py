@@ -1,4 +1,4 @@
-"""Both executors of a pipeline behave alike, and as the model does without stages."""
+"""Tests that both executors of a pipeline behave alike, and as the model without stages."""
 
 from typing import Any
 
@@ -21,13 +21,13 @@ def is_matrix(tree: Any) -> Any:
     return jax.tree.map(lambda x: x.ndim > 1, tree)
 
 
-def dropped(params: Any, x: jax.Array, *, key: Any = None) -> jax.Array:
+def dropout_layer(params: Any, x: jax.Array, *, key: Any = None) -> jax.Array:
     return x if key is None else x * jax.random.bernoulli(key, 0.5, x.shape) * 2
 
 
-def with_dropout() -> tuple[js.LayeredModel, list[Any]]:
+def model_with_dropout() -> tuple[js.LayeredModel, list[Any]]:
     model, params = language_model(2)
-    layers = [model.layers[0], dropped, *model.layers[1:3], dropped, model.layers[3]]
+    layers = [model.layers[0], dropout_layer, *model.layers[1:3], dropout_layer, model.layers[3]]
     tied = [((0, "table"), (5, "table"))]
     return js.LayeredModel(layers, model.loss, tied=tied), [
         params[0],
@@ -48,7 +48,7 @@ def executor(request: pytest.FixtureRequest) -> str:
 
 
 class TestBothExecutors:
-    """Every behaviour of a step with stages, on each executor."""
+    """Tests of a step with stages, on each executor."""
 
     model, params = language_model(2)
 
@@ -75,7 +75,9 @@ class TestBothExecutors:
         mesh = js.virtual_mesh({"replica": REPLICAS})
         return js.make_train_step(model or self.model, optimizer, mesh=mesh, **options)
 
-    def trained(self, step: Any, params: Any = None, weights: Any = None, steps: int = 6) -> Any:
+    def state_and_metrics(
+        self, step: Any, params: Any = None, weights: Any = None, steps: int = 6
+    ) -> Any:
         state, losses = step.init(params or self.params), []
         for t in range(steps):
             weight = None if weights is None else weights[t]
@@ -83,62 +85,71 @@ class TestBothExecutors:
             losses.append(jax.tree.map(np.asarray, metrics))
         return state, losses
 
-    def check(self, executor: str, optimizer: Any, whole: Any = None, **options: Any) -> None:
-        """Six steps equal six without stages."""
+    def assert_equal_without_stages(
+        self, executor: str, optimizer: Any, whole: Any = None, **options: Any
+    ) -> None:
+        """Raise unless six steps with stages equal six without."""
         weights = options.pop("weights", None)
         step = self.step(self.pipe(executor), optimizer, **options)
-        known = self.whole_step(whole or optimizer, **options)
-        state, metrics = self.trained(step, weights=weights)
-        expected, expected_metrics = self.trained(known, weights=weights)
+        whole_step = self.whole_step(whole or optimizer, **options)
+        state, metrics = self.state_and_metrics(step, weights=weights)
+        expected, expected_metrics = self.state_and_metrics(whole_step, weights=weights)
         assert_close(metrics, expected_metrics)
-        assert_close(step.consensus(state), known.consensus(expected))
+        assert_close(step.consensus(state), whole_step.consensus(expected))
 
     def test_clipping_counts_tied_leaves_once(self, executor: str) -> None:
         once = [None, None, None, {"table": np.zeros(self.params[0]["table"].shape)}]
-        self.check(
+        self.assert_equal_without_stages(
             executor,
             js.chain(js.clip_by_global_norm(0.1), optax.sgd(0.1, momentum=0.9)),
             js.chain(js.clip_by_global_norm(0.1, counted=once), optax.sgd(0.1, momentum=0.9)),
         )
 
     def test_masks_see_the_leaves_of_the_model(self, executor: str) -> None:
-        self.check(executor, optax.adamw(0.02, weight_decay=0.3, mask=is_matrix))
+        self.assert_equal_without_stages(
+            executor, optax.adamw(0.02, weight_decay=0.3, mask=is_matrix)
+        )
 
-    def test_host_mode_and_late_validation(self, executor: str) -> None:
+    def test_host_mode_with_late_validation_trains_as_without_stages(self, executor: str) -> None:
         clipped = js.chain(js.clip_by_global_norm(10.0), optax.adam(0.02))
-        self.check(executor, clipped, mode="host", validate="after")
+        self.assert_equal_without_stages(executor, clipped, mode="host", validate="after")
 
     def test_batches_are_accumulated(self, executor: str) -> None:
-        self.check(executor, optax.adam(0.02), accumulate=2)
+        self.assert_equal_without_stages(executor, optax.adam(0.02), accumulate=2)
 
     def test_an_idle_replica_follows_the_others(self, executor: str) -> None:
         weights = [np.array([1.0, t % 2], np.float32) for t in range(6)]
         gradients = js.all_reduce_gradients("replica")
-        self.check(executor, optax.adam(0.02), gradients=gradients, weights=weights)
+        self.assert_equal_without_stages(
+            executor, optax.adam(0.02), gradients=gradients, weights=weights
+        )
 
     def test_rates_are_changed_from_outside(self, executor: str) -> None:
         optimizer = optax.inject_hyperparams(optax.sgd)(learning_rate=0.1)
         sync = js.slowmo(
             "replica", sync_every=3, learning_rate="optimizer", base=js.local_sgd("replica")
         )
-        self.check(executor, optimizer, sync=sync)
+        self.assert_equal_without_stages(executor, optimizer, sync=sync)
 
     def test_the_loss_reaches_optimizers_that_want_it(self, executor: str) -> None:
         plateau = optax.contrib.reduce_on_plateau(patience=1, rtol=1.0)
-        self.check(executor, optax.chain(optax.sgd(0.1), plateau))
+        self.assert_equal_without_stages(executor, optax.chain(optax.sgd(0.1), plateau))
 
-    def test_gossip_and_policies(self, executor: str) -> None:
+    def test_gossip_with_a_policy_trains_as_without_stages(self, executor: str) -> None:
         options = {"sync": js.sgp("replica"), "policy": js.Policy("bfloat16", keep=("tokens",))}
         step = self.step(self.pipe(executor), optax.sgd(0.1), **options)
-        known = self.whole_step(optax.sgd(0.1), **options)
-        (state, metrics), (expected, wanted) = self.trained(step), self.trained(known)
+        whole_step = self.whole_step(optax.sgd(0.1), **options)
+        (state, metrics), (expected, wanted) = (
+            self.state_and_metrics(step),
+            self.state_and_metrics(whole_step),
+        )
         assert_close(metrics, wanted, 0.03)
-        assert_close(step.consensus(state), known.consensus(expected), 0.03)
+        assert_close(step.consensus(state), whole_step.consensus(expected), 0.03)
 
     def test_an_overflow_skips_the_update_on_all_stages(self, executor: str) -> None:
         scaled = js.dynamic_loss_scale(optax.adam(0.02), initial=2.0**126, max_scale=2.0**126)
         gradients = js.all_reduce_gradients("replica")
-        self.check(executor, scaled, gradients=gradients)
+        self.assert_equal_without_stages(executor, scaled, gradients=gradients)
 
     def test_a_bad_value_of_one_replica_is_left_out(self, executor: str) -> None:
         step = self.step(
@@ -157,26 +168,26 @@ class TestBothExecutors:
 
     @pytest.mark.parametrize("accumulate", [1, 2])
     def test_layers_draw_the_same_keys(self, executor: str, accumulate: int) -> None:
-        """Dropout is what it is in one program, in training, evaluation and windows."""
-        model, params = with_dropout()
+        """Dropout equals that of one program, in training, evaluation and windows."""
+        model, params = model_with_dropout()
 
         def results(executor: str) -> Any:
             pipe = self.pipe(executor, model, params)
             step = self.step(pipe, optax.adam(0.02), accumulate=accumulate)
-            state, metrics = self.trained(step, params, steps=3)
+            state, metrics = self.state_and_metrics(step, params, steps=3)
             window, first = step.collect(state, tokens(16, seed=7))
             state, second = step(state, tokens(16, seed=8), window=window)
             return metrics, first, second, step.evaluate(state, tokens(16)), step.consensus(state)
 
-        found = results(executor)
-        assert_close(found, results("one_program"))
-        assert found[0][0]["loss"].shape == (REPLICAS,)
+        actual = results(executor)
+        assert_close(actual, results("one_program"))
+        assert actual[0][0]["loss"].shape == (REPLICAS,)
         plain = self.step(self.pipe(executor, model, params), optax.adam(0.02))
         one, other = (plain(plain.init(params, seed=s), tokens(16))[1]["loss"] for s in (0, 1))
         assert not np.allclose(one, other)
 
     def test_keys_are_those_of_the_microbatches(self, executor: str) -> None:
-        model, params = with_dropout()
+        model, params = model_with_dropout()
         pipe = self.pipe(executor, model, params, axes={"stage": STAGES})
         rng, batch = jax.random.key(3), tokens(4)
         value, grads = jax.value_and_grad(pipe, has_aux=True)(params, batch, rng=rng)
@@ -212,13 +223,18 @@ class TestBothExecutors:
         if inside == "fsdp":
             options["param_specs"] = jax.tree.map(spec, self.params)
         pipe = self.pipe(executor, axes={"replica": 2, "stage": 2, "fsdp": 2}, **options)
-        step, known = self.step(pipe, optax.adam(0.02)), self.whole_step(optax.adam(0.02))
-        (state, metrics), (expected, wanted) = self.trained(step), self.trained(known)
+        step, whole_step = self.step(pipe, optax.adam(0.02)), self.whole_step(optax.adam(0.02))
+        (state, metrics), (expected, wanted) = (
+            self.state_and_metrics(step),
+            self.state_and_metrics(whole_step),
+        )
         assert_close(metrics, wanted)
-        assert_close(step.consensus(state), known.consensus(expected))
+        assert_close(step.consensus(state), whole_step.consensus(expected))
 
     @pytest.mark.parametrize("kind", ["gpipe", "interleaved", "zero_bubble", "zbv"])
-    def test_every_kind_of_schedule(self, executor: str, kind: str) -> None:
+    def test_every_kind_of_schedule_gives_the_gradients_of_the_model(
+        self, executor: str, kind: str
+    ) -> None:
         model, params = language_model(4)
         schedule = js.schedules.by_name(kind, 2, 4, 2 if kind in ("interleaved", "zbv") else None)
         pipe = self.pipe(executor, model, params, schedule=schedule, axes={"stage": 2}, remat=True)
@@ -226,7 +242,7 @@ class TestBothExecutors:
         assert_close(jax.value_and_grad(pipe, has_aux=True)(params, tokens(8)), expected)
         assert_close(pipe(params, tokens(8)), expected[0])
 
-    def test_layers_with_state(self, executor: str) -> None:
+    def test_layers_with_state_train_as_without_stages(self, executor: str) -> None:
         def counted(params: Any, x: Any, *, state: Any) -> Any:
             mean = 0.5 * state["mean"] + 0.5 * x.mean(0)
             return x - state["mean"], {"mean": mean, "count": state["count"] + 1}
@@ -253,7 +269,7 @@ class TestBothExecutors:
     def test_a_second_init_leaves_earlier_states_alone(self, executor: str) -> None:
         step = self.step(self.pipe(executor), optax.adam(0.02))
         other = self.step(self.pipe(executor), optax.sgd(0.5))
-        expected, _ = self.trained(step, steps=3)
+        expected, _ = self.state_and_metrics(step, steps=3)
         state = step.init(self.params)
         for t in range(3):
             step.init(self.params)
@@ -270,7 +286,7 @@ class TestBothExecutors:
     def test_checkpoints_resume_with_either_executor(self, executor: str, tmp_path: Any) -> None:
         step = self.step(self.pipe(executor), optax.adam(0.02))
         others = [self.step(self.pipe(e), optax.adam(0.02)) for e in ("one_program", "host")]
-        state, _ = self.trained(step, steps=3)
+        state, _ = self.state_and_metrics(step, steps=3)
         with Checkpoints(tmp_path) as checkpoints:
             checkpoints.save(3, state, wait=True)
             batch, expected = tokens(16, seed=9), None
@@ -281,12 +297,12 @@ class TestBothExecutors:
                 expected = expected or (metrics, other.consensus(after))
                 assert_close((metrics, other.consensus(after)), expected)
             whole = self.whole_step(optax.adam(0.02))
-            moved = checkpoints.restore(whole, self.params)
-            assert_close(whole.consensus(moved.state), step.consensus(state))
+            restored_whole = checkpoints.restore(whole, self.params)
+            assert_close(whole.consensus(restored_whole.state), step.consensus(state))
 
     def test_an_export_is_of_the_models_own_tree(self, executor: str, tmp_path: Any) -> None:
         step = self.step(self.pipe(executor), optax.adam(0.02))
-        state, _ = self.trained(step, steps=1)
+        state, _ = self.state_and_metrics(step, steps=1)
         export_consensus(tmp_path / "model", state.params, mesh=step.mesh)
         exported = load_consensus(tmp_path / "model", like=self.params)
         assert jax.tree.structure(exported) == jax.tree.structure(self.params)
@@ -296,9 +312,9 @@ class TestBothExecutors:
         pipe = self.pipe(executor)
         assert_close(pipe(buffers, tokens(8)), self.model(exported, tokens(8)))
 
-    def test_batches_are_fed_beside_the_steps(self, executor: str) -> None:
+    def test_a_train_pipeline_feeds_the_same_batches(self, executor: str) -> None:
         step = self.step(self.pipe(executor), optax.adam(0.02))
-        expected, _ = self.trained(step, steps=4)
+        expected, _ = self.state_and_metrics(step, steps=4)
         batches = [tokens(16, seed=t) for t in range(4)]
         with js.TrainPipeline(step, step.init(self.params), batches, depth=2) as feed:
             results = list(js.train_loop(feed))
@@ -313,7 +329,7 @@ class TestBothExecutors:
         expected = jax.value_and_grad(self.model, has_aux=True)(self.params, tokens(8))
         assert_close((value, pipe.layout.unstack(grads)), expected)
 
-    def test_nothing_is_left_behind_by_a_step(self, executor: str) -> None:
+    def test_a_step_leaves_no_further_arrays_alive(self, executor: str) -> None:
         step = self.step(self.pipe(executor), optax.adam(0.02))
         state, counts = step.init(self.params), []
         for t in range(40):  # the losses of the last steps are held, so that few are under way
