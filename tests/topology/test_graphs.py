@@ -1,4 +1,4 @@
-"""Each graph worked by hand, and what holds for all of them."""
+"""Tests of each graph, worked by hand, and of properties of all graphs."""
 
 import math
 
@@ -42,13 +42,13 @@ BY_HAND = {
 
 
 @pytest.mark.parametrize(("graph", "row"), BY_HAND.values(), ids=list(BY_HAND))
-def test_graphs_that_look_alike_from_every_node(graph, row):
+def test_vertex_transitive_graphs_have_the_same_distances_from_every_node(graph, row):
     size = graph.num_nodes
     expected = tuple(tuple((node + peer) % size for peer in row) for node in range(size))
     assert graph.phone_book == expected
 
 
-def test_a_grid_of_3_by_4():
+def test_a_grid_connects_each_node_to_its_neighbours():
     #  0  1  2  3
     #  4  5  6  7
     #  8  9 10 11
@@ -71,7 +71,7 @@ def test_a_grid_of_3_by_4():
     assert (graph.is_dynamic, graph.is_regular, len(graph.permutations(0))) == (False, False, 4)
 
 
-def test_a_torus_of_3_by_4():
+def test_a_torus_wraps_around_both_sides():
     graph = topology.torus_2d(12)
     assert graph.phone_book == (
         (1, 3, 4, 8),
@@ -90,7 +90,7 @@ def test_a_torus_of_3_by_4():
     assert (graph.is_dynamic, graph.is_regular, len(graph.permutations(0))) == (False, True, 4)
 
 
-def test_the_rows_of_a_rectangle():
+def test_rows_set_the_shape_of_grids_and_tori():
     assert topology.grid_2d(12, rows=1).phone_book[:2] == ((1,), (2, 0))
     assert topology.grid_2d(12, rows=4).phone_book[4] == (5, 3, 7, 1)
     # Both ways around are the same neighbour on two rows; one row has none above.
@@ -99,7 +99,7 @@ def test_the_rows_of_a_rectangle():
     assert topology.torus_2d(36).phone_book[7] == (8, 6, 13, 1)
 
 
-def test_a_star():
+def test_a_star_connects_the_first_node_to_all_others():
     graph = topology.star(4)
     assert graph.phone_book == ((1, 2, 3), (0,), (0,), (0,))
     assert (graph.is_regular, len(graph.permutations(0)), graph.num_rounds) == (False, 3, 1)
@@ -133,7 +133,7 @@ def test_inner_outer_leaves_a_group_in_every_sweep_once(groups, size):
                 assert (peer // size - node // size) % groups == 2**turn
 
 
-def test_inner_outer_of_one_group_and_of_a_square():
+def test_inner_outer_takes_one_group_and_a_default_size():
     assert topology.inner_outer(4, group_size=4).phone_book[1] == (2, 3)
     by_default = topology.inner_outer(12)  # groups of 3
     assert by_default.phone_book[4] == (5, 3, 7, 5, 3, 10)
@@ -150,14 +150,14 @@ def test_matchings_pair_all_nodes_and_depend_on_the_seed_alone(num_nodes, seed, 
         assert np.all(partner != np.arange(num_nodes))
 
 
-def test_matchings_of_other_seeds_are_others():
+def test_seeds_and_rounds_change_the_matchings():
     assert len({topology.random_matching(16, seed=seed) for seed in range(5)}) == 5
     assert len(topology.random_matching(16, num_rounds=3).phone_book[0]) == 3
     assert topology.random_matching(2, peers_per_step=3).phone_book == ((1, 1, 1), (0, 0, 0))
 
 
 def test_two_matchings_are_drawn_until_they_connect():
-    # A union of two is rarely one circle.
+    # The union of two matchings is rarely one circle.
     assert topology.random_matching(64, num_rounds=2).num_rounds == 2
 
 
@@ -170,7 +170,7 @@ def test_dedupe_keeps_the_first_of_equal_peers(make):
             assert list(short) == [peer for i, peer in enumerate(row) if peer not in row[:i]]
 
 
-def test_deduping_several_peers_at_a_time():
+def test_dedupe_with_several_peers_fills_the_rounds_anew():
     make = topology.npeer_directed_exponential
     both = [make(5, peers_per_step=2, dedupe=dedupe) for dedupe in (False, True)]
     assert [graph.phone_book[0] for graph in both] == [(1, 2, 3, 1), (1, 2, 3)]
@@ -179,7 +179,7 @@ def test_deduping_several_peers_at_a_time():
 
 @pytest.mark.parametrize("name", NAMED)
 @given(st.data())
-def test_named_graphs_say_what_they_are(name, data):
+def test_named_graphs_have_the_properties_of_their_names(name, data):
     graph = data.draw(named_graphs([name]))
     assert graph.name == name
     assert graph.is_bipartite == graph.name.startswith("bipartite")
@@ -192,7 +192,7 @@ def test_named_graphs_say_what_they_are(name, data):
 
 
 @given(st.sampled_from(ALL_AT_ONCE), st.integers(1, 33))
-def test_no_peers_per_step_are_all_of_them(name, num_nodes):
+def test_all_peers_are_the_default_of_some_graphs(name, num_nodes):
     graph = NAMED[name](num_nodes)
     assert graph.out_peers(0) == graph.phone_book
     assert (graph.is_dynamic, graph.num_rounds) == (False, 1)
@@ -218,22 +218,22 @@ def test_npeer_is_refused_exactly_where_a_distance_comes_round(peers):
             assert len(graph.permutations(0)) == peers
 
 
-@pytest.mark.parametrize("bits", range(6))
-def test_hypercube_partners_differ_in_one_bit_and_swap(bits):
-    graph = topology.hypercube(2**bits)
-    assert graph.num_rounds == max(1, bits)
+@pytest.mark.parametrize("dimensions", range(6))
+def test_hypercube_partners_differ_in_one_bit_and_swap(dimensions):
+    graph = topology.hypercube(2**dimensions)
+    assert graph.num_rounds == max(1, dimensions)
     assert graph.is_regular
-    for step in range(bits):
+    for step in range(dimensions):
         out = graph.out_peers(step)
-        assert [peer for (peer,) in out] == [node ^ (1 << step) for node in range(2**bits)]
+        assert [peer for (peer,) in out] == [node ^ (1 << step) for node in range(2**dimensions)]
         assert out == graph.in_peers(step)
-    product = np.eye(2**bits)
-    for step in range(bits):
+    product = np.eye(2**dimensions)
+    for step in range(dimensions):
         product = topology.mixing_matrix(graph, None, step) @ product
-    np.testing.assert_allclose(product, np.full_like(product, 2.0**-bits))
+    np.testing.assert_allclose(product, np.full_like(product, 2.0**-dimensions))
 
 
-def test_hypercube_with_two_peers_per_step():
+def test_a_hypercube_takes_two_peers_per_step_in_turn():
     graph = topology.hypercube(8, peers_per_step=2)
     assert [graph.out_peers(step)[0] for step in range(3)] == [(1, 2), (4, 1), (2, 4)]
 
@@ -246,7 +246,7 @@ def test_hypercubes_of_other_sizes_are_refused(size):
 
 
 @pytest.mark.parametrize("make", NAMED.values(), ids=list(NAMED))
-def test_sizes(make):
+def test_sizes_that_are_no_counts_are_refused(make):
     sizes = [0, -4, 4.0, math.inf, math.nan, True, "4", None, np.True_, np.float32(4)]
     for size in sizes:
         with refused(f"`num_nodes` must be an int >= 1, got {size!r}."):
@@ -273,7 +273,7 @@ def test_other_arguments_may_be_integers_of_numpy():
 
 
 @pytest.mark.parametrize("make", NAMED.values(), ids=list(NAMED))
-def test_peers_per_step(make):
+def test_peers_per_step_that_are_no_counts_are_refused(make):
     for num_nodes in (1, 8):
         for peers in (0, -1, 1.0, True, "1"):
             with refused(f"`peers_per_step` must be an int >= 1, got {peers!r}."):
@@ -296,28 +296,28 @@ def test_peers_per_step(make):
         ("star", 1),
     ],
 )
-def test_more_peers_than_the_phone_book_has(name, entries):
+def test_more_peers_than_the_phone_book_has_are_refused(name, entries):
     NAMED[name](8, peers_per_step=entries)
     with refused(f"`peers_per_step` must be at most {entries}, ") as caught:
         NAMED[name](8, peers_per_step=entries + 1)
     assert str(caught.value).endswith(f"{name}(8), got {entries + 1}.")
 
 
-def test_more_peers_than_there_are_matchings():
+def test_more_peers_than_there_are_matchings_are_refused():
     with refused("`peers_per_step` must be at most 3, the length of the phone book row of node 0"):
         topology.random_matching(8, num_rounds=3, peers_per_step=4)
 
 
 @pytest.mark.parametrize("name", PAIRED)
 @pytest.mark.parametrize("num_nodes", [3, 5, 33])
-def test_odd_numbers_of_nodes_in_pairs(name, num_nodes):
+def test_odd_numbers_of_nodes_are_refused_in_pairs(name, num_nodes):
     with refused(f"{name}: `num_nodes` must be even, since") as caught:
         NAMED[name](num_nodes)
     assert str(caught.value).endswith(f"got {num_nodes}.")
 
 
 @pytest.mark.parametrize(("num_nodes", "loop"), [(2, 2), (6, 6)])
-def test_distances_that_come_round(num_nodes, loop):
+def test_distances_that_come_round_are_refused(num_nodes, loop):
     with refused(f"multiple of `num_nodes`={num_nodes}, where nodes would send to themselves"):
         topology.npeer_directed_exponential(num_nodes, peers_per_step=2)
     with refused(f"`peers_per_step`=2 gives {loop}."):
@@ -355,12 +355,12 @@ def test_distances_that_come_round(num_nodes, loop):
         (lambda: topology.random_matching(8, seed=None), "`seed` must be an int >= 0, got None."),
     ],
 )
-def test_arguments_of_single_graphs(make, message):
+def test_bad_arguments_of_single_graphs_are_refused(make, message):
     with refused(message):
         make()
 
 
-def test_matchings_that_are_unlikely_to_connect(monkeypatch):
+def test_matchings_that_never_connect_are_refused(monkeypatch):
     monkeypatch.setattr(topology.graphs._from_rows, "_DRAWS", 0)
     with refused("2 matchings did not connect 8 nodes in 0 draws; give a larger `num_rounds`."):
         topology.random_matching(8, num_rounds=2)
