@@ -8,7 +8,14 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jaxslowmo as js
-from support.bad_input import ALL, PARAMETER_TRANSFORMS, PARAMS, one_update, over_local, trace
+from support.bad_input import (
+    ALL,
+    PARAMETER_TRANSFORMS,
+    PARAMS,
+    one_update,
+    slowmo_over_local,
+    trace,
+)
 from support.executions import EXECUTIONS
 
 # Axes
@@ -50,8 +57,8 @@ def test_init_outside_of_the_axis_points_to_js_init(name):
     "tx",
     [
         js.local_sgd("replica"),
-        over_local(shard_state=False),
-        over_local(exact_average=False),
+        slowmo_over_local(shard_state=False),
+        slowmo_over_local(exact_average=False),
         js.diloco("replica", shard_state=False),
     ],
 )

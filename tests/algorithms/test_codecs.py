@@ -20,7 +20,7 @@ from support.reports import (
     report,
     rows,
 )
-from support.transforms import IRREGULAR, over_local
+from support.transforms import IRREGULAR, slowmo_over_local
 
 MAKE = {"bfloat16": js.codecs.bfloat16, "float16": js.codecs.float16}
 EPS = {"bfloat16": 2.0**-8, "float16": 2.0**-11}  # largest relative error of rounding
@@ -167,7 +167,7 @@ def outer_steps(codec, count: int, name: str = "diloco"):
         sgd = optax.sgd(1.0)
         tx = js.diloco("replica", sync_every=2, outer_optimizer=sgd, shard_state=False, codec=codec)
     else:
-        tx = over_local(shard_state=False, codec=codec)
+        tx = slowmo_over_local(shard_state=False, codec=codec)
     found, state = moved(tx, start, moves=moves)
     return found, state
 
@@ -355,7 +355,7 @@ def test_a_codec_that_is_none(name, codec):
         ALL[name]("replica", codec=codec)
 
 
-@pytest.mark.parametrize("make", [over_local, lambda **o: js.diloco("replica", **o)])
+@pytest.mark.parametrize("make", [slowmo_over_local, lambda **o: js.diloco("replica", **o)])
 def test_a_codec_needs_a_whole_anchor(make):
     codec = js.codecs.bfloat16()
     with pytest.raises(ValueError, match=r"must hold all; got js\.codecs\.bfloat16.* shard_state"):
@@ -365,4 +365,4 @@ def test_a_codec_needs_a_whole_anchor(make):
 
 def test_a_codec_needs_an_exchange():
     with pytest.raises(ValueError, match=r"slowmo: `exact_average=False` .* `codec`; got js"):
-        over_local(codec=js.codecs.float16(), exact_average=False)
+        slowmo_over_local(codec=js.codecs.float16(), exact_average=False)

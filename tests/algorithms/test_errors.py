@@ -15,7 +15,7 @@ from support.bad_input import (
     PARAMETER_TRANSFORMS,
     PARAMS,
     one_update,
-    over_local,
+    slowmo_over_local,
     trace,
     warning_messages,
 )
@@ -127,9 +127,9 @@ def test_masked_leaves_are_left_alone(name):
         (js.local_sgd("replica"), "average"),
         (js.local_sgd("replica"), ["average"]),
         (js.diloco("replica"), ("average",)),
-        (over_local(), ("gossip",)),
-        (over_local(), ("gossip", "slow")),
-        (over_local(), "slow"),
+        (slowmo_over_local(), ("gossip",)),
+        (slowmo_over_local(), ("gossip", "slow")),
+        (slowmo_over_local(), "slow"),
     ],
 )
 def test_phase_of_something_else(tx, phase):

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import jaxslowmo as js
 from golden import slow_momentum as recorded
-from support.bad_input import PARAMS, one_update, over_local, trace, warning_messages
+from support.bad_input import PARAMS, one_update, slowmo_over_local, trace, warning_messages
 
 
 def test_two_replicas_take_the_slow_steps_worked_by_hand():
@@ -240,7 +240,7 @@ def test_numpy_scalars_as_arguments_keep_dtypes():
 
 @pytest.mark.parametrize("momentum", [-0.1, 1.0, 1.5, float("nan")])
 def test_momentum_outside_of_its_range_is_refused(momentum):
-    for make in (lambda m: over_local(momentum=m), js.slow_momentum):
+    for make in (lambda m: slowmo_over_local(momentum=m), js.slow_momentum):
         with pytest.raises(ValueError, match=rf"`momentum` must lie in \[0, 1\), got {momentum}"):
             make(momentum)
 
@@ -249,11 +249,11 @@ def test_momentum_outside_of_its_range_is_refused(momentum):
 @pytest.mark.parametrize("value", [-0.5, float("nan")])
 def test_negative_rates_are_refused(rate, value):
     with pytest.raises(ValueError, match=rf"`{rate}` must be >= 0, got {value}"):
-        over_local(**{rate: value})
+        slowmo_over_local(**{rate: value})
 
 
 def test_edges_of_the_ranges_are_allowed():
-    over_local(momentum=0.0, slow_learning_rate=0.0, learning_rate=0.0, sync_every=3)
+    slowmo_over_local(momentum=0.0, slow_learning_rate=0.0, learning_rate=0.0, sync_every=3)
 
 
 @pytest.mark.parametrize("base", [optax.sgd(0.1), optax.adam(0.1), "local_sgd"])
@@ -263,7 +263,7 @@ def test_a_base_that_is_no_parameter_transform_is_refused(base):
         js.slowmo("replica", base=base)
 
 
-@pytest.mark.parametrize("base", [over_local, js.diloco])
+@pytest.mark.parametrize("base", [slowmo_over_local, js.diloco])
 def test_a_base_with_its_own_slow_step_is_refused(base):
     with pytest.raises(ValueError, match=r"slowmo: `base` must have no slow step of its own"):
         js.slowmo("replica", base=base("replica"))
@@ -271,9 +271,9 @@ def test_a_base_with_its_own_slow_step_is_refused(base):
 
 def test_inexact_average_cannot_be_sharded():
     with pytest.raises(ValueError, match=r"`exact_average=False`.*shard_state=True"):
-        over_local(exact_average=False, shard_state=True)
-    over_local(exact_average=False, shard_state=False, sync_every=3)
-    over_local(exact_average=False, sync_every=3)
+        slowmo_over_local(exact_average=False, shard_state=True)
+    slowmo_over_local(exact_average=False, shard_state=False, sync_every=3)
+    slowmo_over_local(exact_average=False, sync_every=3)
 
 
 def test_inexact_average_needs_a_base():
@@ -294,13 +294,13 @@ def test_slowmo_without_a_base_warns_once():
 def test_slow_period_that_is_no_multiple_warns_once():
     transforms = []
     messages = warning_messages(
-        lambda: transforms.append(over_local(sync_every=4)),
+        lambda: transforms.append(slowmo_over_local(sync_every=4)),
         lambda: trace(one_update(*transforms), PARAMS),
         lambda: trace(one_update(*transforms), PARAMS),
     )
     assert len(messages) == 1
     assert re.search(r"`sync_every`=4 is not a multiple of the base's 3", messages[0])
-    assert warning_messages(lambda: over_local(sync_every=6)) == []
+    assert warning_messages(lambda: slowmo_over_local(sync_every=6)) == []
 
 
 def test_an_infinite_rate_of_one_replica_is_that_of_all():

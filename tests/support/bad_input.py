@@ -11,14 +11,14 @@ from support.executions import lift
 PARAMS = {"b": jnp.ones((4, 2)), "w": jnp.ones((4, 3, 2))}
 
 
-def over_local(axis_name="replica", **options):
+def slowmo_over_local(axis_name="replica", **options):
     return js.slowmo(axis_name, base=js.local_sgd(axis_name), **options)
 
 
 PARAMETER_TRANSFORMS = {
     "local_sgd": js.local_sgd,
     "sgp": js.sgp,
-    "slowmo": over_local,
+    "slowmo": slowmo_over_local,
     "diloco": js.diloco,
 }
 ALL = {"all_reduce_gradients": js.all_reduce_gradients, **PARAMETER_TRANSFORMS}

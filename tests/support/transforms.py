@@ -9,7 +9,7 @@ import jaxslowmo as js
 from support.easgd import easgd
 
 
-def over_local(**options):
+def slowmo_over_local(**options):
     base = js.local_sgd("replica", sync_every=2)
     return js.slowmo("replica", base=base, sync_every=4, momentum=0.5, **options)
 
@@ -47,7 +47,7 @@ TRANSFORMS = {
     "local_sgd in 16 bits": lambda: js.local_sgd("replica", sync_every=2, codec=FLOAT16),
     "parameter_transform": lambda: easgd("replica", sync_every=2),
     "only_finite": lambda: js.only_finite(js.local_sgd("replica", sync_every=2)),
-    "only_finite around slowmo": lambda: js.only_finite(over_local()),
+    "only_finite around slowmo": lambda: js.only_finite(slowmo_over_local()),
     "slowmo over only_finite": lambda: js.slowmo(
         "replica", base=js.only_finite(js.local_sgd("replica", sync_every=2)), sync_every=4
     ),
@@ -59,11 +59,11 @@ TRANSFORMS = {
     "skip_unused": lambda: js.skip_unused(
         optax.chain(js.all_reduce_gradients("replica"), optax.sgd(0.1, momentum=0.9)), "replica"
     ),
-    "slowmo": lambda: over_local(learning_rate=optax.linear_schedule(0.1, 0.0, 4)),
-    "slowmo whole": lambda: over_local(shard_state=False),
-    "slowmo inexact": lambda: over_local(exact_average=False),
-    "slowmo nesterov": lambda: over_local(nesterov=True, learning_rate=0.1),
-    "slowmo in buckets": lambda: over_local(bucket_bytes=8),
+    "slowmo": lambda: slowmo_over_local(learning_rate=optax.linear_schedule(0.1, 0.0, 4)),
+    "slowmo whole": lambda: slowmo_over_local(shard_state=False),
+    "slowmo inexact": lambda: slowmo_over_local(exact_average=False),
+    "slowmo nesterov": lambda: slowmo_over_local(nesterov=True, learning_rate=0.1),
+    "slowmo in buckets": lambda: slowmo_over_local(bucket_bytes=8),
     "slowmo over sgp": lambda: js.slowmo(
         "replica", base=js.sgp("replica", graph=IRREGULAR, overlap=2), sync_every=4
     ),

@@ -33,7 +33,7 @@ def step_of(mesh=VIRTUAL, **options):
     return js.make_train_step(loss, optax.adam(0.1), mesh=mesh, **{"sync": sync, **options})
 
 
-def steps(step, state, batches=BATCHES[:3]):
+def state_after(step, state, batches=BATCHES[:3]):
     for batch in batches:
         state, _ = step(state, batch)
     return state
@@ -53,7 +53,7 @@ def test_a_traced_step_inside_of_a_scan_gives_the_same_state(kind):
     step = step_of(mesh, donate=False)
     state = step.init(PARAMS)
     scanned, metrics = lax.scan(step, state, BATCHES[:3])
-    assert_same(scanned, steps(step, state))
+    assert_same(scanned, state_after(step, state))
     assert metrics["loss"].shape == (3, 2)
     assert jax.eval_shape(step, state, BATCHES[0])[0].params["w"].shape == (2, 8, 3)
 
@@ -79,8 +79,8 @@ def test_shards_inside_of_a_replica_stay_so_inside_of_another_program(explicit, 
     sync = js.local_sgd("replica", sync_every=2, param_specs=specs)
     step = step_of(mesh, sync=sync, donate=False)
     state = step.init(placed)
-    inside = jax.jit(lambda state: steps(step, state))(state)
-    outside = steps(step, state)
+    inside = jax.jit(lambda state: state_after(step, state))(state)
+    outside = state_after(step, state)
     assert_same(inside, outside)
     wanted = NamedSharding(mesh, P("replica", "fsdp"))
     for after in (inside, outside, lax.scan(step, state, BATCHES[:3])[0]):
@@ -146,8 +146,8 @@ def interleaved(fn, other):
 
 def test_two_threads_do_not_take_each_others_count():
     step = step_of(mode="host", donate=False)
-    one = steps(step, step.init(PARAMS), BATCHES[:1])
-    two = steps(step, one, BATCHES[:1])
+    one = state_after(step, step.init(PARAMS), BATCHES[:1])
+    two = state_after(step, one, BATCHES[:1])
     fresh = [s._replace(opt_state=jax.tree.map(jnp.copy, s.opt_state)) for s in (one, two)]
     for a, b in ((one, two), fresh):  # counts known on the host, and those to be read
         phase, others = interleaved(lambda a=a: step.next_phase(a), lambda b=b: step.next_phase(b))
@@ -241,7 +241,7 @@ def test_leaves_with_other_shards_are_noticed(scanned_axes):
     """Only one leaf is resharded at a time."""
     mesh = js.make_mesh({"replica": 2, "fsdp": 4})
     step = step_of(mesh, donate=False)
-    state = steps(step, step.init({**PARAMS, "c": np.ones(4, np.float32)}))
+    state = state_after(step, step.init({**PARAMS, "c": np.ones(4, np.float32)}))
     for name, spec in (("c", P("replica", "fsdp")), ("w", P("replica", "fsdp"))):
         leaf = jax.device_put(state.params[name], NamedSharding(mesh, spec))
         state = state._replace(params={**state.params, name: leaf})
@@ -252,7 +252,7 @@ def test_leaves_with_other_shards_are_noticed(scanned_axes):
 
 
 def test_another_step_scans_the_leaves_again(scanned_axes):
-    state = steps(step_of(donate=False), step_of().init(PARAMS))
+    state = state_after(step_of(donate=False), step_of().init(PARAMS))
     scanned_axes.clear()
     step_of(js.virtual_mesh({"replica": 2, "device": 1})).compiled(state, BATCHES[0])
     assert set(scanned_axes) == {frozenset()}
