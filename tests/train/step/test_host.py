@@ -1,4 +1,4 @@
-"""What the host knows of its steps: counters read once, and rounds of gossip."""
+"""The host counts updates and gossip rounds itself, after one read of a device's counter."""
 
 import itertools
 
@@ -13,11 +13,11 @@ from jaxslowmo.train.step import _step_runner
 from support.exhaustive import sweep
 from train.step.problem import BATCHES, PARAMS, RATE, loss
 
-# Counters
+# The counter of updates, which the host reads from the device once and then counts itself
 
 
 class CountingNumpy:
-    """NumPy, with reads of arrays counted."""
+    """NumPy, but it counts calls of `asarray`, by which the step runner reads device arrays."""
 
     def __init__(self):
         self.reads = 0
@@ -46,7 +46,7 @@ def test_the_counter_is_read_once(mode, monkeypatch):
     assert counting.reads == 1
 
 
-# Rounds of gossip
+# Rounds of gossip: each exchange is a round of the graph's rotation, and a skipped one is none
 
 
 GRAPH = js.topology.directed_exponential(4)
@@ -63,7 +63,7 @@ BATCH = np.random.default_rng(0).normal(size=(4, 3)).astype(np.float32)
 
 
 def paused(sync, state, mesh):
-    """The state after an update by hand that exchanges nothing."""
+    """Return the state after an update of zeros by `sync` alone, with its exchange skipped."""
 
     def one(params, opt_state):
         zeros = jax.tree.map(jnp.zeros_like, params)
@@ -92,7 +92,7 @@ def test_a_run_goes_on_after_skipped_exchanges(name, pauses):
         state, _ = step(state, BATCH)
         for _ in range(pauses):
             state = paused(sync, state, mesh)
-        phases[mode] = []
+        phases[mode] = []  # of the 6 updates after the pauses
         for _ in range(6):
             phases[mode].append(step.next_phase(state))
             state, _ = step(state, BATCH)
@@ -100,5 +100,6 @@ def test_a_run_goes_on_after_skipped_exchanges(name, pauses):
     assert phases["traced"] == phases["host"]
     np.testing.assert_allclose(ends["host"], ends["traced"], rtol=1e-6)
     if name == "sgp":
+        # The update before the pauses was round 0; skipped exchanges are no rounds.
         rounds = [f"round {(1 + t) % GRAPH.num_rounds}" for t in range(6)]
         assert phases["host"] == [(r,) for r in rounds]
