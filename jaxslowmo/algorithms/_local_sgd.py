@@ -56,16 +56,18 @@ def local_sgd(
     Args:
       axis_name: mapped axis of the replicas.
       sync_every: period k (due when t % k == 0, t = 1, 2, ...) or `js.every(...)`.
-      local_axis_name: axis of the devices inside a replica, which hold equal parameters; each of
-        the L devices then exchanges 1/L of them.
+      local_axis_name: axis of the L devices inside a replica, which hold equal parameters; each
+        device then exchanges 1/L of the parameters.
       param_specs: `PartitionSpec` per leaf (or prefix of the tree) over automatic axes inside a
         replica, for leaves that are sharded there; each device exchanges its own block.
-      bucket_bytes: size in bytes at which a buffer closes; None exchanges one buffer per dtype.
-      codec: None exchanges parameters in their own dtypes, `js.codecs.bfloat16()` or `float16()`
-        in 16 bits: params = mean of the rounded y. With error feedback each replica adds its own
-        y - rounded y, so replicas differ by that after an exchange. Error feedback gains nothing
-        here, since the mean is in 16 bits in either case. These are enough in float16, but not in
-        bfloat16 ("How to choose" has numbers and a way around it).
+      bucket_bytes: size in bytes at which a flat buffer is complete and the next one begins; None
+        exchanges one buffer per dtype.
+      codec: None exchanges parameters in their own dtypes; `js.codecs.bfloat16()` or `float16()`
+        exchanges them in 16 bits, so params = mean of the rounded y. With error feedback each
+        replica adds its own error, y - rounded y, to that mean, so replicas differ after an
+        exchange. This gains nothing here, since the mean itself is rounded to 16 bits, too.
+        float16 is precise enough for parameters, bfloat16 is not ("How to choose" has numbers and
+        another way).
 
     Returns:
       A `ParameterTransform` with state `LocalSGDState`. `update` needs `params`; updates of
@@ -76,17 +78,17 @@ def local_sgd(
         at trace time an unbound axis, missing params, non-float leaves (named).
       UserWarning: once, if the axis has size 1.
 
-    Communication: in a due update one all-reduce over `axis_name` per dtype buffer, N bytes in
-      total; nothing in other updates. N is the bytes of the parameters in their own dtypes, or 2
-      bytes per element of leaves that a codec narrows. With `local_axis_name` N / L bytes per
-      device, and one all-gather of N over that axis. With a weight 8 bytes more, in an earlier
-      all-reduce.
+    Communication: in a due update one all-reduce over `axis_name` per buffer, N bytes in total;
+      nothing in other updates. N is the bytes of the parameters in their own dtypes, or 2 bytes
+      per element of leaves that a codec narrows. With `local_axis_name` each device sends N / L
+      bytes, and an all-gather over that axis returns all N to each. If `update` is called with
+      `weight`, an all-reduce of 8 bytes comes before these.
 
     Source: Stich, "Local SGD Converges Fast and Communicates Little", ICLR 2019, algorithm 1.
     """
     owner = "local_sgd"
     exchange = checked_exchange(owner, axis_name, local_axis_name, param_specs, bucket_bytes, codec)
-    # One group of replicas is the case of a single level.
+    # This is hierarchical averaging with only one group, that of all replicas.
     level = _Level(exchange, as_schedule(sync_every), "average")
     return _Averaging(owner, (level,)).transform()
 
@@ -109,11 +111,12 @@ def hierarchical_local_sgd(
       sync_every: maps each group, named by its mapped axes, to its period or `js.every(...)`.
         Groups are nested: a longer period has all axes of a shorter one and more.
       param_specs: `PartitionSpec` per leaf over automatic axes inside a replica; see `local_sgd`.
-      bucket_bytes: size in bytes at which a buffer closes; None exchanges one buffer per dtype.
+      bucket_bytes: size at which a buffer is complete, in bytes; see `local_sgd`.
       codec: format of the exchange in all groups; see `local_sgd`.
 
     Returns:
-      A `ParameterTransform` with state `LocalSGDState`; a `weight` applies in every group.
+      A `ParameterTransform` with state `LocalSGDState`. The `weight` of a replica, an argument of
+      `update`, counts in the averages of all groups.
 
     Raises:
       ValueError: no group, a period < 1, groups that are not nested, periods that do not grow with
@@ -121,11 +124,11 @@ def hierarchical_local_sgd(
         an unbound axis, missing params, non-float leaves.
       UserWarning: once, if an axis has size 1.
 
-    Communication: in a due update one all-reduce per dtype buffer over the axes of the largest due
+    Communication: in a due update one all-reduce per buffer over the axes of the largest due
       group, N bytes in total, N as in `local_sgd`; nothing in other updates.
 
-    Source: torch 2.13, `HierarchicalModelAverager`, which counts from 0: its
-      {k: group} with `warmup_steps=w` is `js.every(k, start=w, offset=1 - w)` for the group's axes.
+    Source: torch 2.13, `HierarchicalModelAverager`. It counts updates from 0, so its {k: group}
+      with `warmup_steps=w` is here {axes of the group: `js.every(k, start=w, offset=1 - w)`}.
     """
     owner = "hierarchical_local_sgd"
     levels = [
@@ -141,19 +144,22 @@ def hierarchical_local_sgd(
 
 @dataclass(frozen=True)
 class _Level:
-    """A group of replicas with its schedule and the name of its average in phases."""
+    """A group of replicas, the schedule of its average, and the event that names it in a phase."""
 
     exchange: Exchange
     schedule: Every
     event: str
 
 
-Operand = tuple[PyTree, Others]  # updates, and the arrays that are averaged with them
+Operand = tuple[PyTree, Others]  # updates, and arrays that are averaged with the parameters
 
 
 @dataclass(frozen=True)
 class _Averaging:
-    """Averages over nested groups, smallest first; an update runs that of the largest due group."""
+    """The averages over nested groups, smallest group first.
+
+    Each update runs at most one of them, that over the largest group that is due.
+    """
 
     owner: str
     levels: tuple[_Level, ...]
@@ -173,7 +179,7 @@ class _Averaging:
         )
 
     def phase(self, t: int, skipped: int = 0) -> Phase:
-        del skipped  # the schedules count updates, not exchanges
+        del skipped  # number of skipped exchanges: the schedules count updates, skipped or not
         # The groups are nested, so the average over the largest due group covers the smaller ones.
         return tuple(level.event for level in self.levels if level.schedule(t))[-1:]
 
@@ -203,21 +209,24 @@ class _Averaging:
         due, which = self.now(count, phase)
         averages = [functools.partial(self.average, level, params, weight) for level in self.levels]
 
-        # Local steps execute no collective: with a phase the program has none, else it is in a
-        # branch that is not taken.
+        # A local update runs no collective. If `phase` says that it is local, the program holds
+        # none; without a phase the program holds them in a branch that is not taken.
         def averaged(operand: Operand) -> Operand:
             return run_one_of(which, averages, operand)
 
-        def alone(operand: Operand) -> Operand:
-            return widen_updates(operand[0]), operand[1]
+        def not_averaged(operand: Operand) -> Operand:
+            return widen_updates(operand[0]), operand[1]  # dtypes as those of `averaged`
 
-        results = run_if(decide(due, communicate), averaged, alone, (updates, others))
+        results = run_if(decide(due, communicate), averaged, not_averaged, (updates, others))
         return *results, LocalSGDState(count)
 
     def now(
         self, count: jax.Array, phase: Phase | None
     ) -> tuple[bool | jax.Array, int | jax.Array]:
-        """Return whether a group averages in this update, and the group's index."""
+        """Return whether any group averages in this update, and the index of the largest due one.
+
+        If none is due, the index has no meaning.
+        """
         if phase is not None:
             events = [level.event for level in self.levels]
             return bool(phase), events.index(phase[0]) if phase else 0
@@ -235,13 +244,14 @@ class _Averaging:
         # set of synchronised steps:
         #   x_{t+1}^k = x_t^k - eta_t grad f(x_t^k)                        if t + 1 is not in H
         #   x_{t+1}^k = 1/K sum_j (x_t^j - eta_t grad f(x_t^j))            if t + 1 is in H
-        # The update of the optimizer before this transform takes the place of -eta_t grad f, so y =
-        # x + update is averaged.
+        # Here the optimizer's update stands for -eta_t grad f, so the mean is that of y, where
+        # y = x + update.
         updates, others = operand
         with phase_scope(level.event):
-            # y is rounded to the leaves' dtypes, in which it is sent.
+            # Round y to the leaves' dtypes, in which it is sent if no codec narrows it further.
             y = apply_exactly(params, updates)
             mean = replica_mean(y, level.exchange, weight, role="average")
+            # Layouts, buckets and codec are those of parameters, so others are sent without.
             others = replica_mean(others, Exchange(level.exchange.axis_name), weight)
             # optax adds updates to parameters, so return the difference and not the mean.
             return updates_to(params, mean), others
@@ -255,7 +265,7 @@ def _nested(owner: str, sync_every: Mapping[AxisName, int | Every]) -> list[tupl
             f'{{"device": 2, ("node", "device"): 16}}, got {sync_every!r}.'
         )
     levels = [(axes, as_schedule(period)) for axes, period in sync_every.items()]
-    # Nested groups differ in their number of axes, so the dict may be in any order.
+    # Of two nested groups the larger has more axes, so the dict may be in any order.
     levels.sort(key=lambda level: len(axis_names(level[0])))
     for (inner, often), (outer, rarely) in itertools.pairwise(levels):
         if not set(axis_names(inner)) < set(axis_names(outer)):

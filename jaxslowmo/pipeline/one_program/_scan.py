@@ -1,4 +1,9 @@
-"""The program of one device: a scan over the ticks of a schedule."""
+"""The program of one device: a scan over the ticks of a schedule.
+
+An operation works on one microbatch at one stage of the model: F is its forward pass, B computes
+the gradient of its input, W that of its weights, and BW both. Each tick has two halves: a device
+runs at most one F, then at most one of B, W and BW. A device may hold several stages of the model.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -36,15 +41,16 @@ class Device:
     """The values on a device during one step.
 
     Attributes:
-      buffers: parameters of its stage, maps names to arrays (*sizes, elements).
-      states: model state of its layers, maps names to arrays (elements,).
+      buffers: parameters of the device's layers, maps names to arrays (*sizes, elements), where
+        sizes are those of the axes inside a stage that split the buffer's leaves.
+      states: model state of the device's layers, maps names to arrays (elements,).
       layouts: sharding of each buffer over axes that the compiler handles; None: whole.
-      batch: leaves (microbatches, examples, ...), and `Shared` ones.
+      batch: leaves (microbatches, examples, ...), but `Shared` leaves whole.
       rng: the PRNG key of the step, or None.
-      shifts: offset of the first layer of each stage of the model from that of the first stage of
-        its kind.
-      axes: the axes over which values vary.
-      axis_name: the axis of the stages.
+      shifts: (stages of the model,) ints, index of the first layer of a stage, less that of the
+        first stage of the same kind, for which the program was traced.
+      axes: the mapped axes over which all values are typed as varying.
+      axis_name: the mesh axis along which each device has other stages of the model.
     """
 
     buffers: dict[str, jax.Array]
@@ -62,30 +68,31 @@ class Device:
         return microbatch_of(self.batch, self.rng, now.microbatch, shift)
 
     def vary(self, tree: PyTree) -> PyTree:
-        """Return `tree` typed as varying over all `axes`: branches must return equal types."""
+        """Return `tree` typed as varying over all `axes`, as all branches must return it."""
         return vary_over(tree, self.axes)
 
     def switch(self, branch: jax.Array, fns: Sequence[Callable[..., Any]], *operands: Any) -> Any:
-        """Return the results of function number `branch`, typed as varying over all `axes`."""
+        """Call function number `branch`; return its results typed as varying over all `axes`."""
         varied = [lambda *args, fn=fn: self.vary(fn(*args)) for fn in fns]
         return lax.switch(branch, varied, *operands)
 
     def sent(self, leaves: Sequence[jax.Array], channel: Channel) -> list[jax.Array]:
         """Send arrays over a channel, and return those that arrive on this device.
 
-        Communication: one collective-permute per array; none if all stages send to themselves.
+        Communication: one collective-permute per array; none for a channel in which every sender is
+          its own receiver.
         """
-        if all(at == to for at, to in channel):
+        if all(sender == receiver for sender, receiver in channel):
             return list(leaves)
         return [lax.ppermute(x, self.axis_name, channel) for x in leaves]
 
     def column(self, table: np.ndarray) -> jax.Array:
-        """Return this device stage's column of a table (ticks, stages)."""
+        """Return this device's column of a table (ticks, devices along `axis_name`)."""
         stage = lax.axis_index(self.axis_name)
         return lax.dynamic_index_in_dim(jnp.asarray(table), stage, 1, keepdims=False)
 
     def zero_gradient(self, name: str) -> jax.Array | None:
-        """Return zeros for the sum of a buffer's gradients, at least float32; None for integers."""
+        """Return zeros to which a buffer's gradients are added; None for a buffer of integers."""
         buffer, layout = self.buffers[name], self.layouts[name]
         if not jnp.issubdtype(buffer.dtype, jnp.inexact):
             return None
@@ -97,12 +104,12 @@ class ScanCarry(NamedTuple):
     """The values that a device keeps from one tick to the next.
 
     Attributes:
-      activations: activations that have arrived and wait for their F.
-      cotangents: cotangents that have arrived and wait for their B.
-      sent: cotangents that the last tick has computed, which are sent in the next one.
-      stash: arrays that F has stored for the backward pass.
+      activations: activations that have arrived and wait for the F that reads them.
+      cotangents: cotangents that have arrived and wait for the B or BW that reads them.
+      sent: cotangents that the previous tick has computed; this tick begins by sending them.
+      stash: arrays that F has stored for B, W and BW.
       kept: arrays that B has stored for W.
-      totals: the sums so far.
+      totals: the sums of loss and gradients so far, and the model state.
     """
 
     activations: Buffers
@@ -141,30 +148,34 @@ class Activations:
         return [jnp.asarray(x, t.dtype) for x, t in zip(leaves, self.types, strict=True)]
 
     def tree(self, leaves: Values) -> PyTree:
-        """Return the activations with these leaves; undo `flat`."""
+        """Return the activations with these leaves: the inverse of `flat`."""
         return self.treedef.unflatten(leaves)
 
     def flat_cotangents(self, dx: PyTree) -> list[jax.Array]:
-        """Return the cotangents in a tree that has None for leaves without cotangents."""
+        """Return the leaves of a tree of cotangents, without those that have no cotangent."""
         leaves = self.treedef.flatten_up_to(dx)
         return [jnp.asarray(leaves[i], self.types[i].dtype) for i in self.floating]
 
     def cotangent_tree(self, leaves: Values) -> PyTree:
-        """Return the tree of cotangents, with None for leaves without; undo `flat_cotangents`."""
+        """Return the tree with these cotangents, the inverse of `flat_cotangents`.
+
+        Leaves of activations that have no cotangent, such as integers, are None in it.
+        """
         by_position = dict(zip(self.floating, leaves, strict=True))
         return self.treedef.unflatten([by_position.get(i) for i in range(len(self.types))])
 
 
 @dataclass(frozen=True)
 class Scan:
-    """The program of a schedule, a scan over ticks, for stages that are traced.
+    """The program of a schedule, a scan over its ticks, made of operations that were traced before.
 
     Attributes:
       plan: the plan of the pipeline.
       table: the table of the schedule.
-      programs: operations of each kind of stage; None if there are only forward passes.
+      programs: operations of each kind of stage, where stages of one kind run the same program;
+        None if there are only forward passes.
       activations: the type of activations.
-      loss: types of the last stage's result.
+      loss: types of the terms of the loss, the result of the last stage.
       in_branches: whether branches write into the buffers; see `BufferWriting`.
     """
 
@@ -178,31 +189,34 @@ class Scan:
     def run(self, device: Device) -> Totals:
         """Run all ticks; return the sums of loss and gradients, for the stages of this device.
 
-        Communication: per tick and channel of the schedule, over the stages, one collective-permute
-          of an activation and one of a cotangent.
+        Communication: in each tick, for each channel of the schedule, that of `Device.sent` for the
+          arrays of an activation and, if there are backward passes, for those of a cotangent.
         """
         forward = _Forward(self, device)
         backward = None if self.programs is None else _Backward(self, device)
-        ways = self.table.channels
-        ways_back = [tuple((to, at) for at, to in channel) for channel in ways]
+        channels = self.table.channels
+        channels_back = [
+            tuple((receiver, sender) for sender, receiver in channel) for channel in channels
+        ]
 
         def tick(carry: ScanCarry, now: Any) -> tuple[ScanCarry, None]:
             (f_branch, f), (b_branch, b) = now
             if backward is not None:
-                arrived = _receive(device, carry.cotangents, carry.sent, b, ways_back)
+                arrived = _receive(device, carry.cotangents, carry.sent, b, channels_back)
                 carry = carry._replace(cotangents=arrived)
             with jax.named_scope("F"):
                 carry, y = forward.step(carry, f_branch, f)
             if backward is not None:
                 with jax.named_scope("B"):
                     carry = backward.step(carry, b_branch, b)
-            arrived = _receive(device, carry.activations, y, f, ways)
+            arrived = _receive(device, carry.activations, y, f, channels)
             return carry._replace(activations=arrived), None
 
-        idle = np.zeros_like(self.table.backward.kind)
+        all_idle = np.zeros_like(self.table.backward.kind)
+        # For each half of a tick: the number of the branch to run, and the operation.
         halves = [
             (forward.numbers, self.table.forward),
-            (idle if backward is None else backward.numbers, self.table.backward),
+            (all_idle if backward is None else backward.numbers, self.table.backward),
         ]
         columns = jax.tree.map(device.column, halves)
         start = device.vary(self._start(device))
@@ -210,18 +224,19 @@ class Scan:
 
     @property
     def stash(self) -> Ring:
-        """The buffers for arrays that F stores."""
+        """The layout of the buffers for arrays that F stores."""
         return Ring([p.stash for p in self.programs or ()], self._rows(self.table.stash))
 
     @property
     def kept(self) -> Ring:
-        """The buffers for arrays that B stores for W."""
+        """The layout of the buffers for arrays that B stores for W."""
         rows = self._rows(self.table.kept)
+        # Kinds of stages that need no row have no buffers.
         kept = [p.kept if n else () for p, n in zip(self.programs or (), rows, strict=False)]
         return Ring(kept, rows)
 
     def _rows(self, of_model_stages: Sequence[int]) -> list[int]:
-        """Return the largest number of rows that a stage of each kind needs."""
+        """Return for each kind the most rows that one of its stages needs; [] without programs."""
         of_kinds = [0] * len(self.programs or ())
         for i, count in zip(self.plan.of_stage, of_model_stages, strict=True) if of_kinds else ():
             of_kinds[i] = max(of_kinds[i], count)
@@ -230,11 +245,12 @@ class Scan:
     def branches(
         self, half: Half, operations: Sequence[str]
     ) -> tuple[list[tuple[str, int]], np.ndarray]:
-        """Return the branches of half a tick, except the idle one, and their numbers.
+        """Return the branches for one half of the ticks, and which of them runs where.
 
         Returns:
-          (operation, kind of stage) for each branch that some device runs; and (ticks, stages)
-          int32, the number of the branch to run: 0 is idle, others begin at 1.
+          (operation, index of the kind of stage) for each branch, without the idle branch; and
+          (ticks, devices) int32, the number of the branch that a device runs in a tick: 0 is the
+          idle branch, n the n-th of the list.
         """
         numbers = np.zeros_like(half.kind)
         pairs: list[tuple[str, int]] = []
@@ -247,13 +263,13 @@ class Scan:
         return pairs, numbers
 
     def _start(self, device: Device) -> ScanCarry:
-        of_x, of_dy = self.table.arrivals
+        activation_rows, cotangent_rows = self.table.arrivals
         grads: dict[str, jax.Array | None] = dict.fromkeys(device.buffers)
         if self.programs is not None:
             grads = {name: device.zero_gradient(name) for name in device.buffers}
         return ScanCarry(
-            activations=Ring([self.activations.types], [of_x]).start(),
-            cotangents=Ring([self.activations.cotangents], [of_dy]).start(),
+            activations=Ring([self.activations.types], [activation_rows]).start(),
+            cotangents=Ring([self.activations.cotangents], [cotangent_rows]).start(),
             sent=nothing(self.activations.cotangents),
             stash=self.stash.start(),
             kept=self.kept.start(),
@@ -268,17 +284,19 @@ class Scan:
 def _receive(
     device: Device, buffers: Buffers, sent: Values, now: Half, channels: Sequence[Channel]
 ) -> Buffers:
+    """Send arrays over all channels; return `buffers` with those that arrive on this device."""
     for channel, row in zip(channels, now.arrivals, strict=True):
         buffers = received(buffers, device.sent(sent, channel), row)
     return buffers
 
 
 class _Forward:
-    """The first half of every tick."""
+    """The first half of every tick: F, or idle."""
 
     def __init__(self, scan: Scan, device: Device) -> None:
         self._scan, self._device = scan, device
         self._branches, self.numbers = scan.branches(scan.table.forward, ["F"])
+        # Without backward passes no branch stores anything.
         kinds = [i if scan.programs else None for _, i in self._branches]
         self._writing = BufferWriting(scan.stash, kinds, in_branches=scan.in_branches)
 
@@ -298,6 +316,7 @@ class _Forward:
     def _run(
         self, i: int, now: Half, activations: Buffers, stash: Buffers, loss: Any, states: Any
     ) -> Any:
+        """Run F of a stage of kind number `i`; return as `_idle`, with its results."""
         scan, kind = self._scan, self._scan.plan.kinds[i]
         weights = kind.weights.read(self._device.buffers, now.model_stage)
         microbatch, x = self._device.microbatch(now), None
@@ -305,12 +324,12 @@ class _Forward:
             x = scan.activations.tree([row_of(x, now.source) for x in activations])
         x = kind.with_state(x, kind.states and kind.states.read(states, now.model_stage))
         program = None if scan.programs is None else scan.programs[i]
-        y, values, after = kind.forward(program, weights, x, microbatch)
+        y, stashed, new_states = kind.forward(program, weights, x, microbatch)
         written = self._writing.idle(stash)
         if program is not None:
-            written = self._writing.result(stash, i, now.stash, values)
+            written = self._writing.result(stash, i, now.stash, stashed)
         if kind.states is not None:
-            states = kind.states.written(states, after, now.model_stage)
+            states = kind.states.written(states, new_states, now.model_stage)
         if not kind.is_last:
             return scan.activations.flat(y), written, loss, states
         loss = jax.tree.map(lambda total, term: total + term.astype(total.dtype), loss, y)
@@ -318,20 +337,22 @@ class _Forward:
 
 
 class _Backward:
-    """The second half of every tick."""
+    """The second half of every tick: B, W, BW, or idle."""
 
     def __init__(self, scan: Scan, device: Device) -> None:
         self._scan, self._device = scan, device
         self._stash, self._kept = scan.stash, scan.kept
         self._branches, self.numbers = scan.branches(scan.table.backward, ["B", "W", "BW"])
+        # Only B stores arrays for a later operation.
         kinds = [i if operation == "B" else None for operation, i in self._branches]
         self._writing = BufferWriting(self._kept, kinds, in_branches=scan.in_branches)
 
     def step(self, carry: ScanCarry, branch: jax.Array, now: Half) -> ScanCarry:
         totals = carry.totals
+        runs = [partial(self._run, operation, i, now) for operation, i in self._branches]
         sent, written, grads = self._device.switch(
             branch,
-            [self._idle, *(partial(self._run, *what, now) for what in self._branches)],
+            [self._idle, *runs],
             *(carry.cotangents, carry.stash, carry.kept, totals.grads),
         )
         kept = self._writing.merged(carry.kept, written, now.kept, branch)
@@ -350,25 +371,26 @@ class _Backward:
         kept: Buffers,
         grads: Any,
     ) -> Any:
+        """Run B, W or BW of a stage of kind number `i`; return as `_idle`, with its results."""
         scan, plan, types = self._scan, self._scan.plan, self._scan.activations
         assert scan.programs is not None
         kind, program = plan.kinds[i], scan.programs[i]
         weights = kind.weights.read(self._device.buffers, now.model_stage)
         microbatch = self._device.microbatch(now)
-        values = self._stash.read(stash, i, now.stash)
+        stashed = self._stash.read(stash, i, now.stash)
         written, dx, dw = self._writing.idle(kept), None, None
         if operation == "W":
             kept_by_b = self._kept.read(kept, i, now.kept)
-            dw = program.backward_weight(weights, microbatch, values, kept_by_b)
+            dw = program.backward_weight(weights, microbatch, stashed, kept_by_b)
         else:
             dy = None
             if not kind.is_last:
                 dy = types.cotangent_tree([row_of(x, now.source) for x in cotangents])
             dy = plan.cotangent(kind, program, dy)
             if operation == "BW":
-                dx, dw = program.backward(weights, microbatch, values, dy)
+                dx, dw = program.backward(weights, microbatch, stashed, dy)
             else:
-                dx, kept_by_b = program.backward_input(weights, microbatch, values, dy)
+                dx, kept_by_b = program.backward_input(weights, microbatch, stashed, dy)
                 written = self._writing.result(kept, i, now.kept, kept_by_b)
         if dw is not None:
             grads = kind.weights.added(grads, dw, now.model_stage, in_place=scan.in_branches)

@@ -1,4 +1,4 @@
-"""Tests of the counters that the host keeps: read once, and right for rounds of gossip."""
+"""The host counts updates and gossip rounds itself, after one read of a device's counter."""
 
 import itertools
 
@@ -13,11 +13,11 @@ from jaxslowmo.train.step import _step_runner
 from support.exhaustive import sweep
 from train.step.problem import BATCHES, PARAMS, RATE, loss
 
-# Counters
+# The counter of updates, which the host reads from the device once and then counts itself
 
 
 class CountingNumpy:
-    """A stand-in for NumPy that counts the arrays it reads."""
+    """NumPy, but it counts calls of `asarray`, by which the step runner reads device arrays."""
 
     def __init__(self):
         self.reads = 0
@@ -46,7 +46,7 @@ def test_a_run_reads_the_counter_once(mode, monkeypatch):
     assert counting.reads == 1
 
 
-# Rounds of gossip
+# Rounds of gossip: each exchange is a round of the graph's rotation, and a skipped one is none
 
 
 GRAPH = js.topology.directed_exponential(4)
@@ -63,7 +63,7 @@ BATCH = np.random.default_rng(0).normal(size=(4, 3)).astype(np.float32)
 
 
 def after_update_without_exchange(sync, state, mesh):
-    """Return the state after an update that exchanges nothing, made outside of the step."""
+    """Return the state after an update of zeros by `sync` alone, with its exchange skipped."""
 
     def one(params, opt_state):
         zeros = jax.tree.map(jnp.zeros_like, params)
@@ -92,7 +92,7 @@ def test_both_modes_take_the_same_phases_after_skipped_exchanges(name, pauses):
         state, _ = step(state, BATCH)
         for _ in range(pauses):
             state = after_update_without_exchange(sync, state, mesh)
-        phases[mode] = []
+        phases[mode] = []  # of the 6 updates after the pauses
         for _ in range(6):
             phases[mode].append(step.next_phase(state))
             state, _ = step(state, BATCH)
@@ -100,5 +100,6 @@ def test_both_modes_take_the_same_phases_after_skipped_exchanges(name, pauses):
     assert phases["traced"] == phases["host"]
     np.testing.assert_allclose(ends["host"], ends["traced"], rtol=1e-6)
     if name == "sgp":
+        # The update before the pauses was round 0; skipped exchanges are no rounds.
         rounds = [f"round {(1 + t) % GRAPH.num_rounds}" for t in range(6)]
         assert phases["host"] == [(r,) for r in rounds]

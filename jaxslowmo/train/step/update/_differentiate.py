@@ -1,4 +1,8 @@
-"""Differentiation of a replica's batches: the gradients of an update and the new model state."""
+"""Differentiation of a replica's batches: the gradients of an update and the new model state.
+
+Model state has floating leaves, called statistics (such as BatchNorm's), and other leaves: counters
+and PRNG keys. A replica of weight 0 is idle: its batch counts for nothing.
+"""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -42,14 +46,16 @@ def _floating(x: jax.Array) -> bool:
 
 
 def vary_statistics(tree: PyTree, axes: tuple[str, ...]) -> PyTree:
-    """Mark floating leaves as varying over `axes`; counters and keys stay equal there."""
+    """Mark the statistics as varying over `axes`; counters and keys keep their types."""
     return jax.tree.map(lambda x: vary_over(x, axes) if _floating(x) else x, tree)
 
 
 def from_first_replica(tree: PyTree, axis_name: AxisName) -> PyTree:
-    """Return replica 0's values, except PRNG keys: with equal keys all would draw the same.
+    """Return replica 0's values on all replicas, but each replica's own PRNG keys.
 
-    Communication: one all-reduce of each other leaf over `axis_name`.
+    With equal keys all replicas would draw the same random numbers.
+
+    Communication: one all-reduce over `axis_name` of each leaf that is no key.
     """
 
     def first(x: jax.Array) -> jax.Array:
@@ -60,10 +66,15 @@ def from_first_replica(tree: PyTree, axis_name: AxisName) -> PyTree:
 
 
 def statistics_before_if(skipped: jax.Array, new: PyTree, old: PyTree) -> PyTree:
-    """Return `new`, but with the floating leaves of `old` if an update was skipped, () bool.
+    """Return `new`, but with the statistics of `old` where `skipped`.
 
-    A running average that became infinite would stay so, and reach all replicas. Counters and keys
-    are those of `new`.
+    The batch of a skipped update may have made a running average infinite. It would stay infinite,
+    and averages over replicas would spread it to all. Counters and keys are always those of `new`.
+
+    Args:
+      skipped: () bool, whether the update was skipped.
+      new: a tree after the update.
+      old: the same tree before it.
 
     Communication: none.
     """
@@ -75,12 +86,12 @@ def statistics_before_if(skipped: jax.Array, new: PyTree, old: PyTree) -> PyTree
 
 
 def statistics(model_state: PyTree) -> list[jax.Array]:
-    """Return the leaves of model state that are averaged with the parameters: the floating ones."""
+    """Return the floating leaves of model state, which are averaged with the parameters."""
     return [x for x in jax.tree.leaves(model_state) if _floating(x)]
 
 
 def with_statistics(model_state: PyTree, leaves: Iterable[jax.Array]) -> PyTree:
-    """Return the model state with other values for its `statistics`, in flattening order."""
+    """Return the model state with `leaves` as its `statistics`, in the order of that list."""
     new = iter(leaves)
     return jax.tree.map(lambda x: next(new) if _floating(x) else x, model_state)
 
@@ -88,8 +99,8 @@ def with_statistics(model_state: PyTree, leaves: Iterable[jax.Array]) -> PyTree:
 def mean_over(tree: PyTree, axis_name: AxisName, weight: jax.Array | None = None) -> PyTree:
     """Return the floating leaves as their means over `axis_name`, and other leaves as they are.
 
-    Communication: one all-reduce over `axis_name` per floating dtype, and with a weight, before,
-      one of 8 bytes; none for a tree without such leaves.
+    Communication: one all-reduce over `axis_name` per floating dtype, and with a weight one of 8
+      bytes before these; none for a tree without floating leaves.
     """
     leaves = statistics(tree)
     if not leaves:
@@ -98,9 +109,9 @@ def mean_over(tree: PyTree, axis_name: AxisName, weight: jax.Array | None = None
 
 
 def agree_inside(tree: PyTree, inner_axes: tuple[str, ...]) -> PyTree:
-    """Return one model state for all devices of a replica.
+    """Return a model state that is equal on all devices of a replica.
 
-    Floating leaves are averaged; other leaves are the first device's.
+    Statistics are averaged over the devices; other leaves are those of the first device.
 
     Communication: one all-reduce over `inner_axes` per floating dtype, and one per other leaf.
     """
@@ -115,18 +126,22 @@ def agree_inside(tree: PyTree, inner_axes: tuple[str, ...]) -> PyTree:
 class Differentiation:
     """The loss function, and the options of the step that say how it is differentiated.
 
-    In its methods `state.rng` is the replica's key for this update.
+    Methods are traced for one device: `state` is its part of the state, and `state.rng` the key of
+    its replica for this update. An update of several batches collects their gradients in a window:
+    `opened` makes it, `collected` adds a batch, and `closed` or `gathered` ends it.
 
     Attributes:
       loss: the loss function.
       axis_name: the replica axis.
       accumulate: number of microbatches of one batch.
       model_state: how replicas exchange model state, as in `make_train_step`.
-      lookup: the lookup of rows; batches come with their requests.
+      lookup: the lookup of rows in embedding tables; the batch of `StepInputs` comes as the
+        `Requested` that it has made, which holds the batch and the rows that it needs.
       inner_axes: axes inside a replica over which the batch is split; set by a state's layout.
-      unscales: whether gradients are divided by a loss scale at once; False leaves that to an
-        optimizer that is called as in a user's loop.
-      dispatched: the loss function, if it is computed outside of programs; None otherwise.
+      unscales: whether the step divides gradients by the loss scale, before it reduces them. False
+        leaves the division to the optimizer, as in a loop that calls the optimizer itself.
+      dispatched: the loss function, if the host runs it by programs of its own, outside of the
+        step's; None otherwise.
     """
 
     loss: FullLoss
@@ -145,16 +160,18 @@ class Differentiation:
 
         Args:
           state: the state of the replica.
-          inputs: the batch, and the window that it goes into.
-          collects: whether it goes into a window, which begins here if `inputs` has none.
+          inputs: the batch, and the window of earlier batches of the same update, if any.
+          collects: whether the batch is one of a window; without one in `inputs` it is the first.
           parts: number of parts into which the batch is cut.
 
         Returns:
-          Parameters and batch, each None if it is unchanged; a key for each part; and model state.
+          Parameters and batch, cast for the loss function, or None for both if it takes them
+          uncast; a key for each part; and model state.
 
-        Communication: with `model_state="broadcast"` its bytes over the replicas; else none.
+        Communication: with `model_state="broadcast"` the bytes of the model state over the
+          replicas; else none.
         """
-        assert self.dispatched is not None, "others are called in programs"
+        assert self.dispatched is not None, "programs call all other loss functions"
         key, seen = self._device_key(state), self._seen(state)[1]
         if collects:
             count = 0 if inputs.window is None else inputs.window.count
@@ -162,16 +179,16 @@ class Differentiation:
             seen = seen if inputs.window is None else inputs.window.model_state
         keys = key[None] if parts == 1 else jax.random.split(key, parts)
         if parts > 1:
-            split_batch(inputs.batch, parts)  # raises where they do not divide it
+            split_batch(inputs.batch, parts)  # for its error, if `parts` does not divide the batch
         params, batch, _, seen = self.dispatched.arguments(
             state.params, inputs.batch, rng=key, model_state=seen
         )
-        # Without a cast the caller has both already, and nothing need be copied.
+        # Without a cast the caller uses its own arrays, so the program need not copy them.
         is_cast = self.dispatched.is_cast
         return (params if is_cast else None), (batch if is_cast else None), keys, seen
 
     def gathered(self, state: TrainState, inputs: StepInputs) -> tuple[Gradients, Metrics]:
-        """Return the gradients of an update that includes this batch, and the batch's metrics."""
+        """Return the gradients of an update whose last batch is this one, and its metrics."""
         if inputs.window is not None:
             window, metrics = self.collected(state, inputs)
             return self.closed(state, window), metrics
@@ -182,9 +199,12 @@ class Differentiation:
         return gradients, gradients.metrics
 
     def opened(self, state: TrainState, inputs: StepInputs, num_batches: int) -> GradientWindow:
-        """Return an empty window with room for `num_batches` batches of the shapes of this one.
+        """Return an empty window for an update whose first batch this is.
 
-        Communication: with `model_state="broadcast"` its bytes over the replicas; else none.
+        With tables the window has room for the rows of `num_batches` batches of the same shapes.
+
+        Communication: with `model_state="broadcast"` the bytes of the model state over the
+          replicas; else none.
         """
         _, seen = self._seen(state)
         data = LossData(inputs.batch, self._device_key(state), seen)
@@ -197,31 +217,35 @@ class Differentiation:
     ) -> tuple[GradientWindow, Metrics]:
         """Return the window with this batch added, and the batch's metrics.
 
-        `fits` says whether there is room for its rows.
+        `fits` says whether the window has room for the batch's rows of tables; if not, it grows.
 
         Communication: over `inner_axes` one all-reduce of the metrics; none over replicas.
         """
         window = inputs.window
-        assert window is not None, "`opened` makes the first"
+        assert window is not None, "`opened` makes the window of a first batch"
         key = jax.random.fold_in(self._device_key(state), window.count)
         seen = window.model_state
         gradients = self._differentiated(state, LossData(inputs.batch, key, seen), inputs.weight)
         counted = _counted(gradients, seen)
-        # `added_to` weights the metrics, so it takes those without the weight in them.
+        # `added_to` multiplies metrics by the weight, so give it those before `_counted`, which
+        # has added the weight itself as a metric.
         window = added_to(window, counted._replace(metrics=gradients.metrics), fits=fits)
         return window, counted.metrics
 
     def closed(self, state: TrainState, window: GradientWindow) -> Gradients:
-        """Return the mean gradients of a window, in the parameters' dtypes, for an update."""
+        """Return the mean gradients of a window, in the parameters' dtypes, for an update.
+
+        Communication: over `inner_axes` that of `agree_inside`; none over replicas.
+        """
         gradients = means_of(window)
         grads = jax.tree.map(lambda g, p: cast(g, p.dtype), gradients.grads, state.params)
         return self._agreed(gradients._replace(grads=grads), state.model_state)
 
     def evaluated(self, state: TrainState, inputs: StepInputs) -> Metrics:
-        """Return the metrics of a replica's batch, from a device's part of it.
+        """Return the metrics of a replica's batch, of which each device evaluates its part.
 
-        Communication: over `inner_axes` one all-reduce of the metrics; of the model state over the
-          replicas where replica 0's is broadcast.
+        Communication: over `inner_axes` one all-reduce of the metrics; with
+          `model_state="broadcast"` also that of `from_first_replica`.
         """
         key = self._device_key(state)
         _, seen = self._seen(state)
@@ -259,7 +283,10 @@ class Differentiation:
         return jax.lax.scan(one, model_state, (parts, keys))[1].mean()
 
     def ready_order(self, state: TrainState, batch: PyTree) -> tuple[int, ...]:
-        """Return the order in which gradients become ready, at trace time, from types alone."""
+        """Return the order in which the backward pass completes the gradients of the leaves.
+
+        It is found at trace time, from shapes and dtypes alone.
+        """
         batch = jax.eval_shape(self.lookup.seen, batch, state.params)
         params, batch, key, model_state = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype),
@@ -272,14 +299,17 @@ class Differentiation:
         return (*axis_names(self.axis_name), *self.inner_axes)
 
     def _device_key(self, state: TrainState) -> jax.Array:
-        """Return this device's key, made from the replica's."""
+        """Return this device's PRNG key, made from that of the replica."""
         key = state.rng
         for name in self.inner_axes:
             key = jax.random.fold_in(key, jax.lax.axis_index(name))
         return key
 
     def _seen(self, state: TrainState) -> tuple[PyTree, PyTree]:
-        """Return the model state before an update, and the same with this device's PRNG keys."""
+        """Return the model state before an update, and that which the loss function sees.
+
+        They differ in the PRNG keys: the loss function gets a different key on each inner device.
+        """
         before = state.model_state
         if self.model_state == "broadcast":
             with jax.named_scope(f"{MODEL_STATE}/broadcast"):
@@ -287,9 +317,10 @@ class Differentiation:
         return before, own_keys(vary_statistics(before, self._axes), self.inner_axes)
 
     def _differentiated(self, state: TrainState, data: LossData, weight: Any) -> Gradients:
-        """Return the gradients of a batch, for a replica of this weight."""
-        # shard_map sums gradients of parameters that are equal over an axis. If parameters vary,
-        # gradients stay local, and the gradient transform reduces them in buckets.
+        """Return the gradients of a batch; `weight`, the replica's, is only passed on."""
+        # In shard_map the gradient of parameters that are typed as equal over an axis is summed
+        # over that axis. So type them as varying: gradients then stay local, until the gradient
+        # transform reduces them in buckets.
         params, scale = vary_over(state.params, self._axes), None
         if parts_of(state.opt_state, DynamicLossScaleState):
             scale = vary_over(loss_scale_of(state.opt_state), self._axes)
@@ -304,13 +335,13 @@ class Differentiation:
         return Gradients(grads, metrics, model_state, rows, requested.refused, weight, data)
 
     def _agreed(self, gradients: Gradients, before: PyTree) -> Gradients:
-        """Make model state equal on all devices of the replica; if idle, it stays `before`."""
+        """Make model state equal on all devices of a replica; that of an idle one is `before`."""
         with jax.named_scope(f"{MODEL_STATE}/inner"):
             model_state = agree_inside(gradients.model_state, self.inner_axes)
         return _counted(gradients._replace(model_state=model_state), before)
 
     def _of_replica(self, metrics: Metrics) -> Metrics:
-        """Return the means of the metrics over the devices of a replica."""
+        """Return the means of a device's metrics over all devices of its replica."""
         if not self.inner_axes:
             return metrics
         with jax.named_scope(METRICS):
@@ -318,13 +349,16 @@ class Differentiation:
 
 
 def kept_if_idle(weight: jax.Array, new: PyTree, old: PyTree) -> PyTree:
-    """Return `new`, or `old` on a replica of weight 0."""
+    """Return `new`, or `old` on an idle replica, one of weight 0."""
     old = match_varying(old, new)
     return jax.tree.map(lambda n, o: jnp.where(weight > 0, n, o), new, old)
 
 
 def _counted(gradients: Gradients, before: PyTree) -> Gradients:
-    """Return the gradients with metrics of 0 and the model state `before` on an idle replica."""
+    """Return the gradients with the weight as a metric, if replicas have weights.
+
+    On an idle replica all metrics are then 0, and the model state is `before`.
+    """
     if gradients.weight is None:
         return gradients
     model_state = kept_if_idle(gradients.weight, gradients.model_state, before)
@@ -334,5 +368,5 @@ def _counted(gradients: Gradients, before: PyTree) -> Gradients:
 
 
 def _with_weight(metrics: Metrics, weight: jax.Array | None) -> Metrics:
-    """Add the weight to the metrics, so that readers can weight them; zeros for weight 0."""
+    """Return metrics with "weight", for weighted means over replicas; zeros on an idle replica."""
     return metrics if weight is None else {**unless_idle(metrics, weight), "weight": weight}
