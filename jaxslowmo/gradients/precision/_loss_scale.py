@@ -235,7 +235,7 @@ class _LossScale:
     def _init(self, params: PyTree) -> DynamicLossScaleState:
         if parts_of(params, optax.MaskedNode):
             raise ValueError(
-                f"{_OWNER}: must wrap optax.masked and optax.partition, got parameters of "
+                f"{_OWNER}: must go around optax.masked and optax.partition, got parameters of "
                 "which these hide some: the gradients of those would stay scaled."
             )
         inner = self.inner.init(params)
