@@ -43,7 +43,7 @@ NOUNS = _words("a all an each every its no one some such the their these this wh
 IMPERATIVES = _words("address bypass compress cross express guess pass press process")
 # Words with which no line about an argument begins.
 PREPOSITIONS = _words(
-    "as at beside between by for from in likewise of on over so than that to under with"
+    "as at beside between by for from in likewise of on over so than that those to under with"
 )
 NAMES = _words("asked found given known made moved own said told there")
 CLASSES = _words("Asked Found Given Known Made Moved Own Said Told")

@@ -57,7 +57,7 @@ def choose_mesh(config: TrainConfig, cluster: Cluster = ALONE) -> RunDevices:
     "devices" is one device per replica (times `devices_per_replica`), on CPU as many as are
     needed; "virtual" is all replicas on one device; "auto" is devices where there are enough of
     them, else virtual. With several processes each provides the same number of devices, in order of
-    processes: those of whole replicas, or of a part of one.
+    processes; they belong to whole replicas, or to a part of one.
 
     Raises:
       CommandError: there are fewer devices than "devices" needs, they cannot be divided evenly

@@ -347,6 +347,7 @@ class Runner:
     def _replace_numbers(self, state: TrainState) -> None:
         """Replace plain numbers assigned to hyperparameters by arrays over the replicas."""
         if self._numbers is None:
+            # Optax finds whether there are any; most optimizers have none to keep places of.
             has_any = optax.tree.get_all_with_path(state.opt_state, "hyperparams")
             self._numbers = number_places(state.opt_state) if has_any else []
         if self._numbers:

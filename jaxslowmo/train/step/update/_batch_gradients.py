@@ -128,8 +128,8 @@ def empty_window(gradients: Gradients, num_batches: int) -> GradientWindow:
     """Return a window before its first batch.
 
     Args:
-      gradients: those of one batch, with the model state before it. Of all other fields only
-        shapes, dtypes and varying axes are used.
+      gradients: gradients of one batch, with the model state before it. Only shapes, dtypes and
+        varying axes of the other fields are used.
       num_batches: number of batches for whose rows there is room; more make the window larger.
     """
     count = jnp.zeros([], jnp.int32)
