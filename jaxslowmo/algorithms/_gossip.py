@@ -322,7 +322,7 @@ def pulled_with_residual(
     Args:
       updates: the updates of the parameters, in at least float32.
       local: z.
-      residual: r; 0 in leaves that the codec does not narrow.
+      residual: r, by whose dtype the codec knows the leaves that it narrows; 0 in the others.
       arrival: the values that the node received.
       codec: the codec that encoded them.
       share: () received weight over the weight afterwards.

@@ -79,16 +79,22 @@ class Room(NamedTuple):
     share: Share | None
 
 
+# `HostCounts` looks for entries of arrays that are gone when it has this many.
+_SMALLEST_ROOM = 64
+
+
 class HostCounts:
     """Values of counters on the host, by the device array that holds the counter.
 
     Reading a counter from the device waits for the step that computes it. Here each is read at most
-    once, and the counters of later states follow from it. An entry belongs to one array and lives
-    as long as that array, so several states, also in several threads, do not get mixed up.
+    once, and the counters of later states follow from it. An entry belongs to one array, so several
+    states, also in several threads, do not get mixed up; entries of arrays that are gone are
+    removed when there are many.
     """
 
     def __init__(self) -> None:
         self._values: dict[int, tuple[weakref.ref[Any], Any]] = {}
+        self._room = _SMALLEST_ROOM
 
     def get(self, array: Any) -> Any:
         """Return the value of `array`; None if it was neither read nor noted."""
@@ -119,8 +125,12 @@ class HostCounts:
 
     def note(self, array: Any, value: UpdateCounts | Room) -> None:
         """Store the value of an array, so that it need not be read from the device."""
-        key = id(array)
-        self._values[key] = weakref.ref(array, lambda _: self._values.pop(key, None)), value
+        if len(self._values) >= self._room:
+            # Not by a callback of each reference: Python discards what is raised in one, so a
+            # KeyboardInterrupt that arrived while it ran would be lost.
+            alive = {k: v for k, v in list(self._values.items()) if v[0]() is not None}
+            self._values, self._room = alive, max(2 * len(alive), _SMALLEST_ROOM)
+        self._values[id(array)] = weakref.ref(array), value
 
 
 Mode = Literal["traced", "host"]

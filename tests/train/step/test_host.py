@@ -46,6 +46,17 @@ def test_a_run_reads_the_counter_once(mode, monkeypatch):
     assert counting.reads == 1
 
 
+def test_entries_of_arrays_that_are_gone_are_removed():
+    counts = _step_runner.HostCounts()
+    kept = [jnp.int32(number) for number in range(3)]
+    for number, array in enumerate(kept):
+        counts.note(array, number)
+    for number in range(1000):
+        counts.note(jnp.int32(number), number)
+    assert [counts.get(array) for array in kept] == [0, 1, 2]
+    assert len(counts._values) <= _step_runner._SMALLEST_ROOM
+
+
 # Rounds of gossip: each exchange is a round of the graph's rotation, and a skipped one is none
 
 
