@@ -10,6 +10,9 @@ TORCH_PY := $(TORCH_VENV)/bin/python
 # And torch_compat.on_jax one with a newer torch, torchax and jax.
 TORCHAX_VENV ?= .venv-torchax$(patsubst .venv%,%,$(VENV))
 TORCHAX_PY := $(TORCHAX_VENV)/bin/python
+# And the compilers for TPUs and GPUs that are only described.
+AOT_VENV ?= .venv-aot$(patsubst .venv%,%,$(VENV))
+AOT_PY := $(AOT_VENV)/bin/python
 
 DLRM ?=
 DEMO ?= compare --preset demo --out runs/demo --overwrite
@@ -18,7 +21,7 @@ TEST_ARGS ?=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo dlrm test test-jax test-all test-torch test-torchax test-cluster test-failures torch-env torchax-env lint lint-torch lint-torchax format docs bench-env clean distclean
+.PHONY: help demo dlrm test test-jax test-all test-torch test-torchax test-aot test-cluster test-failures torch-env torchax-env lint lint-torch lint-torchax format docs bench-env clean distclean
 
 help: ## Show the targets.
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' Makefile
@@ -29,16 +32,26 @@ demo: $(VENV)/.stamp-train ## Compare training with rare communication to traini
 dlrm: $(VENV)/.stamp-examples ## Train sharded embeddings on flights, and compare to boosted trees; DLRM="--mode exact" passes options on.
 	$(PY) examples/dlrm/train.py $(DLRM)
 
-test: test-jax ## Run both suites; the second needs Linux on x86-64 and 6 GB for torch.
+test: test-jax ## Run three suites; two need Linux on x86-64, one of them 6 GB for torch.
+	@if $(AOT_WHEELS); then $(MAKE) --no-print-directory test-aot; \
+	else echo "test: programs for TPUs and GPUs were NOT read: $(NO_AOT_WHEELS)"; fi
 	@if $(TORCH_WHEELS); then $(MAKE) --no-print-directory test-torch; \
 	else echo "test: the torch suite was NOT run: $(NO_TORCH_WHEELS)"; fi
 
-# Not reordered: tests/conftest.py puts last what loads libtpu.
+# In the order of the files, neighbours of which share what they compile.
 test-jax: $(VENV)/.stamp-test ## Run the tests on 8 CPU devices; TEST_ARGS="-k slowmo" passes arguments on.
 	$(PY) -m pytest -n $(TEST_WORKERS) --dist loadgroup --no-loadscope-reorder $(TEST_ARGS)
 
+# In processes of their own: two compilers' libraries are not loaded into one.
+test-aot: ## Read programs compiled for TPUs and for GPUs, without having any, in .venv-aot (1.5 GB).
+	@$(AOT_WHEELS) || { echo "test-aot: not run, and not passed: $(NO_AOT_WHEELS)"; exit 1; }
+	@$(MAKE) --no-print-directory $(AOT_VENV)/.stamp
+	$(AOT_PY) -m pytest -n $(TEST_WORKERS) --dist loadgroup --no-loadscope-reorder tests/tpu_aot $(TEST_ARGS)
+	$(AOT_PY) -m pytest -n $(TEST_WORKERS) --dist loadgroup --no-loadscope-reorder tests/gpu_aot $(TEST_ARGS)
+
 test-all: ## Run the tests of jaxslowmo with the exhaustive sweeps, which `make test` leaves out.
 	@$(MAKE) --no-print-directory test-jax TEST_ARGS='-m "not hardware" $(TEST_ARGS)'
+	@$(MAKE) --no-print-directory test-aot TEST_ARGS='-m "not hardware" $(TEST_ARGS)'
 
 test-torch: torch-env ## Run the tests of torch_compat on XLA's CPU devices, in .venv-torch (6 GB).
 	cd tests/torch_compat && $(abspath $(TORCH_PY)) -m pytest -m "not without_xla" $(TEST_ARGS)
@@ -96,6 +109,8 @@ distclean: clean ## Also remove the virtual environments.
 TORCH_WHEELS := $(PYTHON) -c 'import platform, sys; sys.exit(not ((3, 10) <= sys.version_info[:2] <= (3, 13) \
 	and platform.system() == "Linux" and platform.machine() == "x86_64" and sys.implementation.name == "cpython"))'
 NO_TORCH_WHEELS := torch_xla 2.9.0 has wheels for Linux on x86-64 with Python 3.10 to 3.13 only.
+AOT_WHEELS := $(PYTHON) -c 'import platform; exit((platform.system(), platform.machine()) != ("Linux", "x86_64"))'
+NO_AOT_WHEELS := libtpu and the plugin of jax for CUDA have wheels for Linux on x86-64 only.
 
 # A stamp stands for "these extras are installed as pyproject.toml asks"; it is touched last, so an
 # interrupted set-up starts again.
@@ -116,6 +131,12 @@ $(TORCH_VENV)/.stamp: requirements/torch.txt requirements/torch-test.txt pyproje
 	$(TORCH_PY) -m pip install --quiet --disable-pip-version-check -r requirements/torch-test.txt
 	$(TORCH_PY) -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/torch.txt
 	$(TORCH_PY) -m pip install --quiet --disable-pip-version-check --no-deps --editable .
+	@touch $@
+
+$(AOT_VENV)/.stamp: pyproject.toml
+	@echo "Setting up $(AOT_VENV) ..."
+	$(PYTHON) -m venv $(AOT_VENV)
+	$(AOT_PY) -m pip install --quiet --disable-pip-version-check --editable '.[train,aot]'
 	@touch $@
 
 $(TORCHAX_VENV)/.stamp: requirements/torchax.txt requirements/torchax-test.txt pyproject.toml

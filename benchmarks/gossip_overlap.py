@@ -25,8 +25,9 @@ from jax.sharding import PartitionSpec as P
 import jaxslowmo as js
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
+from support.described import lowered_step, shapes_on
 from support.tpu_schedule import read_schedule
-from support.tpu_slices import lowered_step, shapes_on, tpu_mesh
+from support.tpu_slices import tpu_mesh
 
 SLICES = {
     "v5e:2x4": 8,

@@ -28,7 +28,8 @@ import jaxslowmo as js
 from jaxslowmo.models import GPTConfig, gpt_loss_fn, init_gpt
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
-from support.tpu_slices import lowered_step, tpu_mesh
+from support.described import lowered_step
+from support.tpu_slices import tpu_mesh
 
 SLICES = {8: "v5e:2x4", 64: "v5e:8x8", 256: "v5e:16x16"}
 GRAPHS: dict[str, Callable[[int], js.topology.Graph]] = {

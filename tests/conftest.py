@@ -14,6 +14,8 @@ from support.quick import QUICK_CODE, QUICK_COMPILER
 # These suites have a configuration of their own: `make test-torch` and `make test-torchax`, in
 # environments of their own, and `make test-cluster`, which needs root.
 collect_ignore = ["torch_compat", "on_jax", "cluster"]
+# So have these, whose compilers must not be loaded beside other tests, nor beside each other.
+AOT = ("tpu_aot", "gpu_aot")
 NUM_DEVICES = 8
 # Set it (for example to "cuda") to run the tests marked `hardware` on that backend.
 PLATFORM = os.environ.get("JAXSLOWMO_TEST_PLATFORM", "cpu")
@@ -60,9 +62,10 @@ hypothesis.settings.register_profile("explore", max_examples=200, deadline=None)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What loads libtpu runs last: where it is loaded without a TPU, the jax profiler crashes."""
-    items.sort(key=lambda item: item.get_closest_marker("tpu_aot") is not None)
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out what compiles for TPUs and GPUs but where it is named: `make test-aot`."""
+    name = collection_path.name
+    return True if name in AOT and not any(name in arg for arg in config.args) else None
 
 
 @pytest.fixture(scope="session", autouse=True)

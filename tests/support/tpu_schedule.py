@@ -7,13 +7,19 @@ run, and what stands between the start and the end of a transfer runs beside it.
 import re
 from dataclasses import dataclass
 
-from jaxslowmo.reports.communication._hlo_text import HloModule, Instruction, parse_module
+from jaxslowmo.reports.communication._hlo_text import Instruction
+from support.schedule_text import (
+    PRODUCTS,
+    instructions,
+    is_product_of_model,
+    num_instructions,
+    scheduled_module,
+)
 
 # What carries data from chip to chip: over the links of a slice, and between slices.
 _STARTS = {"collective-permute-start", "send"}
 _DONES = {"collective-permute-done", "recv-done"}
 _BLOCKING = "collective-permute"
-_PRODUCTS = {"dot", "convolution"}  # TPU compilers write a matrix product as a convolution
 
 
 @dataclass(frozen=True)
@@ -64,47 +70,24 @@ class Schedule:
 
 def read_schedule(text: str) -> Schedule:
     """Return the schedule of a compiled program, from `compiled.as_text()`."""
-    assert "is_scheduled=true" in text.partition("\n")[0]
-    module = parse_module(text)
+    module = scheduled_module(text)
     places: dict[str, list[int]] = {"start": [], "done": [], "product": []}
     num_products = blocking = in_branches = 0
-    for place, op in enumerate(_instructions(module, module.entry)):
+    for place, op in enumerate(instructions(module, module.entry)):
         if op.opcode in _STARTS:
             places["start"].append(place)
         elif op.opcode in _DONES:
             places["done"].append(place)
         elif op.opcode == _BLOCKING:
             blocking += 1
-        elif count := _count(module, op, _PRODUCTS):
+        elif amount := num_instructions(module, op, PRODUCTS):
             places["product"].append(place)
-            num_products += count
+            num_products += amount
         if op.opcode == "conditional":
-            in_branches += _count(module, op, {*_STARTS, _BLOCKING})
+            in_branches += num_instructions(module, op, {*_STARTS, _BLOCKING})
     assert len(places["start"]) == len(places["done"])
     starts, dones, products = (tuple(x) for x in places.values())
     return Schedule(starts, dones, blocking, products, num_products, in_branches)
-
-
-def _instructions(module: HloModule, computation: str) -> list[Instruction]:
-    body = module.computations[computation]
-    return [op for name in body.lines if (op := body.instruction(name))]
-
-
-def _count(module: HloModule, op: Instruction, opcodes: set[str]) -> int:
-    """Return the number of instructions with `opcodes` in `op` and in all that it calls."""
-    if op.opcode in opcodes:
-        return 1
-    called = [
-        name.strip().lstrip("%")
-        for value in op.attributes.values()
-        for name in value.strip("{}").split(",")
-    ]
-    return sum(
-        _count(module, inner, opcodes)
-        for name in called
-        if name in module.computations
-        for inner in _instructions(module, name)
-    )
 
 
 @dataclass(frozen=True)
@@ -131,10 +114,9 @@ def read_all_to_alls(text: str, num_devices: int) -> tuple[list[Transfer], int]:
       text: result of `compiled.as_text()`.
       num_devices: size of the all-to-alls' axis, which identifies sends between slices.
     """
-    assert "is_scheduled=true" in text.partition("\n")[0]
-    module = parse_module(text)
-    ops = list(_instructions(module, module.entry))
-    products = [place for place, op in enumerate(ops) if _is_product_of_model(module, op)]
+    module = scheduled_module(text)
+    ops = list(instructions(module, module.entry))
+    products = [place for place, op in enumerate(ops) if is_product_of_model(module, op)]
     others = [place for place, op in enumerate(ops) if op.opcode in {"fusion", "sort", "while"}]
     others = sorted({*others} - {*products})
     ends = _ends(ops)
@@ -172,8 +154,3 @@ def _ends(ops: list[Instruction]) -> dict[str, int]:
             receipts.remove(same)
             ends[op.name] = same[0]
     return ends
-
-
-def _is_product_of_model(module: HloModule, op: Instruction) -> bool:
-    named = "dot_general" in op.attributes.get("metadata", "")
-    return named and _count(module, op, _PRODUCTS) > 0

@@ -19,7 +19,8 @@ from jax.sharding import PartitionSpec as P
 import jaxslowmo as js
 from jaxslowmo.models import GPTConfig, gpt_loss_fn, gpt_param_specs, gpt_rules
 from jaxslowmo.transform._chain import _init_fn
-from support.tpu_slices import compiled_rows, slices_mesh
+from support.described import compiled_rows
+from support.tpu_slices import slices_mesh
 
 
 @dataclass(frozen=True)

@@ -1,14 +1,10 @@
 """Compilation for TPU slices on a CPU: libtpu compiles, nothing runs."""
 
-from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from collections.abc import Mapping
 
-import jax
 import numpy as np
-import optax
 from jax.experimental import topologies
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh
 
 import jaxslowmo as js
 
@@ -26,98 +22,3 @@ def slices_mesh(topology: str, axes: Mapping[str, int], *, num_slices: int = 1) 
     options = {} if num_slices == 1 else {"num_slices": num_slices}
     description = topologies.get_topology_desc(platform="tpu", topology_name=topology, **options)
     return js.make_mesh(axes, devices=description.devices)
-
-
-def shapes_on(tree: Any, mesh: Mesh, spec: P) -> Any:
-    """Return the shapes of `tree`, placed on `mesh`."""
-    return jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec)), tree
-    )
-
-
-def report_of_sync(
-    sync: js.ParameterTransform, params: Any, mesh: Mesh, phase: tuple[str, ...] | None
-) -> js.CommReport:
-    """Return the `comm_report` of one update of `sync` alone, compiled for `mesh`.
-
-    Args:
-      sync: the transform.
-      params: shapes of one copy of the parameters.
-      mesh: a TPU mesh; "device" is the axis inside a replica, all others are replica axes.
-      phase: static phase, or None to decide inside the program.
-    """
-    replicas = P(tuple(a for a in mesh.axis_names if a != "device"))
-
-    def lifted(fn):
-        def per_device(*args):
-            out = fn(*jax.tree.map(lambda x: x[0], args))
-            return jax.tree.map(lambda x: x[None], out)
-
-        return jax.shard_map(per_device, mesh=mesh, in_specs=replicas, out_specs=replicas)
-
-    count = np.prod([size for name, size in mesh.shape.items() if name != "device"])
-    stacked = shapes_on(
-        jax.tree.map(lambda s: jax.ShapeDtypeStruct((count, *s.shape), s.dtype), params),
-        mesh,
-        replicas,
-    )
-    state = shapes_on(jax.eval_shape(lifted(sync.init), stacked), mesh, replicas)
-    update = jax.jit(lifted(lambda u, s, p: sync.update(u, s, p, phase=phase)))
-    return js.comm_report(update, stacked, state, stacked)
-
-
-def lowered_step(
-    loss: Callable[..., Any],
-    sync: js.ParameterTransform | None,
-    params: Any,
-    batch: Any,
-    mesh: Mesh,
-    *,
-    gradients: optax.GradientTransformation | None = None,
-    mode: Literal["host", "traced"] = "host",
-) -> dict[str, jax.stages.Lowered]:
-    """Return the programs of a step with SGD by phase; the key is "all" for a traced step.
-
-    A host-scheduled step without `sync` has the one phase "every".
-
-    Args:
-      loss: `loss(params, batch)`.
-      sync: the parameter transform, or None.
-      params: shapes of one copy of the parameters.
-      batch: shapes of the batch of all devices.
-      mesh: a TPU mesh with an axis "replica".
-      gradients: the gradient transform, or None.
-      mode: `mode` of `js.make_train_step`.
-    """
-
-    def step_on(where: Any) -> js.TrainStep:
-        return js.make_train_step(
-            loss, optax.sgd(0.1), sync=sync, gradients=gradients, mesh=where, mode=mode
-        )
-
-    # The state's shapes do not depend on where it lies, and no array can be placed on this mesh.
-    state = jax.eval_shape(step_on(js.virtual_mesh(dict(mesh.shape))).init, params)
-    state = shapes_on(state, mesh, P("replica"))
-    programs = step_on(mesh).traced_by_phase(state, batch)
-    return {name or "all": traced.lower() for name, traced in programs.items()}
-
-
-class _Compiled:
-    """A lowered program that was compiled before, for `js.comm_report_of`."""
-
-    def __init__(self, lowered: jax.stages.Lowered, compiled: jax.stages.Compiled) -> None:
-        self.compiler_ir = lowered.compiler_ir
-        self._compiled = compiled
-
-    def compile(self) -> jax.stages.Compiled:
-        return self._compiled
-
-
-def compiled_rows(
-    kind: str, lowered: jax.stages.Lowered, compiled: jax.stages.Compiled, mesh: Mesh
-) -> tuple[js.CommRow, ...]:
-    """Return the collectives of a compiled program of `kind`, all of which have known axes."""
-    program: Any = _Compiled(lowered, compiled)
-    rows = js.comm_report_of({kind: program}, mesh=mesh).select(level="compiled")
-    assert all("?" not in row.axis for row in rows), rows
-    return rows

@@ -14,8 +14,9 @@ import jax
 import jax.numpy as jnp
 
 import jaxslowmo as js
+from support.described import compiled_rows, lowered_step
 from support.tpu_schedule import Schedule, read_schedule
-from support.tpu_slices import compiled_rows, lowered_step, slices_mesh
+from support.tpu_slices import slices_mesh
 
 # An MLP of uneven layers with biases, 1.13 M float32 parameters.
 WIDTHS = (512, 768, 640, 384)

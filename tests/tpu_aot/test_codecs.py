@@ -5,9 +5,8 @@ import jax.numpy as jnp
 import pytest
 
 import jaxslowmo as js
-from support.tpu_slices import report_of_sync, tpu_mesh
-
-pytestmark = pytest.mark.tpu_aot
+from support.described import report_of_sync
+from support.tpu_slices import tpu_mesh
 
 PARAMS = {
     "matrix": jax.ShapeDtypeStruct((256, 512), jnp.float32),

@@ -5,15 +5,12 @@ import re
 
 import jax
 import jax.numpy as jnp
-import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxslowmo as js
 from embedding.shared import embeddings_of_all_kinds, update_of
 from support.tpu_slices import tpu_mesh
-
-pytestmark = pytest.mark.tpu_aot
 
 ALL_TO_ALL = re.compile(r"= (\w+)\[([\d,]+)\]\S* all-to-all(?:-start)?\(")
 

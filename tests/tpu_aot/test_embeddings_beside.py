@@ -6,7 +6,6 @@ from support.exhaustive import sweep
 from support.tpu_embeddings import ASYNC, Workload, all_to_alls
 from support.tpu_slices import tpu_mesh
 
-pytestmark = pytest.mark.tpu_aot
 SMALL = Workload(tables=2, rows=4096, batch=256, widths=(512, 512, 512))
 IDS, VECTORS = "s32", ("f32", "bf16")
 

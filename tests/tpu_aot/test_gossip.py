@@ -8,11 +8,10 @@ import jax.numpy as jnp
 import pytest
 
 import jaxslowmo as js
+from support.described import lowered_step
 from support.exhaustive import sweep
 from support.tpu_schedule import Schedule, read_schedule
-from support.tpu_slices import lowered_step, tpu_mesh
-
-pytestmark = pytest.mark.tpu_aot
+from support.tpu_slices import tpu_mesh
 
 LAYERS, WIDTH = 4, 512
 # Forward, and backward to the weights and (but for the first layer) to the input.

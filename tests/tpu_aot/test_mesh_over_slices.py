@@ -6,8 +6,6 @@ from jax.experimental import topologies
 
 import jaxslowmo as js
 
-pytestmark = pytest.mark.tpu_aot
-
 SLICES, CHIPS = 4, 16
 
 

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 import jaxslowmo as js
 from support.tpu_slices import tpu_mesh
 
-pytestmark = [pytest.mark.tpu_aot, pytest.mark.xdist_group("pipeline on v5e:2x2")]
+pytestmark = pytest.mark.xdist_group("pipeline on v5e:2x2")
 
 EXAMPLES, WIDTH = MICROBATCH = 32768, 128  # narrow ones are compiled quickly
 LARGE = 65536, 512  # of which no part fits into a memory beside the cores

@@ -18,10 +18,8 @@ from jax.sharding import PartitionSpec as P
 
 import jaxslowmo as js
 from jaxslowmo.models import GPTConfig, gpt_preset
-from support.tpu_slices import compiled_rows
+from support.described import compiled_rows
 from support.tpu_staged import MICROBATCHES, Staged
-
-pytestmark = pytest.mark.tpu_aot
 
 STAGES, REPLICAS = 8, 2
 AXES = (("replica", REPLICAS), ("stage", STAGES))

@@ -29,8 +29,6 @@ from support.tpu_steps import (
     lowered,
 )
 
-pytestmark = pytest.mark.tpu_aot
-
 NUM_BYTES = 4 * NUM_PARAMETERS
 SHARDED = ("slowmo(local_sgd)", "diloco")
 

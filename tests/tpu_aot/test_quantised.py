@@ -5,13 +5,11 @@ import re
 
 import jax
 import jax.numpy as jnp
-import pytest
 from jax.sharding import PartitionSpec as P
 
 import jaxslowmo as js
-from support.tpu_slices import shapes_on, tpu_mesh
-
-pytestmark = pytest.mark.tpu_aot
+from support.described import shapes_on
+from support.tpu_slices import tpu_mesh
 
 # Type, dimensions, tiles and kind of an instruction.
 COLLECTIVE = re.compile(

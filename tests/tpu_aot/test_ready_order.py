@@ -8,15 +8,13 @@ for all of it but the stem.
 import jax
 import jax.numpy as jnp
 import optax
-import pytest
 from jax.sharding import PartitionSpec as P
 
 import jaxslowmo as js
 from jaxslowmo.tree import leaf_names
+from support.described import shapes_on
 from support.tpu_schedule import read_schedule
-from support.tpu_slices import shapes_on, tpu_mesh
-
-pytestmark = pytest.mark.tpu_aot
+from support.tpu_slices import tpu_mesh
 
 WIDTH = 256
 BLOCKS = [f"block{i}" for i in range(8)]

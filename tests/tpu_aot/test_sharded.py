@@ -11,7 +11,6 @@ from jaxslowmo.models import GPTConfig
 from support.tpu_sharded import Sharded, facts
 
 pytestmark = [
-    pytest.mark.tpu_aot,
     pytest.mark.exhaustive,
     pytest.mark.xdist_group("sharded on v5e:2x4"),
 ]

@@ -8,9 +8,8 @@ import jax.numpy as jnp
 import pytest
 
 import jaxslowmo as js
-from support.tpu_slices import report_of_sync, tpu_mesh
-
-pytestmark = pytest.mark.tpu_aot
+from support.described import report_of_sync
+from support.tpu_slices import tpu_mesh
 
 
 def shapes(*leaves: tuple[int, ...]):

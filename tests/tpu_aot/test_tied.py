@@ -7,10 +7,9 @@ from jax.sharding import PartitionSpec as P
 
 import jaxslowmo as js
 from jaxslowmo.gradients.tied import sum_over_holders
+from support.described import shapes_on
 from support.exhaustive import sweep
-from support.tpu_slices import shapes_on, tpu_mesh
-
-pytestmark = pytest.mark.tpu_aot
+from support.tpu_slices import tpu_mesh
 
 AXES = {"replica": 1, "stage": 4, "tensor": 2}
 TABLE, SCALE = 1024 * 512, 256 * 512  # elements

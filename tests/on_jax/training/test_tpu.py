@@ -7,7 +7,8 @@ import optax
 from jax.sharding import PartitionSpec as P
 
 import jaxslowmo as js
-from support.tpu_slices import compiled_rows, shapes_on, tpu_mesh
+from support.described import compiled_rows, shapes_on
+from support.tpu_slices import tpu_mesh
 from torch_compat import on_jax
 
 

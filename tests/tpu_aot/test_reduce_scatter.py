@@ -2,28 +2,21 @@
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxslowmo.reports.communication import comm_report_of
+from support.tpu_slices import tpu_mesh
 
 
-@pytest.mark.tpu_aot
 @pytest.mark.parametrize(
     ("shape", "expected"),
     [((1024, 1024), "reduce-scatter"), ((1024 * 1024,), "all-reduce")],
 )
-def test_reduce_scatter_depends_on_the_shape(monkeypatch, shape, expected):
-    pytest.importorskip("libtpu")
-    # The lock is for processes that use a TPU; here several may compile at once.
-    monkeypatch.setenv("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
-    from jax.experimental import topologies
-
-    topology = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x4")
-    mesh = jax.sharding.Mesh(np.array(topology.devices), ("replica",))
+def test_reduce_scatter_depends_on_the_shape(shape, expected):
+    mesh = tpu_mesh("v5e:2x4", {"replica": 8})
 
     def exchange(x):
         part = lax.psum_scatter(x, "replica", tiled=True)
