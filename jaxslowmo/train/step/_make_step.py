@@ -167,7 +167,6 @@ def make_train_step(
       ids that are in no table.
     """
     replica_count("make_train_step", mesh, axis_name)
-    options = checked_compiler_options(compiler_options, mesh)
     choices = {
         "mode": (mode, Mode),
         "model_state": (model_state, ModelStateMode),
@@ -197,6 +196,9 @@ def make_train_step(
         raise ValueError(
             f'`policy` must be a js.Policy such as js.Policy("bfloat16"), got {policy!r}.'
         )
+    options = ()
+    if compiler_options is not None:
+        options = checked_compiler_options(compiler_options, mesh)
     if not isinstance(raw_keys, bool):
         raise ValueError(f"`raw_keys` must be True or False, got {raw_keys!r}.")
     sync_transform = sync if isinstance(sync, ParameterTransform) else None
