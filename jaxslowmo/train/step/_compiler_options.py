@@ -50,7 +50,9 @@ def recommended_compiler_options(mesh: AnyMesh) -> dict[str, str | int | float |
     - GPU, on a mesh with several axes that are larger than 1,
       `xla_gpu_experimental_parallel_collective_overlap_limit=2`: two collectives may run at the
       same time. By default one does, so with two levels the exchange of `js.sgp(overlap=1)` waits
-      for the all-reduce of the gradients inside a replica, and few products or none hide it.
+      for the all-reduce of the gradients inside a replica, and few products or none hide it. A
+      step without `js.sgp` does not need it: there buckets and gathers run beside each other, and
+      fewer of them beside products.
     - GPU, `xla_gpu_enable_latency_hiding_scheduler=True`: the default on H100, where it changes
       nothing. On A100 neither gossip nor the buckets of `js.all_reduce_gradients` run beside the
       products of the backward pass without it.
