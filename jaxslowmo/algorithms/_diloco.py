@@ -5,7 +5,7 @@ import optax
 from .._support.types import AxisName, PyTree
 from ..collectives.codecs import Codec
 from ..transform import Every, ParameterTransform, as_schedule, checked_exchange
-from .outer import Outer, element_wise, shards_state
+from .outer import Fragments, Outer, element_wise, shards_state, turns
 
 
 def diloco(
@@ -18,6 +18,9 @@ def diloco(
     param_specs: PyTree | None = None,
     bucket_bytes: int | None = None,
     codec: Codec | None = None,
+    fragments: Fragments = 1,
+    delay: int = 0,
+    merge: float = 0.0,
 ) -> ParameterTransform:
     """Train replicas independently and take an outer step every `sync_every` updates.
 
@@ -39,6 +42,9 @@ def diloco(
       param_specs: specs of leaves sharded over automatic axes, as in `js.slowmo`.
       bucket_bytes: size of the exchanged buffers, as in `js.slowmo`.
       codec: format in which replicas send their displacement, as in `js.slowmo`.
+      fragments: number of parts of the model that take turns, as in `js.slowmo`.
+      delay: number of updates beside which an exchange runs, as in `js.slowmo`.
+      merge: share of its own progress that a replica keeps, as in `js.slowmo`.
 
     Returns:
       A `ParameterTransform` with state `OuterState`. The outer state is float32, and so is the
@@ -74,6 +80,7 @@ def diloco(
     # Nesterov SGD is known to be element-wise; trying it would cost a compilation.
     if shard_state and not is_default:
         outer_optimizer = element_wise(owner, "outer_optimizer", outer_optimizer)
+    schedule = as_schedule(sync_every)
 
     # Douillard et al., algorithm 1, with theta^(t-1) the anchor and theta_i^(t) worker i's y:
     #   Delta^(t) = 1/k sum_i (theta^(t-1) - theta_i^(t)) = theta^(t-1) - mean_i theta_i^(t)
@@ -82,7 +89,8 @@ def diloco(
     return Outer(
         owner,
         exchange,
-        as_schedule(sync_every),
+        schedule,
         optax.with_extra_args_support(outer_optimizer),
         shard_state=shard_state,
+        **turns(owner, fragments, delay, merge, schedule, exchange),
     ).transform()
