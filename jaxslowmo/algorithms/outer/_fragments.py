@@ -12,6 +12,9 @@ from ..._support.checks import checked_int
 from ..._support.types import PyTree
 from ...transform import Every
 from ...tree import leaf_names
+from ._state import OuterState
+
+TAKE, SEND, SLOW = "take", "send", "slow"  # the events of a fragment
 
 Fragments = int | Callable[[str], int]
 """The number of fragments, or a function from a leaf's name to the number of its fragment."""
@@ -51,6 +54,24 @@ class Fragment:
 
 
 ALL_LEAVES = Fragment()
+
+
+def views(turns: Sequence[Any], state: OuterState) -> list[OuterState]:
+    """Return the state of each fragment, with the base's state in each."""
+    if len(turns) == 1:
+        return [state]
+    flights = state.in_flight or ((),) * len(turns)
+    own = zip(state.anchor, state.outer, flights, strict=True)
+    return [state._replace(anchor=a, outer=o, in_flight=f) for a, o, f in own]
+
+
+def joined(state: OuterState, parts: Sequence[OuterState]) -> OuterState:
+    """Return `state` with the anchors, outer states and values in flight of its fragments."""
+    if len(parts) == 1:
+        own = parts[0]
+        return state._replace(anchor=own.anchor, outer=own.outer, in_flight=own.in_flight)
+    anchors, outers, flights = zip(*[(x.anchor, x.outer, x.in_flight) for x in parts], strict=True)
+    return state._replace(anchor=anchors, outer=outers, in_flight=flights if any(flights) else ())
 
 
 def checked_fragments(owner: str, fragments: Fragments, schedule: Every) -> Fragments:

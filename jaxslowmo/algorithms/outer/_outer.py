@@ -6,7 +6,7 @@ SlowMo and DiLoCo are this transform with different outer optimizers.
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,16 +14,13 @@ import optax
 
 from ..._support.types import Phase, PyTree
 from ...collectives import all_mean, quotient, scaled
-from ...mesh import axis_names, specs_of_leaves
+from ...mesh import axis_names
 from ...transform import (
-    Carried,
     Communicate,
     Every,
     Exchange,
     Others,
     ParameterTransform,
-    StatePlacement,
-    carry_leaf,
     decide,
     either,
     increment,
@@ -32,74 +29,26 @@ from ...transform import (
     layouts_known,
     mean_and_residual,
     parameter_transform,
+    phase_scope,
     replica_mean,
     require_bound,
     run_if,
 )
-from ...tree import added, landing, subtracted, updates_to, widen_updates
+from ...tree import added, apply_exactly, landing, subtracted, updates_to
 from ._anchor import Anchor, ShardedAnchor
-from ._delay import check_turn, nothing_in_flight, within
-from ._fragments import ALL_LEAVES, Fragment, Fragments, check_period, divided
+from ._carried import carried_state, types_on
+from ._delay import nothing_in_flight
+from ._fragments import ALL_LEAVES, SLOW, Fragment, Fragments, joined
 from ._merge import merged
-from ._turn import SEND, SLOW, TAKE, Turn
-
-
-class OuterState(NamedTuple):
-    """The state of `slowmo` and `diloco`."""
-
-    count: jax.Array  # () int32, updates so far; equal on all replicas
-    anchor: PyTree  # float32; sharded: tuple of (rows, lanes) shards, else like the parameters
-    outer: PyTree  # state of the outer optimizer; `SlowMomentumState` for slowmo
-    base: PyTree  # state of the base transform; () without one
-    in_flight: PyTree = ()  # `InFlight` with a delay; of several fragments tuples of all three
-
-
-def _exchange(
-    updates: PyTree, others: Others, state: PyTree, params: PyTree, **extra: Any
-) -> tuple[PyTree, Others, PyTree]:
-    del params, extra
-    return widen_updates(updates), others, state
-
-
-# An outer step calls only its `exchange`.
-ALONE = ParameterTransform(
-    lambda params: (),
-    optax.with_extra_args_support(optax.identity()).update,
-    phase=lambda t, skipped=0: (),
-    due=lambda t: False,
-    schedules=(),
-    exchange=_exchange,
-)
-"""The base of replicas that train independently between slow steps: it exchanges nothing."""
-
-
-NO_RATE = -1.0  # marks a replica that has run out of data, whose optimizer has not counted on
-
-
-class OuterRate(NamedTuple):
-    """The source of the inner learning rate for an outer optimizer.
-
-    Attributes:
-      now: `now(count, extra)` returns the rate of an update, from the number of earlier updates and
-        the extra arguments of `update`.
-      observe: `observe(outer, rate)` returns the outer state after any update at this rate.
-      agree: `agree(outer, rate, axes)` returns a state and a rate that are equal on all replicas,
-        from rates that differ; the rate of a replica without data is `NO_RATE`.
-      is_passed: whether `update` needs the argument `learning_rate`.
-    """
-
-    now: Callable[[jax.Array, Mapping[str, Any]], jax.Array]
-    observe: Callable[[Any, jax.Array], Any] = lambda outer, rate: outer
-    agree: Callable[..., tuple[Any, jax.Array]] = lambda outer, rate, axes: (outer, rate)
-    is_passed: bool = False
-
-
-Operand = tuple[PyTree, Others, OuterState]  # updates, arrays averaged with them, state
+from ._state import ALONE, NO_RATE, Operand, OuterRate, OuterState
+from ._turns import Turn, event_at, events_of, is_sent, turns_of, whole_anchor
 
 
 @dataclass(frozen=True)
 class Outer:
     """The parameter transform of an outer optimizer, with arguments that its caller has checked.
+
+    One with a `fragment` makes the slow steps of these leaves: see `turns_of`.
 
     Attributes:
       owner: public name of the transform, for messages.
@@ -139,14 +88,25 @@ class Outer:
             return ShardedAnchor(self.exchange)
         return Anchor(self.exchange if self.exact_average else None)
 
+    @property
+    def is_alone(self) -> bool:
+        """Whether a slow step is one exchange of all parameters, in the update that applies it."""
+        return self.fragments == 1 and self.fragment is ALL_LEAVES and not self.delay
+
+    @property
+    def replaces_base(self) -> bool:
+        """Whether a slow step leaves out the base's exchange of that update."""
+        return self.exact_average and self.is_alone
+
+    def turns(self, params: PyTree | None = None) -> Sequence["Outer"]:
+        """Return the outer optimizer of each fragment; without `params` for its schedule alone."""
+        return [self] if self.fragments == 1 else turns_of(self, params)
+
     def transform(self) -> ParameterTransform:
         """Return this outer optimizer as a `ParameterTransform`."""
         base, cuts = self.base, self.anchor.is_sharded
-        events = None
-        if base is ALONE and not callable(self.fragments):  # a base checks its own events itself
-            events = tuple(
-                turn.fragment.event(name) for turn in self.turns() for name in (TAKE, SEND, SLOW)
-            )
+        # A base checks its own events itself, and the fragments of a function are not known yet.
+        checks_events = base is ALONE and not callable(self.fragments)
         return parameter_transform(
             self.owner,
             self.init,
@@ -159,75 +119,28 @@ class Outer:
             skipped=None if base.skipped is None else self.skipped,
             due=self.due,
             schedules=(self.schedule, *base.schedules),
-            events=events,
+            events=events_of(self.turns()) if checks_events else None,
             permit=None if base.permit is None else self.permit,
-            anchor=self.whole_anchor,
+            anchor=lambda state, params: whole_anchor(self.turns(params), state, params),
             sized=self.sized,
             with_specs=self.with_specs,
             shards_whole_leaves=cuts and self.exchange.param_specs is None,
             shard_specs=self.exchange.param_specs if cuts else None,
             wants_learning_rate=self.rate is not None and self.rate.is_passed,
             shards=self.shards,
-            carry=self.carry,
-            like_on=self.like_on,
+            carry=lambda state, params, old, new: carried_state(
+                self.turns(params), state, params, old, new
+            ),
+            like_on=lambda state, params, at: types_on(self.turns(params), state, params, at),
             shares=lambda state: base.shares(state.base),
         )
 
-    @property
-    def is_alone(self) -> bool:
-        """Whether a slow step is one exchange of all parameters."""
-        return self.fragments == 1 and self.fragment.places is None and not self.delay
-
-    @property
-    def replaces_base(self) -> bool:
-        """Whether a slow step sets all parameters to one mean, instead of the base's exchange."""
-        return self.exact_average and self.is_alone
-
-    @property
-    def num_fragments(self) -> int:
-        """The number of fragments.
-
-        Raises:
-          ValueError: it is that of a function, and no state was made yet.
-        """
-        if not callable(self.fragments):
-            return self.fragments
-        if "fragments" not in self.known:
-            raise ValueError(
-                f"{self.owner}: `fragments` is a function, so their number is known once a state "
-                "was made: call `init` before phases are asked for."
-            )
-        return self.known["fragments"]
-
-    def turns(self, params: PyTree | None = None) -> list["Outer"]:
-        """Return the outer optimizer of each fragment; without `params` for its schedule alone."""
-        if params is None:
-            count = self.num_fragments
-            fragments = [Fragment(n, () if count > 1 else None) for n in range(count)]
-        else:
-            fragments = list(divided(self.owner, self.fragments, params))
-            count = self.known["fragments"] = len(fragments)
-            check_period(self.owner, count, self.schedule)
-            check_turn(self.owner, self.delay, count, self.schedule)
-        if count == 1:
-            return [self]
-        turns = []
-        for fragment in fragments:
-            exchange, schedule = self.exchange, self.schedule
-            if exchange.param_specs is not None and params is not None:
-                specs = specs_of_leaves(exchange.param_specs, params)
-                own_specs = [specs[place] for place in fragment.places or ()]
-                exchange = replace(exchange, param_specs=own_specs)
-            offset = schedule.offset + (fragment.number + 1) * schedule.k // count
-            schedule = replace(schedule, offset=offset)
-            turns.append(
-                replace(self, fragment=fragment, exchange=exchange, schedule=schedule, fragments=1)
-            )
-        return turns
-
     def phase(self, t: int, skipped: int = 0) -> Phase:
         """Return the events of update `t`; see `ScheduleSpec.phase`."""
-        own = [event for turn in self.turns() if (event := turn.event_at(t))]
+        if self.is_alone:
+            own: Phase = (SLOW,) if self.schedule(t) else ()
+        else:
+            own = tuple(event for turn in self.turns() if (event := event_at(turn, t)))
         # An exact average replaces the base's exchange of that update, which is left out.
         if own and self.replaces_base:
             base_events = ()
@@ -237,23 +150,10 @@ class Outer:
             base_events = self.base.spec.schedule.phase(t, skipped + steps)
         return (*base_events, *own)
 
-    def event_at(self, t: int) -> str | None:
-        """Return the event of this fragment in update `t`; None if there is none."""
-        if self.schedule(t):
-            return self.fragment.event(SLOW)
-        if self.delay and self.schedule(t + self.delay):
-            return self.fragment.event(TAKE)
-        is_sending = self.delay and within(self.schedule, t, self.delay)
-        return self.fragment.event(SEND) if is_sending else None
-
     def due(self, t: Any) -> Any:
         """Return whether update `t` exchanges anything; see `ScheduleSpec.due`."""
-        due = self.base.spec.schedule.due(t)
-        for turn in self.turns():
-            due = either(due, turn.schedule(t))
-            if self.delay:
-                due = either(due, within(turn.schedule, t, self.delay))
-        return due
+        own = [turn.schedule(t) if self.is_alone else is_sent(turn, t) for turn in self.turns()]
+        return functools.reduce(either, own, self.base.spec.schedule.due(t))
 
     def skipped(self, state: OuterState) -> Any:
         """Return the skips of the base other than slow steps; see `ScheduleSpec.skipped`."""
@@ -264,26 +164,6 @@ class Outer:
         """Return the arrays that are sharded over replicas; see `CheckpointSpec.shards`."""
         shards = jax.tree.leaves(state.anchor) if self.anchor.is_sharded else []
         return [*shards, *self.base.shards(state.base)]
-
-    def whole_anchor(self, state: OuterState, params: PyTree) -> PyTree:
-        """Return the anchor of all fragments as a tree like `params`; see `LayoutSpec.anchor`."""
-        whole = params
-        for turn, own in self.views(state, params):
-            part = turn.anchor.restore(own.anchor, turn.fragment.of(params))
-            whole = turn.fragment.put(whole, part)
-        return whole
-
-    def views(self, state: OuterState, params: PyTree) -> list[tuple["Outer", OuterState]]:
-        """Return the outer optimizer of each fragment with its part of the state."""
-        turns = self.turns(params)
-        if len(turns) == 1:
-            return [(turns[0], state)]
-        flights = state.in_flight or ((),) * len(turns)
-        own = zip(state.anchor, state.outer, flights, strict=True)
-        return [
-            (turn, OuterState(state.count, anchor, outer, state.base, flight))
-            for turn, (anchor, outer, flight) in zip(turns, own, strict=True)
-        ]
 
     def sized(self, axis_sizes: Mapping[str, int]) -> ParameterTransform:
         """Return the transform for axes of these sizes; see `LayoutSpec.sized`."""
@@ -310,18 +190,14 @@ class Outer:
         """Return the first state, with anchors that `store` makes."""
         with layouts_known():  # the base has the same specs, so it need not warn about layouts
             base = self.base.init(params)
-        states = []
+        first, states = OuterState(jnp.zeros([], jnp.int32), (), (), base), []
         for turn in self.turns(params):
-            own = turn.fragment.of(params)
+            own = params if turn.fragment is ALL_LEAVES else turn.fragment.of(params)
             anchor = store(turn, own)
             outer = turn.anchor.pin(self.optimizer.init(anchor), own)
             flight = nothing_in_flight(own) if self.delay else ()
-            states.append((anchor, outer, flight))
-        if len(states) > 1:
-            anchors, outers, flights = zip(*states, strict=True)
-            states = [(anchors, outers, flights if self.delay else ())]
-        ((anchor, outer, flight),) = states
-        return OuterState(jnp.zeros([], jnp.int32), anchor, outer, base, flight)
+            states.append(first._replace(anchor=anchor, outer=outer, in_flight=flight))
+        return states[0] if len(states) == 1 else joined(first, states)
 
     def step(
         self,
@@ -346,8 +222,7 @@ class Outer:
             if self.rate.is_passed and not base.wants_learning_rate:
                 extra.pop("learning_rate")  # a user's base need not accept it
         state = state._replace(count=increment(state.count))
-        views = [(turn, turn.observed(own, rate)) for turn, own in self.views(state, params)]
-        own_events = {turn.fragment.event(n) for turn, _ in views for n in (TAKE, SEND, SLOW)}
+        own_events = (SLOW,) if self.is_alone else events_of(self.turns(params))
         base_phase = None if phase is None else tuple(e for e in phase if e not in own_events)
 
         def based(
@@ -362,21 +237,17 @@ class Outer:
                 )
             return updates, others, state._replace(base=base_state)
 
-        if not self.replaces_base:
-            updates, others, state = based((updates, others, state), communicate)
-            after = []
-            for turn, own in views:
-                operand = updates, others, own._replace(base=state.base)
-                turn_now = Turn(turn, params, weight, rate, communicate, phase)
-                updates, others, own = turn_now(operand)
-                state = state._replace(base=own.base)
-                after.append(own)
-            return updates, others, joined(state, after)
-        ((_, state),) = views
-        slow_step = Turn(self, params, weight, rate, communicate, phase).slow
+        now = (weight, rate, communicate, phase)
+        if not self.is_alone:
+            operand = based((updates, others, state), communicate)
+            return Turn.of_all(self.turns(params), params, now, operand)
+        state = self.observed(state, rate)
+        slow_step = functools.partial(self.slow, params, weight, rate)
 
         def exchanged(operand: Operand) -> Operand:
             slow = is_due(SLOW, self.schedule, state.count, communicate, phase)
+            if not self.exact_average:  # the base's exchange, then the slow step
+                return run_if(slow, slow_step, lambda o: o, based(operand, communicate))
             # One of the two is due, so a base with one kind of exchange need not read its counter.
             of_base: Any = communicate, base_phase
             if phase is None and self.base.skipped is None:
@@ -398,88 +269,79 @@ class Outer:
             return state
         return state._replace(outer=self.rate.observe(state.outer, rate))
 
-    def stepped(
+    def slow(
+        self, params: PyTree, weight: jax.Array | None, rate: jax.Array | None, operand: Operand
+    ) -> Operand:
+        """Make the slow step after the base's update, unless the base refuses it."""
+        outer_step = functools.partial(self.outer_step, params, weight, rate)
+        with phase_scope(SLOW):
+            allowed, operand = self.permitted(params, operand)
+            return run_if(allowed, outer_step, lambda o: o, operand)
+
+    def permitted(self, params: PyTree, operand: Operand) -> tuple[Any, Operand]:
+        """Return whether the base permits what follows, and the operand afterwards."""
+        base = self.base.spec.exchange
+        if not self.exact_average or base.permit is None:
+            return True, operand
+        # A base such as only_finite may refuse the step before anything is averaged.
+        updates, others, state = operand
+        axes = tuple(dict.fromkeys((*axis_names(self.exchange.axis_name), *base.axes)))
+        allowed, state = self.permit(state, apply_exactly(params, updates), others, axes)
+        return allowed, (updates, others, state)
+
+    def outer_step(
         self,
         params: PyTree,
-        displacement: PyTree,
-        residual: PyTree | None,
+        weight: jax.Array | None,
         rate: jax.Array | None,
         operand: Operand,
     ) -> Operand:
-        """Return updates and state after the outer optimizer's step with this displacement."""
+        """Make the slow step of all leaves.
+
+        D = anchor - average;  anchor <- anchor + optimizer(D);  params = anchor
+        """
         updates, others, state = operand
-        outer, options = state.outer, {}
-        if self.rate is not None and rate is not None:
-            # With different rates the replicas would diverge, even if each keeps its own anchor.
-            outer, rate = self.rate.agree(outer, rate, axis_names(self.exchange.axis_name))
-            options = {"learning_rate": rate}
-        # Any optax optimizer, with D as its gradient; it runs on shards of a sharded anchor.
-        step, outer = self.optimizer.update(displacement, outer, state.anchor, **options)
-        anchor = jax.tree.map(added, state.anchor, step)
-        # The anchor replaces the parameters. Adding a step to them instead would let the replicas
-        # drift apart by rounding, a little with every slow step.
-        own = self.fragment.of(params)
-        whole = target = self.anchor.restore(anchor, own)
-        if residual is not None:
-            # The part of its displacement that a replica has not sent is part of its next D.
-            target = jax.tree.map(subtracted, target, residual)
-        if self.merge:
-            local = landing(own, self.fragment.of(updates))
-            target = merged(local, target, self.merge)
-        target = jax.tree.map(lambda p, t: t.astype(p.dtype), own, target)
-        updates = self.fragment.put(updates, updates_to(own, target))
-        base = self.settled(state.base, whole)
-        return updates, others, state._replace(anchor=anchor, outer=outer, base=base)
-
-    def settled(self, base: PyTree, anchor: PyTree) -> PyTree:
-        """Return the base's state after this fragment's parameters moved to the anchor."""
-        if not self.exact_average:
-            return base
-        if self.is_alone and not self.merge:
-            return self.base.spec.exchange.reset(base)
-
-        def moved(tree: PyTree) -> PyTree:
-            local = self.fragment.of(tree)
-            new = merged(local, anchor, self.merge)
-            return self.fragment.put(tree, jax.tree.map(lambda n, x: n.astype(x.dtype), new, local))
-
-        return self.base.spec.exchange.settle(base, moved)
-
-    def displacement(
-        self, y: PyTree, weight: jax.Array | None, others: Others, state: OuterState
-    ) -> tuple[PyTree, PyTree | None, Others, PyTree]:
-        """Return D in the anchor's form, a codec's residual, `others`, and the base's state."""
-        exchange, residual = self.exchange, None
-        if not self.exact_average:
-            own = self.anchor.average(self.fragment.of(y))
-            return jax.tree.map(subtracted, state.anchor, own), None, others, state.base
-        x, mass = self.numerator(y, weight, state)
-        if exchange.codec is None:
-            # sum x / sum w is the exact mean of weighted and push-sum parameters too.
-            average = self.anchor.average(x)
-            if mass is not None:
-                average = self.per_mass(average, mass, None if weight is None else state.anchor)
-            displacement = jax.tree.map(subtracted, state.anchor, average)
+        base, y, residual = self.base.spec.exchange, landing(params, updates), None
+        # D, the pseudo-gradient: the displacement since the last slow step, with sign reversed.
+        if self.exact_average:
+            x, mass = self.numerator(y, weight, state.base)
+            displacement, residual = self.displacement(x, mass, state.anchor, weight is not None)
+            if others:
+                others = replica_mean(others, Exchange(self.exchange.axis_name), mass)
         else:
-            # Send D and not x: D is small, and a codec's rounding error is proportional to it.
-            z = x if mass is None else jax.tree.map(lambda leaf: quotient(leaf, mass), x)
-            local = jax.tree.map(subtracted, state.anchor, z)
-            displacement, residual = mean_and_residual(local, exchange, mass, role="slow")
-        if others:
-            others = replica_mean(others, Exchange(exchange.axis_name), mass)
-        return displacement, residual, others, state.base
+            displacement = jax.tree.map(subtracted, state.anchor, self.anchor.average(y))
+        target, anchor, state = self.stepped(params, y, displacement, residual, rate, state)
+        if self.merge:
+            state = state._replace(base=base.settle(state.base, self.moved(anchor)))
+        elif self.exact_average:
+            state = state._replace(base=base.reset(state.base))
+        return updates_to(params, target), others, state
 
     def numerator(
-        self, y: PyTree, weight: jax.Array | None, state: OuterState
+        self, y: PyTree, weight: jax.Array | None, base: PyTree
     ) -> tuple[PyTree, jax.Array | None]:
-        """Return the fragment's weighted parameters and their weight; None if it is always 1."""
+        """Return the weighted parameters and their weight, None if it is always 1."""
         # A push-sum base returns (w z, w), others (z, None), where None stands for 1.
-        x, mass = self.base.spec.exchange.numerator(state.base, y)
-        x = self.fragment.of(x)
+        x, mass = self.base.spec.exchange.numerator(base, y)
         if weight is not None:
             x = jax.tree.map(lambda leaf: scaled(leaf, weight), x)
             mass = weight if mass is None else scaled(mass, weight)
         return x, mass
+
+    def displacement(
+        self, x: PyTree, mass: jax.Array | None, anchor: PyTree, may_be_idle: bool
+    ) -> tuple[PyTree, PyTree | None]:
+        """Return D in the anchor's form and a codec's residual, from weighted parameters."""
+        if self.exchange.codec is None:
+            # sum x / sum w is the exact mean of weighted and push-sum parameters too.
+            average = self.anchor.average(x)
+            if mass is not None:
+                average = self.per_mass(average, mass, anchor if may_be_idle else None)
+            return jax.tree.map(subtracted, anchor, average), None
+        # Send D and not x: D is small, and a codec's rounding error is proportional to it.
+        z = x if mass is None else jax.tree.map(lambda leaf: quotient(leaf, mass), x)
+        local = jax.tree.map(subtracted, anchor, z)
+        return mean_and_residual(local, self.exchange, mass, role="slow")
 
     def per_mass(self, average: PyTree, mass: jax.Array, idle: PyTree | None) -> PyTree:
         """Return sum x / sum w of the replicas from mean x; `idle` if all have run out of data."""
@@ -490,67 +352,47 @@ class Outer:
             lambda leaf, old: jnp.where(total > 0, quotient(leaf, total), old), average, idle
         )
 
+    def stepped(
+        self,
+        params: PyTree,
+        y: PyTree,
+        displacement: PyTree,
+        residual: PyTree | None,
+        rate: jax.Array | None,
+        state: OuterState,
+    ) -> tuple[PyTree, PyTree, OuterState]:
+        """Return the new parameters, the whole anchor, and the state after the optimizer's step."""
+        outer, options = state.outer, {}
+        if self.rate is not None and rate is not None:
+            # With different rates the replicas would diverge, even if each keeps its own anchor.
+            outer, rate = self.rate.agree(outer, rate, axis_names(self.exchange.axis_name))
+            options = {"learning_rate": rate}
+        # Any optax optimizer, with D as its gradient; it runs on shards of a sharded anchor.
+        step, outer = self.optimizer.update(displacement, outer, state.anchor, **options)
+        anchor = jax.tree.map(added, state.anchor, step)
+        # The anchor replaces the parameters. Adding a step to them instead would let the replicas
+        # drift apart by rounding, a little with every slow step.
+        whole = target = self.anchor.restore(anchor, params)
+        if residual is not None:
+            # The part of its displacement that a replica has not sent is part of its next D.
+            target = jax.tree.map(subtracted, target, residual)
+        if self.merge:
+            target = merged(y, target, self.merge)
+        target = jax.tree.map(lambda p, t: t.astype(p.dtype), params, target)
+        return target, whole, state._replace(anchor=anchor, outer=outer)
+
+    def moved(self, anchor: PyTree) -> Callable[[PyTree], PyTree]:
+        """Return the function that moves a tree like the parameters as a slow step does."""
+
+        def move(tree: PyTree) -> PyTree:
+            new = merged(tree, anchor, self.merge)
+            return jax.tree.map(lambda n, x: n.astype(x.dtype), new, tree)
+
+        return move
+
     def permit(
         self, state: OuterState, y: PyTree, others: Others, axes: Sequence[str]
     ) -> tuple[Any, OuterState]:
         """Return the base's permission; see `ExchangeSpec.permit`."""
         allowed, base_state = self.base.permit(state.base, y, others, axes)
         return allowed, state._replace(base=base_state)
-
-    def carry(
-        self, state: OuterState, params: PyTree, old: StatePlacement, new: StatePlacement
-    ) -> Carried:
-        """Return the state on another placement; see `CheckpointSpec.carry`."""
-        base = self.base.carry(state.base, params, old, new)
-        count = carry_leaf(state.count, old, new)
-        after = []
-        for turn, own in self.views(state, params):
-            places = [of_fragment(turn, at) for at in (old, new)]
-            move = functools.partial(
-                turn.anchor.carried, own.anchor, turn.fragment.of(params), *places
-            )
-            # Replicas' parameters are all the consensus now, and so is what they had taken.
-            flight = jax.tree.map(lambda x: carry_leaf(x, old, new), own.in_flight)
-            after.append(OuterState(count, move(own.anchor), move(own.outer), base.state, flight))
-        note = (
-            "Each replica had an anchor and slow momentum of its own (`exact_average=False`): they "
-            "were averaged."
-            if self.anchor.exchange is None
-            else "The anchor and the state of the outer optimizer (slow momentum) are kept exactly."
-        )
-        carried = joined(OuterState(count, (), (), base.state), after)
-        return Carried(carried, (note, *base.notes))
-
-    def like_on(self, state: OuterState, params: PyTree, at: StatePlacement) -> OuterState:
-        """Return the types of the state on placement `at`; see `CheckpointSpec.like_on`."""
-        # Counters have one type on every mesh; trees of the anchor's form are split as it is.
-        after = []
-        for turn, own in self.views(state, params):
-            own_params, place = turn.fragment.of(params), of_fragment(turn, at)
-            like = functools.partial(turn.anchor.like_on, own.anchor, own_params, place)
-            after.append(own._replace(anchor=like(own.anchor), outer=like(own.outer)))
-        base = self.base.like_on(state.base, params, at)
-        return joined(state._replace(base=base), after)
-
-
-def joined(state: OuterState, parts: Sequence[OuterState]) -> OuterState:
-    """Return `state` with the anchors, outer states and values in flight of its fragments."""
-    if len(parts) == 1:
-        own = parts[0]
-        return state._replace(anchor=own.anchor, outer=own.outer, in_flight=own.in_flight)
-    anchors, outers, flights = zip(*[(x.anchor, x.outer, x.in_flight) for x in parts], strict=True)
-    return state._replace(anchor=anchors, outer=outers, in_flight=flights if any(flights) else ())
-
-
-def of_fragment(turn: Outer, at: StatePlacement) -> StatePlacement:
-    """Return a placement of all parameters as one of this fragment's leaves."""
-    places = turn.fragment.places
-    if places is None:
-        return at
-    if at.form is not None:
-        raise ValueError(
-            f"{turn.owner}: a state with several `fragments` can't be converted from parameters in "
-            "another form (`js.SavedForm`): restore it in the form in which it was saved."
-        )
-    specs = None if at.specs is None else tuple(at.specs[place] for place in places)
-    return replace(at, specs=specs)
