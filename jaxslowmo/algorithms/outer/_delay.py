@@ -15,7 +15,7 @@ from jax import lax
 
 from ..._support.checks import checked_int
 from ..._support.types import PyTree
-from ...collectives import all_mean, all_mean_in_slices, quotient
+from ...collectives import all_mean, mean_beside, quotient
 from ...mesh import axis_names, match_varying, uniform
 from ...transform import Every, Exchange, packing_of
 from ...tree import Buffer, at_least_float32
@@ -71,8 +71,8 @@ def within(schedule: Every, t: Any, delay: int) -> Any:
 def average_part(flight: InFlight, exchange: Exchange, delay: int) -> InFlight:
     """Return what is in flight with its next part replaced by the mean over the replicas.
 
-    Communication: one all-reduce over `exchange.axis_name` of 1 / delay of each flat buffer of the
-      fragment; with `local_axis_name` in slices, as in `all_mean_in_slices`.
+    Communication: that of `mean_beside`, over `exchange.axis_name`, of 1 / delay of each flat
+      buffer of the fragment.
     """
     axes, local = exchange.axis_name, exchange.local_axis_name
     number = uniform(jnp.maximum(flight.parts, 0), axis_names(axes))
@@ -83,7 +83,7 @@ def average_part(flight: InFlight, exchange: Exchange, delay: int) -> InFlight:
         padded = jnp.pad(flat, (0, delay * size - flat.size))
         start = number * size
         part = lax.dynamic_slice(padded, (start,), (size,))
-        mean = match_varying(all_mean_in_slices(part, axes, local), part)
+        mean = match_varying(mean_beside(part, axes, local), part)
         return lax.dynamic_update_slice(padded, mean, (start,))[: flat.size]
 
     values = packing_of(flight.values, exchange).through(
