@@ -1,6 +1,7 @@
 """Outer steps in fragments, late and merged: torchft's recorded runs, and an oracle in NumPy."""
 
 import functools
+import itertools
 import json
 from pathlib import Path
 
@@ -57,7 +58,7 @@ REPLICAS, UPDATES, PERIOD = 4, 27, 12
 def fragments_of(tx_fragments):
     """The slices of the vector that `divided` makes."""
     bounds = {1: [0, 4], 2: [0, 2, 4], 3: [0, 2, 3, 4], 4: [0, 1, 2, 3, 4]}[tx_fragments]
-    return [slice(ENDS[a], ENDS[b]) for a, b in zip(bounds, bounds[1:], strict=False)]
+    return [slice(ENDS[a], ENDS[b]) for a, b in itertools.pairwise(bounds)]
 
 
 def tree(vector):
@@ -123,6 +124,9 @@ def run(tx, start, updates, *, phases):
         yield vector(params), state
 
 
+BASES = [None, "local_sgd", ("ring", 0), ("ring", 1), ("ring", 2), ("push-sum", 0), ("push-sum", 2)]
+
+
 def drawn(seed):
     random = np.random.default_rng(seed)
     start = random.normal(size=12).astype(np.float32)
@@ -132,7 +136,9 @@ def drawn(seed):
 @pytest.mark.filterwarnings("ignore:slowmo without a `base`")
 @given(
     algorithm=st.sampled_from(["slowmo", "slowmo", "diloco", "local_sgd"]),
-    base=st.sampled_from([None, "local_sgd", ("ring", 0), ("ring", 1), ("push-sum", 0), ("ring", 2)]),
+    base=st.sampled_from(
+        [None, "local_sgd", ("ring", 0), ("ring", 1), ("push-sum", 0), ("ring", 2)]
+    ),
     fragments=st.sampled_from([1, 2, 3, 4]),
     delay=st.integers(0, 2),
     merge=st.sampled_from([0.0, 0.5, 1.0]),
@@ -155,4 +161,6 @@ def test_equals_the_oracle(algorithm, base, fragments, delay, merge, shard_state
     start, updates = drawn(seed)
     expected = outer_oracle.run(spread, start, updates)
     for t, (now, _) in enumerate(run(tx, start, updates, phases=phases)):
-        np.testing.assert_allclose(now, expected[t], rtol=2e-5, atol=2e-5, err_msg=f"update {t + 1}")
+        np.testing.assert_allclose(
+            now, expected[t], rtol=2e-5, atol=2e-5, err_msg=f"update {t + 1}"
+        )

@@ -89,6 +89,11 @@ def checked_fragments(owner: str, fragments: Fragments, schedule: Every) -> Frag
 
 def check_period(owner: str, count: int, schedule: Every) -> None:
     """Raise `ValueError` unless the period of a schedule is a multiple of `count`."""
+    if count > 1 and schedule.before == "all":
+        raise ValueError(
+            f'{owner}: `fragments` must be 1 for a schedule with before="all", since they take turns '
+            f"at equal distances, got {count}."
+        )
     if schedule.k % count:
         raise ValueError(
             f"{owner}: `sync_every` must be a multiple of `fragments`, so that they take turns at "

@@ -41,7 +41,7 @@ from ._delay import nothing_in_flight
 from ._fragments import ALL_LEAVES, SLOW, Fragment, Fragments, joined
 from ._merge import merged
 from ._state import ALONE, NO_RATE, Operand, OuterRate, OuterState
-from ._turns import Turn, event_at, events_of, is_sent, turns_of, whole_anchor
+from ._turns import Turn, events_at, events_of, is_sent, turns_of, whole_anchor
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ class Outer:
         if self.is_alone:
             own: Phase = (SLOW,) if self.schedule(t) else ()
         else:
-            own = tuple(event for turn in self.turns() if (event := event_at(turn, t)))
+            own = tuple(event for turn in self.turns() for event in events_at(turn, t))
         # An exact average replaces the base's exchange of that update, which is left out.
         if own and self.replaces_base:
             base_events = ()

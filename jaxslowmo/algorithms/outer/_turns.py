@@ -1,6 +1,7 @@
 """What the fragments of a model do in an update after the base: take, send, make a slow step."""
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -9,7 +10,16 @@ import jax.numpy as jnp
 
 from ..._support.types import Phase, PyTree
 from ...mesh import match_varying, specs_of_leaves
-from ...transform import Communicate, Every, Exchange, decide, phase_scope, replica_mean, run_if
+from ...transform import (
+    Communicate,
+    Every,
+    Exchange,
+    either,
+    phase_scope,
+    replica_mean,
+    run_if,
+    run_one_of,
+)
 from ...tree import landing, subtracted, updates_to
 from ._delay import (
     NOTHING,
@@ -81,13 +91,26 @@ def events_of(turns: Sequence["Outer"]) -> tuple[str, ...]:
     return tuple(turn.fragment.event(name) for turn in turns for name in (TAKE, SEND, SLOW))
 
 
-def event_at(turn: "Outer", t: int) -> str | None:
-    """Return the event of a fragment in update `t`; None if there is none."""
-    if turn.schedule(t):
-        return turn.fragment.event(SLOW)
-    if turn.delay and turn.schedule(t + turn.delay):
-        return turn.fragment.event(TAKE)
-    return turn.fragment.event(SEND) if is_sent(turn, t) else None
+def events_at(turn: "Outer", t: int) -> Phase:
+    """Return the events of a fragment in update `t`."""
+    for events in _options(turn):
+        if _is_due(turn, events, t):
+            return tuple(map(turn.fragment.event, events))
+    return ()
+
+
+def _options(turn: "Outer") -> tuple[tuple[str, ...], ...]:
+    """Return what may be due together; the last part travels in the update of the slow step."""
+    return ((TAKE,), (SEND,), (SEND, SLOW)) if turn.delay else ((SLOW,),)
+
+
+def _is_due(turn: "Outer", events: tuple[str, ...], t: Any) -> Any:
+    """Return whether exactly these events are due in update `t`, an int or an array."""
+    if events == (TAKE,):
+        return turn.schedule(t + turn.delay)
+    if events == (SEND,):
+        return within(turn.schedule, t + 1, turn.delay - 1)
+    return turn.schedule(t)
 
 
 def is_sent(turn: "Outer", t: Any) -> Any:
@@ -128,39 +151,67 @@ class Turn:
     def of_all(
         cls, turns: Sequence["Outer"], params: PyTree, now: tuple[Any, ...], operand: Operand
     ) -> Operand:
-        """Return the operand after the events of all fragments; `now` are further attributes."""
+        """Return the operand after the events of all fragments; `now` are further attributes.
+
+        At most one fragment has events in an update. The program holds one switch over all that
+        may be due, or with a phase what it names.
+        """
         updates, others, state = operand
-        after, base = [], state.base
-        for turn, own in zip(turns, views(turns, state), strict=True):
-            one = cls(turn, params, *now)
-            own = turn.observed(own._replace(base=base), one.rate)
-            updates, others, own = one((updates, others, own))
-            after.append(own)
-            base = own.base
-        return updates, others, joined(state._replace(base=base), after)
+        members = [cls(turn, params, *now) for turn in turns]
+        own = zip(members, views(turns, state), strict=True)
+        state = joined(state, [one.outer.observed(part, one.rate) for one, part in own])
+        index: int | jax.Array = 0
+        branches: list[Callable[[Operand], Operand]] = [lambda operand: operand]
+        missed: list[Any] = []
+        for number, one in enumerate(members):
+            missed.append(False)
+            for events in _options(one.outer):
+                due = one.is_due(events, state.count)
+                missed[-1] = either(missed[-1], due)
+                which = len(branches)
+                branches.append(functools.partial(one.with_events, events, turns, number))
+                is_static = isinstance(due, bool)
+                index = (which if due else index) if is_static else jnp.where(due, which, index)
+        communicate = members[0].communicate
+        operand = run_if(
+            communicate,
+            functools.partial(run_one_of, index, branches),
+            lambda operand: operand,
+            (updates, others, state),
+        )
+        if communicate is True or not turns[0].delay:
+            return operand
+        updates, others, state = operand
+        parts = views(turns, state)
+        for number, due in enumerate(missed):
+            skipped = jnp.logical_and(due, jnp.logical_not(communicate))
+            flight = parts[number].in_flight
+            # Of a displacement that has not travelled whole there is no mean.
+            flight = flight._replace(parts=jnp.where(skipped, NOTHING, flight.parts))
+            parts[number] = parts[number]._replace(in_flight=flight)
+        return updates, others, joined(state, parts)
 
-    def __call__(self, operand: Operand) -> Operand:
-        """Return the operand after the event of this update, if there is one."""
-        outer, count = self.outer, operand[2].count
-        if not outer.delay:
-            slow = self.is_due(outer.schedule(count), self.communicate, SLOW)
-            return run_if(slow, self.slow, lambda o: o, operand)
-        taken = self.is_due(outer.schedule(count + outer.delay), True, TAKE)
-        operand = run_if(taken, self.take, lambda o: o, operand)
-        # The last part travels in the update of the slow step.
-        sent = self.is_due(is_sent(outer, count), True, SEND, SLOW)
-        operand = run_if(decide(sent, self.communicate), self.send, lambda o: o, operand)
-        if self.communicate is not True:
-            operand = self.drop_if(sent, operand)
-        slow = self.is_due(outer.schedule(count), self.communicate, SLOW)
-        return run_if(slow, self.land, lambda o: o, operand)
-
-    def is_due(self, due: Any, communicate: Communicate, *events: str) -> Any:
-        """Return whether one of the events is due and communicates."""
+    def is_due(self, events: tuple[str, ...], count: jax.Array) -> bool | jax.Array:
+        """Return whether exactly these events of the fragment are due."""
         if self.phase is None:
-            return decide(due, communicate)
-        names = (self.outer.fragment.event(name) for name in events)
-        return decide(any(name in self.phase for name in names), communicate)
+            return _is_due(self.outer, events, count)
+        own = events_of([self.outer])
+        named = tuple(map(self.outer.fragment.event, events))
+        return tuple(event for event in self.phase if event in own) == named
+
+    def with_events(
+        self, events: tuple[str, ...], turns: Sequence["Outer"], number: int, operand: Operand
+    ) -> Operand:
+        """Return the operand, with the state of all fragments, after events of this one."""
+        updates, others, state = operand
+        parts = views(turns, state)
+        one: Operand = updates, others, parts[number]
+        for event in events:
+            does = {TAKE: self.take, SEND: self.send}
+            does[SLOW] = self.land if self.outer.delay else self.slow
+            one = does[event](one)
+        updates, others, parts[number] = one
+        return updates, others, joined(state._replace(base=parts[number].base), parts)
 
     def slow(self, operand: Operand) -> Operand:
         """Make the slow step in one update, unless the base refuses it."""
@@ -220,7 +271,7 @@ class Turn:
             values=taken,
             mass=one if mass is None else mass.astype(one.dtype),
             rate=one if self.rate is None else self.rate.astype(one.dtype),
-            parts=jnp.where(decide(allowed, self.communicate), 0, NOTHING).astype(jnp.int32),
+            parts=jnp.where(allowed, 0, NOTHING).astype(jnp.int32),
         )
         return updates, others, state._replace(in_flight=match_varying(fresh, old))
 
@@ -230,13 +281,6 @@ class Turn:
         with phase_scope(self.outer.fragment.event(SEND)):
             flight = average_part(state.in_flight, self.outer.exchange, self.outer.delay)
         return updates, others, state._replace(in_flight=match_varying(flight, state.in_flight))
-
-    def drop_if(self, sent: Any, operand: Operand) -> Operand:
-        """Drop what is in flight where a part should have travelled, and nothing communicates."""
-        updates, others, state = operand
-        missed = jnp.logical_and(sent, jnp.logical_not(self.communicate))
-        parts = jnp.where(missed, NOTHING, state.in_flight.parts)
-        return updates, others, state._replace(in_flight=state.in_flight._replace(parts=parts))
 
     def land(self, operand: Operand) -> Operand:
         """Make the slow step with what has arrived, if all of it has."""
