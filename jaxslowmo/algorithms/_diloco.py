@@ -1,11 +1,14 @@
 """DiLoCo: replicas train independently, with an outer optimizer step once in a while."""
 
+import functools
+from collections.abc import Callable
+
 import optax
 
 from .._support.types import AxisName, PyTree
 from ..collectives.codecs import Codec
 from ..transform import Every, ParameterTransform, as_schedule, checked_exchange
-from .outer import Fragments, Outer, element_wise, shards_state, turns
+from .outer import Fragmented, Fragments, Outer, element_wise, shards_state
 
 
 def diloco(
@@ -80,17 +83,18 @@ def diloco(
     # Nesterov SGD is known to be element-wise; trying it would cost a compilation.
     if shard_state and not is_default:
         outer_optimizer = element_wise(owner, "outer_optimizer", outer_optimizer)
-    schedule = as_schedule(sync_every)
 
     # Douillard et al., algorithm 1, with theta^(t-1) the anchor and theta_i^(t) worker i's y:
     #   Delta^(t) = 1/k sum_i (theta^(t-1) - theta_i^(t)) = theta^(t-1) - mean_i theta_i^(t)
     #   theta^(t) = OuterOpt(theta^(t-1), Delta^(t))
     # No `rate`: the outer optimizer has its own, independent of the inner optimizer's.
-    return Outer(
+    make: Callable[..., Outer] = Outer
+    if fragments != 1 or delay != 0 or merge != 0:
+        make = functools.partial(Fragmented, fragments=fragments, delay=delay, merge=merge)
+    return make(
         owner,
         exchange,
-        schedule,
+        as_schedule(sync_every),
         optax.with_extra_args_support(outer_optimizer),
         shard_state=shard_state,
-        **turns(owner, fragments, delay, merge, schedule, exchange),
     ).transform()

@@ -31,7 +31,7 @@ from ..transform import (
     run_one_of,
 )
 from ..tree import apply_exactly, updates_to, widen_updates
-from .outer import Fragments, Outer, turns
+from .outer import Fragmented, Fragments
 
 
 class LocalSGDState(NamedTuple):
@@ -99,12 +99,19 @@ def local_sgd(
     owner = "local_sgd"
     exchange = checked_exchange(owner, axis_name, local_axis_name, param_specs, bucket_bytes, codec)
     schedule = as_schedule(sync_every)
-    options = turns(owner, fragments, delay, merge, schedule, exchange)
-    if fragments != 1 or delay or merge:
+    if fragments != 1 or delay != 0 or merge != 0:
         # With this optimizer anchor <- anchor - D, which is the average.
         take_average = optax.with_extra_args_support(optax.sgd(1.0))
-        outer = Outer(owner, exchange, schedule, take_average, shard_state=False, **options)
-        return outer.transform()
+        return Fragmented(
+            owner,
+            exchange,
+            schedule,
+            take_average,
+            shard_state=False,
+            fragments=fragments,
+            delay=delay,
+            merge=merge,
+        ).transform()
     # This is hierarchical averaging with only one group, that of all replicas.
     level = _Level(exchange, schedule, "average")
     return _Averaging(owner, (level,)).transform()

@@ -1,7 +1,8 @@
 """SlowMo: slow momentum on top of any base algorithm."""
 
+import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -16,7 +17,7 @@ from .._support.types import AxisName, PyTree
 from ..collectives.codecs import Codec
 from ..mesh import match_varying
 from ..transform import Every, ParameterTransform, as_schedule, checked_exchange
-from .outer import ALONE, NO_RATE, Fragments, Outer, OuterRate, shards_state, turns
+from .outer import ALONE, NO_RATE, Fragmented, Fragments, Outer, OuterRate, shards_state
 
 LearningRate = float | optax.Schedule | Literal["optimizer"] | None
 
@@ -149,7 +150,10 @@ def slowmo(
     base = ALONE if base is None else base
     # Wang et al., algorithm 1: tau steps of the base algorithm, the exact average (line 6), and the
     # slow momentum update (lines 7 and 8), which is the outer optimizer here.
-    return Outer(
+    make: Callable[..., Outer] = Outer
+    if fragments != 1 or delay != 0 or merge != 0:
+        make = functools.partial(Fragmented, fragments=fragments, delay=delay, merge=merge)
+    return make(
         owner,
         exchange,
         schedule,
@@ -157,7 +161,6 @@ def slowmo(
         base=base if param_specs is None else base.with_specs(param_specs),
         exact_average=exact_average,
         shard_state=shards_state(owner, shard_state, exchange, exact_average=exact_average),
-        **turns(owner, fragments, delay, merge, schedule, exchange, exact_average=exact_average),
         rate=_outer_rate(learning_rate),
     ).transform()
 

@@ -58,10 +58,10 @@ def _by_permutes(x: jax.Array, axis_name: AxisName) -> jax.Array:
     def shifted(x: jax.Array, by: int) -> jax.Array:
         return permute(x, axis_name, [(i, (i + by) % count) for i in range(count)])
 
-    own = pieces[me]
+    piece = pieces[me]
     for by in range(1, count):
-        own = own + shifted(pieces[(me + by) % count], by)
-    mean = own / count
+        piece = piece + shifted(pieces[(me + by) % count], by)
+    mean = piece / count
     # Its owner alone computes each piece of the mean, so all replicas hold the same bits.
     whole = pieces.at[me].set(mean)
     for by in range(1, count):

@@ -24,7 +24,7 @@ class Spread:
 
     @property
     def is_alone(self) -> bool:
-        return len(self.fragments) == 1 and not self.delay
+        return len(self.fragments) == 1 and not self.delay and not self.merge
 
 
 def run(spread: Spread, start: np.ndarray, updates: np.ndarray) -> list[np.ndarray]:
@@ -68,7 +68,7 @@ def run(spread: Spread, start: np.ndarray, updates: np.ndarray) -> list[np.ndarr
             params = params.copy()
             params[:, part] = anchor[part] + spread.merge * (params[:, part] - anchor[part])
             if nodes is not None:
-                if spread.is_alone and not spread.merge:
+                if spread.is_alone:
                     nodes.settle(params)
                 else:
                     _move_late(nodes, part, anchor[part], spread.merge)

@@ -24,7 +24,7 @@ NOTHING = -1  # `InFlight.parts` where nothing is in flight
 
 
 class InFlight(NamedTuple):
-    """What the replicas of a fragment have taken and not applied yet; part of `OuterState`."""
+    """The values of a fragment that are on their way to the other replicas."""
 
     values: PyTree  # like the fragment, at least float32: weighted parameters, partly averaged
     mass: jax.Array  # () float32, the weight of `values`
@@ -32,9 +32,9 @@ class InFlight(NamedTuple):
     parts: jax.Array  # () int32, number of averaged parts; -1 where nothing is in flight
 
 
-def checked_delay(owner: str, delay: int, fragments: Any, schedule: Every) -> int:
-    """Return `delay`; raise `ValueError` unless it is shorter than a fragment's turn."""
-    delay = checked_int(f"{owner}: `delay` counts updates and", delay, 0)
+def check_delay(owner: str, delay: int, fragments: Any, schedule: Every) -> None:
+    """Raise `ValueError` unless `delay` is an int and shorter than a fragment's turn."""
+    checked_int(f"{owner}: `delay` counts updates and", delay, 0)
     if delay and schedule.before == "all":
         raise ValueError(
             f'{owner}: `delay` must be 0 for a schedule with before="all", in which updates '
@@ -42,7 +42,6 @@ def checked_delay(owner: str, delay: int, fragments: Any, schedule: Every) -> in
         )
     if not callable(fragments):
         check_turn(owner, delay, fragments, schedule)
-    return delay
 
 
 def check_turn(owner: str, delay: int, count: int, schedule: Every) -> None:
@@ -86,10 +85,11 @@ def average_part(flight: InFlight, exchange: Exchange, delay: int) -> InFlight:
         mean = match_varying(mean_beside(part, axes, local), part)
         return lax.dynamic_update_slice(padded, mean, (start,))[: flat.size]
 
+    # In place: what is in flight needs no second buffer, and parts that a run sends again, since it
+    # was restored on other replicas, keep their mean.
     values = packing_of(flight.values, exchange).through(
         averaged, flight.values, number, role="slow"
     )
-    # Another round of the parts that are there already would change nothing.
     parts = jnp.where(flight.parts < 0, flight.parts, flight.parts + 1)
     return flight._replace(values=values, parts=parts)
 

@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -10,11 +10,11 @@ import numpy as np
 
 from ..._support.checks import checked_int
 from ..._support.types import PyTree
-from ...transform import Every
+from ...transform import Every, StatePlacement
 from ...tree import leaf_names
 from ._state import OuterState
 
-TAKE, SEND, SLOW = "take", "send", "slow"  # the events of a fragment
+TAKE, SEND = "take", "send"  # the events before a slow step with a delay
 
 Fragments = int | Callable[[str], int]
 """The number of fragments, or a function from a leaf's name to the number of its fragment."""
@@ -56,43 +56,57 @@ class Fragment:
 ALL_LEAVES = Fragment()
 
 
-def views(turns: Sequence[Any], state: OuterState) -> list[OuterState]:
-    """Return the state of each fragment, with the base's state in each."""
-    if len(turns) == 1:
+def views(count: int, state: OuterState) -> list[OuterState]:
+    """Return the state of each of `count` fragments, with the base's state in each."""
+    if count == 1:
         return [state]
-    flights = state.in_flight or ((),) * len(turns)
-    own = zip(state.anchor, state.outer, flights, strict=True)
-    return [state._replace(anchor=a, outer=o, in_flight=f) for a, o, f in own]
+    flights = state.in_flight or ((),) * count
+    parts = zip(state.anchor, state.outer, flights, strict=True)
+    return [state._replace(anchor=a, outer=o, in_flight=f) for a, o, f in parts]
 
 
 def joined(state: OuterState, parts: Sequence[OuterState]) -> OuterState:
     """Return `state` with the anchors, outer states and values in flight of its fragments."""
     if len(parts) == 1:
-        own = parts[0]
-        return state._replace(anchor=own.anchor, outer=own.outer, in_flight=own.in_flight)
+        anchor, outer, flight = parts[0].anchor, parts[0].outer, parts[0].in_flight
+        return state._replace(anchor=anchor, outer=outer, in_flight=flight)
     anchors, outers, flights = zip(*[(x.anchor, x.outer, x.in_flight) for x in parts], strict=True)
     return state._replace(anchor=anchors, outer=outers, in_flight=flights if any(flights) else ())
 
 
-def checked_fragments(owner: str, fragments: Fragments, schedule: Every) -> Fragments:
-    """Return `fragments` after checking that the period can be divided among them.
+def of_fragment(owner: str, fragment: Fragment, at: StatePlacement) -> StatePlacement:
+    """Return a placement of all parameters as one of a fragment's leaves.
+
+    Raises:
+      ValueError: parameters in another form, of which a fragment's leaves tell too little.
+    """
+    if fragment.places is None:
+        return at
+    if at.form is not None:
+        raise ValueError(
+            f"{owner}: a state with several `fragments` can't be converted from parameters in "
+            "another form (`js.SavedForm`): restore it in the form in which it was saved."
+        )
+    specs = None if at.specs is None else tuple(at.specs[i] for i in fragment.places)
+    return replace(at, specs=specs)
+
+
+def check_fragments(owner: str, fragments: Fragments, schedule: Every) -> None:
+    """Check that the period can be divided among the fragments.
 
     Raises:
       ValueError: neither an int >= 1 nor a function, or `sync_every` is no multiple of the number.
     """
-    if callable(fragments):
-        return fragments
-    count = checked_int(f"{owner}: `fragments`", fragments, 1)
-    check_period(owner, count, schedule)
-    return count
+    if not callable(fragments):
+        check_period(owner, checked_int(f"{owner}: `fragments`", fragments, 1), schedule)
 
 
 def check_period(owner: str, count: int, schedule: Every) -> None:
     """Raise `ValueError` unless the period of a schedule is a multiple of `count`."""
     if count > 1 and schedule.before == "all":
         raise ValueError(
-            f'{owner}: `fragments` must be 1 for a schedule with before="all", since they take turns '
-            f"at equal distances, got {count}."
+            f'{owner}: `fragments` must be 1 for a schedule with before="all", since they take '
+            f"turns at equal distances, got {count}."
         )
     if schedule.k % count:
         raise ValueError(
@@ -129,7 +143,7 @@ def divided(owner: str, fragments: Fragments, params: PyTree) -> tuple[Fragment,
     places: list[list[int]] = [[] for _ in set(numbers)]
     for place, number in enumerate(numbers):
         places[number].append(place)
-    return tuple(Fragment(number, tuple(own)) for number, own in enumerate(places))
+    return tuple(Fragment(number, tuple(members)) for number, members in enumerate(places))
 
 
 def _balanced(owner: str, count: int, params: PyTree, names: Sequence[str]) -> list[int]:

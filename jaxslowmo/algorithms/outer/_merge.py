@@ -6,12 +6,11 @@ import numpy as np
 from ..._support.types import PyTree
 
 
-def checked_merge(owner: str, merge: float) -> float:
-    """Return `merge` as a float; raise `ValueError` unless it is a number in [0, 1]."""
+def check_merge(owner: str, merge: float) -> None:
+    """Raise `ValueError` unless `merge` is a number in [0, 1]."""
     is_number = isinstance(merge, int | float | np.number) and not isinstance(merge, bool)
     if not is_number or not 0 <= merge <= 1:
         raise ValueError(f"{owner}: `merge` must be a number in [0, 1], got {merge!r}.")
-    return float(merge)
 
 
 def merged(local: PyTree, anchor: PyTree, merge: float) -> PyTree:

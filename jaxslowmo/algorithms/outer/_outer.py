@@ -5,7 +5,7 @@ SlowMo and DiLoCo are this transform with different outer optimizers.
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -16,11 +16,14 @@ from ..._support.types import Phase, PyTree
 from ...collectives import all_mean, quotient, scaled
 from ...mesh import axis_names
 from ...transform import (
+    Carried,
     Communicate,
     Every,
     Exchange,
     Others,
     ParameterTransform,
+    StatePlacement,
+    carry_leaf,
     decide,
     either,
     increment,
@@ -36,19 +39,12 @@ from ...transform import (
 )
 from ...tree import added, apply_exactly, landing, subtracted, updates_to
 from ._anchor import Anchor, ShardedAnchor
-from ._carried import carried_state, types_on
-from ._delay import nothing_in_flight
-from ._fragments import ALL_LEAVES, SLOW, Fragment, Fragments, joined
-from ._merge import merged
-from ._state import ALONE, NO_RATE, Operand, OuterRate, OuterState
-from ._turns import Turn, events_at, events_of, is_sent, turns_of, whole_anchor
+from ._state import ALONE, NO_RATE, SLOW, Now, Operand, OuterRate, OuterState
 
 
 @dataclass(frozen=True)
 class Outer:
     """The parameter transform of an outer optimizer, with arguments that its caller has checked.
-
-    One with a `fragment` makes the slow steps of these leaves: see `turns_of`.
 
     Attributes:
       owner: public name of the transform, for messages.
@@ -60,11 +56,6 @@ class Outer:
         else each replica continues with its parameters after that exchange.
       shard_state: whether each replica keeps only 1/R of the anchor.
       rate: source of the inner learning rate; None if the optimizer does not use it.
-      fragments: the fragments, which take turns in the period; see `divided`.
-      delay: number of updates between taking what is sent and applying its mean.
-      merge: the share of a replica's own progress that a slow step keeps, in [0, 1].
-      fragment: the leaves of which this is the outer optimizer; those of all fragments by default.
-      known: what is known since a state was made: the number of fragments that a function makes.
     """
 
     owner: str
@@ -75,11 +66,6 @@ class Outer:
     exact_average: bool = True
     shard_state: bool = True
     rate: OuterRate | None = None
-    fragments: Fragments = 1
-    delay: int = 0
-    merge: float = 0.0
-    fragment: Fragment = ALL_LEAVES
-    known: dict[str, int] = field(default_factory=dict)
 
     @functools.cached_property
     def anchor(self) -> Anchor:
@@ -89,24 +75,18 @@ class Outer:
         return Anchor(self.exchange if self.exact_average else None)
 
     @property
-    def is_alone(self) -> bool:
-        """Whether a slow step is one exchange of all parameters, in the update that applies it."""
-        return self.fragments == 1 and self.fragment is ALL_LEAVES and not self.delay
+    def replaces_base(self) -> bool:
+        """Return whether a slow step leaves out the base's exchange of that update."""
+        return self.exact_average
 
     @property
-    def replaces_base(self) -> bool:
-        """Whether a slow step leaves out the base's exchange of that update."""
-        return self.exact_average and self.is_alone
-
-    def turns(self, params: PyTree | None = None) -> Sequence["Outer"]:
-        """Return the outer optimizer of each fragment; without `params` for its schedule alone."""
-        return [self] if self.fragments == 1 else turns_of(self, params)
+    def events(self) -> tuple[str, ...] | None:
+        """Return the names of its events in phases; None where they are not known yet."""
+        return (SLOW,)
 
     def transform(self) -> ParameterTransform:
         """Return this outer optimizer as a `ParameterTransform`."""
         base, cuts = self.base, self.anchor.is_sharded
-        # A base checks its own events itself, and the fragments of a function are not known yet.
-        checks_events = base is ALONE and not callable(self.fragments)
         return parameter_transform(
             self.owner,
             self.init,
@@ -119,41 +99,43 @@ class Outer:
             skipped=None if base.skipped is None else self.skipped,
             due=self.due,
             schedules=(self.schedule, *base.schedules),
-            events=events_of(self.turns()) if checks_events else None,
+            events=self.events if base is ALONE else None,  # a base checks its own events itself
             permit=None if base.permit is None else self.permit,
-            anchor=lambda state, params: whole_anchor(self.turns(params), state, params),
+            anchor=self.whole_anchor,
             sized=self.sized,
             with_specs=self.with_specs,
             shards_whole_leaves=cuts and self.exchange.param_specs is None,
             shard_specs=self.exchange.param_specs if cuts else None,
             wants_learning_rate=self.rate is not None and self.rate.is_passed,
             shards=self.shards,
-            carry=lambda state, params, old, new: carried_state(
-                self.turns(params), state, params, old, new
-            ),
-            like_on=lambda state, params, at: types_on(self.turns(params), state, params, at),
+            carry=self.carry,
+            like_on=self.like_on,
             shares=lambda state: base.shares(state.base),
         )
 
+    def own_phase(self, t: int) -> Phase:
+        """Return the events of update `t` besides the base's."""
+        return (SLOW,) if self.schedule(t) else ()
+
     def phase(self, t: int, skipped: int = 0) -> Phase:
         """Return the events of update `t`; see `ScheduleSpec.phase`."""
-        if self.is_alone:
-            own: Phase = (SLOW,) if self.schedule(t) else ()
-        else:
-            own = tuple(event for turn in self.turns() for event in events_at(turn, t))
+        slow = self.own_phase(t)
         # An exact average replaces the base's exchange of that update, which is left out.
-        if own and self.replaces_base:
+        if slow and self.replaces_base:
             base_events = ()
         else:
             # Gossip does not rotate in updates in which it does not exchange.
             steps = self.schedule.times(t - 1) if self.replaces_base else 0
             base_events = self.base.spec.schedule.phase(t, skipped + steps)
-        return (*base_events, *own)
+        return (*base_events, *slow)
+
+    def own_due(self, t: Any) -> Any:
+        """Return whether update `t` exchanges anything besides what the base does."""
+        return self.schedule(t)
 
     def due(self, t: Any) -> Any:
         """Return whether update `t` exchanges anything; see `ScheduleSpec.due`."""
-        own = [turn.schedule(t) if self.is_alone else is_sent(turn, t) for turn in self.turns()]
-        return functools.reduce(either, own, self.base.spec.schedule.due(t))
+        return either(self.base.spec.schedule.due(t), self.own_due(t))
 
     def skipped(self, state: OuterState) -> Any:
         """Return the skips of the base other than slow steps; see `ScheduleSpec.skipped`."""
@@ -180,24 +162,23 @@ class Outer:
         """Return the first state for `params`."""
         if self.anchor.is_sharded:  # a whole anchor can be initialised outside of the axis
             require_bound(self.owner, self.exchange)
-        return self.first_state(params, lambda turn, own: turn.anchor.store(own))
+        return self.first_state(params, lambda anchor, params: anchor.store(params))
 
     def like_init(self, params: PyTree) -> OuterState:
         """Return a state like that of `init`, of which only shapes and dtypes matter."""
-        return self.first_state(params, lambda turn, own: turn.anchor.like_stored(own))
+        return self.first_state(params, lambda anchor, params: anchor.like_stored(params))
 
-    def first_state(self, params: PyTree, store: Callable[["Outer", PyTree], Any]) -> OuterState:
-        """Return the first state, with anchors that `store` makes."""
+    def first_state(self, params: PyTree, store: Callable[[Anchor, PyTree], Any]) -> OuterState:
+        """Return the first state, with an anchor that `store` makes."""
         with layouts_known():  # the base has the same specs, so it need not warn about layouts
             base = self.base.init(params)
-        first, states = OuterState(jnp.zeros([], jnp.int32), (), (), base), []
-        for turn in self.turns(params):
-            own = params if turn.fragment is ALL_LEAVES else turn.fragment.of(params)
-            anchor = store(turn, own)
-            outer = turn.anchor.pin(self.optimizer.init(anchor), own)
-            flight = nothing_in_flight(own) if self.delay else ()
-            states.append(first._replace(anchor=anchor, outer=outer, in_flight=flight))
-        return states[0] if len(states) == 1 else joined(first, states)
+        anchor = store(self.anchor, params)
+        outer = self.anchor.pin(self.optimizer.init(anchor), params)
+        return OuterState(jnp.zeros([], jnp.int32), anchor, outer, base)
+
+    def whole_anchor(self, state: OuterState, params: PyTree) -> PyTree:
+        """Return the anchor as a tree like `params`; see `LayoutSpec.anchor`."""
+        return self.anchor.restore(state.anchor, params)
 
     def step(
         self,
@@ -222,7 +203,7 @@ class Outer:
             if self.rate.is_passed and not base.wants_learning_rate:
                 extra.pop("learning_rate")  # a user's base need not accept it
         state = state._replace(count=increment(state.count))
-        own_events = (SLOW,) if self.is_alone else events_of(self.turns(params))
+        own_events = self.events or ()
         base_phase = None if phase is None else tuple(e for e in phase if e not in own_events)
 
         def based(
@@ -237,20 +218,29 @@ class Outer:
                 )
             return updates, others, state._replace(base=base_state)
 
-        now = (weight, rate, communicate, phase)
-        if not self.is_alone:
-            operand = based((updates, others, state), communicate)
-            return Turn.of_all(self.turns(params), params, now, operand)
-        state = self.observed(state, rate)
-        slow_step = functools.partial(self.slow, params, weight, rate)
+        now = Now(weight, rate, communicate, phase)
+        return self.around(based, params, now, base_phase, (updates, others, state))
+
+    def around(
+        self,
+        based: Callable[..., Operand],
+        params: PyTree,
+        now: Now,
+        base_phase: Phase | None,
+        operand: Operand,
+    ) -> Operand:
+        """Make the base's exchange or the slow step, of which the slow step comes first."""
+        state = self.observed(operand[2], now.rate)
+        operand = (*operand[:2], state)
+        slow_step = functools.partial(self.slow, params, now)
 
         def exchanged(operand: Operand) -> Operand:
-            slow = is_due(SLOW, self.schedule, state.count, communicate, phase)
+            slow = is_due(SLOW, self.schedule, state.count, now.communicate, now.phase)
             if not self.exact_average:  # the base's exchange, then the slow step
-                return run_if(slow, slow_step, lambda o: o, based(operand, communicate))
+                return run_if(slow, slow_step, lambda o: o, based(operand, now.communicate))
             # One of the two is due, so a base with one kind of exchange need not read its counter.
-            of_base: Any = communicate, base_phase
-            if phase is None and self.base.skipped is None:
+            of_base: Any = now.communicate, base_phase
+            if now.phase is None and self.base.skipped is None:
                 kinds = [kind for kind in self.base.phases() if kind]
                 of_base = (True, kinds[0]) if len(kinds) == 1 else of_base
             # In a slow step the base only counts the update: its exchange would be wasted.
@@ -260,20 +250,19 @@ class Outer:
 
         # One conditional wraps both, so that a local step passes its updates through only one. It
         # also shows in the program text that a slow step leaves out the base's exchange.
-        due = decide(self.due(state.count) if phase is None else bool(phase), communicate)
-        return run_if(due, exchanged, lambda o: based(o, False), (updates, others, state))
+        due = self.due(state.count) if now.phase is None else bool(now.phase)
+        due = decide(due, now.communicate)
+        return run_if(due, exchanged, lambda o: based(o, False), operand)
 
     def observed(self, state: OuterState, rate: jax.Array | None) -> OuterState:
         """Return the state after any update at this rate."""
-        if self.rate is None or rate is None:
+        if self.rate is None or self.rate.observe is None or rate is None:
             return state
         return state._replace(outer=self.rate.observe(state.outer, rate))
 
-    def slow(
-        self, params: PyTree, weight: jax.Array | None, rate: jax.Array | None, operand: Operand
-    ) -> Operand:
+    def slow(self, params: PyTree, now: Now, operand: Operand) -> Operand:
         """Make the slow step after the base's update, unless the base refuses it."""
-        outer_step = functools.partial(self.outer_step, params, weight, rate)
+        outer_step = functools.partial(self.outer_step, params, now)
         with phase_scope(SLOW):
             allowed, operand = self.permitted(params, operand)
             return run_if(allowed, outer_step, lambda o: o, operand)
@@ -289,14 +278,8 @@ class Outer:
         allowed, state = self.permit(state, apply_exactly(params, updates), others, axes)
         return allowed, (updates, others, state)
 
-    def outer_step(
-        self,
-        params: PyTree,
-        weight: jax.Array | None,
-        rate: jax.Array | None,
-        operand: Operand,
-    ) -> Operand:
-        """Make the slow step of all leaves.
+    def outer_step(self, params: PyTree, now: Now, operand: Operand) -> Operand:
+        """Make the slow step.
 
         D = anchor - average;  anchor <- anchor + optimizer(D);  params = anchor
         """
@@ -304,17 +287,20 @@ class Outer:
         base, y, residual = self.base.spec.exchange, landing(params, updates), None
         # D, the pseudo-gradient: the displacement since the last slow step, with sign reversed.
         if self.exact_average:
-            x, mass = self.numerator(y, weight, state.base)
-            displacement, residual = self.displacement(x, mass, state.anchor, weight is not None)
+            x, mass = self.numerator(y, now.weight, state.base)
+            displacement, residual = self.displacement(
+                x, mass, state.anchor, may_be_idle=now.weight is not None
+            )
             if others:
                 others = replica_mean(others, Exchange(self.exchange.axis_name), mass)
+            state = state._replace(base=base.reset(state.base))
         else:
             displacement = jax.tree.map(subtracted, state.anchor, self.anchor.average(y))
-        target, anchor, state = self.stepped(params, y, displacement, residual, rate, state)
-        if self.merge:
-            state = state._replace(base=base.settle(state.base, self.moved(anchor)))
-        elif self.exact_average:
-            state = state._replace(base=base.reset(state.base))
+        whole, state = self.stepped(params, displacement, now.rate, state)
+        if residual is not None:
+            # The part of its displacement that a replica has not sent is part of its next D.
+            whole = jax.tree.map(subtracted, whole, residual)
+        target = jax.tree.map(lambda p, t: t.astype(p.dtype), params, whole)
         return updates_to(params, target), others, state
 
     def numerator(
@@ -329,7 +315,7 @@ class Outer:
         return x, mass
 
     def displacement(
-        self, x: PyTree, mass: jax.Array | None, anchor: PyTree, may_be_idle: bool
+        self, x: PyTree, mass: jax.Array | None, anchor: PyTree, *, may_be_idle: bool
     ) -> tuple[PyTree, PyTree | None]:
         """Return D in the anchor's form and a codec's residual, from weighted parameters."""
         if self.exchange.codec is None:
@@ -353,42 +339,22 @@ class Outer:
         )
 
     def stepped(
-        self,
-        params: PyTree,
-        y: PyTree,
-        displacement: PyTree,
-        residual: PyTree | None,
-        rate: jax.Array | None,
-        state: OuterState,
-    ) -> tuple[PyTree, PyTree, OuterState]:
-        """Return the new parameters, the whole anchor, and the state after the optimizer's step."""
+        self, params: PyTree, displacement: PyTree, rate: jax.Array | None, state: OuterState
+    ) -> tuple[PyTree, OuterState]:
+        """Return the anchor, whole, and the state after the outer optimizer's step."""
         outer, options = state.outer, {}
         if self.rate is not None and rate is not None:
             # With different rates the replicas would diverge, even if each keeps its own anchor.
-            outer, rate = self.rate.agree(outer, rate, axis_names(self.exchange.axis_name))
+            if self.rate.agree is not None:
+                outer, rate = self.rate.agree(outer, rate, axis_names(self.exchange.axis_name))
             options = {"learning_rate": rate}
         # Any optax optimizer, with D as its gradient; it runs on shards of a sharded anchor.
         step, outer = self.optimizer.update(displacement, outer, state.anchor, **options)
         anchor = jax.tree.map(added, state.anchor, step)
         # The anchor replaces the parameters. Adding a step to them instead would let the replicas
         # drift apart by rounding, a little with every slow step.
-        whole = target = self.anchor.restore(anchor, params)
-        if residual is not None:
-            # The part of its displacement that a replica has not sent is part of its next D.
-            target = jax.tree.map(subtracted, target, residual)
-        if self.merge:
-            target = merged(y, target, self.merge)
-        target = jax.tree.map(lambda p, t: t.astype(p.dtype), params, target)
-        return target, whole, state._replace(anchor=anchor, outer=outer)
-
-    def moved(self, anchor: PyTree) -> Callable[[PyTree], PyTree]:
-        """Return the function that moves a tree like the parameters as a slow step does."""
-
-        def move(tree: PyTree) -> PyTree:
-            new = merged(tree, anchor, self.merge)
-            return jax.tree.map(lambda n, x: n.astype(x.dtype), new, tree)
-
-        return move
+        whole = self.anchor.restore(anchor, params)
+        return whole, state._replace(anchor=anchor, outer=outer)
 
     def permit(
         self, state: OuterState, y: PyTree, others: Others, axes: Sequence[str]
@@ -396,3 +362,26 @@ class Outer:
         """Return the base's permission; see `ExchangeSpec.permit`."""
         allowed, base_state = self.base.permit(state.base, y, others, axes)
         return allowed, state._replace(base=base_state)
+
+    def carry(
+        self, state: OuterState, params: PyTree, old: StatePlacement, new: StatePlacement
+    ) -> Carried:
+        """Return the state on another placement; see `CheckpointSpec.carry`."""
+        move = functools.partial(self.anchor.carried, state.anchor, params, old, new)
+        base = self.base.carry(state.base, params, old, new)
+        count = carry_leaf(state.count, old, new)
+        note = (
+            "Each replica had an anchor and slow momentum of its own (`exact_average=False`): they "
+            "were averaged."
+            if self.anchor.exchange is None
+            else "The anchor and the state of the outer optimizer (slow momentum) are kept exactly."
+        )
+        carried = OuterState(count, move(state.anchor), move(state.outer), base.state)
+        return Carried(carried, (note, *base.notes))
+
+    def like_on(self, state: OuterState, params: PyTree, at: StatePlacement) -> OuterState:
+        """Return the types of the state on placement `at`; see `CheckpointSpec.like_on`."""
+        # Counters have one type on every mesh; trees of the anchor's form are split as it is.
+        like = functools.partial(self.anchor.like_on, state.anchor, params, at)
+        base = self.base.like_on(state.base, params, at)
+        return OuterState(state.count, like(state.anchor), like(state.outer), base)

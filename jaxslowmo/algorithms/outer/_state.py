@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 import jax
 import optax
 
-from ..._support.types import PyTree
-from ...transform import Others, ParameterTransform
+from ..._support.types import Phase, PyTree
+from ...transform import Communicate, Others, ParameterTransform
 from ...tree import widen_updates
 
 
@@ -49,16 +49,30 @@ class OuterRate(NamedTuple):
     Attributes:
       now: `now(count, extra)` returns the rate of an update, from the number of earlier updates and
         the extra arguments of `update`.
-      observe: `observe(outer, rate)` returns the outer state after any update at this rate.
+      observe: `observe(outer, rate)` returns the outer state after any update at this rate; None
+        if it does not change.
       agree: `agree(outer, rate, axes)` returns a state and a rate that are equal on all replicas,
-        from rates that differ; the rate of a replica without data is `NO_RATE`.
+        from rates that differ; the rate of a replica without data is `NO_RATE`. None if rates
+        are equal anyway.
       is_passed: whether `update` needs the argument `learning_rate`.
     """
 
     now: Callable[[jax.Array, Mapping[str, Any]], jax.Array]
-    observe: Callable[[Any, jax.Array], Any] = lambda outer, rate: outer
-    agree: Callable[..., tuple[Any, jax.Array]] = lambda outer, rate, axes: (outer, rate)
+    observe: Callable[[Any, jax.Array], Any] | None = None
+    agree: Callable[..., tuple[Any, jax.Array]] | None = None
     is_passed: bool = False
+
+
+SLOW = "slow"  # the event of a slow step
+
+
+class Now(NamedTuple):
+    """The arguments of one update; see `ParameterTransform`."""
+
+    weight: jax.Array | None
+    rate: jax.Array | None  # the inner learning rate; None if the outer optimizer does not use it
+    communicate: Communicate
+    phase: Phase | None
 
 
 Operand = tuple[PyTree, Others, OuterState]  # updates, arrays averaged with them, state
