@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from .._support.types import AxisName
-from ..mesh import axis_size, match_varying
+from ..mesh import axis_size, is_on_tpu
 from ._means import all_mean
 from ._permute import permute
 from ._scatter import in_slices
@@ -36,18 +36,9 @@ def mean_beside(
       replicas, 2 <= R <= 16, 2 (R - 1) collective-permutes of n/(L R). With `local_axis_name` an
       all-gather of n over that axis.
     """
-    mean = functools.partial(_mean, axis_name=axis_name)
+    by_permutes = is_on_tpu(axis_name) and 2 <= axis_size(axis_name) <= _MOST_REPLICAS
+    mean = functools.partial(_by_permutes if by_permutes else all_mean, axis_name=axis_name)
     return in_slices(flat, local_axis_name, mean)
-
-
-def _mean(x: jax.Array, axis_name: AxisName) -> jax.Array:
-    def reduced(x: jax.Array) -> jax.Array:
-        return match_varying(all_mean(x, axis_name), x)
-
-    if not 2 <= axis_size(axis_name) <= _MOST_REPLICAS:
-        return reduced(x)
-    by_permutes = functools.partial(_by_permutes, axis_name=axis_name)
-    return lax.platform_dependent(x, tpu=by_permutes, default=reduced)
 
 
 def _by_permutes(x: jax.Array, axis_name: AxisName) -> jax.Array:
