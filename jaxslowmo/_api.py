@@ -97,6 +97,7 @@ from .train import WeightedBatch as WeightedBatch
 from .train import bounded as bounded
 from .train import host_mean as host_mean
 from .train import make_train_step as make_train_step
+from .train import recommended_compiler_options as recommended_compiler_options
 from .train import set_hyperparams as set_hyperparams
 from .train import train_loop as train_loop
 from .train import uneven_batches as uneven_batches

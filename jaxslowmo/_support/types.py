@@ -10,3 +10,6 @@ AxisName = str | tuple[str, ...]
 
 Phase = tuple[str, ...]
 """The exchanges of one update, as names of events in order; `()` is a local update."""
+
+CompilerOptions = tuple[tuple[str, str | int | float | bool], ...]
+"""Names and values of options for the compiler of a program."""

@@ -18,3 +18,4 @@ from .step import GradientWindow as GradientWindow
 from .step import TrainStep as TrainStep
 from .step import bounded as bounded
 from .step import make_train_step as make_train_step
+from .step import recommended_compiler_options as recommended_compiler_options

@@ -1,6 +1,6 @@
 """Programs compiled for devices that are only described: TPU slices and GPU hosts."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import jax
@@ -60,6 +60,7 @@ def lowered_step(
     *,
     gradients: optax.GradientTransformation | None = None,
     mode: Literal["host", "traced"] = "host",
+    compiler_options: Mapping[str, Any] | None = None,
 ) -> dict[str, jax.stages.Lowered]:
     """Return the programs of a step with SGD by phase; the key is "all" for a traced step.
 
@@ -73,17 +74,18 @@ def lowered_step(
       mesh: a mesh of described devices with an axis "replica".
       gradients: the gradient transform, or None.
       mode: `mode` of `js.make_train_step`.
+      compiler_options: `compiler_options` of `js.make_train_step`.
     """
 
-    def step_on(where: Any) -> js.TrainStep:
+    def step_on(where: Any, **more: Any) -> js.TrainStep:
         return js.make_train_step(
-            loss, optax.sgd(0.1), sync=sync, gradients=gradients, mesh=where, mode=mode
+            loss, optax.sgd(0.1), sync=sync, gradients=gradients, mesh=where, mode=mode, **more
         )
 
     # The state's shapes do not depend on where it lies, and no array can be placed on this mesh.
     state = jax.eval_shape(step_on(js.virtual_mesh(dict(mesh.shape))).init, params)
     state = shapes_on(state, mesh, P("replica"))
-    programs = step_on(mesh).traced_by_phase(state, batch)
+    programs = step_on(mesh, compiler_options=compiler_options).traced_by_phase(state, batch)
     return {name or "all": traced.lower() for name, traced in programs.items()}
 
 

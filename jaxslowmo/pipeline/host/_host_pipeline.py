@@ -9,7 +9,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from ..._support.types import PyTree
+from ..._support.types import CompilerOptions, PyTree
 from ...tree import Staged, at_least_float32
 from ..model import Loss, LossTerms
 from ..plan import Pipelined, Plan, Totals
@@ -94,6 +94,7 @@ class HostPipeline(Pipelined):
         inner_axes: tuple[str, ...],
         parts: int,
         differentiates: bool,
+        compiler_options: CompilerOptions = (),
     ) -> Results:
         """Run the stages for all replicas; return the loss function's substitute for a batch.
 
@@ -109,6 +110,7 @@ class HostPipeline(Pipelined):
           parts: number of parts into which the rows of a position are divided. They go through the
             stages one after the other, and their gradients are averaged.
           differentiates: whether to compute gradients.
+          compiler_options: options for the compiler of the programs.
 
         Raises:
           ValueError: gradients are requested of a schedule without backward passes; see
@@ -120,7 +122,8 @@ class HostPipeline(Pipelined):
         states = {} if self.state_layout is None else model_state.buffers
         keys = rng if self.model.takes_key else None
         spread = Spread(replicas, inner_axes, data_axes)
-        return self._computed(spread, params, batch, keys, states, parts, differentiates)
+        options = compiler_options
+        return self._computed(spread, params, batch, keys, states, parts, differentiates, options)
 
     def _computed(
         self,
@@ -131,13 +134,14 @@ class HostPipeline(Pipelined):
         states: dict[str, Any],
         parts: int,
         differentiates: bool,
+        compiler_options: CompilerOptions = (),
     ) -> Results:
         impl = None
         if keys is not None and jnp.issubdtype(keys.dtype, jax.dtypes.prng_key):
             impl, keys = str(jax.random.key_impl(keys)), _words(keys)
-        setting = HostSetting(self.plan, spread, parts, impl, differentiates)
+        setting = HostSetting(self.plan, spread, parts, impl, differentiates, compiler_options)
         types = jax.tree.map(_type_of, (stacked.buffers, batch, keys, states))
-        key = spread, parts, impl, differentiates, str(types)
+        key = *setting[1:], str(types)
         if key not in self._executions:
             self._executions[key] = Execution(setting, self._stages)
         execution = self._executions[key]

@@ -11,7 +11,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from ..._support.types import PyTree
+from ..._support.types import CompilerOptions, PyTree
 from ...mesh import only_over
 from ...tree import at_least_float32
 from ..model import LossTerms, without_state
@@ -66,6 +66,7 @@ class HostSetting(NamedTuple):
       parts: number of parts of a batch, which go through the stages one after the other.
       key_impl: the implementation of typed PRNG keys; None for keys without a type.
       differentiates: whether to compute gradients.
+      compiler_options: options for the compiler of the programs.
     """
 
     plan: Plan
@@ -73,6 +74,7 @@ class HostSetting(NamedTuple):
     parts: int
     key_impl: str | None
     differentiates: bool
+    compiler_options: CompilerOptions = ()
 
     @property
     def replica(self) -> Role:
@@ -141,7 +143,7 @@ class HostSetting(NamedTuple):
             axis_names={*self.spread.all, self.plan.axis_name},
             check_vma=False,
         )
-        return jax.jit(program, **options)
+        return jax.jit(program, compiler_options=dict(self.compiler_options), **options)
 
     def shardings(self, mesh: Mesh, role: Role, *, but: Iterable[str] = ()) -> Any:
         """Return the shardings of buffers like the parameters', whole over the axes `but`."""

@@ -1,6 +1,6 @@
 """Build a training step from a loss function, an optimizer and what to exchange."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import optax
@@ -14,6 +14,7 @@ from ...tracing import FullLoss, as_full_loss
 from ...transform import ParameterTransform, over_stages, spec_of
 from .._train_state import with_raw_keys
 from ..batches import HostBatch
+from ._compiler_options import checked_compiler_options
 from ._step_runner import Mode
 from ._train_step import TrainStep
 from ._transforms import check_axes, check_with_tables, checked_gradients, split_chain
@@ -46,6 +47,7 @@ def make_train_step(
     embeddings: Embeddings | None = None,
     policy: Policy | None = None,
     validate: Validate = "before",
+    compiler_options: Mapping[str, str | int | float | bool] | None = None,
 ) -> TrainStep:
     """Build a data-parallel training step over replicas.
 
@@ -124,6 +126,11 @@ def make_train_step(
         `js.dynamic_loss_scale`; then the update is kept, dropped, or made again from the old state
         with clipped gradients. Results are equal; `"after"` runs the optimizer twice in updates
         that clip (with virtual replicas in all).
+      compiler_options: options, value by name, for the compiler of every program of this step: its
+        updates, `collect`, `evaluate`, `ahead`, those of a pipeline with `executor="host"`, and so
+        those that `compiled`, `js.comm_report` and `js.measured` read. Making a state and
+        averaging it are other programs. `js.recommended_compiler_options(mesh)` has those known to
+        help; with None or {} the compiler's defaults hold. Every process must pass the same.
 
     Returns:
       A `TrainStep`: `step(state, batch) -> (state, metrics)`; `step.init(params)` makes the state.
@@ -133,7 +140,9 @@ def make_train_step(
         `sync` that is neither a `ParameterTransform` nor `"none"`, or `"none"` with
         `model_state="broadcast"`; a parameter transform as `gradients`; `gradients` with a
         `js.chain` that reduces, `sync` with one that exchanges, several parameter transforms in it;
-        with `embeddings`, `gradients` that rows cannot pass through. At `init` or the first step:
+        with `embeddings`, `gradients` that rows cannot pass through; `compiler_options` that are
+        no mapping of names to str, int, float or bool, or are for another platform than that of
+        `mesh` (for a virtual one, of the default device). At `init` or the first step:
         undeclared collectives over replicas in a transform; a parameter transform inside
         `gradients`, or hidden in `optimizer` if host-scheduled or if model state follows it;
         replicas that would train independently; with `embeddings`, on any number of replicas, an
@@ -158,6 +167,7 @@ def make_train_step(
       ids that are in no table.
     """
     replica_count("make_train_step", mesh, axis_name)
+    options = checked_compiler_options(compiler_options, mesh)
     choices = {
         "mode": (mode, Mode),
         "model_state": (model_state, ModelStateMode),
@@ -235,5 +245,6 @@ def make_train_step(
         before_run=getattr(loss_fn, "before_run", None),
         params_form=getattr(loss_fn, "params_form", None),
         model_state_form=getattr(loss_fn, "model_state_form", None),
+        compiler_options=options,
     )
     return TrainStep(parts, mesh, mode, host_batch, donate)

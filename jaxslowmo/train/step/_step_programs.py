@@ -145,6 +145,12 @@ class Programs:
         """Return the program of a task; at its first use, `check` the state and build it."""
         if self._parts.before_run is not None:
             self._parts.before_run()
+        if self._parts.compiler_options and _is_traced(state, inputs):
+            raise ValueError(
+                "A step with `compiler_options` cannot be called inside of jax.jit, lax.scan and "
+                "the like, where jax takes none: call it outside, or make the step without them "
+                "and pass them to your own jax.jit(compiler_options=...)."
+            )
         # If the compiler chose the placement of the new state, it might differ from the old one,
         # and the next step would compile again. Inside of another program there is no next step.
         is_pinned = bool(layout.axes) and not isinstance(state.step, Tracer)
@@ -191,7 +197,12 @@ class Programs:
             return mapped(state, *StepInputs(**inputs))
 
         donated = task.donated if self.donate and task.donated else ()
-        return jax.jit(program, donate_argnames=donated, out_shardings=out_shardings)
+        return jax.jit(
+            program,
+            donate_argnames=donated,
+            out_shardings=out_shardings,
+            compiler_options=dict(self._parts.compiler_options),
+        )
 
     def _roles(self, roles: Any) -> Any:
         """Return the roles for `map_replicas`, which leaves the axis of tables to a nested map."""
@@ -251,6 +262,10 @@ class Programs:
                 "first. Pass `param_specs`, one PartitionSpec per leaf, or shard_state=False."
             )
         return dataclasses.replace(parts, sync=sync.with_specs(specs))
+
+
+def _is_traced(state: TrainState, inputs: StepInputs) -> bool:
+    return any(isinstance(x, Tracer) for x in jax.tree.leaves((state.step, inputs.batch)))
 
 
 def _has_auto(mesh: AnyMesh, axes: frozenset[str]) -> bool:

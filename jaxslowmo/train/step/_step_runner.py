@@ -288,6 +288,7 @@ class Runner:
             inner_axes=layout.inner_axes,
             parts=parts,
             differentiates=differentiates,
+            compiler_options=self.parts.compiler_options,
         )
         return inputs._replace(batch=WithResults(inputs.batch, results))
 

@@ -9,7 +9,7 @@ import jax
 import optax
 
 from ...._support.scopes import EVERY_PHASE
-from ...._support.types import AxisName, Phase, PyTree
+from ...._support.types import AxisName, CompilerOptions, Phase, PyTree
 from ....embedding import rows_are_finite
 from ....gradients.clipping import clip_state, scaled
 from ....gradients.precision import (
@@ -108,6 +108,7 @@ class StepParts:
     before_run: Callable[[], None] | None = None  # raises if programs are out of date
     params_form: Callable[[PyTree], PyTree] | None = None  # converts parameters for the loss
     model_state_form: Callable[[PyTree], PyTree] | None = None  # converts model state for the loss
+    compiler_options: CompilerOptions = ()  # of every program of the step
 
     def first_two(self) -> tuple[optax.GradientTransformation, optax.GradientTransformation]:
         """Return gradient transform and optimizer."""
