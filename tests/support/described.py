@@ -61,8 +61,10 @@ def lowered_step(
     gradients: optax.GradientTransformation | None = None,
     mode: Literal["host", "traced"] = "host",
     compiler_options: Mapping[str, Any] | None = None,
+    optimizer: optax.GradientTransformation | None = None,
+    policy: js.Policy | None = None,
 ) -> dict[str, jax.stages.Lowered]:
-    """Return the programs of a step with SGD by phase; the key is "all" for a traced step.
+    """Return the programs of a step by phase; the key is "all" for a traced step.
 
     A host-scheduled step without `sync` has the one phase "every".
 
@@ -75,11 +77,21 @@ def lowered_step(
       gradients: the gradient transform, or None.
       mode: `mode` of `js.make_train_step`.
       compiler_options: `compiler_options` of `js.make_train_step`.
+      optimizer: the optimizer; None is SGD.
+      policy: `policy` of `js.make_train_step`.
     """
+    optimizer = optax.sgd(0.1) if optimizer is None else optimizer
 
     def step_on(where: Any, **more: Any) -> js.TrainStep:
         return js.make_train_step(
-            loss, optax.sgd(0.1), sync=sync, gradients=gradients, mesh=where, mode=mode, **more
+            loss,
+            optimizer,
+            sync=sync,
+            gradients=gradients,
+            mesh=where,
+            mode=mode,
+            policy=policy,
+            **more,
         )
 
     # The state's shapes do not depend on where it lies, and no array can be placed on this mesh.

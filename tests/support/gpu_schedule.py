@@ -104,13 +104,13 @@ def share_beside_backward(transfers: tuple[Transfer, ...]) -> float:
 def read_gpu_schedule(text: str) -> Schedule:
     """Return the schedule of a compiled program, from `compiled.as_text()`."""
     module = scheduled_module(text)
-    return _schedule(module, module.entry)
+    return schedule_of(module, module.entry)
 
 
 def read_loops(text: str) -> list[Schedule]:
     """Return the schedules of the bodies of all loops, in program order, outer ones first."""
     module = scheduled_module(text)
-    return [_schedule(module, body) for body in _loop_bodies(module, module.entry)]
+    return [schedule_of(module, body) for body in _loop_bodies(module, module.entry)]
 
 
 def _loop_bodies(module: HloModule, computation: str) -> Iterator[str]:
@@ -121,7 +121,8 @@ def _loop_bodies(module: HloModule, computation: str) -> Iterator[str]:
             yield from _loop_bodies(module, name)
 
 
-def _schedule(module: HloModule, computation: str) -> Schedule:
+def schedule_of(module: HloModule, computation: str) -> Schedule:
+    """Return the schedule of one computation of a module."""
     ops = instructions(module, computation)
     products: list[Product] = []
     num_products = in_branches = 0
