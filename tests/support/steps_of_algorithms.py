@@ -158,11 +158,13 @@ def kinds(algorithm: str, place: Place) -> list[str]:
 
     One round of gossip stands for all, and the averages of `local_sgd` for those of slowmo's base.
     Of unsharded state only the memory is of interest: the local step, which carries it, will do.
+    Options are for what travels beside the gradients, so slow steps are compiled without.
     """
     all_kinds = list(lowered(algorithm, place))
     if "unsharded" in algorithm:
         return ["local"]
     left_out = {"average"} if algorithm.startswith("slowmo") else set()
+    left_out |= {"slow"} if algorithm.endswith(OPTION) else set()
     return [k for k in all_kinds if k not in left_out and (k == "round 0" or k[:5] != "round")]
 
 
@@ -221,20 +223,19 @@ class Facts(Generic[S]):
 def read_facts(
     kind: str,
     program: jax.stages.Lowered,
+    compiled: jax.stages.Compiled,
     mesh: jax.sharding.Mesh,
     read: Callable[[str], S],
-    options: Mapping[str, str] | None = None,
 ) -> Facts[S]:
-    """Compile a program; return what it does on each device.
+    """Return what a program does on each device.
 
     Args:
       kind: kind of the step.
       program: the program.
+      compiled: the same, compiled.
       mesh: its mesh of described devices.
       read: reads the schedule of the compiled text.
-      options: options of the compiler.
     """
-    compiled = program.compile(compiler_options=dict(options) if options else None)
     text = compiled.as_text() or ""
     memory = compiled.memory_analysis()
     assert memory is not None

@@ -161,5 +161,8 @@ def _collectives(program_facts: Facts[Any]) -> str:
     for axes in sorted({row.axis for row in program_facts.rows}, reverse=True):
         counts = program_facts.counts(axes)
         counts.pop("recv", None)  # every send has one
-        listed.append(f"{axes.replace(',', ' and ')}: " + ", ".join(f"{n} {name}" for name, n in counts.items()))
+        listed.append(
+            f"{axes.replace(',', ' and ')}: "
+            + ", ".join(f"{n} {name}" for name, n in counts.items())
+        )
     return "; ".join(listed) or "none"

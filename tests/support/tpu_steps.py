@@ -6,6 +6,7 @@ What `tests/tpu_aot/test_proofs.py` proves, and what `benchmarks/tpu_proofs.py` 
 import functools
 from dataclasses import dataclass
 from importlib.metadata import version
+from typing import Any
 
 import jax
 
@@ -56,8 +57,9 @@ CASES = cases_of(PLACES, OPTIONS)
 def facts(algorithm: str, place: Place, kind: str) -> Facts[Schedule]:
     """Compile one program, once; return what it does on each chip."""
     program = lowered(algorithm, place)[kind]
-    options = OPTIONS[algorithm.removesuffix(OPTION)] if algorithm.endswith(OPTION) else None
-    program_facts = read_facts(kind, program, place.mesh, read_schedule, options)
+    options: Any = OPTIONS[algorithm.removesuffix(OPTION)] if algorithm.endswith(OPTION) else None
+    compiled = program.compile(compiler_options=options)
+    program_facts = read_facts(kind, program, compiled, place.mesh, read_schedule)
     assert program_facts.schedule.num_products == NUM_PRODUCTS
     return program_facts
 
