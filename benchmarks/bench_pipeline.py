@@ -334,7 +334,7 @@ def main() -> None:
     load = os.getloadavg()[0]
     settings = {name: value for name, value in vars(ARGS).items() if name != "out"}
     changed = [
-        f"--{name.replace('_', '-')} {shlex.join(map(str, np.atleast_1d(value)))}"
+        f"--{name.replace('_', '-')} {shlex.join(map(str, np.atleast_1d(value)))}".strip()
         for name, value in settings.items()
         if value != PARSER.get_default(name)
     ]

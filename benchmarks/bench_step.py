@@ -93,13 +93,17 @@ def variants() -> dict[str, dict]:
 
 def main() -> None:
     axes = {"replica": ARGS.replicas}
-    mesh = js.virtual_mesh(axes) if ARGS.virtual else js.make_mesh(axes)
+    where: jax.NamedSharding | None = None
+    if ARGS.virtual:
+        mesh = js.virtual_mesh(axes)
+    else:
+        mesh = js.make_mesh(axes)
+        where = jax.NamedSharding(mesh, jax.P("replica"))
     params = init_mlp(ARGS.width)
     rng = np.random.default_rng(0)
     batch = tuple(
         rng.normal(size=(ARGS.replicas * ARGS.batch, n)).astype(np.float32) for n in (64, 16)
     )
-    where = None if ARGS.virtual else jax.NamedSharding(mesh, jax.P("replica"))
     batch = jax.device_put(batch, where)
     steps, states, times, sent = {}, {}, {}, {}
     for name, parts in variants().items():

@@ -129,7 +129,8 @@ def parts_of(device: Device, folder: Path) -> list[Part]:
     """Return the parts for GPUs, with sizes that fill them; `folder` takes what they write."""
     several = device.count > 1
     is_large = device.memory >= 30e9
-    # Enough work for all cores; the states of all steps take 10 GB, and those of updates a quarter.
+    # Enough work for all cores. The states of all steps take up to 16 GB, with the smaller width a
+    # quarter of that; those of updates take a quarter of the memory.
     replicas = ["--replicas", str(device.count)] if several else ["--replicas", "4", "--virtual"]
     megabytes = max(16, min(1000, int(device.memory / 80e6)))
     steps = [
