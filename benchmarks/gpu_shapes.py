@@ -68,6 +68,8 @@ bytes per GPU. On 8 GPUs each is a replica. On 4 x 8 each host is a replica: gra
 inside the host in every step; only `all_reduce` has one all-reduce over all 32. Steps are
 host-scheduled; a step of gossip is the first round.
 """
+# What follows in the page is kept.
+END = "<!-- end of what benchmarks/gpu_shapes.py writes -->"
 NETWORK = """
 ## 4 x 8 GPUs, {gigabytes:g} GB/s between hosts for each GPU
 
@@ -200,7 +202,9 @@ def main() -> None:
         for row in rows_of_hosts(gigabytes, arguments.models):
             add(row)
     if arguments.out:
-        arguments.out.write_text("\n".join(lines) + "\n", "utf-8")
+        written = arguments.out.read_text("utf-8") if arguments.out.exists() else ""
+        _, _, comment = written.partition(END)
+        arguments.out.write_text("\n".join([*lines, "", END]) + (comment or "\n"), "utf-8")
 
 
 if __name__ == "__main__":
