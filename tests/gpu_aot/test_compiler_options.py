@@ -44,9 +44,7 @@ def test_two_levels_of_gossip_overlap_with_the_recommended_options():
     (all_reduce,) = schedule.select("all-reduce")
     assert permute.start > all_reduce.done > schedule.products[-1].place
     assert permute.products == ()
-    schedule = read_gpu_schedule(
-        compiled_text(mesh, js.recommended_compiler_options(mesh), **case)
-    )
+    schedule = read_gpu_schedule(compiled_text(mesh, js.recommended_compiler_options(mesh), **case))
     permute, is_beside_all = exchange(schedule)
     (all_reduce,) = schedule.select("all-reduce")
     assert is_beside_all, (permute, schedule.products)

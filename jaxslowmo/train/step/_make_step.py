@@ -6,7 +6,7 @@ from typing import Any, Literal
 import optax
 
 from ..._support.checks import as_int, check_choice
-from ..._support.types import AxisName
+from ..._support.types import AxisName, CompilerOptions
 from ...embedding import Embeddings, lookup_of
 from ...gradients.precision import Policy, computing_in
 from ...mesh import AnyMesh, replica_count
@@ -169,7 +169,9 @@ def make_train_step(
       ids that are in no table.
     """
     replica_count("make_train_step", mesh, axis_name)
-    options = checked_compiler_options(compiler_options, mesh)
+    options: CompilerOptions = ()
+    if compiler_options is not None:
+        options = checked_compiler_options(compiler_options, mesh)
     choices = {
         "mode": (mode, Mode),
         "model_state": (model_state, ModelStateMode),

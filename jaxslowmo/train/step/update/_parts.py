@@ -209,9 +209,7 @@ class StepParts:
         # A pipeline finishes all gradients with the last microbatch.
         return find if self.params_form is None else None
 
-    def _reduced(
-        self, state: TrainState, gathered: Gradients, order: ReadyOrder | None
-    ) -> Reduced:
+    def _reduced(self, state: TrainState, gathered: Gradients, order: ReadyOrder | None) -> Reduced:
         """Average gradients, those of rows and the loss; `order` is the order of the buckets."""
         grads, weight, after = gathered.grads, gathered.weight, state.opt_state[0]
         inner_axes, specs, names = self.inner_axes, self.param_specs, axis_names(self.axis_name)
