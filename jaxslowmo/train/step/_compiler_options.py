@@ -1,4 +1,4 @@
-"""Options for the compiler of a step's programs: which may be given, and which are known to help."""
+"""Options for the compiler of a step's programs: which are refused, which are known to help."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -20,10 +20,9 @@ _PLATFORMS = {
     "xla_msa_": "tpu",
 }
 
-_GPU: dict[str, str | int | float | bool] = {
-    "xla_gpu_experimental_parallel_collective_overlap_limit": 2,
-    "xla_gpu_enable_latency_hiding_scheduler": True,
-}
+_GPU: dict[str, str | int | float | bool] = {"xla_gpu_enable_latency_hiding_scheduler": True}
+# With one axis it would help nothing, and leaves fewer buckets of gradients beside products.
+_GPU_LEVELS = {**_GPU, "xla_gpu_experimental_parallel_collective_overlap_limit": 2}
 _V5E: dict[str, str | int | float | bool] = {"xla_max_concurrent_async_collective_permutes": 16}
 _V5P = {**_V5E, "xla_tpu_enable_all_experimental_scheduler_features": True}
 # By the names that devices give themselves, which changed between versions of libtpu.
@@ -48,9 +47,10 @@ def recommended_compiler_options(mesh: AnyMesh) -> dict[str, str | int | float |
 
     Each option is here because compiled programs show its effect; no time was measured.
 
-    - GPU, `xla_gpu_experimental_parallel_collective_overlap_limit=2`: two collectives may run at
-      the same time. By default one does, so with two levels the exchange of `js.sgp(overlap=1)`
-      waits for the all-reduce of the gradients inside a replica, and nothing hides it.
+    - GPU, on a mesh with several axes that are larger than 1,
+      `xla_gpu_experimental_parallel_collective_overlap_limit=2`: two collectives may run at the
+      same time. By default one does, so with two levels the exchange of `js.sgp(overlap=1)` waits
+      for the all-reduce of the gradients inside a replica, and few products or none hide it.
     - GPU, `xla_gpu_enable_latency_hiding_scheduler=True`: the default on H100, where it changes
       nothing. On A100 neither gossip nor the buckets of `js.all_reduce_gradients` run beside the
       products of the backward pass without it.
@@ -70,19 +70,21 @@ def recommended_compiler_options(mesh: AnyMesh) -> dict[str, str | int | float |
     Communication: none.
     """
     device = _device_of(mesh)
-    by_platform = {"gpu": _GPU, "tpu": _TPU.get(device.device_kind, {})}
+    has_levels = sum(size > 1 for size in mesh.shape.values()) > 1
+    by_platform = {
+        "gpu": _GPU_LEVELS if has_levels else _GPU,
+        "tpu": _TPU.get(device.device_kind, {}),
+    }
     return dict(by_platform.get(device.platform, {}))
 
 
 def checked_compiler_options(options: Any, mesh: AnyMesh) -> CompilerOptions:
-    """Return the argument `compiler_options` of a step, None as ().
+    """Return the argument `compiler_options` of a step, which is not None.
 
     Raises:
       ValueError: an argument that is no mapping; a name that is empty, no str or has dashes in
         front; a value of another type; an option of another platform than that of the mesh.
     """
-    if options is None:
-        return ()
     if not isinstance(options, Mapping):
         raise ValueError(
             "`compiler_options` must be a mapping of names to values, such as "
@@ -110,7 +112,7 @@ def checked_compiler_options(options: Any, mesh: AnyMesh) -> CompilerOptions:
     return tuple(options.items())
 
 
-def _device_of(mesh: AnyMesh) -> jax.Device:
+def _device_of(mesh: AnyMesh) -> Any:
     """Return a device on which the programs of a mesh run."""
     if isinstance(mesh, VirtualMesh):
         return next(iter(jax.device_put(0).devices()))

@@ -6,7 +6,7 @@ from typing import Any, Literal
 import optax
 
 from ..._support.checks import as_int, check_choice
-from ..._support.types import AxisName, CompilerOptions
+from ..._support.types import AxisName
 from ...embedding import Embeddings, lookup_of
 from ...gradients.precision import Policy, computing_in
 from ...mesh import AnyMesh, replica_count
@@ -169,9 +169,6 @@ def make_train_step(
       ids that are in no table.
     """
     replica_count("make_train_step", mesh, axis_name)
-    options: CompilerOptions = ()
-    if compiler_options is not None:
-        options = checked_compiler_options(compiler_options, mesh)
     choices = {
         "mode": (mode, Mode),
         "model_state": (model_state, ModelStateMode),
@@ -201,6 +198,9 @@ def make_train_step(
         raise ValueError(
             f'`policy` must be a js.Policy such as js.Policy("bfloat16"), got {policy!r}.'
         )
+    options = ()
+    if compiler_options is not None:
+        options = checked_compiler_options(compiler_options, mesh)
     if not isinstance(raw_keys, bool):
         raise ValueError(f"`raw_keys` must be True or False, got {raw_keys!r}.")
     sync_transform = sync if isinstance(sync, ParameterTransform) else None

@@ -87,7 +87,7 @@ class Dump:
         """Return the names of the programs that were compiled since the last call, sorted."""
         names = {path.name for path in self._path.glob("*.before_optimizations.txt")}
         new, self._seen = names - self._seen, names
-        return sorted(re.fullmatch(r"module_\d+\.(\w+)\.before_\w+\.txt", n)[1] for n in new)
+        return sorted(re.sub(r"^module_\d+\.|\.before_\w+\.txt$", "", name) for name in new)
 
 
 @pytest.fixture
