@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import pytest
 
 import jaxslowmo as js
 from jaxslowmo.models import GPTConfig
@@ -24,10 +25,9 @@ from support.steps_of_algorithms import Facts, read_facts
 
 REPLICAS = 8
 
-# What hooks and codecs exchange: matrices, and vectors that PowerSGD does not compress.
+# What hooks and codecs exchange: a matrix, and a vector, which PowerSGD does not compress.
 GRADIENTS = {
     "matrix": jax.ShapeDtypeStruct((512, 768), jnp.float32),
-    "wide": jax.ShapeDtypeStruct((256, 1024), jnp.float32),
     "vector": jax.ShapeDtypeStruct((3000,), jnp.float32),
 }
 NUM_GRADIENTS = sum(x.size for x in GRADIENTS.values())
@@ -87,7 +87,8 @@ SHARDED = {
 
 def _of_hook(name: str) -> tuple[jax.stages.Lowered, jax.sharding.Mesh]:
     mesh = gpu_mesh({"replica": REPLICAS})
-    transform = js.all_reduce_gradients("replica", hook=HOOKS[name], bucket_bytes=10**9)
+    one = {"bucket_bytes": 10**9, "first_bucket_bytes": 10**9}
+    transform = js.all_reduce_gradients("replica", hook=HOOKS[name], **one)
     return lowered_update(transform, GRADIENTS, mesh), mesh
 
 
@@ -113,17 +114,42 @@ def _of_sharded(name: str, kind: str) -> tuple[jax.stages.Lowered, jax.sharding.
 
 
 Make = Callable[[], tuple[jax.stages.Lowered, jax.sharding.Mesh]]
-PROGRAMS: dict[str, Make] = {
-    **{f"hook {name}": functools.partial(_of_hook, name) for name in HOOKS},
-    **{f"codec, {phase}": functools.partial(_of_codec, phase) for phase in CODECS},
-    **{f"pipeline {name}": functools.partial(_of_pipeline, name) for name in SCHEDULES},
-    **{name: functools.partial(_with_tables, name) for name in AHEAD},
-    **{
+# By what they are, and by name. Those of one kind are compiled by one worker.
+KINDS: dict[str, dict[str, Make]] = {
+    "updates": {
+        **{f"hook {name}": functools.partial(_of_hook, name) for name in HOOKS},
+        **{f"codec, {phase}": functools.partial(_of_codec, phase) for phase in CODECS},
+    },
+    "pipelines": {f"pipeline {name}": functools.partial(_of_pipeline, name) for name in SCHEDULES},
+    "tables": {name: functools.partial(_with_tables, name) for name in AHEAD},
+    "sharded": {
         f"{name}, {kind}": functools.partial(_of_sharded, name, kind)
         for name in SHARDED
         for kind in ("local", "slow")
     },
 }
+# Those that the usual run leaves out.
+SELDOM = {
+    "hook fp8",
+    "hook fp16_compress",
+    *(name for name in KINDS["tables"] if name != "ids ahead, 1 x 8"),
+    *(name for name in KINDS["sharded"] if name != "fsdp x tensor, slow"),
+}
+
+
+def group_of(name: str) -> pytest.MarkDecorator:
+    """Return the mark of tests that share the programs of one kind."""
+    (kind,) = (kind for kind, programs in KINDS.items() if name in programs)
+    return pytest.mark.xdist_group(f"programs: {kind}")
+
+
+def each_of(*names: str) -> pytest.MarkDecorator:
+    """Return the mark of a test that takes these programs, by their names."""
+    cases = []
+    for name in names:
+        marks = [group_of(name), *([pytest.mark.exhaustive] if name in SELDOM else [])]
+        cases.append(pytest.param(name, marks=marks))
+    return pytest.mark.parametrize("name", cases)
 
 
 @dataclass(frozen=True)
@@ -143,13 +169,14 @@ class Program:
 
 @functools.cache
 def program(name: str) -> Program:
-    """Compile one of `PROGRAMS`, once."""
-    lowered, mesh = PROGRAMS[name]()
+    """Compile the program of a name in `KINDS`, once."""
+    (make,) = (programs[name] for programs in KINDS.values() if name in programs)
+    lowered, mesh = make()
     compiled = lowered.compile()
     return Program(mesh, compiled, read_facts(name, lowered, compiled, mesh, read_gpu_schedule))
 
 
 def report(name: str, **selected: Any) -> tuple[js.CommRow, ...]:
-    """Return the rows of the `comm_report` of one of `PROGRAMS` as compiled, by kind of step."""
+    """Return the rows of the `comm_report` of a program as compiled, by kind of step."""
     one = program(name)
     return js.comm_report_of(one.compiled, mesh=one.mesh).select(level="compiled", **selected)

@@ -4,11 +4,13 @@ What `tests/gpu_aot/test_proofs.py` proves, and what `benchmarks/gpu_proofs.py` 
 """
 
 import functools
+from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
 
 import jax
+import pytest
 
 from support.gpu_hosts import gpu_mesh
 from support.gpu_schedule import Schedule, read_gpu_schedule
@@ -30,9 +32,11 @@ class Hosts(Place):
 
     Attributes:
       gpu: kind of the GPUs.
+      options: options of the compiler with which gossip overlaps; () where it does without.
     """
 
     gpu: str = "H100"
+    options: tuple[tuple[str, int | bool], ...] = ()
 
     @functools.cached_property
     def mesh(self) -> jax.sharding.Mesh:
@@ -40,15 +44,54 @@ class Hosts(Place):
 
 
 ONE_HOST = Hosts("8 H100", 1, (("replica", 8),))
-FOUR_HOSTS = Hosts("4 x 8 H100", 4, (("replica", 4), ("device", 8)))
-A100S = Hosts("8 A100", 1, (("replica", 8),), "A100")
+FOUR_HOSTS = Hosts(
+    "4 x 8 H100",
+    4,
+    (("replica", 4), ("device", 8)),
+    # By default one collective at a time is under way: what travels between hosts would wait for
+    # the gradients' all-reduce inside of them.
+    options=(("xla_gpu_experimental_parallel_collective_overlap_limit", 2),),
+)
+A100S = Hosts(
+    "8 A100",
+    1,
+    (("replica", 8),),
+    "A100",
+    # For GPUs older than H100 XLA puts no work beside collectives by default.
+    options=(("xla_gpu_enable_latency_hiding_scheduler", True),),
+)
 PLACES = (ONE_HOST, FOUR_HOSTS)
 
-# By default one collective at a time is under way: what travels between hosts would wait for the
-# gradients' all-reduce inside of them.
-TWO_UNDER_WAY = {"xla_gpu_experimental_parallel_collective_overlap_limit": "2"}
-OPTIONS = dict.fromkeys(("sgp overlap=1", "slowmo(sgp overlap=1)"), TWO_UNDER_WAY)
-CASES = cases_of(PLACES, OPTIONS)
+OVERLAPPED = ("sgp overlap=1", "slowmo(sgp overlap=1)")
+CASES = [
+    *cases_of(PLACES, OVERLAPPED),
+    ("sgp overlap=1", A100S),
+    ("sgp overlap=1" + OPTION, A100S),
+    ("diloco", A100S),
+]
+
+
+def group_of(place: Place) -> pytest.MarkDecorator:
+    """Return the mark of tests that share the programs of places with as many hosts."""
+    return pytest.mark.xdist_group(f"steps on {place.num_groups} x 8")
+
+
+# Between hosts in `make test-all` alone: parts of others, or as inside of a host.
+SELDOM_BETWEEN_HOSTS = ("local_sgd", "sgp overlap=0", "slowmo(local_sgd)", "slowmo(sgp overlap=1)")
+
+
+def each_of(cases: Iterable[tuple[str, Any]]) -> pytest.MarkDecorator:
+    """Return the mark of a test that takes these algorithms and places."""
+    parameters = []
+    for algorithm, place in cases:
+        marks = [group_of(place)]
+        between = algorithm in SELDOM_BETWEEN_HOSTS or "unsharded" in algorithm
+        if (place is FOUR_HOSTS and between) or (algorithm, place) == ("diloco", A100S):
+            marks.append(pytest.mark.exhaustive)
+        parameters.append(
+            pytest.param(algorithm, place, marks=marks, id=f"{algorithm} on {place.name}")
+        )
+    return pytest.mark.parametrize(("algorithm", "place"), parameters)
 
 
 def formula(kind: str, place: Place) -> str:
@@ -57,11 +100,11 @@ def formula(kind: str, place: Place) -> str:
 
 
 @functools.cache
-def facts(algorithm: str, place: Place, kind: str) -> Facts[Schedule]:
+def facts(algorithm: str, place: Hosts, kind: str) -> Facts[Schedule]:
     """Compile one program, once; return what it does on each GPU."""
     program = lowered(algorithm, place)[kind]
-    options: Any = OPTIONS[algorithm.removesuffix(OPTION)] if algorithm.endswith(OPTION) else None
-    compiled = program.compile(compiler_options=options)
+    options = dict(place.options) if algorithm.endswith(OPTION) else {}
+    compiled = program.compile(compiler_options=options or None)
     program_facts = read_facts(kind, program, compiled, place.mesh, read_gpu_schedule)
     assert program_facts.schedule.num_products == NUM_PRODUCTS
     return program_facts

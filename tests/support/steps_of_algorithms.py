@@ -6,7 +6,7 @@
 import abc
 import functools
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Any, Generic, TypeVar
@@ -89,20 +89,18 @@ class Place(abc.ABC):
         """The mesh of described devices."""
 
 
-def cases_of(
-    places: tuple[Place, ...], options: Mapping[str, Mapping[str, str]]
-) -> list[tuple[str, Any]]:
+def cases_of(places: tuple[Place, ...], with_option: Collection[str]) -> list[tuple[str, Any]]:
     """Return the cases, each an algorithm and its place.
 
     Args:
       places: all places.
-      options: options of the compiler by algorithm, tried where there are several groups.
+      with_option: algorithms that are compiled with an option, too, where there are several groups.
     """
     cases = []
     for place in places:
         for algorithm in ALGORITHMS:
             cases.append((algorithm, place))
-            if algorithm in options and place.num_groups > 1:
+            if algorithm in with_option and place.num_groups > 1:
                 cases.append((algorithm + OPTION, place))
     return cases
 
