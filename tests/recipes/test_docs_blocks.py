@@ -17,7 +17,7 @@ from recipes.doc_blocks import (
 )
 
 PAGES = [
-    "accumulation", "checkpoints", "choosing", "ddp", "embeddings", "graphs", "index",
+    "accumulation", "checkpoints", "choosing", "ddp", "embeddings", "gpu", "graphs", "index",
     "input-pipeline", "mixed-precision", "model-parallel", "outer", "reading-state", "start",
     "your-data",
 ]  # fmt: skip
