@@ -6,6 +6,7 @@ inside a host and between hosts, what runs beside it, how much memory it takes. 
 
 import itertools
 
+import jax
 import pytest
 
 from support.bytes_of_steps import PADDED_TO, bytes_sent, saved_by_sharding
@@ -69,26 +70,39 @@ def test_local_steps_send_nothing_between_replicas(algorithm, place):
             assert len(transfers) > len(inside)
 
 
-@each_of(
-    [(algorithm, ONE_HOST) for algorithm in OVERLAPPED]
-    + [(algorithm + OPTION, FOUR_HOSTS) for algorithm in OVERLAPPED]
-)
+@each_of((algorithm, ONE_HOST) for algorithm in OVERLAPPED)
 def test_overlapped_gossip_runs_beside_all_products(algorithm, place):
     (permute,) = facts(algorithm, place, "round 0").schedule.select("collective-permute")
     assert len(permute.products) == NUM_PRODUCTS
 
 
-@each_of((algorithm, FOUR_HOSTS) for algorithm in OVERLAPPED)
-def test_on_two_levels_gossip_overlaps_with_an_option_only(algorithm, place):
-    """By default one collective at a time is under way, and the gradients' all-reduce comes first.
+@each_of((algorithm + OPTION, FOUR_HOSTS) for algorithm in OVERLAPPED)
+def test_on_two_levels_gossip_overlaps_with_the_options(algorithm, place):
+    """It starts before the gradients' all-reduce, as early as the compiler's estimate asks.
 
-    If this fails, compilers overlap by default: mend `docs/gpu.md`, which names the option.
+    All products run beside it with jax 0.10.2, 5 of 8 with jax 0.12.
     """
     schedule = facts(algorithm, place, "round 0").schedule
     (permute,) = schedule.select("collective-permute")
     (gradients,) = schedule.select("all-reduce")
-    assert permute.products == ()
-    assert gradients.done <= permute.start
+    assert permute.start < gradients.start
+    assert 2 * len(permute.products) >= NUM_PRODUCTS
+
+
+@each_of((algorithm, FOUR_HOSTS) for algorithm in OVERLAPPED)
+def test_on_two_levels_jax_0_10_does_not_overlap_without(algorithm, place):
+    """One collective at a time is under way, and the gradients' all-reduce comes first.
+
+    With jax 0.12 it depends on the sizes, and the permute of this small part comes first.
+    """
+    schedule = facts(algorithm, place, "round 0").schedule
+    (permute,) = schedule.select("collective-permute")
+    (gradients,) = schedule.select("all-reduce")
+    if jax.__version_info__ < (0, 11):
+        assert permute.products == ()
+        assert gradients.done <= permute.start
+    else:
+        assert permute.done <= gradients.start
 
 
 @each_of(itertools.product(["sgp overlap=0"], PLACES))
@@ -141,9 +155,9 @@ def test_a100s_send_the_same(algorithm, place):
 
 @each_of([("sgp overlap=1", A100S)])
 def test_on_a100s_nothing_overlaps_by_default(algorithm, place):
-    """With the option the permute starts and ends among the products: half of them run beside it.
+    """With the options the permute starts among the products: half of them run beside it.
 
-    If this fails, compilers overlap by default: mend `docs/gpu.md`, which names the option.
+    If this fails, compilers overlap by default: mend `docs/gpu.md`, which names the options.
     """
     (permute,) = facts(algorithm, place, "round 0").schedule.transfers
     assert permute.is_blocking

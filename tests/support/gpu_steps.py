@@ -32,11 +32,9 @@ class Hosts(Place):
 
     Attributes:
       gpu: kind of the GPUs.
-      options: options of the compiler with which gossip overlaps; () where it does without.
     """
 
     gpu: str = "H100"
-    options: tuple[tuple[str, int | bool], ...] = ()
 
     @functools.cached_property
     def mesh(self) -> jax.sharding.Mesh:
@@ -44,24 +42,17 @@ class Hosts(Place):
 
 
 ONE_HOST = Hosts("8 H100", 1, (("replica", 8),))
-FOUR_HOSTS = Hosts(
-    "4 x 8 H100",
-    4,
-    (("replica", 4), ("device", 8)),
-    # By default one collective at a time is under way: what travels between hosts would wait for
-    # the gradients' all-reduce inside of them.
-    options=(("xla_gpu_experimental_parallel_collective_overlap_limit", 2),),
-)
-A100S = Hosts(
-    "8 A100",
-    1,
-    (("replica", 8),),
-    "A100",
-    # For GPUs older than H100 XLA puts no work beside collectives by default.
-    options=(("xla_gpu_enable_latency_hiding_scheduler", True),),
-)
+FOUR_HOSTS = Hosts("4 x 8 H100", 4, (("replica", 4), ("device", 8)))
+A100S = Hosts("8 A100", 1, (("replica", 8),), "A100")
 PLACES = (ONE_HOST, FOUR_HOSTS)
 
+OPTIONS: dict[str, Any] = {
+    # By default one collective at a time is under way: what travels between hosts would wait for
+    # the gradients' all-reduce inside of them.
+    "xla_gpu_experimental_parallel_collective_overlap_limit": 2,
+    # The default for H100s. For A100s XLA puts no work beside collectives without it.
+    "xla_gpu_enable_latency_hiding_scheduler": True,
+}
 OVERLAPPED = ("sgp overlap=1", "slowmo(sgp overlap=1)")
 CASES = [
     *cases_of(PLACES, OVERLAPPED),
@@ -100,11 +91,11 @@ def formula(kind: str, place: Place) -> str:
 
 
 @functools.cache
-def facts(algorithm: str, place: Hosts, kind: str) -> Facts[Schedule]:
+def facts(algorithm: str, place: Place, kind: str) -> Facts[Schedule]:
     """Compile one program, once; return what it does on each GPU."""
     program = lowered(algorithm, place)[kind]
-    options = dict(place.options) if algorithm.endswith(OPTION) else {}
-    compiled = program.compile(compiler_options=options or None)
+    options = OPTIONS if algorithm.endswith(OPTION) else None
+    compiled = program.compile(compiler_options=options)
     program_facts = read_facts(kind, program, compiled, place.mesh, read_gpu_schedule)
     assert program_facts.schedule.num_products == NUM_PRODUCTS
     return program_facts
@@ -119,4 +110,5 @@ TABLE = Table(
     cases=CASES,
     facts=facts,
     formula=formula,
+    varying=("beside a transfer", "temporary"),
 )
