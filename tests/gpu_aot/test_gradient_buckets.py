@@ -25,6 +25,7 @@ WIDTH = 2048
 # Names sort as block0, ..., head, stem, and the stem's gradient is the last of all.
 USE = ["stem", *(f"block{i}" for i in range(8)), "head"]
 PARAMS = {name: jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32) for name in USE}
+SGD = optax.sgd(0.1)
 CLIPPED = js.chain(js.clip_by_global_norm(1.0), optax.adamw(1e-3))
 
 
@@ -34,9 +35,7 @@ def mlp_loss(params, x):
     return jnp.mean(jnp.square(x))
 
 
-def schedule_of_mlp(
-    num_hosts=1, optimizer=optax.sgd(0.1), gpu="H100", compiler_options=None, **options
-):
+def schedule_of_mlp(num_hosts=1, optimizer=SGD, gpu="H100", compiler_options=None, **options):
     """The schedule of a step of ten layers of 16 MiB, each in a bucket."""
     lowered = lowered_average(
         mlp_loss,
