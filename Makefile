@@ -43,7 +43,7 @@ test-jax: $(VENV)/.stamp-test ## Run the tests on 8 CPU devices; TEST_ARGS="-k s
 	$(PY) -m pytest -n $(TEST_WORKERS) --dist loadgroup --no-loadscope-reorder $(TEST_ARGS)
 
 # In processes of their own: two compilers' libraries are not loaded into one.
-test-aot: ## Read programs compiled for TPUs and for GPUs, without having any, in .venv-aot (1.5 GB).
+test-aot: ## Read programs compiled for TPUs and for GPUs, without having any, in .venv-aot (2 GB).
 	@$(AOT_WHEELS) || { echo "test-aot: not run, and not passed: $(NO_AOT_WHEELS)"; exit 1; }
 	@$(MAKE) --no-print-directory $(AOT_VENV)/.stamp
 	$(AOT_PY) -m pytest -n $(TEST_WORKERS) --dist loadgroup --no-loadscope-reorder tests/tpu_aot $(TEST_ARGS)

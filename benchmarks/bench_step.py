@@ -19,6 +19,8 @@ PARSER.add_argument("--replicas", type=int, default=4)
 PARSER.add_argument("--width", type=int, default=768, help="of the MLP's 3 hidden layers")
 PARSER.add_argument("--batch", type=int, default=64, help="examples per replica")
 PARSER.add_argument("--rounds", type=int, default=60)
+PARSER.add_argument("--virtual", action="store_true", help="all replicas on one device")
+PARSER.add_argument("--only", nargs="+", help="beside the first, steps that contain one of these")
 PARSER.add_argument("--out", type=Path)
 ARGS = PARSER.parse_args()
 if len(jax.config.jax_platforms or "") == 0 or jax.config.jax_platforms == "cpu":
@@ -84,17 +86,25 @@ def variants() -> dict[str, dict]:
             "replica", base=js.sgp("replica"), sync_every=1
         ),
     }
-    return found | {name: {"sync": sync, "mode": "host"} for name, sync in due.items()}
+    found |= {name: {"sync": sync, "mode": "host"} for name, sync in due.items()}
+    wanted = ("optimizer alone", *(ARGS.only or found))
+    return {name: parts for name, parts in found.items() if any(w in name for w in wanted)}
 
 
 def main() -> None:
-    mesh = js.make_mesh({"replica": ARGS.replicas})
+    axes = {"replica": ARGS.replicas}
+    where: jax.NamedSharding | None = None
+    if ARGS.virtual:
+        mesh = js.virtual_mesh(axes)
+    else:
+        mesh = js.make_mesh(axes)
+        where = jax.NamedSharding(mesh, jax.P("replica"))
     params = init_mlp(ARGS.width)
     rng = np.random.default_rng(0)
     batch = tuple(
         rng.normal(size=(ARGS.replicas * ARGS.batch, n)).astype(np.float32) for n in (64, 16)
     )
-    batch = jax.device_put(batch, jax.NamedSharding(mesh, jax.P("replica")))
+    batch = jax.device_put(batch, where)
     steps, states, times, sent = {}, {}, {}, {}
     for name, parts in variants().items():
         step = js.make_train_step(loss, optax.adamw(1e-3), mesh=mesh, **parts)

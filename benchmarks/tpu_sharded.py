@@ -32,10 +32,10 @@ import jax
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
 from jaxslowmo.models import gpt_preset
-from support.tpu_sharded import Facts, Sharded, facts
+from support.tpu_sharded import Facts, SlicesSharded, facts
 from support.tpu_staged import Staged
 
-Of = TypeVar("Of", bound=Sharded)
+Of = TypeVar("Of", bound=SlicesSharded)
 
 GIB = 2**30
 ONE, FOUR = 1, 4
@@ -70,22 +70,22 @@ STAGED_HEADER = (
 
 
 def case(
-    preset: str, num_slices: int, axes: tuple[tuple[str, int], ...], kind: type[Of] = Sharded
+    preset: str, num_slices: int, axes: tuple[tuple[str, int], ...], kind: type[Of] = SlicesSharded
 ) -> Of:
     config = gpt_preset(preset, dtype="bfloat16")
     config = dataclasses.replace(config, remat=True, qkv_by_head=True)
     return kind(config, "v5e:4x4", axes, num_slices)
 
 
-def _where(of: Sharded) -> str:
-    return "v5e:4x4" if of.num_slices == 1 else f"{of.num_slices} x v5e:4x4"
+def _where(of: SlicesSharded) -> str:
+    return "v5e:4x4" if of.num_groups == 1 else f"{of.num_groups} x v5e:4x4"
 
 
-def _mesh(of: Sharded) -> str:
+def _mesh(of: SlicesSharded) -> str:
     return " x ".join(f"{size} {name}" for name, size in of.axes)
 
 
-def _slow_state(of: Sharded) -> str:
+def _slow_state(of: SlicesSharded) -> str:
     return "sharded" if of.shard_state else "whole"
 
 
@@ -98,7 +98,7 @@ def _sent(found: Facts, name: str) -> int:
     return sum(n for axis, n in found.sent.items() if name in axis)
 
 
-def row(preset: str, of: Sharded, kind: str, found: Facts) -> str:
+def row(preset: str, of: SlicesSharded, kind: str, found: Facts) -> str:
     cells = [
         _where(of),
         preset,
@@ -139,7 +139,7 @@ def rows(whole: str | None) -> Iterator[str]:
                 yield row(preset, other, "local", _of_local(of, size))
 
 
-def _of_local(of: Sharded, argument_bytes: int) -> Facts:
+def _of_local(of: SlicesSharded, argument_bytes: int) -> Facts:
     """A local step that is given more: what it sends and needs besides is the same."""
     two, four = (facts(of.of_blocks(n), "local") for n in (2, 4))
     found = two.with_blocks(four, of.config.num_layers)

@@ -4,8 +4,8 @@
 
 Compiles only (libtpu from PyPI, no TPU), so it tells structure, not speed: instructions stand in
 the order in which they run, and what stands between the start and the end of an all-to-all runs
-beside it. The step stands in `tests/support/tpu_embeddings.py`; `tests/tpu_aot/test_embeddings.py`
-holds a smaller one to it.
+beside it. The step stands in `tests/support/embedding_steps.py`;
+`tests/tpu_aot/test_embeddings_beside.py` holds a smaller one to it.
 """
 
 import os
@@ -22,7 +22,8 @@ from typing import get_args
 import jax
 
 sys.path.append(str(Path(__file__).parents[2] / "tests"))
-from support.tpu_embeddings import ASYNC, Ahead, Workload, all_to_alls
+from support.embedding_steps import Ahead, Workload
+from support.tpu_embeddings import ASYNC, all_to_alls
 from support.tpu_schedule import Transfer
 from support.tpu_slices import tpu_mesh
 

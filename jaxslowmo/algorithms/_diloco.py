@@ -1,11 +1,14 @@
 """DiLoCo: replicas train independently, with an outer optimizer step once in a while."""
 
+import functools
+from collections.abc import Callable
+
 import optax
 
 from .._support.types import AxisName, PyTree
 from ..collectives.codecs import Codec
 from ..transform import Every, ParameterTransform, as_schedule, checked_exchange
-from .outer import Outer, element_wise, shards_state
+from .outer import Fragmented, Fragments, Outer, element_wise, shards_state
 
 
 def diloco(
@@ -18,6 +21,9 @@ def diloco(
     param_specs: PyTree | None = None,
     bucket_bytes: int | None = None,
     codec: Codec | None = None,
+    fragments: Fragments = 1,
+    delay: int = 0,
+    merge: float = 0.0,
 ) -> ParameterTransform:
     """Train replicas independently and take an outer step every `sync_every` updates.
 
@@ -39,6 +45,9 @@ def diloco(
       param_specs: specs of leaves sharded over automatic axes, as in `js.slowmo`.
       bucket_bytes: size of the exchanged buffers, as in `js.slowmo`.
       codec: format in which replicas send their displacement, as in `js.slowmo`.
+      fragments: number of parts of the model that take turns, as in `js.slowmo`.
+      delay: number of updates beside which an exchange runs, as in `js.slowmo`.
+      merge: share of its own progress that a replica keeps, as in `js.slowmo`.
 
     Returns:
       A `ParameterTransform` with state `OuterState`. The outer state is float32, and so is the
@@ -79,7 +88,10 @@ def diloco(
     #   Delta^(t) = 1/k sum_i (theta^(t-1) - theta_i^(t)) = theta^(t-1) - mean_i theta_i^(t)
     #   theta^(t) = OuterOpt(theta^(t-1), Delta^(t))
     # No `rate`: the outer optimizer has its own, independent of the inner optimizer's.
-    return Outer(
+    make: Callable[..., Outer] = Outer
+    if fragments != 1 or delay != 0 or merge != 0:
+        make = functools.partial(Fragmented, fragments=fragments, delay=delay, merge=merge)
+    return make(
         owner,
         exchange,
         as_schedule(sync_every),

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from .._support.types import AxisName, Phase, PyTree
 from ..collectives.codecs import Codec
@@ -30,6 +31,7 @@ from ..transform import (
     run_one_of,
 )
 from ..tree import apply_exactly, updates_to, widen_updates
+from .outer import Fragmented, Fragments
 
 
 class LocalSGDState(NamedTuple):
@@ -46,6 +48,9 @@ def local_sgd(
     param_specs: PyTree | None = None,
     bucket_bytes: int | None = None,
     codec: Codec | None = None,
+    fragments: Fragments = 1,
+    delay: int = 0,
+    merge: float = 0.0,
 ) -> ParameterTransform:
     """Train replicas independently and average their parameters every `sync_every` updates.
 
@@ -68,10 +73,15 @@ def local_sgd(
         exchange. This gains nothing here, since the mean itself is rounded to 16 bits, too.
         float16 is precise enough for parameters, bfloat16 is not ("How to choose" has numbers and
         another way).
+      fragments: number of parts of the model that take turns, as in `js.slowmo`.
+      delay: number of updates beside which an average is exchanged, as in `js.slowmo`.
+      merge: share of its own progress that a replica keeps, as in `js.slowmo`. With any of these
+        three the average is the slow step of an outer optimizer that takes it as it is: the
+        exchange is in at least float32, and each replica holds an anchor, N bytes more.
 
     Returns:
-      A `ParameterTransform` with state `LocalSGDState`. `update` needs `params`; updates of
-      half-precision leaves are returned as float32.
+      A `ParameterTransform` with state `LocalSGDState`, or `OuterState` with fragments, delay or
+      merge. `update` needs `params`; updates of half-precision leaves are returned as float32.
 
     Raises:
       ValueError: `sync_every` < 1, negative `bucket_bytes` or an invalid `codec`, at construction;
@@ -88,8 +98,22 @@ def local_sgd(
     """
     owner = "local_sgd"
     exchange = checked_exchange(owner, axis_name, local_axis_name, param_specs, bucket_bytes, codec)
+    schedule = as_schedule(sync_every)
+    if fragments != 1 or delay != 0 or merge != 0:
+        # With this optimizer anchor <- anchor - D, which is the average.
+        take_average = optax.with_extra_args_support(optax.sgd(1.0))
+        return Fragmented(
+            owner,
+            exchange,
+            schedule,
+            take_average,
+            shard_state=False,
+            fragments=fragments,
+            delay=delay,
+            merge=merge,
+        ).transform()
     # This is hierarchical averaging with only one group, that of all replicas.
-    level = _Level(exchange, as_schedule(sync_every), "average")
+    level = _Level(exchange, schedule, "average")
     return _Averaging(owner, (level,)).transform()
 
 

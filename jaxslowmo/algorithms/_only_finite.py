@@ -123,6 +123,7 @@ class _OnlyFinite:
             events=None,
             numerator=of_inner(inner.numerator),
             reset=changed(inner.reset),
+            settle=changed(inner.settle),
             permit=self.permit,
             anchor=None if inner.anchor is None else of_inner(inner.anchor),
             sized=lambda axis_sizes: only_finite(inner.sized(axis_sizes)),

@@ -173,6 +173,7 @@ class _SGP:
             schedules=(every(1), *rotation),
             numerator=self.numerator,
             reset=self.reset,
+            settle=self.settle,
             sized=self.sized,
             with_specs=lambda specs: replace(self, over=self.over.with_specs(specs)).transform(),
             carry=self.carry,
@@ -351,6 +352,12 @@ class _SGP:
             weight=jnp.ones_like(state.weight),
             in_flight=jax.tree.map(jnp.zeros_like, state.in_flight),
         )
+
+    def settle(self, state: SGPState, move: Callable[[PyTree], PyTree]) -> SGPState:
+        """Return the state after nodes moved their parameters; see `ExchangeSpec.settle`."""
+        # Weights stay: what is under way has been moved alike, so sum x / sum w moves with it.
+        in_flight = tuple(x._replace(mean=move(x.mean)) for x in state.in_flight)
+        return state._replace(in_flight=in_flight)
 
     def carry(
         self, state: SGPState, params: PyTree, old: StatePlacement, new: StatePlacement

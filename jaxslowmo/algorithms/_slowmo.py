@@ -1,7 +1,8 @@
 """SlowMo: slow momentum on top of any base algorithm."""
 
+import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -16,7 +17,7 @@ from .._support.types import AxisName, PyTree
 from ..collectives.codecs import Codec
 from ..mesh import match_varying
 from ..transform import Every, ParameterTransform, as_schedule, checked_exchange
-from .outer import ALONE, NO_RATE, Outer, OuterRate, shards_state
+from .outer import ALONE, NO_RATE, Fragmented, Fragments, Outer, OuterRate, shards_state
 
 LearningRate = float | optax.Schedule | Literal["optimizer"] | None
 
@@ -54,6 +55,9 @@ def slowmo(
     param_specs: PyTree | None = None,
     bucket_bytes: int | None = None,
     codec: Codec | None = None,
+    fragments: Fragments = 1,
+    delay: int = 0,
+    merge: float = 0.0,
 ) -> ParameterTransform:
     """Run a base algorithm, and step with slow momentum every `sync_every` updates.
 
@@ -98,6 +102,16 @@ def slowmo(
         16 bits. With error feedback a replica keeps the rounding error of its displacement, so
         params = anchor - error, and sends it in the next slow step. That gains nothing here, since
         the mean is rounded in either case. A codec needs an exact average and a whole anchor.
+      fragments: P > 1 divides the leaves into P fragments with even numbers of bytes, whole layers
+        where possible, which make their slow steps one after another, `sync_every` / P updates
+        apart; or a function from a leaf's name (such as "block0/w") to its fragment, 0, 1, 2, ...
+        So 1/P of the bytes is sent at a time. The base exchanges all leaves as if there were no
+        slow step.
+      delay: tau > 0 takes what a slow step sends tau updates before the slow step, and averages a
+        tau-th of it in each of the updates from then on, beside forward and backward pass. The
+        state has N bytes more (float32) for what is in flight. It needs tau < `sync_every` / P.
+      merge: alpha in [0, 1]: after a slow step params = anchor + alpha * (y - anchor). 0, the
+        default, takes the anchor; 1 keeps what is local.
 
     Returns:
       A `ParameterTransform` with state `OuterState` whose `outer` is a `SlowMomentumState`. Anchor,
@@ -136,7 +150,10 @@ def slowmo(
     base = ALONE if base is None else base
     # Wang et al., algorithm 1: tau steps of the base algorithm, the exact average (line 6), and the
     # slow momentum update (lines 7 and 8), which is the outer optimizer here.
-    return Outer(
+    make: Callable[..., Outer] = Outer
+    if fragments != 1 or delay != 0 or merge != 0:
+        make = functools.partial(Fragmented, fragments=fragments, delay=delay, merge=merge)
+    return make(
         owner,
         exchange,
         schedule,

@@ -115,7 +115,7 @@ class Bench:
         self.num_parameters = num_parameters(model)
         axes = ("replica", "device") if train.devices_per_replica > 1 else "replica"
         loss_fn, algorithm = gpt_loss_fn(model), build_algorithm(train)
-        bucket_order = config.order if config.order != "ready" else "reverse"
+        bucket_order = "forward" if config.order == "forward" else "reverse"
         step_order = "ready" if config.order == "ready" else "reverse"
         self._steps = {
             limit: dataclasses.replace(
@@ -248,7 +248,7 @@ def rows_table(rows: Sequence[Row], best: int) -> Table:
 def _advice(config: TuneBucketsConfig, best: int) -> str:
     axes = '("replica", "device")' if config.train.devices_per_replica > 1 else '"replica"'
     order = f', order="{config.order}"' if config.order == "forward" else ""
-    step = ' and js.make_train_step(..., order="ready")' if config.order == "ready" else ""
+    step = ' and js.make_train_step(..., order="reverse")' if config.order == "reverse" else ""
     return (
         f"Best: js.all_reduce_gradients({axes}, bucket_bytes={best}, "
         f"first_bucket_bytes={config.first_of(best)}{order}){step}"

@@ -8,6 +8,7 @@ from ._axes import cast_varying as cast_varying
 from ._axes import checks_varying as checks_varying
 from ._axes import from_first as from_first
 from ._axes import is_bound as is_bound
+from ._axes import is_on_tpu as is_on_tpu
 from ._axes import match_varying as match_varying
 from ._axes import numbered_key as numbered_key
 from ._axes import only_over as only_over

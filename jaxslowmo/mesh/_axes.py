@@ -197,6 +197,18 @@ def between_cpu_processes(axis_name: AxisName) -> bool:
     return jax.default_backend() == "cpu" and jax.process_count() > 1
 
 
+def is_on_tpu(axis_name: AxisName) -> bool:
+    """Return whether collectives over the axis run on TPUs; False under vmap, which sends nothing.
+
+    The devices are those that a program is traced for, which may only be described.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if not all(name in mesh.manual_axes for name in axis_names(axis_name)):
+        return False
+    device = getattr(mesh, "abstract_device", None)
+    return (jax.default_backend() if device is None else device.platform) == "tpu"
+
+
 def from_first(tree: PyTree, axis_name: AxisName) -> PyTree:
     """Return every leaf as position 0 of `axis_name` has it; any dtype, PRNG keys included.
 

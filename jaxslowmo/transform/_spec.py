@@ -105,6 +105,8 @@ class ExchangeSpec:
       numerator: `numerator(state, y) -> (x, w)`: the weighted parameters and their weight, whose
         sums over replicas give the exact mean; w is None if it is always 1.
       reset: `reset(state)`: the state after all replicas were set to one mean.
+      settle: `settle(state, move)`: the state after parameters were moved by `move(tree)`, which
+        takes any tree like the parameters; parameters that are still under way are moved alike.
       permit: `permit(state, y, others, axes) -> (allowed, state)`: called by a transform that wraps
         it before the wrapper's exchange over `axes`, which runs if all replicas allow it. None
         allows every exchange.
@@ -116,6 +118,7 @@ class ExchangeSpec:
     exchange: Step = _UNKNOWN
     numerator: Callable[[PyTree, PyTree], Numerator] = lambda state, y: (y, None)
     reset: Callable[[PyTree], PyTree] = lambda state: state
+    settle: Callable[[PyTree, Callable[[PyTree], PyTree]], PyTree] = lambda state, move: state
     permit: Callable[[PyTree, PyTree, Others, Sequence[str]], tuple[Any, PyTree]] | None = None
     wants_learning_rate: bool = False
 

@@ -36,12 +36,16 @@ def any_mesh(request, mesh_of):
 
 def test_all_reduce_every_step_in_buckets(any_mesh):
     gradients = js.all_reduce_gradients("replica", bucket_bytes=16384, first_bucket_bytes=100)
-    found = report(any_mesh, gradients=gradients)
+    found = report(any_mesh, gradients=gradients, order="reverse")
     assert found.kinds == ("every",)
     # Last leaf first: [scale, kernel] passes 100 bytes, [half], [embedding] 16 KiB, [bias].
     assert found.bytes(axis="replica") == FLOAT32_BYTES + HALF_BYTES
     assert found.count(axis="replica", collective="all-reduce") == 4
     assert found.count(axis="replica") == 4
+    # By default in the order of the backward pass: other buckets, the same bytes.
+    ready = report(any_mesh, gradients=gradients)
+    assert ready.bytes(axis="replica") == FLOAT32_BYTES + HALF_BYTES
+    assert ready.count(axis="replica") == 3
 
 
 def test_local_sgd_sends_each_dtype_buffer_once_when_due(any_mesh, mode):

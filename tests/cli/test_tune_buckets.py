@@ -13,13 +13,13 @@ def test_it_measures_and_writes(call, tmp_path):
     outcome = call(
         "tune", "buckets", "--preset", "demo", "--batch", 2, "--replicas", 2, "--optimizer", "sgd",
         "--limits", "5MiB,2KiB,9MiB", "--first", "1KiB", "--rounds", 2, "--steps", 1,
-        "--order", "ready", "--out", tmp_path / "out",
+        "--order", "reverse", "--out", tmp_path / "out",
     )  # fmt: skip
     assert (outcome.code, outcome.err) == (0, "")
     assert "2 replicas on 2 of 8 CPU devices" in outcome.out
     for text in ("per leaf", "2 KiB", "5 MiB", "as 5 MiB", "(best)", "Best: js.all_reduce"):
         assert text in outcome.out
-    assert 'order="ready"' in outcome.out
+    assert 'js.make_train_step(..., order="reverse")' in outcome.out
     assert (tmp_path / "out" / "tune.png").stat().st_size > 10_000
 
     found = json.loads((tmp_path / "out" / "tune.json").read_text())

@@ -10,7 +10,7 @@ import pytest
         ("--limits ,", "--limits must list one or more different sizes, got nothing"),
         ("--limits 1024,1KiB", "--limits must list one or more different sizes, got 1024,1024"),
         ("--first -1", "--first takes sizes"),
-        ("--order backward", "--order must be one of reverse, forward, ready, got backward"),
+        ("--order backward", "--order must be one of ready, reverse, forward, got backward"),
         ("--rounds 0", "--rounds must be >= 1, got 0"),
         ("--steps 0", "--steps must be >= 1, got 0"),
         ("--replicas 1", "--replicas must be >= 2: one device has nothing to reduce"),

@@ -7,7 +7,12 @@ import pytest
 import jaxslowmo as js
 from support.described import lowered_step
 from support.gpu_hosts import SPECIFICATIONS, gpu_mesh
-from support.gpu_schedule import read_gpu_schedule, read_loops, share_beside_backward
+from support.gpu_schedule import (
+    collectives_run,
+    read_gpu_schedule,
+    read_loops,
+    share_beside_backward,
+)
 
 LAYERS, WIDTH = 4, 512
 # Forward, and backward to the weights and (but for the first layer) to the input.
@@ -44,7 +49,8 @@ def test_the_reader_sees_every_product_and_the_exchange_of_a_step(gpu):
     assert schedule.num_products == PRODUCTS
     assert sum(p.is_backward for p in schedule.products) == 2 * LAYERS - 1
     (all_reduce,) = schedule.transfers
-    assert (all_reduce.collective, all_reduce.is_blocking) == ("all-reduce", False)
+    # For A100s the compiler puts nothing beside it, for H100s a few scalars.
+    assert (all_reduce.collective, all_reduce.is_blocking) == ("all-reduce", gpu == "A100")
     assert all_reduce.bytes == 4 * LAYERS * WIDTH**2
 
 
@@ -95,7 +101,11 @@ metadata={op_name="jit(f)/jvp()/dot_general"}
   %wrapper = ((f32[8,8]{1,0}), f32[8,8]{1,0}) async-start(%named_alike), calls=%wrapped
   %arrived = f32[8,8]{1,0} async-done(%wrapper)
   %blocks = f32[8,8]{1,0} all-gather(%done), dimensions={0}
-  ROOT %looped = f32[8,8]{1,0} while(%blocks), condition=%goes_on, body=%body
+  %waits = (f32[1,8]{1,0}, f32[8,8]{1,0}) all-gather-start(%done), dimensions={0}, \
+backend_config={"collective_backend_config":{"is_sync":true}}
+  %waited = f32[8,8]{1,0} all-gather-done(%waits)
+  ROOT %looped = f32[8,8]{1,0} while(%blocks), condition=%goes_on, body=%body, \
+backend_config={"known_trip_count":{"n":"5"}}
 }
 """
 
@@ -106,6 +116,7 @@ def test_reading_the_order():
         ("reduce-scatter", 32, False),
         ("all-to-all", 256, False),
         ("all-gather", 256, True),
+        ("all-gather", 256, True),
     ]
     scatter = schedule.transfers[0]
     assert [p.op_name for p in scatter.products] == [
@@ -115,7 +126,23 @@ def test_reading_the_order():
     assert scatter.beside == ("custom-call", "fusion", "fusion")
     assert schedule.select("reduce-scatter", name="bucket_0") == (scatter,)
     assert schedule.select("all-gather", name="bucket_0") == ()
-    assert share_beside_backward(schedule.transfers) == 32 / (32 + 256 + 256)
+    assert share_beside_backward(schedule.transfers) == 32 / (32 + 3 * 256)
     (loop,) = read_loops(HLO)
     assert loop.transfers[0].beside == ("conditional",)
     assert loop.in_branches == 1
+
+
+def test_counting_what_is_sent():
+    """In the loop five turns, each with a permute and the larger of two branches."""
+    assert collectives_run(HLO) == {
+        ("reduce-scatter", "count"): 1,
+        ("reduce-scatter", "bytes"): 32,
+        ("all-to-all", "count"): 1,
+        ("all-to-all", "bytes"): 256,
+        ("all-gather", "count"): 2,
+        ("all-gather", "bytes"): 2 * 256,
+        ("collective-permute", "count"): 5,
+        ("collective-permute", "bytes"): 5 * 256,
+        ("all-reduce", "count"): 5,
+        ("all-reduce", "bytes"): 5 * 256,
+    }

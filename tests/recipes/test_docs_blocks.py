@@ -17,8 +17,9 @@ from recipes.doc_blocks import (
 )
 
 PAGES = [
-    "accumulation", "checkpoints", "choosing", "ddp", "embeddings", "graphs", "index",
-    "input-pipeline", "mixed-precision", "model-parallel", "reading-state", "start", "your-data",
+    "accumulation", "checkpoints", "choosing", "ddp", "embeddings", "gpu", "graphs", "index",
+    "input-pipeline", "mixed-precision", "model-parallel", "outer", "reading-state", "start",
+    "your-data",
 ]  # fmt: skip
 # tests/torch_compat and tests/on_jax run what needs torch, in environments of their own; one mesh
 # has 64 chips.

@@ -19,17 +19,15 @@ def shapes_on(tree: Any, mesh: Mesh, spec: P) -> Any:
     )
 
 
-def report_of_sync(
-    sync: js.ParameterTransform, params: Any, mesh: Mesh, phase: tuple[str, ...] | None
-) -> js.CommReport:
-    """Return the `comm_report` of one update of `sync` alone, compiled for `mesh`.
+def lowered_update(transform: Any, params: Any, mesh: Mesh, **options: Any) -> jax.stages.Lowered:
+    """Return the program of one update of a transform alone.
 
     Args:
-      sync: the transform.
+      transform: a parameter or gradient transform.
       params: shapes of one copy of the parameters.
       mesh: a mesh of described devices; "device" is the axis inside a replica, all others are
         replica axes.
-      phase: static phase, or None to decide inside the program.
+      **options: further arguments of the update, such as `phase`.
     """
     replicas = P(tuple(a for a in mesh.axis_names if a != "device"))
 
@@ -46,9 +44,23 @@ def report_of_sync(
         mesh,
         replicas,
     )
-    state = shapes_on(jax.eval_shape(lifted(sync.init), stacked), mesh, replicas)
-    update = jax.jit(lifted(lambda u, s, p: sync.update(u, s, p, phase=phase)))
-    return js.comm_report(update, stacked, state, stacked)
+    state = shapes_on(jax.eval_shape(lifted(transform.init), stacked), mesh, replicas)
+    update = jax.jit(lifted(lambda u, s, p: transform.update(u, s, p, **options)))
+    return update.lower(stacked, state, stacked)
+
+
+def report_of_sync(
+    sync: js.ParameterTransform, params: Any, mesh: Mesh, phase: tuple[str, ...] | None
+) -> js.CommReport:
+    """Return the `comm_report` of one update of `sync` alone, compiled for `mesh`.
+
+    Args:
+      sync: the transform.
+      params: shapes of one copy of the parameters.
+      mesh: as for `lowered_update`.
+      phase: static phase, or None to decide inside the program.
+    """
+    return js.comm_report_of(lowered_update(sync, params, mesh, phase=phase), mesh=mesh)
 
 
 def lowered_step(
@@ -61,8 +73,10 @@ def lowered_step(
     gradients: optax.GradientTransformation | None = None,
     mode: Literal["host", "traced"] = "host",
     compiler_options: Mapping[str, Any] | None = None,
+    optimizer: optax.GradientTransformation | None = None,
+    policy: js.Policy | None = None,
 ) -> dict[str, jax.stages.Lowered]:
-    """Return the programs of a step with SGD by phase; the key is "all" for a traced step.
+    """Return the programs of a step by phase; the key is "all" for a traced step.
 
     A host-scheduled step without `sync` has the one phase "every".
 
@@ -75,11 +89,21 @@ def lowered_step(
       gradients: the gradient transform, or None.
       mode: `mode` of `js.make_train_step`.
       compiler_options: `compiler_options` of `js.make_train_step`.
+      optimizer: the optimizer; None is SGD.
+      policy: `policy` of `js.make_train_step`.
     """
+    optimizer = optax.sgd(0.1) if optimizer is None else optimizer
 
     def step_on(where: Any, **more: Any) -> js.TrainStep:
         return js.make_train_step(
-            loss, optax.sgd(0.1), sync=sync, gradients=gradients, mesh=where, mode=mode, **more
+            loss,
+            optimizer,
+            sync=sync,
+            gradients=gradients,
+            mesh=where,
+            mode=mode,
+            policy=policy,
+            **more,
         )
 
     # The state's shapes do not depend on where it lies, and no array can be placed on this mesh.

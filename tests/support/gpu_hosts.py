@@ -4,6 +4,7 @@ A description has what XLA asks of a GPU, and no more; the figures are those of 
 descriptions (its folder `xla/backends/gpu/target_config/specs`).
 """
 
+import re
 from collections.abc import Mapping
 
 import numpy as np
@@ -51,6 +52,13 @@ SPECIFICATIONS = {
         "cuda_compute_capability { major: 8 }",
     ),
 }
+
+
+def memory_bandwidth(gpu: str) -> float:
+    """Return the memory bandwidth of a described GPU, in bytes per second."""
+    match = re.search(r"memory_bandwidth: (\d+)", SPECIFICATIONS[gpu])
+    assert match is not None
+    return float(match[1])
 
 
 def gpu_mesh(

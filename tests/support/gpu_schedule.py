@@ -2,9 +2,11 @@
 
 The text of a program compiled for GPUs is scheduled: the host launches its instructions in this
 order. What stands between the start and the end of a collective runs beside it, on another stream.
+If that is nothing, the compiler marks the collective as synchronous, on the stream of all others.
 """
 
 import re
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -22,6 +24,8 @@ _COLLECTIVES = (
 )
 # Libraries' kernels for matrix products, which other instructions of this kind are not.
 _PRODUCT_CALLS = re.compile(r"__cublas|__cudnn")
+_SYNCHRONOUS = '"is_sync":true'
+_TURNS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
 
 
@@ -52,7 +56,7 @@ class Transfer:
       bytes: size of its result.
       op_name: path of the collective in the traced program.
       start: place where it starts.
-      done: place where it has ended; `start` where it blocks.
+      done: place where it has ended; `start` if nothing can run beside it.
       products: the products that run beside it.
       beside: opcodes of all other instructions between start and end, in order.
     """
@@ -88,6 +92,11 @@ class Schedule:
     num_products: int
     in_branches: int
 
+    @property
+    def num_under_way(self) -> int:
+        """Instructions with products that run while at least one transfer is under way."""
+        return len({p.place for t in self.transfers for p in t.products})
+
     def select(self, *kinds: str, name: str = "") -> tuple[Transfer, ...]:
         """Return the transfers of some kinds (all, without any) whose path contains `name`."""
         return tuple(
@@ -104,13 +113,41 @@ def share_beside_backward(transfers: tuple[Transfer, ...]) -> float:
 def read_gpu_schedule(text: str) -> Schedule:
     """Return the schedule of a compiled program, from `compiled.as_text()`."""
     module = scheduled_module(text)
-    return _schedule(module, module.entry)
+    return schedule_of(module, module.entry)
 
 
 def read_loops(text: str) -> list[Schedule]:
     """Return the schedules of the bodies of all loops, in program order, outer ones first."""
     module = scheduled_module(text)
-    return [_schedule(module, body) for body in _loop_bodies(module, module.entry)]
+    return [schedule_of(module, body) for body in _loop_bodies(module, module.entry)]
+
+
+def collectives_run(text: str) -> Counter[tuple[str, str]]:
+    """Return what a program exchanges: by kind the "count" of collectives, and the "bytes".
+
+    Bytes are those of the results. What stands in a loop counts once for each turn. Of branches of
+    a conditional, one of which runs, the largest amounts count.
+    """
+    module = scheduled_module(text)
+    return _amounts(module, module.entry)
+
+
+def _amounts(module: HloModule, computation: str) -> Counter[tuple[str, str]]:
+    ops = instructions(module, computation)
+    total: Counter[tuple[str, str]] = Counter()
+    for place, op in enumerate(ops):
+        if (kind := _kind(module, op)) is not None:
+            total[kind, "count"] += 1
+            total[kind, "bytes"] += _transfer(ops, [], place, kind).bytes
+        elif op.opcode in ("conditional", "while", "call"):
+            largest: Counter[tuple[str, str]] = Counter()
+            for name in called(module, op):
+                largest |= _amounts(module, name)
+            turns = _TURNS.search(op.attributes.get("backend_config", ""))
+            for key, amount in largest.items():
+                assert op.opcode != "while" or turns, f"{op.name} may have any number of turns"
+                total[key] += amount * int(turns[1]) if turns else amount
+    return total
 
 
 def _loop_bodies(module: HloModule, computation: str) -> Iterator[str]:
@@ -121,7 +158,8 @@ def _loop_bodies(module: HloModule, computation: str) -> Iterator[str]:
             yield from _loop_bodies(module, name)
 
 
-def _schedule(module: HloModule, computation: str) -> Schedule:
+def schedule_of(module: HloModule, computation: str) -> Schedule:
+    """Return the schedule of one computation of a module."""
     ops = instructions(module, computation)
     products: list[Product] = []
     num_products = in_branches = 0
@@ -163,9 +201,10 @@ def _kind(module: HloModule, op: Instruction) -> str | None:
 
 def _transfer(ops: list[Instruction], products: list[Product], start: int, kind: str) -> Transfer:
     op = ops[start]
-    done = _done(ops, start)
+    end = _end(ops, start)
+    done = start if _SYNCHRONOUS in op.attributes.get("backend_config", "") else end
     # The end has the result's type; a start also has the operand's.
-    result = ops[done].type
+    result = ops[end].type
     return Transfer(
         collective=kind,
         bytes=sum(num_bytes for _, num_bytes in shapes(result)),
@@ -177,7 +216,7 @@ def _transfer(ops: list[Instruction], products: list[Product], start: int, kind:
     )
 
 
-def _done(ops: list[Instruction], start: int) -> int:
+def _end(ops: list[Instruction], start: int) -> int:
     """Return the place of a start's end; the start's own place without one."""
     if not ops[start].opcode.endswith("-start"):
         return start

@@ -4,145 +4,24 @@ What `benchmarks/tpu_sharded.py` prints as a table and `tests/tpu_aot/test_shard
 """
 
 import functools
-import itertools
-import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from typing import Any, Self
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import jax
-import jax.numpy as jnp
-import optax
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
-import jaxslowmo as js
-from jaxslowmo.models import GPTConfig, gpt_loss_fn, gpt_param_specs, gpt_rules
-from jaxslowmo.transform._chain import _init_fn
 from support.described import compiled_rows
+from support.sharded_steps import Sharded
 from support.tpu_slices import slices_mesh
 
 
 @dataclass(frozen=True)
-class Sharded:
-    """A model on a mesh of replicas that are sharded over "fsdp" and "tensor".
-
-    Attributes:
-      config: sizes of the model.
-      topology: topology of a slice.
-      axes: names and sizes of the mesh's axes, "replica" first.
-      num_slices: number of joined slices.
-      rows: windows per update on each device along "fsdp".
-      shard_state: `shard_state` of slowmo; None stands for `js.local_sgd` without slowmo.
-    """
-
-    config: GPTConfig
-    topology: str
-    axes: tuple[tuple[str, int], ...]
-    num_slices: int = 1
-    rows: int = 1
-    shard_state: bool | None = True
+class SlicesSharded(Sharded):
+    """A model on TPU slices."""
 
     @functools.cached_property
     def mesh(self) -> jax.sharding.Mesh:
-        return slices_mesh(self.topology, dict(self.axes), num_slices=self.num_slices)
-
-    @property
-    def replicas(self) -> int:
-        return dict(self.axes)["replica"]
-
-    @property
-    def parts(self) -> int:
-        """The number of devices of a replica."""
-        return math.prod(size for name, size in self.axes if name != "replica")
-
-    @functools.cached_property
-    def specs(self) -> Any:
-        return gpt_param_specs(self.config, self.mesh)
-
-    @functools.cached_property
-    def params(self) -> Any:
-        """The shapes and dtypes of one copy of the parameters."""
-        from flax import nnx
-
-        from jaxslowmo.models import GPT
-
-        with nnx.logical_axis_rules(gpt_rules(self.mesh)):
-            model = nnx.eval_shape(lambda: GPT(self.config, rngs=nnx.Rngs(0)))
-        types = nnx.to_pure_dict(nnx.state(model))
-        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), types)
-
-    def on_a_device(self) -> int:
-        """Return the number of elements of the parameters that one device holds."""
-        sizes = dict(self.axes)
-
-        def local_size(x: Any, spec: P) -> int:
-            names = itertools.chain(*((e if isinstance(e, tuple) else (e,)) for e in spec if e))
-            return x.size // functools.reduce(int.__mul__, (sizes[n] for n in names), 1)
-
-        return sum(jax.tree.leaves(jax.tree.map(local_size, self.params, self.specs)))
-
-    def between_replicas(self) -> int:
-        """Return the bytes that a chip should send in a slow step: a scatter and a gather."""
-        return round(2 * (self.replicas - 1) / self.replicas * 4 * self.on_a_device())
-
-    def step(self) -> js.TrainStep:
-        sync: Any = js.local_sgd("replica", sync_every=12, param_specs=self.specs)
-        if self.shard_state is not None:
-            options: Any = {"param_specs": self.specs, "shard_state": self.shard_state}
-            sync = js.slowmo("replica", base=sync, sync_every=48, **options)
-        return js.make_train_step(
-            self.loss_fn(), optax.adamw(3e-4), sync=sync, mesh=self.mesh, mode="host"
-        )
-
-    def loss_fn(self) -> Callable[..., Any]:
-        return gpt_loss_fn(self.config, gpt_rules(self.mesh))
-
-    def state(self, step: js.TrainStep) -> js.TrainState:
-        """Return the shapes of the state, placed as `step.init` places it."""
-        mesh = self.mesh
-
-        def stacked(x: Any, spec: P) -> Any:
-            lies = NamedSharding(mesh, P("replica", *spec))
-            return jax.ShapeDtypeStruct((self.replicas, *x.shape), x.dtype, sharding=lies)
-
-        params = jax.tree.map(stacked, self.params, self.specs)
-        layouts = tuple(
-            (path, leaf.shape[1:], P(*leaf.sharding.spec[1:]))
-            for path, leaf in jax.tree_util.tree_leaves_with_path(params)
-        )
-        inside = frozenset(name for name, _ in self.axes[1:])
-        lowered = _init_fn(step.tx.init, mesh, "replica", inside, layouts).lower(params)
-        opt_state = jax.tree.map(
-            lambda info, lies: jax.ShapeDtypeStruct(info.shape, info.dtype, sharding=lies),
-            lowered.out_info,
-            lowered.compile().output_shardings,
-        )
-        lies = NamedSharding(mesh, P("replica"))
-        count = jax.ShapeDtypeStruct((self.replicas,), jnp.int32, sharding=lies)
-        key = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), self.replicas))
-        rng = jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=lies)
-        return js.TrainState(count, params, opt_state, {}, rng)
-
-    def batch(self) -> jax.ShapeDtypeStruct:
-        rows = self.replicas * dict(self.axes)["fsdp"] * self.rows
-        lies = NamedSharding(self.mesh, P(("replica", "fsdp")))
-        shape = (rows, self.config.context_length + 1)
-        return jax.ShapeDtypeStruct(shape, jnp.uint8, sharding=lies)
-
-    def argument_bytes(self) -> int:
-        """Return the bytes of a step's arguments on a chip: parameters, all states, the batch."""
-
-        def local_bytes(x: Any) -> int:
-            item = 8 if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x.dtype.itemsize
-            return math.prod(x.sharding.shard_shape(x.shape)) * item
-
-        types = self.state(self.step()), self.batch()
-        return sum(map(local_bytes, jax.tree.leaves(types)))
-
-    def of_blocks(self, num_layers: int) -> Self:
-        """Return the same case with another number of blocks."""
-        return replace(self, config=replace(self.config, num_layers=num_layers))
+        return slices_mesh(self.hardware, dict(self.axes), num_slices=self.num_groups)
 
 
 @dataclass(frozen=True)
@@ -150,7 +29,7 @@ class Facts:
     """What a compiled program does on each chip.
 
     Attributes:
-      sent: bytes that a chip sends by axis, where each collective runs as a ring.
+      sent: bytes that a device sends by axis, where each collective runs as a ring.
       counts: collectives by axis and kind.
       argument_bytes: memory of what the program is given, and gives back in its place.
       temporary_bytes: memory besides, while it runs.
@@ -179,10 +58,9 @@ class Facts:
 
 
 @functools.cache
-def facts(case: Sharded, kind: str) -> Facts:
+def facts(case: SlicesSharded, kind: str) -> Facts:
     """Compile the program of a kind of step, once; return what it does on each chip."""
-    step = case.step()
-    lowered = step.traced_by_phase(case.state(step), case.batch())[kind].lower()
+    lowered = case.lowered(kind)
     compiled = lowered.compile()
     sent: dict[str, int] = {}
     counts: dict[tuple[str, str], int] = {}

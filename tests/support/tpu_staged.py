@@ -15,13 +15,13 @@ from jax.sharding import PartitionSpec as P
 
 import jaxslowmo as js
 from jaxslowmo.models import gpt_layers, gpt_param_specs, gpt_rules, gpt_types
-from support.tpu_sharded import Sharded
+from support.tpu_sharded import SlicesSharded
 
 MICROBATCHES = 4  # per stage
 
 
 @dataclass(frozen=True)
-class Staged(Sharded):
+class Staged(SlicesSharded):
     """A model on a mesh of replicas that are cut into stages, and perhaps sharded over "fsdp".
 
     Stages are those of `jaxslowmo train`: as evenly as possible by their parameters.

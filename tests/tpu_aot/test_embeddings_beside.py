@@ -2,8 +2,9 @@
 
 import pytest
 
+from support.embedding_steps import Workload
 from support.exhaustive import sweep
-from support.tpu_embeddings import ASYNC, Workload, all_to_alls
+from support.tpu_embeddings import ASYNC, all_to_alls
 from support.tpu_slices import tpu_mesh
 
 SMALL = Workload(tables=2, rows=4096, batch=256, widths=(512, 512, 512))

@@ -1,15 +1,16 @@
 """A pipeline as one program, compiled for a TPU slice: its memory, and what runs beside what."""
 
-import math
 import re
 
-import jax
-import jax.numpy as jnp
 import pytest
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 import jaxslowmo as js
+from support.pipeline_programs import (
+    activation_bytes,
+    lowered_pipeline,
+    saved_values,
+    temporary_bytes,
+)
 from support.tpu_slices import tpu_mesh
 
 pytestmark = pytest.mark.xdist_group("pipeline on v5e:2x2")
@@ -18,31 +19,11 @@ EXAMPLES, WIDTH = MICROBATCH = 32768, 128  # narrow ones are compiled quickly
 LARGE = 65536, 512  # of which no part fits into a memory beside the cores
 
 
-def layer(params, x):
-    x = x if isinstance(x, jax.Array) else x["x"]
-    return x + jnp.tanh(x @ params["up"]) @ params["down"]
-
-
-def loss(output, batch):
-    return jnp.mean(output * batch["x"])
-
-
 def compiled(kind, stages, layers, microbatch=MICROBATCH):
     """The program of a step of four microbatches per stage, and the schedule."""
-    examples, width = microbatch
     mesh = tpu_mesh("v5e:2x2", {"replica": 4 // stages, "stage": stages})
-    schedule = kind(stages, 4 * stages)
-    leaf = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)  # noqa: E731
-    params = [{"up": leaf(width, width), "down": leaf(width, width)}] * layers
-    pipe = js.pipelined(js.LayeredModel([layer] * layers, loss), params, schedule, mesh=mesh)
-    shape = 4 * stages * examples, width
-    x = jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, P()))
-    step = jax.jit(jax.value_and_grad(pipe.loss_fn))
-    return step.lower(pipe.layout.stack(params), {"x": x}).compile(), schedule
-
-
-def temporary_bytes(program):
-    return program.memory_analysis().temp_size_in_bytes
+    program, schedule = lowered_pipeline(mesh, kind, layers, microbatch)
+    return program.compile(), schedule
 
 
 @pytest.fixture(scope="module")
@@ -55,22 +36,11 @@ def gpipe():
     return compiled(js.schedules.gpipe, 2, 2)
 
 
-def saved_values(few, many, layers):
-    """Activations that fewer rows save: per layer its input, the tanh and its derivative.
-
-    The first stage reads its input from the batch; the row of that value is as long as those of
-    the second stage.
-    """
-    per_stage = 3 * layers // few.num_stages
-    in_few = (per_stage - 1) * few.stash[0] + few.stash[1]
-    return per_stage * max(many.stash) - in_few
-
-
 def check_memory(one, other, layers, microbatch=MICROBATCH):
     (program, few), (larger, many) = one, other
     saved = temporary_bytes(larger) - temporary_bytes(program)
-    activation = 2 * math.prod(microbatch)  # bytes, bfloat16
-    assert saved == pytest.approx(saved_values(few, many, layers) * activation, rel=0.05)
+    wanted = saved_values(few, many, layers) * activation_bytes(microbatch)
+    assert saved == pytest.approx(wanted, rel=0.05)
 
 
 def test_memory_in_flight_is_the_stash_of_the_schedule(one_f_one_b, gpipe):

@@ -27,8 +27,8 @@ V5E, V5P = "v5e:4x4", "v5p:2x2x4"  # 16 GB per chip, and 95 GB
 MAY_EXCEED = 1.05
 
 
-def gpt(config: GPTConfig, topology: str) -> Staged:
-    return Staged(replace(config, dtype="bfloat16", remat=True), topology, AXES)
+def gpt(config: GPTConfig, hardware: str) -> Staged:
+    return Staged(replace(config, dtype="bfloat16", remat=True), hardware, AXES)
 
 
 # Llama 3 8B, of float32 parameters that compute in bfloat16.
@@ -161,7 +161,7 @@ def check_memory(name: str, case: Staged, program: jax.stages.Compiled) -> None:
     # AdamW has two moments; slowmo's anchor and velocity are shared between replicas.
     wanted = 3 * parameters + 2 * in_parts(parameters)
     print(
-        f"{name}, {case.topology}: parameters of the largest stage {parameters:,}, arguments "
+        f"{name}, {case.hardware}: parameters of the largest stage {parameters:,}, arguments "
         f"{held:,} ({held / wanted:.4f} of what is wanted), temporaries {temporary:,} "
         f"({temporary / parameters:.2f} of the parameters)"
     )

@@ -6,28 +6,14 @@ slice and between slices, what runs beside it, how much memory it takes. Nothing
 
 import itertools
 from collections.abc import Iterable
-from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
-import jax
 import pytest
 
-import jaxslowmo as js
-from support import tpu_table
-from support.tpu_bytes import PADDED_TO, bytes_sent, saved_by_sharding
-from support.tpu_steps import (
-    CASES,
-    FOUR_SLICES,
-    NUM_BUCKETS,
-    NUM_PARAMETERS,
-    ONE_SLICE,
-    PLACES,
-    Place,
-    facts,
-    kinds,
-    lowered,
-)
+from support.bytes_of_steps import PADDED_TO, bytes_sent, saved_by_sharding
+from support.steps_of_algorithms import NUM_PARAMETERS, Place, check_what_is_left_out, kinds
+from support.table_of_steps import formula_kind
+from support.tpu_steps import CASES, FOUR_SLICES, NUM_BUCKETS, ONE_SLICE, PLACES, TABLE, facts
 
 NUM_BYTES = 4 * NUM_PARAMETERS
 SHARDED = ("slowmo(local_sgd)", "diloco")
@@ -62,10 +48,6 @@ each_case = each_of(CASES)
 each_place = pytest.mark.parametrize("place", [compiled_at(place) for place in PLACES])
 
 
-def emitted(algorithm, place):
-    return js.comm_report_of(lowered(algorithm, place), mesh=place.mesh, compile=False)
-
-
 @each_case
 def test_bytes_are_as_computed(algorithm, place):
     """Exactly, the stated padding included; over no other axes and for no other purpose."""
@@ -73,9 +55,7 @@ def test_bytes_are_as_computed(algorithm, place):
         found = facts(algorithm, place, kind)
         if kind == "every" and place is FOUR_SLICES:
             continue  # its parts are the compiler's: the next test
-        expected = bytes_sent(
-            tpu_table.formula_kind(kind), NUM_PARAMETERS, place.replicas, place.chips
-        )
+        expected = bytes_sent(formula_kind(kind), NUM_PARAMETERS, place.replicas, place.devices)
         assert (found.bytes_sent("replica"), found.bytes_sent("device")) == (
             expected.replica,
             expected.device,
@@ -169,56 +149,22 @@ def test_memory_of_sharded_state(algorithm, place):
     """Anchor and momentum take 2 N (1 - 1/R) bytes less per chip, but for the shards' padding."""
     sharded = facts(algorithm, place, "local").argument_bytes
     whole = facts(f"{algorithm}, unsharded", place, "local").argument_bytes
-    sizes = (NUM_PARAMETERS, place.replicas, place.chips)
+    sizes = (NUM_PARAMETERS, place.replicas, place.devices)
     assert whole - sharded == saved_by_sharding(*sizes, with_padding=True)
     ideal = 2 * NUM_BYTES * (1 - 1 / place.replicas)
-    assert 0 <= ideal - (whole - sharded) <= 2 * place.chips * 4 * PADDED_TO
+    assert 0 <= ideal - (whole - sharded) <= 2 * place.devices * 4 * PADDED_TO
     # A slow step holds the same state.
     assert facts(algorithm, place, "slow").argument_bytes == sharded
 
 
 @each_place
 def test_what_is_left_out(place):
-    """Other rounds send what the first one sends, and slowmo's base what it sends alone."""
-    for algorithm in ("sgp overlap=0", "sgp overlap=1", "slowmo(sgp overlap=1)"):
-        report = emitted(algorithm, place)
-        rounds = [kind for kind in report.kinds if kind.startswith("round")]
-        assert len(rounds) == (3 if place is ONE_SLICE else 2)
-        amounts = {
-            frozenset(
-                (row.axis, row.collective, row.count, row.bytes) for row in report.select(kind=kind)
-            )
-            for kind in rounds
-        }
-        assert len(amounts) == 1
-
-    def average(algorithm):
-        rows = emitted(algorithm, place).select(kind="average")
-        return {(row.axis, row.collective, row.count, row.bytes) for row in rows}
-
-    assert average("slowmo(local_sgd)") == average("local_sgd") != set()
+    check_what_is_left_out(place)
 
 
 @pytest.mark.parametrize(
     "place", [compiled_at(ONE_SLICE), compiled_at(FOUR_SLICES, pytest.mark.exhaustive)]
 )
 def test_documented_table(place):
-    """`docs/tpu.md` has the table that `python benchmarks/tpu_proofs.py` prints now.
-
-    All but the temporary memory, which the compiler's version changes: that one where the versions
-    are those on the page.
-    """
-    page = (Path(__file__).parents[2] / "docs" / "tpu.md").read_text()
-    inner = page.partition(tpu_table.BEGIN)[2].partition(tpu_table.END)[0]
-    versions, header, _, *lines = [line for line in inner.splitlines() if line]
-    assert header == tpu_table.HEADER
-    assert {line.split(" | ")[0] for line in lines} == {f"| {p.name}" for p in PLACES}
-    documented = [line for line in lines if line.startswith(f"| {place.name} |")]
-    now = list(tpu_table.rows(place))
-    if versions != f"jax {jax.__version__}, libtpu {version('libtpu')}.":
-        documented, now = ([_but_last(line) for line in lines] for lines in (documented, now))
-    assert documented == now, "run `python benchmarks/tpu_proofs.py --write docs/tpu.md`"
-
-
-def _but_last(line: str) -> str:
-    return line.rstrip("|").rpartition("|")[0]
+    """`docs/tpu.md` has the table that `python benchmarks/tpu_proofs.py` prints now."""
+    TABLE.check_documented(place)

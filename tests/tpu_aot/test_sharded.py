@@ -8,7 +8,7 @@ import dataclasses
 import pytest
 
 from jaxslowmo.models import GPTConfig
-from support.tpu_sharded import Sharded, facts
+from support.tpu_sharded import SlicesSharded, facts
 
 pytestmark = [
     pytest.mark.exhaustive,
@@ -24,7 +24,7 @@ MODEL = GPTConfig(
     remat=True,
     qkv_by_head=True,
 )
-CASE = Sharded(MODEL, "v5e:2x4", (("replica", 2), ("fsdp", 2), ("tensor", 2)))
+CASE = SlicesSharded(MODEL, "v5e:2x4", (("replica", 2), ("fsdp", 2), ("tensor", 2)))
 PADDING = 1.01  # a shard's, besides the 8 KiB of small ones
 
 

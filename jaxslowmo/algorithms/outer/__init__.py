@@ -3,8 +3,10 @@
 from ._anchor import read_anchor as read_anchor
 from ._anchor import shards_state as shards_state
 from ._element_wise import element_wise as element_wise
-from ._outer import ALONE as ALONE
-from ._outer import NO_RATE as NO_RATE
+from ._fragmented import Fragmented as Fragmented
+from ._fragments import Fragments as Fragments
 from ._outer import Outer as Outer
-from ._outer import OuterRate as OuterRate
-from ._outer import OuterState as OuterState
+from ._state import ALONE as ALONE
+from ._state import NO_RATE as NO_RATE
+from ._state import OuterRate as OuterRate
+from ._state import OuterState as OuterState

@@ -6,7 +6,7 @@ SlowMo and DiLoCo are this transform with different outer optimizers.
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -37,61 +37,9 @@ from ...transform import (
     require_bound,
     run_if,
 )
-from ...tree import added, apply_exactly, landing, subtracted, updates_to, widen_updates
+from ...tree import added, apply_exactly, landing, subtracted, updates_to
 from ._anchor import Anchor, ShardedAnchor
-
-
-class OuterState(NamedTuple):
-    """The state of `slowmo` and `diloco`."""
-
-    count: jax.Array  # () int32, updates so far; equal on all replicas
-    anchor: PyTree  # float32; sharded: tuple of (rows, lanes) shards, else like the parameters
-    outer: PyTree  # state of the outer optimizer; `SlowMomentumState` for slowmo
-    base: PyTree  # state of the base transform; () without one
-
-
-def _exchange(
-    updates: PyTree, others: Others, state: PyTree, params: PyTree, **extra: Any
-) -> tuple[PyTree, Others, PyTree]:
-    del params, extra
-    return widen_updates(updates), others, state
-
-
-# An outer step calls only its `exchange`.
-ALONE = ParameterTransform(
-    lambda params: (),
-    optax.with_extra_args_support(optax.identity()).update,
-    phase=lambda t, skipped=0: (),
-    due=lambda t: False,
-    schedules=(),
-    exchange=_exchange,
-)
-"""The base of replicas that train independently between slow steps: it exchanges nothing."""
-
-
-SLOW = "slow"
-NO_RATE = -1.0  # marks a replica that has run out of data, whose optimizer has not counted on
-
-
-class OuterRate(NamedTuple):
-    """The source of the inner learning rate for an outer optimizer.
-
-    Attributes:
-      now: `now(count, extra)` returns the rate of an update, from the number of earlier updates and
-        the extra arguments of `update`.
-      observe: `observe(outer, rate)` returns the outer state after any update at this rate.
-      agree: `agree(outer, rate, axes)` returns a state and a rate that are equal on all replicas,
-        from rates that differ; the rate of a replica without data is `NO_RATE`.
-      is_passed: whether `update` needs the argument `learning_rate`.
-    """
-
-    now: Callable[[jax.Array, Mapping[str, Any]], jax.Array]
-    observe: Callable[[Any, jax.Array], Any] = lambda outer, rate: outer
-    agree: Callable[..., tuple[Any, jax.Array]] = lambda outer, rate, axes: (outer, rate)
-    is_passed: bool = False
-
-
-Operand = tuple[PyTree, Others, OuterState]  # updates, arrays averaged with them, state
+from ._state import ALONE, NO_RATE, SLOW, Now, Operand, OuterRate, OuterState
 
 
 @dataclass(frozen=True)
@@ -126,6 +74,16 @@ class Outer:
             return ShardedAnchor(self.exchange)
         return Anchor(self.exchange if self.exact_average else None)
 
+    @property
+    def replaces_base(self) -> bool:
+        """Return whether a slow step leaves out the base's exchange of that update."""
+        return self.exact_average
+
+    @property
+    def events(self) -> tuple[str, ...] | None:
+        """Return the names of its events in phases; None where they are not known yet."""
+        return (SLOW,)
+
     def transform(self) -> ParameterTransform:
         """Return this outer optimizer as a `ParameterTransform`."""
         base, cuts = self.base, self.anchor.is_sharded
@@ -135,15 +93,15 @@ class Outer:
             self.step,
             over=[self.exchange],
             inner=base,
-            like_init=lambda params: self.of_anchor(self.anchor.like_stored(params), params),
+            like_init=self.like_init,
             state=OuterState,
             phase=self.phase,
             skipped=None if base.skipped is None else self.skipped,
             due=self.due,
             schedules=(self.schedule, *base.schedules),
-            events=(SLOW,) if base is ALONE else None,  # a base checks its part of the phase itself
+            events=self.events if base is ALONE else None,  # a base checks its own events itself
             permit=None if base.permit is None else self.permit,
-            anchor=lambda state, params: self.anchor.restore(state.anchor, params),
+            anchor=self.whole_anchor,
             sized=self.sized,
             with_specs=self.with_specs,
             shards_whole_leaves=cuts and self.exchange.param_specs is None,
@@ -155,26 +113,33 @@ class Outer:
             shares=lambda state: base.shares(state.base),
         )
 
+    def own_phase(self, t: int) -> Phase:
+        """Return the events of update `t` besides the base's."""
+        return (SLOW,) if self.schedule(t) else ()
+
     def phase(self, t: int, skipped: int = 0) -> Phase:
         """Return the events of update `t`; see `ScheduleSpec.phase`."""
-        slow = bool(self.schedule(t))
+        slow = self.own_phase(t)
         # An exact average replaces the base's exchange of that update, which is left out.
-        if slow and self.exact_average:
+        if slow and self.replaces_base:
             base_events = ()
         else:
             # Gossip does not rotate in updates in which it does not exchange.
-            steps = self.schedule.times(t - 1) if self.exact_average else 0
+            steps = self.schedule.times(t - 1) if self.replaces_base else 0
             base_events = self.base.spec.schedule.phase(t, skipped + steps)
-        return (*base_events, SLOW) if slow else base_events
+        return (*base_events, *slow)
+
+    def own_due(self, t: Any) -> Any:
+        """Return whether update `t` exchanges anything besides what the base does."""
+        return self.schedule(t)
 
     def due(self, t: Any) -> Any:
         """Return whether update `t` exchanges anything; see `ScheduleSpec.due`."""
-        slow = self.schedule(t)
-        return either(self.base.spec.schedule.due(t), slow)
+        return either(self.base.spec.schedule.due(t), self.own_due(t))
 
     def skipped(self, state: OuterState) -> Any:
         """Return the skips of the base other than slow steps; see `ScheduleSpec.skipped`."""
-        slow = self.schedule.times(int(state.count)) if self.exact_average else 0
+        slow = self.schedule.times(int(state.count)) if self.replaces_base else 0
         return self.base.skipped(state.base) - slow
 
     def shards(self, state: OuterState) -> list[Any]:
@@ -197,18 +162,23 @@ class Outer:
         """Return the first state for `params`."""
         if self.anchor.is_sharded:  # a whole anchor can be initialised outside of the axis
             require_bound(self.owner, self.exchange)
-        return self.of_anchor(self.anchor.store(params), params)
+        return self.first_state(params, lambda anchor, params: anchor.store(params))
 
-    def of_anchor(self, anchor: PyTree, params: PyTree) -> OuterState:
-        """Return the first state for a stored anchor."""
+    def like_init(self, params: PyTree) -> OuterState:
+        """Return a state like that of `init`, of which only shapes and dtypes matter."""
+        return self.first_state(params, lambda anchor, params: anchor.like_stored(params))
+
+    def first_state(self, params: PyTree, store: Callable[[Anchor, PyTree], Any]) -> OuterState:
+        """Return the first state, with an anchor that `store` makes."""
         with layouts_known():  # the base has the same specs, so it need not warn about layouts
             base = self.base.init(params)
-        return OuterState(
-            count=jnp.zeros([], jnp.int32),
-            anchor=anchor,
-            outer=self.anchor.pin(self.optimizer.init(anchor), params),
-            base=base,
-        )
+        anchor = store(self.anchor, params)
+        outer = self.anchor.pin(self.optimizer.init(anchor), params)
+        return OuterState(jnp.zeros([], jnp.int32), anchor, outer, base)
+
+    def whole_anchor(self, state: OuterState, params: PyTree) -> PyTree:
+        """Return the anchor as a tree like `params`; see `LayoutSpec.anchor`."""
+        return self.anchor.restore(state.anchor, params)
 
     def step(
         self,
@@ -230,11 +200,11 @@ class Outer:
                 # The gradient of an idle replica's rate is kept: the rate in use depends on it too.
                 away = NO_RATE + (rate - jax.lax.stop_gradient(rate))
                 rate = jnp.where(weight > 0, rate, away)
-            state = state._replace(outer=self.rate.observe(state.outer, rate))
             if self.rate.is_passed and not base.wants_learning_rate:
                 extra.pop("learning_rate")  # a user's base need not accept it
         state = state._replace(count=increment(state.count))
-        base_phase = None if phase is None else tuple(e for e in phase if e != SLOW)
+        own_events = self.events or ()
+        base_phase = None if phase is None else tuple(e for e in phase if e not in own_events)
 
         def based(
             operand: Operand, communicate: Communicate, phase: Phase | None = base_phase
@@ -248,16 +218,29 @@ class Outer:
                 )
             return updates, others, state._replace(base=base_state)
 
-        outer_step = functools.partial(self.outer_step, params, weight, rate)
-        slow_step = functools.partial(self.slow, params, outer_step)
+        now = Now(weight, rate, communicate, phase)
+        return self.around(based, params, now, base_phase, (updates, others, state))
+
+    def around(
+        self,
+        based: Callable[..., Operand],
+        params: PyTree,
+        now: Now,
+        base_phase: Phase | None,
+        operand: Operand,
+    ) -> Operand:
+        """Make the base's exchange or the slow step, of which the slow step comes first."""
+        state = self.observed(operand[2], now.rate)
+        operand = (*operand[:2], state)
+        slow_step = functools.partial(self.slow, params, now)
 
         def exchanged(operand: Operand) -> Operand:
-            slow = is_due(SLOW, self.schedule, state.count, communicate, phase)
+            slow = is_due(SLOW, self.schedule, state.count, now.communicate, now.phase)
             if not self.exact_average:  # the base's exchange, then the slow step
-                return run_if(slow, slow_step, lambda o: o, based(operand, communicate))
+                return run_if(slow, slow_step, lambda o: o, based(operand, now.communicate))
             # One of the two is due, so a base with one kind of exchange need not read its counter.
-            of_base: Any = communicate, base_phase
-            if phase is None and self.base.skipped is None:
+            of_base: Any = now.communicate, base_phase
+            if now.phase is None and self.base.skipped is None:
                 kinds = [kind for kind in self.base.phases() if kind]
                 of_base = (True, kinds[0]) if len(kinds) == 1 else of_base
             # In a slow step the base only counts the update: its exchange would be wasted.
@@ -267,85 +250,84 @@ class Outer:
 
         # One conditional wraps both, so that a local step passes its updates through only one. It
         # also shows in the program text that a slow step leaves out the base's exchange.
-        due = decide(self.due(state.count) if phase is None else bool(phase), communicate)
-        return run_if(due, exchanged, lambda o: based(o, False), (updates, others, state))
+        due = self.due(state.count) if now.phase is None else bool(now.phase)
+        due = decide(due, now.communicate)
+        return run_if(due, exchanged, lambda o: based(o, False), operand)
 
-    def slow(
-        self, params: PyTree, outer_step: Callable[[Operand], Operand], operand: Operand
-    ) -> Operand:
+    def observed(self, state: OuterState, rate: jax.Array | None) -> OuterState:
+        """Return the state after any update at this rate."""
+        if self.rate is None or self.rate.observe is None or rate is None:
+            return state
+        return state._replace(outer=self.rate.observe(state.outer, rate))
+
+    def slow(self, params: PyTree, now: Now, operand: Operand) -> Operand:
         """Make the slow step after the base's update, unless the base refuses it."""
+        outer_step = functools.partial(self.outer_step, params, now)
         with phase_scope(SLOW):
-            base = self.base.spec.exchange
-            if not self.exact_average or base.permit is None:
-                return outer_step(operand)
-            # A base such as only_finite may refuse the step before anything is averaged.
-            updates, others, state = operand
-            axes = tuple(dict.fromkeys((*axis_names(self.exchange.axis_name), *base.axes)))
-            y = apply_exactly(params, updates)
-            allowed, state = self.permit(state, y, others, axes)
-            return run_if(allowed, outer_step, lambda o: o, (updates, others, state))
+            allowed, operand = self.permitted(params, operand)
+            return run_if(allowed, outer_step, lambda o: o, operand)
 
-    def outer_step(
-        self,
-        params: PyTree,
-        weight: jax.Array | None,
-        rate: jax.Array | None,
-        operand: Operand,
-    ) -> Operand:
+    def permitted(self, params: PyTree, operand: Operand) -> tuple[Any, Operand]:
+        """Return whether the base permits what follows, and the operand afterwards."""
+        base = self.base.spec.exchange
+        if not self.exact_average or base.permit is None:
+            return True, operand
+        # A base such as only_finite may refuse the step before anything is averaged.
+        updates, others, state = operand
+        axes = tuple(dict.fromkeys((*axis_names(self.exchange.axis_name), *base.axes)))
+        allowed, state = self.permit(state, apply_exactly(params, updates), others, axes)
+        return allowed, (updates, others, state)
+
+    def outer_step(self, params: PyTree, now: Now, operand: Operand) -> Operand:
         """Make the slow step.
 
         D = anchor - average;  anchor <- anchor + optimizer(D);  params = anchor
         """
         updates, others, state = operand
+        base, y, residual = self.base.spec.exchange, landing(params, updates), None
         # D, the pseudo-gradient: the displacement since the last slow step, with sign reversed.
-        displacement, residual, others, base_state = self.displacement(
-            landing(params, updates), weight, others, state
-        )
-        outer, options = state.outer, {}
-        if self.rate is not None and rate is not None:
-            # With different rates the replicas would diverge, even if each keeps its own anchor.
-            outer, rate = self.rate.agree(outer, rate, axis_names(self.exchange.axis_name))
-            options = {"learning_rate": rate}
-        # Any optax optimizer, with D as its gradient; it runs on shards of a sharded anchor.
-        step, outer = self.optimizer.update(displacement, outer, state.anchor, **options)
-        anchor = jax.tree.map(added, state.anchor, step)
-        # The anchor replaces the parameters. Adding a step to them instead would let the replicas
-        # drift apart by rounding, a little with every slow step.
-        target = self.anchor.restore(anchor, params)
+        if self.exact_average:
+            x, mass = self.numerator(y, now.weight, state.base)
+            displacement, residual = self.displacement(
+                x, mass, state.anchor, may_be_idle=now.weight is not None
+            )
+            if others:
+                others = replica_mean(others, Exchange(self.exchange.axis_name), mass)
+            state = state._replace(base=base.reset(state.base))
+        else:
+            displacement = jax.tree.map(subtracted, state.anchor, self.anchor.average(y))
+        whole, state = self.stepped(params, displacement, now.rate, state)
         if residual is not None:
             # The part of its displacement that a replica has not sent is part of its next D.
-            target = jax.tree.map(subtracted, target, residual)
-        target = jax.tree.map(lambda p, t: t.astype(p.dtype), params, target)
-        after = OuterState(state.count, anchor, outer, base_state)
-        return updates_to(params, target), others, after
+            whole = jax.tree.map(subtracted, whole, residual)
+        target = jax.tree.map(lambda p, t: t.astype(p.dtype), params, whole)
+        return updates_to(params, target), others, state
 
-    def displacement(
-        self, y: PyTree, weight: jax.Array | None, others: Others, state: OuterState
-    ) -> tuple[PyTree, PyTree | None, Others, PyTree]:
-        """Return D in the anchor's form, a codec's residual, `others`, and the base's state."""
-        exchange, base, residual = self.exchange, self.base.spec.exchange, None
-        if not self.exact_average:
-            displacement = jax.tree.map(subtracted, state.anchor, self.anchor.average(y))
-            return displacement, None, others, state.base
+    def numerator(
+        self, y: PyTree, weight: jax.Array | None, base: PyTree
+    ) -> tuple[PyTree, jax.Array | None]:
+        """Return the weighted parameters and their weight, None if it is always 1."""
         # A push-sum base returns (w z, w), others (z, None), where None stands for 1.
-        x, mass = base.numerator(state.base, y)
+        x, mass = self.base.spec.exchange.numerator(base, y)
         if weight is not None:
             x = jax.tree.map(lambda leaf: scaled(leaf, weight), x)
             mass = weight if mass is None else scaled(mass, weight)
-        if exchange.codec is None:
+        return x, mass
+
+    def displacement(
+        self, x: PyTree, mass: jax.Array | None, anchor: PyTree, *, may_be_idle: bool
+    ) -> tuple[PyTree, PyTree | None]:
+        """Return D in the anchor's form and a codec's residual, from weighted parameters."""
+        if self.exchange.codec is None:
             # sum x / sum w is the exact mean of weighted and push-sum parameters too.
             average = self.anchor.average(x)
             if mass is not None:
-                average = self.per_mass(average, mass, None if weight is None else state.anchor)
-            displacement = jax.tree.map(subtracted, state.anchor, average)
-        else:
-            # Send D and not x: D is small, and a codec's rounding error is proportional to it.
-            z = x if mass is None else jax.tree.map(lambda leaf: quotient(leaf, mass), x)
-            local = jax.tree.map(subtracted, state.anchor, z)
-            displacement, residual = mean_and_residual(local, exchange, mass, role="slow")
-        if others:
-            others = replica_mean(others, Exchange(exchange.axis_name), mass)
-        return displacement, residual, others, base.reset(state.base)
+                average = self.per_mass(average, mass, anchor if may_be_idle else None)
+            return jax.tree.map(subtracted, anchor, average), None
+        # Send D and not x: D is small, and a codec's rounding error is proportional to it.
+        z = x if mass is None else jax.tree.map(lambda leaf: quotient(leaf, mass), x)
+        local = jax.tree.map(subtracted, anchor, z)
+        return mean_and_residual(local, self.exchange, mass, role="slow")
 
     def per_mass(self, average: PyTree, mass: jax.Array, idle: PyTree | None) -> PyTree:
         """Return sum x / sum w of the replicas from mean x; `idle` if all have run out of data."""
@@ -355,6 +337,24 @@ class Outer:
         return jax.tree.map(
             lambda leaf, old: jnp.where(total > 0, quotient(leaf, total), old), average, idle
         )
+
+    def stepped(
+        self, params: PyTree, displacement: PyTree, rate: jax.Array | None, state: OuterState
+    ) -> tuple[PyTree, OuterState]:
+        """Return the anchor, whole, and the state after the outer optimizer's step."""
+        outer, options = state.outer, {}
+        if self.rate is not None and rate is not None:
+            # With different rates the replicas would diverge, even if each keeps its own anchor.
+            if self.rate.agree is not None:
+                outer, rate = self.rate.agree(outer, rate, axis_names(self.exchange.axis_name))
+            options = {"learning_rate": rate}
+        # Any optax optimizer, with D as its gradient; it runs on shards of a sharded anchor.
+        step, outer = self.optimizer.update(displacement, outer, state.anchor, **options)
+        anchor = jax.tree.map(added, state.anchor, step)
+        # The anchor replaces the parameters. Adding a step to them instead would let the replicas
+        # drift apart by rounding, a little with every slow step.
+        whole = self.anchor.restore(anchor, params)
+        return whole, state._replace(anchor=anchor, outer=outer)
 
     def permit(
         self, state: OuterState, y: PyTree, others: Others, axes: Sequence[str]

@@ -20,6 +20,7 @@ _AVERAGE = _used_by("local_sgd", "slowmo")
 _GOSSIP = _used_by("sgp", "slowmo_sgp")
 _SLOW = _used_by("slowmo", "slowmo_sgp")
 _OUTER = _used_by("slowmo", "slowmo_sgp", "diloco")
+_SPREAD = _used_by("local_sgd", "slowmo", "slowmo_sgp", "diloco")
 _PARAMETERS = _used_by(*(name for name in ALGORITHMS if name != "all_reduce"))
 
 
@@ -113,6 +114,25 @@ class AlgorithmConfig(Checked):
         "Average in slowmo's slow step; without, it takes what its base left (and implies "
         "--no-shard-state).",
         goes_with=_SLOW,
+    )
+    fragments: int = _option(
+        1,
+        "Parts of the model that take turns in the period, each sent by itself; of slowmo and "
+        "diloco those of the slow step.",
+        goes_with=_SPREAD,
+        least=1,
+    )
+    delay: int = _option(
+        0,
+        "Steps beside which an exchange runs, before its result is applied.",
+        goes_with=_SPREAD,
+        least=0,
+    )
+    merge: float = _option(
+        0.0,
+        "Share of its own progress that a replica keeps when a result is applied, from 0 to 1.",
+        goes_with=_SPREAD,
+        least=0,
     )
     codec: str = _option(
         "none",

@@ -117,7 +117,7 @@ class SampleConfig(Checked):
     )
 
 
-ORDERS = ("reverse", "forward", "ready")
+ORDERS = ("ready", "reverse", "forward")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,7 +144,7 @@ class TuneBucketsConfig(Checked):
     first: int = option(
         "1MiB", "Size of the first bucket, where the limit is not below.", parse=parse_size
     )
-    order: str = option("reverse", "Order in which gradients go into buckets.", choices=ORDERS)
+    order: str = option("ready", "Order in which gradients go into buckets.", choices=ORDERS)
     rounds: int = option(9, "Measurements of each limit, in turn.", least=1)
     steps: int = option(5, "Training steps per measurement.", least=1)
 

@@ -80,16 +80,12 @@ class Job:
         self.num_parameters = num_parameters(self._form.config)
         loss_fn = loss_fn_of(config, self._form, placement.mesh)
         self._algorithm = build_algorithm(config, self._form.specs)
-        # Buckets are filled in the order in which the backward pass finishes gradients, so that
-        # their exchange overlaps with it. A pipeline finishes all with its last microbatch.
-        is_ready = self._algorithm.gradients is not None and self._form.layout is None
         self.step = self._algorithm.make_step(
             loss_fn,
             config,
             mesh=placement.mesh,
             mode=config.mode,
             policy=policy_of(config),
-            order="ready" if is_ready else "reverse",
             validate=config.optimizer.validate,
         )
         # The loss of the host executor starts programs itself, and cannot be jitted.

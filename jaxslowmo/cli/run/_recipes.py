@@ -59,10 +59,14 @@ def _all_reduce(inputs: RecipeInputs) -> optax.GradientTransformation:
     )
 
 
-def _local_sgd(inputs: RecipeInputs) -> js.ParameterTransform:
-    return js.local_sgd(
-        "replica", sync_every=inputs.config.sync_every, codec=inputs.codec, **inputs.levels
-    )
+def _local_sgd(inputs: RecipeInputs, **spread: Any) -> js.ParameterTransform:
+    period, codec = inputs.config.sync_every, inputs.codec
+    return js.local_sgd("replica", sync_every=period, codec=codec, **inputs.levels, **spread)
+
+
+def _spread(inputs: RecipeInputs) -> dict[str, Any]:
+    config = inputs.config
+    return {"fragments": config.fragments, "delay": config.delay, "merge": config.merge}
 
 
 def _sgp(inputs: RecipeInputs) -> js.ParameterTransform:
@@ -91,6 +95,7 @@ def _slowmo(inputs: RecipeInputs, base: js.ParameterTransform) -> js.ParameterTr
         nesterov=config.nesterov,
         codec=inputs.codec if config.exact_average else None,
         **inputs.levels,
+        **_spread(inputs),
     )
 
 
@@ -105,6 +110,7 @@ def _diloco(inputs: RecipeInputs) -> js.ParameterTransform:
         shard_state=config.shard_state and inputs.codec is None,
         codec=inputs.codec,
         **inputs.levels,
+        **_spread(inputs),
     )
 
 
@@ -129,7 +135,7 @@ class Recipe:
 
 RECIPES: Mapping[str, Recipe] = {
     "all_reduce": Recipe("black", "o", gradients=_all_reduce),
-    "local_sgd": Recipe("blue", "s", (_AVERAGE,), sync=_local_sgd),
+    "local_sgd": Recipe("blue", "s", (_AVERAGE,), sync=lambda s: _local_sgd(s, **_spread(s))),
     "sgp": Recipe("pink", "v", (_GOSSIP,), sync=_sgp),
     "slowmo": Recipe("vermilion", "D", (_AVERAGE, _SLOW), sync=lambda s: _slowmo(s, _local_sgd(s))),
     "slowmo_sgp": Recipe("orange", "P", (_GOSSIP, _SLOW), sync=lambda s: _slowmo(s, _sgp(s))),

@@ -8,6 +8,7 @@ from ._all_reduce import all_reduce_gradients as all_reduce_gradients
 from ._all_reduce import mean_gradients as mean_gradients
 from ._post_local import PostLocalGradientsState as PostLocalGradientsState
 from ._post_local import post_local_gradients as post_local_gradients
+from ._reduce_buckets import ReadyOrder as ReadyOrder
 from ._skip_unused import SkipUnusedState as SkipUnusedState
 from ._skip_unused import skip_unused as skip_unused
 from ._skip_unused import unused_names as unused_names

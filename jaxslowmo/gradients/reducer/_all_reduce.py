@@ -34,6 +34,7 @@ from ._hook import CommHook, check_hook
 from ._reduce_buckets import (
     BucketLayout,
     Order,
+    ReadyOrder,
     checked_order,
     init_hook,
     reduce_plainly,
@@ -78,7 +79,8 @@ def all_reduce_gradients(
       bucket_bytes: a bucket closes when it reaches this size; 0 gives one bucket per leaf.
       first_bucket_bytes: size of the first bucket of each dtype.
       order: `"reverse"` or `"forward"` leaf order, or all leaves by position or name, such as
-        `js.ready_order(loss_fn, params, batch)`.
+        `js.ready_order(loss_fn, params, batch)`. In a step of `js.make_train_step` the default
+        becomes the order in which the backward pass finishes them; see its `order`.
       buckets: the buckets themselves, lists of positions or names; replaces sizes and order.
       max_buckets: largest number of buckets; see `js.assign_buckets`.
       alone_bytes: leaves of at least this size form a bucket each and are not copied: faster on
@@ -103,8 +105,10 @@ def all_reduce_gradients(
 
       `weight`: () number, this replica's share in the mean, such as its number of samples; 0 for a
       replica without data, whose gradients are ignored, NaN included. If all weights are 0 the mean
-      is 0. `ready_order`: positions of all leaves, replaces `order="reverse"`;
-      `make_train_step(order="ready")` passes it. `param_specs`: as above, used if that is None.
+      is 0. `ready_order`: positions of all leaves, which replace `order="reverse"`;
+      `make_train_step` passes them. A function that returns them is called only if the order
+      decides which gradients share a bucket, and never for a hook with state, whose buckets are
+      those of `init`. `param_specs`: as above, used if that is None.
       Means of `js.RowGradient` leaves are those of `js.all_reduce_rows(output="rows")`.
 
     Raises:
@@ -124,7 +128,7 @@ def all_reduce_gradients(
       compiler merges the buckets into one after the backward pass. They stay separate and are sent
       during the backward pass, one after the other, with `XLA_FLAGS=--xla_disable_hlo_passes=
       cpu-all-reduce-combiner` in the environment (`jaxslowmo train` sets it); then buckets of about
-      1 MiB and `order="ready"` are best.
+      1 MiB are best.
 
     Source: Li et al., "PyTorch Distributed", VLDB 2020, section 3.2 (bucketing); torch 2.13,
       `DistributedDataParallel` and `Join` (weights of 0 and 1).
@@ -177,7 +181,7 @@ def all_reduce_gradients(
         params: PyTree | None = None,
         *,
         weight: Any = None,
-        ready_order: Sequence[int] | None = None,
+        ready_order: ReadyOrder | None = None,
         param_specs: PyTree | None = None,
         **extra: Any,
     ) -> tuple[PyTree, PyTree]:
@@ -191,6 +195,8 @@ def all_reduce_gradients(
         reduced = over
         if hook is not None and jax.tree.leaves(state.hook):
             # The buckets are those of `init`, which received no `ready_order` or specs.
+            if callable(ready_order):
+                ready_order = None
             if ready_order is not None and order == "reverse":
                 raise ValueError(
                     f"{_OWNER}: `hook` keeps state per bucket, so the buckets must be known when "
@@ -222,7 +228,7 @@ def all_reduce_gradients(
 def mean_gradients(
     grads: PyTree,
     axis_name: AxisName,
-    ready_order: Sequence[int] | None = None,
+    ready_order: ReadyOrder | None = None,
     param_specs: PyTree | None = None,
 ) -> PyTree:
     """Return the mean of `grads` over `axis_name`, in buckets of the default sizes.

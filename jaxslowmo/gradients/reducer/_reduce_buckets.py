@@ -1,7 +1,8 @@
 """Packing of gradients into buckets, and the reduction of each bucket."""
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -17,6 +18,8 @@ from ...tree import Buffer, BufferPlan, leaf_names, plan_buffers
 from ._hook import CommHook, GradBucket, GradPiece
 
 Order = Literal["reverse", "forward"] | Sequence[int | str]
+ReadyOrder = Sequence[int] | Callable[[], Sequence[int]]
+"""Positions of all leaves, or a function that returns them; it is called where they matter."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +37,7 @@ class BucketLayout:
         self,
         grads: PyTree,
         param_specs: PyTree | None = None,
-        ready_order: Sequence[int] | None = None,
+        ready_order: ReadyOrder | None = None,
     ) -> TreePacking:
         """Return the buckets of `grads`; for sharded leaves those of a device's own blocks.
 
@@ -42,7 +45,8 @@ class BucketLayout:
           grads: tree of arrays or types.
           param_specs: a `PartitionSpec` per leaf, or a prefix of the tree; None: leaves are whole
             inside a replica, or their types contain specs (Explicit axes).
-          ready_order: positions of all leaves; replaces the default order.
+          ready_order: positions of all leaves, which replace the default order. A function that
+            returns them is called only if the order decides which leaves share a bucket.
 
         Raises:
           ValueError: specs that don't fit the tree; leaves that the gradients do not have.
@@ -53,12 +57,12 @@ class BucketLayout:
         if self.buckets is not None:
             explicit = [_leaf_positions("buckets", bucket, names) for bucket in self.buckets]
             plan_buffers(grads, buckets=explicit)  # raises unless each leaf occurs once
-        order = () if explicit else self._order(names, ready_order)
 
         def plan(blocks: list[Any], place: Mapping[int, int]) -> BufferPlan:
             if explicit is not None:
                 local_buckets = [[place[i] for i in bucket if i in place] for bucket in explicit]
                 return plan_buffers(blocks, buckets=[bucket for bucket in local_buckets if bucket])
+            order = self._order(names, ready_order, blocks)
             return plan_buffers(
                 blocks,
                 limits=self.limits,
@@ -70,12 +74,26 @@ class BucketLayout:
 
         return planned_by_group(treedef, leaves, specs, plan)
 
-    def _order(self, names: Sequence[str], ready_order: Sequence[int] | None) -> Sequence[int]:
-        if ready_order is not None and self.order == "reverse":
-            return _leaf_positions("ready_order", ready_order, names, whole=True)
-        if self.order in ("reverse", "forward"):
-            return range(len(names))[:: -1 if self.order == "reverse" else 1]
-        return _leaf_positions("order", self.order, names, whole=True)
+    def _order(
+        self, names: Sequence[str], ready_order: ReadyOrder | None, blocks: list[Any]
+    ) -> Sequence[int]:
+        """Return the positions of all leaves, in the order in which `blocks` fill buckets."""
+        if self.order == "forward":
+            return range(len(names))
+        if self.order != "reverse":
+            return _leaf_positions("order", self.order, names, whole=True)
+        if callable(ready_order):
+            ready_order = None if self._fit_one_bucket(blocks) else ready_order()
+        if ready_order is None:
+            return range(len(names))[::-1]
+        return _leaf_positions("ready_order", ready_order, names, whole=True)
+
+    def _fit_one_bucket(self, blocks: list[Any]) -> bool:
+        """Return whether in any order there is one bucket per dtype."""
+        sizes = Counter[Any]()
+        for block in blocks:
+            sizes[block.dtype] += block.size * block.dtype.itemsize
+        return self.alone_bytes is None and max(sizes.values(), default=0) <= self.limits[0]
 
 
 def checked_order(owner: str, order: Order) -> Order:

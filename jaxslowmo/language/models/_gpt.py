@@ -10,11 +10,19 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from ..._support.extras import needed_by
-from ._sharding import GPT_RULES, Rules, checked_rules, gpt_rules, laid_out, spec_of
+from ._sharding import (
+    GPT_RULES,
+    PromotedAndGathered,
+    Rules,
+    checked_rules,
+    constrained,
+    gathered,
+    gpt_rules,
+    spec_of,
+)
 
 with needed_by("jaxslowmo.models"):
     from flax import nnx
-    from flax.core.spmd import get_logical_axis_rules
 
 COMPUTE_DTYPES = ("float32", "bfloat16", "float16")
 
@@ -116,9 +124,8 @@ class GPT(nnx.Module):
     # Variables are made unsharded: the names of their dimensions have no mesh axes yet.
     @nnx.use_eager_sharding(False)
     def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
-        width, dtype = config.embed_dim, jnp.dtype(config.dtype)
-        self.vocab_size, self.remat = config.vocab_size, config.remat
-        vocab = config.vocab_size
+        width, vocab, dtype = config.embed_dim, config.vocab_size, jnp.dtype(config.dtype)
+        self.vocab_size, self.remat = vocab, config.remat
         self.embed = _linear(vocab, width, ("vocab", "embed"), dtype, rngs, use_bias=False)
         positions = nnx.initializers.normal(0.02)(rngs.params(), (config.context_length, width))
         self.positions = nnx.Param(positions, out_sharding=("position", "embed"))
@@ -149,16 +156,10 @@ class GPT(nnx.Module):
             x = each(block, x)
         x = self.norm(x)
         if self.is_tied:
-            x = x @ self.embed.kernel[...].astype(x.dtype).T
+            x = x @ gathered(self.embed.kernel[...].astype(x.dtype), "vocab", "embed").T
         else:
             x = self.head(x)
         return constrained(x.astype(jnp.float32), "batch", None, "vocab")
-
-
-def constrained(x: jax.Array, *names: str | None) -> jax.Array:
-    """Return `x` with the layout of the active rules (`flax.nnx.logical_axis_rules`), if any."""
-    rules, mesh = get_logical_axis_rules(), jax.sharding.get_abstract_mesh()
-    return laid_out(x, names, rules, mesh) if rules and not mesh.empty else x
 
 
 def _linear(
@@ -178,6 +179,7 @@ def _linear(
         out_dim,
         use_bias=use_bias,
         dtype=dtype,
+        promote_dtype=PromotedAndGathered(names),
         kernel_metadata={"out_sharding": names},
         bias_metadata={"out_sharding": (bias,)},
         rngs=rngs,
@@ -363,7 +365,6 @@ def _abstract(config: GPTConfig) -> GPT:
         return nnx.eval_shape(lambda: GPT(config, rngs=nnx.Rngs(0)))
 
 
-# A test checks the numbers of parameters.
 GPT_PRESETS: dict[str, GPTConfig] = {
     # 0.01M: trains in seconds, to try out a cluster; it learns almost nothing.
     "tiny": GPTConfig(num_layers=1, num_heads=2, embed_dim=16, context_length=16),

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from ..._support.extras import needed_by
-from ._gpt import GPTBlock, GPTConfig, byte_loss, check_windows, constrained
-from ._sharding import Rules
+from ._gpt import GPTBlock, GPTConfig, byte_loss, check_windows
+from ._sharding import Rules, constrained, gathered
 
 with needed_by("jaxslowmo.models"):
     from flax import nnx
@@ -76,7 +76,8 @@ def gpt_layers(config: GPTConfig, rules: Rules | None = None) -> GPTLayers:
     def embed(params: Mapping[str, Any], batch: jax.Array) -> jax.Array:
         check_windows(config, batch)
         symbols = jax.nn.one_hot(batch[:, :-1], config.vocab_size, dtype=dtype)
-        x = constrained(symbols, "batch", None, "vocab") @ params["embed"]["kernel"].astype(dtype)
+        kernel = gathered(params["embed"]["kernel"].astype(dtype), "vocab", "embed")
+        x = constrained(symbols, "batch", None, "vocab") @ kernel
         return constrained(x + params["positions"].astype(dtype), "batch", None, None)
 
     block = _pure(lambda rngs: GPTBlock(config, rngs=rngs))
@@ -84,8 +85,11 @@ def gpt_layers(config: GPTConfig, rules: Rules | None = None) -> GPTLayers:
 
     def head(params: Mapping[str, Any], x: jax.Array) -> jax.Array:
         x = norm(params["norm"], x)
-        kernel = params["embed"]["kernel"].T if config.tied else params["head"]["kernel"]
-        logits = (x @ kernel.astype(dtype)).astype(jnp.float32)
+        if config.tied:
+            kernel = gathered(params["embed"]["kernel"].astype(dtype), "vocab", "embed").T
+        else:
+            kernel = gathered(params["head"]["kernel"].astype(dtype), "embed", "vocab")
+        logits = (x @ kernel).astype(jnp.float32)
         return constrained(logits, "batch", None, "vocab")
 
     ruled = functools.partial(_ruled, rules)

@@ -41,7 +41,7 @@ def make_train_step(
     accumulate: int = 1,
     model_state: ModelStateMode = "sync_mean",
     raw_keys: bool = False,
-    order: GradientOrder = "reverse",
+    order: GradientOrder | None = None,
     host_batch: HostBatch = "local",
     donate: bool = True,
     embeddings: Embeddings | None = None,
@@ -99,7 +99,9 @@ def make_train_step(
         a pair, since `js.TrainState.create` made it, is refused.
       order: the order in which gradients fill buckets, unless their transform sets it: `"reverse"`
         leaf order, or `"ready"`, the order in which the backward pass finishes them, taken from the
-        traced loss function.
+        traced loss function. None is `"ready"` where the buckets depend on the order, and
+        `"reverse"` where it cannot be used: for a hook with state, whose buckets are those of
+        `init`; for a reduction inside `optimizer` or an `optax.chain`; and for `js.pipelined`.
       host_batch: what a host batch and its weight hold with several processes: `"local"`, the part
         of this process, the rows for its own devices in their order along the axes over which
         the batch is split; or `"global"`, the whole batch, the same on every process, which takes
@@ -171,7 +173,7 @@ def make_train_step(
         "mode": (mode, Mode),
         "model_state": (model_state, ModelStateMode),
         "host_batch": (host_batch, HostBatch),
-        "order": (order, GradientOrder),
+        "order": ("ready" if order is None else order, GradientOrder),
         "validate": (validate, Validate),
     }
     for argument, (value, kind) in choices.items():

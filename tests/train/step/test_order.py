@@ -1,4 +1,4 @@
-"""`order="ready"`: buckets follow the order in which the backward pass finishes the gradients."""
+"""By default buckets follow the order in which the backward pass finishes the gradients."""
 
 import re
 
@@ -21,7 +21,7 @@ def loss_fn(params, batch):
     return jnp.mean((jnp.tanh(hidden @ params["a"]) @ params["b"]) ** 2)
 
 
-def reduced_sizes(order, gradients, axes, **options):
+def reduced_sizes(order, gradients, axes, loss_fn=loss_fn, **options):
     """Elements of each all-reduced buffer, in the order of the program."""
     step = js.make_train_step(
         loss_fn,
@@ -48,6 +48,44 @@ def each_alone(**options):
 def test_buckets_follow_the_backward_pass():
     assert reduced_sizes("reverse", each_alone(), {"replica": 4}) == sizes("cba")
     assert reduced_sizes("ready", each_alone(), {"replica": 4}) == sizes("bac")
+
+
+def test_the_default_is_the_order_of_the_backward_pass():
+    assert reduced_sizes(None, each_alone(), {"replica": 4}) == sizes("bac")
+    chain = js.chain(each_alone(), optax.clip(1.0))
+    assert reduced_sizes(None, chain, {"replica": 4}, accumulate=2) == sizes("bac")
+    named = each_alone(order=["c", "a", "b"])
+    assert reduced_sizes(None, named, {"replica": 4}) == sizes("cab")
+    # In the order of leaves one bucket would hold all.
+    two = js.all_reduce_gradients("replica", first_bucket_bytes=4 * sum(sizes("ba")))
+    assert reduced_sizes(None, two, {"replica": 4}) == [sum(sizes("ba")), *sizes("c")]
+    assert reduced_sizes("reverse", two, {"replica": 4}) == [sum(sizes("cba"))]
+
+
+def test_by_default_what_cannot_follow_the_backward_pass_keeps_the_order_of_leaves():
+    # The buckets of a hook with state are those of `init`, which knows no order.
+    hook = js.hooks.powersgd(1, start_step=2)
+    assert reduced_sizes(None, each_alone(hook=hook), {"replica": 4})[:3] == sizes("cba")
+    hidden = optax.chain(each_alone(), optax.clip(1.0))
+    assert reduced_sizes(None, hidden, {"replica": 4}) == sizes("cba")
+
+
+def test_by_default_one_bucket_needs_no_order():
+    """Finding the order traces the loss once more, which one bucket does not need."""
+    calls = []
+
+    def counted(params, batch):
+        calls.append(None)
+        return loss_fn(params, batch)
+
+    def num_calls(order, gradients):
+        del calls[:]
+        reduced_sizes(order, gradients, {"replica": 4}, loss_fn=counted)
+        return len(calls)
+
+    one = js.all_reduce_gradients("replica")
+    assert num_calls(None, one) == num_calls("reverse", one) == num_calls("ready", one) - 1
+    assert num_calls(None, each_alone()) == num_calls("ready", each_alone())
 
 
 def test_a_chain_and_accumulated_gradients_too():

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -20,7 +20,7 @@ from ....gradients.precision import (
     was_skipped,
     zero_if,
 )
-from ....gradients.reducer import mean_gradients
+from ....gradients.reducer import ReadyOrder, mean_gradients
 from ....gradients.sparse import Rows, WithRows, mean_rows
 from ....mesh import axis_names, laid_out, vary_over
 from ....transform import (
@@ -99,7 +99,7 @@ class StepParts:
     sync: ParameterTransform | None
     independent: bool  # `sync` is "none": replicas may train independently
     axis_name: AxisName
-    order: GradientOrder
+    order: GradientOrder | None
     lookup: AnyLookup
     param_specs: PyTree | None = None  # specs of the dense parameters; set by a state's layout
     validate: Validate = "before"
@@ -127,9 +127,7 @@ class StepParts:
         `like` is this device's part of a batch, or its types.
         """
         weight = gathered.weight
-        is_ready_order = self.order == "ready"
-        order = self.differentiation.ready_order(state, like) if is_ready_order else None
-        reduced = self._reduced(state, gathered, order)
+        reduced = self._reduced(state, gathered, self._order(state, like))
         independent = self._is_independent(state, reduced)
         updates, optimizer_state, rate = self._optimized(state, reduced, gathered, independent)
         check_reduced(updates, self.inner_axes)
@@ -199,9 +197,19 @@ class StepParts:
             rng=state.rng,
         )
 
-    def _reduced(
-        self, state: TrainState, gathered: Gradients, order: tuple[int, ...] | None
-    ) -> Reduced:
+    def _order(self, state: TrainState, like: PyTree) -> ReadyOrder | None:
+        """Return the order in which gradients fill buckets, for a batch like `like`.
+
+        None is the order of leaves. A function finds the order only where it matters, since that
+        traces the loss once more.
+        """
+        find = cache(partial(self.differentiation.ready_order, state, like))
+        if self.order is not None:
+            return find() if self.order == "ready" else None
+        # A pipeline finishes all gradients with the last microbatch.
+        return find if self.params_form is None else None
+
+    def _reduced(self, state: TrainState, gathered: Gradients, order: ReadyOrder | None) -> Reduced:
         """Average gradients, those of rows and the loss; `order` is the order of the buckets."""
         grads, weight, after = gathered.grads, gathered.weight, state.opt_state[0]
         inner_axes, specs, names = self.inner_axes, self.param_specs, axis_names(self.axis_name)

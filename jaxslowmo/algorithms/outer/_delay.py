@@ -1,0 +1,103 @@
+"""Slow steps whose exchange takes several updates, beside which training goes on.
+
+`delay` updates pass between taking what replicas send and applying its mean. Each of them averages
+one part, from values in the state alone, so a compiler can run the exchange beside forward and
+backward pass.
+
+Source: Douillard et al., "Streaming DiLoCo with overlapping communication", 2025, section 3.3.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ..._support.checks import checked_int
+from ..._support.types import PyTree
+from ...collectives import all_mean, mean_beside, quotient
+from ...mesh import axis_names, match_varying, uniform
+from ...transform import Every, Exchange, packing_of
+from ...tree import Buffer, at_least_float32
+
+NOTHING = -1  # `InFlight.parts` where nothing is in flight
+
+
+class InFlight(NamedTuple):
+    """The values of a fragment that are on their way to the other replicas."""
+
+    values: PyTree  # like the fragment, at least float32: weighted parameters, partly averaged
+    mass: jax.Array  # () float32, the weight of `values`
+    rate: jax.Array  # () float32, the inner learning rate when they were taken; 1 without one
+    parts: jax.Array  # () int32, number of averaged parts; -1 where nothing is in flight
+
+
+def check_delay(owner: str, delay: int, fragments: Any, schedule: Every) -> None:
+    """Raise `ValueError` unless `delay` is an int and shorter than a fragment's turn."""
+    checked_int(f"{owner}: `delay` counts updates and", delay, 0)
+    if delay and schedule.before == "all":
+        raise ValueError(
+            f'{owner}: `delay` must be 0 for a schedule with before="all", in which updates '
+            f"without a distance are due, got {delay}."
+        )
+    if not callable(fragments):
+        check_turn(owner, delay, fragments, schedule)
+
+
+def check_turn(owner: str, delay: int, count: int, schedule: Every) -> None:
+    """Raise `ValueError` unless an exchange ends before the next fragment's begins."""
+    if delay and delay >= schedule.k // count:
+        raise ValueError(
+            f"{owner}: `delay` must be less than sync_every / fragments, so that one fragment is "
+            f"in flight at a time, got delay={delay}, sync_every={schedule.k} and "
+            f"fragments={count}."
+        )
+
+
+def nothing_in_flight(values: PyTree) -> InFlight:
+    """Return the first state for a fragment with these leaves."""
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, at_least_float32(x.dtype)), values)
+    one = jnp.ones([], jnp.float32)
+    return InFlight(zeros, one, jnp.ones_like(one), jnp.full([], NOTHING, jnp.int32))
+
+
+def within(schedule: Every, t: Any, delay: int) -> Any:
+    """Return whether a due update is at most `delay - 1` updates after update `t`."""
+    left = (schedule.start + schedule.offset - t) % schedule.k
+    return (left < delay) & (t + left > schedule.start)
+
+
+def average_part(flight: InFlight, exchange: Exchange, delay: int) -> InFlight:
+    """Return what is in flight with its next part replaced by the mean over the replicas.
+
+    Communication: that of `mean_beside`, over `exchange.axis_name`, of 1 / delay of each flat
+      buffer of the fragment.
+    """
+    axes, local = exchange.axis_name, exchange.local_axis_name
+    number = uniform(jnp.maximum(flight.parts, 0), axis_names(axes))
+
+    def averaged(buffer: Buffer, flat: jax.Array, number: jax.Array) -> jax.Array:
+        del buffer
+        size = -(-flat.size // delay)
+        padded = jnp.pad(flat, (0, delay * size - flat.size))
+        start = number * size
+        part = lax.dynamic_slice(padded, (start,), (size,))
+        mean = match_varying(mean_beside(part, axes, local), part)
+        return lax.dynamic_update_slice(padded, mean, (start,))[: flat.size]
+
+    # In place: what is in flight needs no second buffer, and parts that a run sends again, since it
+    # was restored on other replicas, keep their mean.
+    values = packing_of(flight.values, exchange).through(
+        averaged, flight.values, number, role="slow"
+    )
+    parts = jnp.where(flight.parts < 0, flight.parts, flight.parts + 1)
+    return flight._replace(values=values, parts=parts)
+
+
+def arrived(flight: InFlight, exchange: Exchange) -> tuple[PyTree, jax.Array]:
+    """Return the mean of what was taken, and whether any replica had weight.
+
+    Communication: one all-reduce of 4 bytes over `exchange.axis_name`.
+    """
+    total = all_mean(flight.mass, exchange.axis_name)
+    return jax.tree.map(lambda x: quotient(x, total), flight.values), total > 0

@@ -1,0 +1,262 @@
+"""An outer optimizer whose slow steps are spread: over fragments, over updates, or both."""
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ..._support.types import Phase, PyTree
+from ...mesh import specs_of_leaves
+from ...transform import (
+    Carried,
+    StatePlacement,
+    carry_leaf,
+    either,
+    layouts_known,
+    run_if,
+    run_one_of,
+)
+from ._anchor import Anchor
+from ._delay import check_delay, check_turn, nothing_in_flight
+from ._fragment_steps import FragmentSteps, dropped
+from ._fragments import (
+    SEND,
+    TAKE,
+    Fragment,
+    Fragments,
+    check_fragments,
+    check_period,
+    divided,
+    joined,
+    of_fragment,
+    views,
+)
+from ._merge import check_merge
+from ._outer import Outer
+from ._state import ALONE, SLOW, Now, Operand, OuterState
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fragmented(Outer):
+    """The parameter transform of an outer optimizer that steps the fragments of a model in turn.
+
+    The base exchanges all leaves, as if there were no slow step, and comes first.
+
+    Attributes:
+      fragments: the number of fragments, or the function that says to which a leaf belongs.
+      delay: number of updates between taking what is sent and applying its mean.
+      merge: the share of a replica's own progress that a slow step keeps, in [0, 1].
+      counted: the number of fragments that a function makes, once a state was made.
+    """
+
+    fragments: Fragments = 1
+    delay: int = 0
+    merge: float = 0.0
+    counted: dict[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Check that the arguments fit each other.
+
+        Raises:
+          ValueError: an argument that is out of its range, or that does not fit the schedule, the
+            codec or slow steps without an exact average.
+        """
+        owner, codec = self.owner, self.exchange.codec
+        check_fragments(owner, self.fragments, self.schedule)
+        check_delay(owner, self.delay, self.fragments, self.schedule)
+        check_merge(owner, self.merge)
+        if not self.exact_average:
+            raise ValueError(
+                f"{owner}: `exact_average=False` exchanges nothing in slow steps, so there is "
+                f"nothing to spread or to keep; got fragments={self.fragments!r}, "
+                f"delay={self.delay!r}, merge={self.merge!r}."
+            )
+        if self.delay and codec is not None:
+            raise ValueError(
+                f"{owner}: with a `delay` what is in flight is partly a mean, which a `codec` "
+                f"can't encode again; got delay={self.delay} and {codec!r}."
+            )
+        if self.merge and codec is not None and codec.error_feedback:
+            raise ValueError(
+                f"{owner}: `merge` keeps the progress of a replica, and so does error feedback: "
+                f"its rounding error would be kept twice; got merge={self.merge!r}, {codec!r}."
+            )
+
+    @property
+    def replaces_base(self) -> bool:
+        """Return False: the base exchanges in every update in which it is due."""
+        return False
+
+    @property
+    def events(self) -> tuple[str, ...] | None:
+        """Return the names of its events in phases; None where they are not known yet."""
+        if callable(self.fragments) and "fragments" not in self.counted:
+            return None
+        return tuple(
+            one.fragment.event(name) for one in self.turns() for name in (TAKE, SEND, SLOW)
+        )
+
+    def turns(self, params: PyTree | None = None) -> list[FragmentSteps]:
+        """Return the outer optimizer of each fragment; without `params` for its schedule alone.
+
+        Raises:
+          ValueError: the number of fragments does not fit parameters, period and delay; without
+            `params`, it is that of a function, and no state was made yet.
+        """
+        if params is not None:
+            parts: Sequence[Fragment] = divided(self.owner, self.fragments, params)
+            self.counted["fragments"] = len(parts)
+            check_period(self.owner, len(parts), self.schedule)
+            check_turn(self.owner, self.delay, len(parts), self.schedule)
+        else:
+            count = self.counted.get("fragments") if callable(self.fragments) else self.fragments
+            if count is None:
+                raise ValueError(
+                    f"{self.owner}: `fragments` is a function, so their number is known once a "
+                    "state was made: call `init` before phases are asked for."
+                )
+            parts = [Fragment(number, None if count == 1 else ()) for number in range(count)]
+        common = {f.name: getattr(self, f.name) for f in fields(Outer)}
+        return [self._turn(part, len(parts), params, common) for part in parts]
+
+    def _turn(
+        self, fragment: Fragment, count: int, params: PyTree | None, common: dict[str, Any]
+    ) -> FragmentSteps:
+        exchange, schedule = self.exchange, self.schedule
+        if fragment.places is not None and exchange.param_specs is not None and params is not None:
+            specs = specs_of_leaves(exchange.param_specs, params)
+            exchange = replace(exchange, param_specs=[specs[i] for i in fragment.places])
+        offset = schedule.offset + (fragment.number + 1) * schedule.k // count
+        of_fragment = {"exchange": exchange, "schedule": replace(schedule, offset=offset)}
+        return FragmentSteps(
+            **{**common, **of_fragment}, fragment=fragment, delay=self.delay, merge=self.merge
+        )
+
+    def own_phase(self, t: int) -> Phase:
+        """Return the events of update `t` besides the base's."""
+        return tuple(event for one in self.turns() for event in one.own_phase(t))
+
+    def own_due(self, t: Any) -> Any:
+        """Return whether update `t` exchanges anything besides what the base does."""
+        return functools.reduce(either, (one.own_due(t) for one in self.turns()))
+
+    def first_state(self, params: PyTree, store: Callable[[Anchor, PyTree], Any]) -> OuterState:
+        """Return the first state, with anchors that `store` makes."""
+        states = []
+        for one in self.turns(params):
+            leaves = one.fragment.of(params)
+            # The base has all leaves, and one state.
+            state = replace(one, base=ALONE).first_state(leaves, store)
+            flight = nothing_in_flight(leaves) if self.delay else ()
+            states.append(state._replace(in_flight=flight))
+        with layouts_known():
+            return joined(states[0]._replace(base=self.base.init(params)), states)
+
+    def whole_anchor(self, state: OuterState, params: PyTree) -> PyTree:
+        """Return the anchor of all fragments as a tree like `params`; see `LayoutSpec.anchor`."""
+        whole, turns = params, self.turns(params)
+        for one, part in zip(turns, views(len(turns), state), strict=True):
+            anchor = one.anchor.restore(part.anchor, one.fragment.of(params))
+            whole = one.fragment.put(whole, anchor)
+        return whole
+
+    def step(self, updates: PyTree, others: Any, state: Any, params: PyTree, **now: Any) -> Any:
+        """Make one update; see `ExchangeSpec.exchange`."""
+        # A function's fragments are counted before phases are read, also in a run that goes on.
+        self.turns(params)
+        return super().step(updates, others, state, params, **now)
+
+    def around(
+        self,
+        based: Callable[..., Operand],
+        params: PyTree,
+        now: Now,
+        base_phase: Phase | None,
+        operand: Operand,
+    ) -> Operand:
+        """Make the base's exchange, and then what is due of the fragments.
+
+        At most one fragment has events in an update. The program holds one switch over all that
+        may be due, or with a phase what it names.
+        """
+        del base_phase
+        updates, others, state = based(operand, now.communicate)
+        turns = self.turns(params)
+        parts = views(len(turns), state)
+        observed = [one.observed(part, now.rate) for one, part in zip(turns, parts, strict=True)]
+        state = joined(state, observed)
+        index: int | jax.Array = 0
+        branches: list[Callable[[Operand], Operand]] = [lambda operand: operand]
+        dues: list[Any] = []
+        for number, one in enumerate(turns):
+            dues.append(False)
+            for events in one.options:
+                due = one.is_due(events, state.count, now)
+                dues[-1] = either(dues[-1], due)
+                which = len(branches)
+                branches.append(functools.partial(self._after, turns, number, events, params, now))
+                index = (
+                    jnp.where(due, which, index)
+                    if not isinstance(due, bool)
+                    else (which if due else index)
+                )
+        operand = run_if(
+            now.communicate,
+            functools.partial(run_one_of, index, branches),
+            lambda operand: operand,
+            (updates, others, state),
+        )
+        if now.communicate is True or not self.delay:
+            return operand
+        updates, others, state = operand
+        parts = views(len(turns), state)
+        for number, due in enumerate(dues):
+            is_missed = jnp.logical_and(due, jnp.logical_not(now.communicate))
+            flight = dropped(parts[number].in_flight, is_missed)
+            parts[number] = parts[number]._replace(in_flight=flight)
+        return updates, others, joined(state, parts)
+
+    def _after(
+        self,
+        turns: Sequence[FragmentSteps],
+        number: int,
+        events: tuple[str, ...],
+        params: PyTree,
+        now: Now,
+        operand: Operand,
+    ) -> Operand:
+        """Return the operand, with the state of all fragments, after events of one."""
+        updates, others, state = operand
+        parts = views(len(turns), state)
+        after = turns[number].after(events, params, now, (updates, others, parts[number]))
+        updates, others, parts[number] = after
+        return updates, others, joined(state._replace(base=parts[number].base), parts)
+
+    def carry(
+        self, state: OuterState, params: PyTree, old: StatePlacement, new: StatePlacement
+    ) -> Carried:
+        """Return the state on another placement; see `CheckpointSpec.carry`."""
+        base = self.base.carry(state.base, params, old, new)
+        turns, after, notes = self.turns(params), [], ()
+        for one, part in zip(turns, views(len(turns), state), strict=True):
+            places = [of_fragment(self.owner, one.fragment, at) for at in (old, new)]
+            alone = replace(one, base=ALONE)
+            carried, notes = alone.carry(part, one.fragment.of(params), *places)
+            # Replicas' parameters are all the consensus now, and so is what they had taken:
+            # averaging again what was averaged changes nothing.
+            flight = jax.tree.map(lambda x: carry_leaf(x, old, new), part.in_flight)
+            after.append(carried._replace(in_flight=flight))
+        return Carried(joined(after[0]._replace(base=base.state), after), (*notes, *base.notes))
+
+    def like_on(self, state: OuterState, params: PyTree, at: StatePlacement) -> OuterState:
+        """Return the types of the state on placement `at`; see `CheckpointSpec.like_on`."""
+        turns, after = self.turns(params), []
+        for one, part in zip(turns, views(len(turns), state), strict=True):
+            place = of_fragment(self.owner, one.fragment, at)
+            like = replace(one, base=ALONE).like_on(part, one.fragment.of(params), place)
+            after.append(like._replace(in_flight=part.in_flight))
+        base = self.base.like_on(state.base, params, at)
+        return joined(state._replace(base=base), after)

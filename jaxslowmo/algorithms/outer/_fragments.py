@@ -1,0 +1,195 @@
+"""Fragments: parts of a model whose slow steps are due at different times of one period."""
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import numpy as np
+
+from ..._support.checks import checked_int
+from ..._support.types import PyTree
+from ...transform import Every, StatePlacement
+from ...tree import leaf_names
+from ._state import OuterState
+
+TAKE, SEND = "take", "send"  # the events before a slow step with a delay
+
+Fragments = int | Callable[[str], int]
+"""The number of fragments, or a function from a leaf's name to the number of its fragment."""
+
+
+@dataclass(frozen=True)
+class Fragment:
+    """The leaves of one fragment.
+
+    Attributes:
+      number: number of the fragment, from 0.
+      places: positions of its leaves among those of the parameters; None: all leaves.
+    """
+
+    number: int = 0
+    places: tuple[int, ...] | None = None
+
+    def of(self, tree: PyTree) -> Any:
+        """Return the fragment's leaves of a tree, as a list; the tree if all leaves are its own."""
+        if self.places is None:
+            return tree
+        leaves = jax.tree.leaves(tree)
+        return [leaves[place] for place in self.places]
+
+    def put(self, tree: PyTree, leaves: Any) -> PyTree:
+        """Return `tree` with the fragment's leaves replaced."""
+        if self.places is None:
+            return leaves
+        all_leaves, treedef = jax.tree.flatten(tree)
+        for place, leaf in zip(self.places, leaves, strict=True):
+            all_leaves[place] = leaf
+        return treedef.unflatten(all_leaves)
+
+    def event(self, name: str) -> str:
+        """Return the name of an event of this fragment: "slow", or "slow 1" of several."""
+        return name if self.places is None else f"{name} {self.number}"
+
+
+ALL_LEAVES = Fragment()
+
+
+def views(count: int, state: OuterState) -> list[OuterState]:
+    """Return the state of each of `count` fragments, with the base's state in each."""
+    if count == 1:
+        return [state]
+    flights = state.in_flight or ((),) * count
+    parts = zip(state.anchor, state.outer, flights, strict=True)
+    return [state._replace(anchor=a, outer=o, in_flight=f) for a, o, f in parts]
+
+
+def joined(state: OuterState, parts: Sequence[OuterState]) -> OuterState:
+    """Return `state` with the anchors, outer states and values in flight of its fragments."""
+    if len(parts) == 1:
+        anchor, outer, flight = parts[0].anchor, parts[0].outer, parts[0].in_flight
+        return state._replace(anchor=anchor, outer=outer, in_flight=flight)
+    anchors, outers, flights = zip(*[(x.anchor, x.outer, x.in_flight) for x in parts], strict=True)
+    return state._replace(anchor=anchors, outer=outers, in_flight=flights if any(flights) else ())
+
+
+def of_fragment(owner: str, fragment: Fragment, at: StatePlacement) -> StatePlacement:
+    """Return a placement of all parameters as one of a fragment's leaves.
+
+    Raises:
+      ValueError: parameters in another form, of which a fragment's leaves tell too little.
+    """
+    if fragment.places is None:
+        return at
+    if at.form is not None:
+        raise ValueError(
+            f"{owner}: a state with several `fragments` can't be converted from parameters in "
+            "another form (`js.SavedForm`): restore it in the form in which it was saved."
+        )
+    specs = None if at.specs is None else tuple(at.specs[i] for i in fragment.places)
+    return replace(at, specs=specs)
+
+
+def check_fragments(owner: str, fragments: Fragments, schedule: Every) -> None:
+    """Check that the period can be divided among the fragments.
+
+    Raises:
+      ValueError: neither an int >= 1 nor a function, or `sync_every` is no multiple of the number.
+    """
+    if not callable(fragments):
+        check_period(owner, checked_int(f"{owner}: `fragments`", fragments, 1), schedule)
+
+
+def check_period(owner: str, count: int, schedule: Every) -> None:
+    """Raise `ValueError` unless the period of a schedule is a multiple of `count`."""
+    if count > 1 and schedule.before == "all":
+        raise ValueError(
+            f'{owner}: `fragments` must be 1 for a schedule with before="all", since they take '
+            f"turns at equal distances, got {count}."
+        )
+    if schedule.k % count:
+        raise ValueError(
+            f"{owner}: `sync_every` must be a multiple of `fragments`, so that they take turns at "
+            f"equal distances, got sync_every={schedule.k} and {count} fragments."
+        )
+
+
+def divided(owner: str, fragments: Fragments, params: PyTree) -> tuple[Fragment, ...]:
+    """Return the fragments of these parameters, of which only shapes and dtypes matter.
+
+    A number divides the leaves, in their order, into runs whose largest has the fewest bytes. Cuts
+    are between layers where there are enough of them: leaves of one layer have one parent.
+
+    Raises:
+      ValueError: more fragments than leaves, or a function whose values are not 0, 1, 2, ...
+    """
+    if fragments == 1:
+        return (ALL_LEAVES,)
+    names = leaf_names(params)
+    if callable(fragments):
+        numbers = [fragments(name) for name in names]
+        wanted = set(range(len(set(numbers))))
+        if not numbers or any(type(n) is not int for n in numbers) or set(numbers) != wanted:
+            shown = sorted(set(map(repr, numbers)))
+            raise ValueError(
+                f"{owner}: `fragments` must give every leaf a number, 0, 1, 2, ... without a gap, "
+                f"got {', '.join(shown[:9])}."
+            )
+    else:
+        numbers = _balanced(owner, fragments, params, names)
+    if len(set(numbers)) == 1:
+        return (ALL_LEAVES,)
+    places: list[list[int]] = [[] for _ in set(numbers)]
+    for place, number in enumerate(numbers):
+        places[number].append(place)
+    return tuple(Fragment(number, tuple(members)) for number, members in enumerate(places))
+
+
+def _balanced(owner: str, count: int, params: PyTree, names: Sequence[str]) -> list[int]:
+    """Return the fragment of each leaf: `count` runs of leaves with even numbers of bytes."""
+    sizes = [int(np.prod(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(params)]
+    if count > len(sizes):
+        raise ValueError(
+            f"{owner}: `fragments` must not be more than the leaves of the parameters, got "
+            f"{count} for {len(sizes)} leaves."
+        )
+    layers = [tuple(run) for _, run in itertools.groupby(range(len(names)), _layers(names))]
+    if len(layers) < count:
+        layers = [(place,) for place in range(len(names))]
+    bytes_of_layers = [sum(sizes[place] for place in layer) for layer in layers]
+    ends = _cuts(bytes_of_layers, count)
+    numbers = np.repeat(np.arange(count), np.diff([0, *ends]))
+    return [int(n) for n, layer in zip(numbers, layers, strict=True) for _ in layer]
+
+
+def _layers(names: Sequence[str]) -> Callable[[int], str]:
+    """Return a function from a leaf's position to the name of its layer.
+
+    That is the path to the last number in a leaf's name, as layers are numbered, or its parent.
+    """
+
+    def layer(place: int) -> str:
+        parts = names[place].split("/")
+        numbered = [i for i, part in enumerate(parts) if any(c.isdigit() for c in part)]
+        return "/".join(parts[: numbered[-1] + 1] if numbered else parts[:-1])
+
+    return layer
+
+
+def _cuts(sizes: Sequence[int], count: int) -> list[int]:
+    """Return the ends of `count` runs of `sizes`, none empty, whose largest sum is smallest."""
+    totals = [0, *itertools.accumulate(sizes)]
+    # best[j]: largest sum of the best division of the first j sizes, and where its last run begins.
+    best = [(float(total), 0) for total in totals]
+    begins = []
+    for parts in range(2, count + 1):
+        row = [(float("inf"), 0)] * len(totals)
+        for j in range(parts, len(totals)):
+            row[j] = min((max(best[i][0], totals[j] - totals[i]), i) for i in range(parts - 1, j))
+        begins.append([i for _, i in row])
+        best = row
+    ends = [len(sizes)]
+    for row in reversed(begins):
+        ends.append(row[ends[-1]])
+    return ends[::-1]

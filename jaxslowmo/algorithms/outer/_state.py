@@ -1,0 +1,78 @@
+"""The state of an outer optimizer, and what it is given by its base and by the inner optimizer."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import optax
+
+from ..._support.types import Phase, PyTree
+from ...transform import Communicate, Others, ParameterTransform
+from ...tree import widen_updates
+
+
+class OuterState(NamedTuple):
+    """The state of `slowmo` and `diloco`."""
+
+    count: jax.Array  # () int32, updates so far; equal on all replicas
+    anchor: PyTree  # float32; sharded: tuple of (rows, lanes) shards, else like the parameters
+    outer: PyTree  # state of the outer optimizer; `SlowMomentumState` for slowmo
+    base: PyTree  # state of the base transform; () without one
+    in_flight: PyTree = ()  # `InFlight` with a delay; of several fragments tuples of all three
+
+
+def _exchange(
+    updates: PyTree, others: Others, state: PyTree, params: PyTree, **extra: Any
+) -> tuple[PyTree, Others, PyTree]:
+    del params, extra
+    return widen_updates(updates), others, state
+
+
+# An outer step calls only its `exchange`.
+ALONE = ParameterTransform(
+    lambda params: (),
+    optax.with_extra_args_support(optax.identity()).update,
+    phase=lambda t, skipped=0: (),
+    due=lambda t: False,
+    schedules=(),
+    exchange=_exchange,
+)
+"""The base of replicas that train independently between slow steps: it exchanges nothing."""
+
+
+NO_RATE = -1.0  # marks a replica that has run out of data, whose optimizer has not counted on
+
+
+class OuterRate(NamedTuple):
+    """The source of the inner learning rate for an outer optimizer.
+
+    Attributes:
+      now: `now(count, extra)` returns the rate of an update, from the number of earlier updates and
+        the extra arguments of `update`.
+      observe: `observe(outer, rate)` returns the outer state after any update at this rate; None
+        if it does not change.
+      agree: `agree(outer, rate, axes)` returns a state and a rate that are equal on all replicas,
+        from rates that differ; the rate of a replica without data is `NO_RATE`. None if rates
+        are equal anyway.
+      is_passed: whether `update` needs the argument `learning_rate`.
+    """
+
+    now: Callable[[jax.Array, Mapping[str, Any]], jax.Array]
+    observe: Callable[[Any, jax.Array], Any] | None = None
+    agree: Callable[..., tuple[Any, jax.Array]] | None = None
+    is_passed: bool = False
+
+
+SLOW = "slow"  # the event of a slow step
+
+
+class Now(NamedTuple):
+    """The arguments of one update; see `ParameterTransform`."""
+
+    weight: jax.Array | None
+    rate: jax.Array | None  # the inner learning rate; None if the outer optimizer does not use it
+    communicate: Communicate
+    phase: Phase | None
+
+
+Operand = tuple[PyTree, Others, OuterState]  # updates, arrays averaged with them, state
