@@ -41,6 +41,11 @@ def loss_fn(params, batch):
     return jnp.mean((x @ matrix + bias - y) ** 2)
 
 
+def delayed_diloco(**options):
+    # A sharded anchor would be gathered on top of what was in flight.
+    return js.diloco(R, sync_every=48, shard_state=False, **options)
+
+
 OPTIONS = {
     "no communication": lambda: {"sync": "none"},
     "all_reduce": lambda: {"gradients": js.all_reduce_gradients(R)},
@@ -50,13 +55,18 @@ OPTIONS = {
     },
     "local_sgd(3)": lambda: {"sync": js.local_sgd(R, sync_every=3)},
     "local_sgd(12)": lambda: {"sync": js.local_sgd(R, sync_every=12)},
+    "local_sgd(24)": lambda: {"sync": js.local_sgd(R, sync_every=24)},
+    "local_sgd(24, delay=20)": lambda: {"sync": js.local_sgd(R, sync_every=24, delay=20)},
     "local_sgd(48)": lambda: {"sync": js.local_sgd(R, sync_every=48)},
+    "local_sgd(48, delay=40)": lambda: {"sync": js.local_sgd(R, sync_every=48, delay=40)},
     "sgp": lambda: {"sync": js.sgp(R)},
     "sgp, overlapped": lambda: {"sync": js.sgp(R, overlap=1)},
     "slowmo(12, 48)": lambda: {
         "sync": js.slowmo(R, base=js.local_sgd(R, sync_every=12), sync_every=48)
     },
     "diloco(48)": lambda: {"sync": js.diloco(R, sync_every=48)},
+    "diloco(48, delay=40)": lambda: {"sync": delayed_diloco(delay=40)},
+    "diloco(48, fragments=4, delay=8)": lambda: {"sync": delayed_diloco(fragments=4, delay=8)},
     "int8": lambda: {"gradients": js.all_reduce_gradients(R, hook=js.hooks.int8())},
 }
 BATCH = tuple(spread(x) for x in task.batch(rank))

@@ -91,6 +91,30 @@ class ScheduleSpec:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
+class BesideSpec:
+    """An exchange of several updates that a host can run as a program of its own beside them.
+
+    Attributes:
+      without: `without(phase)`: the phase without the events that send; the same phase if an update
+        sends nothing.
+      sent: `sent(state, phase)`: the part of the state that the events of this phase send.
+      exchange: `exchange(values)`: what the events of all updates together make of `sent`, also
+        if some of them have run; called inside the mapped axes, for one replica.
+      put: `put(state, phase, values)`: the state with `values` in the place of `sent`.
+      ends: `ends(phase)`: whether the update applies what its events and earlier ones have sent.
+      is_behind: `is_behind(state, t)` on the host, from the state of one replica: whether update t
+        expects that earlier updates have sent more than they did.
+    """
+
+    without: Callable[[Phase], Phase]
+    sent: Callable[[PyTree, Phase], PyTree]
+    exchange: Callable[[PyTree], PyTree]
+    put: Callable[[PyTree, Phase, PyTree], PyTree]
+    ends: Callable[[Phase], bool]
+    is_behind: Callable[[PyTree, int], bool]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
 class ExchangeSpec:
     """The exchange of a parameter transform, and functions for transforms that wrap it.
 
@@ -110,6 +134,7 @@ class ExchangeSpec:
       permit: `permit(state, y, others, axes) -> (allowed, state)`: called by a transform that wraps
         it before the wrapper's exchange over `axes`, which runs if all replicas allow it. None
         allows every exchange.
+      beside: the part of the exchange that may run beside several updates; None: there is none.
       wants_learning_rate: whether each update needs the optimizer's rate as `learning_rate=`.
     """
 
@@ -120,6 +145,7 @@ class ExchangeSpec:
     reset: Callable[[PyTree], PyTree] = lambda state: state
     settle: Callable[[PyTree, Callable[[PyTree], PyTree]], PyTree] = lambda state, move: state
     permit: Callable[[PyTree, PyTree, Others, Sequence[str]], tuple[Any, PyTree]] | None = None
+    beside: BesideSpec | None = None
     wants_learning_rate: bool = False
 
 

@@ -10,7 +10,8 @@ from small_runs import QUICK_COMPILER
 
 PROGRAM = Path(__file__).parent / "programs" / "train.py"
 REPLICAS, STEPS = 4, 12
-NAMES = ("all_reduce", "local_sgd", "sgp", "slowmo over sgp", "slowmo", "diloco")
+LATE = ("local_sgd, delayed", "slowmo, delayed", "diloco, in fragments")
+NAMES = ("all_reduce", "local_sgd", "sgp", "slowmo over sgp", "slowmo", "diloco", *LATE)
 # processes and devices of each
 SPREADS = {"4 x 1": (4, 1), "2 x 2": (2, 2), "1 x 4": (1, 4), "vmap": (1, 0)}
 
@@ -48,7 +49,7 @@ def test_losses_and_parameters_are_those_of_vmap(trained, name, spread):
 
 
 def test_the_algorithms_differ_and_train(trained):
-    """What is compared above is more than the same numbers six times."""
+    """What is compared above is more than the same numbers many times."""
     losses = {name: trained["vmap"][f"{name}/0/loss"] for name in NAMES}
     for i, name in enumerate(NAMES):
         assert losses[name].shape == (STEPS,)

@@ -7,6 +7,7 @@ backward pass.
 Source: Douillard et al., "Streaming DiLoCo with overlapping communication", 2025, section 3.3.
 """
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -61,9 +62,14 @@ def nothing_in_flight(values: PyTree) -> InFlight:
     return InFlight(zeros, one, jnp.ones_like(one), jnp.full([], NOTHING, jnp.int32))
 
 
+def updates_left(schedule: Every, t: Any) -> Any:
+    """Return the number of updates from update `t` to the next due one."""
+    return (schedule.start + schedule.offset - t) % schedule.k
+
+
 def within(schedule: Every, t: Any, delay: int) -> Any:
     """Return whether a due update is at most `delay - 1` updates after update `t`."""
-    left = (schedule.start + schedule.offset - t) % schedule.k
+    left = updates_left(schedule, t)
     return (left < delay) & (t + left > schedule.start)
 
 
@@ -90,8 +96,22 @@ def average_part(flight: InFlight, exchange: Exchange, delay: int) -> InFlight:
     values = packing_of(flight.values, exchange).through(
         averaged, flight.values, number, role="slow"
     )
-    parts = jnp.where(flight.parts < 0, flight.parts, flight.parts + 1)
+    # More than all parts are in a state that `average_all` has completed.
+    parts = jnp.where(flight.parts < 0, NOTHING, jnp.minimum(flight.parts + 1, delay))
     return flight._replace(values=values, parts=parts)
+
+
+def average_all(flight: InFlight, *, exchange: Exchange, delay: int) -> InFlight:
+    """Return what is in flight with all of its `delay` parts averaged, at once.
+
+    Communication: that of `mean_beside`, over `exchange.axis_name`, of each flat buffer of the
+      fragment.
+    """
+    # Parts that are a mean already keep it.
+    # A host exchanges for replicas that are no larger than a device, so nothing is laid out.
+    whole = flight._replace(parts=jnp.minimum(flight.parts, 0))
+    whole = average_part(whole, replace(exchange, param_specs=None), 1)
+    return whole._replace(parts=jnp.where(whole.parts < 0, NOTHING, delay).astype(jnp.int32))
 
 
 def arrived(flight: InFlight, exchange: Exchange) -> tuple[PyTree, jax.Array]:

@@ -10,7 +10,7 @@ from ..._support.types import Phase, PyTree
 from ...mesh import match_varying
 from ...transform import Exchange, phase_scope, replica_mean, run_if
 from ...tree import landing, subtracted, updates_to
-from ._delay import NOTHING, InFlight, arrived, average_part, within
+from ._delay import NOTHING, InFlight, arrived, average_part, updates_left, within
 from ._fragments import SEND, TAKE, Fragment
 from ._merge import merged
 from ._outer import Outer
@@ -34,9 +34,12 @@ class FragmentSteps(Outer):
     delay: int
     merge: float
 
-    @property
-    def options(self) -> tuple[tuple[str, ...], ...]:
-        """Return the events that may be due in one update."""
+    def options(self, phase: Phase | None) -> tuple[tuple[str, ...], ...]:
+        """Return the events that may be due in one update, or with a phase those that are."""
+        if phase is not None:
+            # Any of them: a host that exchanges beside its steps leaves out what sends.
+            events = tuple(x for x in (TAKE, SEND, SLOW) if self.fragment.event(x) in phase)
+            return (events,) if events else ()
         # The last part travels in the update of the slow step.
         return ((TAKE,), (SEND,), (SEND, SLOW)) if self.delay else ((SLOW,),)
 
@@ -48,24 +51,21 @@ class FragmentSteps(Outer):
             return within(self.schedule, t + 1, self.delay - 1)
         return self.schedule(t)
 
-    def is_due(self, events: tuple[str, ...], count: jax.Array, now: Now) -> bool | jax.Array:
-        """Return whether exactly these events are due, by the phase or by the counter."""
-        if now.phase is None:
-            return self.is_now(events, count)
-        names = set(map(self.fragment.event, (TAKE, SEND, SLOW)))
-        return tuple(e for e in now.phase if e in names) == self.named(events)
-
     def named(self, events: tuple[str, ...]) -> Phase:
         """Return these events of the fragment as they stand in phases."""
         return tuple(map(self.fragment.event, events))
 
     def own_phase(self, t: int) -> Phase:
         """Return the events of update `t`."""
-        return next((self.named(x) for x in self.options if self.is_now(x, t)), ())
+        return next((self.named(x) for x in self.options(None) if self.is_now(x, t)), ())
 
     def own_due(self, t: Any) -> Any:
         """Return whether the fragment exchanges anything in update `t`."""
         return within(self.schedule, t, self.delay) if self.delay else self.schedule(t)
+
+    def parts_before(self, t: int) -> int:
+        """Return how many parts of what is in flight were sent in the updates before `t`."""
+        return self.delay - 1 - updates_left(self.schedule, t) if self.own_due(t) else 0
 
     def after(self, events: tuple[str, ...], params: PyTree, now: Now, operand: Operand) -> Operand:
         """Return the operand after these events."""

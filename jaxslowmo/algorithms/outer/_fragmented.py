@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from ..._support.types import Phase, PyTree
 from ...mesh import specs_of_leaves
 from ...transform import (
+    BesideSpec,
     Carried,
     StatePlacement,
     carry_leaf,
@@ -20,7 +21,7 @@ from ...transform import (
     run_one_of,
 )
 from ._anchor import Anchor
-from ._delay import check_delay, check_turn, nothing_in_flight
+from ._delay import average_all, check_delay, check_turn, nothing_in_flight
 from ._fragment_steps import FragmentSteps, dropped
 from ._fragments import (
     SEND,
@@ -98,6 +99,49 @@ class Fragmented(Outer):
         return tuple(
             one.fragment.event(name) for one in self.turns() for name in (TAKE, SEND, SLOW)
         )
+
+    @property
+    def beside(self) -> BesideSpec | None:
+        """Return the exchange of a fragment as one program; None with devices that share it."""
+        # With devices that share a replica's work, its local steps hold collectives already, which
+        # the exchange would have to wait for.
+        if not self.delay or self.exchange.local_axis_name is not None:
+            return None
+        return BesideSpec(
+            without=lambda phase: tuple(event for event in phase if event not in self.sends),
+            sent=lambda state, phase: self.flights(state)[self.sender(phase)],
+            exchange=functools.partial(average_all, exchange=self.exchange, delay=self.delay),
+            put=self.with_flight,
+            ends=lambda phase: self.turns()[self.sender(phase)].fragment.event(SLOW) in phase,
+            is_behind=self.is_behind,
+        )
+
+    @property
+    def sends(self) -> list[str]:
+        """Return the event of each fragment in which it sends."""
+        return [one.fragment.event(SEND) for one in self.turns()]
+
+    def sender(self, phase: Phase) -> int:
+        """Return the number of the fragment that sends in a phase."""
+        return next(number for number, event in enumerate(self.sends) if event in phase)
+
+    def flights(self, state: OuterState) -> list[Any]:
+        """Return what each fragment has in flight."""
+        return [part.in_flight for part in views(len(self.turns()), state)]
+
+    def is_behind(self, state: OuterState, t: int) -> bool:
+        """Return whether a fragment has sent less of what is in flight than update `t` expects."""
+        # -1 stands for nothing in flight: the base refused the displacement, and none is expected.
+        return any(
+            0 <= int(flight.parts) < one.parts_before(t)
+            for one, flight in zip(self.turns(), self.flights(state), strict=True)
+        )
+
+    def with_flight(self, state: OuterState, phase: Phase, flight: Any) -> OuterState:
+        """Return the state with `flight` of the fragment that sends in `phase`."""
+        parts, number = views(len(self.turns()), state), self.sender(phase)
+        parts[number] = parts[number]._replace(in_flight=flight)
+        return joined(state, parts)
 
     def turns(self, params: PyTree | None = None) -> list[FragmentSteps]:
         """Return the outer optimizer of each fragment; without `params` for its schedule alone.
@@ -193,8 +237,8 @@ class Fragmented(Outer):
         dues: list[Any] = []
         for number, one in enumerate(turns):
             dues.append(False)
-            for events in one.options:
-                due = one.is_due(events, state.count, now)
+            for events in one.options(now.phase):
+                due = now.phase is not None or one.is_now(events, state.count)
                 dues[-1] = either(dues[-1], due)
                 which = len(branches)
                 branches.append(functools.partial(self._after, turns, number, events, params, now))

@@ -16,6 +16,7 @@ from ..._support.types import Phase, PyTree
 from ...collectives import all_mean, quotient, scaled
 from ...mesh import axis_names
 from ...transform import (
+    BesideSpec,
     Carried,
     Communicate,
     Every,
@@ -107,11 +108,17 @@ class Outer:
             shards_whole_leaves=cuts and self.exchange.param_specs is None,
             shard_specs=self.exchange.param_specs if cuts else None,
             wants_learning_rate=self.rate is not None and self.rate.is_passed,
+            beside=self.beside,
             shards=self.shards,
             carry=self.carry,
             like_on=self.like_on,
             shares=lambda state: base.shares(state.base),
         )
+
+    @property
+    def beside(self) -> BesideSpec | None:
+        """Return what a host may exchange beside several updates; see `ExchangeSpec.beside`."""
+        return None
 
     def own_phase(self, t: int) -> Phase:
         """Return the events of update `t` besides the base's."""

@@ -33,6 +33,14 @@ STEP_OPTIONS = {
         "sync": js.slowmo(R, base=js.local_sgd(R, sync_every=2), sync_every=4, shard_state=True)
     },
     "diloco": lambda: {"sync": js.diloco(R, sync_every=5)},
+    # With a process per replica these are sent beside the steps.
+    "local_sgd, delayed": lambda: {"sync": js.local_sgd(R, sync_every=4, delay=3, merge=0.25)},
+    "slowmo, delayed": lambda: {
+        "sync": js.slowmo(R, base=js.local_sgd(R, sync_every=3), sync_every=6, delay=5)
+    },
+    "diloco, in fragments": lambda: {
+        "sync": js.diloco(R, sync_every=6, fragments=2, delay=2, shard_state=False)
+    },
 }
 MODES = {"all_reduce": "traced", "slowmo": "traced"}  # of the others "host"
 

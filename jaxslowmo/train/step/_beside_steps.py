@@ -1,0 +1,132 @@
+"""The exchange of several updates as a program of its sync_state, beside the steps of CPU hosts.
+
+jax's CPU client lets each program wait for the last one that the same thread dispatched (measured
+with jax 0.10.2 and 0.12), so a second thread dispatches the exchange. Three rules keep it hidden,
+and processes from waiting for each other:
+
+- It reads a copy: a step that donates what an unfinished program reads waits for that program.
+- A step receives only its finished result, for which the host waits.
+- Its dispatch ends before the next step is dispatched, so all processes dispatch their collectives
+  in one order.
+"""
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
+
+import jax
+import jax.numpy as jnp
+
+from ..._support.types import AxisName, Phase, PyTree
+from ...mesh import AnyMesh, axis_names, map_replicas
+from ...transform import ParameterTransform
+from .._train_state import TrainState
+from ..batches import is_of_processes, processes_of
+from ._host_counts import ArrayNotes, counter_of, of_one_replica
+
+
+def runs_beside(mesh: AnyMesh, axis_name: AxisName) -> bool:
+    """Return whether an exchange can run beside steps on this mesh: each process is a CPU replica.
+
+    With more devices in a process or a replica, local steps hold collectives or share threads with
+    those of the exchange. On GPUs and TPUs the programs of a device run one after the other.
+    """
+    return (
+        is_of_processes(mesh)
+        and _holds_whole_replicas(mesh, axis_name)
+        and len(processes_of(mesh)) == mesh.size
+        and mesh.devices.flat[0].platform == "cpu"
+    )
+
+
+def _holds_whole_replicas(mesh: AnyMesh, axis_name: AxisName) -> bool:
+    """Return whether each device of the mesh is a replica."""
+    return set(mesh.shape) == set(axis_names(axis_name))
+
+
+class BesideSteps:
+    """The exchanges of one runner's transform, of which each serves several updates.
+
+    Where they can't run beside the steps, the steps' programs hold them. Then this only completes
+    one in a restored state whose earlier updates have sent less than those programs expect.
+
+    Args:
+      sync: the parameter transform, with an `ExchangeSpec.beside`.
+      mesh: the step's mesh.
+      axis_name: the replica axis, or several.
+    """
+
+    def __init__(self, sync: ParameterTransform, mesh: AnyMesh, axis_name: AxisName) -> None:
+        spec = sync.spec.exchange.beside
+        assert spec is not None, "only with one can an exchange run beside steps"
+        self._spec, self._sync = spec, sync
+        self._mesh, self._axis_name = mesh, axis_name
+        self._is_beside = runs_beside(mesh, axis_name)
+        # Results, finished or not, by the counters of the states whose updates they run beside.
+        self._results: ArrayNotes[PyTree] = ArrayNotes(room=2)
+
+    def phase(self, phase: Phase) -> Phase:
+        """Return the phase of an update's program: without what runs beside it."""
+        return self._spec.without(phase) if self._is_beside else phase
+
+    def before(self, state: TrainState, phase: Phase, t: int, *, is_own: bool) -> TrainState:
+        """Return the state for the program of an update, with the result if it is due.
+
+        Args:
+          state: the state before the update.
+          phase: the whole phase of the update.
+          t: the number of the update, from 1.
+          is_own: whether a step with the same runner made the state.
+
+        Communication: that of the exchange, in its first update and in the first one that a run
+          with a restored state makes.
+        """
+        if self._spec.without(phase) == phase:
+            return state
+        if not self._is_beside:
+            return state if is_own else self._completed(state, phase, t)
+        counter, sync_state = counter_of(state, self._sync), state.opt_state[-1]
+        result = self._results.get(counter)
+        if result is None:
+            result = self._started(self._spec.sent(sync_state, phase))
+            self._results.note(counter, result)
+        return self._with(result, state, phase) if self._spec.ends(phase) else state
+
+    def after(self, old: TrainState, new: TrainState, phase: Phase) -> None:
+        """Hand on what is under way to the state after the update."""
+        result = self._results.get(counter_of(old, self._sync))
+        if result is not None and not self._spec.ends(phase):
+            self._results.note(counter_of(new, self._sync), result)
+
+    def _started(self, sent: PyTree) -> PyTree:
+        """Return the result of an exchange, which may not be there yet."""
+        return self._thread.submit(self._exchange, self._copied(sent)).result()
+
+    def _with(self, result: PyTree, state: TrainState, phase: Phase) -> TrainState:
+        """Wait for the result of an exchange, and return the state with it."""
+        jax.block_until_ready(result)
+        sync_state = self._spec.put(state.opt_state[-1], phase, result)
+        return state._replace(opt_state=(*state.opt_state[:-1], sync_state))
+
+    def _completed(self, state: TrainState, phase: Phase, t: int) -> TrainState:
+        """Return a restored state in which as much was sent as the program of update `t` expects."""
+        sync_state = state.opt_state[-1]
+        is_behind = self._spec.is_behind(jax.tree.map(of_one_replica, sync_state), t)
+        if not is_behind or not _holds_whole_replicas(self._mesh, self._axis_name):
+            return state
+        return self._with(self._exchange(self._spec.sent(sync_state, phase)), state, phase)
+
+    @cached_property
+    def _thread(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(1, thread_name_prefix="jaxslowmo-exchange")
+
+    @cached_property
+    def _copied(self) -> Callable[[PyTree], PyTree]:
+        return jax.jit(lambda values: jax.tree.map(jnp.copy, values))
+
+    @cached_property
+    def _exchange(self) -> Callable[[PyTree], PyTree]:
+        exchange, axis = self._spec.exchange, self._axis_name
+        return jax.jit(
+            map_replicas(exchange, mesh=self._mesh, axis_name=axis, in_roles=("stacked",))
+        )
