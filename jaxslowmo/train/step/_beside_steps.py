@@ -10,6 +10,7 @@ and processes from waiting for each other:
   in one order.
 """
 
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
@@ -19,10 +20,10 @@ import jax.numpy as jnp
 
 from ..._support.types import AxisName, Phase, PyTree
 from ...mesh import AnyMesh, axis_names, map_replicas
-from ...transform import ParameterTransform
+from ...transform import BesideSpec
 from .._train_state import TrainState
 from ..batches import is_of_processes, processes_of
-from ._host_counts import ArrayNotes, counter_of, of_one_replica
+from ._step_states import of_one_replica
 
 
 def runs_beside(mesh: AnyMesh, axis_name: AxisName) -> bool:
@@ -51,32 +52,29 @@ class BesideSteps:
     one in a restored state whose earlier updates have sent less than those programs expect.
 
     Args:
-      sync: the parameter transform, with an `ExchangeSpec.beside`.
+      spec: what runs beside the steps, of the parameter transform.
       mesh: the step's mesh.
       axis_name: the replica axis, or several.
     """
 
-    def __init__(self, sync: ParameterTransform, mesh: AnyMesh, axis_name: AxisName) -> None:
-        spec = sync.spec.exchange.beside
-        assert spec is not None, "only with one can an exchange run beside steps"
-        self._spec, self._sync = spec, sync
-        self._mesh, self._axis_name = mesh, axis_name
+    def __init__(self, spec: BesideSpec, mesh: AnyMesh, axis_name: AxisName) -> None:
+        self._spec, self._mesh, self._axis_name = spec, mesh, axis_name
         self._is_beside = runs_beside(mesh, axis_name)
-        # Results, finished or not, by the counters of the states whose updates they run beside.
-        self._results: ArrayNotes[PyTree] = ArrayNotes(room=2)
+        # Results, finished or not, with the counters of the states whose updates they run beside.
+        self._under_way: list[tuple[weakref.ref[jax.Array], PyTree]] = []
 
     def phase(self, phase: Phase) -> Phase:
         """Return the phase of an update's program: without what runs beside it."""
         return self._spec.without(phase) if self._is_beside else phase
 
-    def before(self, state: TrainState, phase: Phase, t: int, *, is_own: bool) -> TrainState:
+    def before(self, state: TrainState, phase: Phase, t: int, *, is_known: bool) -> TrainState:
         """Return the state for the program of an update, with the result if it is due.
 
         Args:
           state: the state before the update.
           phase: the whole phase of the update.
           t: the number of the update, from 1.
-          is_own: whether a step with the same runner made the state.
+          is_known: whether a step with the same runner made the state.
 
         Communication: that of the exchange, in its first update and in the first one that a run
           with a restored state makes.
@@ -84,19 +82,28 @@ class BesideSteps:
         if self._spec.without(phase) == phase:
             return state
         if not self._is_beside:
-            return state if is_own else self._completed(state, phase, t)
-        counter, sync_state = counter_of(state, self._sync), state.opt_state[-1]
-        result = self._results.get(counter)
+            return state if is_known else self._completed(state, phase, t)
+        result = self._result_for(state)
         if result is None:
-            result = self._started(self._spec.sent(sync_state, phase))
-            self._results.note(counter, result)
+            result = self._started(self._spec.sent(state.opt_state[-1], phase))
+            self._note(state, result)
         return self._with(result, state, phase) if self._spec.ends(phase) else state
 
     def after(self, old: TrainState, new: TrainState, phase: Phase) -> None:
         """Hand on what is under way to the state after the update."""
-        result = self._results.get(counter_of(old, self._sync))
+        result = self._result_for(old)
         if result is not None and not self._spec.ends(phase):
-            self._results.note(counter_of(new, self._sync), result)
+            self._note(new, result)
+
+    def _result_for(self, state: TrainState) -> PyTree | None:
+        """Return the result of the exchange that runs beside the next update of a state."""
+        # Several states may be under way, if a user goes on from one twice.
+        counter = state.opt_state[-1].count
+        return next((result for ref, result in self._under_way if ref() is counter), None)
+
+    def _note(self, state: TrainState, result: PyTree) -> None:
+        alive = [entry for entry in self._under_way if entry[0]() is not None]
+        self._under_way = [*alive, (weakref.ref(state.opt_state[-1].count), result)]
 
     def _started(self, sent: PyTree) -> PyTree:
         """Return the result of an exchange, which may not be there yet."""

@@ -5,6 +5,7 @@ from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import jax
+import numpy as np
 import optax
 from jax.core import Tracer
 
@@ -17,7 +18,6 @@ from .._hyperparams import NumberPlaces, number_places, replace_numbers
 from .._train_state import StateLayout, TrainState, refuse_raw_keys
 from ..batches import Comparison, HostBatch, Placing, is_of_processes
 from ._beside_steps import BesideSteps
-from ._host_counts import ArrayNotes, HostCounts, counter_of
 from ._step_programs import (
     EVALUATE,
     Programs,
@@ -35,12 +35,30 @@ from ._step_states import (
     check_shards,
     check_state,
     forget,
+    of_one_replica,
     refuse_donated,
     refuse_non_state,
     refuse_state_of_another_step,
     refuse_unusable_window,
 )
 from .update import GradientWindow, Metrics, StepInputs, StepParts, WithResults
+
+
+class UpdateCounts(NamedTuple):
+    """The counters of a state.
+
+    Attributes:
+      updates: number of updates so far.
+      skipped: number of these whose exchange did not take place, an argument of `sync.phase`.
+    """
+
+    updates: int
+    skipped: int
+
+
+def counter_of(state: TrainState, sync: ParameterTransform | None) -> jax.Array:
+    """Return the counter of the parameter transform, or that of the steps if there is none."""
+    return state.step if sync is None else state.opt_state[-1].count
 
 
 class Room(NamedTuple):
@@ -53,6 +71,60 @@ class Room(NamedTuple):
 
     num_batches: int
     share: Share | None
+
+
+# `HostCounts` looks for entries of arrays that are gone when it has this many.
+_SMALLEST_ROOM = 64
+
+
+class HostCounts:
+    """Values of counters on the host, by the device array that holds the counter.
+
+    Reading a counter from the device waits for the step that computes it. Here each is read at most
+    once, and the counters of later states follow from it. An entry belongs to one array, so several
+    states, also in several threads, do not get mixed up; entries of arrays that are gone are
+    removed when there are many.
+    """
+
+    def __init__(self) -> None:
+        self._values: dict[int, tuple[weakref.ref[Any], Any]] = {}
+        self._room = _SMALLEST_ROOM
+
+    def get(self, array: Any) -> Any:
+        """Return the value of `array`; None if it was neither read nor noted."""
+        entry = self._values.get(id(array))
+        return entry[1] if entry is not None and entry[0]() is array else None
+
+    def of(self, state: TrainState, sync: ParameterTransform | None) -> UpdateCounts:
+        """Return the counts of a state; read them from the device if they were not noted.
+
+        Raises:
+          ValueError: a traced state, whose counter has no value.
+        """
+        counter = counter_of(state, sync)
+        if isinstance(counter, Tracer):
+            raise ValueError(
+                '`next_phase`, and with it every step with `mode`="host", reads the counter in '
+                "`state`, which has no value inside of jax.jit, lax.scan and the like: call it "
+                'outside, or use mode="traced", whose one program decides by itself.'
+            )
+        counts = self.get(counter)
+        if counts is None:
+            skipped = 0
+            if sync is not None and sync.skipped is not None:
+                skipped = int(sync.skipped(jax.tree.map(of_one_replica, state.opt_state[-1])))
+            counts = UpdateCounts(int(of_one_replica(counter)), skipped)
+            self.note(counter, counts)
+        return counts
+
+    def note(self, array: Any, value: UpdateCounts | Room) -> None:
+        """Store the value of an array, so that it need not be read from the device."""
+        if len(self._values) >= self._room:
+            # Not by a callback of each reference: Python discards what is raised in one, so a
+            # KeyboardInterrupt that arrived while it ran would be lost.
+            alive = {k: v for k, v in list(self._values.items()) if v[0]() is not None}
+            self._values, self._room = alive, max(2 * len(alive), _SMALLEST_ROOM)
+        self._values[id(array)] = weakref.ref(array), value
 
 
 Mode = Literal["traced", "host"]
@@ -84,10 +156,13 @@ class Runner:
         self.programs = Programs(parts, mesh, donate, self._warn)
         self.in_flight = StepsInFlight()
         self._counts = HostCounts()
-        self._rooms: ArrayNotes[Room] = ArrayNotes()  # of windows, by their counter
         self._beside: BesideSteps | None = None
-        if mode == "host" and parts.sync is not None and parts.sync.spec.exchange.beside is not None:
-            self._beside = BesideSteps(parts.sync, mesh, parts.axis_name)
+        if (
+            mode == "host"
+            and parts.sync is not None
+            and parts.sync.spec.exchange.beside is not None
+        ):
+            self._beside = BesideSteps(parts.sync.spec.exchange.beside, mesh, parts.axis_name)
         self._is_counting = False  # True once `next_phase` was called
         self._numbers: NumberPlaces | None = None  # None before the first state
         self._is_checked = False  # whether a state was checked
@@ -149,7 +224,7 @@ class Runner:
         leaves, structure = jax.tree.flatten(self.placing.share(inputs.batch, layout))
         self._collected = share = structure, tuple(leaves)
         if inputs.window is not None:
-            room = self._rooms.get(inputs.window.count) or Room(0, None)
+            room = self._counts.get(inputs.window.count) or Room(0, None)
         else:
             room = Room(0 if self.embeddings is None else num_batches, share)
             first = StepInputs(inputs.batch, inputs.weight)
@@ -160,7 +235,7 @@ class Runner:
         window, metrics, carry = self.run(task, layout, state, inputs)
         if room.num_batches and not isinstance(window.count, Tracer):
             left = room._replace(num_batches=room.num_batches - 1) if fits else room
-            self._rooms.note(window.count, left)
+            self._counts.note(window.count, left)
         self.ran(inputs, metrics)
         return window, metrics, carry
 
@@ -275,9 +350,9 @@ class Runner:
             new_state, metrics, carry = self.run(task, layout, state, inputs)
         else:
             phase, t = self.next_phase(state), self._counts.of(state, self.parts.sync).updates + 1
-            is_own = self._returned(state)
-            with_result = self._beside.before(state, phase, t, is_own=is_own)
-            if is_own:
+            is_known = self._returned(state)
+            with_result = self._beside.before(state, phase, t, is_known=is_known)
+            if is_known:
                 self.note(with_result, layout)
             new_state, metrics, carry = self.run(task, layout, with_result, inputs)
             self._beside.after(state, new_state, phase)

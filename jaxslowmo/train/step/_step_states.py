@@ -66,6 +66,14 @@ def check_state(
             check_remembered(*arguments, unknown=unknown, has_sam=has_sam)
 
 
+def of_one_replica(x: Any) -> Any:
+    """Return a counter, equal on all replicas, as a NumPy scalar; other leaves unchanged."""
+    if np.ndim(x) != 1 or not np.issubdtype(x.dtype, np.integer):
+        return x
+    local = x.addressable_data(0) if isinstance(x, jax.Array) else x
+    return np.asarray(local)[0]
+
+
 def _has_class(x: Any) -> bool:
     """Return whether `x` is a NamedTuple, whose class identifies an optimizer's state."""
     return hasattr(type(x), "_fields")

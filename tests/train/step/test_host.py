@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import jaxslowmo as js
-from jaxslowmo.train.step import _host_counts
+from jaxslowmo.train.step import _step_runner
 from support.exhaustive import sweep
 from train.step.problem import BATCHES, PARAMS, RATE, loss
 
@@ -33,7 +33,7 @@ class CountingNumpy:
 @pytest.mark.parametrize("mode", ["traced", "host"])
 def test_a_run_reads_the_counter_once(mode, monkeypatch):
     counting = CountingNumpy()
-    monkeypatch.setattr(_host_counts, "np", counting)
+    monkeypatch.setattr(_step_runner, "np", counting)
     step = js.make_train_step(
         loss,
         optax.sgd(RATE),
@@ -47,14 +47,14 @@ def test_a_run_reads_the_counter_once(mode, monkeypatch):
 
 
 def test_entries_of_arrays_that_are_gone_are_removed():
-    counts = _host_counts.HostCounts()
+    counts = _step_runner.HostCounts()
     kept = [jnp.int32(number) for number in range(3)]
     for number, array in enumerate(kept):
         counts.note(array, number)
     for number in range(1000):
         counts.note(jnp.int32(number), number)
     assert [counts.get(array) for array in kept] == [0, 1, 2]
-    assert len(counts._values) <= _host_counts._SMALLEST_ROOM
+    assert len(counts._values) <= _step_runner._SMALLEST_ROOM
 
 
 # Rounds of gossip: each exchange is a round of the graph's rotation, and a skipped one is none
