@@ -49,8 +49,8 @@ from ._replica_exchange import check_are_specs as check_are_specs
 from ._replica_exchange import check_axis_argument as check_axis_argument
 from ._replica_exchange import checked_bytes as checked_bytes
 from ._replica_exchange import checked_exchange as checked_exchange
-from ._spec import CheckpointSpec as CheckpointSpec
 from ._spec import BesideSpec as BesideSpec
+from ._spec import CheckpointSpec as CheckpointSpec
 from ._spec import ExchangeSpec as ExchangeSpec
 from ._spec import LayoutSpec as LayoutSpec
 from ._spec import NoExchangeState as NoExchangeState

@@ -5,7 +5,6 @@ from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import jax
-import numpy as np
 import optax
 from jax.core import Tracer
 

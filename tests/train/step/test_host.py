@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import jaxslowmo as js
-from jaxslowmo.train.step import _step_runner
+from jaxslowmo.train.step import _step_runner, _step_states
 from support.exhaustive import sweep
 from train.step.problem import BATCHES, PARAMS, RATE, loss
 
@@ -33,7 +33,7 @@ class CountingNumpy:
 @pytest.mark.parametrize("mode", ["traced", "host"])
 def test_a_run_reads_the_counter_once(mode, monkeypatch):
     counting = CountingNumpy()
-    monkeypatch.setattr(_step_runner, "np", counting)
+    monkeypatch.setattr(_step_states, "np", counting)
     step = js.make_train_step(
         loss,
         optax.sgd(RATE),
