@@ -116,7 +116,7 @@ class BesideSteps:
         return state._replace(opt_state=(*state.opt_state[:-1], sync_state))
 
     def _completed(self, state: TrainState, phase: Phase, t: int) -> TrainState:
-        """Return a restored state in which all is sent, if update `t` expects more than there is."""
+        """Send what a restored state has in flight, if update `t` expects more than was sent."""
         sync_state = state.opt_state[-1]
         is_behind = self._spec.is_behind(jax.tree.map(of_one_replica, sync_state), t)
         if not is_behind or not _holds_whole_replicas(self._mesh, self._axis_name):
