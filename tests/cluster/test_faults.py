@@ -22,10 +22,10 @@ TRAIN = (
 
 
 def test_a_run_whose_processes_are_killed_ends_as_if_none_had_been(tmp_path):
-    """Ten times, one at a time; `python tests/cluster/kills.py 50` does it more often."""
-    found = compare(tmp_path, 10, seed=0)
-    assert len(found) == 10
-    assert sum(kill.while_saving for kill in found) == 3
+    """Four times, one at a time; `python tests/cluster/kills.py 50` does it more often."""
+    found = compare(tmp_path, 4, seed=0)
+    assert len(found) == 4
+    assert sum(kill.while_saving for kill in found) == 1
     assert {kill.victim.split()[0] for kill in found} == {"trainer", "parent"}
 
 
