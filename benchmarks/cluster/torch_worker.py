@@ -1,7 +1,8 @@
-"""One torch process of the cluster benchmark: torch's own, FairScale's, and `torch_compat`."""
+"""One torch process of the cluster benchmark: torch's own, FairScale, torchft, `torch_compat`."""
 
 import os
 import platform
+import socket
 import sys
 from datetime import timedelta
 
@@ -65,6 +66,69 @@ def fairscale(model: torch.nn.Module) -> torch.nn.Module:
     )
 
 
+# Fragments, delay, and the port of the lighthouse, which knows the replicas of one variant.
+TORCHFT = {
+    "torchft DiLoCo(48)": (1, 0, 9821),
+    "torchft DiLoCo(48, delay=40)": (1, 40, 9822),
+    "torchft DiLoCo(48, fragments=4, delay=8)": (4, 8, 9823),
+}
+
+
+KEPT: list = []  # what would end if nobody referred to it
+
+
+def torchft(model: torch.nn.Sequential, optimizer: torch.optim.Optimizer, name: str) -> None:
+    """Let torchft synchronise the model in the optimizer's hooks, each host a replica."""
+    try:
+        import torchft as ft
+        from torchft.coordination import LighthouseServer
+        from torchft.local_sgd import DiLoCo
+    except ImportError as error:
+        raise ValueError(
+            f"not installed: .venv-bench/bin/python -m pip install torchft==0.2.0 ({error})"
+        ) from None
+    count, delay, port = TORCHFT[name]
+    if rank == 0:
+        KEPT.append(LighthouseServer(bind=f"0.0.0.0:{port}", min_replicas=world))
+    dist.barrier()
+    own = socket.gethostbyname(socket.gethostname())
+    store = dist.TCPStore(own, 0, is_master=True, wait_for_workers=False)
+    manager = ft.Manager(
+        pg=ft.ProcessGroupGloo(timeout=timedelta(seconds=60)),
+        load_state_dict=model.load_state_dict,
+        state_dict=model.state_dict,
+        min_replica_size=world,
+        use_async_quorum=False,
+        rank=0,
+        world_size=1,
+        store_addr=own,
+        store_port=store.port,
+        lighthouse_addr=f"http://{address}:{port}",
+        replica_id=f"host{rank}",
+        hostname=own,
+        init_sync=False,
+    )
+    layers = [layer for layer in model if isinstance(layer, torch.nn.Linear)]
+    first = len(layers) - count + 1
+    fragments = [torch.nn.Sequential(*layers[:first])]
+    fragments += [torch.nn.Sequential(layer) for layer in layers[first:]]
+    outer = [
+        torch.optim.SGD(part.parameters(), lr=0.7, momentum=0.9, nesterov=True)
+        for part in fragments
+    ]
+    # One all-reduce per fragment: with one per parameter it is slower.
+    diloco = DiLoCo(
+        manager,
+        fragments,
+        optimizer,
+        outer,
+        sync_every=48,
+        fragment_sync_delay=delay,
+        use_bucketization=True,
+    )
+    KEPT.append((store, diloco.__enter__()))
+
+
 OURS = {
     "torch_compat LocalSGD(12)": {"localsgd_frequency": 12, "slowmo_momentum": 0.0},
     "torch_compat SlowMo(12, 48)": {"localsgd_frequency": 12, "slowmo_frequency": 48},
@@ -82,6 +146,8 @@ def prepare(name: str):
         model = DistributedDataParallel(model)
     elif name.startswith("FairScale"):
         model = fairscale(model)
+    elif name in TORCHFT:
+        torchft(model, optimizer, name)
     elif name in OURS:
         model = SlowMoDistributedDataParallel(model, nprocs_per_node=1, **OURS[name])
     elif name.startswith("PostLocalSGD"):
