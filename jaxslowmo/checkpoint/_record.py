@@ -147,7 +147,8 @@ class Record:
         certain = self.axis_sizes is not None
         sizes = self.axis_sizes if self.axis_sizes is not None else like.axis_sizes
         automatic = frozenset(self.automatic)
-        return StatePlacement(self.replicas, sizes, automatic, certain, self.shards, form)
+        names = tuple(leaf.name for leaf in self.leaves)
+        return StatePlacement(self.replicas, sizes, automatic, certain, self.shards, form, names)
 
 
 def read_json(path: epath.Path) -> Any:

@@ -93,6 +93,14 @@ class Template:
             return self.structs
         return self.structs._replace(opt_state=(*rest, sync.like_on(sync_state, params, old)))
 
+    def is_divided_anew(self, saved: Record, old: StatePlacement) -> bool:
+        """Return whether the parameter transform divided its saved state into other parts."""
+        names = [leaf.name for leaf in saved.leaves]
+        if names == [leaf.name for leaf in self.record.leaves]:
+            return False
+        then = self.structs_on(old).opt_state[-1]
+        return leaf_names(then) != leaf_names(self.structs.opt_state[-1])
+
     def with_dtypes_of(self, saved: Record) -> "Template":
         """Return the template with the optimizer's dtypes after its first update, as saved.
 
@@ -196,7 +204,7 @@ def read(path: epath.Path, template: Template, saved_form: SavedFormLike = None)
     is_equal = [x.shape for x in record.leaves] == [x.shape for x in template.record.leaves]
     if old.is_certain or form is not None:
         is_equal = has_equal_layout(path, record, sync_state, template.stored, sync, old, new)
-    if old.replicas == new.replicas and is_equal:
+    if old.replicas == new.replicas and is_equal and not template.is_divided_anew(record, old):
         _check_leaves(path, record, template.record)
         arrays = _read(path, record, template.stored)
         return Reading(path, record, arrays, True, template, old, template.structs)

@@ -6,7 +6,7 @@ longer exists can be read.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -51,6 +51,8 @@ class StatePlacement:
       specs: the layout over automatic axes of leaves that the state holds shards of: a
         `PartitionSpec` for each leaf of the parameters, in order. None: that of the transform.
       form: form of the parameters on this placement; None if it is the current form.
+      names: names of the leaves of saved state, which tell what arguments of a transform made it;
+        () for a new run.
     """
 
     replicas: int
@@ -59,6 +61,12 @@ class StatePlacement:
     is_certain: bool = True
     specs: tuple[P, ...] | None = None
     form: SavedForm | None = None
+    names: tuple[str, ...] = ()
+
+    def inside(self, field: str) -> "StatePlacement":
+        """Return the placement of a state inside of another, with the names of its leaves."""
+        inner = [name.partition(f"/{field}/") for name in self.names]
+        return replace(self, names=tuple(name for _, found, name in inner if found))
 
     def size(self, axis_name: AxisName | None) -> int:
         """Return the number of positions along one or several axes; missing axes count as 1."""

@@ -119,8 +119,8 @@ def test_neighbours_of_up_to_30_mib_together_are_merged(emitted, compiler_option
 
 
 # By the number of hosts and the optimizer: the least share beside products of the backward pass.
-# AdamW hides the last buckets of one host itself.
-LEAST = {(1, "adamw"): 0.8, (4, "adamw"): 0.9, (1, "clipped"): 0.9, (4, "clipped"): 0.9}
+# On one host AdamW hides the last buckets itself: 22 % of the bytes travel beside its updates.
+LEAST = {(1, "adamw"): 0.75, (4, "adamw"): 0.9, (1, "clipped"): 0.9, (4, "clipped"): 0.9}
 
 
 @pytest.mark.exhaustive  # 25 s each

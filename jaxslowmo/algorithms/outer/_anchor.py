@@ -12,14 +12,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..._support.types import AxisName, PyTree
+from ..._support.types import PyTree
 from ...collectives import ShardLayout, all_gather_shards, local_shard, mean_to_shards, shard_layout
-from ...mesh import AnyMesh, axis_size, kept_with, map_replicas, model_axes
+from ...mesh import axis_size
 from ...transform import (
     BlockGroup,
     Exchange,
     Flats,
-    ParameterTransform,
     StatePlacement,
     TreePacking,
     carry_leaf,
@@ -102,14 +101,20 @@ class Anchor:
         """Return `tree` on placement `new`, with parts of the anchor's form joined and split."""
         if self.exchange is None and old.replicas == new.replicas:
             return tree
-        is_like_anchor = of_form(anchor)
+        return replaced(
+            anchor,
+            tree,
+            lambda x: self.split(self.join(x, params, old), params, new),
+            lambda x: carry_leaf(x, old, new),
+        )
 
-        def move(x: PyTree) -> PyTree:
-            if is_like_anchor(x):
-                return self.split(self.join(x, params, old), params, new)
-            return carry_leaf(x, old, new)
+    def types_on(self, params: PyTree, at: StatePlacement) -> Any:
+        """Return the types of the anchor of all replicas on placement `at`, on the host."""
 
-        return jax.tree.map(move, tree, is_leaf=is_like_anchor)
+        def of(x: Any) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct((at.replicas, *x.shape), at_least_float32(x.dtype))
+
+        return jax.tree.map(of, params)
 
     def like_on(self, anchor: PyTree, params: PyTree, at: StatePlacement, tree: PyTree) -> PyTree:
         """Return the types of `tree`, an anchor or a tree with parts of its form, on `at`."""
@@ -129,6 +134,17 @@ def of_form(anchor: PyTree) -> Callable[[PyTree], bool]:
         return (structure, [np.shape(leaf) for leaf in leaves]) == form
 
     return is_like_anchor
+
+
+def replaced(
+    anchor: PyTree,
+    tree: PyTree,
+    new: Callable[[PyTree], PyTree],
+    other: Callable[[Any], Any] = lambda x: x,
+) -> PyTree:
+    """Return `tree` with `new` of what is like the anchor, and with `other` of all other leaves."""
+    is_alike = of_form(anchor)
+    return jax.tree.map(lambda x: new(x) if is_alike(x) else other(x), tree, is_leaf=is_alike)
 
 
 def shards_state(
@@ -311,18 +327,21 @@ class ShardedAnchor(Anchor):
                 shards.append(shard.reshape(new.replicas, -1, layout.lanes))
         return tuple(shards)
 
-    def like_on(self, anchor: PyTree, params: PyTree, at: StatePlacement, tree: PyTree) -> PyTree:
-        """See `Anchor.like_on`."""
+    def types_on(self, params: PyTree, at: StatePlacement) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """See `Anchor.types_on`."""
         packing, parts = self._packing_on(at, params), at.size(self.exchange.local_axis_name)
         # Each device of a group has its own shards, which are stored one after another.
-        shards = tuple(
+        return tuple(
             jax.ShapeDtypeStruct((at.replicas, group.num_blocks * s.rows, s.lanes), buffer.dtype)
             for group, plan in zip(packing.groups, packing.plans, strict=True)
             for s, buffer in zip(_layouts(plan, at, parts), plan.buffers, strict=True)
         )
+
+    def like_on(self, anchor: PyTree, params: PyTree, at: StatePlacement, tree: PyTree) -> PyTree:
+        """See `Anchor.like_on`."""
+        shards = self.types_on(params, at)
         # The outer optimizer's state for the shards (momentum) is split in the same way.
-        is_shards = of_form(anchor)
-        return jax.tree.map(lambda x: shards if is_shards(x) else x, tree, is_leaf=is_shards)
+        return replaced(anchor, tree, lambda _: shards)
 
     def _packing_on(self, at: StatePlacement, params: PyTree) -> TreePacking:
         """Return the plan of the shards on the mesh of `at`, which may no longer exist."""
@@ -344,48 +363,3 @@ def _joined(by_group: Flats) -> tuple[jax.Array, ...]:
 
 def _layouts(plan: BufferPlan, at: StatePlacement, parts: int) -> list[ShardLayout]:
     return [shard_layout(b.num_elements, at.replicas, num_parts=parts) for b in plan.buffers]
-
-
-def read_anchor(
-    sync: ParameterTransform,
-    state: PyTree,
-    stacked_params: PyTree,
-    *,
-    mesh: AnyMesh,
-    axis_name: AxisName = "replica",
-) -> PyTree:
-    """Return the anchor of `slowmo` or `diloco` as a float32 tree like the parameters.
-
-    Args:
-      sync: the transform that made the state.
-      state: its stacked state; in a `TrainState`, `state.opt_state[-1]`.
-      stacked_params: the parameters, leaves `(replicas, *s)`; only shapes and dtypes matter.
-      mesh: the mesh on which the parameters are placed.
-      axis_name: the replica axis.
-
-    Returns:
-      Tree of `(replicas, *s)`; it is equal on all replicas unless `exact_average=False`, where
-      each replica has a different anchor.
-
-    Raises:
-      ValueError: a transform without an anchor.
-
-    Communication: one all-gather of a sharded anchor over `axis_name`; none for a whole anchor.
-    """
-    if sync.anchor is None:
-        raise ValueError("`sync` must be made by js.slowmo or js.diloco: others have no anchor.")
-    # This needs a program, since this host does not hold the shards of other processes.
-    automatic = model_axes(stacked_params, mesh, axis_name)
-
-    def compiled(anchor: Callable[[PyTree, PyTree], PyTree]) -> Callable[[PyTree, PyTree], PyTree]:
-        return jax.jit(
-            map_replicas(
-                anchor,
-                mesh=mesh,
-                axis_name=axis_name,
-                in_roles=("stacked", "stacked"),
-                automatic=automatic,
-            )
-        )
-
-    return kept_with(sync.anchor, (mesh, axis_name, automatic), compiled)(state, stacked_params)

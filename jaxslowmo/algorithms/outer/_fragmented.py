@@ -9,12 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from ..._support.types import Phase, PyTree
-from ...mesh import specs_of_leaves
 from ...transform import (
     BesideSpec,
-    Carried,
-    StatePlacement,
-    carry_leaf,
     either,
     layouts_known,
     run_if,
@@ -31,8 +27,9 @@ from ._fragments import (
     check_fragments,
     check_period,
     divided,
+    exchange_of,
     joined,
-    of_fragment,
+    keys_in,
     views,
 )
 from ._merge import check_merge
@@ -127,7 +124,7 @@ class Fragmented(Outer):
 
     def flights(self, state: OuterState) -> list[Any]:
         """Return what each fragment has in flight."""
-        return [part.in_flight for part in views(len(self.turns()), state)]
+        return [part.in_flight for part in views(keys_in(len(self.turns()), state), state)]
 
     def is_behind(self, state: OuterState, t: int) -> bool:
         """Return whether a fragment has sent less of what is in flight than update `t` expects."""
@@ -139,9 +136,19 @@ class Fragmented(Outer):
 
     def with_flight(self, state: OuterState, phase: Phase, flight: Any) -> OuterState:
         """Return the state with `flight` of the fragment that sends in `phase`."""
-        parts, number = views(len(self.turns()), state), self.sender(phase)
+        keys, number = keys_in(len(self.turns()), state), self.sender(phase)
+        parts = views(keys, state)
         parts[number] = parts[number]._replace(in_flight=flight)
-        return joined(state, parts)
+        return joined(state, keys, parts)
+
+    @property
+    def has_flight(self) -> bool:
+        """Return whether states hold what is in flight."""
+        return self.delay > 0
+
+    def divided(self, params: PyTree) -> tuple[Fragment, ...]:
+        """Return the fragments of these parameters."""
+        return divided(self.owner, self.fragments, params)
 
     def turns(self, params: PyTree | None = None) -> list[FragmentSteps]:
         """Return the outer optimizer of each fragment; without `params` for its schedule alone.
@@ -151,7 +158,7 @@ class Fragmented(Outer):
             `params`, it is that of a function, and no state was made yet.
         """
         if params is not None:
-            parts: Sequence[Fragment] = divided(self.owner, self.fragments, params)
+            parts = self.divided(params)
             self.counted["fragments"] = len(parts)
             check_period(self.owner, len(parts), self.schedule)
             check_turn(self.owner, self.delay, len(parts), self.schedule)
@@ -162,7 +169,7 @@ class Fragmented(Outer):
                     f"{self.owner}: `fragments` is a function, so their number is known once a "
                     "state was made: call `init` before phases are asked for."
                 )
-            parts = [Fragment(number, None if count == 1 else ()) for number in range(count)]
+            parts = tuple(Fragment(i, None if count == 1 else ()) for i in range(count))
         common = {f.name: getattr(self, f.name) for f in fields(Outer)}
         return [self._turn(part, len(parts), params, common) for part in parts]
 
@@ -170,9 +177,8 @@ class Fragmented(Outer):
         self, fragment: Fragment, count: int, params: PyTree | None, common: dict[str, Any]
     ) -> FragmentSteps:
         exchange, schedule = self.exchange, self.schedule
-        if fragment.places is not None and exchange.param_specs is not None and params is not None:
-            specs = specs_of_leaves(exchange.param_specs, params)
-            exchange = replace(exchange, param_specs=[specs[i] for i in fragment.places])
+        if params is not None:
+            exchange = exchange_of(fragment, exchange, params)
         offset = schedule.offset + (fragment.number + 1) * schedule.k // count
         of_fragment = {"exchange": exchange, "schedule": replace(schedule, offset=offset)}
         return FragmentSteps(
@@ -189,20 +195,21 @@ class Fragmented(Outer):
 
     def first_state(self, params: PyTree, store: Callable[[Anchor, PyTree], Any]) -> OuterState:
         """Return the first state, with anchors that `store` makes."""
-        states = []
-        for one in self.turns(params):
+        turns, states = self.turns(params), []
+        for one in turns:
             leaves = one.fragment.of(params)
             # The base has all leaves, and one state.
             state = replace(one, base=ALONE).first_state(leaves, store)
             flight = nothing_in_flight(leaves) if self.delay else ()
             states.append(state._replace(in_flight=flight))
         with layouts_known():
-            return joined(states[0]._replace(base=self.base.init(params)), states)
+            state = states[0]._replace(base=self.base.init(params))
+        return joined(state, keys_of(turns), states)
 
     def whole_anchor(self, state: OuterState, params: PyTree) -> PyTree:
         """Return the anchor of all fragments as a tree like `params`; see `LayoutSpec.anchor`."""
         whole, turns = params, self.turns(params)
-        for one, part in zip(turns, views(len(turns), state), strict=True):
+        for one, part in zip(turns, views(keys_of(turns), state), strict=True):
             anchor = one.anchor.restore(part.anchor, one.fragment.of(params))
             whole = one.fragment.put(whole, anchor)
         return whole
@@ -229,9 +236,9 @@ class Fragmented(Outer):
         del base_phase
         updates, others, state = based(operand, now.communicate)
         turns = self.turns(params)
-        parts = views(len(turns), state)
+        parts = views(keys_of(turns), state)
         observed = [one.observed(part, now.rate) for one, part in zip(turns, parts, strict=True)]
-        state = joined(state, observed)
+        state = joined(state, keys_of(turns), observed)
         index: int | jax.Array = 0
         branches: list[Callable[[Operand], Operand]] = [lambda operand: operand]
         dues: list[Any] = []
@@ -256,12 +263,12 @@ class Fragmented(Outer):
         if now.communicate is True or not self.delay:
             return operand
         updates, others, state = operand
-        parts = views(len(turns), state)
+        parts = views(keys_of(turns), state)
         for number, due in enumerate(dues):
             is_missed = jnp.logical_and(due, jnp.logical_not(now.communicate))
             flight = dropped(parts[number].in_flight, is_missed)
             parts[number] = parts[number]._replace(in_flight=flight)
-        return updates, others, joined(state, parts)
+        return updates, others, joined(state, keys_of(turns), parts)
 
     def _after(
         self,
@@ -274,33 +281,13 @@ class Fragmented(Outer):
     ) -> Operand:
         """Return the operand, with the state of all fragments, after events of one."""
         updates, others, state = operand
-        parts = views(len(turns), state)
+        parts = views(keys_of(turns), state)
         after = turns[number].after(events, params, now, (updates, others, parts[number]))
         updates, others, parts[number] = after
-        return updates, others, joined(state._replace(base=parts[number].base), parts)
+        state = state._replace(base=parts[number].base)
+        return updates, others, joined(state, keys_of(turns), parts)
 
-    def carry(
-        self, state: OuterState, params: PyTree, old: StatePlacement, new: StatePlacement
-    ) -> Carried:
-        """Return the state on another placement; see `CheckpointSpec.carry`."""
-        base = self.base.carry(state.base, params, old, new)
-        turns, after, notes = self.turns(params), [], ()
-        for one, part in zip(turns, views(len(turns), state), strict=True):
-            places = [of_fragment(self.owner, one.fragment, at) for at in (old, new)]
-            alone = replace(one, base=ALONE)
-            carried, notes = alone.carry(part, one.fragment.of(params), *places)
-            # Replicas' parameters are all the consensus now, and so is what they had taken:
-            # averaging again what was averaged changes nothing.
-            flight = jax.tree.map(lambda x: carry_leaf(x, old, new), part.in_flight)
-            after.append(carried._replace(in_flight=flight))
-        return Carried(joined(after[0]._replace(base=base.state), after), (*notes, *base.notes))
 
-    def like_on(self, state: OuterState, params: PyTree, at: StatePlacement) -> OuterState:
-        """Return the types of the state on placement `at`; see `CheckpointSpec.like_on`."""
-        turns, after = self.turns(params), []
-        for one, part in zip(turns, views(len(turns), state), strict=True):
-            place = of_fragment(self.owner, one.fragment, at)
-            like = replace(one, base=ALONE).like_on(part, one.fragment.of(params), place)
-            after.append(like._replace(in_flight=part.in_flight))
-        base = self.base.like_on(state.base, params, at)
-        return joined(state._replace(base=base), after)
+def keys_of(turns: Sequence[FragmentSteps]) -> list[str]:
+    """Return the keys of fragments in states; none for a single one."""
+    return [one.fragment.key for one in turns] if len(turns) > 1 else []

@@ -1,6 +1,7 @@
 """Fragments: parts of a model whose slow steps are due at different times of one period."""
 
 import itertools
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,7 +11,8 @@ import numpy as np
 
 from ..._support.checks import checked_int
 from ..._support.types import PyTree
-from ...transform import Every, StatePlacement
+from ...mesh import specs_of_leaves
+from ...transform import Every, Exchange, StatePlacement
 from ...tree import leaf_names
 from ._state import OuterState
 
@@ -48,6 +50,18 @@ class Fragment:
             all_leaves[place] = leaf
         return treedef.unflatten(all_leaves)
 
+    @property
+    def key(self) -> str:
+        """Return its name in states, which tells its leaves: "1:4-7,9" of fragment 1."""
+        # So a checkpoint tells how its parameters were divided.
+        runs: list[list[int]] = []
+        for place in self.places or ():
+            if runs and place == runs[-1][-1] + 1:
+                runs[-1][1:] = [place]
+            else:
+                runs.append([place])
+        return f"{self.number}:" + ",".join("-".join(map(str, run)) for run in runs)
+
     def event(self, name: str) -> str:
         """Return the name of an event of this fragment: "slow", or "slow 1" of several."""
         return name if self.places is None else f"{name} {self.number}"
@@ -56,22 +70,70 @@ class Fragment:
 ALL_LEAVES = Fragment()
 
 
-def views(count: int, state: OuterState) -> list[OuterState]:
-    """Return the state of each of `count` fragments, with the base's state in each."""
-    if count == 1:
+def keys_in(count: int, state: OuterState) -> list[str]:
+    """Return the keys of `count` fragments in a state, in their order; none for a single one."""
+    return [] if count == 1 else sorted(state.anchor, key=lambda key: int(key.split(":")[0]))
+
+
+def views(keys: Sequence[str], state: OuterState) -> list[OuterState]:
+    """Return the state of each fragment, with the base's state in each."""
+    if not keys:
         return [state]
-    flights = state.in_flight or ((),) * count
-    parts = zip(state.anchor, state.outer, flights, strict=True)
-    return [state._replace(anchor=a, outer=o, in_flight=f) for a, o, f in parts]
+    return [
+        state._replace(
+            anchor=state.anchor[key],
+            outer=state.outer[key],
+            in_flight=state.in_flight[key] if state.in_flight else (),
+        )
+        for key in keys
+    ]
 
 
-def joined(state: OuterState, parts: Sequence[OuterState]) -> OuterState:
+def joined(state: OuterState, keys: Sequence[str], parts: Sequence[OuterState]) -> OuterState:
     """Return `state` with the anchors, outer states and values in flight of its fragments."""
-    if len(parts) == 1:
+    if not keys:
         anchor, outer, flight = parts[0].anchor, parts[0].outer, parts[0].in_flight
         return state._replace(anchor=anchor, outer=outer, in_flight=flight)
     anchors, outers, flights = zip(*[(x.anchor, x.outer, x.in_flight) for x in parts], strict=True)
-    return state._replace(anchor=anchors, outer=outers, in_flight=flights if any(flights) else ())
+    return state._replace(
+        anchor=dict(zip(keys, anchors, strict=True)),
+        outer=dict(zip(keys, outers, strict=True)),
+        in_flight=dict(zip(keys, flights, strict=True)) if any(flights) else (),
+    )
+
+
+def fragments_named(names: Sequence[str], num_leaves: int) -> tuple[Fragment, ...]:
+    """Return the fragments of a saved state from the names of its leaves.
+
+    Args:
+      names: names of the leaves below the anchor.
+      num_leaves: the number of leaves of the parameters.
+    """
+    keys = dict.fromkeys(name.split("/")[0] for name in names)
+    found = [_from_key(key) for key in keys if re.fullmatch(_KEY, key)]
+    places = [place for fragment in found for place in fragment.places or ()]
+    # Parameters of the user's may have such names by accident, but not for each leaf once.
+    if len(found) != len(keys) or sorted(places) != list(range(num_leaves)):
+        return (ALL_LEAVES,)
+    return tuple(sorted(found, key=lambda fragment: fragment.number))
+
+
+_KEY = r"\d+:\d+(-\d+)?(,\d+(-\d+)?)*"
+
+
+def _from_key(key: str) -> Fragment:
+    number, _, runs = key.partition(":")
+    ends = [[int(x) for x in run.split("-")] for run in runs.split(",")]
+    places = tuple(place for run in ends for place in range(run[0], run[-1] + 1))
+    return Fragment(int(number), places)
+
+
+def exchange_of(fragment: Fragment, exchange: Exchange, params: PyTree) -> Exchange:
+    """Return an exchange of all parameters as one of a fragment's leaves."""
+    if fragment.places is None or exchange.param_specs is None:
+        return exchange
+    specs = specs_of_leaves(exchange.param_specs, params)
+    return replace(exchange, param_specs=[specs[i] for i in fragment.places])
 
 
 def of_fragment(owner: str, fragment: Fragment, at: StatePlacement) -> StatePlacement:

@@ -24,7 +24,6 @@ from ...transform import (
     Others,
     ParameterTransform,
     StatePlacement,
-    carry_leaf,
     decide,
     either,
     increment,
@@ -40,6 +39,8 @@ from ...transform import (
 )
 from ...tree import added, apply_exactly, landing, subtracted, updates_to
 from ._anchor import Anchor, ShardedAnchor
+from ._fragments import ALL_LEAVES, Fragment, exchange_of
+from ._moved import carried, like_on
 from ._state import ALONE, NO_RATE, SLOW, Now, Operand, OuterRate, OuterState
 
 
@@ -370,25 +371,26 @@ class Outer:
         allowed, base_state = self.base.permit(state.base, y, others, axes)
         return allowed, state._replace(base=base_state)
 
+    @property
+    def has_flight(self) -> bool:
+        """Return whether states hold what is in flight."""
+        return False
+
+    def divided(self, params: PyTree) -> tuple[Fragment, ...]:
+        """Return the fragments of these parameters: all leaves are one."""
+        del params
+        return (ALL_LEAVES,)
+
+    def anchor_of(self, fragment: Fragment, params: PyTree) -> Anchor:
+        """Return the storage of a fragment's anchor."""
+        return replace(self, exchange=exchange_of(fragment, self.exchange, params)).anchor
+
     def carry(
         self, state: OuterState, params: PyTree, old: StatePlacement, new: StatePlacement
     ) -> Carried:
         """Return the state on another placement; see `CheckpointSpec.carry`."""
-        move = functools.partial(self.anchor.carried, state.anchor, params, old, new)
-        base = self.base.carry(state.base, params, old, new)
-        count = carry_leaf(state.count, old, new)
-        note = (
-            "Each replica had an anchor and slow momentum of its own (`exact_average=False`): they "
-            "were averaged."
-            if self.anchor.exchange is None
-            else "The anchor and the state of the outer optimizer (slow momentum) are kept exactly."
-        )
-        carried = OuterState(count, move(state.anchor), move(state.outer), base.state)
-        return Carried(carried, (note, *base.notes))
+        return carried(self, state, params, old, new)
 
     def like_on(self, state: OuterState, params: PyTree, at: StatePlacement) -> OuterState:
         """Return the types of the state on placement `at`; see `CheckpointSpec.like_on`."""
-        # Counters have one type on every mesh; trees of the anchor's form are split as it is.
-        like = functools.partial(self.anchor.like_on, state.anchor, params, at)
-        base = self.base.like_on(state.base, params, at)
-        return OuterState(state.count, like(state.anchor), like(state.outer), base)
+        return like_on(self, state, params, at)

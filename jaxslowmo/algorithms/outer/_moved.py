@@ -1,0 +1,210 @@
+"""Outer states on other replicas, and divided into other fragments, on the host."""
+
+import functools
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..._support.types import PyTree
+from ...transform import Carried, ParameterTransform, StatePlacement, carry_leaf, stacked
+from ...tree import at_least_float32
+from ._anchor import Anchor, of_form, replaced
+from ._delay import NOTHING, InFlight
+from ._fragments import Fragment, fragments_named, joined, of_fragment, views
+from ._state import OuterState
+
+
+class Divided(Protocol):
+    """What is needed of an outer optimizer; see `Outer`."""
+
+    owner: str
+    base: ParameterTransform
+
+    @property
+    def has_flight(self) -> bool: ...
+
+    def divided(self, params: PyTree) -> tuple[Fragment, ...]: ...
+
+    def anchor_of(self, fragment: Fragment, params: PyTree) -> Anchor: ...
+
+
+def like_on(outer: Divided, state: OuterState, params: PyTree, at: StatePlacement) -> OuterState:
+    """Return the types of a state on placement `at`; see `CheckpointSpec.like_on`."""
+    base = outer.base.like_on(state.base, params, at.inside("base"))
+    state, now, then = (
+        state._replace(base=base),
+        outer.divided(params),
+        _fragments(outer, params, at),
+    )
+    own = views(_keys(now), state)
+    has_flight = any(name.startswith("in_flight/") for name in _own_names(at))
+    parts: list[OuterState] = []
+    for number, fragment in enumerate(then):
+        leaves, place = fragment.of(params), of_fragment(outer.owner, fragment, at)
+        types = outer.anchor_of(fragment, params)
+        if then == now:
+            like = functools.partial(types.like_on, own[number].anchor, leaves, place)
+            part = own[number]._replace(
+                anchor=like(own[number].anchor), outer=like(own[number].outer)
+            )
+        else:
+            # The outer optimizer is the same, so its state differs where it is like the anchor.
+            new = types.types_on(leaves, place)
+            part = own[0]._replace(
+                anchor=new, outer=replaced(own[0].anchor, own[0].outer, lambda _, new=new: new)
+            )
+        if (at.names and has_flight != outer.has_flight) or then != now:
+            part = part._replace(in_flight=_flight_types(leaves, at) if has_flight else ())
+        parts.append(part)
+    return joined(state, _keys(then), parts)
+
+
+def carried(
+    outer: Divided, state: OuterState, params: PyTree, old: StatePlacement, new: StatePlacement
+) -> Carried:
+    """Return a state on another placement; see `CheckpointSpec.carry`."""
+    base = outer.base.carry(state.base, params, old.inside("base"), new.inside("base"))
+    now, then = outer.divided(params), _fragments(outer, params, old)
+    count, parts = carry_leaf(state.count, old, new), views(_keys(then), state)
+    anchors = _anchors(outer, then, params)
+    note = (
+        "Each replica had an anchor and slow momentum of its own (`exact_average=False`): they "
+        "were averaged."
+        if anchors[0].exchange is None
+        else "The anchor and the state of the outer optimizer (slow momentum) are kept exactly."
+    )
+    if then == now:
+        after = [
+            _on(outer, fragment, anchor, part, params, old, new)
+            for fragment, anchor, part in zip(now, anchors, parts, strict=True)
+        ]
+    else:
+        after = _divided_anew(outer, then, now, parts, params, old, new)
+        note += f" They were divided into {len(then)} fragments, and are into {len(now)} now."
+    if bool(parts[0].in_flight) != outer.has_flight or then != now:
+        flights = [_no_flight(fragment.of(params), new) for fragment in now]
+        after = [
+            part._replace(in_flight=flight if outer.has_flight else ())
+            for part, flight in zip(after, flights, strict=True)
+        ]
+        if parts[0].in_flight:
+            note += " What was in flight is dropped."
+    moved = joined(after[0]._replace(count=count, base=base.state), _keys(now), after)
+    return Carried(moved, (note, *base.notes))
+
+
+def _on(
+    outer: Divided,
+    fragment: Fragment,
+    anchor: Anchor,
+    part: OuterState,
+    params: PyTree,
+    old: StatePlacement,
+    new: StatePlacement,
+) -> OuterState:
+    """Return the state of one fragment on another placement."""
+    places = [of_fragment(outer.owner, fragment, at) for at in (old, new)]
+    move = functools.partial(anchor.carried, part.anchor, fragment.of(params), *places)
+    # Replicas' parameters are all the consensus now, and so is what they had taken: averaging again
+    # what was averaged changes nothing.
+    flight = jax.tree.map(lambda x: carry_leaf(x, old, new), part.in_flight)
+    return part._replace(anchor=move(part.anchor), outer=move(part.outer), in_flight=flight)
+
+
+def _divided_anew(
+    outer: Divided,
+    then: Sequence[Fragment],
+    now: Sequence[Fragment],
+    parts: Sequence[OuterState],
+    params: PyTree,
+    old: StatePlacement,
+    new: StatePlacement,
+) -> list[OuterState]:
+    """Return the states of the fragments `now`, from those of the fragments `then`."""
+    # Of every tree like the anchor, such as momentum, each leaf by its position.
+    tables: list[dict[int, np.ndarray]] = []
+    home: dict[int, OuterState] = {}
+    for fragment, anchor, part in zip(then, _anchors(outer, then, params), parts, strict=True):
+        leaves, place = fragment.of(params), of_fragment(outer.owner, fragment, old)
+        places = _places(fragment, params)
+        home.update(dict.fromkeys(places, part))
+        for number, tree in enumerate(_alike(part)):
+            tables += [{} for _ in range(number + 1 - len(tables))]
+            values = jax.tree.leaves(anchor.join(tree, leaves, place))
+            tables[number].update(zip(places, values, strict=True))
+    after = []
+    for fragment, anchor in zip(now, _anchors(outer, now, params), strict=True):
+        leaves, place = fragment.of(params), of_fragment(outer.owner, fragment, new)
+        places = _places(fragment, params)
+        cut = [
+            anchor.split(
+                jax.tree.structure(leaves).unflatten([table[i] for i in places]), leaves, place
+            )
+            for table in tables
+        ]
+        rest, part = iter(cut[1:]), home[places[0]]
+        moved = replaced(
+            part.anchor,
+            part.outer,
+            lambda _, rest=rest: next(rest),
+            lambda x: carry_leaf(x, old, new),
+        )
+        after.append(part._replace(anchor=cut[0], outer=moved))
+    return after
+
+
+def _alike(part: OuterState) -> list[PyTree]:
+    """Return the anchor of a fragment, and the trees like it in its outer state."""
+    is_alike = of_form(part.anchor)
+    trees = jax.tree.leaves(part.outer, is_leaf=is_alike)
+    return [part.anchor, *filter(is_alike, trees)]
+
+
+def _places(fragment: Fragment, params: PyTree) -> Sequence[int]:
+    return range(len(jax.tree.leaves(params))) if fragment.places is None else fragment.places
+
+
+def _anchors(outer: Divided, fragments: Sequence[Fragment], params: PyTree) -> list[Anchor]:
+    return [outer.anchor_of(fragment, params) for fragment in fragments]
+
+
+def _keys(fragments: Sequence[Fragment]) -> list[str]:
+    return [fragment.key for fragment in fragments] if len(fragments) > 1 else []
+
+
+def _fragments(outer: Divided, params: PyTree, at: StatePlacement) -> tuple[Fragment, ...]:
+    """Return the fragments of a state on placement `at`; those of `outer` for a new run."""
+    names = [name.removeprefix("anchor/") for name in _own_names(at) if name.startswith("anchor/")]
+    if not names:
+        return outer.divided(params)
+    return fragments_named(names, len(jax.tree.leaves(params)))
+
+
+def _own_names(at: StatePlacement) -> list[str]:
+    """Return the names of leaves of the outermost outer state, from its fields on."""
+    found = []
+    for name in at.names:
+        parts = name.split("/")
+        first = next((i for i, x in enumerate(parts) if x in ("anchor", "in_flight", "base")), None)
+        if first is not None and parts[first] != "base":
+            found.append("/".join(parts[first:]))
+    return found
+
+
+def _flight_types(leaves: PyTree, at: StatePlacement) -> InFlight:
+    def of(x: Any, dtype: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((at.replicas, *x.shape), dtype)
+
+    one = jax.ShapeDtypeStruct((at.replicas,), jnp.float32)
+    values = jax.tree.map(lambda x: of(x, at_least_float32(x.dtype)), leaves)
+    return InFlight(values, one, one, jax.ShapeDtypeStruct((at.replicas,), jnp.int32))
+
+
+def _no_flight(leaves: PyTree, new: StatePlacement) -> InFlight:
+    types = _flight_types(leaves, new)
+    values = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), types.values)
+    one = stacked(np.ones([], np.float32), new)
+    return InFlight(values, one, one, stacked(np.full([], NOTHING, np.int32), new))

@@ -1,0 +1,54 @@
+"""The anchor of an outer optimizer, read from its state on the devices."""
+
+from collections.abc import Callable
+
+import jax
+
+from ..._support.types import AxisName, PyTree
+from ...mesh import AnyMesh, kept_with, map_replicas, model_axes
+from ...transform import ParameterTransform
+
+
+def read_anchor(
+    sync: ParameterTransform,
+    state: PyTree,
+    stacked_params: PyTree,
+    *,
+    mesh: AnyMesh,
+    axis_name: AxisName = "replica",
+) -> PyTree:
+    """Return the anchor of `slowmo` or `diloco` as a float32 tree like the parameters.
+
+    Args:
+      sync: the transform that made the state.
+      state: its stacked state; in a `TrainState`, `state.opt_state[-1]`.
+      stacked_params: the parameters, leaves `(replicas, *s)`; only shapes and dtypes matter.
+      mesh: the mesh on which the parameters are placed.
+      axis_name: the replica axis.
+
+    Returns:
+      Tree of `(replicas, *s)`; it is equal on all replicas unless `exact_average=False`, where
+      each replica has a different anchor.
+
+    Raises:
+      ValueError: a transform without an anchor.
+
+    Communication: one all-gather of a sharded anchor over `axis_name`; none for a whole anchor.
+    """
+    if sync.anchor is None:
+        raise ValueError("`sync` must be made by js.slowmo or js.diloco: others have no anchor.")
+    # This needs a program, since this host does not hold the shards of other processes.
+    automatic = model_axes(stacked_params, mesh, axis_name)
+
+    def compiled(anchor: Callable[[PyTree, PyTree], PyTree]) -> Callable[[PyTree, PyTree], PyTree]:
+        return jax.jit(
+            map_replicas(
+                anchor,
+                mesh=mesh,
+                axis_name=axis_name,
+                in_roles=("stacked", "stacked"),
+                automatic=automatic,
+            )
+        )
+
+    return kept_with(sync.anchor, (mesh, axis_name, automatic), compiled)(state, stacked_params)
