@@ -56,12 +56,20 @@ def serve(
 
 
 def turn(variant: Variant, count: int, meet: Callable[[], None]) -> dict[str, float]:
-    """Seconds and bytes of `count` steps."""
+    """Seconds, those of the processor, and bytes of `count` steps."""
     meet()
     sent, start = int(COUNTER.read_text()), time.perf_counter()
+    processor = time.process_time()
     loss = variant.steps(count)
     seconds = time.perf_counter() - start
+    processor = time.process_time() - processor
     meet()
     sent = int(COUNTER.read_text()) - sent
     meet()  # nobody sends what is not counted before the slowest has read its counter
-    return {"seconds": seconds, "bytes": sent, "loss": loss, **variant.evaluate()}
+    return {
+        "seconds": seconds,
+        "processor": processor,
+        "bytes": sent,
+        "loss": loss,
+        **variant.evaluate(),
+    }

@@ -6,8 +6,8 @@
 Four hosts on one machine: network namespaces whose links tbf shapes in both directions (root and
 iproute2). Both libraries train the same MLP on the same batches, one process per host and one
 arithmetic thread each. Their variants take turns, so that what else the machine does falls on all
-alike. A step's time is that of the slowest host, bytes are the mean of what the hosts' interfaces
-send, headers included.
+alike. A step's time is that of the slowest host; processor time and bytes, headers included, are
+means over the hosts.
 """
 
 import argparse
@@ -86,9 +86,12 @@ def measure(found: list[Host], args: argparse.Namespace, cache: str) -> dict:
                 for kind, name, steps in turns:
                     answers = groups[kind].ask(name, steps, seconds=300)
                     row = rows[kind.split()[0], name]["rates"].setdefault(
-                        rate, {"ms": [], "bytes": []}
+                        rate, {"ms": [], "processor_ms": [], "bytes": []}
                     )
                     row["ms"].append(1000 * max(a["seconds"] for a in answers) / steps)
+                    row["processor_ms"].append(
+                        1000 * sum(a["processor"] for a in answers) / len(answers) / steps
+                    )
                     row["bytes"].append(sum(a["bytes"] for a in answers) / len(answers) / steps)
                 print(f"{rate}: round {turn + 1} of {args.rounds}", file=sys.stderr, flush=True)
         facts = {kind: groups[kind].facts for kind in ("jax", "torch")}
@@ -111,6 +114,7 @@ def summarise(row: dict, rows: dict[tuple[str, str], dict]) -> dict:
         "rates": {
             rate: {
                 "ms": {k: round(v, 1) for k, v in medians(found["ms"]).items()},
+                "processor_ms": round(medians(found["processor_ms"])["median"], 1),
                 "bytes": round(medians(found["bytes"])["median"]),
                 "ratio_to_ddp": ratio(rate, ("torch", "DDP")),
                 "ratio_to_alone": ratio(rate, (row["library"], "no communication")),

@@ -16,27 +16,28 @@ def markdown(result: dict) -> str:
         "",
         "ms: median over rounds of a step, the slowest host's; between the quarter points in "
         "brackets. / DDP and / alone: medians of ratios within a round, to torch's DDP and to the "
-        "same library without communication. MB: sent per host and step, headers included.",
+        "same library without communication. processor ms: of all threads of a host's process, per "
+        "step. MB: sent per host and step, headers included.",
     ]
     for rate in rates:
         lines += [
             "",
             f"## {rate.replace('mbit', ' Mbit/s').replace('gbit', ' Gbit/s')}",
             "",
-            "| | ms | / DDP | / alone | MB |",
-            "|---|---:|---:|---:|---:|",
+            "| | ms | / DDP | / alone | processor ms | MB |",
+            "|---|---:|---:|---:|---:|---:|",
         ]
         for row in result["rows"]:
             name = f"{row['library']}: {row['variant']}"
             if "refused" in row:
-                lines.append(f"| {name} | refused: {row['refused'].splitlines()[0]} ||||")
+                lines.append(f"| {name} | refused: {row['refused'].splitlines()[0]} |||||")
                 continue
             at = row["rates"][rate]
             ms = at["ms"]
             lines.append(
                 f"| {name} | {ms['median']:.0f} ({ms['low']:.0f} to {ms['high']:.0f}) "
                 f"| {number(at['ratio_to_ddp'])} | {number(at['ratio_to_alone'])} "
-                f"| {at['bytes'] / 1e6:.3f} |"
+                f"| {at['processor_ms']:.1f} | {at['bytes'] / 1e6:.3f} |"
             )
     return "\n".join(lines) + "\n"
 

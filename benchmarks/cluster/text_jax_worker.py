@@ -40,6 +40,10 @@ def schedule(count):
     return task.LEARNING_RATE * jnp.minimum(1.0, count / task.WARMUP)
 
 
+def streaming(delay):
+    return js.diloco(R, sync_every=48, fragments=4, delay=delay, merge=0.5, shard_state=False)
+
+
 OPTIONS = {
     # One bucket per few layers, in the order in which the backward pass finishes them; the driver
     # keeps the compiler from merging them.
@@ -60,6 +64,12 @@ OPTIONS = {
         )
     },
     "diloco(48)": lambda: {"sync": js.diloco(R, sync_every=48)},
+    "local_sgd(24, delay=6)": lambda: {"sync": js.local_sgd(R, sync_every=24, delay=6, merge=0.5)},
+    "local_sgd(48, fragments=4, delay=10)": lambda: {
+        "sync": js.local_sgd(R, sync_every=48, fragments=4, delay=10, merge=0.5)
+    },
+    "diloco(48, fragments=4, delay=3)": lambda: {"sync": streaming(3)},
+    "diloco(48, fragments=4, delay=10)": lambda: {"sync": streaming(10)},
 }
 
 

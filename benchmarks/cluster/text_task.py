@@ -14,6 +14,12 @@ JAX = (
     "local_sgd(48)",
     "slowmo(12, 48)",
     "diloco(48)",
+    # Half of the local progress is kept. Nothing is in flight when a model is evaluated, so that no
+    # exchange goes on while the clock stands.
+    "local_sgd(24, delay=6)",
+    "local_sgd(48, fragments=4, delay=10)",
+    "diloco(48, fragments=4, delay=3)",
+    "diloco(48, fragments=4, delay=10)",
 )
 TORCH = ("DDP",)
 

@@ -17,6 +17,10 @@ REPLICAS, STAGES, MICROBATCHES = 2, 2, 2
 ONE_F_ONE_B = js.schedules.one_f_one_b(STAGES, MICROBATCHES)
 
 
+def exhaustive(value: Any) -> Any:
+    return pytest.param(value, marks=pytest.mark.exhaustive)
+
+
 def is_matrix(tree: Any) -> Any:
     return jax.tree.map(lambda x: x.ndim > 1, tree)
 
@@ -166,7 +170,7 @@ class TestBothExecutors:
         np.testing.assert_array_equal(metrics["skipped_updates"], [1, 1])
         jax.tree.map(np.testing.assert_array_equal, after.params, broken)
 
-    @pytest.mark.parametrize("accumulate", [1, 2])
+    @pytest.mark.parametrize("accumulate", [exhaustive(1), 2])
     def test_layers_draw_the_same_keys(self, executor: str, accumulate: int) -> None:
         """Dropout equals that of one program, in training, evaluation and windows."""
         model, params = model_with_dropout()
@@ -231,7 +235,9 @@ class TestBothExecutors:
         assert_close(metrics, wanted)
         assert_close(step.consensus(state), whole_step.consensus(expected))
 
-    @pytest.mark.parametrize("kind", ["gpipe", "interleaved", "zero_bubble", "zbv"])
+    @pytest.mark.parametrize(
+        "kind", [*map(exhaustive, ("gpipe", "interleaved")), "zero_bubble", "zbv"]
+    )
     def test_every_kind_of_schedule_gives_the_gradients_of_the_model(
         self, executor: str, kind: str
     ) -> None:

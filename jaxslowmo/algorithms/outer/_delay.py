@@ -107,11 +107,18 @@ def average_all(flight: InFlight, *, exchange: Exchange, delay: int) -> InFlight
     Communication: that of `mean_beside`, over `exchange.axis_name`, of each flat buffer of the
       fragment.
     """
-    # Parts that are a mean already keep it.
-    # A host exchanges for replicas that are no larger than a device, so nothing is laid out.
-    whole = flight._replace(parts=jnp.minimum(flight.parts, 0))
-    whole = average_part(whole, replace(exchange, param_specs=None), 1)
-    return whole._replace(parts=jnp.where(whole.parts < 0, NOTHING, delay).astype(jnp.int32))
+    axes, local = exchange.axis_name, exchange.local_axis_name
+
+    def averaged(buffer: Buffer, flat: jax.Array) -> jax.Array:
+        del buffer
+        return match_varying(mean_beside(flat, axes, local), flat)
+
+    # Parts that are a mean already keep it. A host exchanges for replicas that are no larger than a
+    # device, so nothing is laid out.
+    packing = packing_of(flight.values, replace(exchange, param_specs=None))
+    values = packing.through(averaged, flight.values, role="slow")
+    parts = jnp.where(flight.parts < 0, NOTHING, delay).astype(jnp.int32)
+    return flight._replace(values=values, parts=parts)
 
 
 def arrived(flight: InFlight, exchange: Exchange) -> tuple[PyTree, jax.Array]:
