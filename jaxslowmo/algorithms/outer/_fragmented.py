@@ -48,12 +48,14 @@ class Fragmented(Outer):
       delay: number of updates between taking what is sent and applying its mean.
       merge: the share of a replica's own progress that a slow step keeps, in [0, 1].
       counted: the number of fragments that a function makes, once a state was made.
+      schedules_of: the fragments without leaves, by their number, as a host asks for each phase.
     """
 
     fragments: Fragments = 1
     delay: int = 0
     merge: float = 0.0
     counted: dict[str, int] = field(default_factory=dict)
+    schedules_of: dict[int, list[FragmentSteps]] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         """Check that the arguments fit each other.
@@ -169,17 +171,18 @@ class Fragmented(Outer):
                     f"{self.owner}: `fragments` is a function, so their number is known once a "
                     "state was made: call `init` before phases are asked for."
                 )
-            parts = tuple(Fragment(i, None if count == 1 else ()) for i in range(count))
-        common = {f.name: getattr(self, f.name) for f in fields(Outer)}
-        return [self._turn(part, len(parts), params, common) for part in parts]
+            if count not in self.schedules_of:
+                parts = [Fragment(i, None if count == 1 else ()) for i in range(count)]
+                self.schedules_of[count] = [self._turn(part, count, None) for part in parts]
+            return self.schedules_of[count]
+        return [self._turn(part, len(parts), params) for part in parts]
 
-    def _turn(
-        self, fragment: Fragment, count: int, params: PyTree | None, common: dict[str, Any]
-    ) -> FragmentSteps:
+    def _turn(self, fragment: Fragment, count: int, params: PyTree | None) -> FragmentSteps:
         exchange, schedule = self.exchange, self.schedule
         if params is not None:
             exchange = exchange_of(fragment, exchange, params)
         offset = schedule.offset + (fragment.number + 1) * schedule.k // count
+        common = {f.name: getattr(self, f.name) for f in fields(Outer)}
         of_fragment = {"exchange": exchange, "schedule": replace(schedule, offset=offset)}
         return FragmentSteps(
             **{**common, **of_fragment}, fragment=fragment, delay=self.delay, merge=self.merge

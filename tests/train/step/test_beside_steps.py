@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jaxslowmo as js
-from jaxslowmo.train.step import _beside_steps
+from jaxslowmo.train.step import _beside_steps, _step_runner
 
 REPLICAS, UPDATES, PERIOD = 4, 27, 12
 PARAMS = {f"layer{i}": {"w": jnp.full((3, 3), 0.3) + jnp.eye(3)} for i in range(4)}
@@ -196,3 +196,19 @@ def test_no_step_donates_what_an_exchange_reads(sync, beside, monkeypatch):
     assert len(read) == 5
     assert not any(x.is_deleted() for x in jax.tree.leaves(read))
     del state
+
+
+def test_a_step_receives_only_what_has_arrived(sync, beside, monkeypatch):
+    ready = []
+    run = _step_runner.Runner.run
+
+    def noting(self, task, layout, state, inputs):
+        if task.static == ("slow 0",):
+            ready.extend(x.is_ready() for x in jax.tree.leaves(state.opt_state[-1].in_flight))
+        return run(self, task, layout, state, inputs)
+
+    monkeypatch.setattr(_step_runner.Runner, "run", noting)
+    for _ in states(made_step(sync)):
+        pass
+    assert ready
+    assert all(ready)
