@@ -147,8 +147,7 @@ class Record:
         certain = self.axis_sizes is not None
         sizes = self.axis_sizes if self.axis_sizes is not None else like.axis_sizes
         automatic = frozenset(self.automatic)
-        names = tuple(leaf.name for leaf in self.leaves)
-        return StatePlacement(self.replicas, sizes, automatic, certain, self.shards, form, names)
+        return StatePlacement(self.replicas, sizes, automatic, certain, self.shards, form)
 
 
 def read_json(path: epath.Path) -> Any:

@@ -199,6 +199,9 @@ def read(path: epath.Path, template: Template, saved_form: SavedFormLike = None)
     template = template.with_dtypes_of(record)
     old, new = record.placement(template.placement, form), template.placement
     names = [x.name for x in record.leaves]
+    (of_sync,) = _names_of_sync(template.structs)
+    inside = tuple(name.removeprefix(of_sync) for name in names if name.startswith(of_sync))
+    old = dataclasses.replace(old, names=inside)
     sync, sync_state = template.train_step.sync, template.structs.opt_state[-1]
     # A state that was saved without devices has no layout except the shapes of its shards.
     is_equal = [x.shape for x in record.leaves] == [x.shape for x in template.record.leaves]

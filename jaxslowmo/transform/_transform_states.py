@@ -51,8 +51,8 @@ class StatePlacement:
       specs: the layout over automatic axes of leaves that the state holds shards of: a
         `PartitionSpec` for each leaf of the parameters, in order. None: that of the transform.
       form: form of the parameters on this placement; None if it is the current form.
-      names: names of the leaves of saved state, which tell what arguments of a transform made it;
-        () for a new run.
+      names: names of the leaves of a transform's saved state, which tell what arguments made it; ()
+        for a new run.
     """
 
     replicas: int
@@ -65,8 +65,8 @@ class StatePlacement:
 
     def inside(self, field: str) -> "StatePlacement":
         """Return the placement of a state inside of another, with the names of its leaves."""
-        inner = [name.partition(f"/{field}/") for name in self.names]
-        return replace(self, names=tuple(name for _, found, name in inner if found))
+        parts = [f"/{name}".partition(f"/{field}/") for name in self.names]
+        return replace(self, names=tuple(inner for _, separator, inner in parts if separator))
 
     def size(self, axis_name: AxisName | None) -> int:
         """Return the number of positions along one or several axes; missing axes count as 1."""

@@ -110,12 +110,12 @@ def fragments_named(names: Sequence[str], num_leaves: int) -> tuple[Fragment, ..
       num_leaves: the number of leaves of the parameters.
     """
     keys = dict.fromkeys(name.split("/")[0] for name in names)
-    found = [_from_key(key) for key in keys if re.fullmatch(_KEY, key)]
-    places = [place for fragment in found for place in fragment.places or ()]
+    fragments = [_from_key(key) for key in keys if re.fullmatch(_KEY, key)]
+    places = [place for fragment in fragments for place in fragment.places or ()]
     # Parameters of the user's may have such names by accident, but not for each leaf once.
-    if len(found) != len(keys) or sorted(places) != list(range(num_leaves)):
+    if len(fragments) != len(keys) or sorted(places) != list(range(num_leaves)):
         return (ALL_LEAVES,)
-    return tuple(sorted(found, key=lambda fragment: fragment.number))
+    return tuple(sorted(fragments, key=lambda fragment: fragment.number))
 
 
 _KEY = r"\d+:\d+(-\d+)?(,\d+(-\d+)?)*"

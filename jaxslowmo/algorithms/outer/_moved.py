@@ -18,10 +18,13 @@ from ._state import OuterState
 
 
 class Divided(Protocol):
-    """What is needed of an outer optimizer; see `Outer`."""
+    """The parts of an outer optimizer that a move of its state needs; see `Outer`."""
 
-    owner: str
-    base: ParameterTransform
+    @property
+    def owner(self) -> str: ...
+
+    @property
+    def base(self) -> ParameterTransform: ...
 
     @property
     def has_flight(self) -> bool: ...
@@ -34,32 +37,26 @@ class Divided(Protocol):
 def like_on(outer: Divided, state: OuterState, params: PyTree, at: StatePlacement) -> OuterState:
     """Return the types of a state on placement `at`; see `CheckpointSpec.like_on`."""
     base = outer.base.like_on(state.base, params, at.inside("base"))
-    state, now, then = (
-        state._replace(base=base),
-        outer.divided(params),
-        _fragments(outer, params, at),
-    )
-    own = views(_keys(now), state)
+    new_fragments, old_fragments = outer.divided(params), _fragments(outer, params, at)
+    current_parts = views(_keys(new_fragments), state._replace(base=base))
     has_flight = any(name.startswith("in_flight/") for name in _own_names(at))
     parts: list[OuterState] = []
-    for number, fragment in enumerate(then):
+    for number, fragment in enumerate(old_fragments):
         leaves, place = fragment.of(params), of_fragment(outer.owner, fragment, at)
-        types = outer.anchor_of(fragment, params)
-        if then == now:
-            like = functools.partial(types.like_on, own[number].anchor, leaves, place)
-            part = own[number]._replace(
-                anchor=like(own[number].anchor), outer=like(own[number].outer)
-            )
+        anchor = outer.anchor_of(fragment, params)
+        if old_fragments == new_fragments:
+            part = current_parts[number]
+            like = functools.partial(anchor.like_on, part.anchor, leaves, place)
+            part = part._replace(anchor=like(part.anchor), outer=like(part.outer))
         else:
             # The outer optimizer is the same, so its state differs where it is like the anchor.
-            new = types.types_on(leaves, place)
-            part = own[0]._replace(
-                anchor=new, outer=replaced(own[0].anchor, own[0].outer, lambda _, new=new: new)
-            )
-        if (at.names and has_flight != outer.has_flight) or then != now:
+            part, types = current_parts[0], anchor.types_on(leaves, place)
+            outer_types = replaced(part.anchor, part.outer, lambda _, types=types: types)
+            part = part._replace(anchor=types, outer=outer_types)
+        if (at.names and has_flight != outer.has_flight) or old_fragments != new_fragments:
             part = part._replace(in_flight=_flight_types(leaves, at) if has_flight else ())
         parts.append(part)
-    return joined(state, _keys(then), parts)
+    return joined(state._replace(base=base), _keys(old_fragments), parts)
 
 
 def carried(
@@ -67,33 +64,36 @@ def carried(
 ) -> Carried:
     """Return a state on another placement; see `CheckpointSpec.carry`."""
     base = outer.base.carry(state.base, params, old.inside("base"), new.inside("base"))
-    now, then = outer.divided(params), _fragments(outer, params, old)
-    count, parts = carry_leaf(state.count, old, new), views(_keys(then), state)
-    anchors = _anchors(outer, then, params)
+    new_fragments, old_fragments = outer.divided(params), _fragments(outer, params, old)
+    count, parts = carry_leaf(state.count, old, new), views(_keys(old_fragments), state)
+    anchors = _anchors(outer, old_fragments, params)
     note = (
         "Each replica had an anchor and slow momentum of its own (`exact_average=False`): they "
         "were averaged."
         if anchors[0].exchange is None
         else "The anchor and the state of the outer optimizer (slow momentum) are kept exactly."
     )
-    if then == now:
+    if old_fragments == new_fragments:
         after = [
             _on(outer, fragment, anchor, part, params, old, new)
-            for fragment, anchor, part in zip(now, anchors, parts, strict=True)
+            for fragment, anchor, part in zip(new_fragments, anchors, parts, strict=True)
         ]
     else:
-        after = _divided_anew(outer, then, now, parts, params, old, new)
-        note += f" They were divided into {len(then)} fragments, and are into {len(now)} now."
-    if bool(parts[0].in_flight) != outer.has_flight or then != now:
-        flights = [_no_flight(fragment.of(params), new) for fragment in now]
+        after = _divided_anew(outer, old_fragments, new_fragments, parts, params, old, new)
+        counts = f"{len(old_fragments)} to {len(new_fragments)}"
+        note += f" The number of their fragments changed from {counts}."
+    if bool(parts[0].in_flight) != outer.has_flight or old_fragments != new_fragments:
+        flights = [_no_flight(fragment.of(params), new) for fragment in new_fragments]
         after = [
             part._replace(in_flight=flight if outer.has_flight else ())
             for part, flight in zip(after, flights, strict=True)
         ]
         if parts[0].in_flight:
             note += " What was in flight is dropped."
-    moved = joined(after[0]._replace(count=count, base=base.state), _keys(now), after)
-    return Carried(moved, (note, *base.notes))
+    outer_state = joined(
+        after[0]._replace(count=count, base=base.state), _keys(new_fragments), after
+    )
+    return Carried(outer_state, (note, *base.notes))
 
 
 def _on(
@@ -116,18 +116,20 @@ def _on(
 
 def _divided_anew(
     outer: Divided,
-    then: Sequence[Fragment],
-    now: Sequence[Fragment],
+    old_fragments: Sequence[Fragment],
+    new_fragments: Sequence[Fragment],
     parts: Sequence[OuterState],
     params: PyTree,
     old: StatePlacement,
     new: StatePlacement,
 ) -> list[OuterState]:
-    """Return the states of the fragments `now`, from those of the fragments `then`."""
+    """Return the states of the new fragments, from those of the old ones."""
     # Of every tree like the anchor, such as momentum, each leaf by its position.
     tables: list[dict[int, np.ndarray]] = []
     home: dict[int, OuterState] = {}
-    for fragment, anchor, part in zip(then, _anchors(outer, then, params), parts, strict=True):
+    for fragment, anchor, part in zip(
+        old_fragments, _anchors(outer, old_fragments, params), parts, strict=True
+    ):
         leaves, place = fragment.of(params), of_fragment(outer.owner, fragment, old)
         places = _places(fragment, params)
         home.update(dict.fromkeys(places, part))
@@ -136,7 +138,7 @@ def _divided_anew(
             values = jax.tree.leaves(anchor.join(tree, leaves, place))
             tables[number].update(zip(places, values, strict=True))
     after = []
-    for fragment, anchor in zip(now, _anchors(outer, now, params), strict=True):
+    for fragment, anchor in zip(new_fragments, _anchors(outer, new_fragments, params), strict=True):
         leaves, place = fragment.of(params), of_fragment(outer.owner, fragment, new)
         places = _places(fragment, params)
         cut = [
@@ -146,13 +148,13 @@ def _divided_anew(
             for table in tables
         ]
         rest, part = iter(cut[1:]), home[places[0]]
-        moved = replaced(
+        outer_state = replaced(
             part.anchor,
             part.outer,
             lambda _, rest=rest: next(rest),
             lambda x: carry_leaf(x, old, new),
         )
-        after.append(part._replace(anchor=cut[0], outer=moved))
+        after.append(part._replace(anchor=cut[0], outer=outer_state))
     return after
 
 
@@ -185,13 +187,13 @@ def _fragments(outer: Divided, params: PyTree, at: StatePlacement) -> tuple[Frag
 
 def _own_names(at: StatePlacement) -> list[str]:
     """Return the names of leaves of the outermost outer state, from its fields on."""
-    found = []
+    names = []
     for name in at.names:
         parts = name.split("/")
         first = next((i for i, x in enumerate(parts) if x in ("anchor", "in_flight", "base")), None)
         if first is not None and parts[first] != "base":
-            found.append("/".join(parts[first:]))
-    return found
+            names.append("/".join(parts[first:]))
+    return names
 
 
 def _flight_types(leaves: PyTree, at: StatePlacement) -> InFlight:
