@@ -171,6 +171,7 @@ class Fragmented(Outer):
                     f"{self.owner}: `fragments` is a function, so their number is known once a "
                     "state was made: call `init` before phases are asked for."
                 )
+            # Every step on the host asks for phases several times, for which leaves don't matter.
             if count not in self.schedules_of:
                 parts = [Fragment(i, None if count == 1 else ()) for i in range(count)]
                 self.schedules_of[count] = [self._turn(part, count, None) for part in parts]

@@ -72,6 +72,7 @@ ALL_LEAVES = Fragment()
 
 def keys_in(count: int, state: OuterState) -> list[str]:
     """Return the keys of `count` fragments in a state, in their order; none for a single one."""
+    # jax orders the keys of a dict as text, in which 10 comes before 2.
     return [] if count == 1 else sorted(state.anchor, key=lambda key: int(key.split(":")[0]))
 
 

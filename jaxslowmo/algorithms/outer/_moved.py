@@ -37,6 +37,8 @@ class Divided(Protocol):
 def like_on(outer: Divided, state: OuterState, params: PyTree, at: StatePlacement) -> OuterState:
     """Return the types of a state on placement `at`; see `CheckpointSpec.like_on`."""
     base = outer.base.like_on(state.base, params, at.inside("base"))
+    # A checkpoint tells by the names of its leaves how it was divided. On a placement without names
+    # a new run divides by its own arguments.
     new_fragments, old_fragments = outer.divided(params), _fragments(outer, params, at)
     current_parts = views(_keys(new_fragments), state._replace(base=base))
     has_flight = any(name.startswith("in_flight/") for name in _own_names(at))
@@ -53,6 +55,7 @@ def like_on(outer: Divided, state: OuterState, params: PyTree, at: StatePlacemen
             part, types = current_parts[0], anchor.types_on(leaves, place)
             outer_types = replaced(part.anchor, part.outer, lambda _, types=types: types)
             part = part._replace(anchor=types, outer=outer_types)
+        # Without a delay a state has no leaves for what is in flight.
         if (at.names and has_flight != outer.has_flight) or old_fragments != new_fragments:
             part = part._replace(in_flight=_flight_types(leaves, at) if has_flight else ())
         parts.append(part)
@@ -83,6 +86,8 @@ def carried(
         counts = f"{len(old_fragments)} to {len(new_fragments)}"
         note += f" The number of their fragments changed from {counts}."
     if bool(parts[0].in_flight) != outer.has_flight or old_fragments != new_fragments:
+        # What is in flight belongs to a fragment that is no more, or to a delay that has ended. The
+        # next slow step takes each leaf's displacement anew, so training loses nothing for good.
         flights = [_no_flight(fragment.of(params), new) for fragment in new_fragments]
         after = [
             part._replace(in_flight=flight if outer.has_flight else ())
@@ -137,6 +142,8 @@ def _divided_anew(
             tables += [{} for _ in range(number + 1 - len(tables))]
             values = jax.tree.leaves(anchor.join(tree, leaves, place))
             tables[number].update(zip(places, values, strict=True))
+    # Counters of a new fragment are those of the one that its first leaf was in. Fragments take
+    # slow steps in turn, so their counters differ by one at most.
     after = []
     for fragment, anchor in zip(new_fragments, _anchors(outer, new_fragments, params), strict=True):
         leaves, place = fragment.of(params), of_fragment(outer.owner, fragment, new)
@@ -187,6 +194,7 @@ def _fragments(outer: Divided, params: PyTree, at: StatePlacement) -> tuple[Frag
 
 def _own_names(at: StatePlacement) -> list[str]:
     """Return the names of leaves of the outermost outer state, from its fields on."""
+    # A base may have an anchor of its own, whose names stand behind "base".
     names = []
     for name in at.names:
         parts = name.split("/")
@@ -202,11 +210,13 @@ def _flight_types(leaves: PyTree, at: StatePlacement) -> InFlight:
 
     one = jax.ShapeDtypeStruct((at.replicas,), jnp.float32)
     values = jax.tree.map(lambda x: of(x, at_least_float32(x.dtype)), leaves)
-    return InFlight(values, one, one, jax.ShapeDtypeStruct((at.replicas,), jnp.int32))
+    parts = jax.ShapeDtypeStruct((at.replicas,), jnp.int32)
+    return InFlight(*[values, one, one, parts])
 
 
 def _no_flight(leaves: PyTree, new: StatePlacement) -> InFlight:
     types = _flight_types(leaves, new)
     values = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), types.values)
+    # Its marks say that there is nothing, so zeros are never read.
     one = stacked(np.ones([], np.float32), new)
     return InFlight(values, one, one, stacked(np.full([], NOTHING, np.int32), new))
