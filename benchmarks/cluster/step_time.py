@@ -85,7 +85,11 @@ def measure(found: list[Host], args: argparse.Namespace, cache: str) -> dict:
             for turn in range(args.rounds):
                 for kind, name, steps in turns:
                     answers = groups[kind].ask(name, steps, seconds=300)
-                    row = rows[kind.split()[0], name]["rates"].setdefault(
+                    variant = rows[kind.split()[0], name]
+                    # A mean over hosts of their own batches; the first period came before.
+                    variant["loss"] = sum(a["loss"] for a in answers) / len(answers)
+                    variant["steps"] = variant.get("steps", steps) + steps
+                    row = variant["rates"].setdefault(
                         rate, {"ms": [], "processor_ms": [], "bytes": []}
                     )
                     row["ms"].append(1000 * max(a["seconds"] for a in answers) / steps)

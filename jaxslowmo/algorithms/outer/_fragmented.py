@@ -18,6 +18,7 @@ from ...transform import (
 )
 from ._anchor import Anchor
 from ._delay import average_all, check_delay, check_turn, nothing_in_flight
+from ._element_wise import element_wise
 from ._fragment_steps import FragmentSteps, dropped
 from ._fragments import (
     SEND,
@@ -200,6 +201,8 @@ class Fragmented(Outer):
     def first_state(self, params: PyTree, store: Callable[[Anchor, PyTree], Any]) -> OuterState:
         """Return the first state, with anchors that `store` makes."""
         turns, states = self.turns(params), []
+        if turns[0].fragment.count > 1 and not self.anchor.is_sharded:
+            self._check_element_wise()
         for one in turns:
             leaves = one.fragment.of(params)
             # The base has all leaves, and one state.
@@ -209,6 +212,17 @@ class Fragmented(Outer):
         with layouts_known():
             state = states[0]._replace(base=self.base.init(params))
         return joined(state, keys_of(turns), states)
+
+    def _check_element_wise(self) -> None:
+        """Raise `ValueError` unless the outer optimizer can step parts of flat buffers."""
+        try:
+            element_wise(self.owner, "outer_optimizer", self.optimizer).init({})
+        except ValueError as error:
+            raise ValueError(
+                f"{self.owner}: `fragments` of a model in stages are parts of its flat buffers, so "
+                "the outer optimizer must treat every element by itself. Use fragments=1 with "
+                "this one."
+            ) from error
 
     def whole_anchor(self, state: OuterState, params: PyTree) -> PyTree:
         """Return the anchor of all fragments as a tree like `params`; see `LayoutSpec.anchor`."""

@@ -13,7 +13,7 @@ from ..._support.checks import checked_int
 from ..._support.types import PyTree
 from ...mesh import specs_of_leaves
 from ...transform import Every, Exchange, StatePlacement
-from ...tree import leaf_names
+from ...tree import Staged, leaf_names, parts_of
 from ._state import OuterState
 
 TAKE, SEND = "take", "send"  # the events before a slow step with a delay
@@ -29,17 +29,34 @@ class Fragment:
     Attributes:
       number: number of the fragment, from 0.
       places: positions of its leaves among those of the parameters; None: all leaves.
+      count: the number of parts into which the last dimension of each leaf is cut, of which this
+        fragment has the one of its own number; 1: it has whole leaves.
     """
 
     number: int = 0
     places: tuple[int, ...] | None = None
+    count: int = 1
 
     def of(self, tree: PyTree) -> Any:
         """Return the fragment's leaves of a tree, as a list; the tree if all leaves are its own."""
         if self.places is None:
             return tree
         leaves = jax.tree.leaves(tree)
-        return [leaves[place] for place in self.places]
+        return [self.cut(leaves[place]) for place in self.places]
+
+    def cut(self, x: Any) -> Any:
+        """Return the fragment's part of a leaf, an array or its type."""
+        if self.count == 1:
+            return x
+        part = self.part_of(x)
+        if isinstance(x, jax.ShapeDtypeStruct):
+            return jax.ShapeDtypeStruct((*x.shape[:-1], part.stop - part.start), x.dtype)
+        return x[..., part]
+
+    def part_of(self, x: Any) -> slice:
+        """Return the fragment's part of the last dimension of one of its leaves."""
+        size = x.shape[-1]
+        return slice(self.number * size // self.count, (self.number + 1) * size // self.count)
 
     def put(self, tree: PyTree, leaves: Any) -> PyTree:
         """Return `tree` with the fragment's leaves replaced."""
@@ -47,12 +64,19 @@ class Fragment:
             return leaves
         all_leaves, treedef = jax.tree.flatten(tree)
         for place, leaf in zip(self.places, leaves, strict=True):
+            whole = all_leaves[place]
+            if self.count > 1:
+                start = self.part_of(whole).start
+                leaf = jax.lax.dynamic_update_slice_in_dim(whole, leaf, start, whole.ndim - 1)
             all_leaves[place] = leaf
         return treedef.unflatten(all_leaves)
 
     @property
     def key(self) -> str:
-        """Return its name in states, which tells its leaves: "1:4-7,9" of fragment 1."""
+        """Return its name in states, which tells its leaves: "1:4-7,9" of fragment 1.
+
+        With parts of leaves it is "1:0-2@4", for the second of four parts of leaves 0 to 2.
+        """
         # So a checkpoint tells how its parameters were divided.
         runs: list[list[int]] = []
         for place in self.places or ():
@@ -60,7 +84,8 @@ class Fragment:
                 runs[-1][1:] = [place]
             else:
                 runs.append([place])
-        return f"{self.number}:" + ",".join("-".join(map(str, run)) for run in runs)
+        leaves = ",".join("-".join(map(str, run)) for run in runs)
+        return f"{self.number}:{leaves}" + (f"@{self.count}" if self.count > 1 else "")
 
     def event(self, name: str) -> str:
         """Return the name of an event of this fragment: "slow", or "slow 1" of several."""
@@ -113,20 +138,23 @@ def fragments_named(names: Sequence[str], num_leaves: int) -> tuple[Fragment, ..
     keys = dict.fromkeys(name.split("/")[0] for name in names)
     fragments = [_from_key(key) for key in keys if re.fullmatch(_KEY, key)]
     places = [place for fragment in fragments for place in fragment.places or ()]
-    # Parameters of the user's may have such names by accident, but not for each leaf once.
-    if len(fragments) != len(keys) or sorted(places) != list(range(num_leaves)):
+    # Parameters of the user's may have such names by accident, but not for each leaf once, or for
+    # each part of each leaf.
+    times = fragments[0].count if fragments else 1
+    if len(fragments) != len(keys) or sorted(places) != sorted([*range(num_leaves)] * times):
         return (ALL_LEAVES,)
     return tuple(sorted(fragments, key=lambda fragment: fragment.number))
 
 
-_KEY = r"\d+:\d+(-\d+)?(,\d+(-\d+)?)*"
+_KEY = r"\d+:\d+(-\d+)?(,\d+(-\d+)?)*(@\d+)?"
 
 
 def _from_key(key: str) -> Fragment:
-    number, _, runs = key.partition(":")
+    number, _, leaves = key.partition(":")
+    runs, _, count = leaves.partition("@")
     ends = [[int(x) for x in run.split("-")] for run in runs.split(",")]
     places = tuple(place for run in ends for place in range(run[0], run[-1] + 1))
-    return Fragment(int(number), places)
+    return Fragment(int(number), places, int(count or 1))
 
 
 def exchange_of(fragment: Fragment, exchange: Exchange, params: PyTree) -> Exchange:
@@ -181,15 +209,20 @@ def check_period(owner: str, count: int, schedule: Every) -> None:
 def divided(owner: str, fragments: Fragments, params: PyTree) -> tuple[Fragment, ...]:
     """Return the fragments of these parameters, of which only shapes and dtypes matter.
 
-    A number divides the leaves, in their order, into runs whose largest has the fewest bytes. Cuts
-    are between layers where there are enough of them: leaves of one layer have one parent.
+    Stages of a pipeline are cut alike: each fragment has a part of every stage's buffers, so all
+    devices send in each exchange, and as much as the others. Of other parameters a number divides
+    the leaves, in their order, into runs whose largest has the fewest bytes. Cuts are between
+    layers where there are enough of them: leaves of one layer have one parent.
 
     Raises:
-      ValueError: more fragments than leaves, or a function whose values are not 0, 1, 2, ...
+      ValueError: more fragments than leaves or than elements of a stage's buffer, or a function
+        whose values are not 0, 1, 2, ...
     """
     if fragments == 1:
         return (ALL_LEAVES,)
     names = leaf_names(params)
+    if not callable(fragments) and parts_of(params, Staged):
+        return _cut_alike(owner, fragments, params)
     if callable(fragments):
         numbers = [fragments(name) for name in names]
         wanted = set(range(len(set(numbers))))
@@ -207,6 +240,18 @@ def divided(owner: str, fragments: Fragments, params: PyTree) -> tuple[Fragment,
     for place, number in enumerate(numbers):
         places[number].append(place)
     return tuple(Fragment(number, tuple(members)) for number, members in enumerate(places))
+
+
+def _cut_alike(owner: str, count: int, params: PyTree) -> tuple[Fragment, ...]:
+    """Return fragments that have a part of the last dimension of each leaf."""
+    leaves = jax.tree.leaves(params)
+    least = min(x.shape[-1] if x.ndim else 0 for x in leaves)
+    if count > least:
+        raise ValueError(
+            f"{owner}: `fragments` must not be more than the elements of a stage's buffer, got "
+            f"{count} for {least} elements."
+        )
+    return tuple(Fragment(i, tuple(range(len(leaves))), count) for i in range(count))
 
 
 def _balanced(owner: str, count: int, params: PyTree, names: Sequence[str]) -> list[int]:

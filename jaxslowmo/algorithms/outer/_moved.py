@@ -132,6 +132,7 @@ def _divided_anew(
     # Of every tree like the anchor, such as momentum, each leaf by its position.
     tables: list[dict[int, np.ndarray]] = []
     home: dict[int, OuterState] = {}
+    shapes = [x.shape for x in jax.tree.leaves(params)]
     for fragment, anchor, part in zip(
         old_fragments, _anchors(outer, old_fragments, params), parts, strict=True
     ):
@@ -141,7 +142,9 @@ def _divided_anew(
         for number, tree in enumerate(_alike(part)):
             tables += [{} for _ in range(number + 1 - len(tables))]
             values = jax.tree.leaves(anchor.join(tree, leaves, place))
-            tables[number].update(zip(places, values, strict=True))
+            for i, value in zip(places, values, strict=True):
+                leaf = tables[number].setdefault(i, np.empty(shapes[i], value.dtype))
+                leaf[(..., fragment.part_of(leaf)) if fragment.count > 1 else ...] = value
     # Counters of a new fragment are those of the one that its first leaf was in. Fragments take
     # slow steps in turn, so their counters differ by one at most.
     after = []
@@ -150,7 +153,9 @@ def _divided_anew(
         places = _places(fragment, params)
         cut = [
             anchor.split(
-                jax.tree.structure(leaves).unflatten([table[i] for i in places]), leaves, place
+                jax.tree.structure(leaves).unflatten([fragment.cut(table[i]) for i in places]),
+                leaves,
+                place,
             )
             for table in tables
         ]
