@@ -60,12 +60,14 @@ class FragmentSteps(Outer):
         return next((self.named(x) for x in self.options(None) if self.is_now(x, t)), ())
 
     def own_due(self, t: Any) -> Any:
-        """Return whether the fragment exchanges anything in update `t`."""
-        return within(self.schedule, t, self.delay) if self.delay else self.schedule(t)
+        """Return whether the fragment has an event in update `t`."""
+        # Taking what is sent comes one update before the first part of it.
+        return within(self.schedule, t, self.delay + 1) if self.delay else self.schedule(t)
 
     def parts_before(self, t: int) -> int:
         """Return how many parts of what is in flight were sent in the updates before `t`."""
-        return self.delay - 1 - updates_left(self.schedule, t) if self.own_due(t) else 0
+        is_sent = within(self.schedule, t, self.delay)
+        return self.delay - 1 - updates_left(self.schedule, t) if is_sent else 0
 
     def after(self, events: tuple[str, ...], params: PyTree, now: Now, operand: Operand) -> Operand:
         """Return the operand after these events."""

@@ -357,6 +357,16 @@ def test_an_outer_optimizer_that_mixes_elements_is_refused_in_stages(pipeline):
         js.local_sgd("replica", sync_every=12, fragments=4).init(few)
 
 
+@pytest.mark.parametrize("fragments", [1, 2, 3])
+@pytest.mark.parametrize("delay", [0, 1, 3])
+def test_an_update_is_due_where_its_phase_says_so(fragments, delay):
+    """Taking what is sent is an event, too: who asks only what is due must not leave it out."""
+    tx = js.diloco("replica", sync_every=PERIOD, fragments=fragments, delay=delay)
+    for t in range(1, 3 * PERIOD):
+        assert bool(tx.due(t)) == bool(tx.phase(t)), t
+        assert bool(tx.due(jnp.int32(t))) == bool(tx.phase(t)), t
+
+
 def test_there_are_few_programs():
     """Three for each fragment and one beside, whatever the delay."""
     tx = js.diloco("replica", sync_every=48, fragments=3, delay=14)

@@ -93,6 +93,8 @@ WHO = {
         "sync": js.local_sgd("replica", sync_every=2),
     },
     "local_sgd": lambda: {"sync": js.local_sgd("replica", sync_every=2)},
+    "delayed": lambda: {"sync": js.local_sgd("replica", sync_every=2, delay=1, merge=0.5)},
+    "delayed on the host": lambda: {**WHO["delayed"](), "mode": "host"},
     "apart": lambda: {"sync": "none"},
 }
 SCALED = {"policy": js.Policy("float16")}
@@ -108,6 +110,9 @@ USUAL = {
     ("hook", "uneven", "microbatches", "none"),
     ("both", "uneven", "window", "before"),
     ("local_sgd", "none", "microbatches", "none"),
+    ("delayed", "none", "single", "none"),
+    ("delayed", "uneven", "window", "none"),
+    ("delayed on the host", "uneven", "single", "after"),
 }
 
 
