@@ -66,6 +66,7 @@ class Fragment:
         for place, leaf in zip(self.places, leaves, strict=True):
             whole = all_leaves[place]
             if self.count > 1:
+                # XLA writes it into the donated buffer.
                 start = self.part_of(whole).start
                 leaf = jax.lax.dynamic_update_slice_in_dim(whole, leaf, start, whole.ndim - 1)
             all_leaves[place] = leaf
@@ -244,6 +245,8 @@ def divided(owner: str, fragments: Fragments, params: PyTree) -> tuple[Fragment,
 
 def _cut_alike(owner: str, count: int, params: PyTree) -> tuple[Fragment, ...]:
     """Return fragments that have a part of the last dimension of each leaf."""
+    # The last dimension holds the leaves of a stage, and is never split over devices. A stage may
+    # end before it does, so a part of it may be padding.
     leaves = jax.tree.leaves(params)
     least = min(x.shape[-1] if x.ndim else 0 for x in leaves)
     if count > least:
