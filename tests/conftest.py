@@ -6,6 +6,7 @@ import math
 import os
 import resource
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
@@ -60,6 +61,22 @@ jax.config.update("jax_enable_compilation_cache", False)
 hypothesis.settings.register_profile("default", max_examples=12, deadline=None, derandomize=True)
 hypothesis.settings.register_profile("explore", max_examples=200, deadline=None)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Let a run take a sample of the tests, as CI does under the newest jax."""
+    parser.addoption("--every", type=int, default=1, help="run every n-th test of each file")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keep every n-th test, and at least one of each file."""
+    numbers: Counter[Path] = Counter()
+    kept, left_out = [], []
+    for item in items:
+        (left_out if numbers[item.path] % config.getoption("--every") else kept).append(item)
+        numbers[item.path] += 1
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = kept
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
