@@ -79,7 +79,8 @@ def test_a_loop_over_microbatches_ends_before_the_exchange():
 def test_a100s_need_an_option():
     """XLA runs its latency-hiding scheduler unasked on GPUs alone for which it has a cost model."""
     unasked = what_runs_beside(schedule_of_mlp(gpu="A100").transfers)
-    assert unasked.nothing == unasked.total
+    assert unasked.backward == 0
+    assert unasked.nothing >= 0.9 * unasked.total  # jax 0.12 puts one bucket beside an update
     scheduler = {"xla_gpu_enable_latency_hiding_scheduler": True}
     asked = what_runs_beside(schedule_of_mlp(gpu="A100", compiler_options=scheduler).transfers)
     assert asked.nothing == 0

@@ -2,6 +2,7 @@
 
 from collections import Counter
 
+import jax
 import pytest
 
 from support.gpu_programs import MICROBATCH, SCHEDULES, STAGES, each_of, program
@@ -48,14 +49,15 @@ def copies(name: str) -> Counter[str]:
 def test_nothing_of_the_stash_is_copied(name):
     """Branches return a row, written after them: compilers for GPUs copy what branches return.
 
-    They copy the sums of a stage's gradients, once before the branches and once in each of them.
-    If this fails, mend `docs/gpu.md`.
+    With jax 0.10.2 they copy the sums of a stage's gradients, once before the branches and once in
+    each of them, with jax 0.12 by no kernel of its own. If this fails, mend `docs/gpu.md`.
     """
     schedule = SCHEDULES[name.removeprefix("pipeline ")](STAGES, 4 * STAGES)
     rows, (examples, width) = max(schedule.stash), MICROBATCH
     copied = copies(name)
     assert f"bf16[{rows},{examples},{width}]" not in copied
-    assert copied[f"f32[{2 * width * width}]"] == 1 + 4
+    of_sums = 0 if jax.__version_info__ >= (0, 12) else 1 + 4
+    assert copied[f"f32[{2 * width * width}]"] == of_sums
 
 
 @pytest.mark.xdist_group("programs: pipelines")
