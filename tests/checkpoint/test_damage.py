@@ -71,7 +71,7 @@ def test_no_damage_passes_for_a_checkpoint(saved, replicas):
                 assert leaf_bytes(found[0]) == undamaged, (file, how)
             finally:
                 file.write_bytes(before)
-    assert errors >= 4 * 4  # record, manifest, its node, data
+    assert errors >= 3 * 4  # record, manifest, data; the manifest's node may lie with the data
 
 
 def test_the_previous_one_is_used_if_asked(saved):
