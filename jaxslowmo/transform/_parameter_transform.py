@@ -267,6 +267,9 @@ def parameter_transform(
         "axes": tuple(dict.fromkeys((*axis_names(largest.axis_name), *inner_spec.axes))),
         "local_axes": tuple(dict.fromkeys((*local_axes, *inner_spec.local_axes))),
     }
+    if inner_spec.beside is not None and spec.exchange.beside is inner_spec.beside:
+        # Copied with the spec of what it wraps, it reads a state of that.
+        filled_in["beside"] = None
     if spec.checkpoint.state is not None:  # called with states that no update has checked
         for name in ("shards", "skipped"):
             if (function := value_of(spec, name)) is not DEFAULTS[name]:

@@ -49,7 +49,7 @@ def test_losses_and_parameters_are_those_of_vmap(trained, name, spread):
 
 
 def test_the_algorithms_differ_and_train(trained):
-    """What is compared above is more than the same numbers many times."""
+    """The comparison above would not hold between two of the algorithms."""
     losses = {name: trained["vmap"][f"{name}/0/loss"] for name in NAMES}
     for i, name in enumerate(NAMES):
         assert losses[name].shape == (STEPS,)

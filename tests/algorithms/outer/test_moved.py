@@ -54,7 +54,7 @@ def test_a_run_goes_on_in_other_fragments(tmp_path, then, now, replicas, shard_s
         return js.make_train_step(loss_of_leaves, optax.sgd(0.1), sync=sync, mesh=mesh)
 
     def by_leaf(step, state):
-        """Of each leaf the anchor, and the two moments that Adam has of it."""
+        """Return the anchor by leaf, and the two moments that Adam keeps of each leaf."""
         sync_state = state.opt_state[-1]
         outer, is_one = sync_state.outer, not isinstance(sync_state.outer, dict)
         moments = [

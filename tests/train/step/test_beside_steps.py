@@ -212,3 +212,28 @@ def test_a_step_receives_only_what_has_arrived(sync, beside, monkeypatch):
         pass
     assert ready
     assert all(ready)
+
+
+@pytest.mark.parametrize("bad", [None, 3, 5])
+def test_only_finite_around_a_delay_is_the_same_in_all_ways_to_run(bad):
+    """What it refuses it sees in each update, so the exchange stays inside of the programs."""
+    data = batches()[:14]
+    if bad is not None:
+        x, y = data[bad]
+        data[bad] = x, np.where(np.arange(len(y))[:, None] < 2, np.nan, y).astype(np.float32)
+    ends = []
+    for mode, possible in (("traced", False), ("host", False), ("host", True)):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(_beside_steps, "runs_beside", lambda *args, possible=possible: possible)
+            sync = js.only_finite(
+                js.diloco("replica", sync_every=PERIOD, fragments=2, delay=3, shard_state=False)
+            )
+            mesh = js.virtual_mesh({"replica": REPLICAS})
+            step = js.make_train_step(loss, optax.sgd(0.1), sync=sync, mesh=mesh, mode=mode)
+        state = step.init(PARAMS)
+        for batch in data:
+            state, _ = step(state, batch)
+        ends.append(jax.tree.leaves(state.params))
+    for leaves in zip(*ends, strict=True):
+        for other in leaves[1:]:
+            np.testing.assert_allclose(leaves[0], other, rtol=1e-6, atol=1e-6)
