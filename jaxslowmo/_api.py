@@ -90,6 +90,8 @@ from .train import InputPipelineReport as InputPipelineReport
 from .train import InputStageTimes as InputStageTimes
 from .train import Log as Log
 from .train import StepResult as StepResult
+from .train import Sweep as Sweep
+from .train import SweepState as SweepState
 from .train import TrainPipeline as TrainPipeline
 from .train import TrainState as TrainState
 from .train import TrainStep as TrainStep

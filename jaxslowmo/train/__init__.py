@@ -6,6 +6,8 @@ from ._loop import Hook as Hook
 from ._loop import Log as Log
 from ._loop import host_mean as host_mean
 from ._loop import train_loop as train_loop
+from ._sweep import Sweep as Sweep
+from ._sweep import SweepState as SweepState
 from ._train_state import TrainState as TrainState
 from ._uneven import WeightedBatch as WeightedBatch
 from ._uneven import uneven_batches as uneven_batches

@@ -1,0 +1,152 @@
+"""The cells of the study: which algorithm, how often, over how many replicas, with which grid."""
+
+import itertools
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import jaxslowmo as js
+
+ALL_REDUCE, SGP, LOCAL_SGD, DILOCO = "all_reduce", "sgp", "local_sgd", "diloco"
+SLOWMO, SLOWMO_SGP, SLOWMO_48 = "slowmo", "slowmo_sgp", "slowmo_every_48"
+PERIODS = (12, 48)
+FIRST_TUNING_SEED = 1000  # those of the results are 0, 1, ...
+
+
+@dataclass(frozen=True, order=True)
+class Cell:
+    """One row of the results.
+
+    Attributes:
+      part: "classifier" or "language".
+      optimizer: "sgd" (momentum 0.9) or "adamw".
+      replicas: number of virtual replicas.
+      algorithm: one of the names above; `SLOWMO_48` is slow momentum every 48 updates over averages
+        every `period`, the other two step every `period`.
+      period: updates between exchanges; 1 where every update has one.
+      steps: number of updates.
+    """
+
+    part: str
+    optimizer: str
+    replicas: int
+    algorithm: str
+    period: int
+    steps: int
+
+    @property
+    def key(self) -> str:
+        return " ".join(map(str, asdict(self).values()))
+
+
+def make_of(cell: Cell) -> Callable[[Mapping[str, Any]], optax.GradientTransformation]:
+    """Return the function from a setting to the transforms, for `js.Sweep`."""
+
+    def make(setting: Mapping[str, Any]) -> optax.GradientTransformation:
+        def rate(t: Any) -> Any:
+            warm_up = max(cell.steps // 20, 1)
+            falling = 0.5 * (1 + jnp.cos(jnp.pi * t / cell.steps))
+            return setting["rate"] * jnp.minimum((t + 1) / warm_up, falling)
+
+        sgd, adamw = optax.sgd(rate, momentum=0.9), optax.adamw(rate)
+        optimizer = sgd if cell.optimizer == "sgd" else adamw
+        if cell.algorithm == ALL_REDUCE:
+            return js.chain(js.all_reduce_gradients("replica"), optimizer)
+        return js.chain(optimizer, _sync(cell, setting, rate))
+
+    return make
+
+
+def _sync(
+    cell: Cell, setting: Mapping[str, Any], rate: optax.Schedule
+) -> optax.GradientTransformation:
+    if cell.algorithm == SGP:
+        return js.sgp("replica")
+    if cell.algorithm == LOCAL_SGD:
+        return js.local_sgd("replica", sync_every=cell.period)
+    # Virtual replicas share a memory, so nothing is gained by shards.
+    if cell.algorithm == DILOCO:
+        outer = optax.sgd(setting["outer_rate"], momentum=setting["momentum"], nesterov=True)
+        return js.diloco(
+            "replica", sync_every=cell.period, outer_optimizer=outer, shard_state=False
+        )
+    is_gossip = cell.algorithm == SLOWMO_SGP
+    base = js.sgp("replica") if is_gossip else js.local_sgd("replica", sync_every=cell.period)
+    return js.slowmo(
+        "replica",
+        base=base,
+        sync_every=48 if cell.algorithm == SLOWMO_48 else cell.period,
+        momentum=setting["momentum"],
+        slow_learning_rate=setting["outer_rate"],
+        learning_rate=rate,
+        shard_state=False,
+    )
+
+
+@dataclass(frozen=True)
+class Grid:
+    """What is tried for a cell: each setting with each of `seeds`.
+
+    Attributes:
+      settings: "rate", "momentum" and "outer_rate" by name, one number per setting.
+      seeds: number of seeds.
+    """
+
+    settings: dict[str, np.ndarray]
+    seeds: int
+
+
+def grid_of(cell: Cell) -> Grid:
+    """Return the grid of a cell; all cells of a part have the same number of runs."""
+    is_alone = cell.algorithm in (ALL_REDUCE, SGP, LOCAL_SGD)
+    if cell.part == "language":
+        if is_alone:
+            return _grid(5e-4 * 2 ** (np.arange(12) / 2), [(0.0, 1.0)], seeds=1)
+        outer = [(0.9, 0.4), (0.9, 0.7), (0.5, 0.7), (0.5, 1.0)]
+        slow = [(m, 1.0) for m in (0.2, 0.4, 0.6, 0.8)]
+        pairs = outer if cell.algorithm == DILOCO else slow
+        return _grid(1e-3 * 2 ** np.arange(3), pairs, seeds=1)
+    least = 0.0125 if cell.optimizer == "sgd" else 0.0012
+    if is_alone:
+        return _grid(least * 2 ** (np.arange(24) / 3), [(0.0, 1.0)], seeds=12)
+    outer = itertools.product((0.5, 0.7, 0.9), (0.3, 0.5, 0.7, 1.0))
+    slow = itertools.product((0.2, 0.4, 0.6, 0.8), (0.7, 1.0, 1.4))
+    pairs = outer if cell.algorithm == DILOCO else slow
+    return _grid(least * 2 ** np.arange(8), list(pairs), seeds=3)
+
+
+def _grid(rates: np.ndarray, pairs: list[tuple[float, float]], seeds: int) -> Grid:
+    rows = [(rate, *pair) for rate in rates for pair in pairs]
+    columns = np.array(rows, np.float32).T
+    return Grid(dict(zip(("rate", "momentum", "outer_rate"), columns, strict=True)), seeds)
+
+
+def all_cells() -> list[Cell]:
+    """Return the cells of both parts, the cheap ones first."""
+    cells = []
+    for optimizer, replicas in itertools.product(("sgd", "adamw"), (4, 8, 16, 32)):
+        cells += _cells("classifier", optimizer, replicas, 960)
+    for replicas in (8, 16):
+        one = ("language", "adamw", replicas)
+        cells += [
+            # As many bytes as with one exchange in 48 updates, and half of the updates, which
+            # shows whether the loss has flattened.
+            Cell(*one, ALL_REDUCE, 1, 1440 // 48),
+            Cell(*one, ALL_REDUCE, 1, 1440 // 2),
+            Cell(*one, ALL_REDUCE, 1, 1440),
+            *(Cell(*one, name, 48, 1440) for name in (LOCAL_SGD, SLOWMO, DILOCO)),
+        ]
+    return cells
+
+
+def _cells(part: str, optimizer: str, replicas: int, steps: int) -> list[Cell]:
+    one = (part, optimizer, replicas)
+    cells = [Cell(*one, ALL_REDUCE, 1, steps // period) for period in PERIODS]
+    cells += [Cell(*one, ALL_REDUCE, 1, steps), Cell(*one, SGP, 1, steps)]
+    for name, period in itertools.product((LOCAL_SGD, SLOWMO, SLOWMO_SGP, DILOCO), PERIODS):
+        cells.append(Cell(*one, name, period, steps))
+    return [*cells, Cell(*one, SLOWMO_48, 12, steps)]
