@@ -35,3 +35,14 @@ def test_a_part_travels_beside_most_products(programs, kind):
     assert (sent.collective, sent.is_blocking) == ("all-reduce", False)
     assert part <= sent.bytes <= part + 16
     assert 3 * len(sent.products) >= 2 * outer_programs.PRODUCTS
+
+
+def test_with_one_program_an_exchange_that_any_update_may_make_stands_in_no_branch():
+    lowered = outer_programs.lowered_traced(gpu_mesh({"replica": 8}))
+    schedule = read_gpu_schedule(lowered.compile().as_text())
+    assert schedule.num_products == outer_programs.PRODUCTS
+    (sent,) = schedule.transfers
+    part = outer_programs.BYTES / outer_programs.DELAY
+    assert (sent.collective, sent.is_blocking) == ("all-reduce", False)
+    assert part <= sent.bytes <= part + 16
+    assert 3 * len(sent.products) >= 2 * outer_programs.PRODUCTS

@@ -27,5 +27,14 @@ def loss(params, batch):
 def lowered(mesh: Mesh) -> dict[str, jax.stages.Lowered]:
     """Return the programs of `js.diloco` in two fragments, each sent beside three updates."""
     sync = js.diloco("replica", sync_every=12, fragments=2, delay=DELAY, shard_state=False)
-    batch = jax.ShapeDtypeStruct((512 * mesh.size, WIDTH), jnp.float32)
-    return lowered_step(loss, sync, PARAMS, batch, mesh)
+    return lowered_step(loss, sync, PARAMS, _batch(mesh), mesh)
+
+
+def lowered_traced(mesh: Mesh) -> jax.stages.Lowered:
+    """Return the one program of `js.diloco` with `mode="traced"`, of which any update may send."""
+    sync = js.diloco("replica", sync_every=1 + DELAY, delay=DELAY, shard_state=False)
+    return lowered_step(loss, sync, PARAMS, _batch(mesh), mesh, mode="traced")["all"]
+
+
+def _batch(mesh: Mesh) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((512 * mesh.size, WIDTH), jnp.float32)

@@ -38,3 +38,11 @@ def test_all_products_run_between_the_first_start_and_the_last_end(programs, mes
     sent = report.bytes(kind=kind, level="compiled", collective="collective-permute")
     part = outer_programs.BYTES / 2 / outer_programs.DELAY
     assert sent == pytest.approx(2 * (REPLICAS - 1) / REPLICAS * part, rel=0.01)
+
+
+def test_with_one_program_an_exchange_that_any_update_may_make_stands_in_no_branch(mesh):
+    schedule = read_schedule(outer_programs.lowered_traced(mesh).compile().as_text())
+    assert schedule.num_products == outer_programs.PRODUCTS
+    assert len(schedule.starts) == 2 * (REPLICAS - 1)
+    inner = [p for p in schedule.products if min(schedule.starts) < p < max(schedule.dones)]
+    assert len(inner) == len(schedule.products)

@@ -14,7 +14,7 @@ from ._delay import NOTHING, InFlight, arrived, average_part, updates_left, with
 from ._fragments import SEND, TAKE, Fragment
 from ._merge import merged
 from ._outer import Outer
-from ._state import SLOW, Now, Operand
+from ._state import SLOW, Now, Operand, OuterState
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,8 +146,12 @@ class FragmentSteps(Outer):
         """Average the next part of what is in flight."""
         del params, now
         updates, others, state = operand
+        return updates, others, self.sent(state)
+
+    def sent(self, state: OuterState) -> OuterState:
+        """Return the state with the next part of what is in flight averaged."""
         flight = average_part(state.in_flight, self.exchange, self.delay)
-        return updates, others, state._replace(in_flight=match_varying(flight, state.in_flight))
+        return state._replace(in_flight=match_varying(flight, state.in_flight))
 
     def land(self, params: PyTree, now: Now, operand: Operand) -> Operand:
         """Make the slow step with what has arrived, if all of it has."""

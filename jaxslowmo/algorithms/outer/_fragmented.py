@@ -117,6 +117,11 @@ class Fragmented(Outer):
         )
 
     @property
+    def _sends_always(self) -> bool:
+        """Return whether any update may send: each but one does, which overwrites what it sent."""
+        return 0 < self.delay == self.schedule.k - 1 and len(self.turns()) == 1
+
+    @property
     def sends(self) -> list[str]:
         """Return the event of each fragment in which it sends."""
         return [one.fragment.event(SEND) for one in self.turns()]
@@ -256,6 +261,10 @@ class Fragmented(Outer):
         turns = self.turns(params)
         parts = views(keys_of(turns), state)
         observed = [one.observed(part, now.rate) for one, part in zip(turns, parts, strict=True)]
+        # With a conditional around it the exchange would run beside nothing.
+        sends_always = self._sends_always and now.phase is None and now.communicate is True
+        if sends_always:
+            observed = [turns[0].sent(observed[0])]
         state = joined(state, keys_of(turns), observed)
         index: int | jax.Array = 0
         branches: list[Callable[[Operand], Operand]] = [lambda operand: operand]
@@ -266,7 +275,8 @@ class Fragmented(Outer):
                 due = now.phase is not None or one.is_now(events, state.count)
                 dues[-1] = either(dues[-1], due)
                 which = len(branches)
-                branches.append(functools.partial(self._after, turns, number, events, params, now))
+                rest = tuple(event for event in events if event != SEND or not sends_always)
+                branches.append(functools.partial(self._after, turns, number, rest, params, now))
                 index = (
                     jnp.where(due, which, index)
                     if not isinstance(due, bool)
