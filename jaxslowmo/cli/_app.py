@@ -15,7 +15,7 @@ from jaxslowmo.topology import GRAPHS
 
 from ._errors import CommandError, in_options, usage_errors
 from .config._cluster import ClusterConfig
-from .config._commands import CompareConfig, SampleConfig, TuneBucketsConfig
+from .config._commands import CompareConfig, SampleConfig, TuneBucketsConfig, TuneOuterConfig
 from .config._inspect import InspectGraphConfig, InspectGraphsConfig, InspectScheduleConfig
 from .config._mesh import PIPELINES
 from .config._options import (
@@ -50,6 +50,13 @@ _OF_A_STEP = {
     "preset", "dtype", "batch", "accumulate", "seed", "replicas", "devices_per_replica",
     "optimizer",
 }  # fmt: skip
+# Options of runs whose slow steps are tuned, over virtual replicas.
+_OF_SLOW_STEPS = {
+    "preset", "tied", "steps", "batch", "data", "eval_every", "eval_batches", "replicas",
+    "algorithm", "sync_every", "graph", "peers_per_step", "overlap", "mixing", "nesterov",
+    "fragments", "delay", "merge",
+    "optimizer", "learning_rate", "warmup", "schedule", "weight_decay", "clip",
+}  # fmt: skip
 # Options that `compare` sets itself, or that are about a single run.
 _ONLY_TRAIN = {
     *("algorithm", "seed", "patience", "statistics", "statistics_rate"),
@@ -67,7 +74,7 @@ app = _group("Data-parallel training whose replicas communicate rarely.")
 inspect_app = _group(
     "Show costs of graphs, schedules of pipelines, and placement and communication of runs."
 )
-tune_app = _group("Measure settings on the available devices.")
+tune_app = _group("Measure settings on the available devices: bucket sizes, slow steps.")
 
 
 def run(argv: Sequence[str] | None = None) -> int:
@@ -249,6 +256,19 @@ def _buckets(*, train: dict[str, Any], out: Path | None, **options: Any) -> int:
     return tune_buckets(config, out)
 
 
+def _outer(*, train: dict[str, Any], out: Path | None, **options: Any) -> int:
+    """Try momenta and rates of slow steps with several seeds, and print the best.
+
+    All settings and seeds of a period train in one program, with virtual replicas on one device.
+    """
+    with usage_errors():
+        config = TuneOuterConfig(train_config(train | {"execution": "virtual"}), **options)
+        refuse_unused(train, config.train)
+    from ._tune_outer import tune_outer
+
+    return tune_outer(config, out)
+
+
 app.command("train", cls=Command)(with_options(_train, train=train_options().keys(), out="train"))
 app.command("compare", cls=Command)(
     with_options(_compare, CompareConfig, train=train_options().keys() - _ONLY_TRAIN, out="compare")
@@ -269,6 +289,9 @@ inspect_app.command("schedule", cls=Command, epilog=f"Kinds: {', '.join(PIPELINE
 )
 tune_app.command("buckets", cls=Command)(
     with_options(_buckets, TuneBucketsConfig, train=_OF_A_STEP, out="tune")
+)
+tune_app.command("outer", cls=Command)(
+    with_options(_outer, TuneOuterConfig, train=_OF_SLOW_STEPS, out="tune")
 )
 app.add_typer(inspect_app, name="inspect")
 app.add_typer(tune_app, name="tune")

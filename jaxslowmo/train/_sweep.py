@@ -58,9 +58,9 @@ class Sweep:
     Attributes:
       loss_fn: `loss_fn(params, batch)`, the mean loss of a replica's batch, a scalar.
       make: `make(setting)`: the transforms of one setting, as `js.chain` or an optimizer alone.
-        They exchange over the axis "replica". It is called with one setting of floats first, which
-        checks them, and then with traced scalars. Which collectives run when must not depend on the
-        setting: periods and graphs are those of the first one.
+        They exchange over the axis "replica". It is called with the numbers of every setting, which
+        checks them, and then with traced scalars. What runs when must not depend on the setting:
+        periods and graphs are those of the first one.
       settings: values by name, each of shape (settings,), of any floating or integer dtype.
       replicas: number of virtual replicas, >= 1.
       at_once: number of settings that are trained side by side, the others after them; None: all.
@@ -82,7 +82,7 @@ class Sweep:
     _values: dict[str, jax.Array] = field(init=False)
 
     def __post_init__(self) -> None:
-        """Check the settings, and make the transforms of the first."""
+        """Check the settings, by making the transforms of each."""
         checked_int("Sweep: `replicas`", self.replicas, 1)
         if self.at_once is not None:
             checked_int("Sweep: `at_once`", self.at_once, 1)
@@ -93,8 +93,10 @@ class Sweep:
                 "Sweep: `settings` must be vectors of one length, at least 1, one number for each "
                 f"setting; got shapes {shapes}."
             )
-        first = self.make({name: value[0].item() for name, value in values.items()})
-        _, _, sync = split_chain(first, None, None)
+        rows = zip(*(value.tolist() for value in values.values()), strict=True)
+        # Traced values are not checked, so all are made once as numbers.
+        made = [self.make(dict(zip(values, row, strict=True))) for row in rows]
+        _, _, sync = split_chain(made[0], None, None)
         sync = sync.sized({_AXIS: self.replicas}) if sync is not None else None
         object.__setattr__(self, "_sync", sync)
         object.__setattr__(self, "_values", {k: jnp.asarray(v) for k, v in values.items()})

@@ -11,6 +11,7 @@ from ._fields import (
     options_of,
     parse_integers,
     parse_names,
+    parse_numbers,
     parse_size,
     parse_sizes,
 )
@@ -161,3 +162,68 @@ class TuneBucketsConfig(Checked):
     def first_of(self, limit: int) -> int:
         """Return the size of the first bucket in bytes under a bucket limit in bytes."""
         return min(self.first, limit)
+
+
+OUTER_ALGORITHMS = ("slowmo", "slowmo_sgp", "diloco")
+
+
+@dataclasses.dataclass(frozen=True)
+class TuneOuterConfig(Checked):
+    """The settings of slow (outer) steps that `jaxslowmo tune outer` tries."""
+
+    train: TrainConfig
+    momenta: tuple[float, ...] = option(
+        "0.2,0.4,0.6,0.8",
+        "Slow momenta, of diloco those of its outer optimizer, separated by commas.",
+        parse=parse_numbers,
+        least=0,
+        below=1,
+    )
+    rates: tuple[float, ...] = option(
+        "1",
+        "Slow learning rates, or those of diloco's outer optimizer.",
+        parse=parse_numbers,
+        least=0,
+    )
+    factors: tuple[float, ...] = option(
+        "1",
+        "Multiples of --learning-rate; a slow momentum often does best at a smaller rate.",
+        parse=parse_numbers,
+        least=0,
+    )
+    periods: tuple[int, ...] = option(
+        "48", "Steps between slow steps, separated by commas.", parse=parse_integers, least=1
+    )
+    seeds: tuple[int, ...] = option(
+        "0,1,2", "Seeds of each setting.", parse=parse_integers, least=0, below=MOST_SEEDS
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.train.algorithm.algorithm not in OUTER_ALGORITHMS:
+            raise ValueError(
+                f"--algorithm must be one of {', '.join(OUTER_ALGORITHMS)}, which have slow steps; "
+                f"got {self.train.algorithm.algorithm}"
+            )
+        if self.train.replicas < 2:
+            raise ValueError("--replicas must be >= 2: one replica has nothing to average")
+        if 0 in self.factors or not self.train.optimizer.learning_rate:
+            raise ValueError("--factors and --learning-rate must be > 0, got 0")
+        if longest := [period for period in self.periods if period > self.train.steps]:
+            raise ValueError(
+                f"--periods must be <= --steps, {self.train.steps}, or no slow step is made; "
+                f"got {longest[0]}"
+            )
+
+    def settings(self) -> dict[str, list[float]]:
+        """Return the settings by name, a number for each: all combinations, plain averages first.
+
+        A plain average is a slow step without momentum, at a rate of 1.
+        """
+        pairs = [
+            (1.0, 0.0),
+            *((r, m) for r in self.rates for m in self.momenta if (r, m) != (1, 0)),
+        ]
+        rows = [(factor, *pair) for factor in self.factors for pair in pairs]
+        columns = zip(*rows, strict=True)
+        return dict(zip(("factor", "rate", "momentum"), map(list, columns), strict=True))

@@ -146,6 +146,18 @@ def parse_integers(flag: str, text: str) -> tuple[int, ...]:
         raise ValueError(f"{flag} must be integers separated by commas, got {text}") from None
 
 
+def parse_numbers(flag: str, text: str) -> tuple[float, ...]:
+    """Return the numbers in a list like "0.7,1".
+
+    Raises:
+      ValueError: an entry is no number; the message names `flag`.
+    """
+    try:
+        return tuple(float(part) for part in parse_names(flag, text))
+    except ValueError:
+        raise ValueError(f"{flag} must be numbers separated by commas, got {text}") from None
+
+
 def parse_sizes(flag: str, text: str) -> tuple[int, ...]:
     """Return the sizes in bytes in a list like "1MiB,25MB,4096".
 

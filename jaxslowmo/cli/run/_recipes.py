@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Collection, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -207,6 +208,31 @@ def build_algorithm(config: TrainConfig, specs: Any = None) -> Algorithm:
         sync = js.only_finite(sync)
     optimizer = scaled(_optimizer(config.optimizer, schedule), config)
     return Algorithm(schedule, optimizer, gradients, sync)
+
+
+def build_setting(config: TrainConfig, setting: Mapping[str, Any]) -> optax.GradientTransformation:
+    """Return the chain of a configuration with the values of one setting of its slow steps.
+
+    Args:
+      config: configuration of the run; its algorithm has slow steps.
+      setting: "factor", which multiplies the learning rate, and "rate" and "momentum" of the slow
+        step, or of diloco's outer optimizer: numbers, also traced ones.
+    """
+    schedule = learning_rate_schedule(config.optimizer, config.schedule_length)
+
+    def scaled_schedule(count: Any) -> Any:
+        return setting["factor"] * schedule(count)
+
+    # Without the checks of `AlgorithmConfig`, which traced values would not pass.
+    algorithm: Any = SimpleNamespace(
+        **vars(config.algorithm)
+        | dict.fromkeys(("slow_momentum", "outer_momentum"), setting["momentum"])
+        | dict.fromkeys(("slow_learning_rate", "outer_learning_rate"), setting["rate"])
+    )
+    recipe = RECIPES[config.algorithm.algorithm]
+    assert recipe.sync is not None, "an algorithm with slow steps"
+    sync = recipe.sync(RecipeInputs(algorithm, scaled_schedule, two_levels=False))
+    return js.chain(_optimizer(config.optimizer, scaled_schedule), sync)
 
 
 def describe_exchanges(algorithms: Collection[str], config: AlgorithmConfig) -> list[str]:
