@@ -2,45 +2,29 @@
 
 import itertools
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 import optax
+from rows import (
+    ALL_REDUCE,
+    DILOCO,
+    LOCAL_SGD,
+    PERIODS,
+    REPLICAS,
+    SGP,
+    SLOWMO,
+    SLOWMO_48,
+    SLOWMO_SGP,
+    STEPS,
+    Cell,
+)
 
 import jaxslowmo as js
 
-ALL_REDUCE, SGP, LOCAL_SGD, DILOCO = "all_reduce", "sgp", "local_sgd", "diloco"
-SLOWMO, SLOWMO_SGP, SLOWMO_48 = "slowmo", "slowmo_sgp", "slowmo_every_48"
-PERIODS = (12, 48)
 FIRST_TUNING_SEED = 1000  # those of the results are 0, 1, ...
-
-
-@dataclass(frozen=True, order=True)
-class Cell:
-    """One row of the results.
-
-    Attributes:
-      part: "classifier" or "language".
-      optimizer: "sgd" (momentum 0.9) or "adamw".
-      replicas: number of virtual replicas.
-      algorithm: one of the names above; `SLOWMO_48` is slow momentum every 48 updates over averages
-        every `period`, the other two step every `period`.
-      period: updates between exchanges; 1 where every update has one.
-      steps: number of updates.
-    """
-
-    part: str
-    optimizer: str
-    replicas: int
-    algorithm: str
-    period: int
-    steps: int
-
-    @property
-    def key(self) -> str:
-        return " ".join(map(str, asdict(self).values()))
 
 
 def make_of(cell: Cell) -> Callable[[Mapping[str, Any]], optax.GradientTransformation]:
@@ -126,27 +110,20 @@ def _grid(rates: np.ndarray, pairs: list[tuple[float, float]], seeds: int) -> Gr
 
 
 def all_cells() -> list[Cell]:
-    """Return the cells of both parts, the cheap ones first."""
-    cells = []
-    for optimizer, replicas in itertools.product(("sgd", "adamw"), (4, 8, 16, 32)):
-        cells += _cells("classifier", optimizer, replicas, 960)
-    for replicas in (8, 16):
+    """Return the cells of both parts."""
+    cells, steps = [], STEPS["classifier"]
+    for optimizer, replicas in itertools.product(("sgd", "adamw"), REPLICAS["classifier"]):
+        one = ("classifier", optimizer, replicas)
+        # The first have as many bytes as one exchange in a period.
+        cells += [Cell(*one, ALL_REDUCE, 1, steps // period) for period in PERIODS]
+        cells += [Cell(*one, ALL_REDUCE, 1, steps), Cell(*one, SGP, 1, steps)]
+        names = (LOCAL_SGD, SLOWMO, SLOWMO_SGP, DILOCO)
+        cells += [Cell(*one, name, p, steps) for name, p in itertools.product(names, PERIODS)]
+        cells.append(Cell(*one, SLOWMO_48, 12, steps))
+    steps = STEPS["language"]
+    for replicas in REPLICAS["language"]:
         one = ("language", "adamw", replicas)
-        cells += [
-            # As many bytes as with one exchange in 48 updates, and half of the updates, which
-            # shows whether the loss has flattened.
-            Cell(*one, ALL_REDUCE, 1, 1440 // 48),
-            Cell(*one, ALL_REDUCE, 1, 1440 // 2),
-            Cell(*one, ALL_REDUCE, 1, 1440),
-            *(Cell(*one, name, 48, 1440) for name in (LOCAL_SGD, SLOWMO, DILOCO)),
-        ]
+        # Half of the updates show whether the loss has flattened.
+        cells += [Cell(*one, ALL_REDUCE, 1, count) for count in (steps // 48, steps // 2, steps)]
+        cells += [Cell(*one, name, 48, steps) for name in (LOCAL_SGD, SLOWMO, DILOCO)]
     return cells
-
-
-def _cells(part: str, optimizer: str, replicas: int, steps: int) -> list[Cell]:
-    one = (part, optimizer, replicas)
-    cells = [Cell(*one, ALL_REDUCE, 1, steps // period) for period in PERIODS]
-    cells += [Cell(*one, ALL_REDUCE, 1, steps), Cell(*one, SGP, 1, steps)]
-    for name, period in itertools.product((LOCAL_SGD, SLOWMO, SLOWMO_SGP, DILOCO), PERIODS):
-        cells.append(Cell(*one, name, period, steps))
-    return [*cells, Cell(*one, SLOWMO_48, 12, steps)]

@@ -16,35 +16,29 @@ import sys
 import time
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-RESULTS = Path(__file__).parent / "results"
-PARSER = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-PARSER.add_argument("--part", choices=("classifier", "language"), help="only one part")
+from rows import PARTS, RESULTS, Cell, Row, by_cell, cell_of, recorded
+from statistics_of import interval
+
+if TYPE_CHECKING:
+    from multiprocessing.queues import Queue
+
+PARSER = argparse.ArgumentParser(description=str(__doc__).split("\n")[0])
+PARSER.add_argument("--part", choices=PARTS, help="only one part")
 PARSER.add_argument("--only", default="", help="only cells whose key holds this text")
 PARSER.add_argument("--workers", type=int, default=2, help="processes, each on a core of its own")
 PARSER.add_argument("--check", type=int, help="train so many recorded cells again, and compare")
 PARSER.add_argument("--seed", type=int, default=0, help="which cells --check takes")
 
 
-def recorded(part: str) -> list[dict]:
-    """Return the rows of a part, in the order in which they ended."""
-    path = RESULTS / f"{part}.jsonl"
-    return [json.loads(line) for line in path.open()] if path.exists() else []
-
-
-def cell_of(row: dict):
-    from cells import Cell
-
-    return Cell(**{name: row[name] for name in Cell.__dataclass_fields__})
-
-
-def _start(cores: "multiprocessing.Queue[int]") -> None:
+def _start(cores: "Queue[int]") -> None:
     # One core per process: two programs that share both cores wait for each other at every product.
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {cores.get()})
 
 
-def _work(cell) -> dict:
+def _work(cell: Cell) -> Row:
     import machine
 
     import train
@@ -52,7 +46,7 @@ def _work(cell) -> dict:
     return {**train.row_of(cell), "machine": machine.describe()}
 
 
-def _again(row: dict) -> dict:
+def _again(row: Row) -> dict[str, Any]:
     import train
 
     return train.final_of(cell_of(row), row["best"])
@@ -70,9 +64,9 @@ def _pool(workers: int) -> ProcessPoolExecutor:
 def run(args: argparse.Namespace) -> int:
     from cells import all_cells
 
-    done = {cell_of(row).key for part in ("classifier", "language") for row in recorded(part)}
+    done = by_cell()
     cells = [c for c in all_cells() if args.part in (None, c.part) and args.only in c.key]
-    missing = [cell for cell in cells if cell.key not in done]
+    missing = [cell for cell in cells if cell not in done]
     print(f"{len(cells) - len(missing)} of {len(cells)} cells are recorded", flush=True)
     RESULTS.mkdir(exist_ok=True)
     began = time.perf_counter()
@@ -95,9 +89,7 @@ def run(args: argparse.Namespace) -> int:
 
 def check(args: argparse.Namespace) -> int:
     """Train recorded cells again; their means must be within the recorded interval of 95 %."""
-    from report import interval
-
-    parts = (args.part,) if args.part else ("classifier", "language")
+    parts = (args.part,) if args.part else PARTS
     rows = [row for part in parts for row in recorded(part) if args.only in cell_of(row).key]
     chosen = random.Random(args.seed).sample(rows, args.check)
     with _pool(args.workers) as pool:

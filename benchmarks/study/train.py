@@ -7,7 +7,8 @@ from typing import Any
 
 import jax
 import numpy as np
-from cells import FIRST_TUNING_SEED, Cell, grid_of, make_of
+from cells import FIRST_TUNING_SEED, grid_of, make_of
+from rows import Cell
 from tasks import TASKS, Task, stacked
 
 import jaxslowmo as js

@@ -1,0 +1,179 @@
+"""The pictures of docs/study.md, from the recorded rows."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from rows import ALL_REDUCE, DILOCO, LOCAL_SGD, PERIODS, REPLICAS, SGP, SLOWMO, STEPS
+from statistics_of import gap_closed, interval
+from tables import OPTIMIZERS, Study
+
+from jaxslowmo.cli._figures import COLOURS, INK, clean, draw_line, new_figure, save_figure
+
+STYLES = {
+    ALL_REDUCE: ("black", "o"),
+    SGP: ("pink", "v"),
+    LOCAL_SGD: ("blue", "s"),
+    SLOWMO: ("vermilion", "D"),
+    DILOCO: ("green", "^"),
+}
+BYTES = {"classifier": 4 * 2410, "language": 4 * 42880}  # of the parameters
+
+
+def style(algorithm: str) -> dict[str, Any]:
+    colour, marker = STYLES[algorithm]
+    return {"color": COLOURS[colour], "marker": marker}
+
+
+def draw(study: Study, folder: Path) -> list[Path]:
+    """Draw all pictures, and return their paths."""
+    pictures = {
+        "study.png": draw_bytes,
+        "study-replicas.png": draw_replicas,
+        "study-gaps.png": draw_gaps,
+        "study-momentum.png": draw_momentum,
+    }
+    for name, function in pictures.items():
+        function(study, folder / name)
+    return [folder / name for name in pictures]
+
+
+def draw_bytes(study: Study, path: Path) -> None:
+    """Draw loss against updates, and against bytes, where slow momentum pays."""
+    what = (
+        "Digits, 32 replicas, SGD with momentum, an average or a slow step every 12 updates; each "
+        "algorithm with its best rates; means of 20 seeds."
+    )
+    title = "With the bytes of plain averages, slow momentum comes closer to the all-reduce"
+    figure = new_figure((11, 5), title, what, wspace=0.06)
+    by_updates, by_bytes = figure.subplots(1, 2, sharey=True)
+    steps, size = STEPS["classifier"], BYTES["classifier"]
+    for name in (ALL_REDUCE, LOCAL_SGD, SLOWMO, DILOCO):
+        period = 1 if name == ALL_REDUCE else 12
+        row = study.row("classifier", "sgd", 32, name, period)
+        updates = np.arange(1, len(row["curve"]) + 1) * steps // len(row["curve"])
+        mean, half = interval(row["test"])
+        label = f"{name}: {mean:.3f} ± {half:.3f}"
+        draw_line(by_updates, updates, row["curve"], style(name), label=label)
+        draw_line(by_bytes, updates // period * size / 1e6, row["curve"], style(name))
+    by_updates.set(xlabel="updates", ylabel="held-out loss of the consensus model")
+    by_bytes.set(xscale="log", xlabel="megabytes sent by each replica (log scale)")
+    by_updates.set_ylim(0, 2.4)
+    by_updates.legend(frameon=False, labelcolor=INK)
+    for axes in (by_updates, by_bytes):
+        clean(axes)
+    save_figure(figure, path)
+
+
+def draw_replicas(study: Study, path: Path) -> None:
+    """Draw loss against replicas: a panel per optimizer and period."""
+    what = "Digits; each algorithm with its best rates. Means of 20 seeds, with intervals of 95 %."
+    figure = new_figure((11, 8), "Held-out loss by number of replicas", what)
+    panels = figure.subplots(2, 2, sharey=True, sharex=True)
+    counts = REPLICAS["classifier"]
+    for line, optimizer in zip(panels, OPTIMIZERS, strict=True):
+        for axes, period in zip(line, PERIODS, strict=True):
+            for name in STYLES:
+                every = 1 if name in (ALL_REDUCE, SGP) else period
+                found = [study.losses("classifier", optimizer, n, name, every) for n in counts]
+                means, halves = zip(*map(interval, found), strict=True)
+                draw_line(axes, counts, means, style(name), label=name)
+                axes.errorbar(
+                    counts, means, halves, color=style(name)["color"], linewidth=0, elinewidth=1.2
+                )
+            _by_replicas(axes, counts)
+            axes.set_title(
+                f"{OPTIMIZERS[optimizer]}, every {period} updates", size=10.5, loc="left"
+            )
+        line[0].set_ylabel("held-out loss")
+    panels[0][0].legend(frameon=False, labelcolor=INK)
+    save_figure(figure, path)
+
+
+def _by_replicas(axes: Axes, counts: Sequence[int]) -> None:
+    clean(axes)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(counts, [f"{n}" for n in counts])
+    axes.set_xlabel("replicas")
+
+
+def draw_gaps(study: Study, path: Path) -> None:
+    """Draw the share of the gap that slow momentum and diloco close, by replicas."""
+    what = (
+        "The gap is that between plain averages with the same period and the all-reduce. "
+        "Bars: intervals of 95 %, over seeds."
+    )
+    figure = new_figure((11, 4.8), "Share of the gap that is closed", what, wspace=0.06)
+    panels = figure.subplots(1, 2, sharey=True)
+    looks = {("sgd", 12): "-", ("sgd", 48): "--", ("adamw", 12): "-", ("adamw", 48): "--"}
+    colours = {"sgd": COLOURS["vermilion"], "adamw": COLOURS["blue"]}
+    for axes, name in zip(panels, (SLOWMO, DILOCO), strict=True):
+        lines = [("classifier", *look, line) for look, line in looks.items()]
+        lines.append(("language", "adamw", 48, ":"))
+        for part, optimizer, period, line in lines:
+            counts, shares = REPLICAS[part], []
+            for count in counts:
+                one = (part, optimizer, count)
+                shares.append(
+                    gap_closed(
+                        study.losses(*one, LOCAL_SGD, period),
+                        study.losses(*one, name, period),
+                        study.losses(*one, ALL_REDUCE),
+                    )
+                )
+            middle, low, high = 100 * np.array(shares).T
+            is_text = part == "language"
+            colour = COLOURS["black"] if is_text else colours[optimizer]
+            what = "language model, AdamW" if is_text else f"digits, {OPTIMIZERS[optimizer]}"
+            axes.errorbar(
+                counts, middle, np.abs([low - middle, high - middle]), color=colour, marker="o",
+                linestyle=line, capsize=2, elinewidth=1, label=f"{what}, every {period}",
+            )  # fmt: skip
+        _by_replicas(axes, REPLICAS["classifier"])
+        axes.axhline(0, color=INK, linewidth=0.8)
+        axes.set_title(name, size=10.5, loc="left")
+    panels[0].set_ylabel("% of the gap to the all-reduce")
+    panels[0].legend(frameon=False, labelcolor=INK, fontsize=9)
+    save_figure(figure, path)
+
+
+def draw_momentum(study: Study, path: Path) -> None:
+    """Draw the best loss at each slow momentum, less that of plain averages, by replicas."""
+    what = (
+        "Validation loss with the best rates for each momentum, less the best of plain averages, "
+        "both of the tuning's seeds. Below 0 slow momentum is better."
+    )
+    figure = new_figure((11, 7.2), "Which slow momentum?", what)
+    panels = figure.subplots(2, 2, sharex=True, sharey=True)
+    shades = [COLOURS[name] for name in ("sky", "blue", "orange", "vermilion")]
+    for line, optimizer in zip(panels, OPTIMIZERS, strict=True):
+        for axes, period in zip(line, PERIODS, strict=True):
+            for count, colour in zip(REPLICAS["classifier"], shades, strict=True):
+                one = ("classifier", optimizer, count)
+                plain = min(_by_value(study.row(*one, LOCAL_SGD, period), "momentum").values())
+                found = _by_value(study.row(*one, SLOWMO, period), "momentum")
+                ys = [value - plain for value in found.values()]
+                look = {"color": colour, "marker": "o"}
+                draw_line(axes, list(found), ys, look, label=f"{count} replicas")
+            axes.axhline(0, color=INK, linewidth=0.8)
+            clean(axes)
+            axes.set_title(
+                f"{OPTIMIZERS[optimizer]}, every {period} updates", size=10.5, loc="left"
+            )
+    for axes in panels[1]:
+        axes.set_xlabel("slow momentum")
+    for axes in panels[:, 0]:
+        axes.set_ylabel("loss less that of averages")
+    panels[0][0].legend(frameon=False, labelcolor=INK)
+    save_figure(figure, path)
+
+
+def _by_value(row: dict[str, Any], name: str) -> dict[float, float]:
+    """Return the smallest mean validation loss for each value of a setting."""
+    best: dict[float, float] = {}
+    losses = [[np.inf if x is None else x for x in each] for each in row["tuning"]["validation"]]
+    for value, each in zip(row["tuning"]["settings"][name], losses, strict=True):
+        best[value] = min(best.get(value, np.inf), float(np.mean(each)))
+    return best
