@@ -1,5 +1,6 @@
 """The tables of docs/study.md, from the recorded rows."""
 
+import itertools
 from collections.abc import Iterable, Sequence
 
 from rows import (
@@ -24,13 +25,17 @@ LABELS = {
     ALL_REDUCE: "`all_reduce`",
     SGP: "`sgp`",
     LOCAL_SGD: "`local_sgd`",
-    SLOWMO: "`slowmo` over it",
-    SLOWMO_48: "`slowmo` over it, every 48",
+    SLOWMO: "`slowmo`",
+    SLOWMO_48: "`slowmo` every 48, over `local_sgd`",
     SLOWMO_SGP: "`slowmo` over `sgp`",
     DILOCO: "`diloco`",
 }
-# Scaling laws for DiLoCo (arXiv 2503.09799), table 4, 35M parameters, a period of 30.
-LAWS = {1: 3.485, 2: 3.508, 4: 3.554, 8: 3.621}
+TASKS = {"classifier": "digits", "language": "language model"}
+COUNTS = REPLICAS["classifier"]
+RARE = (LOCAL_SGD, SLOWMO, DILOCO)
+# Scaling laws for DiLoCo (arXiv 2503.09799), table 4, 35M parameters, a period of 30; 1 stands for
+# data parallelism.
+LAWS = {1: 3.485, 4: 3.554, 8: 3.621}
 
 
 class Study:
@@ -75,20 +80,17 @@ def replicas_head(part: str) -> list[str]:
 
 def classifier_losses(study: Study, optimizer: str) -> str:
     """Return the losses of the classifier with one optimizer: a row per algorithm and period."""
+    rare = (*RARE, SLOWMO_SGP)
+    shown = [(ALL_REDUCE, 1), (SGP, 1), *((name, p) for p in PERIODS for name in rare)]
     lines = []
-    for name, period in [
-        (ALL_REDUCE, 1),
-        (SGP, 1),
-        *((name, p) for p in PERIODS for name in (LOCAL_SGD, SLOWMO, DILOCO, SLOWMO_SGP)),
-        (SLOWMO_48, 12),
-    ]:
-        cells = [
-            study.losses("classifier", optimizer, n, name, period) for n in REPLICAS["classifier"]
-        ]
-        label = LABELS[name].replace(" over it, every 48", ", every 48, over `local_sgd`")
-        label = label.replace(" over it", "")
-        lines.append([label, "update" if period == 1 else str(period), *map(loss, cells)])
+    for name, period in [*shown, (SLOWMO_48, 12)]:
+        cells = [study.losses("classifier", optimizer, n, name, period) for n in COUNTS]
+        lines.append([LABELS[name], every(period), *map(loss, cells)])
     return table(["", "every", *replicas_head("classifier")], lines)
+
+
+def every(period: int) -> str:
+    return "update" if period == 1 else str(period)
 
 
 def gaps(study: Study) -> str:
@@ -97,7 +99,7 @@ def gaps(study: Study) -> str:
     for optimizer, period in [(o, p) for o in OPTIMIZERS for p in PERIODS]:
         for name in (SLOWMO, DILOCO):
             shares = []
-            for count in REPLICAS["classifier"]:
+            for count in COUNTS:
                 one = ("classifier", optimizer, count)
                 worse = study.losses(*one, LOCAL_SGD, period)
                 better = study.losses(*one, name, period)
@@ -109,21 +111,13 @@ def gaps(study: Study) -> str:
 def settings(study: Study) -> str:
     """Return the settings that tuning chose, for the algorithms of docs/choosing.md."""
     lines = []
-    for optimizer in OPTIMIZERS:
-        for name, period in [
-            (ALL_REDUCE, 1),
-            *((n, p) for p in PERIODS for n in (LOCAL_SGD, SLOWMO, DILOCO)),
-        ]:
-            found = [
-                study.row("classifier", optimizer, n, name, period)["best"]
-                for n in REPLICAS["classifier"]
-            ]
-            label = LABELS[name].replace(" over it", "")
-            every = "" if period == 1 else f", every {period}"
-            lines.append(
-                [f"{OPTIMIZERS[optimizer]}, {label}{every}", *(setting(name, x) for x in found)]
-            )
-    return table(["", *replicas_head("classifier")], lines)
+    for optimizer, (name, period) in itertools.product(
+        OPTIMIZERS, [(ALL_REDUCE, 1), *((n, p) for p in PERIODS for n in RARE)]
+    ):
+        rows = [study.row("classifier", optimizer, n, name, period) for n in COUNTS]
+        chosen = [setting(name, row["best"]) for row in rows]
+        lines.append([f"{OPTIMIZERS[optimizer]}, {LABELS[name]}", every(period), *chosen])
+    return table(["", "every", *replicas_head("classifier")], lines)
 
 
 def setting(algorithm: str, best: dict[str, float]) -> str:
@@ -136,11 +130,10 @@ def setting(algorithm: str, best: dict[str, float]) -> str:
 def language_losses(study: Study) -> str:
     """Return losses and settings of the language model."""
     lines = []
-    for name, period in [(ALL_REDUCE, 1), *((n, 48) for n in (LOCAL_SGD, SLOWMO, DILOCO))]:
+    for name, period in [(ALL_REDUCE, 1), *((name, 48) for name in RARE)]:
         cells = [study.row("language", "adamw", n, name, period) for n in REPLICAS["language"]]
-        label = LABELS[name].replace(" over it", "")
         columns = [text for x in cells for text in (loss(x["test"]), setting(name, x["best"]))]
-        lines.append([label, "update" if period == 1 else str(period), *columns])
+        lines.append([LABELS[name], every(period), *columns])
     head = [text for n in REPLICAS["language"] for text in (f"{n} replicas", "setting")]
     return table(["", "every", *head], lines)
 
@@ -158,23 +151,26 @@ def language_gaps(study: Study) -> str:
 
 
 def equal_bytes(study: Study) -> str:
-    """Return what equal bytes reach: fewer updates with an all-reduce, or all with rare exchanges."""
+    """Return what equal bytes reach: few updates with all-reduces, or all with rare exchanges."""
     lines = []
-    for part, optimizer in [("classifier", "sgd"), ("classifier", "adamw"), ("language", "adamw")]:
-        for period in PERIODS if part == "classifier" else (48,):
-            count = REPLICAS[part][-1]
-            one, few = (part, optimizer, count), STEPS[part] // period
-            lines.append(
-                [
-                    f"{part}, {OPTIMIZERS[optimizer]}, {count} replicas, {few} exchanges",
-                    loss(study.losses(*one, ALL_REDUCE, steps=few)),
-                    *(
-                        loss(study.losses(*one, name, period))
-                        for name in (LOCAL_SGD, SLOWMO, DILOCO)
-                    ),
-                ]
-            )
-    return table(["", "`all_reduce`, every update", "`local_sgd`", "`slowmo`", "`diloco`"], lines)
+    for part, optimizer, period in [
+        *(("classifier", optimizer, period) for optimizer in OPTIMIZERS for period in PERIODS),
+        ("language", "adamw", 48),
+    ]:
+        count, few = REPLICAS[part][-1], STEPS[part] // period
+        one = (part, optimizer, count)
+        cells = [study.losses(*one, ALL_REDUCE, steps=few)]
+        cells += [study.losses(*one, name, period) for name in RARE]
+        what = f"{TASKS[part]}, {OPTIMIZERS[optimizer]}, {count} replicas, {few} exchanges"
+        lines.append([what, *map(loss, cells)])
+    names = ["`local_sgd`", "`slowmo`", "`diloco`"]
+    return table(["", "`all_reduce` in as many updates", *names], lines)
+
+
+def law(count: int) -> float:
+    """Return the loss of diloco over that of data parallelism, by the joint fit of the laws."""
+    size = 42_880
+    return 19.226 * size**-0.0985 * count**0.0116 / (18.129 * size**-0.0953)
 
 
 def penalties(study: Study) -> str:
@@ -185,24 +181,17 @@ def penalties(study: Study) -> str:
         mean = interval(study.losses(*one, DILOCO, period))[0]
         return f"{100 * (mean / interval(study.losses(*one, ALL_REDUCE))[0] - 1):.1f} %"
 
+    measured = [f"{100 * (LAWS[n] / LAWS[1] - 1):.1f} %" for n in (4, 8)]
+    extended = ["", *(f"{100 * (law(n) - 1):.1f} %" for n in (8, 16)), ""]
+    text = ["", *(of("language", "adamw", n, 48) for n in (8, 16)), ""]
     lines = [
-        [
-            "scaling laws, 35M parameters, every 30",
-            *(f"{100 * (LAWS[n] / LAWS[1] - 1):.1f} %" for n in (4, 8)),
-            "",
-            "",
-        ],
-        [
-            "language model, AdamW, every 48",
-            "",
-            *(of("language", "adamw", n, 48) for n in (8, 16)),
-            "",
-        ],
+        ["scaling laws: 35M parameters, AdamW, every 30", *measured, "", ""],
+        ["their joint fit, extended to 42,880 parameters", *extended],
+        ["language model: 42,880 parameters, AdamW, every 48", *text],
     ]
-    for optimizer in OPTIMIZERS:
-        for period in PERIODS:
-            found = [of("classifier", optimizer, n, period) for n in REPLICAS["classifier"]]
-            lines.append([f"classifier, {OPTIMIZERS[optimizer]}, every {period}", *found])
+    for optimizer, period in itertools.product(OPTIMIZERS, PERIODS):
+        found = [of("classifier", optimizer, n, period) for n in COUNTS]
+        lines.append([f"digits, {OPTIMIZERS[optimizer]}, every {period}", *found])
     return table(["", *replicas_head("classifier")], lines)
 
 

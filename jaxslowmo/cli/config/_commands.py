@@ -16,7 +16,7 @@ from ._fields import (
     parse_sizes,
 )
 from ._options import check_setting
-from ._training import MOST_SEEDS, TrainConfig
+from ._training import MOST_SEEDS, OptimizerConfig, TrainConfig, with_values
 
 _SYMBOLS = 256  # the models read and write bytes
 
@@ -25,14 +25,14 @@ _SYMBOLS = 256  # the models read and write bytes
 class CompareConfig(Checked):
     """Several algorithms, each trained with every seed; all other options are equal.
 
-    An algorithm may have its own settings: "sgp+overlap=1+graph=ring".
+    An algorithm may have its own settings, and its own learning rate: "sgp+overlap=1+graph=ring".
     """
 
     train: TrainConfig
     algorithms: tuple[str, ...] = option(
         "all_reduce,local_sgd,slowmo",
-        "Algorithms, separated by commas; the ratios are to the first. Each may have settings: "
-        "sgp+overlap=1+graph=ring.",
+        "Algorithms, separated by commas; the ratios are to the first. Each may have settings, and "
+        "its own rate: sgp+overlap=1+learning-rate=0.002.",
         parse=parse_names,
     )
     seeds: tuple[int, ...] = option(
@@ -63,18 +63,18 @@ class CompareConfig(Checked):
         changes = dict(_setting(text) for text in settings)
         for setting, value in changes.items():
             check_setting(name, setting, value)
-        return dataclasses.replace(
-            self.train,
-            seed=seed,
-            algorithm=dataclasses.replace(self.train.algorithm, algorithm=name, **changes),
-        )
+        return with_values(self.train, {"seed": seed, "algorithm": name, **changes})
+
+
+# Algorithms do best at different rates: rare exchanges at smaller ones.
+_OF_THE_OPTIMIZER = {"learning_rate": options_of(OptimizerConfig)["learning_rate"]}
 
 
 def _setting(text: str) -> tuple[str, Any]:
     """Return name and value of a setting such as "overlap=1"."""
     name, equals, value = text.partition("=")
     name = name.replace("-", "_")
-    settings = options_of(AlgorithmConfig)
+    settings = {**options_of(AlgorithmConfig), **_OF_THE_OPTIMIZER}
     if not equals or name == "algorithm" or name not in settings:
         names = ", ".join(key for key in settings if key != "algorithm")
         raise ValueError(f"settings are written name+SETTING=VALUE with {names}, got {text!r}")

@@ -11,7 +11,6 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from .._errors import CommandError, usage_errors
-from ._algorithms import AlgorithmConfig
 from ._fields import Checked, Rule, flag_of, options_of, rule_of
 from ._training import PRESET_DEFAULTS, TrainConfig, train_options
 
@@ -255,7 +254,7 @@ def check_setting(algorithm: str, name: str, value: Any) -> None:
     Raises:
       ValueError: the message names the setting, its value, and what it goes with.
     """
-    goes_with = rule_of(options_of(AlgorithmConfig)[name]).goes_with
+    goes_with = rule_of(train_options()[name]).goes_with
     if goes_with is not None and algorithm not in goes_with[1]:
         text = str(value).lower() if isinstance(value, bool) else value
         _refuse(name, f"; got {text}", *goes_with, {algorithm})
