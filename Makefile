@@ -15,7 +15,7 @@ AOT_VENV ?= .venv-aot$(patsubst .venv%,%,$(VENV))
 AOT_PY := $(AOT_VENV)/bin/python
 
 DLRM ?=
-DEMO ?= compare --preset demo --out runs/demo --overwrite
+DEMO ?=
 TEST_WORKERS ?= 2
 TEST_ARGS ?=
 
@@ -26,8 +26,8 @@ TEST_ARGS ?=
 help: ## Show the targets.
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' Makefile
 
-demo: $(VENV)/.stamp-train ## Compare training with rare communication to training that communicates every step.
-	$(PY) -m jaxslowmo $(DEMO)
+demo: $(VENV)/.stamp-examples ## Compare rare communication to that of every step, where slow momentum pays.
+	$(PY) benchmarks/study/demo.py $(DEMO)
 
 dlrm: $(VENV)/.stamp-examples ## Train sharded embeddings on flights, and compare to boosted trees; DLRM="--mode exact" passes options on.
 	$(PY) examples/dlrm/train.py $(DLRM)

@@ -91,9 +91,9 @@ def grid_of(cell: Cell) -> Grid:
         if is_alone:
             return _grid(5e-4 * 2 ** (np.arange(12) / 2), [(0.0, 1.0)], seeds=1)
         outer = [(0.9, 0.4), (0.9, 0.7), (0.5, 0.7), (0.5, 1.0)]
-        slow = [(m, 1.0) for m in (0.2, 0.4, 0.6, 0.8)]
+        slow = [(m, 1.0) for m in (0.1, 0.3, 0.5, 0.7)]
         pairs = outer if cell.algorithm == DILOCO else slow
-        return _grid(1e-3 * 2 ** np.arange(3), pairs, seeds=1)
+        return _grid(2e-3 * 2 ** np.arange(3), pairs, seeds=1)
     least = 0.0125 if cell.optimizer == "sgd" else 0.0012
     if is_alone:
         return _grid(least * 2 ** (np.arange(24) / 3), [(0.0, 1.0)], seeds=12)

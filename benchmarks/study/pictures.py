@@ -6,7 +6,18 @@ from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
-from rows import ALL_REDUCE, DILOCO, LOCAL_SGD, PERIODS, REPLICAS, SGP, SLOWMO, STEPS
+from rows import (
+    ALL_REDUCE,
+    DILOCO,
+    LOCAL_SGD,
+    PERIODS,
+    REPLICAS,
+    SGP,
+    SLOWMO,
+    STEPS,
+    Cell,
+    Row,
+)
 from statistics_of import gap_closed, interval
 from tables import OPTIMIZERS, Study
 
@@ -19,6 +30,11 @@ STYLES = {
     SLOWMO: ("vermilion", "D"),
     DILOCO: ("green", "^"),
 }
+# The rows of the demo and of the README's picture.
+SHOWN = [
+    Cell("classifier", "sgd", 32, name, 1 if name == ALL_REDUCE else 12, STEPS["classifier"])
+    for name in (ALL_REDUCE, LOCAL_SGD, SLOWMO)
+]
 BYTES = {"classifier": 4 * 2410, "language": 4 * 42880}  # of the parameters
 
 
@@ -42,25 +58,30 @@ def draw(study: Study, folder: Path) -> list[Path]:
 
 def draw_bytes(study: Study, path: Path) -> None:
     """Draw loss against updates, and against bytes, where slow momentum pays."""
+    rows = [study.rows[cell] for cell in SHOWN]
+    draw_runs(rows, path)
+
+
+def draw_runs(rows: Sequence[Row], path: Path) -> None:
+    """Draw the losses of these rows of digits against updates, and against bytes."""
+    count, seeds = rows[0]["replicas"], len(rows[0]["test"])
     what = (
-        "Digits, 32 replicas, SGD with momentum, an average or a slow step every 12 updates; each "
-        "algorithm with its best rates; means of 20 seeds."
+        f"Handwritten digits, {count} replicas, SGD with momentum, an average or a slow step every "
+        f"{rows[-1]['period']} updates; each algorithm at its best rates; means of {seeds} seeds."
     )
     title = "With the bytes of plain averages, slow momentum comes closer to the all-reduce"
     figure = new_figure((11, 5), title, what, wspace=0.06)
     by_updates, by_bytes = figure.subplots(1, 2, sharey=True)
-    steps, size = STEPS["classifier"], BYTES["classifier"]
-    for name in (ALL_REDUCE, LOCAL_SGD, SLOWMO, DILOCO):
-        period = 1 if name == ALL_REDUCE else 12
-        row = study.row("classifier", "sgd", 32, name, period)
-        updates = np.arange(1, len(row["curve"]) + 1) * steps // len(row["curve"])
+    for row in rows:
+        updates = np.arange(1, len(row["curve"]) + 1) * row["steps"] // len(row["curve"])
         mean, half = interval(row["test"])
-        label = f"{name}: {mean:.3f} ± {half:.3f}"
-        draw_line(by_updates, updates, row["curve"], style(name), label=label)
-        draw_line(by_bytes, updates // period * size / 1e6, row["curve"], style(name))
+        label = f"{row['algorithm']}: {mean:.3f} ± {half:.3f}"
+        look = style(row["algorithm"])
+        draw_line(by_updates, updates, row["curve"], look, label=label)
+        draw_line(by_bytes, updates // row["period"] * BYTES[row["part"]] / 1e6, row["curve"], look)
     by_updates.set(xlabel="updates", ylabel="held-out loss of the consensus model")
     by_bytes.set(xscale="log", xlabel="megabytes sent by each replica (log scale)")
-    by_updates.set_ylim(0, 2.4)
+    by_updates.set_ylim(bottom=0)
     by_updates.legend(frameon=False, labelcolor=INK)
     for axes in (by_updates, by_bytes):
         clean(axes)

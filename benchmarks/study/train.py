@@ -39,16 +39,16 @@ def row_of(cell: Cell) -> dict[str, Any]:
     }
 
 
-def final_of(cell: Cell, best: dict[str, float], segments: int = SEGMENTS) -> dict[str, Any]:
-    """Return the losses of the final seeds at one setting.
+def final_of(cell: Cell, best: dict[str, float], seeds: int | None = None) -> dict[str, Any]:
+    """Return the losses at one setting, of all final seeds, or of the first ones.
 
     "test" and "train" are those of the consensus, one per seed; "curve" is the mean test loss after
     each of the segments.
     """
     task = TASKS[cell.part]()
-    segments = segments if cell.steps % segments == 0 else 1
+    segments = SEGMENTS if cell.steps % SEGMENTS == 0 else 1
     settings = {name: np.array([value], np.float32) for name, value in best.items()}
-    losses = losses_of(cell, task, settings, range(task.final_seeds), segments=segments)
+    losses = losses_of(cell, task, settings, range(seeds or task.final_seeds), segments=segments)
     result = {"test": losses["test"][-1, 0], "curve": losses["test"].mean((1, 2))}
     if "train" in losses:
         result["train"] = losses["train"][-1, 0]

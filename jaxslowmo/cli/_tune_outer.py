@@ -42,7 +42,7 @@ class Row:
       rate: slow learning rate, or that of the outer optimizer.
       momentum: slow momentum, or that of the outer optimizer.
       losses: validation losses of the consensus in nats per byte, one per seed.
-      plain: those of plain averages with the same period, at the factor that suits them best.
+      plain: losses of plain averages with the same period, at the factor that suits them best.
     """
 
     period: int
@@ -54,18 +54,18 @@ class Row:
 
     @property
     def mean(self) -> float:
-        """The mean loss; infinite if one is not finite."""
+        """Return the mean loss; infinite if one is not finite."""
         mean = statistics.mean(self.losses)
         return mean if np.isfinite(mean) else float("inf")
 
     @property
     def is_plain(self) -> bool:
-        """Whether the slow step is a plain average."""
+        """Return whether the slow step is a plain average."""
         return (self.rate, self.momentum) == (1, 0)
 
     @property
     def better(self) -> int:
-        """The number of seeds with a smaller loss than that of plain averages."""
+        """Return the number of seeds with a smaller loss than that of plain averages."""
         return sum(a < b for a, b in zip(self.losses, self.plain, strict=True))
 
 
@@ -175,8 +175,8 @@ class Trial:
     def _rows(self, losses: np.ndarray) -> list[Row]:
         columns = self._config.settings()
         rows = [
-            Row(self._period, factor, rate, momentum, tuple(map(float, found)))
-            for *setting, found in zip(*columns.values(), losses, strict=True)
+            Row(self._period, factor, rate, momentum, tuple(map(float, of_seeds)))
+            for *setting, of_seeds in zip(*columns.values(), losses, strict=True)
             for factor, rate, momentum in [setting]
         ]
         plain = min((row for row in rows if row.is_plain), key=lambda row: row.mean)

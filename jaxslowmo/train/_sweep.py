@@ -95,8 +95,8 @@ class Sweep:
             )
         rows = zip(*(value.tolist() for value in values.values()), strict=True)
         # Traced values are not checked, so all are made once as numbers.
-        made = [self.make(dict(zip(values, row, strict=True))) for row in rows]
-        _, _, sync = split_chain(made[0], None, None)
+        chains = [self.make(dict(zip(values, row, strict=True))) for row in rows]
+        _, _, sync = split_chain(chains[0], None, None)
         sync = sync.sized({_AXIS: self.replicas}) if sync is not None else None
         object.__setattr__(self, "_sync", sync)
         object.__setattr__(self, "_values", {k: jnp.asarray(v) for k, v in values.items()})
