@@ -1,5 +1,6 @@
 """Every Python block of the pages runs."""
 
+import numpy as np
 import pytest
 
 import jaxslowmo as js
@@ -78,7 +79,7 @@ def test_accumulation_prints_what_the_page_shows(capsys):
 
 
 def test_the_page_on_choosing_measures_a_step_with_its_all_reduce_and_one_without():
-    names = run("choosing", *[title for title, blocks in sections("choosing").items() if blocks])
+    names = run("choosing", "How long your all-reduce takes")
     sent = {}
     for name, step in names["steps"].items():
         report = js.comm_report(step, names["states"][name], names["batch"])
@@ -87,3 +88,10 @@ def test_the_page_on_choosing_measures_a_step_with_its_all_reduce_and_one_withou
     size = sum(leaf.nbytes for leaf in names["params"].values())
     assert sent == {"every update": {"every": size}, "never": {"local": 0}}
     assert names["computation"] > 0
+
+
+def test_the_page_on_choosing_sweeps_a_momentum(capsys):
+    names = fresh("choosing", "Slow momentum")
+    assert {k: x.shape for k, x in names["models"].items()} == {"w": (3, 3, 8, 16), "v": (3, 3, 16)}
+    assert capsys.readouterr().out.count(" to ") == 3
+    assert np.all(np.isfinite(names["losses"]))
