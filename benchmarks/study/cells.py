@@ -73,40 +73,46 @@ def _sync(
 
 @dataclass(frozen=True)
 class Grid:
-    """What is tried for a cell: each setting with each of `seeds`.
+    """What is tried for a cell: each setting with some seeds, and the best with more.
 
     Attributes:
       settings: "rate", "momentum" and "outer_rate" by name, one number per setting.
-      seeds: number of seeds.
+      seeds: number of seeds of each setting.
+      finalists: number of settings that are tried with more seeds.
+      more_seeds: number of further seeds of these.
     """
 
     settings: dict[str, np.ndarray]
     seeds: int
+    finalists: int = 1
+    more_seeds: int = 0
 
 
 def grid_of(cell: Cell) -> Grid:
     """Return the grid of a cell; all cells of a part have the same number of runs."""
     is_alone = cell.algorithm in (ALL_REDUCE, SGP, LOCAL_SGD)
     if cell.part == "language":
+        # A run is long, and at high rates seeds differ by more than settings do.
+        two_rounds = {"seeds": 1, "finalists": 3, "more_seeds": 2}
         if is_alone:
-            return _grid(5e-4 * 2 ** (np.arange(12) / 2), [(0.0, 1.0)], seeds=1)
+            return _grid(5e-4 * 2 ** (np.arange(12) / 2), [(0.0, 1.0)], **two_rounds)
         outer = [(0.9, 0.4), (0.9, 0.7), (0.5, 0.7), (0.5, 1.0)]
         slow = [(m, 1.0) for m in (0.1, 0.3, 0.5, 0.7)]
         pairs = outer if cell.algorithm == DILOCO else slow
-        return _grid(2e-3 * 2 ** np.arange(3), pairs, seeds=1)
+        return _grid(2e-3 * 2 ** np.arange(3), pairs, **two_rounds)
     least = 0.0125 if cell.optimizer == "sgd" else 0.0012
     if is_alone:
-        return _grid(least * 2 ** (np.arange(24) / 3), [(0.0, 1.0)], seeds=12)
+        return _grid(least * 2 ** (np.arange(24) / 3), [(0.0, 1.0)], seeds=8)
     outer = itertools.product((0.5, 0.7, 0.9), (0.3, 0.5, 0.7, 1.0))
     slow = itertools.product((0.2, 0.4, 0.6, 0.8), (0.7, 1.0, 1.4))
     pairs = outer if cell.algorithm == DILOCO else slow
-    return _grid(least * 2 ** np.arange(8), list(pairs), seeds=3)
+    return _grid(least * 2 ** np.arange(8), list(pairs), seeds=2)
 
 
-def _grid(rates: np.ndarray, pairs: list[tuple[float, float]], seeds: int) -> Grid:
+def _grid(rates: np.ndarray, pairs: list[tuple[float, float]], **numbers: int) -> Grid:
     rows = [(rate, *pair) for rate in rates for pair in pairs]
     columns = np.array(rows, np.float32).T
-    return Grid(dict(zip(("rate", "momentum", "outer_rate"), columns, strict=True)), seeds)
+    return Grid(dict(zip(("rate", "momentum", "outer_rate"), columns, strict=True)), **numbers)
 
 
 def all_cells() -> list[Cell]:

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 from cells import FIRST_TUNING_SEED, grid_of, make_of
-from rows import Cell
+from rows import Cell, Row
 from tasks import TASKS, Task, stacked
 
 import jaxslowmo as js
@@ -18,25 +18,44 @@ SEGMENTS = 20  # of the curves
 REPLICAS_AT_ONCE = {"classifier": 768, "language": 16}
 
 
-def row_of(cell: Cell) -> dict[str, Any]:
-    """Tune a cell and train it at its best setting; everything that is committed of it."""
+def row_of(cell: Cell, first_round: Any = None) -> Row:
+    """Tune a cell and train it at its best setting; everything that is committed of it.
+
+    Args:
+      cell: the cell.
+      first_round: recorded validation losses of all settings, which are then not trained again.
+    """
     began, task, grid = time.perf_counter(), TASKS[cell.part](), grid_of(cell)
-    seeds = range(FIRST_TUNING_SEED, FIRST_TUNING_SEED + grid.seeds)
-    tried = losses_of(cell, task, grid.settings, seeds, segments=1)["validation"][-1]
-    means = np.where(np.isfinite(tried), tried, np.inf).mean(1)
-    best = {name: _rounded(values[means.argmin()]) for name, values in grid.settings.items()}
+    first, more = FIRST_TUNING_SEED, FIRST_TUNING_SEED + grid.seeds
+
+    def validation(settings: dict[str, np.ndarray], seeds: range) -> np.ndarray:
+        return losses_of(cell, task, settings, seeds, segments=1)["validation"][-1]
+
+    if first_round is None:
+        first_round = validation(grid.settings, range(first, more))
+    tried = _ranked(np.array(first_round, float))
+    order = tried.mean(1).argsort()[: grid.finalists]
+    finalists = {name: values[order] for name, values in grid.settings.items()}
+    losses = tried[order]
+    tuning = {"settings": grid.settings, "validation": tried, "first_seed": first}
+    if grid.more_seeds:
+        again = _ranked(validation(finalists, range(more, more + grid.more_seeds)))
+        losses = np.concatenate([losses, again], axis=1)
+        tuning["finalists"] = {**finalists, "validation": losses}
+    best = {name: _rounded(x[losses.mean(1).argmin()]) for name, x in finalists.items()}
     return {
         **asdict(cell),
         "best": best,
         **final_of(cell, best),
-        "tuning": {
-            "settings": {name: _rounded(values) for name, values in grid.settings.items()},
-            "validation": _rounded(tried),
-            "first_seed": FIRST_TUNING_SEED,
-        },
+        "tuning": _rounded(tuning),
         "data": task.data,
         "seconds": round(time.perf_counter() - began, 1),
     }
+
+
+def _ranked(losses: np.ndarray) -> np.ndarray:
+    """Return the losses, infinite where they are not finite, so that they come last."""
+    return np.where(np.isfinite(losses), losses, np.inf)
 
 
 def final_of(cell: Cell, best: dict[str, float], seeds: int | None = None) -> dict[str, Any]:
@@ -52,7 +71,7 @@ def final_of(cell: Cell, best: dict[str, float], seeds: int | None = None) -> di
     result = {"test": losses["test"][-1, 0], "curve": losses["test"].mean((1, 2))}
     if "train" in losses:
         result["train"] = losses["train"][-1, 0]
-    return {name: _rounded(x) for name, x in result.items()}
+    return _rounded(result)
 
 
 def losses_of(
@@ -88,7 +107,11 @@ def _batches(cell: Cell, task: Task, seed: int) -> np.ndarray:
 
 
 def _rounded(values: Any) -> Any:
-    """Return numbers with six digits, as lists; what is not finite becomes None."""
+    """Return numbers with six digits, in lists and dicts; what is not finite becomes None."""
+    if isinstance(values, dict):
+        return {name: _rounded(x) for name, x in values.items()}
+    if isinstance(values, int):
+        return values
     if np.ndim(values):
         return [_rounded(x) for x in values]
     return float(f"{values:.6g}") if np.isfinite(values) else None
