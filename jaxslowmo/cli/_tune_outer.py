@@ -72,7 +72,7 @@ class Row:
 def tune_outer(config: TuneOuterConfig, out: Path | None) -> int:
     """Train every setting with every seed, then write a table, a picture and tune.json.
 
-    After Ctrl-C they show the losses of the last evaluation.
+    After Ctrl-C they show the periods that have finished, else the first one's last evaluation.
 
     Raises:
       CommandError: the options do not fit each other or the data.
@@ -88,11 +88,13 @@ def tune_outer(config: TuneOuterConfig, out: Path | None) -> int:
     subject = f"{config.train.preset}: {size} parameters, {placement.description}"
     what = f"{count} runs of {config.train.steps} steps for each of {len(trials)} periods"
     say(console, subject, text.description, what)
-    rows, done = [], config.train.steps
+    rows, done = [], 0
     with StopOnSignal() as stop, Progress(console=console, transient=True) as progress:
         for trial in trials:
-            results, done = trial.run(progress, stop)
-            rows += results
+            results, count = trial.run(progress, stop)
+            # Losses of a period that was stopped early do not compare with those of a whole one.
+            if not rows or count == config.train.steps:
+                rows, done = rows + results, count
             if stop.reason:
                 break
     if not rows:
@@ -112,6 +114,8 @@ def tune_outer(config: TuneOuterConfig, out: Path | None) -> int:
         rows, picture, subtitle=f"{subject}; {config.train.algorithm.algorithm}, {done} steps"
     )
     console.print(rows_table(rows))
+    if stop.reason:
+        say(console, f"Stopped: these are losses after {done} of {config.train.steps} steps.")
     say(console, *advice(config, rows), str(picture))
     return INTERRUPTED if stop.reason else 0
 

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from jaxslowmo.cli._tune_outer import Row, advice, rows_table
+from jaxslowmo.cli._tune_outer import Row, Trial, advice, rows_table
 from jaxslowmo.cli.config._commands import TuneOuterConfig
 from jaxslowmo.cli.config._training import train_config
 
@@ -54,6 +54,26 @@ def test_a_run_of_it_has_the_loss_of_the_same_run_by_train(call, tmp_path):
     (loss,) = next(row["losses"] for row in rows if row["momentum"] == 0.5)
     summary = json.loads((tmp_path / "trained" / "summary.json").read_text())
     np.testing.assert_allclose(loss, summary["validation_loss"], rtol=1e-5)
+
+
+@pytest.mark.parametrize(("stopped", "kept", "steps"), [(4, [2], 6), (2, [2], 3)])
+def test_a_period_that_was_stopped_early_is_shown_alone_or_not_at_all(
+    call, tmp_path, monkeypatch, stopped, kept, steps
+):
+    def run(self, progress, stop):
+        is_stopped = self._period == stopped
+        stop.reason = "interrupted" if is_stopped else None
+        rows = [Row(self._period, 1.0, 1.0, m, (2.0 + m,), (2.0,)) for m in (0.0, 0.4)]
+        return rows, 3 if is_stopped else 6
+
+    monkeypatch.setattr(Trial, "run", run)
+    options = ("--periods", "2,4", "--seeds", 0, "--out", tmp_path / "out")
+    outcome = outer(call, "--sync-every", 2, *options)
+    assert outcome.code == 130
+    assert f"these are losses after {steps} of 6 steps" in outcome.out
+    found = json.loads((tmp_path / "out" / "tune.json").read_text())
+    assert found["steps_done"] == steps
+    assert sorted({row["period"] for row in found["rows"]}) == kept
 
 
 CONFIG = TuneOuterConfig(
