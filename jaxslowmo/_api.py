@@ -103,6 +103,7 @@ from .train import recommended_compiler_options as recommended_compiler_options
 from .train import set_hyperparams as set_hyperparams
 from .train import train_loop as train_loop
 from .train import uneven_batches as uneven_batches
+from .transform import BesideSpec as BesideSpec
 from .transform import CheckpointSpec as CheckpointSpec
 from .transform import Every as Every
 from .transform import ExchangeSpec as ExchangeSpec
