@@ -1,11 +1,13 @@
 """The pictures of docs/study.md, from the recorded rows."""
 
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.ticker import FuncFormatter
 from rows import (
     ALL_REDUCE,
     DILOCO,
@@ -14,12 +16,13 @@ from rows import (
     REPLICAS,
     SGP,
     SLOWMO,
+    SLOWMO_48,
     STEPS,
     Cell,
     Row,
 )
-from statistics_of import gap_closed, interval
-from tables import OPTIMIZERS, Study
+from statistics_of import interval
+from tables import OPTIMIZERS, TASKS, Study, closed
 
 from jaxslowmo.cli._figures import COLOURS, INK, clean, draw_line, new_figure, save_figure
 
@@ -32,8 +35,8 @@ STYLES = {
 }
 # The rows of the demo and of the README's picture.
 SHOWN = [
-    Cell("classifier", "sgd", 32, name, 1 if name == ALL_REDUCE else 12, STEPS["classifier"])
-    for name in (ALL_REDUCE, LOCAL_SGD, SLOWMO)
+    Cell("classifier", "sgd", 32, name, 1 if name == ALL_REDUCE else 48, STEPS["classifier"])
+    for name in (ALL_REDUCE, LOCAL_SGD, SLOWMO, DILOCO)
 ]
 BYTES = {"classifier": 4 * 2410, "language": 4 * 42880}  # of the parameters
 
@@ -66,8 +69,8 @@ def draw_runs(rows: Sequence[Row], path: Path) -> None:
     """Draw the losses of these rows of digits against updates, and against bytes."""
     count, seeds = rows[0]["replicas"], len(rows[0]["test"])
     what = (
-        f"Handwritten digits, {count} replicas, SGD with momentum, an average or a slow step every "
-        f"{rows[-1]['period']} updates; each algorithm at its best rates; means of {seeds} seeds."
+        f"Handwritten digits, {count} replicas, SGD with momentum, one exchange in "
+        f"{rows[-1]['period']} updates; each at its best rates; means of {seeds} seeds."
     )
     title = "With the bytes of plain averages, slow momentum comes closer to the all-reduce"
     figure = new_figure((11, 5), title, what, wspace=0.06)
@@ -78,9 +81,10 @@ def draw_runs(rows: Sequence[Row], path: Path) -> None:
         label = f"{row['algorithm']}: {mean:.3f} ± {half:.3f}"
         look = style(row["algorithm"])
         draw_line(by_updates, updates, row["curve"], look, label=label)
-        draw_line(by_bytes, updates // row["period"] * BYTES[row["part"]] / 1e6, row["curve"], look)
+        draw_line(by_bytes, updates // row["period"] * BYTES[row["part"]] / 1e3, row["curve"], look)
     by_updates.set(xlabel="updates", ylabel="held-out loss of the consensus model")
-    by_bytes.set(xscale="log", xlabel="megabytes sent by each replica (log scale)")
+    by_bytes.set(xscale="log", xlabel="kilobytes sent by each replica (log scale)")
+    by_bytes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.0f}"))
     by_updates.set_ylim(bottom=0)
     by_updates.legend(frameon=False, labelcolor=INK)
     for axes in (by_updates, by_bytes):
@@ -123,40 +127,38 @@ def _by_replicas(axes: Axes, counts: Sequence[int]) -> None:
 def draw_gaps(study: Study, path: Path) -> None:
     """Draw the share of the gap that slow momentum and diloco close, by replicas."""
     what = (
-        "The gap is that between plain averages with the same period and the all-reduce. "
+        "The gap is that between plain averages with as many bytes and the all-reduce. "
         "Bars: intervals of 95 %, over seeds."
     )
-    figure = new_figure((11, 4.8), "Share of the gap that is closed", what, wspace=0.06)
-    panels = figure.subplots(1, 2, sharey=True)
-    looks = {("sgd", 12): "-", ("sgd", 48): "--", ("adamw", 12): "-", ("adamw", 48): "--"}
+    figure = new_figure((12, 4.8), "Share of the gap that is closed", what, wspace=0.06)
+    panels = figure.subplots(1, 3, sharey=True)
     colours = {"sgd": COLOURS["vermilion"], "adamw": COLOURS["blue"]}
-    for axes, name in zip(panels, (SLOWMO, DILOCO), strict=True):
-        lines = [("classifier", *look, line) for look, line in looks.items()]
-        lines.append(("language", "adamw", 48, ":"))
-        for part, optimizer, period, line in lines:
-            counts, shares = REPLICAS[part], []
-            for count in counts:
-                one = (part, optimizer, count)
-                shares.append(
-                    gap_closed(
-                        study.losses(*one, LOCAL_SGD, period),
-                        study.losses(*one, name, period),
-                        study.losses(*one, ALL_REDUCE),
-                    )
-                )
-            middle, low, high = 100 * np.array(shares).T
+    lines = [("classifier", *look) for look in itertools.product(OPTIMIZERS, PERIODS)]
+    lines.append(("language", "adamw", 48))
+    titles = {
+        SLOWMO: "slow momentum in each average",
+        SLOWMO_48: "slow momentum in every fourth average",
+        DILOCO: "diloco",
+    }
+    for axes, (name, title) in zip(panels, titles.items(), strict=True):
+        for part, optimizer, period in lines:
+            if name == SLOWMO_48 and period == 48:
+                continue
+            counts = REPLICAS[part]
+            found = [closed(study, optimizer, n, name, period, part) for n in counts]
+            middle, low, high = 100 * np.array(found).T
             is_text = part == "language"
             colour = COLOURS["black"] if is_text else colours[optimizer]
-            what = "language model, AdamW" if is_text else f"digits, {OPTIMIZERS[optimizer]}"
+            what = f"{TASKS[part]}, {OPTIMIZERS[optimizer]}, every {period}"
             axes.errorbar(
                 counts, middle, np.abs([low - middle, high - middle]), color=colour, marker="o",
-                linestyle=line, capsize=2, elinewidth=1, label=f"{what}, every {period}",
+                linestyle="--" if period == 48 else "-", capsize=2, elinewidth=1, label=what,
             )  # fmt: skip
         _by_replicas(axes, REPLICAS["classifier"])
         axes.axhline(0, color=INK, linewidth=0.8)
-        axes.set_title(name, size=10.5, loc="left")
+        axes.set_title(title, size=10.5, loc="left")
     panels[0].set_ylabel("% of the gap to the all-reduce")
-    panels[0].legend(frameon=False, labelcolor=INK, fontsize=9)
+    panels[0].legend(frameon=False, labelcolor=INK, fontsize=8.5)
     save_figure(figure, path)
 
 

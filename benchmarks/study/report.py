@@ -1,4 +1,4 @@
-"""Writes the tables and pictures of docs/study.md from the recorded results.
+"""Writes the study's tables and pictures, in docs/study.md and README.md, from its results.
 
 python benchmarks/study/report.py            # writes them
 python benchmarks/study/report.py --check    # fails if a table is not what the results give
@@ -12,35 +12,36 @@ from pathlib import Path
 from pictures import draw
 from tables import Study, blocks
 
-DOCS = Path(__file__).parents[2] / "docs"
+ROOT = Path(__file__).parents[2]
 PARSER = argparse.ArgumentParser(description=str(__doc__).split("\n")[0])
 PARSER.add_argument("--check", action="store_true", help="compare, and write nothing to docs")
-PARSER.add_argument("--pictures", type=Path, default=DOCS, help="folder for the pictures")
+PARSER.add_argument("--pictures", type=Path, default=ROOT / "docs", help="folder for the pictures")
 
 
-def with_blocks(page: str, tables: dict[str, str]) -> str:
-    """Return the page with what stands between the markers of each table replaced."""
-    for name, text in tables.items():
-        begin, end = f"<!-- study:{name} -->", f"<!-- /study:{name} -->"
+def with_blocks(page: str, tables: dict[str, str], name: str = "docs/study.md") -> str:
+    """Return the page `name` with what stands between the markers of each table replaced."""
+    for block, text in tables.items():
+        begin, end = f"<!-- study:{block} -->", f"<!-- /study:{block} -->"
         pattern = re.compile(f"{re.escape(begin)}.*?{re.escape(end)}", re.DOTALL)
         is_inline = "\n" not in text
         inside = text if is_inline else f"\n\n{text}\n\n"
         page, count = pattern.subn(lambda _, x=f"{begin}{inside}{end}": x, page)
         if count != 1:
-            raise SystemExit(f"docs/study.md must have {begin} ... {end} once, found {count}")
+            raise SystemExit(f"{name} must have {begin} ... {end} once, found {count}")
     return page
 
 
 def main() -> int:
     args, study = PARSER.parse_args(), Study()
-    path = DOCS / "study.md"
-    page = path.read_text("utf-8")
-    made = with_blocks(page, blocks(study))
-    if args.check and made != page:
-        print("docs/study.md differs from the results: run benchmarks/study/report.py")
-        return 1
-    if not args.check:
-        path.write_text(made, "utf-8")
+    for name, tables in blocks(study).items():
+        path = ROOT / name
+        text = path.read_text("utf-8")
+        made = with_blocks(text, tables, name)
+        if not args.check:
+            path.write_text(made, "utf-8")
+        elif made != text:
+            print(f"{name} differs from the results: run benchmarks/study/report.py")
+            return 1
     for picture in draw(study, args.pictures):
         print(picture)
     return 0

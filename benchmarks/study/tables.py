@@ -26,7 +26,7 @@ LABELS = {
     SGP: "`sgp`",
     LOCAL_SGD: "`local_sgd`",
     SLOWMO: "`slowmo`",
-    SLOWMO_48: "`slowmo` every 48, over `local_sgd`",
+    SLOWMO_48: "`slowmo` every 48, averages every 12",
     SLOWMO_SGP: "`slowmo` over `sgp`",
     DILOCO: "`diloco`",
 }
@@ -96,16 +96,20 @@ def every(period: int) -> str:
 def gaps(study: Study) -> str:
     """Return the share of the gap to the all-reduce that slow momentum and diloco close."""
     lines = []
-    for optimizer, period in [(o, p) for o in OPTIMIZERS for p in PERIODS]:
-        for name in (SLOWMO, DILOCO):
-            shares = []
-            for count in COUNTS:
-                one = ("classifier", optimizer, count)
-                worse = study.losses(*one, LOCAL_SGD, period)
-                better = study.losses(*one, name, period)
-                shares.append(share(gap_closed(worse, better, study.losses(*one, ALL_REDUCE))))
-            lines.append([f"{OPTIMIZERS[optimizer]}, every {period}, `{name}`", *shares])
-    return table(["", *replicas_head("classifier")], lines)
+    for optimizer, period in itertools.product(OPTIMIZERS, PERIODS):
+        for name in (SLOWMO, SLOWMO_48, DILOCO) if period == 12 else (SLOWMO, DILOCO):
+            shares = [share(closed(study, optimizer, n, name, period)) for n in COUNTS]
+            lines.append([f"{OPTIMIZERS[optimizer]}, {LABELS[name]}", str(period), *shares])
+    return table(["", "averages every", *replicas_head("classifier")], lines)
+
+
+def closed(
+    study: Study, optimizer: str, count: int, name: str, period: int, part: str = "classifier"
+) -> tuple[float, float, float]:
+    """Return the share of the gap that plain averages leave, which an algorithm closes."""
+    one = (part, optimizer, count)
+    worse, better = study.losses(*one, LOCAL_SGD, period), study.losses(*one, name, period)
+    return gap_closed(worse, better, study.losses(*one, ALL_REDUCE))
 
 
 def settings(study: Study) -> str:
@@ -141,13 +145,9 @@ def language_losses(study: Study) -> str:
 def language_gaps(study: Study) -> str:
     lines = []
     for name in (SLOWMO, DILOCO):
-        shares = []
-        for count in REPLICAS["language"]:
-            one = ("language", "adamw", count)
-            worse, better = study.losses(*one, LOCAL_SGD, 48), study.losses(*one, name, 48)
-            shares.append(share(gap_closed(worse, better, study.losses(*one, ALL_REDUCE))))
-        lines.append([f"`{name}`", *shares])
-    return table(["", *replicas_head("language")], lines)
+        found = [closed(study, "adamw", n, name, 48, "language") for n in REPLICAS["language"]]
+        lines.append([LABELS[name], *map(share, found)])
+    return table(["share of the gap", *replicas_head("language")], lines)
 
 
 def equal_bytes(study: Study) -> str:
@@ -219,8 +219,23 @@ def edges(study: Study) -> tuple[int, int]:
     return found, len(study.rows)
 
 
-def blocks(study: Study) -> dict[str, str]:
-    """Return the tables by the names of their markers."""
+def overview(study: Study) -> str:
+    """Return the losses of three settings, for the README."""
+    shown = [("classifier", "sgd", 32), ("classifier", "adamw", 32), ("language", "adamw", 16)]
+    lines = []
+    for name, period in [(ALL_REDUCE, 1), *((name, 48) for name in RARE)]:
+        cells = [study.losses(*one, name, period) for one in shown]
+        lines.append([LABELS[name], every(period), *map(loss, cells)])
+    what = [f"{TASKS[part]}, {OPTIMIZERS[o]}, {n} replicas" for part, o, n in shown]
+    return table(["", "exchange every", *what], lines)
+
+
+def blocks(study: Study) -> dict[str, dict[str, str]]:
+    """Return the tables of each page by the names of their markers."""
+    return {"README.md": {"overview": overview(study)}, "docs/study.md": page(study)}
+
+
+def page(study: Study) -> dict[str, str]:
     return {
         "sgd": classifier_losses(study, "sgd"),
         "adamw": classifier_losses(study, "adamw"),

@@ -74,10 +74,10 @@ def test_each_row_was_tuned_by_its_grid_with_seeds_of_its_own(study):
     assert runs == {"classifier": {192}, "language": {18}}
 
 
-def test_the_page_shows_what_the_results_give(study, tmp_path):
-    page = (ROOT / "docs" / "study.md").read_text("utf-8")
-    tables = study.tables.blocks(study.tables.Study())
-    assert study.report.with_blocks(page, tables) == page
+def test_the_pages_show_what_the_results_give(study, tmp_path):
+    for name, tables in study.tables.blocks(study.tables.Study()).items():
+        page = (ROOT / name).read_text("utf-8")
+        assert study.report.with_blocks(page, tables, name) == page
     for picture in study.pictures.draw(study.tables.Study(), tmp_path):
         assert picture.stat().st_size > 20_000
         assert (ROOT / "docs" / picture.name).exists()
