@@ -94,6 +94,8 @@ def grid_of(cell: Cell) -> Grid:
     if cell.part == "language":
         # A run is long, and at high rates seeds differ by more than settings do.
         two_rounds = {"seeds": 1, "finalists": 3, "more_seeds": 2}
+        if cell.steps == STEPS["language"] // 2:
+            return _grid(8e-3 * 2 ** (np.arange(-1, 2) / 2), [(0.0, 1.0)], seeds=1)
         if is_alone:
             return _grid(5e-4 * 2 ** (np.arange(12) / 2), [(0.0, 1.0)], **two_rounds)
         outer = [(0.9, 0.4), (0.9, 0.7), (0.5, 0.7), (0.5, 1.0)]
@@ -104,7 +106,9 @@ def grid_of(cell: Cell) -> Grid:
     if is_alone:
         return _grid(least * 2 ** (np.arange(24) / 3), [(0.0, 1.0)], seeds=8)
     outer = itertools.product((0.5, 0.7, 0.9), (0.3, 0.5, 0.7, 1.0))
-    slow = itertools.product((0.2, 0.4, 0.6, 0.8), (0.7, 1.0, 1.4))
+    # In a first run most rows took the largest of the second list, so `SLOWMO` has another.
+    slow_rates = (1.0, 1.4, 2.0) if cell.algorithm == SLOWMO else (0.7, 1.0, 1.4)
+    slow = itertools.product((0.2, 0.4, 0.6, 0.8), slow_rates)
     pairs = outer if cell.algorithm == DILOCO else slow
     return _grid(least * 2 ** np.arange(8), list(pairs), seeds=2)
 

@@ -80,7 +80,7 @@ def main() -> None:
         console.print(line, highlight=False, soft_wrap=True)
 
 
-WHERE_NOT = "Where it does not pay, and with which rates it does: docs/study.md."
+WHERE_NOT = "On text, and with other settings, it closed less or nothing: docs/study.md."
 
 
 if __name__ == "__main__":
