@@ -166,7 +166,7 @@ def draw_momentum(study: Study, path: Path) -> None:
     """Draw the best loss at each slow momentum, less that of plain averages, by replicas."""
     what = (
         "Validation loss with the best rates for each momentum, less the best of plain averages, "
-        "both of the tuning's seeds. Below 0 slow momentum is better."
+        "with two seeds. Below 0 slow momentum is better."
     )
     figure = new_figure((11, 7.2), "Which slow momentum?", what)
     panels = figure.subplots(2, 2, sharex=True, sharey=True)
@@ -194,9 +194,9 @@ def draw_momentum(study: Study, path: Path) -> None:
 
 
 def _by_value(row: dict[str, Any], name: str) -> dict[float, float]:
-    """Return the smallest mean validation loss for each value of a setting."""
+    """Return the smallest mean validation loss of the first two seeds for each value."""
     best: dict[float, float] = {}
-    losses = [[np.inf if x is None else x for x in each] for each in row["tuning"]["validation"]]
-    for value, each in zip(row["tuning"]["settings"][name], losses, strict=True):
-        best[value] = min(best.get(value, np.inf), float(np.mean(each)))
+    losses = np.nan_to_num(np.array(row["tuning"]["validation"], float)[:, :2], nan=np.inf)
+    for value, loss in zip(row["tuning"]["settings"][name], losses.mean(1), strict=True):
+        best[value] = min(best.get(value, np.inf), float(loss))
     return best
