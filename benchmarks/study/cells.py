@@ -94,8 +94,6 @@ def grid_of(cell: Cell) -> Grid:
     if cell.part == "language":
         # A run is long, and at high rates seeds differ by more than settings do.
         two_rounds = {"seeds": 1, "finalists": 3, "more_seeds": 2}
-        if cell.steps == STEPS["language"] // 2:
-            return _grid(8e-3 * 2 ** (np.arange(-1, 2) / 2), [(0.0, 1.0)], seeds=1)
         if is_alone:
             return _grid(5e-4 * 2 ** (np.arange(12) / 2), [(0.0, 1.0)], **two_rounds)
         outer = [(0.9, 0.4), (0.9, 0.7), (0.5, 0.7), (0.5, 1.0)]
@@ -133,7 +131,6 @@ def all_cells() -> list[Cell]:
     steps = STEPS["language"]
     for replicas in REPLICAS["language"]:
         one = ("language", "adamw", replicas)
-        # Half of the updates show whether the loss has flattened.
-        cells += [Cell(*one, ALL_REDUCE, 1, count) for count in (steps // 48, steps // 2, steps)]
+        cells += [Cell(*one, ALL_REDUCE, 1, count) for count in (steps // 48, steps)]
         cells += [Cell(*one, name, 48, steps) for name in (LOCAL_SGD, SLOWMO, DILOCO)]
     return cells

@@ -196,15 +196,14 @@ def penalties(study: Study) -> str:
 
 
 def flattened(study: Study) -> str:
-    """Return the all-reduce's losses after half of the updates and after all."""
-    lines = []
+    """Return the all-reduce's losses on the way, by the share of the updates."""
+    lines, shares = [], (0.25, 0.5, 0.75, 0.9, 1.0)
     for count in REPLICAS["language"]:
-        one = ("language", "adamw", count, ALL_REDUCE)
-        half, whole = study.losses(*one, steps=STEPS["language"] // 2), study.losses(*one)
-        change = 100 * (1 - interval(whole)[0] / interval(half)[0])
-        lines.append([f"{count} replicas", loss(half), loss(whole), f"{change:.1f} %"])
+        curve = study.row("language", "adamw", count, ALL_REDUCE)["curve"]
+        found = [curve[round(share * len(curve)) - 1] for share in shares]
+        lines.append([f"{count} replicas", *(f"{x:.3f}" for x in found)])
     steps = STEPS["language"]
-    return table(["", f"{steps // 2} updates", f"{steps} updates", "lower by"], lines)
+    return table(["after updates", *(f"{share * steps:,.0f}" for share in shares)], lines)
 
 
 def edges(study: Study) -> tuple[int, int]:

@@ -69,10 +69,9 @@ def test_each_row_was_tuned_by_its_grid_with_seeds_of_its_own(study):
             count += grid.finalists * grid.more_seeds
         best = means_of(validation).argmin()
         assert row["best"] == pytest.approx({k: settings[k][best] for k in grid.settings})
-        is_half = cell.part == "language" and cell.steps == study.rows.STEPS["language"] // 2
-        runs.setdefault("half" if is_half else cell.part, set()).add(count)
-    # The same budget for all that are compared.
-    assert runs == {"classifier": {192}, "language": {18}, "half": {3}}
+        runs.setdefault(cell.part, set()).add(count)
+    # The same budget for all.
+    assert runs == {"classifier": {192}, "language": {18}}
 
 
 def test_the_pages_show_what_the_results_give(study, tmp_path):
