@@ -50,7 +50,8 @@ def cell_of(row: Row) -> Cell:
 def recorded(part: str) -> list[Row]:
     """Return the rows of a part, in the order in which they ended."""
     path = RESULTS / f"{part}.jsonl"
-    return [json.loads(line) for line in path.open()] if path.exists() else []
+    lines = path.read_text("utf-8").splitlines() if path.exists() else []
+    return list(map(json.loads, lines))
 
 
 def by_cell() -> dict[Cell, Row]:

@@ -30,7 +30,7 @@ LABELS = {
     SLOWMO_SGP: "`slowmo` over `sgp`",
     DILOCO: "`diloco`",
 }
-TASKS = {"classifier": "digits", "language": "language model"}
+TASKS = {"classifier": "digits", "language": "text"}
 COUNTS = REPLICAS["classifier"]
 RARE = (LOCAL_SGD, SLOWMO, DILOCO)
 # Scaling laws for DiLoCo (arXiv 2503.09799), table 4, 35M parameters, a period of 30; 1 stands for
