@@ -298,6 +298,27 @@ TABLE: dict[str, dict[str, Row]] = {
         },
         "--seed": ONLY_TRAIN["--seed"],
     },
+    "tune outer": {
+        "--momenta": listed("0.2,0.5", (0.2, 0.5), {"x": "must be numbers", "1": "must be < 1"}),
+        "--rates": listed("0.7,1", (0.7, 1.0), {"x": "must be numbers", "-1": "must be >= 0"}),
+        "--factors": listed("0.5,1", (0.5, 1.0), {"x": "must be numbers", "0": "must be > 0"}),
+        "--periods": listed("4,8", (4, 8), {"x": "must be integers", "0": "must be >= 1"}),
+        "--seeds": listed("1,2", (1, 2), {"x": "must be integers", "1,1": "different"}),
+        **{
+            name: row for name, row in TRAIN.items()
+            if name in ("--out", "--preset", "--tied", "--batch", "--data", "--eval-every",
+                        "--eval-batches", "--sync-every", "--nesterov", "--fragments", "--delay",
+                        "--merge", "--optimizer", "--learning-rate", "--warmup",
+                        "--rate-schedule", "--weight-decay", "--clip")
+        },
+        **{
+            name: dataclasses.replace(TRAIN[name], beside=("--algorithm=slowmo_sgp",))
+            for name in ("--graph", "--peers-per-step", "--overlap", "--mixing")
+        },
+        "--steps": count(beside="--periods=4"),
+        "--replicas": count(),
+        "--algorithm": choice("diloco"),
+    },
 }  # fmt: skip
 
 # What a call cannot do without.
@@ -328,7 +349,7 @@ def told(monkeypatch) -> dict[str, Any]:
         return 0
 
     inspected = ("inspect_graph", "inspect_graphs", "inspect_schedule", "inspect_config")
-    for name in ("train", "compare", "sample", "tune_buckets", *inspected):
+    for name in ("train", "compare", "sample", "tune_buckets", "tune_outer", *inspected):
         monkeypatch.setattr(f"jaxslowmo.cli._{name}.{name}", with_config)
 
     def supervise(argv, out, **_):
