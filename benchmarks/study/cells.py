@@ -73,7 +73,7 @@ def _sync(
 
 @dataclass(frozen=True)
 class Grid:
-    """What is tried for a cell: each setting with some seeds, and the best with more.
+    """The settings that tuning tries for a cell, some of them with more seeds than others.
 
     Attributes:
       settings: "rate", "momentum" and "outer_rate" by name, one number per setting.

@@ -23,7 +23,8 @@ from train import final_of
 
 PARSER = argparse.ArgumentParser(description=str(__doc__).split("\n")[0])
 PARSER.add_argument("--out", type=Path, default=Path("runs/demo"), help="folder for the results")
-PARSER.add_argument("--seeds", type=int, default=10, help="2 or more")
+PARSER.add_argument("--seeds", type=int, default=10, help="2 or more, for an interval")
+WHERE_NOT = "On text, and with other settings, it closed less or nothing: docs/study.md."
 
 
 def trained(cell: Cell, best: dict[str, float], seeds: int) -> Row:
@@ -59,6 +60,8 @@ def meaning(rows: list[Row]) -> str:
 
 def main() -> None:
     args, console = PARSER.parse_args(), Console()
+    if args.seeds < 2:
+        PARSER.error(f"--seeds must be >= 2, got {args.seeds}")
     first, recorded, rows = SHOWN[0], by_cell(), []
     console.print(
         f"Handwritten digits: {first.replicas} virtual replicas of a perceptron with 2,410 "
@@ -78,9 +81,6 @@ def main() -> None:
     console.print(table(rows))
     for line in (meaning(rows), WHERE_NOT, str(args.out / "demo.png")):
         console.print(line, highlight=False, soft_wrap=True)
-
-
-WHERE_NOT = "On text, and with other settings, it closed less or nothing: docs/study.md."
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What names a row of the results, and the rows that are recorded."""
+"""The names of the rows of results (`Cell`), and the recorded rows."""
 
 import json
 from dataclasses import dataclass, fields

@@ -49,6 +49,9 @@ def _work(cell: Cell) -> Row:
 def _again(row: Row) -> dict[str, Any]:
     import train
 
+    data = train.TASKS[row["part"]]().data
+    if data != row["data"]:  # such as the source of another Python
+        return {"refused": f"recorded with {row['data']}, and here is {data}"}
     return train.final_of(cell_of(row), row["best"])
 
 
@@ -91,11 +94,17 @@ def check(args: argparse.Namespace) -> int:
     """Train recorded cells again; their means must be within the recorded interval of 95 %."""
     parts = (args.part,) if args.part else PARTS
     rows = [row for part in parts for row in recorded(part) if args.only in cell_of(row).key]
+    if not 1 <= args.check <= len(rows):
+        PARSER.error(f"--check must be between 1 and {len(rows)}, the rows, got {args.check}")
     chosen = random.Random(args.seed).sample(rows, args.check)
     with _pool(args.workers) as pool:
         results = list(pool.map(_again, chosen))
     failed = 0
     for row, result in zip(chosen, results, strict=True):
+        if "refused" in result:
+            print(f"{cell_of(row).key}: NOT COMPARED: {result['refused']}")
+            failed += 1
+            continue
         mean, half = interval(row["test"])
         again = interval(result["test"])[0]
         failed += not (is_within := abs(again - mean) <= half)
@@ -108,6 +117,7 @@ def check(args: argparse.Namespace) -> int:
 
 if __name__ == "__main__":
     sys.path.append(str(Path(__file__).parents[1]))
-    os.environ["PYTHONPATH"] = str(Path(__file__).parents[1])
     arguments = PARSER.parse_args()
+    if arguments.workers < 1:
+        PARSER.error(f"--workers must be >= 1, got {arguments.workers}")
     sys.exit(run(arguments) if arguments.check is None else check(arguments))

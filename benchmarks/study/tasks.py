@@ -1,4 +1,4 @@
-"""What is trained: a perceptron on digits, and a small language model on Python's source."""
+"""The two tasks: a perceptron on digits, and a small language model on Python's source."""
 
 import functools
 from collections.abc import Callable

@@ -179,9 +179,8 @@ class Trial:
     def _rows(self, losses: np.ndarray) -> list[Row]:
         columns = self._config.settings()
         rows = [
-            Row(self._period, factor, rate, momentum, tuple(map(float, of_seeds)))
+            Row(self._period, *setting, tuple(map(float, of_seeds)))
             for *setting, of_seeds in zip(*columns.values(), losses, strict=True)
-            for factor, rate, momentum in [setting]
         ]
         plain = min((row for row in rows if row.is_plain), key=lambda row: row.mean)
         return [dataclasses.replace(row, plain=plain.losses) for row in rows]
@@ -210,7 +209,7 @@ def advice(config: TuneOuterConfig, rows: Sequence[Row]) -> list[str]:
     """Return the best setting of each period in words, and whether it beats plain averages."""
     sentences = []
     for period in config.periods:
-        of_period = [row for row in rows if row.period == period]
+        of_period = sorted((r for r in rows if r.period == period), key=lambda row: row.mean)
         if not of_period:
             continue
         best, count = of_period[0], len(of_period[0].losses)

@@ -13,7 +13,7 @@ import optax
 from .._support.checks import checked_int
 from .._support.types import Phase, PyTree
 from ..mesh import VirtualMesh, consensus, virtual_mesh
-from ..transform import ParameterTransform
+from ..transform import ParameterTransform, holds_state
 from .step import split_chain
 
 _AXIS = "replica"
@@ -111,8 +111,18 @@ class Sweep:
 
         Args:
           params: leaves of shape (seeds, *s).
+
+        Raises:
+          ValueError: a parameter transform that is not at the end of a `js.chain`.
         """
-        return SweepState(*self._first(params, self._values), count=0)
+        models = self._first(params, self._values)
+        if self._sync is None and holds_state(models[1], "parameters"):
+            raise ValueError(
+                "Sweep: `make` must return a js.chain that ends in its parameter transform, which "
+                "says when it exchanges and how replicas are averaged; got a parameter transform "
+                "alone, or inside of another one such as optax.chain."
+            )
+        return SweepState(*models, count=0)
 
     def run(self, state: SweepState, batches: PyTree) -> tuple[SweepState, jax.Array]:
         """Train on, one update for each step of `batches`.
@@ -129,14 +139,16 @@ class Sweep:
           (settings, seeds, steps) float32.
 
         Raises:
-          ValueError: leaves whose second and third dimension are not steps and replicas.
+          ValueError: leaves whose first three dimensions are not seeds, steps and replicas.
         """
-        shapes = {np.shape(x)[1:3] for x in jax.tree.leaves(batches)}
-        steps = next((s[0] for s in shapes if len(s) == 2), 0)
-        if shapes != {(steps, self.replicas)} or not steps:
+        seeds = jax.tree.leaves(state.params)[0].shape[1]
+        shapes = {np.shape(x)[:3] for x in jax.tree.leaves(batches)}
+        steps = next((s[1] for s in shapes if len(s) == 3), 0)
+        if shapes != {(seeds, steps, self.replicas)} or not steps:
             raise ValueError(
-                f"Sweep: `batches` must have leaves of shape (seeds, steps, {self.replicas}, ...), "
-                f"got {jax.tree.map(np.shape, batches)}."
+                f"Sweep: `batches` must have leaves of shape ({seeds}, steps, {self.replicas}, "
+                f"...), for {seeds} seeds and {self.replicas} replicas; got "
+                f"{jax.tree.map(np.shape, batches)}."
             )
         phases = [self._phase(t) for t in range(state.count + 1, state.count + steps + 1)]
         kinds = tuple(sorted(set(phases)))

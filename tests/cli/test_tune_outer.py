@@ -38,7 +38,7 @@ def test_it_trains_and_writes(call, tmp_path):
 
 
 def test_a_run_of_it_has_the_loss_of_the_same_run_by_train(call, tmp_path):
-    """With warm-up, clipping and cosine: the sweep is no other training."""
+    """Warm-up, clipping and cosine are those of `train`."""
     options = ("--warmup", 2)
     outcome = outer(
         call, *options, "--algorithm", "diloco", "--periods", 3, "--momenta", 0.5, "--rates", 0.6,

@@ -56,6 +56,10 @@ SYNCS = {
         sync_every=4,
         outer_optimizer=optax.sgd(s["outer"], momentum=s["momentum"], nesterov=True),
     ),
+    "local_sgd, only finite, in 16 bits": lambda s: js.only_finite(
+        js.local_sgd("replica", sync_every=3, codec=js.codecs.float16())
+    ),
+    "slowmo, sharded, delayed to the next": lambda s: slowmo(s, None, sync_every=5, delay=4),
     "diloco, spread": lambda s: js.diloco(
         "replica",
         sync_every=6,
@@ -101,7 +105,7 @@ def trained(transform, seed):
     return step.consensus(state), np.array(losses)
 
 
-@pytest.mark.filterwarnings("ignore:.*no multiple")
+@pytest.mark.filterwarnings("ignore:.*no multiple", "ignore:slowmo without")
 @pytest.mark.parametrize("name", ["all_reduce", *SYNCS])
 def test_each_run_equals_a_training_step_of_its_setting(name):
     models, losses = swept(chain_of(name), parts=(5, 5, 3), at_once=2)
@@ -164,10 +168,30 @@ def test_every_setting_is_checked_as_it_is_without_a_sweep():
         js.Sweep(loss_fn=loss_fn, make=chain_of("slowmo"), settings=settings, replicas=REPLICAS)
 
 
-def test_batches_of_another_number_of_replicas():
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda s: js.sgp("replica"),
+        lambda s: optax.chain(optax.sgd(s["rate"]), js.sgp("replica")),
+        lambda s: js.chain(optax.chain(optax.sgd(s["rate"]), js.sgp("replica"))),
+    ],
+)
+def test_a_parameter_transform_that_the_sweep_would_not_see_is_refused(make):
+    sweep = js.Sweep(loss_fn=loss_fn, make=make, settings=SETTINGS, replicas=REPLICAS)
+    with pytest.raises(ValueError, match=r"`make` must return a js\.chain that ends in its"):
+        sweep.init(stacked(parameters))
+
+
+def test_batches_of_another_number_of_replicas_or_seeds():
     sweep = js.Sweep(
         loss_fn=loss_fn, make=lambda s: optax.sgd(s["rate"]), settings=SETTINGS, replicas=3
     )
     state = sweep.init(stacked(parameters))
-    with pytest.raises(ValueError, match=r"shape \(seeds, steps, 3, ...\), got .*13, 4, 6, 3"):
+    with pytest.raises(ValueError, match=r"shape \(2, steps, 3, .*got .*13, 4, 6, 3"):
         sweep.run(state, stacked(batches))
+    sweep = js.Sweep(
+        loss_fn=loss_fn, make=lambda s: optax.sgd(s["rate"]), settings=SETTINGS, replicas=REPLICAS
+    )
+    one_seed = jax.tree.map(lambda x: x[:1], stacked(batches))
+    with pytest.raises(ValueError, match=r"shape \(2, steps, 4, .*for 2 seeds"):
+        sweep.run(sweep.init(stacked(parameters)), one_seed)

@@ -9,6 +9,7 @@ from ._fields import Checked, option
 
 # run/_recipes.py holds how each is built, and drawn in a picture.
 ALGORITHMS = ("all_reduce", "local_sgd", "sgp", "slowmo", "slowmo_sgp", "diloco")
+OUTER_ALGORITHMS = ("slowmo", "slowmo_sgp", "diloco")  # those with slow steps
 
 
 def _used_by(*algorithms: str) -> tuple[str, tuple[str, ...]]:
@@ -19,7 +20,7 @@ def _used_by(*algorithms: str) -> tuple[str, tuple[str, ...]]:
 _AVERAGE = _used_by("local_sgd", "slowmo")
 _GOSSIP = _used_by("sgp", "slowmo_sgp")
 _SLOW = _used_by("slowmo", "slowmo_sgp")
-_OUTER = _used_by("slowmo", "slowmo_sgp", "diloco")
+_OUTER = _used_by(*OUTER_ALGORITHMS)
 _SPREAD = _used_by("local_sgd", "slowmo", "slowmo_sgp", "diloco")
 _PARAMETERS = _used_by(*(name for name in ALGORITHMS if name != "all_reduce"))
 

@@ -4,7 +4,7 @@ import dataclasses
 import typing
 from typing import Any
 
-from ._algorithms import ALGORITHMS, AlgorithmConfig
+from ._algorithms import ALGORITHMS, OUTER_ALGORITHMS, AlgorithmConfig
 from ._fields import (
     Checked,
     option,
@@ -25,7 +25,7 @@ _SYMBOLS = 256  # the models read and write bytes
 class CompareConfig(Checked):
     """Several algorithms, each trained with every seed; all other options are equal.
 
-    An algorithm may have its own settings, and its own learning rate: "sgp+overlap=1+graph=ring".
+    An algorithm may have its own settings, and its own rate: "sgp+overlap=1+learning-rate=0.002".
     """
 
     train: TrainConfig
@@ -162,9 +162,6 @@ class TuneBucketsConfig(Checked):
     def first_of(self, limit: int) -> int:
         """Return the size of the first bucket in bytes under a bucket limit in bytes."""
         return min(self.first, limit)
-
-
-OUTER_ALGORITHMS = ("slowmo", "slowmo_sgp", "diloco")
 
 
 @dataclasses.dataclass(frozen=True)

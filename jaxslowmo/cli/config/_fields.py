@@ -140,10 +140,7 @@ def parse_integers(flag: str, text: str) -> tuple[int, ...]:
     Raises:
       ValueError: an entry is no integer; the message names `flag`.
     """
-    try:
-        return tuple(int(part) for part in parse_names(flag, text))
-    except ValueError:
-        raise ValueError(f"{flag} must be integers separated by commas, got {text}") from None
+    return _parse_list(flag, text, int, "integers")
 
 
 def parse_numbers(flag: str, text: str) -> tuple[float, ...]:
@@ -152,10 +149,14 @@ def parse_numbers(flag: str, text: str) -> tuple[float, ...]:
     Raises:
       ValueError: an entry is no number; the message names `flag`.
     """
+    return _parse_list(flag, text, float, "numbers")
+
+
+def _parse_list(flag: str, text: str, kind: Callable[[str], Any], what: str) -> tuple[Any, ...]:
     try:
-        return tuple(float(part) for part in parse_names(flag, text))
+        return tuple(map(kind, parse_names(flag, text)))
     except ValueError:
-        raise ValueError(f"{flag} must be numbers separated by commas, got {text}") from None
+        raise ValueError(f"{flag} must be {what} separated by commas, got {text}") from None
 
 
 def parse_sizes(flag: str, text: str) -> tuple[int, ...]:

@@ -216,7 +216,7 @@ def test_a_step_receives_only_what_has_arrived(sync, beside, monkeypatch):
 
 @pytest.mark.parametrize("bad", [None, 3, 5])
 def test_only_finite_around_a_delay_is_the_same_in_all_ways_to_run(bad):
-    """What it refuses it sees in each update, so the exchange stays inside of the programs."""
+    """It looks at the parameters in each update, so the exchange stays inside of the programs."""
     data = batches()[:14]
     if bad is not None:
         x, y = data[bad]
