@@ -1,6 +1,6 @@
 """Tries what the grids of the study leave out: slow rates above theirs, and on text above 1.
 
-    python benchmarks/study/beyond.py     # 5 minutes of one core; writes results/beyond.json
+    python benchmarks/study/beyond.py     # 10 minutes of one core; writes results/beyond.json
 
 It prints the best validation loss for each slow rate, with the seeds of the tuning.
 """

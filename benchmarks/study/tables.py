@@ -1,6 +1,7 @@
 """The tables of docs/study.md, from the recorded rows."""
 
 import itertools
+import json
 from collections.abc import Iterable, Sequence
 
 from rows import (
@@ -9,6 +10,7 @@ from rows import (
     LOCAL_SGD,
     PERIODS,
     REPLICAS,
+    RESULTS,
     SGP,
     SLOWMO,
     SLOWMO_48,
@@ -206,6 +208,21 @@ def flattened(study: Study) -> str:
     return table(["after updates", *(f"{share * steps:,.0f}" for share in shares)], lines)
 
 
+def beyond() -> str:
+    """Return the validation losses of digits by slow rate, from what `beyond.py` wrote."""
+    rows = json.loads((RESULTS / "beyond.json").read_text("utf-8"))
+    rates = (1.0, 1.4, 2.0, 2.8)
+    lines = []
+    for count in (8, 32):
+        key = Cell("classifier", "sgd", count, SLOWMO, 48, STEPS["classifier"]).key
+        found = {row["slow_rate"]: row for row in rows if row["cell"] == key}
+        losses = [found[rate]["loss"] for rate in rates]
+        lines.append(
+            [f"{count} replicas", *(f"{x:.3f}" for x in (found[1.0]["averages"], *losses))]
+        )
+    return table(["", "averages", *(f"slow rate {rate:g}" for rate in rates)], lines)
+
+
 def edges(study: Study) -> tuple[int, int]:
     """Return how many cells chose the smallest or largest of a grid's values, and of how many."""
     found = 0
@@ -240,6 +257,7 @@ def page(study: Study) -> dict[str, str]:
         "adamw": classifier_losses(study, "adamw"),
         "gaps": gaps(study),
         "settings": settings(study),
+        "beyond": beyond(),
         "language": language_losses(study),
         "language-gaps": language_gaps(study),
         "equal-bytes": equal_bytes(study),
