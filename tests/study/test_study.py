@@ -29,11 +29,14 @@ def study():
     """The modules of the study, which are scripts and import each other by name."""
     folders = [str(ROOT / "benchmarks"), str(ROOT / "benchmarks" / "study")]
     sys.path[:0] = folders
+    # Where tests of the folder tests/train run in the same process, `train` is the name of that folder.
+    others = {name: sys.modules.pop(name) for name in MODULES if name in sys.modules}
     try:
         yield SimpleNamespace(**{name: importlib.import_module(name) for name in MODULES})
     finally:
         for name in MODULES:
             sys.modules.pop(name, None)
+        sys.modules.update(others)
         sys.path[:] = [path for path in sys.path if path not in folders]
 
 
