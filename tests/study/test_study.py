@@ -29,7 +29,7 @@ def study():
     """The modules of the study, which are scripts and import each other by name."""
     folders = [str(ROOT / "benchmarks"), str(ROOT / "benchmarks" / "study")]
     sys.path[:0] = folders
-    # Where tests of the folder tests/train run in the same process, `train` is the name of that folder.
+    # In a process that has run tests of tests/train, `train` is the name of that folder.
     others = {name: sys.modules.pop(name) for name in MODULES if name in sys.modules}
     try:
         yield SimpleNamespace(**{name: importlib.import_module(name) for name in MODULES})
