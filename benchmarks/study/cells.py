@@ -104,8 +104,9 @@ def grid_of(cell: Cell) -> Grid:
     if is_alone:
         return _grid(least * 2 ** (np.arange(24) / 3), [(0.0, 1.0)], seeds=8)
     outer = itertools.product((0.5, 0.7, 0.9), (0.3, 0.5, 0.7, 1.0))
-    # In a first run most rows took the largest of the second list, so `SLOWMO` has another.
-    slow_rates = (1.0, 1.4, 2.0) if cell.algorithm == SLOWMO else (0.7, 1.0, 1.4)
+    # In a first run, with the first list, most other rows took the largest of it.
+    is_frequent_gossip = cell.algorithm == SLOWMO_SGP and cell.period == 12
+    slow_rates = (0.7, 1.0, 1.4) if is_frequent_gossip else (1.0, 1.4, 2.0)
     slow = itertools.product((0.2, 0.4, 0.6, 0.8), slow_rates)
     pairs = outer if cell.algorithm == DILOCO else slow
     return _grid(least * 2 ** np.arange(8), list(pairs), seeds=2)

@@ -208,19 +208,17 @@ def flattened(study: Study) -> str:
     return table(["after updates", *(f"{share * steps:,.0f}" for share in shares)], lines)
 
 
-def beyond() -> str:
-    """Return the validation losses of digits by slow rate, from what `beyond.py` wrote."""
-    rows = json.loads((RESULTS / "beyond.json").read_text("utf-8"))
-    rates = (1.0, 1.4, 2.0, 2.8)
-    lines = []
-    for count in (8, 32):
-        key = Cell("classifier", "sgd", count, SLOWMO, 48, STEPS["classifier"]).key
-        found = {row["slow_rate"]: row for row in rows if row["cell"] == key}
-        losses = [found[rate]["loss"] for rate in rates]
-        lines.append(
-            [f"{count} replicas", *(f"{x:.3f}" for x in (found[1.0]["averages"], *losses))]
-        )
-    return table(["", "averages", *(f"slow rate {rate:g}" for rate in rates)], lines)
+def beyond(part: str) -> str:
+    """Return validation losses by slow rate, from what `beyond.py` wrote for a part."""
+    found = json.loads((RESULTS / "beyond.json").read_text("utf-8"))
+    lines, head = [], []
+    for name, results in found.items():
+        if name.startswith(part):
+            slow = results["slow_rates"]
+            head = ["averages", *(f"slow rate {rate}" for rate in slow)]
+            losses = [x["loss"] for x in (results["averages"], *slow.values())]
+            lines.append([name.removeprefix(f"{part}, "), *(f"{x:.3f}" for x in losses)])
+    return table(["", *head], lines)
 
 
 def edges(study: Study) -> tuple[int, int]:
@@ -257,7 +255,8 @@ def page(study: Study) -> dict[str, str]:
         "adamw": classifier_losses(study, "adamw"),
         "gaps": gaps(study),
         "settings": settings(study),
-        "beyond": beyond(),
+        "beyond": beyond("classifier"),
+        "beyond-text": beyond("language"),
         "language": language_losses(study),
         "language-gaps": language_gaps(study),
         "equal-bytes": equal_bytes(study),

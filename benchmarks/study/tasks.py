@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -141,6 +141,24 @@ def language() -> Task:
     return Task(
         loss_fn, lambda seed: init_gpt(MODEL, seed), batches, held_out, final_seeds=5, data=data
     )
+
+
+def mixed_language() -> Task:
+    """The task of `language`, with the windows of each update dealt out to the replicas anew.
+
+    So no replica has files of its own. All replicas together see the same windows in an update, so
+    an all-reduce has the same losses.
+    """
+    task = language()
+
+    def batches(seed: int, steps: int, replicas: int) -> np.ndarray:
+        windows = task.batches(seed, steps, replicas)
+        dealt = windows.reshape(steps, replicas * WINDOWS, -1)
+        order = np.tile(np.arange(dealt.shape[1]), (steps, 1))
+        np.random.default_rng([seed, 4]).permuted(order, axis=1, out=order)
+        return np.take_along_axis(dealt, order[:, :, None], axis=1).reshape(windows.shape)
+
+    return replace(task, batches=batches)
 
 
 TASKS = {"classifier": classifier, "language": language}

@@ -159,3 +159,17 @@ def test_examples_of_a_seed_are_divided_once(study):
         assert not np.isin(held_out[part] % study.tasks.IMAGES, trained).any()
     assert not np.isin(held_out["test"] % 1797, held_out["validation"] % 1797).any()
     assert len(trained) == study.tasks.TRAIN
+
+
+def test_mixed_windows_are_the_same_ones_on_other_replicas(study):
+    own, mixed = study.tasks.language(), study.tasks.mixed_language()
+    shape = (6, 8, study.tasks.WINDOWS, study.tasks.MODEL.context_length + 1)
+    before, after = own.batches(3, 6, 8), mixed.batches(3, 6, 8)
+    assert before.shape == after.shape == shape
+    moved = 0
+    for update, dealt in zip(before, after, strict=True):
+        windows, again = (list(map(bytes, x.reshape(-1, shape[-1]))) for x in (update, dealt))
+        assert sorted(windows) == sorted(again)
+        moved += sum(a != b for a, b in zip(windows, again, strict=True))
+    # One window in 32 stays where it was by chance.
+    assert moved > 0.85 * 6 * 32
