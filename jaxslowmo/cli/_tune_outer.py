@@ -178,9 +178,10 @@ class Trial:
 
     def _rows(self, losses: np.ndarray) -> list[Row]:
         columns = self._config.settings()
+        settings = zip(columns["factor"], columns["rate"], columns["momentum"], losses, strict=True)
         rows = [
-            Row(self._period, *setting, tuple(map(float, of_seeds)))
-            for *setting, of_seeds in zip(*columns.values(), losses, strict=True)
+            Row(self._period, factor, rate, momentum, tuple(map(float, of_seeds)))
+            for factor, rate, momentum, of_seeds in settings
         ]
         plain = min((row for row in rows if row.is_plain), key=lambda row: row.mean)
         return [dataclasses.replace(row, plain=plain.losses) for row in rows]
