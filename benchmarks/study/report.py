@@ -42,6 +42,7 @@ def main() -> int:
         elif made != text:
             print(f"{name} differs from the results: run benchmarks/study/report.py")
             return 1
+    args.pictures.mkdir(parents=True, exist_ok=True)
     for picture in draw(study, args.pictures):
         print(picture)
     return 0
