@@ -1,7 +1,9 @@
 # Needs only make and Python >= 3.11. PYTHON picks the interpreter and, by its version suffix, the
 # virtual environment: `make test` uses .venv, `make test PYTHON=python3.12` uses .venv-3.12.
 PYTHON ?= python3
-VENV ?= .venv$(patsubst %,-%,$(filter-out 3,$(patsubst python%,%,$(notdir $(PYTHON)))))
+# JAX picks a version of jax that is neither the oldest nor the newest: `make test-jax JAX=0.11.2`.
+JAX ?=
+VENV ?= .venv$(patsubst %,-%,$(filter-out 3,$(patsubst python%,%,$(notdir $(PYTHON)))))$(addprefix -jax-,$(JAX))
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip install --quiet --disable-pip-version-check
 # torch_compat has an environment of its own: torch_xla and the torch it was built for, pinned.
@@ -77,10 +79,11 @@ torch-env: ## Set up .venv-torch: torch 2.9.0 and torch_xla 2.9.0, without what 
 
 torchax-env: $(TORCHAX_VENV)/.stamp ## Set up .venv-torchax: torch 2.13, torchax and jax.
 
-lint: $(VENV)/.stamp-dev ## Check formatting, lint rules and types.
+lint: $(VENV)/.stamp-dev ## Check formatting, lint rules and types; print advice, which never fails.
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m pyright --pythonpath $(PY)
+	-@$(PY) tools/advice.py
 
 lint-torch: $(VENV)/.stamp-dev torch-env ## Check the types of torch_compat.
 	$(PY) -m pyright --pythonpath $(TORCH_PY) torch_compat
@@ -155,7 +158,7 @@ $(VENV)/.stamp-examples: $(VENV)/.stamp-venv pyproject.toml
 	@touch $@ $(VENV)/.stamp-train
 
 $(VENV)/.stamp-test: $(VENV)/.stamp-venv pyproject.toml
-	$(PIP) --editable '.[train,test]'
+	$(PIP) --editable '.[train,test]' $(addprefix jax==,$(JAX))
 	@touch $@ $(VENV)/.stamp-train $(VENV)/.stamp-examples
 
 $(VENV)/.stamp-dev: $(VENV)/.stamp-venv pyproject.toml

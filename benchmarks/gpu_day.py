@@ -165,7 +165,7 @@ def parts_of(device: Device, folder: Path) -> list[Part]:
         Part("Demo", demo(folder, "--preset", "demo"), 2),
         Part(
             "Step of the preset 124m",
-            script("bench_gpt_step.py", "--windows", 8 if is_large else 1),
+            script("bench_gpt_step.py", "--windows", 32 if is_large else 1),
             2,
         ),
     ]
@@ -187,7 +187,10 @@ def tiny_parts(folder: Path) -> list[Part]:
         Part("Demo", demo(folder, "--preset", "tiny", *one)),
         Part(
             "Step of the preset tiny",
-            script("bench_gpt_step.py", "--preset", "tiny", "--windows", 1, "--steps", 1),
+            script(
+                *("bench_gpt_step.py", "--preset", "tiny", "--windows", 1, "--steps", 1),
+                *("--product", 64),
+            ),
         ),
     ]
 

@@ -92,38 +92,29 @@ def test_an_address_is_written_everywhere_and_leaves_without_a_trace(checkout):
     assert texts(folder) == before
 
 
-def test_colab_opens_from_github_only_and_the_tool_says_so(checkout):
+def test_another_host_has_no_badges_and_what_is_no_address_is_refused(checkout):
     folder = checkout(OTHER)
     assert "no badges" in write(folder)
     assert not any("Open in Colab" in text for text in texts(folder).values())
     assert OTHER in texts(folder)["colab/tpu_manager.ipynb"]
-
-
-@pytest.mark.parametrize("wrong", ["github.com/a/b", "https://github.com/a/b/", "git@host:a/b"])
-def test_what_is_no_address_is_refused(checkout, wrong):
-    with pytest.raises(subprocess.CalledProcessError) as error:
-        write(checkout(wrong))
-    assert "`repository` must be empty or an address" in error.value.stderr
+    for wrong in ("github.com/a/b", "https://github.com/a/b/", "git@host:a/b"):
+        with pytest.raises(subprocess.CalledProcessError) as error:
+            write(checkout(wrong))
+        assert "`repository`" in error.value.stderr
 
 
 def test_metadata_without_an_address_has_no_dead_link(checkout):
     found = metadata(checkout(NONE))
     readme = found.get_payload()
-    assert isinstance(readme, str)
     assert found["Description-Content-Type"] == "text/markdown"
     assert found.get_all("Project-URL") is None
-    assert "choose an algorithm, or come from FairScale | How to choose |" in readme
     assert [link for link in LINK.findall(readme) if not link.startswith("https://")] == []
     assert "<!--" not in readme
-    code = re.findall(r"^```python\n.*?^```$", (ROOT / "README.md").read_text("utf-8"), re.M | re.S)
-    assert code
-    assert all(block in readme for block in code)
 
 
 def test_metadata_with_an_address_leads_to_files_that_exist(checkout):
     found = metadata(checkout(GITHUB))
     readme = found.get_payload()
-    assert isinstance(readme, str)
     assert f"Repository, {GITHUB}" in found.get_all("Project-URL", [])
     links = LINK.findall(readme)
     assert len(links) > 20

@@ -19,8 +19,8 @@ _NO_CODE = {
 }  # fmt: skip
 
 
-def count(text: str) -> tuple[int, int]:
-    """Return the lines of code of a file, and the lines that hold a comment."""
+def code_lines(text: str) -> set[int]:
+    """Return the numbers of the lines of code of a file, from 1."""
     docstrings: set[int] = set()
     for node in ast.walk(ast.parse(text)):
         body = getattr(node, "body", None)
@@ -29,19 +29,21 @@ def count(text: str) -> tuple[int, int]:
             if isinstance(value, ast.Constant) and isinstance(value.value, str):
                 docstrings |= set(range(child.lineno, (child.end_lineno or child.lineno) + 1))
     code: set[int] = set()
-    comments = 0
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        comments += token.type == tokenize.COMMENT
         if token.type not in _NO_CODE:
             code |= set(range(token.start[0], token.end[0] + 1))
-    return len(code - docstrings), comments
+    return code - docstrings
 
 
-def main() -> None:
-    """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("checkout", nargs="?", type=Path, default=ROOT)
-    package = parser.parse_args().checkout / "jaxslowmo"
+def count(text: str) -> tuple[int, int]:
+    """Return the lines of code of a file, and the lines that hold a comment."""
+    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+    return len(code_lines(text)), sum(token.type == tokenize.COMMENT for token in tokens)
+
+
+def print_table(checkout: Path) -> None:
+    """Print one row per package of a checkout."""
+    package = checkout / "jaxslowmo"
     code, comments, files = Counter(), Counter(), Counter()
     for path in package.rglob("*.py"):
         first, *rest = path.relative_to(package).parts
@@ -53,6 +55,13 @@ def main() -> None:
     print("package | files | lines of code | comments per 100")
     for name in sorted(code, key=lambda name: (name == "all", name)):
         print(f"{name} | {files[name]} | {code[name]} | {100 * comments[name] / code[name]:.1f}")
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("checkout", nargs="?", type=Path, default=ROOT)
+    print_table(parser.parse_args().checkout)
 
 
 if __name__ == "__main__":

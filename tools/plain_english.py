@@ -19,7 +19,7 @@ import argparse
 import ast
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -135,17 +135,13 @@ def _names_in(node: ast.AST) -> Iterator[tuple[str, int]]:
         yield node.name, node.lineno
 
 
-def main() -> None:
-    """Print counts by folder and rule, or every place."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("paths", nargs="*", type=Path, default=[ROOT / f for f in FOLDERS])
-    parser.add_argument("--list", action="store_true", help="print every place")
-    options = parser.parse_args()
+def print_counts(paths: Iterable[Path], *, with_places: bool = False) -> None:
+    """Print counts by folder and rule, and before them every place if that is asked for."""
     counts: dict[str, Counter[str]] = {}
-    for path in options.paths:
+    for path in paths:
         for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
             for finding in findings(file.resolve()):
-                if options.list:
+                if with_places:
                     print(f"{finding.path}:{finding.line}: {finding.rule}: {finding.text}")
                 folder = "/".join(finding.path.split("/")[:2])
                 counts.setdefault(folder, Counter())[finding.rule] += 1
@@ -155,6 +151,15 @@ def main() -> None:
         print(folder, *numbers, sep=" | ")
     total = sum(counts.values(), Counter())
     print("all", *(total[rule] for rule in ("docstring", "argument", "name")), sep=" | ")
+
+
+def main() -> None:
+    """Print counts by folder and rule, or every place."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("paths", nargs="*", type=Path, default=[ROOT / f for f in FOLDERS])
+    parser.add_argument("--list", action="store_true", help="print every place")
+    options = parser.parse_args()
+    print_counts(options.paths, with_places=options.list)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,5 @@
 """Notes between two real processes: left once, read, waited for with a limit, forgotten."""
 
-import pytest
-
 from support.pairs import two_processes
 
 PROGRAM = """
@@ -32,10 +30,3 @@ print(notes.told("a/b"), notes.told("a/c/0"))
 
 def test_notes(tmp_path):
     assert two_processes(PROGRAM, tmp_path) == ["True True\nNone None\n"] * 2
-
-
-def test_processes_that_were_not_joined_are_told_so():
-    from jaxslowmo._support import coordinator
-
-    with pytest.raises(RuntimeError, match=r"joined by jax\.distributed\.initialize\(\) first"):
-        coordinator.told("a")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxslowmo._support.extras import INSTALL, missing_extra, needed_by
+from jaxslowmo._support.extras import missing_extra, needed_by
 
 ROOT = Path(__file__).parents[2]
 _TEXTS = {".ipynb", ".md", ".py", ".sh", ".yaml"}
@@ -24,36 +24,25 @@ _ADD_AN_EXTRA = {
 
 
 @pytest.mark.parametrize(
-    ("module", "package"),
-    [("checkpoint", "orbax"), ("checkpoint", "tensorstore"), ("models", "flax")],
+    ("statement", "package", "extra"),
+    [
+        ("import jaxslowmo.checkpoint", "orbax", "jaxslowmo[train]"),
+        ("import jaxslowmo.models", "flax", "jaxslowmo[train]"),
+        ("from torch_compat import TPUManager", "torch", "jaxslowmo[torch]"),
+    ],
 )
-def test_an_import_without_the_extra_says_what_to_install(module, package):
+def test_an_import_without_the_extra_says_what_to_install(statement, package, extra):
     code = (
         f"import sys\nsys.modules[{package!r}] = None\n"  # as if it were not installed
-        f"try:\n    import jaxslowmo.{module}\n"
-        "except ModuleNotFoundError as error:\n    print(error.name, error, sep='|')"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    name, said = done.stdout.strip().split("|")
-    assert name.partition(".")[0] == package
-    assert said == (
-        f"jaxslowmo.{module} needs {package}, which is not installed; "
-        f"the extra `train` has it: {INSTALL}"
-    )
-
-
-def test_torch_compat_without_torch_says_what_to_install():
-    code = (
-        "import sys\nsys.modules['torch'] = None\n"
-        "try:\n    from torch_compat import TPUManager\n"
+        f"try:\n    {statement}\n"
         "except ModuleNotFoundError as error:\n    print(error.name, error, sep='|')"
     )
     call = [sys.executable, "-c", code]
     done = subprocess.run(call, capture_output=True, text=True, check=True, cwd=ROOT)
-    assert done.stdout == (
-        "torch|torch_compat needs torch, which is not installed; the extra `torch` has it: "
-        "pip install 'jaxslowmo[torch]' (in a checkout: '.[torch]')\n"
-    )
+    name, said = done.stdout.strip().split("|")
+    assert name.partition(".")[0] == package
+    assert f"needs {package}" in said
+    assert f"pip install '{extra}'" in said
 
 
 def test_a_module_of_no_extra_is_a_bug_and_not_explained_away():
@@ -64,16 +53,6 @@ def test_a_module_of_no_extra_is_a_bug_and_not_explained_away():
         import nonsense  # noqa: F401
     assert missing_extra("this", ModuleNotFoundError(name="numpy.nonsense")) is None
     assert missing_extra("this", ModuleNotFoundError()) is None
-
-
-def test_pip_adds_the_extra_to_what_is_installed_without_an_index_that_has_it():
-    """The hint works although no index has jaxslowmo."""
-    hint = re.search(r"pip install '([^']*)'", INSTALL)
-    assert hint
-    call = [sys.executable, "-m", "pip", "install", "--no-index", "--dry-run", hint[1]]
-    done = subprocess.run(call, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert f"Requirement already satisfied: {hint[1]}" in done.stdout
 
 
 def test_nothing_else_tells_to_install_from_an_index():

@@ -1,15 +1,13 @@
-"""Files that are written anew are whole at every moment."""
+"""Files that are written anew are whole at every moment; errors of the operating system."""
 
+import errno
 import os
-import signal
 import stat
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from jaxslowmo._support.files import is_unfinished, replacing, write_anew
+from jaxslowmo._support.files import io_errno, is_unfinished, replacing, write_anew
 
 
 def test_the_new_content_takes_the_place_of_the_old(tmp_path):
@@ -68,18 +66,28 @@ def test_links_and_devices(tmp_path):
     assert stat.S_ISCHR(os.stat(os.devnull).st_mode)
 
 
-def test_a_kill_leaves_the_old_content(tmp_path):
-    path = tmp_path / "statistics.json"
-    path.write_text("old")
-    program = (
-        "import os, signal, sys\n"
-        "from jaxslowmo._support.files import replacing\n"
-        "with replacing(sys.argv[1]) as temporary:\n"
-        "    temporary.write_text('half')\n"
-        "    os.kill(os.getpid(), signal.SIGKILL)\n"
-    )
-    ended = subprocess.run([sys.executable, "-c", program, str(path)], check=False)
-    assert ended.returncode == -signal.SIGKILL
-    assert path.read_text() == "old"
-    (left,) = (other for other in tmp_path.iterdir() if other != path)
-    assert is_unfinished(left)
+class Told(RuntimeError):
+    errno = errno.ESTALE
+
+
+def wrapped(inner: Exception) -> Exception:
+    try:
+        raise RuntimeError("outer") from inner
+    except RuntimeError as error:
+        return error
+
+
+def test_numbers_of_errors_of_the_operating_system_however_they_are_wrapped():
+    full, slow = errno.ENOSPC, errno.ETIMEDOUT
+    for error, number in (
+        (OSError(full, "No space left on device"), full),
+        (wrapped(OSError(errno.EIO, "I/O")), errno.EIO),
+        (Told("as its attribute says"), errno.ESTALE),
+        # Of tensorstore.
+        (ValueError(f"Error writing [os_error_code='{full}']"), full),
+        (wrapped(wrapped(ValueError(f"[os_error_code='{slow}']"))), slow),
+        (OSError("without a number"), None),
+        (ValueError("28"), None),
+        (None, None),
+    ):
+        assert io_errno(error) == number

@@ -1,181 +1,171 @@
-"""What each transform sends, counted in the program: collectives and bytes per kind of step."""
+"""What each algorithm sends, counted in the program: collectives and bytes per kind of step."""
+
+import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
-from jax.sharding import PartitionSpec as P
 
 import jaxslowmo as js
-from support.reports import BATCH, FLOAT32_BYTES, HALF_BYTES, PARAMS, SLOW_BYTES, loss, report, rows
+from support.executions import lift
+from support.reports import FLOAT32_BYTES, HALF_BYTES, PARAMS, SLOW_BYTES, report, rows
+from support.transforms import BFLOAT16, FLOAT16, IRREGULAR
+
+NODES = 4
+BYTES = FLOAT32_BYTES + HALF_BYTES
+NARROW = FLOAT32_BYTES // 2 + HALF_BYTES
+PADDED = NODES * 8192 * -(-SLOW_BYTES // (NODES * 8192))  # shards are whole tiles of 8 KiB
+UNEVEN = js.topology.self_weighted([0.3, 0.5, 0.65, 0.4])
+
+# Each is (collective, number, bytes).
+AVERAGE = {("all-reduce", 2, BYTES)}  # one buffer per dtype
+WHOLE, HALF = ({("all-reduce", 1, size)} for size in (SLOW_BYTES, SLOW_BYTES // 2))
+SHARDED = {("all-gather", 1, PADDED), ("reduce-scatter", 1, PADDED)}
+SCALAR = {("all-reduce", 1, 4)}
 
 
-def padded(num_bytes: int, replicas: int, parts: int = 1) -> int:
-    from jaxslowmo.collectives import shard_layout
-
-    return 4 * replicas * shard_layout(num_bytes // 4, replicas, num_parts=parts).size
-
-
-@pytest.fixture(params=["traced", "host"])
-def mode(request) -> str:
-    return request.param
+def permutes(count, weights=False, num_bytes=BYTES):
+    """One exchange: both buffers, and 4 bytes of w where nodes send it, in every permutation."""
+    return {("collective-permute", count * (2 + weights), count * (num_bytes + 4 * weights))}
 
 
-@pytest.fixture
-def mesh(mesh_of):
-    return mesh_of({"replica": 4})
+def rounds(*args, **events):
+    return {f"round {i}": permutes(*args) for i in (0, 1)} | events
 
 
-@pytest.fixture(params=["devices", "explicit", "virtual"])
-def any_mesh(request, mesh_of):
-    if request.param == "virtual":
-        return js.virtual_mesh({"replica": 4})
-    return mesh_of({"replica": 4}, explicit=request.param == "explicit")
+local = functools.partial(js.local_sgd, "replica", sync_every=2)
+sgp = functools.partial(js.sgp, "replica")
+slow = functools.partial(js.slowmo, "replica", sync_every=4)
+diloco = functools.partial(js.diloco, "replica", sync_every=5)
+RING, STAR, OVER_IRREGULAR = js.topology.ring, js.topology.star, sgp(graph=IRREGULAR)
+INEXACT = {"average": AVERAGE, "average+slow": AVERAGE}
+# By the events of an update; an update with none sends nothing.
+SENT = {
+    "local_sgd": (local(), {"average": AVERAGE}),
+    "local_sgd in buckets": (local(bucket_bytes=8192), {"average": {("all-reduce", 4, BYTES)}}),
+    "local_sgd in 16 bits": (local(codec=FLOAT16), {"average": {("all-reduce", 2, NARROW)}}),
+    "slowmo": (slow(base=local()), {"average": AVERAGE, "slow": SHARDED}),
+    "slowmo whole": (slow(base=local(), shard_state=False), {"average": AVERAGE, "slow": WHOLE}),
+    "slowmo in 16 bits": (slow(base=local(), codec=FLOAT16), {"average": AVERAGE, "slow": HALF}),
+    "slowmo inexact": (slow(base=local(), exact_average=False), INEXACT),
+    "diloco": (diloco(), {"slow": SHARDED}),
+    "diloco whole": (diloco(shard_state=False), {"slow": WHOLE}),
+    "only_finite": (js.only_finite(diloco()), {"slow": SCALAR | SHARDED}),
+    "sgp": (sgp(), rounds(1)),
+    "sgp in 16 bits": (sgp(graph=RING, codec=BFLOAT16), {"round 0": permutes(1, False, NARROW)}),
+    # All nodes keep the same share, so all weights move alike, and nobody sends them.
+    "sgp later": (sgp(overlap=3), rounds(1)),
+    "sgp irregular": (OVER_IRREGULAR, rounds(2, True)),
+    "sgp star": (sgp(graph=STAR), {"round 0": permutes(3, True)}),
+    "sgp uneven later": (sgp(mixing=UNEVEN, overlap=2), rounds(1, True)),
+    # With the sum of w, 4 bytes.
+    "slow irregular": (slow(base=OVER_IRREGULAR), rounds(2, True, slow=SCALAR | SHARDED)),
+    "slow uneven later": (
+        slow(base=sgp(mixing=UNEVEN, overlap=2), shard_state=False),
+        rounds(1, True, slow={("all-reduce", 2, SLOW_BYTES + 4)}),
+    ),
+    "slow irregular inexact": (
+        slow(base=OVER_IRREGULAR, exact_average=False),
+        rounds(2, True) | {"round 1+slow": permutes(2, True)},
+    ),
+}  # fmt: skip
+BY_THE_HOST = ("slowmo", "slowmo inexact", "only_finite", "slow irregular inexact")
 
 
-def test_all_reduce_every_step_in_buckets(any_mesh):
-    gradients = js.all_reduce_gradients("replica", bucket_bytes=16384, first_bucket_bytes=100)
-    found = report(any_mesh, gradients=gradients, order="reverse")
-    assert found.kinds == ("every",)
-    # Last leaf first: [scale, kernel] passes 100 bytes, [half], [embedding] 16 KiB, [bias].
-    assert found.bytes(axis="replica") == FLOAT32_BYTES + HALF_BYTES
-    assert found.count(axis="replica", collective="all-reduce") == 4
-    assert found.count(axis="replica") == 4
-    # By default in the order of the backward pass: other buckets, the same bytes.
-    ready = report(any_mesh, gradients=gradients)
-    assert ready.bytes(axis="replica") == FLOAT32_BYTES + HALF_BYTES
-    assert ready.count(axis="replica") == 3
+def check(name, mesh, mode="traced"):
+    sync, sent = SENT[name]
+    found = report(mesh, mode, sync=sync)
+    for kind, wanted in sent.items():
+        # One program for all updates has no kind of its own for two events at once.
+        if mode == "host" or "+" not in kind:
+            assert rows(found, kind) == wanted, kind
+    if "local" in found.kinds:
+        assert rows(found, "local") == set()
+    assert mode == "traced" or set(found.kinds) - {"local"} == set(sent)
 
 
-def test_local_sgd_sends_each_dtype_buffer_once_when_due(any_mesh, mode):
-    found = report(any_mesh, mode, sync=js.local_sgd("replica", sync_every=3))
-    assert set(found.kinds) == {"local", "average"}
-    assert found.count(axis="replica", kind="local") == 0
-    assert rows(found, "average") == {("all-reduce", 2, FLOAT32_BYTES + HALF_BYTES)}
+@pytest.mark.parametrize("name", SENT)
+def test_what_one_program_for_all_updates_sends(name, mesh_of):
+    check(name, mesh_of({"replica": NODES}))
 
 
-def test_sharded_slow_step_is_one_reduce_scatter_and_one_all_gather(any_mesh, mode):
-    base = js.local_sgd("replica", sync_every=2)
-    found = report(any_mesh, mode, sync=js.slowmo("replica", base=base, sync_every=4))
-    assert set(found.kinds) == {"local", "average", "slow"}
-    assert found.count(axis="replica", kind="local") == 0
-    whole = padded(SLOW_BYTES, 4)
-    assert SLOW_BYTES <= whole <= SLOW_BYTES * 1.01 + 4 * 8192
-    assert rows(found, "slow") == {("reduce-scatter", 1, whole), ("all-gather", 1, whole)}
-    assert rows(found, "average") == {("all-reduce", 2, FLOAT32_BYTES + HALF_BYTES)}
+@pytest.mark.parametrize("name", BY_THE_HOST)
+def test_what_each_program_sends_where_the_host_schedules(name, mesh_of):
+    check(name, mesh_of({"replica": NODES}), "host")
 
 
-def test_unsharded_slow_step_is_one_all_reduce(mesh, mode):
-    base = js.local_sgd("replica", sync_every=2)
-    slowmo = js.slowmo("replica", base=base, sync_every=4, shard_state=False)
-    assert rows(report(mesh, mode, sync=slowmo), "slow") == {("all-reduce", 1, SLOW_BYTES)}
+@pytest.mark.parametrize("name", ["slowmo", "sgp irregular"])
+def test_meshes_without_devices_and_with_explicit_axes_send_the_same(name, mesh_of):
+    for mesh in (js.virtual_mesh({"replica": 4}), mesh_of({"replica": 4}, explicit=True)):
+        check(name, mesh)
 
 
-def test_slow_step_on_the_base_average_adds_nothing(mesh, mode):
-    base = js.local_sgd("replica", sync_every=2)
-    slowmo = js.slowmo("replica", base=base, sync_every=4, exact_average=False)
-    found = report(mesh, mode, sync=slowmo)
-    average = {("all-reduce", 2, FLOAT32_BYTES + HALF_BYTES)}
-    assert rows(found, "average") == average
-    if mode == "host":
-        assert set(found.kinds) == {"local", "average", "average+slow"}
-        assert rows(found, "average+slow") == average
-    assert found.count(axis="replica", kind="local") == 0
+@pytest.mark.parametrize(
+    ("base", "kind", "times", "weights"),
+    [
+        (local, "average", 1, 0),
+        (sgp, "round 1", 1, 0),
+        (functools.partial(sgp, graph=IRREGULAR), "round 1", 2, 1),
+    ],
+)
+def test_each_device_of_a_replica_sends_its_part(base, kind, times, weights, mesh_of):
+    """Of whole rows; then it gathers the others'."""
+    options = {"local_axis_name": "device"}
+    sync = slow(base=base(**options), **options)
+    found = report(mesh_of({"replica": NODES, "device": 2}), sync=sync)
+    ((_, count, size),) = rows(found, kind)
+    part = size // times - 4 * weights
+    assert count == times * (2 + weights)
+    assert BYTES / 2 <= part <= BYTES / 2 + 8192
+    assert ("all-gather", 2, 2 * part) in rows(found, kind, "device")
+    halves = {(name, 1, size) for name, _, size in rows(found, "slow") if size > 4}
+    assert {name for name, _, _ in halves} == {"all-gather", "reduce-scatter"}
+    assert all(SLOW_BYTES / 2 <= size <= SLOW_BYTES / 2 + NODES * 8192 for _, _, size in halves)
 
 
-@pytest.mark.parametrize("shard_state", [True, False])
-def test_diloco_outer_step(mesh, mode, shard_state):
-    found = report(mesh, mode, sync=js.diloco("replica", sync_every=5, shard_state=shard_state))
-    whole = padded(SLOW_BYTES, 4)
-    expected = {("reduce-scatter", 1, whole), ("all-gather", 1, whole)}
-    assert rows(found, "slow") == (expected if shard_state else {("all-reduce", 1, SLOW_BYTES)})
-    assert found.count(axis="replica", kind="local") == 0
+def test_each_group_of_nested_ones_averages_over_its_axes(mesh_of):
+    axes = ("node", "device")
+    sync = js.hierarchical_local_sgd({"device": 2, axes: 6})
+    found = report(mesh_of({"node": 2, "device": 2}), "host", sync=sync, axis_name=axes)
+    sent = [r for r in found.select(level="emitted") if r.count]
+    assert {(r.kind, r.axis, r.collective, r.count, r.bytes) for r in sent} == {
+        ("average device", "device", "all-reduce", 2, BYTES),
+        ("average node,device", "node,device", "all-reduce", 2, BYTES),
+    }
 
 
-def test_two_levels_move_one_part_per_device(mesh_of, mode):
-    mesh = mesh_of({"replica": 4, "device": 2})
-    base = js.local_sgd("replica", sync_every=2, local_axis_name="device")
-    slowmo = js.slowmo("replica", base=base, sync_every=4, local_axis_name="device")
-    found = report(mesh, mode, sync=slowmo)
-    assert found.count(axis="replica", kind="local") == 0
-    whole = padded(SLOW_BYTES, 4, parts=2)
-    assert rows(found, "slow") == {("reduce-scatter", 1, whole // 2), ("all-gather", 1, whole // 2)}
-    average = found.bytes(axis="replica", kind="average")
-    assert (FLOAT32_BYTES + HALF_BYTES) / 2 <= average <= (FLOAT32_BYTES + HALF_BYTES) / 2 + 8192
+def one_update(tx, params, mesh, phase, told=None):
+    """What an update of this phase sends in a loop of one's own."""
+
+    def step(params, number):
+        extra = {} if told is None else {told: number}
+        return tx.update(params, tx.init(params), params, phase=(phase,), **extra)[0]
+
+    stacked = jax.tree.map(lambda s: jax.ShapeDtypeStruct((NODES, *s.shape), s.dtype), params)
+    number = jax.ShapeDtypeStruct((NODES,), np.float32)
+    program = lift(step, {"replica": NODES}, "shard_map", (False, False)).lower(stacked, number)
+    return rows(js.comm_report_of(program, mesh=mesh, compile=False), phase)
 
 
-def test_several_buckets(mesh_of, mode):
-    sync = js.local_sgd("replica", sync_every=2, bucket_bytes=8192)
-    found = report(mesh_of({"replica": 4}), mode, sync=sync)
-    assert rows(found, "average") == {("all-reduce", 4, FLOAT32_BYTES + HALF_BYTES)}
+WITH_RATE = slow(base=local(), shard_state=False, learning_rate="optimizer")
 
 
-@pytest.mark.parametrize("accumulate", [2, 4])
-def test_microbatches_add_no_collective(mesh_of, mode, accumulate):
-    mesh = mesh_of({"replica": 2, "device": 2})
-    sync = js.local_sgd("replica", sync_every=3)
-    one, many = (report(mesh, mode, accumulate=k, sync=sync) for k in (1, accumulate))
-    for kind in one.kinds:
-        for axis in ("replica", "device"):
-            assert rows(one, kind, axis) == rows(many, kind, axis)
-    assert not any(row.in_loop for row in many.rows)
+@pytest.mark.parametrize(
+    ("tx", "phase", "told", "alone", "more"),
+    [
+        (local(), "average", "weight", AVERAGE, 8),
+        (diloco(shard_state=False), "slow", "weight", WHOLE, 4),
+        (WITH_RATE, "slow", "learning_rate", WHOLE, 8),
+    ],
+)
+def test_a_weight_travels_ahead_and_so_does_a_rate(tx, phase, told, alone, more, mesh_of):
+    """8 bytes of a weight where the largest one is asked, 4 where only their sum is."""
+    ((_, count, size),) = one_update(tx, PARAMS, mesh_of({"replica": NODES}), phase, told)
+    ((_, count_alone, size_alone),) = alone
+    assert (count, size) == (count_alone + 1, size_alone + more)
 
 
-@pytest.mark.parametrize("k", [1, 3])
-def test_model_state_travels_only_with_parameters(mesh_of, mode, k):
-    def stateful(params, batch, *, rng, model_state):
-        del rng
-        return loss(params, batch), ({}, {"mean": model_state["mean"] + jnp.mean(batch)})
-
-    mesh = mesh_of({"replica": 4})
-    step = js.make_train_step(
-        stateful, optax.sgd(0.1), sync=js.local_sgd("replica", sync_every=k), mesh=mesh, mode=mode
-    )
-    params = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), PARAMS)
-    state = step.init(params, model_state={"mean": jnp.zeros(5)})
-    found = js.comm_report(step, state, np.zeros(BATCH.shape, np.float32))
-    if k > 1:
-        assert found.count(axis="replica", kind="local") == 0
-    assert rows(found, "average") == {("all-reduce", 3, FLOAT32_BYTES + HALF_BYTES + 20)}
-
-
-def test_traced_and_host_scheduled_reports_agree(mesh_of):
-    mesh = mesh_of({"replica": 4, "device": 2})
-    sync = js.slowmo("replica", base=js.local_sgd("replica", sync_every=2), sync_every=4)
-    traced, host = (report(mesh, mode, sync=sync) for mode in ("traced", "host"))
-    for kind in host.kinds:
-        for axis in ("replica", "device"):
-            assert rows(traced, kind, axis) == rows(host, kind, axis)
-
-
-def test_compiled_local_step_sends_nothing_either(mesh_of, mode):
-    step = js.make_train_step(
-        loss,
-        optax.adam(1e-3),
-        sync=js.local_sgd("replica", sync_every=3),
-        mesh=mesh_of({"replica": 4}),
-        mode=mode,
-    )
-    params = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), PARAMS)
-    found = js.comm_report(step, step.init(params), np.zeros(BATCH.shape, np.float32))
-    assert found.count(axis="replica", kind="local", level="compiled") == 0
-    assert found.bytes(axis="replica", kind="average", level="compiled") >= FLOAT32_BYTES
-
-
-def test_static_phase_in_a_plain_chain(mesh_of):
-    """Without the step builder: `phase=` given to update."""
-    mesh, sync = mesh_of({"replica": 4}), js.local_sgd("replica", sync_every=2)
-    stacked = js.replicate({"w": np.ones(10, np.float32)}, mesh=mesh)
-    state = js.init(sync, stacked, mesh=mesh)
-
-    def step(phase):
-        def per_device(params, state):
-            params, state = jax.tree.map(lambda x: x[0], (params, state))
-            updates, state = sync.update(params, state, params, phase=phase)
-            return jax.tree.map(lambda x: x[None], (optax.apply_updates(params, updates), state))
-
-        return jax.shard_map(per_device, mesh=mesh, in_specs=P("replica"), out_specs=P("replica"))
-
-    assert js.comm_report(step(sync.phase(1)), stacked, state).rows == ()
-    assert js.comm_report(step(sync.phase(2)), stacked, state).bytes(axis="replica") == 40
+def test_leaves_without_elements_are_not_sent(mesh_of):
+    params = {"a": jax.ShapeDtypeStruct((3,), "f4"), "no": jax.ShapeDtypeStruct((0, 2), "f2")}
+    sent = one_update(sgp(graph=RING), params, mesh_of({"replica": NODES}), "round 0")
+    assert sent == {("collective-permute", 1, 12)}

@@ -1,5 +1,6 @@
-"""What holds for every public transform."""
+"""What every public transform must bear: loops, wide leaves, idle replicas, other arrays."""
 
+import functools
 import inspect
 import typing
 
@@ -8,15 +9,27 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import jaxslowmo as js
-from support.executions import EXECUTIONS, lift
-from support.exhaustive import sweep
-from support.transforms import PARAMETER, TRANSFORMS, stacked
+from support.executions import lift
+from support.transforms import IRREGULAR, PARAMETER, TRANSFORMS, stacked
+
+AXES = {"replica": 4}
+SMALL = {"w": np.random.default_rng(0).normal(size=(4, 3)).astype(np.float32)}
+STEPS = np.random.default_rng(1).normal(size=(4, 3)).astype(np.float32)  # for each replica
+GOSSIP = [name for name in PARAMETER if name.startswith(("sgp", "slowmo over sgp"))]
+ELASTIC = ["parameter_transform"]  # averages no parameters, and nothing else
+COLLECTIVES = ("psum", "all_gather", "reduce_scatter", "ppermute", "all_to_all")
 
 
 def types(tree):
     return jax.tree.map(lambda x: (x.shape, jnp.dtype(x.dtype)), tree)
+
+
+def updated(tx, params, state, updates, **keywords):
+    updates, state = tx.update(updates, state, params, **keywords)
+    return optax.apply_updates(params, updates), state
 
 
 def test_no_public_transform_is_missing():
@@ -31,127 +44,205 @@ def test_no_public_transform_is_missing():
     assert made == factories - {"chain", "gradient_transform"} | {"sum_tied_gradients"}
 
 
-# Adam of optax itself relies on implicit promotion.
-# A name of several words is of a variant.
-@pytest.mark.parametrize(
-    "name", sweep([name for name in TRANSFORMS if "adam" not in name], lambda name: " " not in name)
-)
-def test_five_updates_in_a_scan(name, strict_promotion):
-    """State and updates keep shapes and dtypes, or the scan refuses; our own types are explicit."""
-    tx = TRANSFORMS[name]()
-    params = stacked()
-
-    def run(params, grads):
-        def step(state, _):
-            updates, state = tx.update(grads, state, params)
-            return state, updates
-
-        return jax.lax.scan(step, tx.init(params), length=5)
-
-    state, updates = jax.jit(jax.vmap(run, axis_name="replica"))(params, stacked(scale=0.1))
-    assert jax.tree.structure(updates) == jax.tree.structure(params)
-    for leaf in jax.tree.leaves((state, updates)):
-        assert np.all(np.isfinite(np.asarray(leaf, np.float32)))
-    if name in PARAMETER:
-        assert np.array_equal(state.count, [5] * 4)
-
-
-@pytest.mark.parametrize("execution", EXECUTIONS)
+@pytest.mark.parametrize("given", [False, True], ids=["made inside", "given"])
 @pytest.mark.parametrize("name", TRANSFORMS)
-def test_state_and_update_types(name, execution):
+def test_an_update_is_the_body_of_a_loop(name, given, mesh_of):
+    """The state is typed before an update as after it, or the scan refuses; arguments pass by."""
     tx = TRANSFORMS[name]()
-    params = stacked()
+    chain = optax.chain(tx, optax.identity())
 
-    def step(params):
+    def run(params, state):
+        start = (state,) if given else (tx.init(params),)
+        extra = {"value": jnp.ones([]), "of_something_else": "x"}
+
+        def step(state, _):
+            updates, state = chain.update(params, (*state, ()), params, **extra)
+            return state[:1], updates
+
+        return jax.lax.scan(step, start, length=3)
+
+    def per_device(params, state):
+        own = jax.tree.map(lambda x: x[0], (params, state))
+        return jax.tree.map(lambda x: jnp.asarray(x)[None], run(*own))
+
+    params = stacked()
+    state = jax.eval_shape(jax.vmap(tx.init, axis_name="replica"), params)
+    mapped = jax.shard_map(
+        per_device, mesh=mesh_of(AXES), in_specs=P("replica"), out_specs=P("replica")
+    )
+    (after,), updates = jax.eval_shape(mapped, params, state)
+    assert types(after) == types(state)
+
+    def wanted(x):
+        wide = name in PARAMETER and x.dtype.itemsize < 4
+        return (4, 3, *x.shape[1:]), jnp.dtype(jnp.float32) if wide else x.dtype
+
+    assert types(updates) == jax.tree.map(wanted, params)
+
+
+# Adam of optax itself relies on implicit promotion; so does ravel_pytree, of updates.
+@pytest.mark.parametrize("name", [n for n in TRANSFORMS if "adam" not in n and n not in ELASTIC])
+def test_types_are_explicit_under_x64(name, strict_promotion):
+    """Of updates with weights and other arrays, too; wide leaves stay wide, and others do not."""
+    tx = TRANSFORMS[name]()
+
+    def step(params, weight):
         state = tx.init(params)
-        updates, after = tx.update(params, state, params)
+        updates, after = tx.update(params, state, params, weight=weight)
+        if name in PARAMETER:
+            others = [params["layer"]["half"], params["layer"]["a"]]
+            updates, others, after = tx.exchange(params, others, state, params, weight=weight)
+            assert [x.dtype for x in others] == [jnp.bfloat16, jnp.float64]
         return state, after, updates
 
-    axes = {"replica": 4}
-    before, after, updates = jax.eval_shape(lift(step, axes, execution, (False,)), params)
+    with jax.enable_x64(True):
+        dtypes = {"a": jnp.float64, "single": jnp.float32, "half": jnp.bfloat16}
+        leaves = {key: jax.ShapeDtypeStruct((4, 3), dtype) for key, dtype in dtypes.items()}
+        params = {"layer": leaves}  # named as those of `support.transforms`
+        weight = jax.ShapeDtypeStruct((4,), jnp.float64)
+        program = lift(step, AXES, "shard_map", (False, False))
+        before, after, updates = jax.eval_shape(program, params, weight)
     assert types(before) == types(after)
-    wanted = types(params)
-    if name in PARAMETER:
-        wide = lambda s, d: (s, jnp.dtype(jnp.float32) if d.itemsize < 4 else d)  # noqa: E731
-        wanted = jax.tree.map(lambda t: wide(*t), wanted, is_leaf=lambda t: isinstance(t, tuple))
-    assert types(updates) == wanted
-    assert all(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(before))
-
-
-@pytest.mark.parametrize("name", TRANSFORMS)
-def test_extra_arguments_are_accepted(name):
-    tx = TRANSFORMS[name]()
-
-    def step(params):
-        chain = optax.chain(optax.sgd(0.1), tx)
-        state = chain.init(params)
-        return chain.update(params, state, params, value=jnp.ones([]), of_something_else="x")[0]
-
-    out = jax.eval_shape(jax.vmap(step, axis_name="replica"), stacked())
-    assert jax.tree.structure(out) == jax.tree.structure(stacked())
+    for key in ("a", "single"):
+        assert updates["layer"][key].dtype == dtypes[key]
 
 
 @pytest.mark.parametrize("name", PARAMETER)
-def test_communicate_false_leaves_y_alone(name):
+def test_without_an_exchange_parameters_move_by_the_updates(name):
+    """By `communicate=False`, static or an array; and no collective is in a local phase."""
     tx = TRANSFORMS[name]()
     params, grads = stacked(), stacked(scale=0.1)
 
-    def step(params, grads):
+    def step(params, grads, **keywords):
         state = tx.init(params)._replace(count=jnp.full([], 3, jnp.int32))
-        given = [tx.update(grads, state, params, communicate=c)[0] for c in (False, no)]
-        return given
+        return tx.update(grads, state, params, **keywords)
 
-    no = jnp.zeros([], bool)
-    program = jax.jit(jax.vmap(step, axis_name="replica"))
-    for updates in program(params, grads):
+    def program(**keywords):
+        mapped = lift(functools.partial(step, **keywords), AXES, "shard_map", (False, False))
+        return str(jax.make_jaxpr(mapped)(params, grads))
+
+    for keywords in ({"phase": ()}, {"communicate": False}):
+        assert not [c for c in (*COLLECTIVES, "cond[") if c in program(**keywords)]
+    due = next(phase for phase in tx.phases() if phase)
+    assert [c for c in COLLECTIVES if c in program(phase=due)]
+
+    def both(params, grads, no):
+        return [step(params, grads, communicate=c) for c in (False, no)]
+
+    mapped = jax.vmap(both, axis_name="replica", in_axes=(0, 0, None))
+    for updates, state in jax.jit(mapped)(params, grads, jnp.zeros([], bool)):
+        assert state.count.tolist() == [4] * 4
         for u, g in zip(jax.tree.leaves(updates), jax.tree.leaves(grads), strict=True):
             assert np.array_equal(np.asarray(u, np.float32), np.asarray(g, np.float32))
 
 
 @pytest.mark.parametrize("name", PARAMETER)
-def test_a_local_phase_holds_no_collective(name):
+def test_an_idle_replica_poisons_nobody(name):
     tx = TRANSFORMS[name]()
+    poison = np.where(np.arange(4)[:, None] == 1, np.nan, STEPS).astype(np.float32)
+    weights = np.array([1, 0, 2, 1], np.float32)
 
-    def step(params, phase):
-        return tx.update(params, tx.init(params), params, phase=phase)[0]
+    def one(params, steps, weight):
+        def update(run, _):
+            return updated(tx, *run, {"w": steps}, weight=weight), None
 
-    def program(phase):
-        return str(
-            jax.make_jaxpr(lift(lambda p: step(p, phase), {"replica": 4}, "shard_map", (False,)))(
-                stacked()
-            )
-        )
+        return jax.lax.scan(update, (params, tx.init(params)), length=4)[0]
 
-    collectives = ("psum", "all_gather", "reduce_scatter", "ppermute", "all_to_all", "cond[")
-    assert not [c for c in collectives if c in program(())]
-    due = next(phase for phase in tx.phases() if phase)
-    assert [c for c in collectives[:-1] if c in program(due)]
+    params, state = jax.jit(jax.vmap(one, axis_name="replica"))(SMALL, poison, weights)
+    for leaf in jax.tree.leaves((params, state)):
+        assert np.all(np.isfinite(leaf))
+    assert state.count.tolist() == [4] * 4
+    assert not np.any(state.refused if name == "only_finite" else 0)
 
 
-@pytest.mark.parametrize("name", TRANSFORMS)
-def test_empty_trees_pass_through(name):
+# What travels with the parameters
+
+
+def others_of(tx):
+    """Parameters and other arrays after each of four updates by zeros; both start alike."""
+
+    def one(params):
+        zeros = jax.tree.map(jnp.zeros_like, params)
+
+        def update(run, _):
+            params, others, state = run
+            updates, others, state = tx.exchange(zeros, others, state, params)
+            params = optax.apply_updates(params, updates)
+            return (params, others, state), (params["w"], others[0])
+
+        return jax.lax.scan(update, (params, [params["w"]], tx.init(params)), length=4)[1]
+
+    seen = jax.jit(jax.vmap(one, axis_name="replica", out_axes=1))(SMALL)
+    return list(zip(*map(np.asarray, seen), strict=True))
+
+
+@pytest.mark.parametrize("name", [name for name in PARAMETER if name not in GOSSIP + ELASTIC])
+def test_other_arrays_are_averaged_where_parameters_are(name):
     tx = TRANSFORMS[name]()
-
-    def step(x):
-        updates, _ = tx.update({}, tx.init({}), {})
-        return updates, x
-
-    for execution in ("vmap", "shard_map"):
-        out = jax.eval_shape(lift(step, {"replica": 4}, execution, (False,)), jnp.ones(4))
-        assert out[0] == {}
+    expected, mean = SMALL["w"], np.broadcast_to(SMALL["w"].mean(0), (4, 3))
+    for t, (_, others) in enumerate(others_of(tx), start=1):
+        expected = mean if tx.phase(t) else expected
+        np.testing.assert_allclose(others, expected, atol=1e-6)
+    assert expected is mean
 
 
-@pytest.mark.parametrize("name", PARAMETER)
-def test_float64_leaves_keep_their_precision(name):
-    with jax.enable_x64(True):
-        tx = TRANSFORMS[name]()
-        params = {"d": jnp.ones((4, 3), jnp.float64), "f": jnp.ones((4, 3), jnp.float32)}
+@pytest.mark.parametrize("name", GOSSIP)
+def test_gossip_mixes_other_arrays_at_once(name):
+    graph = js.topology.ring(4) if name == "sgp on one round" else IRREGULAR
+    p = js.topology.mixing_matrix(graph, None, 0)
+    seen = [others for _, others in others_of(TRANSFORMS[name]())]
+    np.testing.assert_allclose(seen[0], p @ SMALL["w"] / p.sum(1, keepdims=True), atol=1e-6)
+    if name == "slowmo over sgp":  # the fourth is an exact average
+        assert np.ptp(seen[2], axis=0).max() > 0.1
+        np.testing.assert_allclose(seen[3], np.broadcast_to(seen[3][0], (4, 3)), atol=1e-6)
 
-        def step(params):
-            state = tx.init(params)
-            updates, after = tx.update(params, state, params)
-            return state, after, updates
 
-        before, after, updates = jax.eval_shape(jax.vmap(step, axis_name="replica"), params)
-        assert types(before) == types(after)
-        assert types(updates) == types(params)
+# Names of fields
+
+# Parameters of optax's factories that are no hyperparameters: what they wrap.
+WRAPPED = {"inner", "init", "update", "base_optimizer", "optimizer"}
+
+
+def hyperparameters_of_optax() -> set[str]:
+    factories = [
+        value
+        for module in (optax, optax.contrib)
+        for name, value in inspect.getmembers(module, callable)
+        if inspect.isfunction(value) and not name.startswith("_")
+    ]
+    names = {
+        name
+        for factory in factories
+        for signature in [inspect.signature(factory)]
+        if "GradientTransformation" in str(signature.return_annotation)
+        for name in signature.parameters
+    }
+    return names - WRAPPED
+
+
+def state_types(tx):
+    return jax.eval_shape(jax.vmap(tx.init, axis_name="replica"), stacked())
+
+
+def fields_of_ours(tree) -> set[str]:
+    """The fields of all states of this package in a state, those inside of others too."""
+    found: set[str] = set()
+
+    def visit(x):
+        if hasattr(x, "_fields"):
+            found.update(x._fields if type(x).__module__.startswith("jaxslowmo") else ())
+            for field in x:
+                jax.tree.leaves(field, is_leaf=visit)
+        return False
+
+    jax.tree.leaves(tree, is_leaf=visit)
+    return found
+
+
+def test_no_field_has_the_name_of_a_hyperparameter_of_optax():
+    """`optax.tree.set(state, learning_rate=...)` sets every field of that name in a chain."""
+    reserved = hyperparameters_of_optax()
+    assert {"learning_rate", "momentum", "b1", "weight_decay", "decay", "scale"} <= reserved
+    fields = set().union(*(fields_of_ours(state_types(make())) for make in TRANSFORMS.values()))
+    assert {"count", "velocity", "in_flight"} <= fields
+    assert not fields & reserved

@@ -1,6 +1,6 @@
-"""Bad input is refused with a message that names argument, rule and value."""
+"""Arguments, axes, leaves and states that algorithms refuse, and what they warn of once."""
 
-import re
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -10,216 +10,205 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jaxslowmo as js
-from support.bad_input import (
-    ALL,
-    PARAMETER_TRANSFORMS,
-    PARAMS,
-    one_update,
-    slowmo_over_local,
-    trace,
-    warning_messages,
+from support.bad_input import PARAMS, one_update, trace, warning_messages
+from support.refusals import Refusal, each
+from support.transforms import IRREGULAR
+
+LOCAL = js.local_sgd("replica", sync_every=3)
+SLOW = functools.partial(js.slowmo, "replica", base=LOCAL, sync_every=6)
+LOCAL_SGD, SGP, DILOCO = (
+    functools.partial(f, "replica") for f in (js.local_sgd, js.sgp, js.diloco)
 )
-from support.executions import EXECUTIONS
-
-# Arguments
-
-
-@pytest.mark.parametrize("name", [name for name in PARAMETER_TRANSFORMS if name != "sgp"])
-@pytest.mark.parametrize("sync_every", [0, -1, 2.5, "3", True])
-def test_sync_every_below_one(name, sync_every):
-    message = rf"`sync_every` counts updates and must be an int >= 1, got {sync_every!r}"
-    with pytest.raises(ValueError, match=message):
-        PARAMETER_TRANSFORMS[name]("replica", sync_every=sync_every)
+FOUR = js.virtual_mesh({"replica": 4})
+RING, BFLOAT16 = js.topology.ring(4), js.codecs.bfloat16()
+FLOAT16 = js.codecs.float16(error_feedback=True)
+UNEVEN = js.topology.self_weighted([0.3, 0.5, 0.65, 0.4])
+ALL_BEFORE = js.every(12, start=4, before="all")
+SGD = optax.inject_hyperparams(optax.sgd)(learning_rate=0.1)
 
 
-@pytest.mark.parametrize("name", ALL)
-def test_negative_bucket_bytes(name):
-    with pytest.raises(ValueError, match=rf"{name}: `bucket_bytes` .* >= 0, got -1"):
-        ALL[name]("replica", bucket_bytes=-1)
+def nothing_kept(graph, step):
+    """Every node passes on all of its values."""
+    p = js.topology.mixing_matrix(graph, None, step)
+    np.fill_diagonal(p, 0)
+    return p / p.sum(0)
 
 
-@pytest.mark.parametrize("name", PARAMETER_TRANSFORMS)
-@pytest.mark.parametrize("specs", [{"w": np.zeros(2)}, {"w": P(), "b": "fsdp"}])
-def test_specs_that_are_none(name, specs):
-    wrong = "ndarray" if "b" not in specs else "str"
-    with pytest.raises(ValueError, match=rf"{name}: `param_specs` .* PartitionSpec, got .*{wrong}"):
-        PARAMETER_TRANSFORMS[name]("replica", param_specs=specs)
+def of(make, *said, **options):
+    """Refused where it is made: by the first option and its value, unless `said` has others."""
+    (name, value), *_ = options.items()
+    found = (f"`{name}`", value) if not said else (f"`{name}`", *said) if len(said) == 1 else said
+    return Refusal(lambda: make(**options), *found)
 
 
-def test_other_bucket_arguments():
-    with pytest.raises(ValueError, match=r"`first_bucket_bytes` .* >= 0, got -2"):
-        js.all_reduce_gradients("replica", first_bucket_bytes=-2)
-    with pytest.raises(ValueError, match=r'`order` must be "reverse", "forward" .* got \'up\''):
-        js.all_reduce_gradients("replica", order="up")
+def first(tx, *said, init=None, execution="vmap", **options):
+    """Refused in a first update."""
+    update = one_update(tx, init=init, **options)
+    return Refusal(lambda: trace(update, PARAMS, execution=execution), *said)
 
 
-# Updates
+def stepped(sync, optimizer, *said):
+    """Refused in a training step."""
+
+    def call():
+        loss = lambda params, batch: jnp.sum(params["w"]) * batch.mean()  # noqa: E731
+        step = js.make_train_step(loss, optimizer, sync=sync, mesh=FOUR)
+        step(step.init({"b": jnp.ones(2), "w": jnp.ones(3)}), np.ones(4, np.float32))
+
+    return Refusal(call, *said)
 
 
-@pytest.mark.parametrize("name", PARAMETER_TRANSFORMS)
-def test_missing_params(name):
-    tx = PARAMETER_TRANSFORMS[name]("replica")
-
-    def step(params):
-        return tx.update(params, tx.init(params))[0]
-
-    for execution in EXECUTIONS:
-        with pytest.raises(ValueError, match=rf"{name} .*`update\(updates, state, params\)`"):
-            trace(step, PARAMS, execution=execution)
-
-
-@pytest.mark.parametrize("name", ALL)
-@pytest.mark.parametrize(
-    ("weight", "said"),
-    [
-        (-1.0, ">= 0 and finite, got -1.0"),
-        (float("nan"), ">= 0 and finite, got nan"),
-        (np.ones(2, np.float32), r"real scalar.* got float32\[2\]"),
-        (np.complex64(1), r"real scalar.* got complex64\[\]"),
-    ],
-)
-def test_wrong_weights(name, weight, said):
-    with pytest.raises(ValueError, match=rf"{name}: `weight` must be .*{said}"):
-        trace(one_update(ALL[name]("replica"), weight=weight), PARAMS)
-
-
-OTHERS = {
-    "dense": {"count": jnp.zeros((4,), jnp.int32), "kernel": jnp.zeros((4, 2))},
-    "mask": jnp.zeros((4, 2), bool),
-    "phase": jnp.zeros((4,), jnp.complex64),
-}
-NAMED = r"dense/count \(int32\), mask \(bool\), phase \(complex64\).*optax\.masked"
-
-
-@pytest.mark.parametrize("name", PARAMETER_TRANSFORMS)
-def test_other_leaves_are_named_at_init(name):
-    with pytest.raises(ValueError, match=f"{name} .*{NAMED}"):
-        trace(PARAMETER_TRANSFORMS[name]("replica").init, OTHERS)
-
-
-@pytest.mark.parametrize("name", ALL)
-def test_other_leaves_are_named_in_update(name):
-    tx = ALL[name]("replica")
-
-    def step(params):
-        return tx.update(params, tx.init(params["dense"]["kernel"]), params)[0]
-
-    for execution in ("vmap", "shard_map"):
-        with pytest.raises(ValueError, match=f"{name} .*{NAMED}"):
-            trace(step, OTHERS, execution=execution)
-
-
-@pytest.mark.parametrize("name", ALL)
-def test_masked_leaves_are_left_alone(name):
-    tx = optax.masked(
-        ALL[name]("replica"), lambda tree: jax.tree.map(lambda x: x.dtype == jnp.float32, tree)
-    )
-    out = trace(one_update(tx), OTHERS)
-    assert jax.tree.map(lambda x: (x.shape, x.dtype), out) == jax.tree.map(
-        lambda x: (x.shape, x.dtype), OTHERS
-    )
-
-
-@pytest.mark.parametrize(
-    ("tx", "phase"),
-    [
-        (js.local_sgd("replica"), ("slow",)),
-        (js.local_sgd("replica"), "average"),
-        (js.local_sgd("replica"), ["average"]),
-        (js.diloco("replica"), ("average",)),
-        (slowmo_over_local(), ("gossip",)),
-        (slowmo_over_local(), ("gossip", "slow")),
-        (slowmo_over_local(), "slow"),
-    ],
-)
-def test_phase_of_something_else(tx, phase):
-    message = r"`phase` must come from `transform\.phase\(t\)`, a tuple of event names"
-    with pytest.raises(ValueError, match=message):
-        trace(one_update(tx, phase=phase), PARAMS)
-
-
-# Gradients that jax has summed already
-
-
-def grads_of(varying: tuple[str, ...]):
-    """Gradients of parameters that vary over some of the two axes only."""
-
-    def step(params, x):
-        if varying:
-            params = jax.lax.pcast(params, varying, to="varying")
-        grads = jax.grad(lambda p: jnp.sum(p["w"] * x) + jnp.sum(p["b"]) * jnp.sum(x))(params)
-        return js.all_reduce_gradients(("replica", "device")).update(
-            grads, js.AllReduceGradientsState()
-        )[0]
-
-    return step
+ARGUMENTS = {
+    "period 0": of(LOCAL_SGD, sync_every=0),
+    "period of slow steps": of(SLOW, sync_every=2.5),
+    "period of outer steps": of(DILOCO, sync_every=0),
+    "axis": of(js.sgp, axis_name=None),
+    "graph": of(SGP, graph="ring"),
+    "graph that is a mixing": of(SGP, "mixing, which", graph=js.topology.uniform_mixing()),
+    "graph that is none": first(SGP(graph=lambda n: [[1], [0]] * n), "`graph`", "list"),
+    "graph of other sizes": first(SGP(graph=lambda n: js.topology.ring(8)), "`graph`", "ring(8)"),
+    "graph of a base": first(SLOW(base=SGP(graph=js.topology.ring(8))), "`graph`", "ring(8)"),
+    "graph of a step": stepped(SGP(graph=js.topology.ring(8)), optax.sgd(0.1), "`graph`", 8),
+    "graph of other axes": Refusal(
+        lambda: js.sgp(("a", "b"), graph=RING).sized({"a": 2, "b": 4}), "('a', 'b')", 8
+    ),
+    "mixing": of(SGP, mixing=0.5),
+    "mixing, once it is sized": first(SGP(mixing=lambda *_: np.eye(3)), "(4, 4)", "(3, 3)"),
+    "overlap -1": of(SGP, overlap=-1),
+    "overlap, nothing kept": of(SGP, 2, overlap=2, graph=RING, mixing=nothing_kept),
+    "push_sum": of(SGP, push_sum=1),
+    "push_sum for a mixing": of(SGP, "ring(4)", push_sum=False, graph=RING, mixing=UNEVEN),
+    "push_sum for a graph": of(SGP, "custom(4)", push_sum=False, graph=IRREGULAR),
+    "momentum 1": of(SLOW, momentum=1.0),
+    "momentum below 0": of(js.slow_momentum, momentum=-0.1),
+    "slow rate below 0": of(SLOW, slow_learning_rate=-0.5),
+    "slow rate without end": of(SLOW, slow_learning_rate=np.inf),
+    "rate that is none": of(SLOW, learning_rate=np.nan),
+    "rate that is a truth value": of(SLOW, learning_rate=jnp.bool_(True)),
+    "rates": of(SLOW, [3], momentum=np.ones(3)),
+    "base": of(SLOW, "GradientTransformation", base=optax.sgd(0.1)),
+    "base with slow steps": of(SLOW, "anchor", base=DILOCO()),
+    "inexact without a base": of(SLOW, "exact_average", "`base`", base=None, exact_average=False),
+    "inexact, sharded": of(SLOW, "exact_average", "=True", exact_average=False, shard_state=True),
+    "inexact with a codec": of(SLOW, codec=BFLOAT16, exact_average=False),
+    "inexact with a delay": of(SLOW, "exact_average", "delay=1", exact_average=False, delay=1),
+    "codec": of(SGP, codec="bfloat16"),
+    "codec of a sharded anchor": of(DILOCO, codec=BFLOAT16, shard_state=True),
+    "outer optimizer": of(DILOCO, "float", outer_optimizer=0.7),
+    "fragments 0": of(DILOCO, fragments=0),
+    "fragments, no divisor": of(DILOCO, fragments=5, sync_every=12),
+    "fragments beside all": of(DILOCO, fragments=3, sync_every=ALL_BEFORE),
+    "delay -1": of(LOCAL_SGD, delay=-1),
+    "delay as long as a turn": of(DILOCO, "delay=6", delay=6, sync_every=12, fragments=2),
+    "delay beside all": of(DILOCO, delay=1, sync_every=ALL_BEFORE),
+    "delay with a codec": of(DILOCO, "bfloat16", delay=1, codec=BFLOAT16),
+    "merge above 1": of(LOCAL_SGD, merge=1.5),
+    "merge with error feedback": of(DILOCO, merge=0.5, codec=FLOAT16),
+    "groups": of(js.hierarchical_local_sgd, sync_every={}),
+    "groups with one period": of(js.hierarchical_local_sgd, 4, sync_every={"a": 4, ("a", "b"): 4}),
+    "groups not nested": of(js.hierarchical_local_sgd, "'a'", sync_every={"a": 2, ("b", "c"): 4}),
+    "guard with an axis": Refusal(lambda: js.only_finite(LOCAL, "replica"), "`inner`", "replica"),
+    "guard of an optimizer": of(js.only_finite, "GradientTransformation", inner=SGD),
+    "anchor of none": Refusal(lambda: js.read_anchor(LOCAL, (), PARAMS, mesh=FOUR), "`sync`"),
+}  # fmt: skip
+RATE = SLOW(learning_rate="optimizer")
+INTS, BOOLS = ({"dense": {"x": jnp.zeros((4, 2), dtype)}} for dtype in (jnp.int32, bool))
+UPDATES = {
+    "no parameters": Refusal(lambda: LOCAL.update(PARAMS, LOCAL.init(PARAMS)), "params"),
+    "integers": Refusal(lambda: trace(LOCAL.init, INTS), "dense/x", "int32"),
+    "truth values": Refusal(
+        lambda: trace(lambda p: LOCAL.update(p, LOCAL.init({}), p), BOOLS), "dense/x", "bool"
+    ),
+    "phase of others": first(LOCAL, "`phase`", ("slow",), phase=("slow",)),
+    "phase that is no tuple": first(LOCAL, "`phase`", "average", phase="average"),
+    "phase of a base": first(
+        SLOW(base=SGP(), exact_average=False), "sgp", ("average",), phase=("average", "slow")
+    ),
+    "phase of no round": first(SGP(), "`phase`", phase=("round -1",)),
+    "phase of two rounds": first(SGP(), "`phase`", phase=("round 0", "round 1")),
+    "weight below 0": first(LOCAL, "`weight`", -1.0, weight=-1.0),
+    "weight without end": first(LOCAL, "`weight`", np.inf, weight=np.inf),
+    "weights": first(LOCAL, "`weight`", [2], weight=np.ones(2, np.float32)),
+    "rate that is missing": first(RATE, "learning_rate=rate"),
+    "rate that is no scalar": first(RATE, "`learning_rate`", "(3,)", learning_rate=np.ones(3)),
+    "rate of none": stepped(RATE, optax.sgd(0.1), "learning_rate", "none"),
+    "rate of two": stepped(RATE, optax.chain(SGD, SGD), "learning_rate", 2),
+    "rate inside of an optimizer": stepped(None, optax.chain(SGD, RATE), "`learning_rate`"),
+    "fragments of few leaves": first(DILOCO(sync_every=12, fragments=6), "`fragments`", "6 for 2"),
+    "fragments, a gap": first(DILOCO(fragments=lambda x: 2 * (x == "w")), "`fragments`", "0, 2"),
+    "fragments not known": Refusal(lambda: DILOCO(fragments=lambda x: 0).phase(1), "`fragments`"),
+    "axis of several": first(
+        js.local_sgd(("replica", "devise")), "'devise'", "'replica'", execution="shard_map"
+    ),
+    "axis at init": Refusal(lambda: DILOCO().init(PARAMS), "`axis_name`", "js.init"),
+    "axis unbound": Refusal(lambda: LOCAL.update(PARAMS, RATE.init, PARAMS), "`axis_name`", "none"),
+    "axis of a guard": first(js.only_finite(js.local_sgd("x")), "only_finite", "'x'"),
+    "local axis": first(SGP(local_axis_name="devise"), "`local_axis_name`", "'devise'", init=SGP()),
+    "local axis at init": Refusal(lambda: trace(DILOCO(local_axis_name="x").init, PARAMS), "'x'"),
+    "local axis of replicas": first(LOCAL_SGD(local_axis_name="replica"), "`local_axis_name`"),
+    "axis of specs": first(LOCAL_SGD(param_specs=P("x")), "`param_specs`", execution="shard_map"),
+}  # fmt: skip
 
 
-def mapped_over_two(step, check_vma):
-    return jax.shard_map(
-        step,
-        mesh=js.make_mesh({"replica": 4, "device": 2}),
-        in_specs=(P(), P(("replica", "device"))),
-        out_specs=P(),
-        check_vma=check_vma,
-    )
+@each(ARGUMENTS | {f"update: {name}": refusal for name, refusal in UPDATES.items()})
+def test_refused(refusal):
+    refusal.check()
 
 
-UNSTACKED = {"b": jnp.ones(2), "w": jnp.ones(3)}
+def test_edges_of_the_ranges_are_allowed():
+    SLOW(momentum=0.0, slow_learning_rate=0.0, learning_rate=0.0)
+    for overlap in (0, 1):
+        SGP(graph=RING, mixing=nothing_kept, overlap=overlap)
+    DILOCO(sync_every=12, fragments=2, delay=5, merge=np.float32(1))
+    DILOCO(merge=0.5, codec=BFLOAT16)
+    assert len(SGP(overlap=np.int64(3)).init({"w": jnp.ones(2)}).in_flight) == 2
 
 
-@pytest.mark.parametrize(
-    ("varying", "named"),
-    [
-        ((), "b (over 'replica'), b (over 'device'), w (over 'replica'), w (over 'device')"),
-        (("replica",), "b (over 'device'), w (over 'device')"),
-    ],
-)
-def test_unvarying_gradients_are_refused(varying, named):
-    message = "do not vary .* summed them already: " + re.escape(named) + ".*pcast"
-    with pytest.raises(ValueError, match=message):
-        jax.eval_shape(mapped_over_two(grads_of(varying), True), UNSTACKED, jnp.ones(24))
+@pytest.mark.parametrize("tx", [LOCAL, SLOW(shard_state=False), SLOW(exact_average=False)])
+def test_a_state_without_shards_is_made_without_the_axis(tx):
+    """As nnx.Optimizer and TrainState.create make it."""
+    inside = jax.vmap(tx.init, axis_name="replica")(PARAMS)
+    outside = tx.init(jax.tree.map(lambda x: x[0], PARAMS))
+    for a, b in zip(jax.tree.leaves(inside), jax.tree.leaves(outside), strict=True):
+        assert np.array_equal(a[0], b)
 
 
-def test_varying_gradients_are_averaged():
-    x = np.arange(24, dtype=np.float32)
-    mean = x.reshape(8, 3).mean(0)
-    out = jax.jit(mapped_over_two(grads_of(("replica", "device")), True))(UNSTACKED, x)
-    np.testing.assert_allclose(out["w"], mean, rtol=1e-6)
-    unchecked = jax.jit(mapped_over_two(grads_of(()), False))(UNSTACKED, x)
-    np.testing.assert_allclose(unchecked["w"], mean, rtol=1e-6)
+@pytest.mark.parametrize("tx", [LOCAL, SGP(), DILOCO()])
+def test_parameters_that_are_equal_by_their_types_are_refused(tx, mesh_of):
+    """Jax has summed their gradients over the replicas; equal updates alone are legal."""
+
+    def types(vary):
+        def one(params):
+            own = jax.lax.pcast(params, "replica", to="varying")
+            updates, _ = tx.update(params, tx.init(own), own if vary else params)
+            return jax.tree.map(lambda x: x[None], updates)
+
+        mesh = mesh_of({"replica": 4})
+        mapped = jax.shard_map(one, mesh=mesh, in_specs=P(), out_specs=P("replica"))
+        return jax.eval_shape(mapped, {"w": jnp.ones(3)})
+
+    with pytest.raises(ValueError, match=r"w \(over 'replica'\).*pcast"):
+        types(vary=False)
+    assert types(vary=True)["w"].shape == (4, 3)
 
 
-# Stacked trees
-
-
-STACKS = {"mesh": js.make_mesh, "virtual": js.virtual_mesh}
-
-
-@pytest.mark.parametrize("kind", STACKS)
-def test_leaves_without_the_replica_axis_are_all_listed(kind):
-    mesh = STACKS[kind]({"replica": 4})
-    tree = {"ok": jnp.ones((4, 2)), "scalar": jnp.ones(()), "other": {"x": jnp.ones((3, 4))}}
-    message = r"leading axis of 4 replicas .*; got other/x \(3, 4\), scalar \(\)\."
-    with pytest.raises(ValueError, match=f"consensus: .*{message}"):
-        js.consensus(tree, mesh=mesh, axis_name="replica")
-    with pytest.raises(ValueError, match=f"init: .*{message}"):
-        js.init(js.local_sgd("replica"), tree, mesh=mesh, axis_name="replica")
-
-
-# Warnings, once
-
-
-@pytest.mark.parametrize("execution", EXECUTIONS)
-@pytest.mark.parametrize("name", ALL)
-def test_axis_of_size_one_warns_once(name, execution):
-    tx = ALL[name]("replica")
+def on_one(tx):
     one = jax.tree.map(lambda x: x[:1], PARAMS)
-    two_traces = [lambda: trace(one_update(tx), one, execution=execution, axes={"replica": 1})] * 2
-    messages = [m for m in warning_messages(*two_traces) if m.startswith(f"{name}:")]
-    assert len(messages) == 1
-    assert "axis 'replica' has size 1" in messages[0]
-    larger = warning_messages(
-        lambda: trace(one_update(ALL[name]("replica")), PARAMS, execution=execution)
-    )
-    assert larger == []
+    return [lambda: trace(one_update(tx), one, axes={"replica": 1})] * 2
+
+
+UNSIZED = js.sgp("replica")
+WARNINGS = {
+    "local_sgd: axis 'replica' has size 1": on_one(LOCAL),
+    "sgp: axis 'replica' has size 1": on_one(SGP()),
+    "slowmo: axis 'replica' has size 1": on_one(SLOW(base=SGP())),
+    "without a `base`": [lambda: trace(one_update(js.slowmo("replica")), PARAMS)],
+    "`sync_every`=4 is not a multiple of the base's 3": [lambda: SLOW(sync_every=4), SLOW],
+    "`transform.sized({axis: size})`": [lambda: UNSIZED.phase(1), lambda: UNSIZED.phase(2)],
+}
+
+
+@pytest.mark.parametrize("said", WARNINGS)
+def test_it_is_told_once(said):
+    (message,) = warning_messages(*WARNINGS[said])
+    assert said in message

@@ -1,144 +1,191 @@
-"""One transform, every execution, equal results; and all equal to the NumPy oracle."""
+"""Every algorithm in every execution gives what NumPy gives, and so all executions agree."""
 
 import functools
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-import optax
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import jaxslowmo as js
 from support import oracle
-from support.executions import EXECUTIONS, SCHEDULES
+from support.executions import gossip_state
 from support.side_by_side import RATES, check_oracle, compare, run_together, schedule
+from support.transforms import IRREGULAR
 
-pytestmark = pytest.mark.xdist_group("executions")  # cases share cached results
-
-
-# `slowmo_base_left` ends its periods with local_sgd's average.
-MAIN = ("slowmo", "slowmo_base_left", "diloco")
+NODES = 4
+UNEVEN = js.topology.self_weighted([0.3, 0.5, 0.65, 0.4])
 
 
-def syncs(local: str | None, names: tuple[str, ...] | None) -> dict[str, js.ParameterTransform]:
-    """Parameter transforms, all due on multiples of 2 and 4: those in `names`, or all."""
-    options: dict[str, Any] = {"local_axis_name": local}
+class Case(NamedTuple):
+    """A base, what the oracle is told of it, and the slow step over it; DiLoCo without a base."""
 
-    def slowmo(**kwargs: Any) -> js.ParameterTransform:
-        base = js.local_sgd("replica", sync_every=2, **options)
+    base: Callable[..., js.ParameterTransform] | None
+    of_base: dict[str, Any]
+    slow: oracle.Outer | None = None
+    options: dict[str, Any] | None = None
+
+    def sync(self, local: str | None) -> js.ParameterTransform:
+        options = {"local_axis_name": local}
+        slow, base = self.slow, None
+        if self.base is not None:
+            base = self.base(**options).sized({"replica": NODES})
+        if slow is None:
+            return base
+        options = {"sync_every": slow.every, **(self.options or {}), **options}
+        if base is None:
+            return js.diloco("replica", **options)
         return js.slowmo(
-            "replica", base=base, sync_every=4, learning_rate=schedule, **kwargs, **options
+            "replica",
+            base=base,
+            momentum=slow.momentum,
+            slow_learning_rate=slow.rate,
+            nesterov=slow.nesterov,
+            exact_average=slow.exact,
+            learning_rate=schedule,
+            **options,
         )
 
-    every = {
-        "local_sgd": js.local_sgd("replica", sync_every=2, **options),
-        "local_sgd_buckets": js.local_sgd("replica", sync_every=2, bucket_bytes=64, **options),
-        "slowmo": slowmo(),
-        "slowmo_buckets": slowmo(bucket_bytes=512, momentum=0.5),
-        "slowmo_unsharded": slowmo(shard_state=False),
-        "slowmo_nesterov": slowmo(nesterov=True, momentum=0.8, slow_learning_rate=0.7),
-        "slowmo_base_left": slowmo(exact_average=False),
-        "diloco": js.diloco("replica", sync_every=4, **options),
-        "diloco_adam": js.diloco(
-            "replica", sync_every=4, outer_optimizer=optax.adam(0.05), **options
-        ),
-    }
-    return every if names is None else {name: every[name] for name in names}
+    def oracle(self) -> dict[str, Any]:
+        return {**self.of_base, "outer": self.slow}
 
 
-ORACLES: dict[str, dict[str, Any]] = {
-    "local_sgd": {"average_every": 2},
-    "local_sgd_buckets": {"average_every": 2},
-    "slowmo": {"average_every": 2, "outer": oracle.Outer(4, 0.5)},
-    "slowmo_buckets": {"average_every": 2, "outer": oracle.Outer(4, 0.5)},
-    "slowmo_unsharded": {"average_every": 2, "outer": oracle.Outer(4, 0.5)},
-    "slowmo_nesterov": {"average_every": 2, "outer": oracle.Outer(4, 0.8, 0.7, nesterov=True)},
-    "slowmo_base_left": {"average_every": 2, "outer": oracle.Outer(4, 0.5, exact=False)},
-    "diloco": {"outer": oracle.Outer(4, 0.9, 0.7, nesterov=True)},
+def average(**options):
+    return functools.partial(js.local_sgd, "replica", sync_every=2, **options), {"average_every": 2}
+
+
+def gossip(graph=None, mixing=None, overlap=0, **options):
+    make = js.topology.npeer_directed_exponential if graph is None else graph
+    made = make if isinstance(make, js.topology.Graph) else make(NODES)
+    matrices = [js.topology.mixing_matrix(made, mixing, r) for r in range(made.num_rounds)]
+    base = functools.partial(
+        js.sgp, "replica", graph=graph, mixing=mixing, overlap=overlap, **options
+    )
+    return base, {"gossip": oracle.Gossip(matrices, overlap)}
+
+
+def slow(momentum=0.5, **options):
+    return oracle.Outer(4, momentum, gamma=lambda t: RATES[t], **options)
+
+
+def by_step(graph, step):
+    """Other shares in every exchange of a rotation."""
+    return js.topology.self_weighted(0.3 + 0.2 * (step % 2))(graph, step)
+
+
+RING = js.topology.ring(NODES, peers_per_step=2)
+CASES = {
+    "local_sgd": Case(*average(bucket_bytes=64)),
+    "slowmo": Case(*average(), slow()),
+    "slowmo whole": Case(*average(), slow(), {"shard_state": False}),
+    "slowmo nesterov": Case(*average(), slow(0.8, rate=0.7, nesterov=True), {"bucket_bytes": 512}),
+    "slowmo inexact": Case(*average(), slow(exact=False)),
+    "diloco": Case(None, {}, oracle.Outer(4, 0.9, 0.7, nesterov=True)),
+    "sgp": Case(*gossip()),
+    "sgp ring": Case(*gossip(RING, push_sum=False, bucket_bytes=64)),
+    "sgp irregular": Case(*gossip(IRREGULAR, bucket_bytes=512)),
+    "sgp irregular late": Case(*gossip(IRREGULAR, overlap=1)),
+    "sgp irregular later": Case(*gossip(IRREGULAR, UNEVEN, overlap=3)),
+    "sgp star": Case(*gossip(js.topology.star)),
+    "sgp by step later": Case(*gossip(mixing=by_step, overlap=2)),
+    "slow late": Case(*gossip(overlap=1, bucket_bytes=64), slow()),
+    "slow even later": Case(*gossip(overlap=3), slow(), {"bucket_bytes": 512}),
+    "slow irregular": Case(*gossip(IRREGULAR), slow()),
+    "slow irregular whole": Case(
+        *gossip(IRREGULAR, UNEVEN, overlap=2), slow(), {"shard_state": False}
+    ),
+    "slow star nesterov": Case(
+        *gossip(js.topology.star, overlap=2), slow(0.8, rate=0.7, nesterov=True)
+    ),
+    "slow gossip inexact": Case(*gossip(IRREGULAR, UNEVEN), slow(exact=False)),
+    "slow gossip inexact later": Case(*gossip(IRREGULAR, UNEVEN, overlap=3), slow(exact=False)),
 }
+ALL = tuple(CASES)
+MAIN = ("slowmo", "slowmo inexact", "diloco", "sgp irregular later", "slow irregular")
+# One program per phase: fewer chains, and steps enough for a slow one and what follows.
+HOST = ("slowmo", "slow even later", "slow gossip inexact")
+HOST_STEPS = 6
 
 
 @functools.cache
-def results(
-    replicas: int,
-    devices: int,
-    execution: str,
-    scheduled: str,
-    names: tuple[str, ...] | None = None,
-):
-    parts = syncs("device" if devices > 1 else None, names)
-    return run_together(parts, replicas, devices, execution, scheduled)
+def results(names, devices, execution, scheduled, **options):
+    parts = {name: CASES[name].sync("device" if devices > 1 else None) for name in names}
+    if scheduled == "host":
+        options = {"steps": HOST_STEPS, **options}
+    return run_together(parts, NODES, devices, execution, scheduled, **options)
 
 
-ALL = [
-    ("vmap", "traced", 4, 1, None),
-    ("shard_map", "traced", 4, 1, None),
-    ("shard_map", "host", 4, 1, None),
-]
-OTHERS = [
-    *((e, s, n, d, MAIN) for e in EXECUTIONS for s in SCHEDULES for n, d in [(4, 1), (2, 2)]),
-    *(("shard_map", "traced", n, d, MAIN) for n, d in [(2, 1), (8, 1), (4, 2)]),
-]
-# Of the others: every execution, both schedules, and both levels.
-USUAL = {
-    ("pmap", "host", 4, 1),
-    ("shard_map", "traced", 2, 2),
-    ("shard_map_unchecked", "host", 2, 2),
-}
+@pytest.mark.xdist_group("executions")  # the cases share cached results
+@pytest.mark.parametrize(
+    ("names", "devices", "execution", "scheduled"),
+    [
+        (ALL, 1, "vmap", "traced"),
+        (MAIN, 1, "shard_map", "traced"),
+        (HOST, 1, "pmap", "host"),
+        (MAIN, 2, "shard_map", "traced"),
+        (HOST, 2, "shard_map_unchecked", "host"),
+    ],
+)
+def test_equal_to_the_oracle(names, devices, execution, scheduled):
+    ours, _ = results(names, devices, execution, scheduled)
+    for name in names:
+        check_oracle(ours, name, NODES, devices, **CASES[name].oracle())
+    if devices == 1:  # leaves of half precision, too, up to where compilers round: 2**-8 at a time
+        virtual, _ = results(ALL, 1, "vmap", "traced")
+        steps = len(ours[names[0]]["scalar"])
+        same = {name: jax.tree.map(lambda x: x[:steps], virtual[name]) for name in names}
+        compare(ours, same, float32=1e-6, half=3e-2)
 
 
-def share(replicas: int, devices: int) -> pytest.MarkDecorator:
-    """Tests that share cached results run in one process."""
-    return pytest.mark.xdist_group(f"executions over {replicas} x {devices}")
-
-
-def case(*given):
-    usual = given in ALL or given[:4] in USUAL
-    marks = [share(*given[2:4]), *([] if usual else [pytest.mark.exhaustive])]
-    return pytest.param(*given, marks=marks)
+@pytest.mark.xdist_group("executions")
+def test_leaves_of_half_precision_agree_to_the_bit_after_an_average():
+    ours, _ = results(ALL, 1, "vmap", "traced")
+    for name in ("local_sgd", "slowmo", "slowmo whole", "diloco", "slow irregular"):
+        before, after = ours[name]["half"][2:4].astype(np.float32)
+        assert np.ptp(after, axis=0).max() == 0 < np.ptp(before, axis=0).max(), name
 
 
 @pytest.mark.parametrize(
-    ("execution", "scheduled", "replicas", "devices", "names"),
-    [case(*given) for given in ALL + [other for other in OTHERS if (*other[:4], None) not in ALL]],
+    ("names", "paused", "skipped", "scheduled", "exchanges"),
+    [
+        (("sgp irregular later", "slow late"), {3}, None, "traced", [5, 4]),
+        # An exact slow step never gossips: nothing is skipped where it is paused.
+        (("slow late",), {2, 4}, {2}, "host", [4]),
+        (("slow gossip inexact",), {2, 4}, {2, 4}, "host", [4]),
+    ],
 )
-def test_equal_to_the_oracle_and_to_each_other(execution, scheduled, replicas, devices, names):
-    ours, _ = results(replicas, devices, execution, scheduled, names)
-    for name, settings in ORACLES.items():
-        if name not in ours:
-            continue
-        outer = settings.get("outer")
-        if outer is not None and name != "diloco":
-            outer.gamma = lambda t: RATES[t]
-        check_oracle(ours, name, replicas, devices, **settings)
-    reference, _ = results(replicas, devices, "vmap", "traced", names)
-    # Half-precision leaves: compilers may round at other places, 2**-8 relative at a time.
-    compare(ours, reference, float32=1e-6, half=3e-2)
+def test_a_paused_update_exchanges_nothing_and_does_not_rotate(
+    names, paused, skipped, scheduled, exchanges
+):
+    parts = {name: CASES[name].sync(None) for name in names}
+    ours, state = run_together(
+        parts, NODES, 1, "vmap", scheduled, steps=HOST_STEPS, paused=paused, skipped=skipped,
+        pause="array",
+    )  # fmt: skip
+    for name, number in zip(names, exchanges, strict=True):
+        check_oracle(ours, name, NODES, 1, paused=paused, **CASES[name].oracle())
+        assert gossip_state(state[name]).exchanges.tolist() == [number] * NODES
 
 
-@share(4, 1)
-def test_states_agree_between_executions():
-    _, virtual = results(4, 1, "vmap", "traced", None)
-    _, devices = results(4, 1, "shard_map", "host", None)
-    assert jax.tree.structure(virtual) == jax.tree.structure(devices)
-    for a, b in zip(jax.tree.leaves(virtual), jax.tree.leaves(devices), strict=True):
-        assert (a.shape, a.dtype) == (b.shape, b.dtype)
-        # Anchors hold half-precision leaves too, in float32, so their tolerance it is.
-        np.testing.assert_allclose(
-            np.asarray(a, np.float64), np.asarray(b, np.float64), rtol=3e-2, atol=3e-2
-        )
+@pytest.mark.parametrize("order", [("node", "replica"), ("replica", "node")])
+def test_nodes_of_several_axes_count_as_they_are_named(order, mesh_of):
+    graph = js.topology.star(8, peers_per_step=1)
+    x = np.random.default_rng(0).normal(size=(8, 3)).astype(np.float32)
 
+    def updated(tx, params):
+        updates, state = tx.update(params, tx.init(params), params, phase=("round 1",))
+        return params + updates, state.weight
 
-@share(4, 1)
-@pytest.mark.parametrize("name", ["local_sgd", "slowmo", "slowmo_unsharded", "diloco"])
-def test_replicas_agree_after_a_synchronisation(name):
-    ours, _ = results(4, 1, "shard_map", "traced", None)
-    for leaf, values in ours[name].items():
-        if not isinstance(values, dict | tuple):
-            after = values[3].astype(np.float32)  # update 4
-            # params + (target - params) is target up to 1 ulp of the larger operand
-            bound = np.spacing(np.abs(values[2:4].astype(np.float32)).max()).item()
-            if values.dtype != np.float32:
-                bound = 0.0
-            assert np.ptp(after, axis=0).max() <= 2 * bound, leaf
-            assert np.ptp(values[2].astype(np.float32), axis=0).max() > 1e-3  # and not before
+    def per_device(params):
+        return jax.tree.map(lambda v: v[None], updated(js.sgp(order, graph=graph), params[0]))
+
+    mesh = mesh_of({"node": 2, "replica": 4})
+    mapped = jax.shard_map(per_device, mesh=mesh, in_specs=P(order), out_specs=P(order))
+    found_x, found_w = jax.jit(mapped)(x)
+    matrix = js.topology.mixing_matrix(graph, None, 1)
+    weight = matrix.sum(1)
+    assert np.ptp(weight) > 0.1
+    np.testing.assert_allclose(found_w, weight, rtol=1e-6)
+    np.testing.assert_allclose(found_x, matrix @ (2 * x) / weight[:, None], rtol=1e-5, atol=1e-6)

@@ -1,271 +1,279 @@
-"""What gossip sends, counted in the program: permutes and bytes per exchange."""
+"""Gossip: what is read off a graph and a mixing, the program, and invariants of push-sum."""
 
-import itertools
 import re
+from typing import NamedTuple
 
+import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
+from hypothesis import assume, given, settings
 from jax.sharding import PartitionSpec as P
 
 import jaxslowmo as js
-from support.exhaustive import sweep
-from support.reports import FLOAT32_BYTES, HALF_BYTES, PARAMS, report, rows
+from jaxslowmo.algorithms._gossip import gossip_plan
+from support.executions import gossip_state
+from support.transforms import IRREGULAR
 
-BYTES = FLOAT32_BYTES + HALF_BYTES
-BUFFERS = 2  # one per dtype
 NODES = 4
-IRREGULAR = js.topology.from_phone_book([[1, 3], [0, 2], [0, 3], [1, 0]])
-UNEVEN = js.topology.self_weighted([0.3, 0.5, 0.65, 0.4])
+ring = js.topology.ring
 
 
-def permutes(num_permutations: int, *, weights: bool, num_bytes: int = BYTES) -> set:
-    """Rows of one exchange: all buffers, and 4 bytes of w, in every permutation."""
-    count = num_permutations * (BUFFERS + weights)
-    return {("collective-permute", count, num_permutations * (num_bytes + 4 * weights))}
+def plan(graph, mixing=None, overlap=0):
+    return gossip_plan("sgp", graph, mixing, push_sum=True, overlap=overlap)
 
 
-# name: (arguments, permutations per exchange, whether weights are sent)
-CASES = {
-    "default": ({}, 1, False),
-    "late": ({"overlap": 1}, 1, False),
-    # All nodes keep the same share, so all weights move alike.
-    "later": ({"overlap": 3}, 1, False),
-    "ring of two peers": (
-        {"graph": js.topology.ring(NODES, peers_per_step=2), "push_sum": False},
-        2,
-        False,
-    ),
-    "complete": ({"graph": js.topology.complete}, 3, False),
-    "irregular": ({"graph": IRREGULAR}, 2, True),
-    "star": ({"graph": js.topology.star}, 3, True),
-    "uneven": ({"mixing": UNEVEN}, 1, True),
-    "uneven later": ({"mixing": UNEVEN, "overlap": 2}, 1, True),
-}
+def doubly_stochastic(graph, step):
+    """Nodes keep other shares, and what a node keeps and receives sums to 1 all the same."""
+    return np.array([[0.5, 0.25, 0.25], [0.25, 0.4, 0.35], [0.25, 0.35, 0.4]])
 
 
-@pytest.fixture(params=["traced", "host"])
-def mode(request) -> str:
-    return request.param
-
-
-@pytest.fixture
-def mesh(mesh_of):
-    return mesh_of({"replica": NODES})
-
-
-@pytest.fixture(params=["devices", "explicit", "virtual"])
-def any_mesh(request, mesh_of):
-    if request.param == "virtual":
-        return js.virtual_mesh({"replica": NODES})
-    return mesh_of({"replica": NODES}, explicit=request.param == "explicit")
-
-
-def exchanges(found: js.CommReport) -> list[str]:
-    kinds = [kind for kind in found.kinds if kind.startswith("round ")]
-    assert kinds
-    return kinds
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_each_permutation_sends_every_buffer_once(name, mesh, mode):
-    arguments, count, weights = CASES[name]
-    found = report(mesh, mode, sync=js.sgp("replica", **arguments))
-    for kind in exchanges(found):
-        assert rows(found, kind) == permutes(count, weights=weights)
-    if mode == "host":
-        assert list(found.kinds) == exchanges(found)
-    elif "local" in found.kinds:  # what happens beside the branches of exchanges
-        assert rows(found, "local") == set()
-
-
-def test_on_every_kind_of_mesh(any_mesh, mode):
-    found = report(any_mesh, mode, sync=js.sgp("replica", graph=IRREGULAR))
-    assert exchanges(found) == ["round 0", "round 1"]
-    for kind in exchanges(found):
-        assert rows(found, kind) == permutes(2, weights=True)
-
-
-def test_several_buckets(mesh, mode):
-    found = report(mesh, mode, sync=js.sgp("replica", bucket_bytes=8192))
-    for kind in exchanges(found):
-        assert rows(found, kind) == {("collective-permute", 4, BYTES)}
-
-
-@pytest.mark.parametrize("graph", [None, IRREGULAR])
-def test_two_levels_move_one_part_per_device(mesh_of, mode, graph):
-    mesh = mesh_of({"replica": NODES, "device": 2})
-    found = report(mesh, mode, sync=js.sgp("replica", graph=graph, local_axis_name="device"))
-    weights = graph is not None
-    times = 2 if weights else 1
-    for kind in exchanges(found):
-        ((collective, count, num_bytes),) = rows(found, kind)
-        assert (collective, count) == ("collective-permute", times * (BUFFERS + weights))
-        # Padding apart, see `shard_layout`.
-        sent = num_bytes // times - 4 * weights
-        assert BYTES / 2 <= sent <= BYTES / 2 + 8192
-        gathered = [r for r in rows(found, kind, "device") if r[0] == "all-gather"]
-        assert gathered == [("all-gather", BUFFERS, 2 * sent)]
-
-
-def slow_over(base: js.ParameterTransform, **options) -> js.ParameterTransform:
-    return js.slowmo("replica", base=base, sync_every=4, **options)
+ALL_OF_THREE = js.topology.from_phone_book([[1, 2], [0, 2], [0, 1]], None)
 
 
 @pytest.mark.parametrize(
-    ("name", "shard_state"),
-    sweep(
-        itertools.product(["default", "later", "irregular", "uneven later"], [True, False]),
-        lambda name, shard_state: shard_state == (name in ("default", "irregular")),
-    ),
+    ("graph", "mixing", "overlap", "moves", "differs"),
+    [
+        (ring(4), None, 1, False, False),
+        (ring(4), None, 2, True, False),  # what is in flight is missing everywhere
+        (ring(4), js.topology.self_weighted([0.7, 0.5, 0.5, 0.5]), 0, True, True),
+        (js.topology.star(4), None, 0, True, True),
+        (js.topology.star(2), None, 0, False, False),
+        (ring(1), None, 3, False, False),
+        (ALL_OF_THREE, doubly_stochastic, 1, False, False),
+        (ALL_OF_THREE, doubly_stochastic, 2, True, True),
+    ],
 )
-def test_slow_step_sends_what_it_sends_without_gossip(name, mesh, mode, shard_state):
-    arguments, count, weights = CASES[name]
-    local = js.local_sgd("replica", sync_every=2)
-    without = report(mesh, mode, sync=slow_over(local, shard_state=shard_state))
-    base = js.sgp("replica", **arguments)
-    found = report(mesh, mode, sync=slow_over(base, shard_state=shard_state))
-    sent = rows(found, "slow")
-    if weights:  # sum of w, 4 bytes
-        if shard_state:
-            sent = sent - {("all-reduce", 1, 4)}
-            assert len(sent) < len(rows(found, "slow"))
-        else:
-            ((collective, n, num_bytes),) = sent
-            sent = {(collective, n - 1, num_bytes - 4)}
-    assert sent == rows(without, "slow")
-    for kind in exchanges(found):
-        assert rows(found, kind) == permutes(count, weights=weights)
+def test_weights_move_and_travel_only_where_they_can(graph, mixing, overlap, moves, differs):
+    found = plan(graph, mixing, overlap)
+    assert (found.weight_moves, found.weight_differs) == (moves, differs)
+    assert len(found.rounds) == (0 if graph.num_nodes == 1 else graph.num_rounds)
 
 
-def test_slow_step_on_what_gossip_left_adds_nothing(mesh, mode):
-    sync = slow_over(js.sgp("replica", graph=IRREGULAR), exact_average=False)
-    found = report(mesh, mode, sync=sync)
-    for kind in exchanges(found):
-        assert rows(found, kind) == permutes(2, weights=True)
-    if mode == "host":
-        assert set(found.kinds) == {"round 0", "round 1", "round 1+slow"}
-    else:
-        assert rows(found, "slow") == set()
-
-
-def test_traced_and_host_scheduled_reports_agree(mesh_of):
-    mesh = mesh_of({"replica": NODES, "device": 2})
-    sync = slow_over(
-        js.sgp("replica", graph=IRREGULAR, overlap=2, local_axis_name="device"),
-        local_axis_name="device",
-    )
-    traced, host = (report(mesh, mode, sync=sync) for mode in ("traced", "host"))
-    assert set(host.kinds) == {"round 0", "round 1", "slow"} <= set(traced.kinds)
-    for kind in host.kinds:
-        for axis in ("replica", "device"):
-            assert rows(traced, kind, axis) == rows(host, kind, axis)
+def test_weights_that_float32_cannot_hold_are_refused():
+    with pytest.raises(ValueError, match=r"1e-30.*star\(128\)"):
+        plan(js.topology.star(128, peers_per_step=1))
+    smallest, _ = js.topology.analyse(js.topology.star(64, peers_per_step=1)).weight_range
+    assert 1e-30 < smallest < 1e-15
+    plan(js.topology.star(64, peers_per_step=1))
 
 
 # The program of one update
 
 
-def update(sync, mesh, **keywords) -> str:
+def program_of(sync, mesh, **keywords) -> str:
     """Its StableHLO, over devices."""
 
     def per_device(params):
         params = jax.tree.map(lambda x: x[0], params)
         updates, state = sync.update(params, sync.init(params), params, **keywords)
-        out = optax.apply_updates(params, updates), state
-        return jax.tree.map(lambda x: x[None], out)
+        return jax.tree.map(lambda x: x[None], (optax.apply_updates(params, updates), state))
 
-    stacked = jax.tree.map(lambda s: jnp.zeros((NODES, *s.shape), s.dtype), PARAMS)
+    stacked = {"half": jnp.zeros((NODES, 3), jnp.bfloat16), "w": jnp.zeros((NODES, 2, 3))}
     spec = P("replica")
     program = jax.shard_map(per_device, mesh=mesh, in_specs=spec, out_specs=spec)
     return jax.jit(program).lower(stacked).as_text()
 
 
-def conditionals(text: str) -> int:
-    return text.count("stablehlo.case") + text.count("stablehlo.if")
-
-
-def pairs(text: str) -> list[list[tuple[int, int]]]:
-    """Source and destination of every permute, in order of appearance."""
-    found = re.findall(r"collective_permute.*?source_target_pairs = dense<(\[\[.*?\]\])>", text)
-    return [sorted(map(tuple, eval(numbers))) for numbers in found]
-
-
-def test_rounds_are_the_branches_of_one_conditional(mesh):
-    for graph, rounds in ((None, 2), (IRREGULAR, 2), (js.topology.directed_linear, 4)):
-        text = update(js.sgp("replica", graph=graph), mesh)
-        assert conditionals(text) == 1
-        assert len(re.findall(r"(?m)^ *\}, \{$", text)) == rounds - 1
-    assert conditionals(update(js.sgp("replica", graph=js.topology.ring), mesh)) == 0
-    communicate = jnp.ones([], bool)
-    assert conditionals(update(js.sgp("replica"), mesh, communicate=communicate)) == 2
-
-
-@pytest.mark.parametrize("overlap", [0, 1, 2])
-def test_given_phase_leaves_one_round(mesh, overlap):
+@pytest.mark.parametrize("overlap", [0, 2])
+def test_a_given_phase_leaves_the_pairs_of_its_round(overlap, mesh_of):
     sync = js.sgp("replica", graph=IRREGULAR, overlap=overlap)
+    assert {len(p) for t in (0, 1) for p in IRREGULAR.permutations(t)} == {1, 2, 3}
     for t in (1, 2):
-        text = update(sync, mesh, phase=sync.phase(t))
-        assert conditionals(text) == 0
-        # Two dtypes and w, in each permutation of that exchange, and no pair that is not in it.
-        expected = sorted(sorted(p) for p in IRREGULAR.permutations(t - 1)) * (BUFFERS + 1)
-        assert sorted(pairs(text)) == sorted(expected)
+        text = program_of(sync, mesh_of({"replica": NODES}), phase=sync.phase(t))
+        assert "stablehlo.case" not in text
+        found = re.findall(r"collective_permute.*?pairs = dense<(\[\[.*?\]\])>", text)
+        # Two dtypes and w, in each permutation of that exchange.
+        wanted = sorted(sorted(p) for p in IRREGULAR.permutations(t - 1)) * 3
+        assert sorted(sorted(map(tuple, eval(pairs))) for pairs in found) == sorted(wanted)
 
 
-def test_these_permutations_are_partial():
-    assert {len(p) for step in (0, 1) for p in IRREGULAR.permutations(step)} == {1, 2, 3}
+@pytest.mark.parametrize(("overlap", "sent"), [(0, True), (1, False)])
+def test_with_overlap_what_is_sent_does_not_depend_on_the_updates(overlap, sent):
+    sync = js.sgp("replica", graph=js.topology.star(NODES), overlap=overlap)
 
+    def step(params, updates):
+        return sync.update(updates, sync.init(params), params, phase=sync.phase(1))
 
-@pytest.mark.parametrize("keywords", [{"phase": ()}, {"communicate": False}])
-@pytest.mark.parametrize("graph", [None, IRREGULAR])
-def test_paused_update_holds_no_collective(mesh, keywords, graph):
-    text = update(js.sgp("replica", graph=graph, overlap=2), mesh, **keywords)
-    assert "collective" not in text
-    assert "all_" not in text
-    assert conditionals(text) == 0
-
-
-@pytest.mark.parametrize("graph", [js.topology.star(NODES), js.topology.ring(NODES)])
-def test_late_exchange_does_not_wait_for_updates(graph):
-    """With overlap what is sent depends on the parameters alone."""
-
-    def sent(overlap: int) -> set[str]:
-        sync = js.sgp("replica", graph=graph, overlap=overlap)
-
-        def step(params, updates):
-            return sync.update(updates, sync.init(params), params, phase=sync.phase(1))
-
-        flat = jax.ShapeDtypeStruct((5,), jnp.float32)
-        traced = jax.make_jaxpr(step, axis_env=[("replica", NODES)])(flat, flat)
-        return depends(traced.jaxpr)
-
-    assert sent(0) == {"params", "updates"}
-    assert sent(1) == sent(3) == {"params"}
-
-
-def depends(jaxpr) -> set[str]:
-    """Which of the two arguments reach an operand of a permute."""
-    reach = dict(zip(jaxpr.invars, ({"params"}, {"updates"}), strict=True))
-    found: set[str] = set()
+    flat = jax.ShapeDtypeStruct((5,), jnp.float32)
+    jaxpr = jax.make_jaxpr(step, axis_env=[("replica", NODES)])(flat, flat).jaxpr
+    reached, permuted = {jaxpr.invars[1]}, []
     for eqn in jaxpr.eqns:
-        into = set().union(*(reach.get(v, set()) for v in eqn.invars if not hasattr(v, "val")))
-        if eqn.primitive.name == "ppermute":
-            found |= into
-        reach |= dict.fromkeys(eqn.outvars, into)
-    return found
+        operands = [v for v in eqn.invars if not hasattr(v, "val")]
+        if reached.intersection(operands):
+            reached.update(eqn.outvars)
+        permuted += operands if eqn.primitive.name == "ppermute" else []
+    assert permuted
+    assert bool(reached.intersection(permuted)) == sent
 
 
-def test_leaves_without_elements_are_not_sent(mesh):
-    params = {"a": jnp.ones((4, 3)), "nothing": jnp.ones((4, 0, 2), jnp.bfloat16)}
-    tx = js.sgp("replica")
+# Push-sum: invariants for any graph and mixing
 
-    def update(p):
-        p = jax.tree.map(lambda x: x[0], p)
-        updates, _ = tx.update(p, tx.init(p), p, phase=("round 0",))
-        return jax.tree.map(lambda x: x[None], updates)
+ACTIVE, QUIET = 10, 30  # updates with something to add, and then without
+SIZE = 3
 
-    mapped = jax.jit(
-        jax.shard_map(update, mesh=mesh, in_specs=P("replica"), out_specs=P("replica"))
+
+@st.composite
+def graphs(draw) -> js.topology.Graph:
+    """Of any kind, or any in which every node sends to the next and to others."""
+    nodes = draw(st.integers(1, 33))
+    if (name := draw(st.sampled_from([*js.topology.GRAPHS, None, None]))) is not None:
+        try:
+            graph = js.topology.make_graph(name, nodes)
+        except ValueError:  # not for every number of nodes
+            assume(False)
+    else:
+        assume(nodes > 1)
+        further = st.lists(st.integers(1, nodes - 1), max_size=2)
+        rows = [[(i + d) % nodes for d in (1, *draw(further))] for i in range(nodes)]
+        graph = js.topology.from_phone_book(rows, draw(st.sampled_from([None, 1])))
+    # Every permutation is traced.
+    assume(sum(len(graph.permutations(r)) for r in range(graph.num_rounds)) <= 40)
+    return graph
+
+
+@st.composite
+def gossips(draw) -> tuple[js.topology.Graph, js.ParameterTransform]:
+    graph = draw(graphs())
+    share, nodes = st.floats(0.1, 0.9), graph.num_nodes
+    keep = draw(st.none() | share | st.lists(share, min_size=nodes, max_size=nodes))
+
+    def by_step(graph, step):
+        return js.topology.self_weighted(0.3 + 0.3 * (step % graph.num_rounds % 2))(graph, step)
+
+    uneven = st.sampled_from([None, by_step])
+    mixing = draw(uneven) if keep is None else js.topology.self_weighted(keep)
+    overlap = draw(st.integers(0, 3))
+    return graph, js.sgp("replica", graph=graph, mixing=mixing, overlap=overlap)
+
+
+class History(NamedTuple):
+    """The state after every update, in arrays `[steps, nodes, ...]`."""
+
+    params: dict[str, np.ndarray]
+    weight: np.ndarray
+    exchanges: np.ndarray
+    in_flight: tuple
+
+    def masses(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return weights and values at nodes and in flight, `[steps, nodes and arrivals, ...]`."""
+        parts = [(self.weight, self.params["x"])]
+        parts += [(a.weight, a.mean["x"]) for a in self.in_flight]
+        weights, values = (
+            np.concatenate(p, axis=1).astype(np.float64) for p in zip(*parts, strict=True)
+        )
+        return weights[..., None], values
+
+
+def simulate(sync, params, updates, talk) -> History:
+    def one(carry, inputs):
+        p, s = carry
+        update, talk = inputs
+        u, s = sync.update(update, s, p, communicate=talk)
+        p = optax.apply_updates(p, u)
+        gossip = gossip_state(s)
+        return (p, s), History(p, gossip.weight, gossip.exchanges, gossip.in_flight)
+
+    def run(p, us, talk):
+        return jax.lax.scan(one, (p, sync.init(p)), (us, talk))[1]
+
+    mapped = jax.jit(jax.vmap(run, axis_name="replica", in_axes=(0, 1, None), out_axes=1))
+    return jax.tree.map(np.asarray, mapped(params, updates, talk))
+
+
+def problem(num_nodes: int, seed: int):
+    """Return parameters, random ones and equal ones, their updates, and which steps exchange."""
+    rng = np.random.default_rng(seed)
+    steps = ACTIVE + QUIET
+    same = np.broadcast_to(rng.normal(size=SIZE), (num_nodes, SIZE))
+    params = {"x": rng.normal(size=(num_nodes, SIZE)), "same": same}
+    updates = {
+        "x": rng.normal(size=(steps, num_nodes, SIZE)),
+        "same": np.zeros((steps, num_nodes, SIZE)),
+    }
+    updates["x"][ACTIVE:] = 0
+    talk = np.ones(steps, bool)
+    talk[:ACTIVE] = rng.random(ACTIVE) < 0.7
+    return *jax.tree.map(lambda x: x.astype(np.float32), (params, updates)), talk
+
+
+def test_push_sum_weighs_out_uneven_arrivals_in_two_rounds():
+    """Node 0 sends to node 1, then to node 2; both always send to node 0."""
+    sync = js.sgp("replica", graph=js.topology.from_phone_book([[1, 2], [0], [0]], 1))
+    params = {"x": np.float32([[4], [8], [0]])}
+    seen = simulate(sync, params, {"x": np.zeros((2, 3, 1), np.float32)}, np.ones(2, bool))
+    # x = (2 + 4 + 0, 2 + 4, 0), w = (0.5 + 0.5 + 0.5, 0.5 + 0.5, 0.5)
+    # x = (3 + 3 + 0, 3, 3 + 0), w = (0.75 + 0.5 + 0.25, 0.5, 0.75 + 0.25)
+    np.testing.assert_allclose(seen.weight, [[1.5, 1.0, 0.5], [1.5, 0.5, 1.0]])
+    np.testing.assert_allclose(seen.params["x"][..., 0], [[4, 6, 0], [4, 6, 3]], atol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:.*has size 1")
+@settings(max_examples=12)
+@given(gossip=gossips(), seed=st.integers(0, 2**31))
+def test_gossip_keeps_the_sums_and_approaches_the_mean(gossip, seed):
+    graph, sync = gossip
+    nodes = graph.num_nodes
+    params, updates, talk = problem(nodes, seed)
+    seen = simulate(sync, params, updates, jnp.asarray(talk))
+    weights, values = seen.masses()
+
+    # The sums over nodes and messages on their way.
+    np.testing.assert_allclose(weights.sum(1), nodes, rtol=3e-6)
+    assert np.all(seen.weight > 0)
+    x = params["x"].astype(np.float64).sum(0) + np.cumsum(updates["x"].astype(np.float64).sum(1), 0)
+    np.testing.assert_allclose((weights * values).sum(1), x, rtol=0, atol=3e-5 * nodes)
+
+    # Without exchange nothing moves but by u / w, and the graph does not rotate.
+    rotates = talk & (nodes > 1)
+    np.testing.assert_array_equal(seen.exchanges, np.cumsum(rotates)[:, None].repeat(nodes, 1))
+    before = History(*(jax.tree.map(lambda a: a[:-1], part) for part in seen))
+    after = History(*(jax.tree.map(lambda a: a[1:], part) for part in seen))
+    for t in np.flatnonzero(~talk[1:]):
+        unmoved = (before.weight, before.in_flight), (after.weight, after.in_flight)
+        for a, b in zip(*map(jax.tree.leaves, unmoved), strict=True):
+            np.testing.assert_array_equal(a[t], b[t])
+        expected = before.params["x"][t] + updates["x"][t + 1] / before.weight[t][:, None]
+        np.testing.assert_allclose(after.params["x"][t], expected, rtol=1e-6, atol=1e-6)
+
+    # Merging masses shrinks their spread around the mean, once updates are 0.
+    quiet = slice(ACTIVE - 1, None)
+    mean = (weights * values).sum(1, keepdims=True) / weights.sum(1, keepdims=True)
+    spread = (weights * (values - mean) ** 2).sum((1, 2))[quiet]
+    assert np.all(np.diff(spread) <= 1e-5 * spread[0] + 1e-9)
+    assert spread[-1] <= 0.9 * spread[0] + 1e-9
+
+    # Nodes that agree keep their value; to the bit where all weights are 1.
+    start = np.broadcast_to(params["same"], seen.params["same"].shape)
+    if np.all(seen.weight == 1):
+        np.testing.assert_array_equal(seen.params["same"], start)
+    else:
+        np.testing.assert_allclose(seen.params["same"], start, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:.*has size 1")
+@settings(max_examples=6)
+@given(
+    gossip=gossips(), seed=st.integers(0, 2**31), shard_state=st.booleans(), every=st.integers(1, 5)
+)
+def test_exact_slow_step_ends_in_agreement(gossip, seed, shard_state, every):
+    graph, base = gossip
+    params, updates, _ = problem(graph.num_nodes, seed)
+    params["x"][:] = params["x"][:1]  # anchors start equal
+    sync = js.slowmo("replica", base=base, sync_every=every, shard_state=shard_state, momentum=0.3)
+    seen = simulate(
+        sync, params, jax.tree.map(lambda u: u[:ACTIVE], updates), jnp.ones(ACTIVE, bool)
     )
-    found = js.comm_report_of(mapped.lower(params), mesh=mesh, compile=False)
-    assert rows(found, "round 0") == {("collective-permute", 1, 12)}
+    for t in range(every - 1, ACTIVE, every):
+        now, before = seen.params["x"][t], seen.params["x"][max(t - 1, 0)]
+        # params + (target - params) is target up to 1 ulp of the larger operand
+        largest = np.maximum(np.abs(now), np.abs(before + updates["x"][t])).max()
+        assert np.ptp(now, axis=0).max() <= 2 * np.spacing(largest)
+        assert np.all(seen.weight[t] == 1)
+        for leaf in jax.tree.leaves(seen.in_flight):
+            assert not np.any(leaf[t])
+    before_slow = [t for t in range(ACTIVE) if (t + 1) % every]
+    if graph.num_nodes > 1 and before_slow:
+        assert np.ptp(seen.params["x"][before_slow], axis=1).max() > 1e-3

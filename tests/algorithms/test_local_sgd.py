@@ -1,4 +1,4 @@
-"""Tests of LocalSGD: averages worked by hand, nested groups, what is sent, what is refused."""
+"""LocalSGD and nested groups: averages worked by hand, and which group is due."""
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,6 @@ from support.golden_ddp import over_ranks
 
 AXES = {"node": 2, "device": 2}
 EVERYONE = ("node", "device")
-PERIODS = {"device": 2, EVERYONE: 6}
 
 
 def test_two_replicas_average_in_every_second_update():
@@ -31,29 +30,30 @@ def test_two_replicas_average_in_every_second_update():
     seen = jax.vmap(one, axis_name="replica")(jnp.asarray([0.0, 2.0]), jnp.asarray([1.0, 3.0]))
     np.testing.assert_allclose(seen, [[1, 5, 6, 9], [5, 5, 8, 9]])
     assert [tx.phase(t) for t in (1, 2, 3, 4)] == [(), ("average",)] * 2
+    assert [t for t in range(1, 8) if js.local_sgd("replica").due(t)] == [3, 6]  # by default
 
 
 # Nested groups
 
 
-def test_the_largest_due_group_averages():
-    tx = js.hierarchical_local_sgd(PERIODS)
-    assert [tx.phase(t) for t in range(1, 7)] == [
-        (),
-        ("average device",),
-        (),
-        ("average device",),
-        (),
-        ("average node,device",),
-    ]
-    assert tx.phases() == [(), ("average device",), ("average node,device",)]
-    assert [bool(tx.due(t)) for t in range(1, 7)] == [t % 2 == 0 for t in range(1, 7)]
+@given(st.integers(1, 4), st.integers(2, 3), st.integers(0, 5), st.integers(0, 5))
+def test_the_largest_due_group_averages(k, factor, start, offset):
+    small = js.every(k, start=start, offset=offset)
+    large = js.every(k * factor, start=start, offset=offset)
+    tx = js.hierarchical_local_sgd({EVERYONE: large, "device": small})
+    counts = np.arange(1, 40, dtype=np.int32)
+    for t in map(int, counts):
+        wanted = "average node,device" if large(t) else "average device" if small(t) else None
+        assert tx.phase(t) == (() if wanted is None else (wanted,))
+        assert tx.due(t) == (wanted is not None)
+    assert tx.due(jnp.asarray(counts)).tolist() == [bool(tx.phase(int(t))) for t in counts]
 
 
-@pytest.mark.parametrize("execution", ["vmap", "shard_map"])
-@pytest.mark.parametrize("scheduled", ["traced", "host"])
+@pytest.mark.parametrize(
+    ("execution", "scheduled"), [("vmap", "traced"), ("shard_map", "traced"), ("vmap", "host")]
+)
 def test_each_group_takes_its_mean(execution, scheduled):
-    tx = js.hierarchical_local_sgd(PERIODS)
+    tx = js.hierarchical_local_sgd({"device": 2, EVERYONE: 6})
     start = np.float32([1, 2, 3, 10])
 
     def run(x):
@@ -68,59 +68,3 @@ def test_each_group_takes_its_mean(execution, scheduled):
     seen = np.asarray(over_ranks(run, AXES, execution)(start))
     pairs, mean = np.float32([1.5, 1.5, 6.5, 6.5]), np.full(4, 4, np.float32)
     np.testing.assert_array_equal(seen.T, [start, pairs, pairs, pairs, pairs, mean])
-
-
-@given(st.integers(1, 4), st.integers(2, 3), st.integers(0, 5), st.integers(0, 5))
-def test_phases_follow_the_schedules(k, factor, start, offset):
-    small = js.every(k, start=start, offset=offset)
-    large = js.every(k * factor, start=start, offset=offset)
-    tx = js.hierarchical_local_sgd({EVERYONE: large, "device": small})
-    for t in range(1, 40):
-        wanted = "average node,device" if large(t) else "average device" if small(t) else None
-        assert tx.phase(t) == (() if wanted is None else (wanted,))
-
-
-def test_each_phase_sends_one_all_reduce_over_its_group():
-    step = js.make_train_step(
-        lambda p, batch: jnp.mean((batch @ p["w"]) ** 2),
-        optax.sgd(0.1),
-        sync=js.hierarchical_local_sgd(PERIODS),
-        mesh=js.make_mesh(AXES),
-        axis_name=EVERYONE,
-        mode="host",
-    )
-    state = jax.eval_shape(step.init, {"w": jax.ShapeDtypeStruct((5,), jnp.float32)})
-    report = js.comm_report(step, state, jax.ShapeDtypeStruct((8, 5), jnp.float32))
-    collectives = {
-        (row.kind, row.axis, row.collective, row.count, row.bytes)
-        for row in report.select(level="emitted")
-        if row.count
-    }
-    assert collectives == {
-        ("average device", "device", "all-reduce", 1, 20),
-        ("average node,device", "node,device", "all-reduce", 1, 20),
-    }
-
-
-@pytest.mark.parametrize(
-    ("sync_every", "message"),
-    [
-        ({}, r"must map the axes of each group to a period.* got \{\}"),
-        (4, "must map the axes .* got 4"),
-        ({"device": 0}, "must be an int >= 1, got 0"),
-        ({"device": 4, EVERYONE: 4}, "longer for the larger group, got 4 for 'device' and 4"),
-        ({"device": 2, "node": 4}, "nested groups.* got 'device' and 'node'"),
-        ({"device": 2, ("node", "slice"): 4}, "nested groups"),
-        ({("node", "node"): 4}, "names an axis twice"),
-    ],
-)
-def test_groups_that_do_not_nest_and_bad_periods_are_refused(sync_every, message):
-    with pytest.raises(ValueError, match=message):
-        js.hierarchical_local_sgd(sync_every)
-
-
-def test_a_phase_of_another_transform_is_refused():
-    tx = js.hierarchical_local_sgd({"replica": 2})
-    step = lambda x: tx.update(x, tx.init(x), x, phase=("slow",))[0]  # noqa: E731
-    with pytest.raises(ValueError, match=r"`phase` must come from .*average replica.* got"):
-        jax.eval_shape(jax.vmap(step, axis_name="replica"), jnp.ones(4))

@@ -1,18 +1,15 @@
-"""`weight` in every transform: weighted means, and replicas without data that follow."""
+"""`weight` in every algorithm: weighted means, and replicas without data that follow."""
 
 import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
-import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 import jaxslowmo as js
-from support.executions import EXECUTIONS, lift
-from support.reports import FLOAT32_BYTES, HALF_BYTES, PARAMS
+from support.executions import lift
 
 REPLICAS = 4
 RNG = np.random.default_rng(0)
@@ -29,22 +26,16 @@ def slow(**options):
     return js.slowmo("replica", sync_every=1, momentum=0.0, **options)
 
 
+LOCAL = js.local_sgd("replica", sync_every=1)
 AVERAGES = {
-    "local_sgd": js.local_sgd("replica", sync_every=1),
+    "local_sgd": LOCAL,
     "hierarchical_local_sgd": js.hierarchical_local_sgd({"replica": 1}),
-    "slowmo": slow(base=js.local_sgd("replica", sync_every=1)),
-    "slowmo whole": slow(base=js.local_sgd("replica", sync_every=1), shard_state=False),
-    "slowmo inexact": slow(base=js.local_sgd("replica", sync_every=1), exact_average=False),
+    "slowmo": slow(base=LOCAL),
+    "slowmo whole": slow(base=LOCAL, shard_state=False),
+    "slowmo inexact": slow(base=LOCAL, exact_average=False),
     "slowmo over sgp": slow(base=js.sgp("replica", graph=RING)),
     "diloco": js.diloco("replica", sync_every=1, outer_optimizer=optax.sgd(1.0)),
 }
-GRADIENTS = {
-    by: js.all_reduce_gradients("replica", divide_by=by, bucket_bytes=8, first_bucket_bytes=0)
-    for by in ("initial", "active")
-}
-# A float16 leaf: the weights then travel by themselves, ahead.
-HALF = js.all_reduce_gradients("replica", divide_by="active")
-HOOKED = js.all_reduce_gradients("replica", hook=js.hooks.mean(), divide_by="initial")
 
 
 def one_update(params, updates, weight):
@@ -53,10 +44,6 @@ def one_update(params, updates, weight):
     for name, tx in {**AVERAGES, "sgp": js.sgp("replica", graph=RING)}.items():
         moved, _ = tx.update(updates, tx.init(params), params, weight=weight)
         out[name] = optax.apply_updates(params, moved)
-    for name, tx in {**GRADIENTS, "hook": HOOKED}.items():
-        out[name] = tx.update(updates, tx.init(params), params, weight=weight)[0]
-    halves = {**updates, "half": updates["w"].astype(jnp.float16)}
-    out["half"] = HALF.update(halves, HALF.init(halves), weight=weight)[0]["half"]
     return out
 
 
@@ -87,11 +74,6 @@ def check(execution, weight):
             close(out[name][k], np.broadcast_to(START[k] + mean, u.shape))
         y = params[k] + own
         close(out["sgp"][k], (y + np.roll(y, 1, 0)) / 2)  # peers of one ring direction
-        close(out["active"][k], np.broadcast_to(mean, u.shape))
-        close(out["initial"][k], np.broadcast_to(mean * alive.mean(), u.shape))
-        close(out["hook"][k], np.broadcast_to(mean * alive.mean(), u.shape))
-        if k == "w":
-            close(out["half"], np.broadcast_to(mean, u.shape), 4e-3)
 
 
 weights = st.floats(0.125, 4096, width=32) | st.just(0.0)
@@ -104,81 +86,5 @@ def test_weighted_means(weight):
     check("vmap", weight)
 
 
-@pytest.mark.parametrize("execution", [e for e in EXECUTIONS if e != "vmap"])
-def test_on_devices(execution):
-    check(execution, [3.0, 0.0, 1.0, 0.5])
-
-
-def test_two_levels():
-    """Each device of a replica moves its part of the weighted mean."""
-    axes = {"replica": 2, "device": 2}
-    tx = js.local_sgd("replica", sync_every=1, local_axis_name="device")
-
-    def step(params, updates, weight):
-        moved, _ = tx.update(updates, tx.init(params), params, weight=weight)
-        return optax.apply_updates(params, moved)
-
-    params = {k: np.stack([v] * 2) for k, v in START.items()}
-    updates = {k: u[:2] for k, u in UPDATES.items()}
-    out = lift(step, axes, "vmap", (False,) * 3)(params, updates, np.float32([1, 3]))
-    for k, u in updates.items():
-        close(out[k], np.broadcast_to(START[k] + (u[0] + 3 * u[1]) / 4, u.shape))
-
-
-def sent(tx, weighted):
-    """(collective, dtype-blind count, bytes) of one update over the axis."""
-
-    def step(params, weight):
-        given = {"weight": weight} if weighted else {}
-        return tx.update(params, tx.init(params), params, **given)[0]
-
-    mapped = lift(step, {"replica": REPLICAS}, "shard_map", (False, False))
-    stacked = jax.tree.map(lambda s: jax.ShapeDtypeStruct((REPLICAS, *s.shape), s.dtype), PARAMS)
-    weight = jax.ShapeDtypeStruct((REPLICAS,), jnp.float32)
-    report = js.comm_report(mapped, stacked, weight)
-    rows = report.select(axis="replica", level="emitted")
-    return sum(r.count for r in rows), sum(r.bytes for r in rows)
-
-
-def test_a_weight_travels_with_the_gradients():
-    count, size = sent(js.all_reduce_gradients("replica"), weighted=False)
-    assert size == FLOAT32_BYTES + HALF_BYTES
-    assert sent(js.all_reduce_gradients("replica"), weighted=True) == (count, size + 8)
-
-
-def test_a_weight_of_parameters_travels_ahead():
-    tx = js.local_sgd("replica", sync_every=1)
-    assert sent(tx, weighted=False) == (2, FLOAT32_BYTES + HALF_BYTES)
-    assert sent(tx, weighted=True) == (3, FLOAT32_BYTES + HALF_BYTES + 8)
-
-
-@pytest.mark.parametrize("transform", ["local_sgd", "slowmo", "diloco"])
-def test_totals_are_not_rounded(transform):
-    """A total weight of 257 is 256 in bfloat16."""
-    make = {
-        "local_sgd": lambda: js.local_sgd("replica", sync_every=1),
-        "slowmo": lambda: js.slowmo(
-            "replica", base=js.local_sgd("replica", sync_every=1), sync_every=1, momentum=0.0
-        ),
-        "diloco": lambda: js.diloco("replica", sync_every=1, outer_optimizer=optax.sgd(1.0)),
-    }
-    tx = make[transform]()
-    rng = np.random.default_rng(0)
-    start = {"half": jnp.bfloat16, "single": jnp.float32}
-    one_copy = rng.normal(size=64)
-    params = {k: jnp.asarray(np.tile(one_copy, (4, 1)), dtype) for k, dtype in start.items()}
-    steps = {k: jnp.asarray(rng.normal(size=(4, 64)), jnp.float32) for k in start}
-    weights = np.float32([200, 50, 6, 1])
-
-    def one(p, u, weight):
-        updates, _ = tx.update(u, tx.init(p), p, weight=weight)
-        return jax.tree.map(lambda p, u: p.astype(jnp.float32) + u, p, updates)
-
-    moved = jax.jit(jax.vmap(one, axis_name="replica"))(params, steps, weights)
-    for key, tolerance in (("single", 1e-5), ("half", 2e-2)):
-        y = np.asarray(params[key], np.float64) + np.asarray(steps[key], np.float64)
-        mean = np.average(y, axis=0, weights=weights)
-        error = np.asarray(moved[key], np.float64) - mean
-        assert np.abs(error).max() < tolerance
-        # A wrong total would make all of them too large, by 0.4 %.
-        assert abs(np.sum(error * mean) / np.sum(mean**2)) < tolerance / 8
+def test_on_devices():
+    check("shard_map", [3.0, 0.0, 1.0, 0.5])

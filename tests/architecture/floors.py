@@ -3,161 +3,86 @@
 import sys
 from pathlib import Path
 
-from architecture.imports import PACKAGE, imports_of
-from architecture.shape import API
+from architecture.imports import PACKAGE, TORCH, TREES, imports_of
 
-TOP_LEVEL = ""  # `jaxslowmo/__init__.py`
+TOP_LEVEL = ""  # the `__init__.py` of a tree
+API = "_api"  # what the top level re-exports, at the first use of one of the names
+ON_JAX = "on_jax"  # the one part of torch_compat on jax's engine
 
 # A package imports only from lower floors; packages on one floor do not import each other.
-FLOORS = {
-    "_support": -1,
-    "_version": -1,
-    "tree": 0,
-    "topology": 0,
-    "mesh": 1,
-    "language": 1,
-    "data": 2,
-    "models": 2,
-    "tracing": 2,
-    "collectives": 2,
-    "transform": 3,
-    "algorithms": 4,
-    "gradients": 4,
-    "pipeline": 5,
-    "embedding": 5,
-    "reports": 6,
-    "train": 7,
-    "checkpoint": 8,
-    API: 9,
-    "cli": 10,
-    "__main__": 11,
-}
-# These may need the `train` extra. All others import, at module level, only what the core installs.
-BEYOND_CORE = {"language", "data", "models", "checkpoint", "cli", "__main__"}
+FLOORS: dict[str, float] = {
+    "_support": -1, "_version": -1, "tree": 0, "topology": 0, "mesh": 1, "language": 1,
+    "data": 2, "models": 2, "tracing": 2, "collectives": 2, "transform": 3, "algorithms": 4,
+    "gradients": 4, "pipeline": 5, "embedding": 5, "reports": 6, "train": 7, "checkpoint": 8,
+    API: 9, TOP_LEVEL: 9.5, "cli": 10, "__main__": 11,
+}  # fmt: skip
+TORCH_FLOORS: dict[str, float] = {
+    "autograd_threads": 0, "batches": 0, "errors": 0, "master": 0, "samples": 0, "settings": 0,
+    "meeting": 1, "messages": 1, "reader": 1, "runtime": 2, "worker": 2, "data": 3, "slowmo": 3,
+    "synchronizer": 3, ON_JAX: 4, "xla_worker": 4, "manager": 5, TOP_LEVEL: 6, "examples": 7,
+}  # fmt: skip
+# Units that may import less than lower floors: `import jaxslowmo.topology` must work without jax.
+ONLY = {TOP_LEVEL: {API, "topology", "_version"}, "topology": set()}
+LAZY = {API, ON_JAX}  # loaded when one of their names is used
+# These may need an extra. All others import, at module level, only what the core installs.
+BEYOND_CORE = {"language", "data", "models", "checkpoint", "cli", "__main__", "examples"}
 CORE_DEPENDENCIES = {"jax", "jaxlib", "numpy", "optax"}
-# `torch_compat` stands beside the package; only its examples may need more than these.
-TORCH_FLOORS = {
-    "autograd_threads": 0,
-    "batches": 0,
-    "errors": 0,
-    "master": 0,
-    "samples": 0,
-    "settings": 0,
-    "meeting": 1,
-    "messages": 1,
-    "reader": 1,
-    "runtime": 2,
-    "worker": 2,
-    "data": 3,
-    "slowmo": 3,
-    "synchronizer": 3,
-    "on_jax": 4,
-    "xla_worker": 4,
-    "manager": 5,
-    TOP_LEVEL: 6,
-    "examples": 7,
-}
 TORCH_DEPENDENCIES = {"numpy", "torch", "torch_xla"}
-# The one part on jax's engine may need these, and the package; nothing loads it before it is used.
-TORCH_ON_JAX = "on_jax"
-TORCH_ON_JAX_DEPENDENCIES = {"jax", "numpy", "torch", "torchax"}
-# `import jaxslowmo.topology` runs these and must work without jax.
-JAX_FREE = {TOP_LEVEL, "topology"}
+ON_JAX_DEPENDENCIES = {"jax", "numpy", "torch", "torchax"}
 
 
-def _unit(parts: tuple[str, ...], known: set[str]) -> str:
-    """The unit of the package that `jaxslowmo.<parts>` belongs to."""
-    if parts and parts[0] in known:
-        return parts[0]
-    return TOP_LEVEL
+def _unit(root: Path, tree: str, parts: tuple[str, ...]) -> str:
+    """The package or module of a tree that `tree.<parts>` belongs to; names are the top level's."""
+    place = root.joinpath(tree, *parts[:1])
+    is_unit = parts and (place.is_dir() or place.with_suffix(".py").exists() or parts[0] in FLOORS)
+    return parts[0] if is_unit and parts[0] != "__init__" else TOP_LEVEL
 
 
-def climbs(importer: str, imported: str) -> bool:
-    """Whether this import goes up, or sideways, instead of down."""
+def _inside(floors: dict[str, float], importer: str, imported: str, eager: bool) -> str:
+    """What is wrong with an import inside of a tree; "" if nothing is."""
     if importer == imported:
-        return False
-    if imported == TOP_LEVEL:
-        return importer not in {"cli", "__main__"}
-    if importer == TOP_LEVEL:
-        return imported not in {API, "topology", "_version"}
-    if imported == API:
-        return True
-    return FLOORS[imported] >= FLOORS[importer]
+        return ""
+    if floors is FLOORS and importer in ONLY:
+        if imported not in ONLY[importer]:
+            return f"{importer or 'the top level'} must not import {imported}"
+    elif not floors.get(imported, 99) < floors[importer] or imported == API:
+        return f"{importer or 'the top level'} must not import {imported or 'the top level'}"
+    return f"loads {imported} before it is used" if imported in LAZY and eager else ""
+
+
+def _outside(tree: str, importer: str, target: str, eager: bool) -> str:
+    """What is wrong with an import from another tree or library; "" if nothing is."""
+    name = target.partition(".")[0]
+    if name in sys.stdlib_module_names:
+        return ""
+    if tree == TORCH and name == PACKAGE:
+        allowed = importer == ON_JAX or f"{target}.".startswith(f"{PACKAGE}.topology.")
+        return "" if allowed else f"{TORCH} may import {PACKAGE}.topology, not {target}"
+    if tree == PACKAGE and importer in ONLY:
+        return "" if name == "numpy" else f"is plain Python and NumPy, not {name}"
+    known = ON_JAX_DEPENDENCIES if importer == ON_JAX else TORCH_DEPENDENCIES
+    known = CORE_DEPENDENCIES if tree == PACKAGE else known
+    if importer in BEYOND_CORE - (set() if tree == PACKAGE else {"data"}) or not eager:
+        return ""
+    return "" if name in known else f"{name} is no dependency: import it where it is used"
 
 
 def floor_violations(root: Path) -> list[str]:
-    """Imports that climb, packages without a floor, and core modules that need an extra."""
-    source = root / PACKAGE
-    units = {p.stem for p in source.iterdir() if p.suffix == ".py" or (p / "__init__.py").exists()}
-    units.discard("__init__")
-    found = [f"{PACKAGE}/{u} has no floor: add it to FLOORS" for u in sorted(units - set(FLOORS))]
-    known = units | set(FLOORS)
-    for path in sorted(source.rglob("*.py")):
-        inside = path.relative_to(source).with_suffix("").parts
-        importer = _unit(inside, known)
-        if importer != TOP_LEVEL and importer not in FLOORS:
-            continue
-        for line, target, eager in imports_of(path, root):
-            where = f"{path.relative_to(root)}:{line}"
-            who = importer or "the top level"
-            name, *rest = target.split(".")
-            if name == PACKAGE:
-                imported = _unit(tuple(rest), known)
-                if imported in units - set(FLOORS):
-                    continue
-                if climbs(importer, imported):
-                    found.append(f"{where} {who} must not import {target}")
-                if importer == TOP_LEVEL and imported == API and eager:
-                    found.append(f"{where} {who} must not load {API} before a name is used")
-                if importer == "topology" and imported != "topology":
-                    found.append(f"{where} topology stands alone and must not import {target}")
-            elif name in sys.stdlib_module_names:
-                continue
-            elif importer in JAX_FREE and name != "numpy":
-                found.append(f"{where} {who} is plain Python and NumPy, not {name}")
-            elif importer not in BEYOND_CORE and eager and name not in CORE_DEPENDENCIES:
-                found.append(f"{where} {name} is not a core dependency: import it where it is used")
-    return found
-
-
-def torch_compat_violations(root: Path) -> list[str]:
-    """Imports in `torch_compat/` that climb, or reach beyond torch and `jaxslowmo.topology`.
-
-    `on_jax` alone may reach further, and only what is not eager may reach it.
-    """
-    source = root / "torch_compat"
+    """Imports that climb, units without a floor, and imports of what is not installed."""
     found = []
-    for path in sorted(source.rglob("*.py")):
-        importer = _torch_unit(path.relative_to(source).with_suffix("").parts)
-        where = path.relative_to(root)
-        if importer not in TORCH_FLOORS:
-            found.append(f"{where} torch_compat/{importer} has no floor: add it to TORCH_FLOORS")
-            continue
-        for line, target, eager in imports_of(path, root):
+    for tree, floors in zip(TREES, (FLOORS, TORCH_FLOORS), strict=True):
+        units = {_unit(root, tree, (p.stem,)) for p in (root / tree).iterdir() if p.stem[0] != "."}
+        units = {u for u in units if not u.startswith("__py")} - {"py"}
+        found += [f"{tree}/{unit} has no floor" for unit in sorted(units - floors.keys())]
+        for path, (line, target, eager) in imports_of(root, tree):
+            importer = _unit(root, tree, path.relative_to(root / tree).with_suffix("").parts)
             name, *rest = target.split(".")
-            on_jax = importer == TORCH_ON_JAX
-            known = TORCH_ON_JAX_DEPENDENCIES if on_jax else TORCH_DEPENDENCIES
-            foreign = name not in sys.stdlib_module_names | known
-            if name == "torch_compat":
-                imported = _torch_unit(tuple(rest))
-                lower = TORCH_FLOORS[imported] < TORCH_FLOORS[importer]
-                if importer != imported and not lower:
-                    found.append(f"{where}:{line} {importer} must not import {target}")
-                elif imported == TORCH_ON_JAX != importer and eager:
-                    found.append(f"{where}:{line} loads {imported} before it is used")
-            elif name == PACKAGE:
-                if not on_jax and not f"{target}.".startswith(f"{PACKAGE}.topology."):
-                    allowed = f"{PACKAGE}.topology"
-                    found.append(f"{where}:{line} torch_compat may import {allowed}, not {target}")
-            elif foreign and eager and importer != "examples":
-                found.append(f"{where}:{line} torch_compat{'.on_jax' * on_jax} has no {name}")
+            if importer not in floors:
+                continue
+            if name == tree:
+                wrong = _inside(floors, importer, _unit(root, tree, tuple(rest)), eager)
+            else:
+                wrong = _outside(tree, importer, target, eager)
+            if wrong:
+                found.append(f"{path.relative_to(root)}:{line} {wrong} ({target})")
     return found
-
-
-def _torch_unit(parts: tuple[str, ...]) -> str:
-    """The unit that `torch_compat.<parts>` belongs to."""
-    if not parts or parts[0] == "__init__":
-        return TOP_LEVEL
-    folder_or_file = parts[0]
-    # A name of `torch_compat/__init__.py`, such as `torch_compat.TPUManager`.
-    return folder_or_file if len(parts) > 1 or not folder_or_file[0].isupper() else TOP_LEVEL

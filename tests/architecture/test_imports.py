@@ -1,76 +1,106 @@
-"""No circles of imports, and no imports of what is private to another package."""
+"""Packages import from lower floors, what is public, in no circles, and what the core installs."""
 
+import re
 from pathlib import Path
 
 import pytest
 
-from architecture import imports
-from architecture.small_tree import make_tree
+from architecture.floors import FLOORS, floor_violations
+from architecture.imports import PACKAGE, circle_violations, privacy_violations
 
 ROOT = Path(__file__).parents[2]
+CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+# A small repository that keeps every rule, to be broken in one place.
+CLEAN = {
+    "jaxslowmo/__init__.py": "from . import topology\ndef f():\n    from . import _api",
+    "jaxslowmo/__main__.py": "from jaxslowmo.cli import main",
+    "jaxslowmo/_api.py": "from .mesh import make as make",
+    "jaxslowmo/_support/types.py": "import jax",
+    "jaxslowmo/tree/__init__.py": "from ._x import f as f",
+    "jaxslowmo/tree/_x.py": "import jax\nfrom .._support.types import T\nfrom . import _y",
+    "jaxslowmo/tree/_y.py": "",
+    "jaxslowmo/topology/__init__.py": "import numpy",
+    "jaxslowmo/mesh/__init__.py": "",
+    "jaxslowmo/mesh/_b.py": "from jaxslowmo.tree import f, __all__\nfrom .. import topology",
+    "jaxslowmo/train/__init__.py": "def save():\n    import orbax.checkpoint",
+    "jaxslowmo/cli/__init__.py": "import typer\nimport jaxslowmo as js",
+    "torch_compat/__init__.py": "if TYPE_CHECKING:\n    from . import on_jax",
+    "torch_compat/manager.py": "import torch\nfrom jaxslowmo.topology import ring",
+    "torch_compat/on_jax/__init__.py": "import torchax.tensor\nimport jaxslowmo as js",
+    "torch_compat/on_jax/_a.py": "",
+}
 
 
-def test_no_files_import_each_other():
-    assert imports.circle_violations(ROOT) == []
+def violations(root: Path) -> list[str]:
+    return [*floor_violations(root), *circle_violations(root), *privacy_violations(root)]
 
 
-def test_packages_use_what_others_offer():
-    assert imports.privacy_violations(ROOT) == []
+def made(root: Path, files: dict[str, str]) -> Path:
+    for name, text in (CLEAN | files).items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    return root
+
+
+def test_the_project_keeps_the_rules():
+    assert violations(ROOT) == []
 
 
 def test_a_clean_tree_has_no_violations(tmp_path):
-    root = make_tree(tmp_path, {})
-    assert imports.circle_violations(root) == []
-    assert imports.privacy_violations(root) == []
+    assert violations(made(tmp_path, {})) == []
 
 
 @pytest.mark.parametrize(
-    "text",
+    ("name", "text", "message"),
     [
-        "from ._x import f",
-        "from . import _x",
-        "from . import f",
-        "import jaxslowmo.tree._x",
-        "from jaxslowmo.tree import f",
-        "def g():\n    from ._x import f",
-        "if TYPE_CHECKING:\n    from ._x import f",
-        "from ._z import g",
+        ("jaxslowmo/tree/_x.py", "def f():\n    import jaxslowmo.mesh", "_x.py:2 tree must not"),
+        ("jaxslowmo/tree/_y.py", "from .. import __version__", "tree must not import the top"),
+        ("jaxslowmo/tree/_y.py", "from ..topology import ring", "tree must not import topology"),
+        ("jaxslowmo/mesh/sub/_b.py", "from ...train import x", "mesh must not import train"),
+        ("jaxslowmo/__init__.py", "from .mesh import make", "the top level must not import mesh"),
+        ("jaxslowmo/__init__.py", "from ._api import f", "loads _api before it is used"),
+        ("jaxslowmo/__init__.py", "import jax", "plain Python and NumPy, not jax"),
+        ("jaxslowmo/cli/_a.py", "from .._api import make", "cli must not import _api"),
+        ("jaxslowmo/_api.py", "from .cli import main as main", "_api must not import cli"),
+        ("jaxslowmo/gossip/__init__.py", "", "jaxslowmo/gossip has no floor"),
+        ("jaxslowmo/_helpers.py", "", "jaxslowmo/_helpers has no floor"),
+        ("jaxslowmo/topology/_g.py", "def f():\n    import jax", "plain Python and NumPy, not jax"),
+        ("jaxslowmo/topology/_g.py", "from .._support.types import T", "topology must not import"),
+        ("jaxslowmo/train/_c.py", "import orbax.checkpoint", "orbax is no dependency"),
+        ("torch_compat/data.py", "import jaxslowmo", "jaxslowmo.topology, not jaxslowmo"),
+        ("torch_compat/data.py", "import jax", "jax is no dependency"),
+        ("torch_compat/data.py", "from . import manager", "data must not import manager"),
+        ("torch_compat/worker.py", "from torch_compat import TPUManager", "worker must not import"),
+        ("torch_compat/_a.py", "", "torch_compat/_a has no floor"),
+        ("torch_compat/on_jax/_a.py", "import torch_xla", "torch_xla is no dependency"),
+        ("torch_compat/manager.py", "from . import on_jax", "loads on_jax before it is used"),
+        # Circles: imports for types, inside of functions and ways around count.
+        ("jaxslowmo/tree/_y.py", "if TYPE_CHECKING:\n    from ._x import f", "tree/_x.py <- jax"),
+        ("jaxslowmo/tree/_y.py", "def g():\n    from . import f", "tree/__init__.py"),
+        ("jaxslowmo/mesh/_b.py", "from ..tree._x import f", "f is private to jaxslowmo.tree"),
+        ("jaxslowmo/mesh/_b.py", "def g():\n    import jaxslowmo.tree._x", "_x is private to"),
+        ("torch_compat/manager.py", "from .on_jax._a import f", "private to torch_compat.on_jax"),
     ],
-)
-def test_a_circle_is_found(tmp_path, text):
-    """`_x` imports `_y`; imports for types, those inside of functions and ways around count."""
-    files = {"jaxslowmo/tree/_y.py": text, "jaxslowmo/tree/_z.py": "from ._x import f"}
-    found = imports.circle_violations(make_tree(tmp_path, files))
-    assert len(found) == 1, found
-    assert "jaxslowmo/tree/_x.py -> jaxslowmo/tree/_y.py" in found[0]
+)  # fmt: skip
+def test_a_violation_is_found(tmp_path, name, text, message):
+    found = violations(made(tmp_path, {name: text}))
+    assert any(message in line for line in found), found
 
 
-def test_each_circle_is_told_once(tmp_path):
-    files = {"torch_compat/a.py": "from . import b", "torch_compat/b.py": "from . import a"}
-    assert imports.circle_violations(make_tree(tmp_path, files)) == [
-        "a circle: torch_compat/a.py -> torch_compat/b.py -> torch_compat/a.py"
-    ]
+def test_contributing_has_the_table_of_the_floors():
+    rows = re.findall(r"^\| (-?\d+) \| `(\w+)(?:\.py)?` \| \S.*\|$", CONTRIBUTING, re.MULTILINE)
+    packages = {path.parent.name for path in (ROOT / PACKAGE).glob("*/__init__.py")} | {"_api"}
+    assert {name: int(floor) for floor, name in rows} == {name: FLOORS[name] for name in packages}
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "target"),
-    [
-        ("jaxslowmo/mesh/_b.py", "from ..tree._x import f", "jaxslowmo.tree._x.f"),
-        ("jaxslowmo/mesh/_b.py", "from ..tree import _x", "jaxslowmo.tree._x"),
-        ("jaxslowmo/mesh/_b.py", "def g():\n    import jaxslowmo.tree._x", "jaxslowmo.tree._x"),
-        ("jaxslowmo/mesh/sub/_b.py", "from ...tree._x import f", "jaxslowmo.tree._x.f"),
-        ("jaxslowmo/_api.py", "from .tree._x import f", "jaxslowmo.tree._x.f"),
-        ("torch_compat/a.py", "from jaxslowmo.tree._x import f", "jaxslowmo.tree._x.f"),
-        ("torch_compat/a.py", "from .sub._x import f", "torch_compat.sub._x.f"),
-    ],
-)
-def test_a_private_import_is_found(tmp_path, name, text, target):
-    root = make_tree(tmp_path, {name: text, "torch_compat/sub/__init__.py": ""})
-    (found,) = imports.privacy_violations(root)
-    assert f"{target} is private to {target.partition('._')[0]}" in found
-
-
-def test_what_is_private_to_a_package_is_open_to_its_folders(tmp_path):
-    files = {"jaxslowmo/tree/sub/_a.py": "from .._x import f", "jaxslowmo/_api.py": "import jax"}
-    files["jaxslowmo/mesh/_b.py"] = "from .._support.types import T\nfrom ..tree import __all__"
-    assert imports.privacy_violations(make_tree(tmp_path, files)) == []
+def test_contributing_names_files_that_are_there():
+    # In backticks, with a slash, and not the placeholder of a name.
+    named = re.findall(r"`([\w.]+(?:/[\w.]+)+/?|[\w]+/)`", CONTRIBUTING)
+    assert len(named) > 30
+    # Folders of packages are named without the package in the table.
+    assert [
+        place
+        for place in {*named} - {"site/"}
+        if not (ROOT / place).exists() and not list((ROOT / PACKAGE).glob(f"*/{place}"))
+    ] == []

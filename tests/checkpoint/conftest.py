@@ -2,13 +2,12 @@
 
 import pytest
 
-import jaxslowmo as js
 from checkpoint.runs import MODEL_STATE, PARAMS, make_step
 
 
 @pytest.fixture(scope="module")
 def step():
-    return make_step("local_sgd", js.virtual_mesh({"replica": 2}))
+    return make_step("local_sgd", 2)
 
 
 @pytest.fixture(scope="module")

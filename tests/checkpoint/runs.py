@@ -1,7 +1,9 @@
 """Small training steps whose states are saved, and functions that compare states."""
 
+import json
 import zlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -33,9 +35,7 @@ SYNCS: dict[str, Callable[[], js.ParameterTransform | None]] = {
         "replica", base=js.sgp("replica"), sync_every=PERIOD, exact_average=False
     ),
     "diloco": lambda: js.diloco("replica", sync_every=PERIOD, outer_optimizer=optax.adam(0.1)),
-    "two levels": lambda: js.hierarchical_local_sgd(
-        {"device": 2, ("node", "device"): PERIOD},
-    ),
+    "two levels": lambda: js.hierarchical_local_sgd({"device": 2, ("node", "device"): PERIOD}),
 }
 
 
@@ -54,6 +54,7 @@ def make_step(
     sync: js.ParameterTransform | None = None,
     optimizer: optax.GradientTransformation | None = None,
 ) -> js.TrainStep:
+    """A step on a mesh, or on so many virtual replicas."""
     axis = ("node", "device") if name == "two levels" else "replica"
     reduced = js.all_reduce_gradients(axis, hook=js.hooks.int8(error_feedback=True))
     return js.make_train_step(
@@ -61,7 +62,7 @@ def make_step(
         optimizer or optax.adamw(1e-2),
         sync=sync or SYNCS[name](),
         gradients=reduced if name == "all_reduce" else None,
-        mesh=mesh,
+        mesh=js.virtual_mesh({"replica": mesh}) if isinstance(mesh, int) else mesh,
         axis_name=axis,
         mode=mode,
         model_state="local",
@@ -97,3 +98,13 @@ def checksum_by_replica(state: Any) -> dict[int, int]:
             data = np.ascontiguousarray(shard.data).tobytes()
             sums[replica] = zlib.crc32(data, sums.get(replica, 0))
     return dict(sorted(sums.items()))
+
+
+def rewrite_record(checkpoint: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """Change the record of a checkpoint, and its checksum with it."""
+    path = checkpoint / "record" / "metadata"
+    value = json.loads(path.read_text())
+    change(value)
+    content = {k: v for k, v in value.items() if k not in ("jaxslowmo_checkpoint", "crc32")}
+    value["crc32"] = zlib.crc32(json.dumps(content, sort_keys=True).encode())
+    path.write_text(json.dumps(value))

@@ -1,128 +1,134 @@
-"""Files that are missing, cut short or changed: an error or the same bits, never other ones."""
+"""Whatever file is missing, cut, changed or old: an error or the same bits, never other ones."""
 
-from pathlib import Path
+import warnings
 
+import hypothesis.strategies as st
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from etils import epath
+from hypothesis import given, settings
 
-import jaxslowmo as js
-from checkpoint.runs import MODEL_STATE, PARAMS, batch, leaf_bytes, make_step, on_host
-from jaxslowmo.checkpoint import CheckpointError, Checkpoints
+from checkpoint.runs import MODEL_STATE, PARAMS, batch, leaf_bytes, make_step
+from jaxslowmo.checkpoint import CheckpointError, Checkpoints, _arrays
 from jaxslowmo.checkpoint._arrays import host_print, prints_of
-from jaxslowmo.checkpoint._restore import Template, finished, read
 
-DAMAGES = {
-    "deleted": lambda data: None,
-    "empty": lambda data: b"",
-    "half": lambda data: data[: len(data) // 2],
-    "one bit": lambda data: (
-        data[: len(data) // 2] + bytes([data[len(data) // 2] ^ 16]) + data[len(data) // 2 + 1 :]
-    ),
-}
+
+def restored(folder, step, **options):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = Checkpoints(folder).restore(step, PARAMS, model_state=MODEL_STATE, **options)
+    said = [w.filename for w in caught if "Using the checkpoint" in str(w.message)]
+    return found.step, leaf_bytes(found.state), said
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """A folder with steps 1, 2, 3, the training step, and its state after each."""
+    """A folder with steps 1, 2, 3; steps of 2 and 3 replicas, and what they restore of each."""
     folder = tmp_path_factory.mktemp("checkpoints")
-    step = make_step("diloco", js.virtual_mesh({"replica": 2}))
-    state = step.init(PARAMS, model_state=MODEL_STATE)
-    states = {}
+    steps = {replicas: make_step("diloco", replicas) for replicas in (2, 3)}
+    state, known = steps[2].init(PARAMS, model_state=MODEL_STATE), {}
     with Checkpoints(folder) as checkpoints:
         for t in (1, 2, 3):
-            state, _ = step(state, batch(t, 2))
-            checkpoints.save(t, state)
-            states[t] = leaf_bytes(state)
-    return folder, step, states
+            state, _ = steps[2](state, batch(t, 2))
+            checkpoints.save(t, state, wait=True)
+            known[2, t] = leaf_bytes(state)
+            known[3, t] = restored(folder, steps[3])[1]
+    return folder, steps, known
 
 
-def damage(file: Path, how: str) -> None:
-    data = DAMAGES[how](file.read_bytes())
-    file.unlink()
-    if data is not None:
-        file.write_bytes(data)
-
-
-def files_of(folder: Path) -> list[Path]:
+def files_of(folder):
     return sorted(path for path in folder.rglob("*") if path.is_file())
 
 
-@pytest.mark.parametrize("replicas", [2, 3])
-def test_no_damage_passes_for_a_checkpoint(saved, replicas):
-    folder, step, states = saved
-    if replicas != 2:
-        step = make_step("diloco", js.virtual_mesh({"replica": replicas}))
-    template = Template(step, PARAMS, MODEL_STATE, 0)
-    path = epath.Path(folder / "3")
-    undamaged = leaf_bytes(finished(read(path, template))[0])
-    assert (undamaged == states[3]) == (replicas == 2)
-    errors = 0
-    for file in files_of(folder / "3"):
-        for how in DAMAGES:
-            before = file.read_bytes()
-            damage(file, how)
-            try:
-                found = finished(read(path, template))
-            except CheckpointError:
-                errors += 1
-            else:
-                assert leaf_bytes(found[0]) == undamaged, (file, how)
-            finally:
-                file.write_bytes(before)
-    assert errors >= 3 * 4  # record, manifest, data; the manifest's node may lie with the data
+def damaged(data, how, at, older):
+    """The bytes of a damaged file, whose length may be 0; None if it is gone."""
+    place = int(at * max(len(data) - 1, 0))
+    if how == "one bit":
+        return data[:place] + bytes([data[place] ^ 16]) + data[place + 1 :] if data else data
+    return {"gone": None, "cut": data[:place], "of an older one": older}[how]
 
 
-def test_the_previous_one_is_used_if_asked(saved):
-    folder, step, states = saved
-    record = folder / "3" / "record" / "metadata"
-    checkpoints = Checkpoints(folder)
-    arguments = (step, PARAMS)
+@settings(max_examples=100)
+@given(st.data())
+def test_no_damage_passes_for_a_checkpoint(saved, data):
+    folder, steps, known = saved
+    file = data.draw(st.sampled_from(files_of(folder / "3")))
+    how = data.draw(st.sampled_from(["gone", "cut", "one bit", "of an older one"]))
+    replicas = data.draw(st.sampled_from([2, 3]))
+    fallback = data.draw(st.booleans())
+    before, twin = file.read_bytes(), folder / "2" / file.relative_to(folder / "3")
+    older = twin.read_bytes() if twin.exists() else None
+    after = damaged(before, how, data.draw(st.floats(0, 1)), older)
+    file.unlink()
+    if after is not None:
+        file.write_bytes(after)
     try:
-        damage(record, "half")
-        said = r"no JSON.*`fallback=True` takes that of step 2"
-        with pytest.raises(CheckpointError, match=said) as raised:
-            checkpoints.restore(*arguments, model_state=MODEL_STATE)
-        assert raised.value.older_step == 2
-        with pytest.warns(UserWarning, match=r"/3 is damaged.*Using the checkpoint of step 2"):
-            found = checkpoints.restore(*arguments, model_state=MODEL_STATE, fallback=True)
-        assert (found.step, leaf_bytes(found.state)) == (2, states[2])
-        damage(folder / "2" / "state" / "manifest.ocdbt", "half")
-        with pytest.warns(UserWarning, match="damaged") as warned:
-            found = checkpoints.restore(*arguments, model_state=MODEL_STATE, fallback=True)
-        assert [w.filename for w in warned] == [__file__] * 2
-        assert (found.step, leaf_bytes(found.state)) == (1, states[1])
-        # The next save sets aside what could not be read; a later resume does not meet it again.
-        state = found.state
-        state, _ = step(state, batch(2, 2))
-        checkpoints.save(2, state, wait=True)
-        assert checkpoints.steps() == (1, 2)
-        assert (folder / "3.set-aside").exists()
-        assert (
-            leaf_bytes(checkpoints.restore(*arguments, model_state=MODEL_STATE).state) == states[2]
-        )
-        record = folder / "1" / "record" / "metadata"
-        damage(record, "deleted")
-        damage(folder / "2" / "record" / "metadata", "deleted")
-        with (
-            pytest.warns(UserWarning, match="Using the checkpoint of step 1"),
-            pytest.raises(CheckpointError, match="/1 has no file record/metadata"),
-        ):
-            checkpoints.restore(*arguments, model_state=MODEL_STATE, fallback=True)
+        step, found, said = restored(folder, steps[replicas], fallback=fallback)
+    except CheckpointError as error:
+        assert not fallback
+        assert error.older_step == 2  # noqa: PT017
+    else:
+        assert found == known[replicas, step]
+        assert said == [__file__] * (3 - step)
+        assert step == 3 or fallback
     finally:
-        checkpoints.close()
+        file.write_bytes(before)
 
 
-@pytest.mark.parametrize(
-    "dtype", ["float32", "bfloat16", "float64", "complex64", "int8", "bool", "uint32", "float16"]
-)
-def test_fingerprints_of_host_and_device_agree(dtype):
-    with np.errstate(all="ignore"):
-        x = np.random.default_rng(0).normal(size=(3, 7)) * 100
-    with jax.enable_x64(dtype == "float64"):
-        on_device = jax.numpy.asarray(x).astype(dtype)
-        assert prints_of([on_device, on_device[:, :0]]) == [
-            host_print(on_host(on_device)),
-            [0, 0],
-        ]
+def test_what_cannot_be_read_is_set_aside_by_the_next_save(saved):
+    folder, steps, known = saved
+    checkpoints, arguments = Checkpoints(folder), (steps[2], PARAMS)
+    for t in (3, 2):
+        (folder / str(t) / "record" / "metadata").write_text("{")
+    assert checkpoints.extra(fallback=True) == {}
+    with pytest.raises(CheckpointError, match="3"):
+        checkpoints.extra()
+    with pytest.warns(UserWarning, match="damaged") as warned:
+        found = checkpoints.restore(*arguments, model_state=MODEL_STATE, fallback=True)
+    assert ["step 2" in str(w.message) for w in warned] == [True, False]
+    assert (found.step, leaf_bytes(found.state)) == (1, known[2, 1])
+    state, _ = steps[2](found.state, batch(2, 2))
+    checkpoints.save(2, state, wait=True)
+    assert checkpoints.steps() == (1, 2)
+    assert (folder / "3.set-aside").exists()
+    assert restored(folder, steps[2])[:2] == (2, known[2, 2])
+    for t in (1, 2):
+        (folder / str(t) / "record" / "metadata").unlink()
+    with (
+        pytest.warns(UserWarning, match="step 1"),
+        pytest.raises(CheckpointError, match="/1 ") as raised,
+    ):
+        checkpoints.restore(*arguments, model_state=MODEL_STATE, fallback=True)
+    assert raised.value.older_step is None
+
+
+SHAPES = [(), (1,), (3, 5), (0, 3)]
+DTYPES = [
+    *("float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "float4_e2m1fn"),
+    *("complex64", "bool", "int8", "uint8", "int16", "int32", "uint32", "int4", "uint4"),
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_fingerprints_of_host_and_device_agree(dtype, monkeypatch):
+    """In chunks of any size, and without a warning when sums wrap around."""
+    random = np.random.default_rng(0)
+    arrays = []
+    for shape in SHAPES:
+        x = random.normal(size=shape)
+        whole = np.abs(7 * x) % 7 if "int" in dtype else x  # within the range of each
+        imaginary = 1j * random.normal(size=shape) if dtype == "complex64" else 0
+        kind = jnp.complex64 if dtype == "complex64" else jnp.float32
+        arrays.append(jnp.asarray(whole + imaginary, kind).astype(dtype))
+    for chunk in (_arrays._CHUNK, 4):
+        monkeypatch.setattr(_arrays, "_CHUNK", chunk)
+        assert [host_print(np.asarray(x)) for x in arrays] == prints_of(arrays)
+
+
+def test_fingerprints_are_those_that_older_checkpoints_hold():
+    x = np.random.default_rng(0).normal(size=3 << 20).astype(np.float32)
+    assert host_print(x) == [2149482881, 3123539245]
+    with jax.enable_x64(True):
+        for x in (np.arange(15.0).reshape(3, 5) / 3, np.arange(-7, 8)):
+            assert [host_print(x)] == prints_of([jnp.asarray(x)])

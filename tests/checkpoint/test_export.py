@@ -1,5 +1,7 @@
 """The consensus model on disk."""
 
+import json
+
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
@@ -21,6 +23,7 @@ MEAN = {
     "layers": [{"w": np.arange(3.0, 9.0, dtype=np.float32)}],
     "scale": np.array([2.0, 3.5], jax.numpy.bfloat16),
 }
+MESH = js.virtual_mesh({"replica": 2})
 
 
 def same(a, b) -> None:
@@ -28,58 +31,38 @@ def same(a, b) -> None:
     assert [x.dtype for x in jax.tree.leaves(a)] == [x.dtype for x in jax.tree.leaves(b)]
 
 
-def test_it_comes_back_and_others_can_read_it(tmp_path):
-    mesh, path = js.virtual_mesh({"replica": 2}), tmp_path / "model"
-    export_consensus(path, jax.tree.map(lambda x: x * 0, PARAMS), mesh=mesh)
-    export_consensus(path, PARAMS, mesh=mesh, extra={"step": 7})  # replaces it
+def test_it_comes_back_and_others_can_read_it_and_damage_is_noticed(tmp_path):
+    path = tmp_path / "model"
+    for name in ("model.7.orbax-checkpoint-tmp", "other.7.orbax-checkpoint-tmp"):
+        (tmp_path / name / "state").mkdir(parents=True)  # as interrupted exports leave it
+    export_consensus(path, jax.tree.map(lambda x: x * 0, PARAMS), mesh=MESH)
+    assert consensus_extra(path) == {}
+    export_consensus(path, PARAMS, mesh=MESH, extra={"step": 7})  # replaces it
+    assert {x.name for x in tmp_path.iterdir()} == {"model", "other.7.orbax-checkpoint-tmp"}
     assert consensus_extra(path) == {"step": 7}
     same(load_consensus(path), MEAN)
     same(load_consensus(path, like=MEAN), MEAN)
     same(dict(ocp.PyTreeCheckpointer().restore(path / "state")), MEAN)
 
-
-def test_what_an_interrupted_one_left_is_removed(tmp_path):
-    for name in ("model.7.orbax-checkpoint-tmp", "other.7.orbax-checkpoint-tmp"):
-        (tmp_path / name / "state").mkdir(parents=True)
-    export_consensus(tmp_path / "model", PARAMS, mesh=js.virtual_mesh({"replica": 2}))
-    left = {path.name for path in tmp_path.iterdir()}
-    assert left == {"model", "other.7.orbax-checkpoint-tmp"}
-
-
-def test_shares_weigh_the_replicas(tmp_path):
-    mesh = js.virtual_mesh({"replica": 2})
-    shares = [(np.array([3, 1], np.float32), None), (np.array([0, 4], np.float32), PARAMS)]
-    export_consensus(tmp_path / "model", PARAMS, mesh=mesh, shares=shares)
-    weights = np.array([3, 5]) / 8
-    expected = {
-        "layers": [{"w": np.tensordot(weights, PARAMS["layers"][0]["w"], 1).astype(np.float32)}],
-        "scale": np.array([2.25, 3.875], jax.numpy.bfloat16),
-    }
-    same(load_consensus(tmp_path / "model"), expected)
-
-
-def test_what_is_refused(tmp_path):
-    mesh, path = js.virtual_mesh({"replica": 2}), tmp_path / "model"
-    with pytest.raises(CheckpointError, match="no model that export_consensus wrote"):
-        load_consensus(path)
-    path.mkdir()
-    (path / "thesis.tex").write_text("")
-    with pytest.raises(CheckpointError, match="no model that export_consensus wrote"):
-        export_consensus(path, PARAMS, mesh=mesh)
-    assert (path / "thesis.tex").exists()
-    path = tmp_path / "other"
-    export_consensus(path, PARAMS, mesh=mesh)
-    like = {**MEAN, "scale": np.ones(3, np.float32)}
-    with pytest.raises(CheckpointError, match=r"another model than `like`.*'scale', \[2\]"):
-        load_consensus(path, like=like)
+    record = path / "record" / "metadata"
+    value = json.loads(record.read_text())
+    for change in ({"jaxslowmo_consensus": 2}, {"prints": value["prints"][::-1]}):
+        record.write_text(json.dumps(value | change))
+        with pytest.raises(CheckpointError, match=r"format 2|is damaged"):
+            load_consensus(path)
+    record.write_text(json.dumps(value))
     file = max((p for p in path.rglob("d/*")), key=lambda p: p.stat().st_size)
     file.write_bytes(file.read_bytes()[:-20])
     with pytest.raises(CheckpointError, match="damaged"):
         load_consensus(path)
 
 
-def test_leaves_without_elements_are_named(tmp_path):
-    """Orbax cannot store them, and the disk is not to blame."""
-    params = {**PARAMS, "head": {"b": np.zeros((2, 0, 3), np.float32)}}
-    with pytest.raises(ValueError, match=r"leaves of size 0: head/b\. Leave them out"):
-        export_consensus(tmp_path / "model", params, mesh=js.virtual_mesh({"replica": 2}))
+def test_shares_weigh_the_replicas(tmp_path):
+    shares = [(np.array([3, 1], np.float32), None), (np.array([0, 4], np.float32), PARAMS)]
+    export_consensus(tmp_path / "model", PARAMS, mesh=MESH, shares=shares)
+    weights = np.array([3, 5]) / 8
+    expected = {
+        "layers": [{"w": np.tensordot(weights, PARAMS["layers"][0]["w"], 1).astype(np.float32)}],
+        "scale": np.array([2.25, 3.875], jax.numpy.bfloat16),
+    }
+    same(load_consensus(tmp_path / "model"), expected)

@@ -67,10 +67,8 @@ class Placed(Run):
         self.mesh = js.virtual_mesh(axes) if place == "virtual" else mesh_of(axes)
         self.params = PARAMS
         if place != "virtual":
-            self.params = {
-                name: jax.device_put(x, NamedSharding(self.mesh, specs[name]))
-                for name, x in PARAMS.items()
-            }
+            lie = {name: NamedSharding(self.mesh, specs[name]) for name in PARAMS}
+            self.params = jax.device_put(PARAMS, lie)
         self.step = js.make_train_step(
             loss, optax.adam(1e-2), sync=SYNCS[sync](specs), mesh=self.mesh, mode="traced"
         )
@@ -111,6 +109,7 @@ MOVES = [
 USUAL = [
     ("fsdp", "turned", "slowmo"),  # the same mesh and shapes, and another layout
     ("one device", "fsdp", "diloco"),
+    ("fsdp", "four replicas", "slowmo"),
 ]
 
 
@@ -149,7 +148,7 @@ def test_what_does_not_tell_how_it_was_cut_is_refused_where_that_matters(mesh_of
         assert checkpoints.restore(run.step, run.params).is_exact
         for place in ("turned", "both", "one device"):
             other = Placed(place, "slowmo", mesh_of)
-            with pytest.raises(CheckpointError, match=r"does not record how the anchor.*over fsdp"):
+            with pytest.raises(CheckpointError, match=r"anchor.*fsdp"):
                 checkpoints.restore(other.step, other.params)
         # A step's own state tells, and so does one that was restored.
         checkpoints.save(1, checkpoints.restore(run.step, run.params).state, wait=True)
@@ -157,40 +156,28 @@ def test_what_does_not_tell_how_it_was_cut_is_refused_where_that_matters(mesh_of
         jax.tree.map(np.testing.assert_array_equal, turned.values(found.state), run.values(state))
 
 
-def test_without_shards_nothing_needs_to_be_known(mesh_of, tmp_path):
+@pytest.mark.parametrize("keeps_shards", [False, True])
+def test_leaves_lie_as_their_types_or_arrays_tell(keeps_shards, tmp_path):
+    """Without shards nothing needs to be known; Explicit axes tell how a transform cuts its own."""
+    kind = jax.sharding.AxisType.Explicit if keeps_shards else jax.sharding.AxisType.Auto
+    mesh = jax.make_mesh((2, 4), ("replica", "fsdp"), axis_types=(kind,) * 2)
+    sync = slowmo(None) if keeps_shards else js.local_sgd("replica", sync_every=2)
+
     def make(specs):
-        mesh = mesh_of({"replica": 2, "fsdp": 4})
-        sync = js.local_sgd("replica", sync_every=2)
         step = js.make_train_step(loss, optax.adam(1e-2), sync=sync, mesh=mesh)
-        lie = {k: jax.device_put(x, NamedSharding(mesh, specs[k])) for k, x in PARAMS.items()}
-        return step, lie
-
-    step, params = make(FSDP)
-    state = step.init(params)
-    with Checkpoints(tmp_path) as checkpoints:
-        checkpoints.save(0, state._replace(step=state.step), wait=True)
-        found = checkpoints.restore(*make(TURNED))
-    assert found.state.params["in"].sharding.spec == P("replica", None, "fsdp")
-    for a, b in zip(*(jax.tree.leaves(on_host(s)) for s in (state, found.state)), strict=True):
-        np.testing.assert_array_equal(a, b)
-
-
-def test_axes_whose_types_tell_how_leaves_lie(tmp_path):
-    """A transform without specs cuts by the types of Explicit axes: other ones, another cut."""
-
-    def make(specs):
-        kinds = (jax.sharding.AxisType.Explicit,) * 2
-        mesh = jax.make_mesh((2, 4), ("replica", "fsdp"), axis_types=kinds)
-        step = js.make_train_step(loss, optax.adam(1e-2), sync=slowmo(None), mesh=mesh)
-        lie = {k: jax.device_put(x, NamedSharding(mesh, specs[k])) for k, x in PARAMS.items()}
-        return step, lie
+        return step, {
+            k: jax.device_put(x, NamedSharding(mesh, specs[k])) for k, x in PARAMS.items()
+        }
 
     (step, params), (turned, other) = make(FSDP), make(TURNED)
     state = step.init(params)
     with Checkpoints(tmp_path) as checkpoints:
-        checkpoints.save(0, state, wait=True)
+        checkpoints.save(0, state if keeps_shards else state._replace(step=state.step), wait=True)
         found = checkpoints.restore(turned, other).state
-    for one, its in ((step, state), (turned, found)):
+    assert found.params["in"].sharding.spec == P("replica", None, "fsdp")
+    for x, y in zip(*(jax.tree.leaves(on_host(s.params)) for s in (state, found)), strict=True):
+        np.testing.assert_array_equal(x, y)
+    for one, its in ((step, state), (turned, found)) if keeps_shards else ():
         anchor = js.read_anchor(one.sync, its.opt_state[-1], its.params, mesh=one.mesh)
         for name, x in PARAMS.items():
             np.testing.assert_array_equal(np.asarray(anchor[name])[0], x)

@@ -1,72 +1,82 @@
 """Two processes of two devices save; they, and one process of any devices, restore."""
 
 import ast
-import contextlib
 import os
-import socket
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import numpy as np
-import pytest
 
 from checkpoint.runs import MODEL_STATE, PARAMS, checksum_by_replica, make_step
 from jaxslowmo.checkpoint import Checkpoints, load_consensus
-from support.waiting import PATIENCE_SECONDS
+from support.pairs import two_processes
 
-SECONDS = PATIENCE_SECONDS
+PROGRAM = """
+import shutil, warnings
+from pathlib import Path
+from jax.sharding import NamedSharding, PartitionSpec as P
+import jaxslowmo as js
+from checkpoint.runs import MODEL_STATE, PARAMS, batch, checksum_by_replica, make_step
+from jaxslowmo.checkpoint import (CheckpointError, Checkpoints, _checkpoints as module,
+                                  export_consensus, load_consensus)
+from jaxslowmo.checkpoint._folder import UnreadableError
 
+warnings.simplefilter("error")
+folder, read = Path(__file__).parent / "run", module.read
+mesh = js.make_mesh({"replica": 4})
+step = make_step("slowmo over local_sgd", mesh)
+split = NamedSharding(mesh, P("replica"))
 
-def two_processes(folder: Path) -> list[dict[str, str]]:
-    """What both print, by the first word; both must finish within `SECONDS`."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    script = Path(__file__).with_name("process.py")
-    env = os.environ | {"PYTHONPATH": str(script.parents[1])}
-    outputs = [folder / f"out{rank}" for rank in range(2)]
-    errors = [folder / f"err{rank}" for rank in range(2)]
-    with contextlib.ExitStack() as files:
-        processes = [
-            subprocess.Popen(
-                [sys.executable, str(script), str(port), str(rank), str(folder / "run")],
-                stdin=subprocess.PIPE,
-                stdout=files.enter_context(outputs[rank].open("w")),
-                stderr=files.enter_context(errors[rank].open("w")),
-                env=env,
-            )
-            for rank in range(2)
-        ]
+def run(state, first, last, checkpoints=None):
+    for t in range(first, last + 1):
+        rows = batch(t, 4)
+        placed = jax.make_array_from_callback(rows.shape, split, lambda i, rows=rows: rows[i])
+        state, _ = step(state, placed)
+        if checkpoints is not None:
+            checkpoints.save(t, state, extra={"t": t})
+    return state
+
+def unreadable_sixth(path, *rest):
+    if path.name == "6":
+        raise UnreadableError("a broken cable")
+    return read(path, *rest)
+
+with Checkpoints(folder, keep=9) as checkpoints:
+    state = run(step.init(PARAMS, model_state=MODEL_STATE), 1, 5, checkpoints)
+    print("UNDISTURBED", checksum_by_replica(state))
+    found = checkpoints.restore(step, PARAMS, model_state=MODEL_STATE, step=3)
+    print("EXACT", found.is_exact, found.extra)
+    print("RESUMED", checksum_by_replica(run(found.state, 4, 5)))
     try:
-        deadline = time.monotonic() + SECONDS
-        while time.monotonic() < deadline and not all(
-            process.poll() is not None or "DONE" in out.read_text()
-            for process, out in zip(processes, outputs, strict=True)
-        ):
-            time.sleep(0.1)
-    finally:
-        for process in processes:
-            process.kill()
-            process.communicate()
-    for out, err in zip(outputs, errors, strict=True):
-        assert "DONE" in out.read_text(), f"{out.read_text()}\n{err.read_text()[-2000:]}"
-    lines = [[x.partition(" ") for x in out.read_text().splitlines()] for out in outputs]
-    return [{first: rest for first, _, rest in own} for own in lines]
+        checkpoints.restore(step, PARAMS, model_state=MODEL_STATE, step=99)
+    except CheckpointError as error:
+        print("MISSING", error)
+    # What one process cannot read, none of them takes.
+    if rank == 0:
+        shutil.copytree(folder / "5", folder / "6")
+    else:
+        module.read = unreadable_sixth
+    js.check_same_tree({})  # waits for the other
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = checkpoints.restore(step, PARAMS, model_state=MODEL_STATE, fallback=True)
+    print("FALLBACK", found.step, *(w.message for w in caught))
+    export_consensus(folder / "model", found.state.params, mesh=mesh)
+    print("MODEL", load_consensus(folder / "model")["w"].sum())
+"""
 
 
-@pytest.mark.usefixtures("quick_processes")
-def test_saved_by_two_processes(mesh_of, tmp_path):
+def test_saved_by_two_processes(mesh_of, tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", os.fspath(Path(__file__).parents[1]))
     written: dict[int, int] = {}
-    for rank, said in enumerate(two_processes(tmp_path)):
+    for rank, text in enumerate(two_processes(PROGRAM, tmp_path, devices=2)):
+        said = {line.partition(" ")[0]: line.partition(" ")[2] for line in text.splitlines()}
         assert said["EXACT"] == "True {'t': 3}"
         assert said["RESUMED"] == said["UNDISTURBED"]
-        assert (
-            "has no checkpoint of step 99: it has those of steps 1, 2, 3, 4, 5" in said["MISSING"]
-        )
+        assert "step 99" in said["MISSING"]
+        assert "1, 2, 3, 4, 5" in said["MISSING"]
         assert said["FALLBACK"].startswith("5 ")
-        assert ["not be read on another process", "a broken cable"][rank] in said["FALLBACK"]
+        assert ["another process", "a broken cable"][rank] in said["FALLBACK"]
+        assert np.isfinite(float(said["MODEL"]))
         own = ast.literal_eval(said["UNDISTURBED"])
         assert list(own) == [2 * rank, 2 * rank + 1]
         written |= own

@@ -1,13 +1,12 @@
-"""The command line in this process, with a tiny preset."""
+"""`call("train --steps 5 --out", folder)`, and text to train on."""
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 
-from jaxslowmo.cli import main
-from jaxslowmo.models import GPT_PRESETS
+from cli.commands import run, write_text
 
 
 class Outcome(NamedTuple):
@@ -21,33 +20,29 @@ class Outcome(NamedTuple):
         lines = [line.strip("│ ") for line in self.out.splitlines() if line.startswith("│")]
         return [[part.strip() for part in line.split("│")] for line in lines]
 
+    def is_refused(self, *parts: object) -> None:
+        """Fail unless all that was said is one line on stderr with these parts, and the code 2."""
+        assert (self.code, self.out, self.err.count("\n")) == (2, "", 1), self
+        assert self.err.startswith("error: ")
+        assert [part for part in parts if str(part) not in self.err] == [], self.err
+
 
 @pytest.fixture
 def call(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> Callable[..., Outcome]:
-    """`call("train", "--steps", 5)`: runs the command line here, with a tiny demo preset."""
     monkeypatch.chdir(tmp_path)  # without --out it makes a folder where it stands
-    monkeypatch.setitem(GPT_PRESETS, "demo", GPT_PRESETS["tiny"])
     monkeypatch.setenv("COLUMNS", "100")
 
-    def run(*argv: Any) -> Outcome:
-        code = 0
-        try:
-            main([str(argument) for argument in argv])
-        except SystemExit as exit:
-            code = int(exit.code or 0)
+    def called(*parts: object) -> Outcome:
+        code = run(*parts)
         captured = capsys.readouterr()
         return Outcome(code, captured.out, captured.err)
 
-    return run
+    return called
 
 
-@pytest.fixture
-def text(tmp_path: Path) -> Path:
-    """A folder with text for four replicas."""
-    folder = tmp_path / "text"
-    folder.mkdir()
-    for i in range(10):
-        (folder / f"{i}.txt").write_text(f"File {i} says hello to the world.\n" * 40)
-    return folder
+@pytest.fixture(scope="session")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with text, not to be changed."""
+    return write_text(tmp_path_factory.mktemp("texts") / "text")

@@ -1,11 +1,9 @@
-"""Right, wrong and empty values of every option of every command."""
+"""Right and wrong values of every option of every command."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-INVALID = "Invalid value for"  # of typer, which says what it takes
 HUGE = "1" + 20 * "0"
 
 
@@ -15,147 +13,115 @@ class Row:
 
     Attributes:
       good: a value; None of an option without one.
-      becomes: what the command makes of it; a predicate where it is no plain value.
-      bad: wrong values, and words of the errors.
-      empty: words of the error of an empty value.
+      becomes: what the command makes of it.
+      bad: wrong values; an empty one always is.
       beside: what else the call needs.
+      edges: the outermost right values.
     """
 
     good: str | None
     becomes: Any
-    bad: Mapping[str, str]
-    empty: str
-    beside: tuple[str, ...] = ()
+    bad: tuple[str, ...] = ()
+    beside: str = ""
+    edges: tuple[str, ...] = ()
 
 
-def count(good: int = 7, least: int = 1, most: str = HUGE, beside: str = "") -> Row:
-    bad = {
-        **dict.fromkeys(("x", "1.5", "nan", "inf", "1e20"), INVALID),
-        str(least - 1): f"must be >= {least}, got {least - 1}",
-        most: "must be < ",
-    }
-    return Row(str(good), good, bad, INVALID, tuple(beside.split()))
+def count(beside: str = "", *, good: int = 7, least: int = 1, below: int | None = None) -> Row:
+    """An integer; without `below` the bound is that of a counter of 32 bits."""
+    bad = ("x", "1.5", str(least - 1), str(below or HUGE))
+    edges = (str(least), *([str(below - 1)] if below else []))
+    return Row(str(good), good, bad, beside, edges)
 
 
-def number(good: float = 0.5, beside: str = "", below: str = "finite number, got inf") -> Row:
-    bad = {"inf": below, "-1": "must be >= 0, got -1.0", "nan": "must be >= 0, got nan"}
-    return Row(str(good), good, bad | {"x": INVALID}, INVALID, tuple(beside.split()))
+def number(beside: str = "", *, good: float = 0.5, bad: str = "inf", least: str = "0") -> Row:
+    return Row(str(good), good, (bad, "-1", "nan", "x"), beside, (least,))
 
 
 def choice(good: str, beside: str = "") -> Row:
-    bad = dict.fromkeys(("x", "nan", HUGE), "must be one of")
-    return Row(good, good, bad, "must be one of", tuple(beside.split()))
+    return Row(good, good, ("x", "nan"), beside)
 
 
 def flag(beside: str = "") -> Row:
-    bad = dict.fromkeys(("1", "true", "x"), "does not take a value")
-    return Row(None, True, bad, "does not take a value", tuple(beside.split()))
+    return Row(None, True, ("1", "true"), beside)
 
 
-def path(option: str) -> Row:
-    return Row("there", Path("there"), {"": f"{option} must be a path"}, "must be a path")
+def path() -> Row:
+    return Row("there", Path("there"))
 
 
 def mixing(beside: str = "") -> Row:
-    bad = dict.fromkeys(
-        ("x", "uniform:1", "self_weighted", "self_weighted:1"), "must be uniform, or"
-    )
-    bad |= dict.fromkeys(("self_weighted:nan", "self_weighted:0"), "a share between 0 and 1")
-    good = "self_weighted:0.7"
-    return Row(good, good, bad, "--mixing must not be empty", tuple(beside.split()))
-
-
-def listed(good: str, becomes: tuple[Any, ...], bad: Mapping[str, str]) -> Row:
-    return Row(good, becomes, bad, "must list one or more different")
+    bad = ("x", "uniform:1", "self_weighted", "self_weighted:1", "self_weighted:0")
+    return Row("self_weighted:0.7", "self_weighted:0.7", bad, beside, ("uniform",))
 
 
 GOSSIP, SLOWMO, DILOCO = "--algorithm sgp", "--algorithm slowmo", "--algorithm diloco"
-ALL = "--algorithms all_reduce,local_sgd,sgp,slowmo,diloco"
-SEEDS = {"x": "must be integers", "-1": ">= 0, got -1", str(2**32): "must be < 4294967296, got"}
-NODES = {"0": "must be >= 1", "x": "must be integers", "1.5": "must be integers", HUGE: "at most"}
-
-
+FLOAT16, TOLD = "--dtype float16", "--on-nan rollback --checkpoint-every 5"
 STAGES = "--mesh stage=2 --batch 4"
-
-
-def trained(algorithm: Callable[[str], str]) -> dict[str, Row]:
-    """Options that `train` and `compare` have; those of an algorithm beside `algorithm(which)`."""
-    gossip, slowmo, diloco = algorithm("sgp"), algorithm("slowmo"), algorithm("diloco")
-    return {
-        "--out": path("--out"),
-        "--preset": choice("tiny"),
-        "--dtype": choice("bfloat16"),
-        "--loss-scale": number(2.0, "--dtype float16"),
-        "--loss-scale-interval": count(beside="--dtype float16"),
-        "--steps": count(),
-        "--batch": count(),
-        "--accumulate": count(4, most=str(2**31), beside="--batch 8"),
-        "--data": Row("text", "text", {}, "--data must not be empty"),
-        "--overwrite": flag("--out there"),
-        "--eval-every": count(),
-        "--eval-batches": count(most=str(2**20)),
-        "--log-every": count(),
-        "--prefetch": count(least=0, most=str(2**20)),
-        "--tensorboard": flag(),
-        "--replicas": count(),
-        "--devices-per-replica": count(2, most=str(2**31), beside="--batch 8"),
-        "--execution": choice("virtual"),
-        "--mode": choice("host"),
-        "--bucket-mib": number(1.0, algorithm("all_reduce"), "must be < 1048576, got inf"),
-        "--sync-every": count(beside=slowmo),
-        "--slow-every": count(beside=diloco),
-        "--graph": choice("ring", gossip),
-        "--peers-per-step": count(beside=gossip),
-        "--overlap": count(2, least=0, most="1024", beside=gossip),
-        "--mixing": mixing(gossip),
-        "--slow-momentum": number(0.3, slowmo, "must be < 1, got inf"),
-        "--slow-learning-rate": number(beside=slowmo),
-        "--nesterov": flag(slowmo),
-        "--shard-state": flag(diloco),
-        "--exact-average": flag(slowmo),
-        "--codec": choice("float16", gossip),
-        "--fragments": count(2, beside=slowmo),
-        "--delay": count(3, least=0, beside=slowmo),
-        "--merge": number(beside=slowmo),
-        "--outer-learning-rate": number(beside=diloco),
-        "--outer-momentum": number(0.3, diloco, "must be < 1, got inf"),
-        "--optimizer": choice("sgd"),
-        "--learning-rate": number(),
-        "--warmup": count(3, least=0),
-        "--rate-schedule": choice("constant"),
-        "--schedule-steps": count(),
-        "--weight-decay": number(),
-        "--clip": number(),
-        "--validate": choice("after"),
-        "--tied": flag(),
-        "--mesh": Row(
-            "replica=2, fsdp=2",
-            "replica=2, fsdp=2",
-            {
-                "x": "sizes of axes",
-                "stage=0": "sizes of axes",
-                "stage=x": "sizes of axes",
-                "node=2": "has the axes replica, device, stage, fsdp, tensor, got node",
-                "fsdp=2,fsdp=2": "each axis once, got fsdp again",
-                "replica=2,fsdp=8": "--batch must be a multiple of --accumulate times the sizes",
-            },
-            "must be sizes of axes",
-            ("--batch", "4"),
-        ),
-        "--schedule": choice("gpipe", STAGES),
-        "--microbatches": count(2, beside=STAGES),
-        "--chunks": count(2, beside=STAGES),
-        "--executor": choice("host", STAGES),
-    }
-
-
 TOGETHER = "--coordinator h:1 --num-processes 2 --process-id 1 --out there"
-ONLY_TRAIN = {
+SEED = count(least=0, below=2**32)
+NODES = ("0", "x", "1.5", HUGE, "1025")
+TOLERANCE = Row("0.1", 0.1, ("0", "1", "nan", "x"))
+
+TRAIN = {
+    "--out": path(),
+    "--preset": choice("tiny"),
+    "--dtype": choice("bfloat16"),
+    "--tied": flag(),
+    "--loss-scale": number(FLOAT16, good=2.0, bad="0.5", least="1"),
+    "--loss-scale-interval": count(FLOAT16),
+    "--steps": count(),
+    "--batch": count(below=2**20),
+    "--accumulate": count("--batch 8", good=4),
+    "--data": Row("text", "text"),
+    "--overwrite": flag("--out there"),
+    "--eval-every": count(),
+    "--eval-batches": count(below=2**20),
+    "--log-every": count(),
+    "--prefetch": count(least=0, below=2**20),
+    "--tensorboard": flag(),
+    "--replicas": count(),
+    "--devices-per-replica": count("--batch 8", good=2),
+    "--execution": choice("virtual"),
+    "--mode": choice("host"),
+    "--bucket-mib": number("--algorithm all_reduce", good=1.0),
+    "--sync-every": count(SLOWMO),
+    "--slow-every": count(DILOCO),
+    "--graph": choice("ring", GOSSIP),
+    "--peers-per-step": count(GOSSIP),
+    "--overlap": count(GOSSIP, good=2, least=0, below=1024),
+    "--mixing": mixing(GOSSIP),
+    "--slow-momentum": number(SLOWMO, good=0.3, bad="1"),
+    "--slow-learning-rate": number(SLOWMO),
+    "--nesterov": flag(SLOWMO),
+    "--shard-state": flag(DILOCO),
+    "--exact-average": flag(SLOWMO),
+    "--codec": choice("float16", GOSSIP),
+    "--fragments": count(SLOWMO, good=2),
+    "--delay": count(SLOWMO, good=3, least=0),
+    "--merge": number(SLOWMO),
+    "--outer-learning-rate": number(DILOCO),
+    "--outer-momentum": number(DILOCO, good=0.3, bad="1"),
+    "--optimizer": choice("sgd"),
+    "--learning-rate": number(),
+    "--warmup": count(good=3, least=0),
+    "--rate-schedule": choice("constant"),
+    "--schedule-steps": count(),
+    "--weight-decay": number(),
+    "--clip": number(),
+    "--validate": choice("after"),
+    "--mesh": Row(
+        "'replica=2, fsdp=2'", "replica=2, fsdp=2",
+        ("x", "stage=0", "stage=x", "node=2", "fsdp=2,fsdp=2", "replica=2,fsdp=8"), "--batch 4",
+    ),
+    "--schedule": choice("gpipe", STAGES),
+    "--microbatches": count(STAGES, good=2),
+    "--chunks": count(STAGES, good=2),
+    "--executor": choice("host", STAGES),
     "--algorithm": choice("local_sgd"),
-    "--seed": count(least=0, most=str(2**32)),
+    "--seed": SEED,
     "--patience": count(least=0),
     "--statistics": flag(),
-    "--statistics-rate": count(beside="--statistics"),
+    "--statistics-rate": count("--statistics"),
     "--checkpoint-every": count(least=0),
     "--keep": count(),
     "--resume": flag("--out there"),
@@ -164,18 +130,14 @@ ONLY_TRAIN = {
     "--export": flag(),
     "--check-parameters": flag(),
     "--on-nan": choice("rollback", "--checkpoint-every 5"),
-    "--max-rollbacks": count(beside="--on-nan rollback --checkpoint-every 5"),
+    "--max-rollbacks": count(TOLD),
     "--coordinator": Row(
-        "[::1]:80", "[::1]:80",
-        {"h": "must be HOST:PORT", "h:0": "must be 1 to 65535", "::1:80": "in brackets"},
-        "--coordinator must not be empty", tuple(TOGETHER.split()[2:]),
+        "[::1]:80", "[::1]:80", ("h", "h:0", "h:65536", "h:x", "::1:80", "[h]:80"), TOGETHER[18:],
+        ("h:1", "h:65535"),
     ),
-    "--coordinator-bind": Row(
-        "0.0.0.0", "0.0.0.0", {"0.0.0.0:80": "a host's name or address", "a b": "a host's name"},
-        "--coordinator-bind must not be empty",
-    ),
-    "--num-processes": count(3, beside=TOGETHER),
-    "--process-id": count(0, least=0, beside=TOGETHER),
+    "--coordinator-bind": Row("0.0.0.0", "0.0.0.0", ("0.0.0.0:80", "'a b'")),
+    "--num-processes": Row("3", 3, ("x", "0", "1"), TOGETHER, ("2",)),
+    "--process-id": count(TOGETHER, good=0, least=0),
     "--cluster": choice("none"),
     "--heartbeat-timeout": count(least=2),
     "--startup-timeout": count(),
@@ -183,51 +145,52 @@ ONLY_TRAIN = {
     "--process-logs": flag(),
     "--restarts": count(least=0),
 }  # fmt: skip
-
-TRAIN = trained(lambda which: f"--algorithm {which}")
+# Options of each command that `train` has, too.
+SHARED = {
+    "compare": " ".join([*TRAIN][: [*TRAIN].index("--algorithm")]),
+    "inspect config": """--preset --dtype --tied --batch --accumulate --mesh --replicas --algorithm
+        --devices-per-replica --schedule --microbatches --chunks --executor --mode --graph --codec
+        --shard-state""",
+    "tune buckets": """--out --preset --dtype --batch --accumulate --replicas --optimizer --seed
+        --devices-per-replica""",
+    "tune outer": """--out --preset --tied --batch --data --eval-every --eval-batches --sync-every
+        --nesterov --fragments --delay --merge --optimizer --learning-rate --warmup --rate-schedule
+        --weight-decay --clip --graph --peers-per-step --overlap --mixing""",
+}
 TABLE: dict[str, dict[str, Row]] = {
-    "train": TRAIN | ONLY_TRAIN,
-    "compare": trained(lambda which: ALL) | {
-        "--algorithms": listed(
+    "train": TRAIN,
+    "compare": {
+        "--algorithms": Row(
             "sgp,sgp+overlap=1", ("sgp", "sgp+overlap=1"),
-            {
-                "x": "must be of all_reduce", "sgp,sgp": "different values",
-                "sgp+speed=1": "name+SETTING=VALUE", "sgp+overlap=x": "must be of type int",
-                "sgp+overlap=-1": "--overlap must be >= 0", "slowmo+graph=ring": "not with slowmo;",
-            },
+            ("x", "sgp,sgp", "sgp+overlap", "sgp+speed=1", "sgp+algorithm=diloco", "sgp+overlap=x",
+             "sgp+overlap=-1", "slowmo+nesterov=1", "slowmo+graph=ring"),
         ),
-        "--seeds": listed("3,4", (3, 4), SEEDS),
+        "--seeds": Row("3,4", (3, 4), ("x", "-1", str(2**32), ","), "", ("0", str(2**32 - 1))),
     },
     "sample": {
         "--step": count(least=0),
-        "--prompt": Row(" a b", " a b", {}, "--prompt must not be empty"),
-        "--tokens": count(most=str(2**20)),
+        "--prompt": Row("' a b'", " a b"),
+        "--tokens": count(below=2**20),
         "--temperature": number(),
-        "--top-k": count(least=0, most="257"),
-        "--seed": count(least=0, most=str(2**32)),
+        "--top-k": count(least=0, below=257),
+        "--seed": SEED,
     },
     "launch": {
-        "--processes": Row(
-            "2", 2, {"x": INVALID, "0": "1 to 1024, got 0", HUGE: "1 to 1024"}, INVALID
-        ),
-        "--restarts": Row("3", 3, {"x": INVALID, "-1": INVALID, "1e20": INVALID}, INVALID),
-        "--heartbeat-timeout": Row("9", 9, {"x": INVALID, "1": INVALID}, INVALID),
+        "--processes": Row("2", 2, ("x", "0", "1025"), "", ("1", "1024")),
+        "--restarts": Row("3", 3, ("x", "-1"), "", ("0",)),
+        "--heartbeat-timeout": Row("9", 9, ("x", "1"), "", ("2",)),
     },
     "inspect graph": {
-        "--nodes": Row("8", 8, NODES | {"x": INVALID, "1.5": INVALID, HUGE: "must be <"}, INVALID),
+        "--nodes": Row("8", 8, NODES, "", ("1",)),
         "--peers-per-step": count(),
         "--dedupe": flag(),
         "--rows": count(),
         "--group-size": count(),
         "--num-rounds": count(),
-        "--seed": count(least=0, most=str(2**63)),
-        "--phone-book": Row("a.json", Path("a.json"), {"": "--phone-book"}, "--phone-book"),
+        "--seed": count(least=0, below=2**63),
+        "--phone-book": Row("a.json", Path("a.json")),
         "--mixing": mixing(),
-        "--tolerance": Row(
-            "0.1", 0.1,
-            {"0": "strictly between 0 and 1", "1": "strictly", "nan": "finite", "x": INVALID},
-            INVALID,
-        ),
+        "--tolerance": TOLERANCE,
         "--model-bytes": count(least=0),
         "--parameters": count(least=0),
         "--matrices": flag(),
@@ -246,67 +209,38 @@ TABLE: dict[str, dict[str, Row]] = {
         "--memory": count(),
         "--warm-up": choice("all"),
         "--most-stash": count(),
-        "--table": Row("a.csv", Path("a.csv"), {"": "--table"}, "--table"),
+        "--table": Row("a.csv", Path("a.csv")),
         "--whole": flag(),
         "--orders": flag(),
         "--json": flag(),
-        "--out": path("--out"),
+        "--out": path(),
     },
     "inspect graphs": {
-        "--nodes": listed("4,8", (4, 8), NODES),
-        "--graphs": listed("ring,ring:2", ("ring", "ring:2"), {
-            "x": "must be of npeer", "ring:0": "a number >= 1", "ring:x": "a number >= 1",
-        }),
-        "--picture-nodes": listed("4", (4,), NODES),
+        "--nodes": Row("4,8", (4, 8), (*NODES, "4,4", ","), "", ("1", "1024")),
+        "--graphs": Row("ring,ring:2", ("ring", "ring:2"), ("x", "ring:0", "ring:x", "ring,ring")),
+        "--picture-nodes": Row("4", (4,), (*NODES, "4,4")),
         "--mixing": mixing(),
-        "--tolerance": Row("0.1", 0.1, {"0": "strictly", "inf": "finite", "x": INVALID}, INVALID),
-        "--page": path("--page"),
-        "--out": path("--out"),
+        "--tolerance": TOLERANCE,
+        "--page": path(),
+        "--out": path(),
     },
-    "inspect config": {
-        **{
-            name: row for name, row in TRAIN.items()
-            if name in ("--preset", "--dtype", "--tied", "--batch", "--accumulate", "--mesh",
-                        "--replicas", "--devices-per-replica", "--schedule", "--microbatches",
-                        "--chunks", "--executor", "--mode", "--graph", "--codec",
-                        "--shard-state")
-        },
-        "--algorithm": ONLY_TRAIN["--algorithm"],
-    },
+    "inspect config": {},
     "tune buckets": {
-        "--limits": listed("1KiB,2kB", (1024, 2000), {
-            "x": "takes sizes", "-1": "takes sizes", "nan": "takes sizes", "1,1": "different sizes",
-        }),
-        "--first": Row("2KiB", 2048, {"x": "takes sizes", "inf": "takes sizes"}, "takes sizes"),
+        "--limits": Row("1KiB,2kB", (1024, 2000), ("x", "-1", "nan", "1,1", ","), "",
+                        ("'1MiB, 500kB,4096, 0.5gib,7 B'",)),
+        "--first": Row("2KiB", 2048, ("x", "inf")),
         "--order": choice("ready"),
         "--rounds": count(),
         "--steps": count(),
-        **{
-            name: row for name, row in TRAIN.items()
-            if name in ("--out", "--preset", "--dtype", "--batch", "--accumulate", "--replicas",
-                        "--devices-per-replica", "--optimizer")
-        },
-        "--seed": ONLY_TRAIN["--seed"],
     },
     "tune outer": {
-        "--momenta": listed("0.2,0.5", (0.2, 0.5), {"x": "must be numbers", "1": "must be < 1"}),
-        "--rates": listed("0.7,1", (0.7, 1.0), {"x": "must be numbers", "-1": "must be >= 0"}),
-        "--factors": listed("0.5,1", (0.5, 1.0), {"x": "must be numbers", "0": "must be > 0"}),
-        "--periods": listed("4,8", (4, 8), {"x": "must be integers", "0": "must be >= 1"}),
-        "--seeds": listed("1,2", (1, 2), {"x": "must be integers", "1,1": "different"}),
-        **{
-            name: row for name, row in TRAIN.items()
-            if name in ("--out", "--preset", "--tied", "--batch", "--data", "--eval-every",
-                        "--eval-batches", "--sync-every", "--nesterov", "--fragments", "--delay",
-                        "--merge", "--optimizer", "--learning-rate", "--warmup",
-                        "--rate-schedule", "--weight-decay", "--clip")
-        },
-        **{
-            name: dataclasses.replace(TRAIN[name], beside=("--algorithm=slowmo_sgp",))
-            for name in ("--graph", "--peers-per-step", "--overlap", "--mixing")
-        },
-        "--steps": count(beside="--periods=4"),
-        "--replicas": count(),
+        "--momenta": Row("0.2,0.5", (0.2, 0.5), ("x", "1", "0.5,0.5"), "", ("0",)),
+        "--rates": Row("0.7,1", (0.7, 1.0), ("x", "-1"), "", ("0",)),
+        "--factors": Row("0.5,1", (0.5, 1.0), ("x", "0")),
+        "--periods": Row("4,8", (4, 8), ("x", "0", "49"), "--preset tiny", ("1", "48")),
+        "--seeds": Row("1,2", (1, 2), ("x", "1,1")),
+        "--steps": count("--periods=4", least=4),
+        "--replicas": count(least=2),
         "--algorithm": choice("diloco"),
     },
 }  # fmt: skip

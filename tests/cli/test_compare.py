@@ -1,72 +1,88 @@
-"""`jaxslowmo compare`: the table, the picture, and the results on disk."""
+"""`jaxslowmo compare`: its table, its sentence, its files; and how numbers are written."""
 
-import json
+import io
 
 import pytest
+from rich.console import Console
 
-from jaxslowmo.cli._compare import meaning
+from cli.commands import TINY, json_of, records
+from jaxslowmo.cli._compare import draw_comparison, meaning
+from jaxslowmo.cli._errors import CommandError
+from jaxslowmo.cli._output import (
+    Reporter,
+    compare_rows,
+    format_bytes,
+    format_count,
+    format_limit,
+    format_loss,
+    json_line,
+)
+from jaxslowmo.cli.config._commands import CompareConfig
+from jaxslowmo.cli.config._training import train_config
+
+SMALL = TINY.replace("train", "compare") + " --learning-rate 0.2"
 
 
 def test_compare_ends_with_the_table_and_the_picture(call, text, tmp_path):
     out = tmp_path / "out"
-    outcome = call(
-        "compare", "--preset", "demo", "--algorithms", "all_reduce,local_sgd", "--seeds", "0,1",
-        "--steps", 6, "--batch", 2, "--sync-every", 3, "--eval-every", 3, "--eval-batches", 1,
-        "--data", text, "--out", out,
-        "--optimizer", "sgd", "--clip", 0, "--learning-rate", 0.2,
+    command = (
+        SMALL, "--algorithms all_reduce,local_sgd --seeds 0,1 --steps 6 --sync-every 3",
+        "--eval-every 3 --data", text, "--out", out,
     )  # fmt: skip
+    outcome = call(*command)
     assert (outcome.code, outcome.err) == (0, "")
     lines = outcome.out.rstrip().splitlines()
     assert lines[-1] == str(out / "compare.png")
     assert any("local_sgd" in line and "33.3 %" in line for line in lines[-9:])
     assert lines[-2].startswith("With 1/3 of the bytes local_sgd ends 0.0")
     assert (out / "compare.png").read_bytes().startswith(b"\x89PNG")
-
-    rows = json.loads((out / "compare.json").read_text())["rows"]
+    rows = json_of(out / "compare.json")["rows"]
     assert [row["algorithm"] for row in rows] == ["all_reduce", "local_sgd"]
     assert [row["seeds"] for row in rows] == [[0, 1], [0, 1]]
     assert [row["ratio"] for row in rows] == pytest.approx([1, 1 / 3])
-    assert all(row["spread"] >= 0 for row in rows)
-    for name in ("all_reduce-seed0", "all_reduce-seed1", "local_sgd-seed0", "local_sgd-seed1"):
-        assert {p.name for p in (out / name).iterdir()} == {
-            "config.json", "metrics.jsonl", "summary.json",
-        }  # fmt: skip
-    first, second = (
-        json.loads((out / f"{name}-seed0" / "metrics.jsonl").read_text().splitlines()[0])
-        for name in ("all_reduce", "local_sgd")
-    )
-    assert first["validation_loss"] == second["validation_loss"]  # the same start
+    names = [f"{name}-seed{seed}" for name in ("all_reduce", "local_sgd") for seed in (0, 1)]
+    for name in names:
+        files = {p.name for p in (out / name).iterdir()}
+        assert files == {"config.json", "metrics.jsonl", "summary.json"}
+    starts = [records(out / name)[0]["validation_loss"] for name in names]
+    assert starts[0] == starts[2] != starts[1] == starts[3]  # the same start for a seed
+
+    # What lies there is not overwritten, and no run goes on in it, unless it is asked for.
+    call(*command).is_refused("holds a comparison of all_reduce, local_sgd (finished): give")
+    for resume in ("", "--resume"):
+        call(TINY, "--data", text, "--out", out, resume).is_refused("holds a comparison of")
+    (out / "notes.txt").touch()
+    (out / "diloco-seed9").mkdir()
+    (out / "diloco-seed9" / "config.json").touch()
+    again = "--algorithms all_reduce --seeds 0 --steps 2 --overwrite --data"
+    assert call(SMALL, again, text, "--out", out).code == 0
+    assert {path.name for path in out.iterdir()} == {
+        "config.json", "compare.json", "compare.png", "all_reduce-seed0", "notes.txt",
+    }  # fmt: skip
 
 
 def test_one_algorithm_with_several_settings(call, text, tmp_path):
-    out = tmp_path / "out"
+    other = "sgp+overlap=1+mixing=self_weighted:0.7+learning-rate=0.1"
     outcome = call(
-        "compare", "--preset", "demo", "--algorithms", "sgp,sgp+overlap=1+mixing=self_weighted:0.7",
-        "--steps", 3, "--batch", 2, "--eval-every", 3, "--eval-batches", 1, "--mode", "host",
-        "--graph", "ring", "--data", text, "--out", out,
-        "--optimizer", "sgd", "--clip", 0, "--learning-rate", 0.2,
+        SMALL, "--algorithms", f"sgp,{other}", "--steps 3 --eval-every 3 --mode host",
+        "--graph ring --data", text, "--out", tmp_path,
     )  # fmt: skip
     assert (outcome.code, outcome.err) == (0, "")
-    rows = json.loads((out / "compare.json").read_text())["rows"]
-    assert [row["algorithm"] for row in rows] == ["sgp", "sgp+overlap=1+mixing=self_weighted:0.7"]
+    rows = json_of(tmp_path / "compare.json")["rows"]
+    assert [row["algorithm"] for row in rows] == ["sgp", other]
     assert rows[0]["bytes_sent"] == rows[1]["bytes_sent"]
     assert rows[0]["validation_loss"] != rows[1]["validation_loss"]
-    folder = out / "sgp+overlap=1+mixing=self_weighted-0.7-seed0"
-    settings = json.loads((folder / "config.json").read_text())["algorithm"]
-    assert (settings["algorithm"], settings["overlap"]) == ("sgp", 1)
+    settings = json_of(tmp_path / f"{other.replace(':', '-')}-seed0" / "config.json")
+    assert (settings["algorithm"]["algorithm"], settings["algorithm"]["overlap"]) == ("sgp", 1)
+    assert settings["optimizer"]["learning_rate"] == 0.1
 
 
-def test_each_algorithm_may_have_its_own_learning_rate_also_where_nothing_is_sent(
-    call, text, tmp_path
-):
-    out = tmp_path / "out"
-    call(
-        "compare", "--preset", "tiny", "--algorithms", "local_sgd,local_sgd+learning-rate=0.002",
-        "--steps", 2, "--batch", 2, "--eval-every", 2, "--data", text, "--out", out,
-    )  # fmt: skip
-    folders = ("local_sgd-seed0", "local_sgd+learning-rate=0.002-seed0")
-    configs = [json.loads((out / name / "config.json").read_text()) for name in folders]
-    assert [config["optimizer"]["learning_rate"] for config in configs] == [0.01, 0.002]
+def test_algorithms_of_a_comparison_bring_settings():
+    name = "slowmo+slow_momentum=0.1+nesterov=true"
+    config = CompareConfig(train_config({}), algorithms=("all_reduce", name), seeds=(0,))
+    chosen = config.run(name, 0).algorithm
+    assert (chosen.algorithm, chosen.slow_momentum, chosen.nesterov) == ("slowmo", 0.1, True)
+    assert not config.run("all_reduce", 0).algorithm.nesterov
 
 
 @pytest.mark.parametrize(
@@ -90,3 +106,55 @@ def test_one_sentence_says_what_the_table_means(losses, said):
     names = ("validation_loss", "ratio")
     rows = [{"algorithm": k, **dict(zip(names, v, strict=True))} for k, v in losses.items()]
     assert meaning(rows) == ([] if said is None else [said])
+
+
+def test_rows_average_over_the_seeds_that_finished(tmp_path):
+    def run(algorithm, seed, loss, sent, status="finished"):
+        return {
+            "algorithm": algorithm, "seed": seed, "status": status, "validation_loss": loss,
+            "bytes_sent": sent, "tokens_per_second": 10.0,
+        }  # fmt: skip
+
+    runs = [run("a", 0, 2.0, 100), run("a", 1, 3.0, 100), run("b", 0, 2.5, 25)]
+    rows = compare_rows([*runs, run("b", 1, None, 5, "diverged")])
+    assert rows[0] == {
+        "algorithm": "a", "seeds": [0, 1], "validation_loss": 2.5, "spread": 1.0,
+        "bytes_sent": 100.0, "ratio": 1.0, "tokens_per_second": 10.0, "diverged": 0,
+    }  # fmt: skip
+    assert (rows[1]["validation_loss"], rows[1]["spread"]) == (2.5, None)
+    assert (rows[1]["ratio"], rows[1]["diverged"]) == (0.25, 1)
+    assert compare_rows([]) == []
+    # Of runs that all diverged there is a picture, too.
+    draw_comparison({"slowmo": []}, tmp_path / "empty.png", subtitle="")
+    assert (tmp_path / "empty.png").exists()
+
+
+def test_numbers_are_short_and_json_has_null_for_what_it_lacks():
+    assert [format_bytes(n) for n in (0, 999, 1000, 56_463_360, 999_700_000)] == [
+        "0 B", "999 B", "1.00 kB", "56.5 MB", "1.00 GB",
+    ]  # fmt: skip
+    assert [format_count(n) for n in (12, 470_528, 1_073_536)] == ["12", "471k", "1.07M"]
+    assert [format_loss(x) for x in (2.4164, None, float("nan"))] == ["2.416", "-", "-"]
+    shown = ["0", "4 KiB", "1.5 MiB", "25 MiB", "1,000 B", "2 GiB"]
+    assert [format_limit(n) for n in (0, 4096, 3 * 2**19, 25 * 2**20, 1000, 2**31)] == shown
+    line = json_line({"a": [1.0, float("inf")], "b": {"c": float("nan")}})
+    assert line == '{"a": [1.0, null], "b": {"c": null}}\n'
+    assert str(CommandError("two\n  lines")) == "two lines"
+
+
+def test_an_evaluation_of_some_steps_ago_is_told_with_its_step():
+    shown = io.StringIO()
+    with Reporter(Console(file=shown, width=200), "sgd", 4) as reporter:
+        for record in (
+            {"step": 0, "validation_loss": 5.0},
+            {"step": 1, "loss": 4.0},
+            {"step": 2, "loss": 3.0, "validation_loss": 2.5},
+            {"step": 4, "loss": 2.0, "tokens_per_second": None},
+        ):
+            reporter.show({"bytes_sent": 0, **record})
+    assert shown.getvalue().splitlines() == [
+        "sgd: 0/4  validation 5.000  sent 0 B",
+        "sgd: 1/4  loss 4.000  validation 5.000 (step 0)  sent 0 B",
+        "sgd: 2/4  loss 3.000  validation 2.500  sent 0 B",
+        "sgd: 4/4  loss 2.000  validation 2.500 (step 2)  sent 0 B",
+    ]

@@ -60,6 +60,8 @@ def test_scripts(file):
     assert not syntax_error(script)
     assert syntax_error(script + "\nif")
     assert as_called(script).replicas == 4
+    with pytest.raises(Exception, match="--no-such-option"):
+        as_called("python -m jaxslowmo train --out x --no-such-option 3")
 
 
 @pytest.mark.parametrize("file", MANIFESTS, ids=lambda file: file.name)
@@ -78,8 +80,3 @@ def test_job_sets(file):
     assert config.replicas == job["replicas"] * (1 if limits else pods["parallelism"])
     assert config.replicas * config.devices_per_replica == devices
     assert pods["podFailurePolicy"]["rules"][0]["onExitCodes"]["values"] == [1, 2]
-
-
-def test_an_unknown_option_is_noticed():
-    with pytest.raises(Exception, match="--no-such-option"):
-        as_called("python -m jaxslowmo train --out x --no-such-option 3")

@@ -1,30 +1,38 @@
-"""Training with `--mesh`: the losses of one device per replica, and other meshes to go on on."""
+"""Training with `--mesh`: the losses of one device per replica, resumed on another mesh."""
 
 import shutil
 
 import numpy as np
 import pytest
 
-from jaxslowmo.cli import main
+from cli.commands import run, trajectory
 from support.exhaustive import sweep
-from support.metrics import trajectory
 
 pytestmark = pytest.mark.xdist_group("meshes")  # they share runs
 
-TINY = (
-    "train", "--preset", "tiny", "--eval-batches", 1, "--batch", 4, "--sync-every", 2,
-    "--slow-every", 4, "--log-every", 1, "--eval-every", 3, "--warmup", 0, "--clip", 0.5,
-    "--steps", 6,
-)  # fmt: skip
-STOPPED = 4  # where another mesh goes on
+TINY = """train --preset tiny --eval-batches 1 --batch 4 --sync-every 2 --slow-every 4 --log-every 1
+    --eval-every 3 --warmup 0 --clip 0.5 --steps 6 --checkpoint-every 4 --keep 9"""
 MESHES = {
     "one device": "replica=2",
     "fsdp": "replica=2,fsdp=2",
     "tensor": "replica=2,tensor=2",
     "stages": "replica=2,stage=2,fsdp=2",
     "three stages": "replica=2,stage=3",
-    "all": "stage=2,fsdp=2,tensor=2",
 }
+OPTIONS = {
+    "plain": "",
+    "tied": "--tied",
+    "accumulated": "--accumulate 2",
+    "validated after": "--validate after",
+    **{kind: f"--schedule {kind}" for kind in ("gpipe", "zero_bubble", "lockstep")},
+    "host": "--schedule one_f_one_b --executor host",
+}
+CASES = [
+    (mesh, options)
+    for mesh in [*MESHES][1:]
+    for options in OPTIONS
+    if "--schedule" not in OPTIONS[options] or mesh == "stages"
+]
 
 
 def losses(folder):
@@ -32,49 +40,21 @@ def losses(folder):
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    """`trained(mesh, *options)`: the folder of a run with a checkpoint to go on from."""
-    folder = tmp_path_factory.mktemp("meshes")
-    (folder / "text").mkdir()
-    for i in range(10):
-        (folder / "text" / f"{i}.txt").write_text(f"File {i} says hello to the world.\n" * 40)
-    runs = {}
+def trained(text, tmp_path_factory):
+    """`trained(mesh, options)`: the folder of a run with a checkpoint to go on from."""
+    folder, runs = tmp_path_factory.mktemp("meshes"), {}
 
-    def run(mesh, *options, out=None):
-        key = (mesh, *options)
-        if out is None and key in runs:
-            return runs[key]
-        target = folder / f"run{len(runs)}" if out is None else out
-        argv = [*TINY, "--checkpoint-every", STOPPED, "--keep", 9, "--data", folder / "text"]
-        with pytest.raises(SystemExit) as left:
-            main([str(x) for x in (*argv, "--mesh", MESHES[mesh], "--out", target, *options)])
-        assert left.value.code == 0
+    def train(mesh, options="", out=None):
+        if out is None and (mesh, options) in runs:
+            return runs[mesh, options]
+        target = out or folder / f"run{len(runs)}"
+        given = ("--data", text, "--mesh", MESHES[mesh], "--out", target, options)
+        assert run(TINY, *given) == 0
         if out is None:
-            runs[key] = target
+            runs[mesh, options] = target
         return target
 
-    return run
-
-
-OPTIONS = {
-    "plain": (),
-    "tied": ("--tied",),
-    "accumulated": ("--accumulate", 2),
-    "validated after": ("--validate", "after"),
-    "gpipe": ("--schedule", "gpipe", "--microbatches", 2),
-    "zbv": ("--schedule", "zbv"),
-    "zero_bubble": ("--schedule", "zero_bubble"),
-    "lockstep": ("--schedule", "lockstep"),
-    "host": ("--schedule", "one_f_one_b", "--executor", "host"),
-    "host, zero_bubble": ("--schedule", "zero_bubble", "--executor", "host"),
-}
-CASES = [
-    (mesh, options)
-    for mesh in ("fsdp", "tensor", "stages", "three stages")
-    for options in OPTIONS
-    if "--schedule" not in OPTIONS[options] or (mesh == "stages" and options != "zbv")
-    # Its four chunks are all that the three layers of the preset cannot be.
-]
+    return train
 
 
 @pytest.mark.parametrize(
@@ -83,59 +63,22 @@ CASES = [
 )
 def test_losses_are_those_of_one_device_per_replica(trained, mesh, options):
     given = OPTIONS[options]
-    plain = () if "--schedule" in given else given
-    found, wanted = losses(trained(mesh, *given)), losses(trained("one device", *plain))
-    assert found.keys() == wanted.keys()
-    assert len(found) == 6
+    found = losses(trained(mesh, given))
+    wanted = losses(trained("one device", "" if "--schedule" in given else given))
+    assert found.keys() == wanted.keys() == {*range(1, 7)}
     np.testing.assert_allclose(list(found.values()), list(wanted.values()), rtol=0, atol=2e-5)
     assert wanted[6] < wanted[1]
 
 
-MOVES = [(old, new) for old in MESHES for new in MESHES if old != new and "all" not in (old, new)]
-
-
-@pytest.mark.exhaustive  # tests/checkpoint/test_form.py does it without the command line
-@pytest.mark.parametrize(("old", "new"), MOVES)
-def test_a_run_goes_on_on_another_mesh(trained, tmp_path, old, new):
-    undisturbed = trained(old, "--tied")
-    out = tmp_path / "run"
-    shutil.copytree(undisturbed, out)
-    for step in (out / "checkpoints").iterdir():
-        if step.name.isdigit() and int(step.name) > STOPPED:
-            shutil.rmtree(step)
-    trained(new, "--tied", "--resume", out=out)
-    found, wanted = losses(out), losses(undisturbed)
-    np.testing.assert_allclose(
-        [found[step] for step in (5, 6)], [wanted[step] for step in (5, 6)], rtol=0, atol=2e-5
-    )
-
-
-def test_a_run_with_stages_can_be_sampled(trained, capsys):
-    run = trained("stages", "--tied")
-    for folder in (run, trained("one device", "--tied")):
-        main_returns(["sample", folder, "--tokens", 8, "--prompt", "File", "--temperature", 0])
+def test_a_run_with_stages_can_be_sampled_and_goes_on_without(trained, tmp_path, capsys):
+    with_stages, alone = trained("stages", "--tied"), trained("one device", "--tied")
+    for folder in (with_stages, alone):
+        assert run("sample", folder, "--tokens 8 --prompt File --temperature 0") == 0
     written = capsys.readouterr().out.split("File")
     assert len(written) == 3
     assert written[1] == written[2]
-
-
-def main_returns(argv):
-    with pytest.raises(SystemExit) as left:
-        main([str(x) for x in argv])
-    assert left.value.code == 0
-
-
-@pytest.mark.parametrize(
-    ("mesh", "words"),
-    [
-        ("replica=4,fsdp=4", "--mesh replica=4,fsdp=4 needs 16 devices, found 8 (CPU device): use"),
-        ("stage=4", "4 stages need as many layers, and --preset demo has 3"),
-    ],
-)
-def test_what_cannot_be_is_refused_before_anything_runs(call, text, tmp_path, mesh, words):
-    outcome = call(
-        "train", "--preset", "demo", "--mesh", mesh, "--data", text, "--out", tmp_path / "a"
-    )
-    assert outcome.code == 2
-    assert words in outcome.err
-    assert not (tmp_path / "a" / "config.json").exists()
+    out = shutil.copytree(with_stages, tmp_path / "run")
+    shutil.rmtree(out / "checkpoints" / "6")
+    trained("one device", "--tied --resume", out=out)
+    found, wanted = losses(out), losses(with_stages)
+    np.testing.assert_allclose([found[5], found[6]], [wanted[5], wanted[6]], rtol=0, atol=2e-5)

@@ -1,96 +1,78 @@
-"""Tests of `jaxslowmo train`, its job, session and recorder: what it writes, shows and returns."""
+"""`jaxslowmo train` from its options to its files: metrics, bytes, statistics, and how it ends."""
 
-import json
 import os
 import signal
 import subprocess
 import sys
-import time
 
 import jax
 import numpy as np
 import pytest
 
 import jaxslowmo as js
+from cli.commands import TINY, json_of, records, trajectory
 from jaxslowmo.checkpoint import load_consensus
 from jaxslowmo.cli.run import _job
-from support.waiting import PATIENCE_SECONDS
-
-# SGD compiles faster than AdamW, and most of these tests' time is compilation.
-DEMO = (
-    "train", "--preset", "demo", "--eval-batches", 1, "--batch", 2, "--optimizer", "sgd",
-    "--clip", 0,
-)  # fmt: skip
-AVERAGE, SLOW = ("--sync-every", 2), ("--slow-every", 4)
-PERIODS = {
-    "local_sgd": AVERAGE, "slowmo": (*AVERAGE, *SLOW), "slowmo_sgp": SLOW, "diloco": SLOW
-}  # fmt: skip
+from support.waiting import PATIENCE_SECONDS, wait_until
 
 
-def json_lines(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def test_help_shows_the_usage_and_version_the_number(call):
-    for argv in (["--help"], ["train", "--help"], ["compare", "--help"]):
-        outcome = call(*argv)
-        assert outcome.code == 0
-        assert "Usage: jaxslowmo" in outcome.out
-    assert "--slow-momentum" in call("train", "--help").out
-    version = call("--version")
-    assert version.code == 0
-    assert version.out.startswith("jaxslowmo 0.")
-
-
-# The code of slowmo and sgp also runs in slowmo_sgp and diloco.
-@pytest.mark.parametrize("algorithm", ["all_reduce", "local_sgd", "slowmo_sgp", "diloco"])
-def test_a_run_leaves_metrics_config_and_summary(call, text, tmp_path, algorithm):
+@pytest.mark.parametrize(
+    ("algorithm", "periods"),
+    [("all_reduce", ""), ("local_sgd", "--sync-every 2"), ("slowmo_sgp", "--slow-every 4")],
+)
+def test_a_run_leaves_metrics_config_and_summary(call, text, tmp_path, algorithm, periods):
     out = tmp_path / "out"
     outcome = call(
-        *DEMO, *PERIODS.get(algorithm, ()), "--algorithm", algorithm, "--data", text, "--out", out,
-        "--steps", 9, "--eval-every", 4, "--log-every", 2, "--learning-rate", 0.2,
+        TINY, periods, "--algorithm", algorithm, "--data", text, "--out", out,
+        "--steps 9 --eval-every 4 --log-every 2 --learning-rate 0.2",
     )  # fmt: skip
     assert (outcome.code, outcome.err) == (0, "")
     assert "validation loss of the consensus" in outcome.out
     assert outcome.out.rstrip().endswith(f"Results in {out}")
+    assert {path.name for path in out.iterdir()} == {
+        "config.json", "corpus.json", "metrics.jsonl", "summary.json",
+    }  # fmt: skip
 
-    records = json_lines(out / "metrics.jsonl")
-    assert [record["step"] for record in records] == [0, 1, 2, 4, 6, 8, 9]
-    evaluated = [record["step"] for record in records if "validation_loss" in record]
-    assert evaluated == [0, 4, 8, 9]
-    assert records[-1]["validation_loss"] < records[0]["validation_loss"]
-    assert records[1]["learning_rate"] == pytest.approx(0.2)
-    assert records[1]["tokens_per_second"] is None  # it compiled
-    assert records[-1]["tokens_per_second"] > 0
+    found = records(out)
+    assert [record["step"] for record in found] == [0, 1, 2, 4, 6, 8, 9]
+    assert [r["step"] for r in found if "validation_loss" in r] == [0, 4, 8, 9]
+    assert found[-1]["validation_loss"] < found[0]["validation_loss"]
+    # Cosine from the peak at the first step, without a warm-up, down to a tenth after the last.
+    cosine = [0.02 + 0.09 * (1 + np.cos(np.pi * t / 9)) for t in (0, 1, 3, 5, 7, 8)]
+    np.testing.assert_allclose([r["learning_rate"] for r in found[1:]], cosine, rtol=1e-5)
+    assert found[1]["tokens_per_second"] is None  # it compiled
+    assert found[-1]["tokens_per_second"] > 0
 
-    summary = json.loads((out / "summary.json").read_text())
+    summary = json_of(out / "summary.json")
     assert (summary["status"], summary["steps"]) == ("finished", 9)
-    assert summary["bytes_sent"] == records[-1]["bytes_sent"]
+    assert summary["loss"] == found[-1]["loss"]
+    assert summary["validation_loss"] == found[-1]["validation_loss"]
+    losses = {r["validation_loss"]: r["step"] for r in found if "validation_loss" in r}
+    assert (summary["best_validation_loss"], summary["best_step"]) == min(losses.items())
+    # Replicas hold no sharded state, so each leaf is sent whole.
     size = 4 * summary["parameters"]
     once = size * 2 * 3 // 4  # a ring all-reduce of float32 over 4 replicas
     by_kind = summary["bytes_per_step_by_kind"]
     if algorithm == "all_reduce":
         assert by_kind == {"every": once}
-        assert summary["bytes_sent"] == 9 * once
+        sent = [step * once for step in range(10)]
     elif algorithm == "local_sgd":
         assert by_kind == {"local": 0, "average": once}
-        assert summary["bytes_sent"] == 4 * once
-    elif algorithm == "sgp":
-        assert by_kind == {"local": 0, "round 0": size, "round 1": size}
-        assert summary["bytes_sent"] == 9 * size
+        sent = [step // 2 * once for step in range(10)]
     else:
         # Shards are padded to equal parts.
         assert once <= by_kind["slow"] <= 1.1 * once + 4096 * 4 * 2
-        between = {"slowmo": 2 * once, "slowmo_sgp": 7 * size, "diloco": 0}[algorithm]
-        assert summary["bytes_sent"] == 2 * by_kind["slow"] + between
+        sent = [step // 4 * by_kind["slow"] + (step - step // 4) * size for step in range(10)]
+    assert [r["bytes_sent"] for r in found] == [sent[r["step"]] for r in found]
+    assert summary["bytes_sent"] == sent[9]
 
-    config = json.loads((out / "config.json").read_text())
+    config = json_of(out / "config.json")
     assert config["algorithm"]["algorithm"] == algorithm
     assert (config["steps"], config["optimizer"]["learning_rate"]) == (9, 0.2)
 
 
 def test_gossip_is_evaluated_and_exported_with_what_is_in_flight(call, text, tmp_path, monkeypatch):
-    out, masses = tmp_path / "out", []
+    out, masses, evaluated = tmp_path / "out", [], []
 
     class Watched(js.Evaluate):
         def __call__(self, result):
@@ -99,8 +81,6 @@ def test_gossip_is_evaluated_and_exported_with_what_is_in_flight(call, text, tmp
             masses.append(jax.tree.map(lambda x: np.asarray(x, np.float64), terms))
             return super().__call__(result)
 
-    evaluated = []
-
     def evaluate(job, params, model_state=None):
         evaluated.append(jax.tree.leaves(jax.tree.map(np.asarray, params)))
         return {"validation_loss": 0.0}
@@ -108,8 +88,8 @@ def test_gossip_is_evaluated_and_exported_with_what_is_in_flight(call, text, tmp
     monkeypatch.setattr(js, "Evaluate", Watched)
     monkeypatch.setattr(_job.Job, "evaluate", evaluate)
     outcome = call(
-        *DEMO, "--algorithm", "sgp", "--overlap", 2, "--data", text, "--out", out, "--steps", 3,
-        "--learning-rate", 0.5, "--replicas", 2, "--checkpoint-every", 3, "--export",
+        TINY, "--algorithm sgp --overlap 2 --data", text, "--out", out, "--steps 3 --replicas 2",
+        "--learning-rate 0.5 --checkpoint-every 3 --export",
     )  # fmt: skip
     assert (outcome.code, outcome.err) == (0, "")
     terms = masses[-1]
@@ -124,98 +104,118 @@ def test_gossip_is_evaluated_and_exported_with_what_is_in_flight(call, text, tmp
     assert max(np.abs(a - b).max() for a, b in zip(plain, model, strict=True)) > 1e-3
 
 
-def test_statistics_measure_every_kind_of_step(call, text, tmp_path):
-    outcome = call(
-        *DEMO, "--data", text, "--out", tmp_path / "out", "--steps", 12, "--sync-every", 6,
-        "--algorithm", "local_sgd", "--statistics", "--statistics-rate", 11,
-    )  # fmt: skip
-    assert (outcome.code, outcome.err) == (0, "")
-    assert "12 steps, measured: 1-12; 4 cpu devices" in outcome.out
-    assert "backward compute" in outcome.out
-    record = json.loads((tmp_path / "out" / "statistics.json").read_text())
-    assert {name: kind["measured"] for name, kind in record["kinds"].items()} == {
-        "local": 10,
-        "average": 2,
-    }
+def test_virtual_replicas_learn_the_same_and_statistics_measure_every_kind(call, text, tmp_path):
+    summaries = []
+    for execution, more in (("devices", "--statistics --statistics-rate 11"), ("virtual", "")):
+        out = tmp_path / execution
+        outcome = call(
+            TINY, "--steps 12 --algorithm local_sgd --sync-every 6 --learning-rate 0.2 --data",
+            text, "--out", out, "--execution", execution, more,
+        )  # fmt: skip
+        assert outcome.code == 0
+        assert ("would send" in outcome.out) == (execution == "virtual")
+        summaries.append(json_of(out / "summary.json"))
+        if more:
+            assert "12 steps, measured: 1-12; 4 cpu devices" in outcome.out
+            assert "backward compute" in outcome.out
+    devices, virtual = summaries
+    assert virtual["bytes_are_hypothetical"] > devices["bytes_are_hypothetical"]
+    assert virtual["bytes_sent"] == devices["bytes_sent"] > 0
+    assert virtual["validation_loss"] == pytest.approx(devices["validation_loss"], abs=1e-4)
+    record = json_of(tmp_path / "devices" / "statistics.json")
+    measured = {name: kind["measured"] for name, kind in record["kinds"].items()}
+    assert measured == {"local": 10, "average": 2}
     assert record["average"]["backward_compute_time"] > 0
     assert set(record["average"]["communication"]) == {"average"}
 
 
-def test_virtual_replicas_learn_the_same_and_say_what_they_would_send(call, text, tmp_path):
-    summaries = []
-    for execution in ("devices", "virtual"):
-        out = tmp_path / execution
-        outcome = call(
-            *DEMO, *PERIODS["slowmo"], "--data", text, "--out", out, "--steps", 8,
-            "--execution", execution, "--learning-rate", 0.2,
-        )  # fmt: skip
-        assert outcome.code == 0
-        assert ("would send" in outcome.out) == (execution == "virtual")
-        summaries.append(json.loads((out / "summary.json").read_text()))
-    devices, virtual = summaries
-    assert virtual["bytes_are_hypothetical"]
-    assert virtual["bytes_sent"] == devices["bytes_sent"] > 0
-    assert virtual["validation_loss"] == pytest.approx(devices["validation_loss"], abs=1e-4)
-
-
 def test_two_levels_accumulate_in_host_mode(call, text, tmp_path):
     outcome = call(
-        *DEMO, "--data", text, "--out", tmp_path / "out", "--steps", 5,
-        "--replicas", 2, "--devices-per-replica", 2, "--batch", 4, "--accumulate", 2,
-        "--rate-schedule", "constant", "--mode", "host", "--dtype", "bfloat16",
-        "--algorithm", "diloco", "--no-shard-state", "--slow-every", 2,
+        TINY, "--replicas 2 --devices-per-replica 2 --batch 4 --accumulate 2 --mode host --data",
+        text, "--dtype bfloat16 --algorithm diloco --no-shard-state --slow-every 2 --steps 5",
+        "--rate-schedule constant --out", tmp_path / "out",
     )  # fmt: skip
     assert (outcome.code, outcome.err) == (0, "")
     assert "2 replicas of 2 devices on 4 of 8 CPU devices" in outcome.out
+    found = [r["learning_rate"] for r in records(tmp_path / "out") if "learning_rate" in r]
+    assert found == pytest.approx([0.01] * 2)
 
 
 def test_a_loss_that_is_not_finite_stops_the_run(call, text, tmp_path):
     out = tmp_path / "out"
     outcome = call(
-        *DEMO, "--data", text, "--out", out, "--steps", 50, "--log-every", 1, "--warmup", 0,
-        "--learning-rate", 1e38, "--algorithm", "local_sgd",
+        TINY, "--data", text, "--out", out, "--steps 50 --log-every 1 --warmup 0",
+        "--learning-rate 1e38 --algorithm local_sgd",
     )  # fmt: skip
     assert outcome.code == 1
     assert "The loss is not finite at step" in outcome.out
     assert "lower --learning-rate" in outcome.out
-    summary = json.loads((out / "summary.json").read_text())
+    summary = json_of(out / "summary.json")
     assert summary["status"] == "diverged"
-    assert summary["steps"] < 50
-    assert json_lines(out / "metrics.jsonl")[-1]["loss"] is None
+    assert summary["steps"] == len(records(out)) - 1 < 50
+    assert records(out)[-1]["loss"] is None
+
+
+def test_a_run_in_float16_tells_its_scale(call, text, tmp_path):
+    out = tmp_path / "out"
+    outcome = call(
+        TINY, "--dtype float16 --loss-scale", 2**24, "--replicas 2 --execution virtual --data",
+        text, "--algorithm local_sgd --log-every 1 --steps 6 --out", out,
+    )  # fmt: skip
+    assert (outcome.code, outcome.err) == (0, "")
+    assert "updates skipped" in outcome.out
+    scales, skipped = zip(
+        *((r["loss_scale"], r["skipped_updates"]) for r in records(out)[1:]), strict=True
+    )
+    # Both replicas halve their own, once for each update that they skip.
+    assert (len(scales), scales[0]) == (6, 2**24)
+    assert [*scales] == sorted(scales, reverse=True)
+    assert [*skipped] == sorted(skipped)
+    summary = json_of(out / "summary.json")
+    assert (summary["loss_scale"], summary["skipped_updates"]) == (scales[-1], skipped[-1])
+    assert summary["skipped_updates"] > 0
+
+
+def test_patience_ends_a_run_that_does_not_improve(call, text, tmp_path):
+    """At a rate of 0, so the evaluation of the start stays the best one."""
+    out = tmp_path / "out"
+    start = None
+    for patience, resume, steps in ((2, "", 4), (2, "--resume", 4), (3, "--resume", 6)):
+        outcome = call(
+            TINY, "--replicas 2 --algorithm local_sgd --learning-rate 0 --eval-every 2 --data",
+            text, "--log-every 3 --steps 100 --checkpoint-every 50 --out", out, resume,
+            "--patience", patience,
+        )  # fmt: skip
+        assert (outcome.code, outcome.err) == (0, "")
+        assert "Stopped early: the smallest validation loss, 5.5" in outcome.out
+        assert "was that of step 0. --resume with a larger --patience goes on." in outcome.out
+        summary = json_of(out / "summary.json")
+        assert (summary["status"], summary["stopped_early"]) == ("finished", True)
+        assert summary["steps"] == steps  # it goes on counting
+        start = start or trajectory(out)[0]["validation_loss"]
+        assert (summary["best_step"], summary["best_validation_loss"]) == (0, start)
 
 
 @pytest.mark.usefixtures("quick_processes")
 def test_ctrl_c_ends_cleanly_with_metrics_written(text, tmp_path):
     out = tmp_path / "out"
-    program = (
-        "import sys\n"
-        "from jaxslowmo.cli import main\n"
-        "from jaxslowmo.models import GPT_PRESETS, GPTConfig\n"
-        "GPT_PRESETS['demo'] = GPTConfig(1, 2, 16, 16)\n"
-        "main(sys.argv[1:])\n"
-    )
-    arguments = [
-        *DEMO, "--data", text, "--out", out, "--steps", 10**6, "--log-every", 1,
-        "--algorithm", "local_sgd", "--replicas", 2, "--optimizer", "adamw", "--clip", 1,
-    ]  # fmt: skip
+    metrics = out / "metrics.jsonl"
+    options = "--steps 1000000 --log-every 1 --algorithm local_sgd --replicas 2 --data"
     process = subprocess.Popen(
-        [sys.executable, "-c", program, *map(str, arguments)],
+        [sys.executable, "-m", "jaxslowmo", *TINY.split(), *options.split(), text, "--out", out],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         env=os.environ | {"COLUMNS": "100"},
     )
-    metrics = out / "metrics.jsonl"
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while time.monotonic() < deadline and process.poll() is None:
-        if metrics.exists() and metrics.read_text().count("\n") > 3:
-            break
-        time.sleep(0.1)
+    wait_until(
+        lambda: process.poll() or (metrics.exists() and metrics.read_text().count("step") > 3)
+    )
     process.send_signal(signal.SIGINT)
     shown, errors = process.communicate(timeout=PATIENCE_SECONDS)
     assert process.returncode == 130, errors
     assert "Traceback" not in errors
     assert "local_sgd: interrupted" in shown
-    summary = json.loads((out / "summary.json").read_text())
+    summary = json_of(out / "summary.json")
     assert summary["status"] == "interrupted"
-    assert summary["steps"] == json_lines(metrics)[-1]["step"] > 0
+    assert summary["steps"] == records(out)[-1]["step"] > 0

@@ -1,20 +1,15 @@
-"""Training programs in the way of flax's examples, for one device, moved to replicas.
+"""A training program in the way of flax's examples, for one device, moved to replicas.
 
 A convolution, BatchNorm and Dropout, whose variables are of four kinds: what is trained,
 statistics, keys, and counters.
 """
 
-import functools
-from typing import Any
-
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from flax import nnx
-from flax.training import train_state
 
 import jaxslowmo as js
 
@@ -109,69 +104,3 @@ def test_nnx_with_the_training_step(one_device):
     seen = metrics.compute()
     for name, value in alone_metrics.items():
         assert abs(seen[name] - value) < 0.2, name
-
-
-class LinenCNN(nn.Module):
-    @nn.compact
-    def __call__(self, x, train):
-        x = nn.Conv(8, (3, 3))(x)
-        x = nn.relu(nn.BatchNorm(use_running_average=not train, momentum=0.8)(x))
-        x = nn.avg_pool(x, (2, 2), strides=(2, 2)).reshape(x.shape[0], -1)
-        return nn.Dense(4)(nn.Dropout(0.1, deterministic=not train)(x))
-
-
-class TrainState(train_state.TrainState):
-    batch_stats: Any
-    key: jax.Array
-
-
-def linen_step(state, batch):
-    """As in flax's guides on BatchNorm and Dropout, which know of one device."""
-
-    def loss_fn(params):
-        logits, updated = state.apply_fn(
-            {"params": params, "batch_stats": state.batch_stats},
-            batch["image"],
-            train=True,
-            mutable=["batch_stats"],
-            rngs={"dropout": jax.random.fold_in(state.key, state.step)},
-        )
-        return cross_entropy(logits, batch), updated
-
-    (loss, updated), grads = jax.value_and_grad(loss_fn, has_aux=True)(state.params)
-    state = state.apply_gradients(grads=grads)
-    return state.replace(batch_stats=updated["batch_stats"]), loss
-
-
-def test_linen_in_a_loop_of_its_own():
-    mesh = js.make_mesh({"replica": 4})
-    model = LinenCNN()
-    variables = js.replicate(model.init(jax.random.key(0), IMAGES[0], train=False), mesh=mesh)
-    tx = optax.chain(optax.adam(0.01), slow())
-    state = TrainState.create(
-        apply_fn=model.apply,
-        params=variables["params"],
-        tx=optax.GradientTransformationExtraArgs(
-            functools.partial(js.init, tx, mesh=mesh), tx.update
-        ),
-        batch_stats=variables["batch_stats"],
-        key=jax.random.split(jax.random.key(1), 4),  # one per replica
-    ).replace(step=jnp.zeros(4, jnp.int32))
-
-    def device_step(state, batch):
-        out = linen_step(jax.tree.map(lambda leaf: leaf[0], state), batch)
-        return jax.tree.map(lambda leaf: leaf[None], out)
-
-    spec = jax.sharding.PartitionSpec("replica")
-    mapped = jax.shard_map(device_step, mesh=mesh, in_specs=spec, out_specs=spec)
-    step = js.bounded(jax.jit(mapped))
-    losses = []
-    for batch in BATCHES:
-        state, loss = step(state, batch)
-        losses.append(loss)
-    assert np.mean(losses[-1]) < 0.5 * np.mean(losses[0])
-    params, statistics = js.consensus((state.params, state.batch_stats), mesh=mesh)
-    logits = model.apply(
-        {"params": params, "batch_stats": statistics}, UNSEEN["image"], train=False
-    )
-    assert accuracy(logits) > 0.9

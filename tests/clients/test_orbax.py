@@ -50,15 +50,3 @@ def test_a_run_goes_on_to_the_bit(step, tmp_path):
     *_, last = js.train_loop(step, found, BATCHES[7:], start=7)
     assert last.step == 14
     same_bits(last.state, result.state)
-
-
-def test_a_state_that_was_saved_as_its_parts(step, tmp_path):
-    """As programs with a loop of their own save parameters and optimizer state."""
-    state, _ = step(step.init(PARAMS), BATCHES[0])
-    parts = {"params": state.params, "opt_state": state.opt_state}
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(tmp_path / "one", parts)
-        checkpointer.wait_until_finished()
-        found = checkpointer.restore(tmp_path / "one", parts)
-    again, _ = step(state._replace(**found), BATCHES[1])
-    same_bits(again, step(state, BATCHES[1])[0])

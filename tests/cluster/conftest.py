@@ -6,11 +6,11 @@ the output says so.
 
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from namespaces import Host, hosts, left_out, missing
 
-NUM_HOSTS = 4
 _LAST_LINES = pytest.StashKey[list[str]]()
 
 
@@ -43,5 +43,11 @@ def four_hosts() -> Iterator[list[Host]]:
     """Hosts with links of 1 Gbit/s."""
     if lacks := missing():
         pytest.fail(f"not run, and not passed: missing here: {', '.join(lacks)}", pytrace=False)
-    with hosts(NUM_HOSTS, "1gbit") as found:
+    with hosts(4, "1gbit") as found:
         yield found
+
+
+@pytest.fixture(scope="session")
+def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What one start has compiled, for all others."""
+    return tmp_path_factory.mktemp("programs")

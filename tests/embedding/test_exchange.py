@@ -1,4 +1,7 @@
-"""What travels, how often and how many bytes; which ids get a slot."""
+"""What travels, how often and how many bytes; which ids get a slot where there are too few."""
+
+import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -6,19 +9,19 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from jax.sharding import PartitionSpec as P
 
 import jaxslowmo as js
 from embedding.shared import embeddings_of_all_kinds, update_of
-from jaxslowmo.embedding._requests import SlotPlan, number_ids
-from jaxslowmo.embedding._stores import layout_of
+from jaxslowmo.embedding._vectors import patched_rows
 from support.reports import rows as rows_of
 
-SHARDS, LENGTH = 4, 3
-IDS = 16 // SHARDS * LENGTH  # of a device and table
+DEVICES, LENGTH = 4, 3
+IDS = 16 // DEVICES * LENGTH  # of a device and table
 INT, FLOAT, HALF = 4, 4, 2
 
 
-def report(tables, num_shards=SHARDS, **options) -> js.CommReport:
+def report(tables, num_shards=DEVICES, **options) -> js.CommReport:
     options = {"axis_name": "shard", "optimizer": js.rowwise_adagrad(0.1), **options}
     emb = js.embeddings(tables, **options).over(num_shards)
     stored = jax.eval_shape(emb.init, jax.random.key(0))
@@ -27,25 +30,26 @@ def report(tables, num_shards=SHARDS, **options) -> js.CommReport:
     return js.comm_report_of(update_of(emb, num_shards).lower(stored, state, bags), compile=False)
 
 
-def test_an_update_is_one_all_to_all_of_ids_and_one_of_vectors_each_way():
-    slots = SHARDS * 3 * IDS
-    assert rows_of(report({f"t{i}": js.Table(1000, 8) for i in range(3)}), "every", "shard") == {
-        ("all-to-all", 3, INT * slots + 2 * FLOAT * 8 * slots)
-    }
-
-
 def test_a_capacity_is_what_travels_and_each_dtype_travels_by_itself():
+    """An update is one all-to-all of ids for all tables, and one of vectors each way by dtype."""
     tables = {"a": js.Table(1000, 8), "b": js.Table(1000, 4, dtype=jnp.bfloat16)}
-    a, b = SHARDS * 5, SHARDS * IDS
+    a, b = DEVICES * 5, DEVICES * IDS
     total = INT * (a + b) + 2 * (FLOAT * 8 * a + HALF * 4 * b)
     found = report(tables, capacity={"a": 5})
     assert rows_of(found, "every", "shard") == {("all-to-all", 5, total)}
 
 
+def test_no_more_slots_than_ids_or_rows_of_an_owner():
+    per_slot = INT + 2 * FLOAT * 8
+    for shard, slots in (("row", IDS), ("table", 5)):  # rows lie in 64 parts, 16 of them each
+        found = report({"t": js.Table(5, 8, shard=shard)}, capacity=1000)
+        assert rows_of(found, "every", "shard") == {("all-to-all", 3, per_slot * DEVICES * slots)}
+
+
 def test_columns_gather_ids_and_add_up_squares():
     tables = {name: js.Table(1000, 8, shard="column") for name in ("a", "b")}
-    slots = SHARDS * 2 * IDS
-    vectors = ("all-to-all", 2, 2 * FLOAT * 8 // SHARDS * slots)
+    slots = DEVICES * 2 * IDS
+    vectors = ("all-to-all", 2, 2 * FLOAT * 8 // DEVICES * slots)
     gathered = ("all-gather", 1, INT * slots)
     squares = ("all-reduce", 1, FLOAT * slots)
     assert rows_of(report(tables), "every", "shard") == {vectors, gathered, squares}
@@ -56,7 +60,7 @@ def test_columns_gather_ids_and_add_up_squares():
 def test_whole_tables_share_slots_where_they_are_on_different_devices():
     """Five tables on four devices: the fullest holds two."""
     tables = {f"t{i}": js.Table(1000, 8, shard="table") for i in range(5)}
-    slots = SHARDS * 2 * IDS
+    slots = DEVICES * 2 * IDS
     total = INT * slots + 2 * FLOAT * 8 * slots
     assert rows_of(report(tables), "every", "shard") == {("all-to-all", 3, total)}
 
@@ -66,41 +70,169 @@ def test_one_device_sends_nothing(axis_name):
     assert not report(embeddings_of_all_kinds().tables, 1, axis_name=axis_name).rows
 
 
-NUM_ROWS, COUNT, CAPACITY = 90, 12, 3
+def test_specs_of_requests_are_those_of_what_an_exchange_returns():
+    """Requests of columns are equal on all devices; weights are there where bags have them."""
+    emb = embeddings_of_all_kinds().over(DEVICES)
+    ids = jax.ShapeDtypeStruct((16, LENGTH), jnp.int32)
+    bags = {"t0": js.Bags(ids, jax.ShapeDtypeStruct(ids.shape, jnp.float32)), "t1": ids}
+    specs = emb.request_specs(bags)
+    assert (specs.asked, set(specs.weights)) == ({"t0": P("shard"), "t1": P()}, {"t0"})
+    mesh = js.make_mesh({"shard": DEVICES}, devices=jax.devices()[:DEVICES])
+    exchange = jax.shard_map(emb.exchange_ids, mesh=mesh, in_specs=P("shard"), out_specs=specs)
+    assert jax.eval_shape(exchange, bags).asked["t1"].shape == (DEVICES, IDS)
 
 
-@pytest.mark.parametrize("owners", [1, 4])
-@given(ids=st.lists(st.integers(-3, NUM_ROWS + 3), min_size=COUNT, max_size=COUNT))
-def test_each_distinct_id_has_one_slot_of_its_owner_up_to_the_capacity(owners, ids):
-    place = layout_of({"t": js.Table(NUM_ROWS, 2)}, owners).places["t"]
-    plan = SlotPlan({"t": CAPACITY}, {"t": 1}, {"t": CAPACITY + 2})
-    found = _number(place, plan, np.array(ids))
-    slots, by_slot = np.asarray(found.slots), {}
-    for number, slot in zip(ids, slots, strict=True):
-        if not 0 <= number < NUM_ROWS:
-            assert slot == (-1 if number < 0 else -3)
-        elif slot != -2:
-            assert by_slot.setdefault(slot, number) == number
-            owner, within = divmod(slot, CAPACITY + 2)
-            assert owner == place.owners_of(np.array(number))
-            assert 1 <= within < 1 + CAPACITY
-    real = {number for number in ids if 0 <= number < NUM_ROWS}
-    per_owner = np.bincount(place.owners_of(np.array(sorted(real), int)), minlength=owners)
-    assert int(found.asked_for) == len(real)
-    assert int(found.overflow) == np.maximum(per_owner - CAPACITY, 0).sum()
-    assert len(by_slot) == np.minimum(per_owner, CAPACITY).sum()
-    assert int(found.invalid) == sum(number >= NUM_ROWS for number in ids)
-    # What the owner is told is the row, as it numbers it.
-    told = dict(zip(np.asarray(found.slot_of_row), np.asarray(found.row), strict=True))
-    for slot, number in by_slot.items():
-        position = int(place.positions(jnp.array(number)))
-        assert told[slot] == position % place.rows_per_owner
+CAPACITY = {"rows": 2, "columns": 3, "first": 1, "second": 4}
+# Whole tables lie in one array; two of the five are on one of the four devices.
+KINDS = {"rows": (90, "row"), "columns": (30, "column"), "first": (20, "table")}
+KINDS |= {name: (50 - 10 * i, "table") for i, name in enumerate(["second", "third", "4th", "5th"])}
 
 
-_COMPILED = {}
+@functools.cache
+def lookups():
+    """Embeddings without pooling on four devices, their tables, and what an update returns."""
+    tables = {n: js.Table(rows, 4, shard=s, pooling=None) for n, (rows, s) in KINDS.items()}
+    emb = js.embeddings(
+        tables,
+        axis_name="shard",
+        optimizer=js.rowwise_sgd(1.0),
+        capacity=CAPACITY,
+        overflow="drop",
+    ).over(DEVICES)
+    rng = np.random.default_rng(0)
+    values = {n: rng.normal(size=(rows, 4)).astype("f4") for n, (rows, _) in KINDS.items()}
+
+    def run(tables, state, bags):
+        requests = emb.exchange_ids(bags)
+        vectors = emb.lookup(tables, requests)
+        grads = jax.grad(lambda v: sum(x.sum() for x in emb.pooled(v, requests).values()))(vectors)
+        tables, state = emb.apply(tables, state, emb.send_back(grads, requests))
+        counts = {name: x[None] for name, x in emb.metrics(requests).items()}
+        return emb.pooled(vectors, requests), tables, counts
+
+    specs, split = (emb.specs, emb.optimizer_specs), P("shard")
+    program = jax.shard_map(
+        run,
+        mesh=js.make_mesh({"shard": DEVICES}, devices=jax.devices()[:DEVICES]),
+        in_specs=(*specs, split),
+        out_specs=(split, emb.specs, split),
+    )
+    return emb, values, jax.jit(program)
 
 
-def _number(place, plan, ids):
-    if place not in _COMPILED:
-        _COMPILED[place] = jax.jit(lambda ids: number_ids([ids[:5], ids[5:]], place, plan, "t"))
-    return _COMPILED[place](ids)
+def owners_of(emb, name):
+    """The device that holds each row, read off the arrays: 0 where all devices hold all rows."""
+    rows, shard = KINDS[name]
+    zeros = {n: np.zeros((r, 4)) for n, (r, _) in KINDS.items()}
+    numbers = 1 + np.tile(np.arange(rows)[:, None], 4)
+    (found,) = (x for x in emb.write({**zeros, name: numbers}).values() if np.any(x))
+    place = {int(x): i for i, x in enumerate(np.asarray(found)[:, 0])}
+    local = len(found) if shard == "column" else len(found) // DEVICES
+    return np.array([place[1 + row] // local for row in range(rows)])
+
+
+@given(st.integers(0, 2**20), st.booleans())
+def test_each_owner_has_so_many_slots_for_distinct_ids(seed, few):
+    """A row is looked up everywhere on a device or nowhere, and only then it is updated."""
+    emb, values, program = lookups()
+    rng, bags = np.random.default_rng(seed), {}
+    for name, (rows, _) in KINDS.items():
+        bags[name] = rng.integers(-1, 4 if few else rows, (DEVICES * 2, 5)).astype(np.int32)
+    stored = emb.write(values)
+    found, tables, counts = program(stored, emb.init_optimizer(stored), bags)
+    after = emb.read(tables)
+    for name, ids in bags.items():
+        owners, capacity = owners_of(emb, name), CAPACITY.get(name, 10)
+        moved = np.zeros(len(values[name]))
+        for device in range(DEVICES):
+            own = ids.reshape(DEVICES, -1)[device]
+            vectors = np.asarray(found[name]).reshape(DEVICES, -1, 4)[device]
+            present = vectors.any(axis=1)
+            kept = set(own[present].tolist())
+            np.testing.assert_array_equal(vectors[present], values[name][own[present]])
+            assert not kept & set(own[~present].tolist())
+            real = np.unique(own[own >= 0])
+            asked = np.bincount(owners[real], minlength=DEVICES)
+            had = np.bincount(owners[sorted(kept)], minlength=DEVICES) if kept else 0 * asked
+            np.testing.assert_array_equal(had, np.minimum(asked, capacity))
+            moved += np.bincount(own[present], minlength=len(moved))
+            expected = {"asked": len(real), "overflow": (asked - had).sum(), "invalid": 0}
+            for what, count in expected.items():
+                assert counts[f"embeddings/{name}/{what}"][device] == count
+        np.testing.assert_allclose(after[name], values[name] - moved[:, None], atol=1e-5)
+    needed = emb.slots_needed(bags, num_parts=DEVICES)
+    for name, ids in bags.items():
+        owners = owners_of(emb, name)
+        parts = [np.unique(part[part >= 0]) for part in ids.reshape(DEVICES, -1)]
+        most = max(np.bincount(owners[part], minlength=1).max() for part in parts)
+        assert needed[name] == max(1, most)
+
+
+ROOM, SLOTS = 0.3, 5
+
+
+@functools.cache
+def patching(everything):
+    """What `patched_rows` makes of vectors of an older table, on two devices."""
+    tables = {"r": js.Table(128, 2), "c": js.Table(64, 2, shard="column")}
+    emb = js.embeddings(tables, axis_name="s", optimizer=js.rowwise_sgd(1.0), capacity=SLOTS)
+    emb = emb.over(2)
+
+    def run(old, new, changed, bags):
+        requests = emb.exchange_ids(bags)
+        vectors = emb.lookup(old, requests)
+        changed = {name: x[0] for name, x in changed.items()}
+        vectors, sent = patched_rows(
+            emb.layout(), new, requests, vectors, changed, room=ROOM, everything=everything
+        )
+        return emb.pooled(vectors, requests), {n: x[None] for n, x in sent.items()}
+
+    program = jax.shard_map(
+        run,
+        mesh=js.make_mesh({"s": 2}, devices=jax.devices()[:2]),
+        in_specs=(emb.specs, emb.specs, P("s"), P("s")),
+        out_specs=P("s"),
+        check_vma=False,
+    )
+    return emb, jax.jit(program)
+
+
+@pytest.mark.parametrize("everything", [False, True])
+@given(st.integers(0, 2**20), st.integers(0, 12))
+def test_rows_that_changed_are_sent_again_and_no_others(everything, seed, count):
+    """All rows are other ones in the new tables, so that what is not sent again would show."""
+    emb, program = patching(everything)
+    rng = np.random.default_rng(seed)
+    sizes = {name: table.num_rows for name, table in emb.tables.items()}
+    old = {name: rng.normal(size=(n, 2)).astype("f4") for name, n in sizes.items()}
+    new = {name: x + 10 for name, x in old.items()}
+    bags = {name: rng.integers(0, n, (2, 5)).astype(np.int32) for name, n in sizes.items()}
+    stored = emb.write(new)
+    # Of rows: the device and the place there; of columns each device has some, of every row.
+    places = np.asarray(stored["r"])[:, 0]
+    order = {x: divmod(i, 64) for i, x in enumerate(places.tolist())}
+    place_of = [order[x] for x in new["r"][:, 0].tolist()]
+    some = {name: rng.choice(n, min(count, n), replace=False) for name, n in sizes.items()}
+    changed = {name: np.full((2, 12), 99, np.int32) for name in some}
+    for device in (0, 1):
+        rows = [place_of[row][1] for row in some["r"] if place_of[row][0] == device]
+        for name, numbers in (("r", rows), ("c", some["c"])):
+            changed[name][device, : len(numbers)] = sorted(numbers)
+    found, sent = program(emb.write(old), stored, changed, bags)
+    # Of each pair of devices so many slots may be sent again, else all are.
+    hits, asked = {}, {}
+    for name, ids in bags.items():
+        parts = [np.unique(x) for x in ids]
+        held = lambda i, d, name=name: name == "c" or place_of[i][0] == d  # noqa: E731
+        pairs = [[[i for i in part if held(i, d)] for d in (0, 1)] for part in parts]
+        hits[name] = [[np.isin(x, some[name]).sum() for x in part] for part in pairs]
+        asked[name] = [[len(x) for x in part] for part in pairs]
+    whole = everything or max(np.max(hits[name]) for name in bags) > math.ceil(ROOM * SLOTS)
+    for name, ids in bags.items():
+        is_new = np.full(ids.shape, True) if whole else np.isin(ids, some[name])
+        wanted = np.where(is_new[..., None], new[name][ids], old[name][ids]).sum(axis=1)
+        np.testing.assert_allclose(found[name], wanted, rtol=1e-5)
+        counted = np.array(asked[name] if whole else hits[name])
+        # Columns: every device sends its own to each that asks, and counts one of them.
+        wanted_counts = counted.diagonal() if name == "c" else counted.sum(axis=0)
+        np.testing.assert_array_equal(sent[name], wanted_counts)

@@ -9,11 +9,10 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from jax.sharding import PartitionSpec as P
 
 import jaxslowmo as js
 from jaxslowmo.models import gpt_preset
-from support.described import shapes_on
+from support.described import lowered_update
 from support.gpu_buckets import lowered_average, lowered_gpt, what_runs_beside
 from support.gpu_hosts import gpu_mesh
 from support.gpu_schedule import read_gpu_schedule
@@ -56,8 +55,7 @@ def test_all_but_the_last_bucket_travel_beside_the_backward_pass(num_hosts):
     transfers = schedule_of_mlp(num_hosts).transfers
     assert [t.bytes for t in transfers] == [16 * MIB] * len(USE)
     beside = what_runs_beside(transfers)
-    assert beside.share == 0.9
-    assert beside.nothing == 0
+    assert (beside.share, beside.nothing) == (0.9, 0)
 
 
 def test_an_optimizer_that_need_not_wait_for_all_hides_the_last_buckets():
@@ -105,38 +103,22 @@ def test_neighbours_of_up_to_30_mib_together_are_merged(emitted, compiler_option
     each_alone = js.all_reduce_gradients(
         "replica", bucket_bytes=0, first_bucket_bytes=0, order="forward"
     )
-
-    def means(stacked):
-        grads = jax.tree.map(lambda x: x[0], stacked)
-        means, _ = each_alone.update(grads, each_alone.init(grads))
-        return jax.tree.map(lambda x: jax.lax.pcast(x, "replica", to="varying")[None], means)
-
-    stacked = [jax.ShapeDtypeStruct((8, size // 4), jnp.float32) for size in emitted]
-    mapped = jax.shard_map(means, mesh=mesh, in_specs=P("replica"), out_specs=P("replica"))
-    lowered = jax.jit(mapped).lower(shapes_on(stacked, mesh, P("replica")))
+    gradients = [jax.ShapeDtypeStruct((size // 4,), jnp.float32) for size in emitted]
+    lowered = lowered_update(each_alone, gradients, mesh)
     assert lowered.as_text().count("stablehlo.all_reduce") == len(emitted)
     text = lowered.compile(compiler_options=compiler_options).as_text() or ""
     assert [t.bytes for t in read_gpu_schedule(text).transfers] == compiled
 
 
-# By the number of hosts and the optimizer: the least share beside products of the backward pass.
-# On one host AdamW hides the last buckets itself: 22 % of the bytes travel beside its updates.
-LEAST = {(1, "adamw"): 0.75, (4, "adamw"): 0.9, (1, "clipped"): 0.9, (4, "clipped"): 0.9}
-
-
 @pytest.mark.exhaustive  # 25 s each
-@pytest.mark.parametrize(("num_hosts", "optimizer"), LEAST)
+@pytest.mark.parametrize(("num_hosts", "optimizer"), [(1, optax.adamw(6e-4)), (4, CLIPPED)])
 def test_the_preset_of_124_million_parameters(num_hosts, optimizer):
     mesh = gpu_mesh({"replica": 8 * num_hosts}, num_hosts=num_hosts)
-    optimizers = {"adamw": optax.adamw(6e-4), "clipped": CLIPPED}
-    lowered = lowered_gpt(
-        gpt_preset("124m"),
-        mesh,
-        js.all_reduce_gradients("replica"),
-        optimizer=optimizers[optimizer],
-    )
+    gradients = js.all_reduce_gradients("replica")
+    lowered = lowered_gpt(gpt_preset("124m"), mesh, gradients, optimizer=optimizer)
     transfers = read_gpu_schedule(lowered.compile().as_text() or "").transfers
     assert len(transfers) == lowered.as_text().count("stablehlo.all_reduce")
     beside = what_runs_beside(transfers)
     assert beside.nothing == 0
-    assert beside.share >= LEAST[num_hosts, optimizer]
+    # On one host AdamW hides the last buckets itself: 22 % of the bytes travel beside its updates.
+    assert beside.share >= (0.75 if num_hosts == 1 else 0.9)

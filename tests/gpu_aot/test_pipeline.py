@@ -15,8 +15,9 @@ both = each_of("pipeline 1F1B", "pipeline GPipe")
 
 @both
 def test_what_is_sent_travels_beside_products(name):
-    """Each of the two permutes of a tick spans the conditional of one half."""
-    (ticks,) = read_loops(program(name).facts.text)
+    """Both permutes of a tick, of an activation each, span the conditional of one half."""
+    facts = program(name).facts
+    (ticks,) = read_loops(facts.text)
     cotangents, activations = ticks.transfers
     for permute in (cotangents, activations):
         assert permute.collective == "collective-permute"
@@ -24,25 +25,9 @@ def test_what_is_sent_travels_beside_products(name):
     # One after the other, so these are different conditionals: F's, then B's.
     assert cotangents.done < activations.start
     assert ticks.in_branches == 0
-
-
-@both
-def test_a_tick_sends_an_activation_and_its_cotangent(name):
-    (row,) = (r for r in program(name).facts.rows if r.collective == "collective-permute")
+    (row,) = (r for r in facts.rows if r.collective == "collective-permute")
     assert (row.axis, row.dtypes) == ("stage", ("bfloat16",))
     assert row.bytes == row.count * activation_bytes(MICROBATCH)
-
-
-def copies(name: str) -> Counter[str]:
-    """The types of all arrays that a program copies, by a kernel of its own."""
-    module = scheduled_module(program(name).facts.text)
-    return Counter(
-        op.type.partition("{")[0]
-        for computation in module.computations
-        if not computation.startswith("fused")
-        for op in instructions(module, computation)
-        if op.opcode == "copy"
-    )
 
 
 @both
@@ -54,7 +39,14 @@ def test_nothing_of_the_stash_is_copied(name):
     """
     schedule = SCHEDULES[name.removeprefix("pipeline ")](STAGES, 4 * STAGES)
     rows, (examples, width) = max(schedule.stash), MICROBATCH
-    copied = copies(name)
+    module = scheduled_module(program(name).facts.text)
+    copied = Counter(
+        op.type.partition("{")[0]
+        for computation in module.computations
+        if not computation.startswith("fused")  # a kernel of its own
+        for op in instructions(module, computation)
+        if op.opcode == "copy"
+    )
     assert f"bf16[{rows},{examples},{width}]" not in copied
     of_sums = 0 if jax.__version_info__ >= (0, 12) else 1 + 4
     assert copied[f"f32[{2 * width * width}]"] == of_sums

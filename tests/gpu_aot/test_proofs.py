@@ -5,6 +5,7 @@ inside a host and between hosts, what runs beside it, how much memory it takes. 
 """
 
 import itertools
+from collections.abc import Sequence
 
 import jax
 import pytest
@@ -18,6 +19,7 @@ from support.gpu_steps import (
     OVERLAPPED,
     PLACES,
     TABLE,
+    Hosts,
     each_of,
     facts,
     formula,
@@ -33,6 +35,13 @@ from support.steps_of_algorithms import (
 
 NUM_BYTES = 4 * NUM_PARAMETERS
 SHARDED = ("slowmo(local_sgd)", "diloco")
+
+
+def places(*usual: Hosts, seldom: Sequence[Hosts] = ()) -> pytest.MarkDecorator:
+    marks = {place: [group_of(place)] for place in usual}
+    marks |= {place: [group_of(place), pytest.mark.exhaustive] for place in seldom}
+    each = [pytest.param(place, marks=m, id=place.name) for place, m in marks.items()]
+    return pytest.mark.parametrize("place", each)
 
 
 each_case = each_of(CASES)
@@ -138,9 +147,7 @@ def test_memory_of_sharded_state(algorithm, place):
     assert facts(algorithm, place, "slow").argument_bytes == sharded
 
 
-@pytest.mark.parametrize(
-    "place", [pytest.param(place, marks=group_of(place), id=place.name) for place in PLACES]
-)
+@places(ONE_HOST, FOUR_HOSTS)
 def test_what_is_left_out(place):
     check_what_is_left_out(place)
 
@@ -166,15 +173,7 @@ def test_on_a100s_nothing_overlaps_by_default(algorithm, place):
     assert 2 * len(permute.products) >= NUM_PRODUCTS
 
 
-@pytest.mark.parametrize(
-    "place",
-    [
-        pytest.param(ONE_HOST, marks=group_of(ONE_HOST)),
-        pytest.param(FOUR_HOSTS, marks=[group_of(FOUR_HOSTS), pytest.mark.exhaustive]),
-        pytest.param(A100S, marks=[group_of(A100S), pytest.mark.exhaustive]),
-    ],
-    ids=lambda place: place.name,
-)
+@places(ONE_HOST, seldom=[FOUR_HOSTS, A100S])
 def test_documented_table(place):
     """`docs/gpu.md` has the table that `python benchmarks/gpu_proofs.py` prints now."""
     TABLE.check_documented(place)

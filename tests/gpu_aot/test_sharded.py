@@ -66,21 +66,16 @@ def test_transforms_send_between_replicas_alone(name):
 @pytest.mark.exhaustive
 @pytest.mark.xdist_group("programs: sharded")
 @pytest.mark.parametrize("name", SHARDED)
-def test_inside_a_replica_a_slow_step_sends_what_a_local_one_sends(name):
-    local, slow = (
-        {row for row in program(f"{name}, {kind}").facts.rows if "replica" not in row.axis}
-        for kind in ("local", "slow")
-    )
-    assert {dataclasses.replace(row, kind="") for row in local} == {
-        dataclasses.replace(row, kind="") for row in slow
-    }
-
-
-@pytest.mark.exhaustive
-@each
-def test_memory_of_the_slow_state_is_divided_by_replicas_and_shards(name):
-    case = SHARDED[name.partition(",")[0]]
-    assert program(name).facts.argument_bytes == pytest.approx(case.argument_bytes(), rel=0.01)
+def test_a_slow_step_sends_inside_what_a_local_one_sends_and_holds_its_part_of_the_state(name):
+    local, slow = (program(f"{name}, {kind}").facts for kind in ("local", "slow"))
+    inside = [
+        {dataclasses.replace(row, kind="") for row in facts.rows if "replica" not in row.axis}
+        for facts in (local, slow)
+    ]
+    assert inside[0] == inside[1]
+    case = SHARDED[name]
+    for facts in (local, slow):
+        assert facts.argument_bytes == pytest.approx(case.argument_bytes(), rel=0.01)
     whole = dataclasses.replace(case, shard_state=False).argument_bytes()
     state = 2 * 4 * case.on_a_device()  # anchor and momentum
     assert whole - case.argument_bytes() == pytest.approx(state / 2, rel=0.02)

@@ -1,107 +1,52 @@
-"""One copy to stacked replicas and back, on Auto, Explicit and virtual meshes."""
+"""One copy to stacked replicas and back, on meshes of all kinds, also over two processes."""
+
+import ast
+import itertools
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxslowmo as js
+from jaxslowmo.mesh._replicas import describe, differences, digest
 from support.meshes import MESHES
+from support.pairs import two_processes
 
 AXES = {"replica": 4, "device": 2}
 
 
-def tree():
-    rng = np.random.default_rng(0)
-    return {
-        "w": jnp.asarray(rng.normal(size=(3, 2)), jnp.float32),
-        "h": jnp.asarray(rng.normal(size=5), jnp.bfloat16),
-        "count": jnp.int32(7),
-        "mask": jnp.array([True, False]),
-        "zero": jnp.ones((0, 3)),
-        "empty": {},
-    }
+def bits(x):
+    return jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
 
 
 @pytest.mark.parametrize("kind", MESHES)
-def test_replicas_are_copies(kind):
-    mesh, params = MESHES[kind](AXES), tree()
-    stacked = js.replicate(params, mesh=mesh, axis_name="replica")
+def test_replicas_are_copies_and_consensus_undoes_them(kind):
+    mesh = MESHES[kind](AXES)
+    params = {
+        "w": jnp.linspace(-1, 1, 6).reshape(3, 2),
+        "h": jnp.linspace(-1, 1, 5, dtype=jnp.bfloat16),
+        "count": jnp.int32(7),
+        "mask": jnp.array([True, False]),
+        "key": jax.random.key(3),
+        "none": [jnp.ones((0, 3)), {}],
+    }
+    stacked = js.replicate(params, mesh=mesh)
     assert jax.tree.structure(stacked) == jax.tree.structure(params)
-    for one, many in zip(jax.tree.leaves(params), jax.tree.leaves(stacked), strict=True):
-        assert many.dtype == one.dtype
-        assert np.array_equal(many, np.broadcast_to(one, (4, *one.shape)))
+    one = js.consensus(stacked, mesh=mesh)
+    for before, many, after in zip(*map(jax.tree.leaves, (params, stacked, one)), strict=True):
+        assert many.dtype == after.dtype == before.dtype
+        assert np.array_equal(bits(many), np.broadcast_to(bits(before), (4, *bits(before).shape)))
+        assert np.array_equal(bits(before), bits(after))
         if kind != "virtual" and many.size:  # jax replicates arrays without elements
             assert many.sharding.is_equivalent_to(NamedSharding(mesh, P("replica")), many.ndim)
 
 
-@pytest.mark.parametrize("kind", MESHES)
-@pytest.mark.parametrize("axis_name", ["replica", ("replica", "device")])
-def test_consensus_is_the_mean(kind, axis_name):
-    mesh = MESHES[kind](AXES)
-    replicas = 8 if isinstance(axis_name, tuple) else 4
-    rng = np.random.default_rng(1)
-    x = rng.normal(size=(replicas, 3, 2)).astype(np.float32)
-    half = rng.normal(size=(replicas, 5)).astype(jnp.bfloat16)
-    stacked = {"w": x, "h": half, "n": np.arange(replicas, dtype=np.int32) + 3}
-    one = js.consensus(stacked, mesh=mesh, axis_name=axis_name)
-    np.testing.assert_allclose(one["w"], x.mean(0), atol=1e-6)
-    assert one["h"].dtype == jnp.bfloat16
-    exact = half.astype(np.float64).mean(0)
-    assert np.all(np.abs(np.asarray(one["h"], np.float64) - exact) <= 2.0**-8 * np.abs(exact))
-    assert one["n"].dtype == np.int32
-    assert int(one["n"]) == 3  # replica 0's
-    if kind != "virtual":
-        assert one["w"].sharding.is_fully_replicated
-        copies = [np.asarray(s.data) for s in one["w"].addressable_shards]
-        assert len(copies) == 8
-        assert all(np.array_equal(c, copies[0]) for c in copies)
-
-
-@pytest.mark.parametrize("kind", MESHES)
-def test_consensus_undoes_replicate(kind):
-    mesh, params = MESHES[kind](AXES), tree()
-    stacked = js.replicate(params, mesh=mesh, axis_name="replica")
-    one = js.consensus(stacked, mesh=mesh, axis_name="replica")
-    for before, after in zip(jax.tree.leaves(params), jax.tree.leaves(one), strict=True):
-        assert after.dtype == before.dtype
-        assert np.array_equal(before, after)
-
-
-@pytest.mark.parametrize("kind", MESHES)
-def test_consensus_of_prng_keys_is_the_first(kind):
-    mesh = MESHES[kind]({"replica": 4})
-    stacked = js.replicate({"dropout": jax.random.key(3)}, mesh=mesh, axis_name="replica")
-    one = js.consensus(stacked, mesh=mesh, axis_name="replica")
-    expected = jax.random.key_data(jax.random.key(3))
-    assert np.array_equal(jax.random.key_data(one["dropout"]), expected)
-
-
-def sharded_inside(mesh):
-    specs = {"b": P(), "w": P("fsdp")}
-    params = {"b": jnp.arange(6.0), "w": jnp.arange(48.0).reshape(8, 6)}
-    placed = jax.tree.map(lambda x, s: jax.device_put(x, NamedSharding(mesh, s)), params, specs)
-    return specs, params, placed
-
-
-def test_leaves_sharded_inside_a_replica_stay_sharded():
-    mesh = js.make_mesh({"replica": 2, "fsdp": 4})
-    specs, params, placed = sharded_inside(mesh)
-    stacked = js.replicate(placed, mesh=mesh, axis_name="replica")
-    for key, spec in specs.items():
-        expected = NamedSharding(mesh, P("replica", *spec))
-        assert stacked[key].sharding.is_equivalent_to(expected, stacked[key].ndim)
-        assert np.array_equal(stacked[key], np.broadcast_to(params[key], (2, *params[key].shape)))
-    one = js.consensus(stacked, mesh=mesh, axis_name="replica")
-    for key, spec in specs.items():
-        assert one[key].sharding.is_equivalent_to(NamedSharding(mesh, spec), one[key].ndim)
-        assert np.array_equal(one[key], params[key])
-
-
-@pytest.mark.parametrize("kind", MESHES)
+@pytest.mark.parametrize("kind", ["auto", "virtual"])
 def test_stacked_parameters_are_not_stacked_again(kind):
     """Broadcasting may hide it: a loss that takes (4, 4, 3) for (4, 3) trains on."""
     mesh = MESHES[kind](AXES)
@@ -110,14 +55,181 @@ def test_stacked_parameters_are_not_stacked_again(kind):
     if kind != "virtual":
         one["w"] = jax.device_put(one["w"], NamedSharding(mesh, P("device")))
     stacked = js.replicate(one, mesh=mesh)
-    with pytest.raises(ValueError, match=r"replicate: `params` .* stacked for 4 replicas already"):
-        js.replicate(stacked, mesh=mesh)
     step = js.make_train_step(
-        lambda params, batch: (params["w"] * batch).mean() + params["b"].sum(),
-        optax.sgd(0.1),
-        sync=js.local_sgd("replica"),
-        mesh=mesh,
+        lambda params, batch: params["b"].sum(), optax.sgd(0.1), sync=js.sgp("replica"), mesh=mesh
     )
-    with pytest.raises(ValueError, match="stacked for 4 replicas already"):
-        step.init(stacked)
+    for again in (lambda: js.replicate(stacked, mesh=mesh), lambda: step.init(stacked)):
+        with pytest.raises(ValueError, match="`params`"):
+            again()
     js.replicate(js.consensus(stacked, mesh=mesh), mesh=mesh)
+
+
+SPECS = {"b": P(), "v": P(None, "fsdp"), "w": P("fsdp")}
+SHAPES = {"b": (6,), "v": (3, 8), "w": (8, 6)}
+ONE = {name: np.arange(np.prod(s), dtype=np.float32).reshape(s) for name, s in SHAPES.items()}
+
+
+def placed(tree, mesh, *lead):
+    return {
+        key: jax.device_put(x, NamedSharding(mesh, P(*lead, *SPECS[key])))
+        for key, x in tree.items()
+    }
+
+
+def layout(x):
+    """What its dimensions are sharded over, and whether the devices hold it so."""
+    entries = tuple(x.sharding.spec)
+    while entries and entries[-1] is None:
+        entries = entries[:-1]
+    blocks = {str(s.index) for s in x.addressable_shards}
+    sizes = {"replica": 2, "fsdp": 4}
+    assert len(blocks) == np.prod([sizes[e] for e in entries if e is not None], dtype=int)
+    return P(*entries)
+
+
+@pytest.mark.parametrize("kinds", [*itertools.product(["Auto", "Explicit"], repeat=2)])
+def test_leaves_sharded_inside_a_replica_keep_their_layout(kinds):
+    types = tuple(getattr(AxisType, kind) for kind in kinds)
+    mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("replica", "fsdp"), axis_types=types)
+    stacked = js.replicate(placed(ONE, mesh), mesh=mesh)
+    apart = placed({key: np.stack([x, 3 * x]) for key, x in ONE.items()}, mesh, "replica")
+    one = js.consensus(apart, mesh=mesh)
+    specs = {"param_specs": SPECS, "shard_state": False}
+    sync = js.slowmo("replica", base=js.local_sgd("replica"), sync_every=3, **specs)
+    trace, slow = js.init(optax.chain(optax.trace(0.9), sync), apart, mesh=mesh)
+    anchor = js.read_anchor(sync, slow, apart, mesh=mesh)
+    for name, spec in SPECS.items():
+        for leaf in (trace.trace, slow.anchor, slow.outer.velocity, anchor, stacked):
+            assert layout(leaf[name]) == P("replica", *spec)
+        assert np.array_equal(stacked[name], np.stack([ONE[name]] * 2))
+        assert np.array_equal(anchor[name], apart[name])
+        assert layout(one[name]) == spec
+        assert np.array_equal(one[name], 2 * ONE[name])
+    assert js.check_in_sync(stacked, mesh=mesh).divergences == ()
+    with pytest.raises(js.OutOfSyncError) as caught:
+        js.check_in_sync(apart, mesh=mesh)
+    found = [(d.leaf, d.replica, d.difference) for d in caught.value.divergences]
+    assert found == [("b", 1, 10.0), ("v", 1, 46.0), ("w", 1, 94.0)]
+
+
+def test_trees_are_described_by_names_types_and_digests_of_values():
+    tree = {"b": np.ones((2, 3), np.float32), "a": {"n": np.ones((), np.int32)}, "a/n": 1.0}
+    names = [("a/n", "int32[]"), ("a/n (no. 2)", "float32[]"), ("b", "float32[2,3]")]
+    assert describe(tree) == names
+    of_values = describe(tree, with_values=True)
+    assert of_values[2] == ("b", f"float32[2,3] of values {digest([tree['b']])}")
+    struct = jax.ShapeDtypeStruct((2,), np.float32)
+    assert describe({"w": struct}, with_values=True) == [("w", "float32[2]")]
+    x, y = np.arange(12.0).reshape(4, 3), np.ones(4, np.int32)
+    assert digest([x, y]) == digest([np.asfortranarray(x), jnp.asarray(y)])
+    others = [x[:2], y], [y], [x], [jax.random.key(0)], [jax.random.key(1)]
+    assert len({digest([x, y]), *map(digest, others)}) == 6
+
+
+def test_every_difference_is_listed_with_its_processes():
+    reference = [("a", "float32[2]"), ("w", "float32[3,4]")]
+    other = [("a", "float32[2]"), ("w", "float32[3,5]"), ("c", "int32[]")]
+    half = [("w", "bfloat16[3,4]")]
+    assert differences([reference, half, other, other]) == [
+        "a: float32[2] on processes 0, 2, 3, missing on process 1",
+        "w: float32[3,4] on process 0, bfloat16[3,4] on process 1, float32[3,5] on processes 2, 3",
+        "c: missing on processes 0, 1, int32[] on processes 2, 3",
+    ]
+    assert differences([reference] * 3) == []
+    assert differences([reference, reference[::-1], reference, reference[::-1]]) == [
+        "the same leaves in another order than process 0 on processes 1, 3"
+    ]
+
+
+PROGRAM = """
+import numpy as np
+import optax
+import jaxslowmo as js
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+def said(fn, *args, **options):
+    try:
+        fn(*args, **options)
+    except ValueError as error:
+        return str(error)
+
+mesh = js.make_mesh({"replica": 2})
+split = NamedSharding(mesh, P("replica"))
+params = {"w": np.ones(3, np.float32), "b": np.ones(2, np.float32)}
+other = {"w": params["w"], "b": np.ones(4, np.float32), "c": params["b"]}
+sync = js.slowmo("replica", base=js.local_sgd("replica", sync_every=2), sync_every=4)
+loss = lambda p, batch: ((batch @ p["w"]) ** 2).mean() + p["b"].sum()
+step = js.make_train_step(loss, optax.sgd(0.1), sync=sync, mesh=mesh, mode="host")
+found = {"differ": said(step.init, other if rank else params)}
+
+equal = {"w": np.arange(6.0).reshape(2, 3), "s": 1.5, "k": jax.random.key(3), "i": np.int64(4)}
+for name, x in js.replicate(equal, mesh=mesh).items():
+    here = x.addressable_data(0)
+    bits = jax.random.key_data(here) if name == "k" else here
+    found[name] = (str(x.dtype), x.shape, np.asarray(bits)[0].tolist())
+found["values"] = said(js.replicate, {**equal, "w": np.ones(3) * rank}, mesh=mesh)
+found["seeds"] = said(js.replicate, [np.float32(i + rank) for i in range(6)], mesh=mesh)
+
+state = step.init(params)
+found["in_sync"] = str(js.check_in_sync(state.params, mesh=mesh))
+mine = params["w"] + np.array([0, rank / 2, 0], np.float32)
+apart = jax.make_array_from_process_local_data(split, mine[None], (2, 3))
+found["out_of_sync"] = said(js.check_in_sync, {**state.params, "w": apart}, mesh=mesh)
+rows = np.random.default_rng(0).normal(size=(8, 3)).astype(np.float32)
+batch = jax.make_array_from_process_local_data(split, rows[rank * 4 : rank * 4 + 4], (8, 3))
+for _ in range(4):
+    state, _ = step(state, batch)
+one = js.consensus(state.params, mesh=mesh)
+found["one"] = np.asarray(one["w"].addressable_data(0)).tolist()
+
+# Process 0 has two batches, process 1 only one; an odd shape on one process is an error on both.
+average = js.all_reduce_gradients("replica", divide_by="active")
+uneven = js.make_train_step(
+    lambda p, batch: ((batch @ p["w"]) ** 2).mean(), optax.sgd(0.1), gradients=average, mesh=mesh
+)
+last, share = uneven.init(params), [rows[rank * 4 : rank * 4 + 4], rows[:4]][: 2 - rank]
+for batch, weight in js.uneven_batches([share], mesh=mesh):
+    last, _ = uneven(last, batch, weight)
+found["uneven"] = np.asarray(last.params["w"].addressable_data(0))[0].tolist()
+odd = said(lambda: list(js.uneven_batches([[rows[:4], rows[: 4 - rank]]], mesh=mesh)))
+print({**found, "odd": odd}, flush=True)
+"""
+
+
+@pytest.mark.usefixtures("quick_processes")
+def test_two_processes_compare_their_trees_and_train_as_one(tmp_path):
+    first, second = map(ast.literal_eval, two_processes(PROGRAM, tmp_path))
+    odd = first.pop("odd"), second.pop("odd")
+    assert first == second
+    assert "on another process" in odd[0]
+    assert odd[1] is not None
+    assert "b: float32[2] on process 0, float32[4] on process 1" in first["differ"]
+    assert "c: missing on process 0, float32[2] on process 1" in first["differ"]
+    whole = [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
+    assert [first[name] for name in "iksw"] == [
+        *(("int32", (2,), 4), ("key<fry>", (2,), [0, 3])),
+        *(("float32", (2,), 1.5), ("float32", (2, 2, 3), whole)),
+    ]
+    # Values of other seeds are told as digests; jax would print both arrays.
+    each = r"float32\[3\] of values \w{16} on process"
+    assert re.search(rf"w: {each} 0, {each} 1", first["values"])
+    assert first["seeds"].count(" of values ") == 2 * 4
+    assert "2 more" in first["seeds"]
+    assert first["in_sync"] == "SyncReport(num_leaves=2, num_replicas=2, divergences=())"
+    assert "w: replica 1 by 0.5 in 1 of 3 elements" in first["out_of_sync"]
+
+    step = js.make_train_step(
+        lambda p, batch: ((batch @ p["w"]) ** 2).mean() + p["b"].sum(),
+        optax.sgd(0.1),
+        sync=js.slowmo("replica", base=js.local_sgd("replica", sync_every=2), sync_every=4),
+        mesh=js.virtual_mesh({"replica": 2}),
+    )
+    state = step.init({"w": np.ones(3, np.float32), "b": np.ones(2, np.float32)})
+    rows = np.random.default_rng(0).normal(size=(8, 3)).astype(np.float32)
+    for _ in range(4):
+        state, _ = step(state, rows)
+    np.testing.assert_allclose(first["one"], np.asarray(state.params["w"])[0], rtol=1e-6)
+    w = np.ones(3)
+    for batch in (rows, rows[:4]):
+        w = w - 0.1 * 2 * batch.T @ (batch @ w) / len(batch)
+    np.testing.assert_allclose(first["uneven"], w, rtol=1e-5)

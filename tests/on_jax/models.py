@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from torch_compat import on_jax
+
 TOLERANCE = 1e-5
 VOCABULARY = 11
 
@@ -115,6 +117,44 @@ def loss(module, batch):
 
 def in_torch(batch: Any) -> Any:
     return jax.tree.map(torch.from_numpy, batch)
+
+
+def assert_as_torch(
+    module: nn.Module,
+    loss: Callable[..., Any],
+    batch: Any,
+    tolerance: float = TOLERANCE,
+    at_least: float = 1.0,
+    part_of: Callable[[str], str] = lambda name: "",
+) -> None:
+    """Loss, metrics, gradients, and what the module holds after a call are those of torch.
+
+    Gradients may be off by the tolerance times `at_least`, or times the largest of all parameters
+    whose names have the same `part_of(name)`.
+    """
+    loss_fn, params, state = on_jax.as_loss(module, loss)
+    compute = jax.jit(jax.value_and_grad(loss_fn, has_aux=True))
+    key = jax.random.key(0)
+    (value, (metrics, state)), found = compute(params, batch, rng=key, model_state=state)
+    result = loss(module, in_torch(batch))
+    wanted, told = result if isinstance(result, tuple) else (result, {})
+    for name, number in {**told, "loss": wanted}.items():
+        error = abs(float({**metrics, "loss": value}[name]) - number.item())
+        assert error <= tolerance * max(1, abs(number.item())), name
+    wanted.backward()
+    named = dict(module.named_parameters())
+    zeros = {n: np.zeros(named[n].shape) for n in params}
+    gradients = {n: zeros[n] if named[n].grad is None else named[n].grad.numpy() for n in params}
+    assert found.keys() == gradients.keys()
+    largest: dict[str, float] = {}
+    for name, gradient in gradients.items():
+        size = max([at_least, *np.abs(gradient).ravel()])
+        largest[part_of(name)] = max(size, largest.get(part_of(name), 0.0))
+    for name, gradient in gradients.items():
+        atol = tolerance * largest[part_of(name)]
+        np.testing.assert_allclose(found[name], gradient, rtol=0, atol=atol, err_msg=name)
+    holds = held(module)
+    assert_close(state, {n: holds[n] for n in state}, tolerance)
 
 
 def trained_by_torch(

@@ -1,390 +1,242 @@
-"""Tests that both executors of a pipeline behave alike, and as the model without stages."""
+"""Both executors of a pipeline behave alike, and as the model without stages."""
 
-from typing import Any
+import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import PartitionSpec as P
 
 import jaxslowmo as js
 from jaxslowmo.checkpoint import Checkpoints, export_consensus, load_consensus
+from support.exhaustive import sweep
 from support.layered import assert_close, language_model, tokens
 
-REPLICAS, STAGES, MICROBATCHES = 2, 2, 2
-ONE_F_ONE_B = js.schedules.one_f_one_b(STAGES, MICROBATCHES)
-
-
-def exhaustive(value: Any) -> Any:
-    return pytest.param(value, marks=pytest.mark.exhaustive)
-
-
-def is_matrix(tree: Any) -> Any:
-    return jax.tree.map(lambda x: x.ndim > 1, tree)
-
-
-def dropout_layer(params: Any, x: jax.Array, *, key: Any = None) -> jax.Array:
-    return x if key is None else x * jax.random.bernoulli(key, 0.5, x.shape) * 2
-
-
-def model_with_dropout() -> tuple[js.LayeredModel, list[Any]]:
-    model, params = language_model(2)
-    layers = [model.layers[0], dropout_layer, *model.layers[1:3], dropout_layer, model.layers[3]]
-    tied = [((0, "table"), (5, "table"))]
-    return js.LayeredModel(layers, model.loss, tied=tied), [
-        params[0],
-        {},
-        *params[1:3],
-        {},
-        params[3],
-    ]
+ONE_F_ONE_B = js.schedules.one_f_one_b(2, 2)
+MODEL, PARAMS = language_model(2)
+EXECUTORS = ["one_program", "host"]
 
 
 def slowmo() -> Any:
     return js.slowmo("replica", base=js.local_sgd("replica", sync_every=2), sync_every=4)
 
 
-@pytest.fixture(params=["one_program", "host"])
+def pipeline(executor: str, model: Any = MODEL, params: Any = PARAMS, **options: Any) -> Any:
+    mesh = js.make_mesh(options.pop("axes", {"replica": 2, "stage": 2}))
+    schedule = options.pop("schedule", ONE_F_ONE_B)
+    return js.pipelined(model, params, schedule, mesh=mesh, executor=executor, **options)
+
+
+def step_of(loss_fn: Any, optimizer: Any = None, **options: Any) -> Any:
+    if "gradients" not in options:
+        options.setdefault("sync", slowmo())
+    mesh = loss_fn.mesh if loss_fn is not MODEL else js.virtual_mesh({"replica": 2})
+    return js.make_train_step(loss_fn, optimizer or optax.adam(0.02), mesh=mesh, **options)
+
+
+def trained(step: Any, params: Any = PARAMS, steps: int = 5) -> Any:
+    """The state after some steps, and the metrics of each."""
+    state, losses = step.init(params), []
+    for t in range(steps):
+        state, metrics = step(state, tokens(16, seed=t))
+        losses.append(jax.tree.map(np.asarray, metrics))
+    return state, losses
+
+
+class Run(NamedTuple):
+    """A step with Adam and SlowMo, and the metrics and consensus of its first steps."""
+
+    step: Any
+    metrics: Any
+    consensus: Any
+
+
+@functools.cache
+def run_of(executor: str) -> Run:
+    """The run that several tests share; "" is that without stages."""
+    step = step_of(pipeline(executor) if executor else MODEL)
+    state, metrics = trained(step)
+    return Run(step, metrics, step.consensus(state))
+
+
+@pytest.fixture(params=EXECUTORS)
 def executor(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-class TestBothExecutors:
-    """Tests of a step with stages, on each executor."""
+def test_steps_are_those_without_stages(executor: str) -> None:
+    run, whole = run_of(executor), run_of("")
+    assert_close(run.metrics, whole.metrics)
+    assert_close(run.consensus, whole.consensus)
 
-    model, params = language_model(2)
 
-    def pipe(self, executor: str, model: Any = None, params: Any = None, **options: Any) -> Any:
-        axes = options.pop("axes", {"replica": REPLICAS, "stage": STAGES})
-        schedule = options.pop("schedule", ONE_F_ONE_B)
-        return js.pipelined(
-            model or self.model,
-            params or self.params,
-            schedule,
-            mesh=js.make_mesh(axes),
-            executor=executor,
-            **options,
-        )
+def test_windows_of_batches_become_one_update(executor: str) -> None:
+    def updated(step: Any) -> Any:
+        state = step.init(PARAMS)
+        window, first = step.collect(state, tokens(16, seed=1))
+        window, _ = step.collect(state, tokens(16, seed=2), window=window)
+        state, second = step(state, tokens(16, seed=3), window=window)
+        window, _ = step.collect(state, tokens(16, seed=4))
+        state, third = step.apply(state, window)
+        return first, second, third, step.evaluate(state, tokens(16)), step.consensus(state)
 
-    def step(self, pipe: Any, optimizer: Any, **options: Any) -> Any:
-        if "sync" not in options and "gradients" not in options:
-            options["sync"] = slowmo()
-        return js.make_train_step(pipe, optimizer, mesh=pipe.mesh, **options)
+    assert_close(updated(run_of(executor).step), updated(run_of("").step))
 
-    def whole_step(self, optimizer: Any, model: Any = None, **options: Any) -> Any:
-        if "sync" not in options and "gradients" not in options:
-            options["sync"] = slowmo()
-        mesh = js.virtual_mesh({"replica": REPLICAS})
-        return js.make_train_step(model or self.model, optimizer, mesh=mesh, **options)
 
-    def state_and_metrics(
-        self, step: Any, params: Any = None, weights: Any = None, steps: int = 6
-    ) -> Any:
-        state, losses = step.init(params or self.params), []
-        for t in range(steps):
-            weight = None if weights is None else weights[t]
-            state, metrics = step(state, tokens(16, seed=t), weight)
-            losses.append(jax.tree.map(np.asarray, metrics))
-        return state, losses
+PLATEAU = optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau(patience=1, rtol=1.0))
+CLIPPED = js.chain(js.clip_by_global_norm(10.0), optax.adam(0.02))
+OVERFLOWING = js.dynamic_loss_scale(optax.adam(0.02), initial=2.0**126, max_scale=2.0**126)
+ALL = js.all_reduce_gradients("replica")
+POLICY = js.Policy("bfloat16", keep=("tokens",))
+BESIDE = {
+    "validated late": (CLIPPED, {"mode": "host", "validate": "after"}, 1e-5),
+    "the loss is told": (PLATEAU, {}, 1e-5),
+    "an overflow": (OVERFLOWING, {"gradients": ALL}, 1e-5),
+    "gossip in 16 bits": (optax.sgd(0.1), {"sync": js.sgp("replica"), "policy": POLICY}, 0.03),
+}
 
-    def assert_equal_without_stages(
-        self, executor: str, optimizer: Any, whole: Any = None, **options: Any
-    ) -> None:
-        """Raise unless six steps with stages equal six without."""
-        weights = options.pop("weights", None)
-        step = self.step(self.pipe(executor), optimizer, **options)
-        whole_step = self.whole_step(whole or optimizer, **options)
-        state, metrics = self.state_and_metrics(step, weights=weights)
-        expected, expected_metrics = self.state_and_metrics(whole_step, weights=weights)
-        assert_close(metrics, expected_metrics)
-        assert_close(step.consensus(state), whole_step.consensus(expected))
 
-    def test_clipping_counts_tied_leaves_once(self, executor: str) -> None:
-        once = [None, None, None, {"table": np.zeros(self.params[0]["table"].shape)}]
-        self.assert_equal_without_stages(
-            executor,
-            js.chain(js.clip_by_global_norm(0.1), optax.sgd(0.1, momentum=0.9)),
-            js.chain(js.clip_by_global_norm(0.1, counted=once), optax.sgd(0.1, momentum=0.9)),
-        )
+@pytest.mark.parametrize(
+    ("name", "executor"),
+    sweep(
+        [(name, executor) for name in BESIDE for executor in EXECUTORS],
+        lambda name, executor: (
+            (name in ("the loss is told", "an overflow")) == (executor == "one_program")
+        ),
+    ),
+)
+def test_what_stands_beside_acts_as_without_stages(name: str, executor: str) -> None:
+    optimizer, options, tolerance = BESIDE[name]
+    results = []
+    for loss_fn in (pipeline(executor), MODEL):
+        step = step_of(loss_fn, optimizer, **options)
+        state, metrics = trained(step)
+        results.append((metrics, step.consensus(state)))
+    assert_close(*results, tolerance)
 
-    def test_masks_see_the_leaves_of_the_model(self, executor: str) -> None:
-        self.assert_equal_without_stages(
-            executor, optax.adamw(0.02, weight_decay=0.3, mask=is_matrix)
-        )
 
-    def test_host_mode_with_late_validation_trains_as_without_stages(self, executor: str) -> None:
-        clipped = js.chain(js.clip_by_global_norm(10.0), optax.adam(0.02))
-        self.assert_equal_without_stages(executor, clipped, mode="host", validate="after")
+def test_a_bad_value_of_one_replica_is_left_out(executor: str) -> None:
+    optimizer = js.dynamic_loss_scale(optax.sgd(0.1, momentum=0.9), initial=1.0)
+    step = step_of(pipeline(executor), optimizer, gradients=ALL, donate=False)
+    state = step.init(PARAMS)
+    broken = jax.tree.map(lambda x: x.at[1, -1, 0].set(jnp.nan), state.params)
+    after, metrics = step(state._replace(params=broken), tokens(16))
+    assert np.isfinite(metrics["loss"]).tolist() == [True, False]
+    np.testing.assert_array_equal(metrics["skipped_updates"], [1, 1])
+    jax.tree.map(np.testing.assert_array_equal, after.params, broken)
 
-    def test_batches_are_accumulated(self, executor: str) -> None:
-        self.assert_equal_without_stages(executor, optax.adam(0.02), accumulate=2)
 
-    def test_an_idle_replica_follows_the_others(self, executor: str) -> None:
-        weights = [np.array([1.0, t % 2], np.float32) for t in range(6)]
-        gradients = js.all_reduce_gradients("replica")
-        self.assert_equal_without_stages(
-            executor, optax.adam(0.02), gradients=gradients, weights=weights
-        )
+def dropped(params: Any, x: jax.Array, *, key: Any = None) -> jax.Array:
+    y = jnp.tanh(x @ params)
+    return y if key is None else y * jax.random.bernoulli(key, 0.5, y.shape) * 2
 
-    def test_rates_are_changed_from_outside(self, executor: str) -> None:
-        optimizer = optax.inject_hyperparams(optax.sgd)(learning_rate=0.1)
-        sync = js.slowmo(
-            "replica", sync_every=3, learning_rate="optimizer", base=js.local_sgd("replica")
-        )
-        self.assert_equal_without_stages(executor, optimizer, sync=sync)
 
-    def test_the_loss_reaches_optimizers_that_want_it(self, executor: str) -> None:
-        plateau = optax.contrib.reduce_on_plateau(patience=1, rtol=1.0)
-        self.assert_equal_without_stages(executor, optax.chain(optax.sgd(0.1), plateau))
+NOISY = js.LayeredModel([dropped] * 4, lambda y, x: jnp.mean((y - x) ** 2))
+MATRICES = [np.random.default_rng(i).normal(size=(4, 4)).astype(np.float32) for i in range(4)]
 
-    def test_gossip_with_a_policy_trains_as_without_stages(self, executor: str) -> None:
-        options = {"sync": js.sgp("replica"), "policy": js.Policy("bfloat16", keep=("tokens",))}
-        step = self.step(self.pipe(executor), optax.sgd(0.1), **options)
-        whole_step = self.whole_step(optax.sgd(0.1), **options)
-        (state, metrics), (expected, wanted) = (
-            self.state_and_metrics(step),
-            self.state_and_metrics(whole_step),
-        )
-        assert_close(metrics, wanted, 0.03)
-        assert_close(step.consensus(state), whole_step.consensus(expected), 0.03)
 
-    def test_an_overflow_skips_the_update_on_all_stages(self, executor: str) -> None:
-        scaled = js.dynamic_loss_scale(optax.adam(0.02), initial=2.0**126, max_scale=2.0**126)
-        gradients = js.all_reduce_gradients("replica")
-        self.assert_equal_without_stages(executor, scaled, gradients=gradients)
+def rows(count: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).normal(size=(count, 4)).astype(np.float32)
 
-    def test_a_bad_value_of_one_replica_is_left_out(self, executor: str) -> None:
-        step = self.step(
-            self.pipe(executor, axes={"replica": 2, "stage": 2}),
-            js.dynamic_loss_scale(optax.sgd(0.1, momentum=0.9), initial=1.0),
-            gradients=js.all_reduce_gradients("replica"),
-            donate=False,
-        )
-        state = step.init(self.params)
-        broken = jax.tree.map(lambda x: x.at[1, -1, 0].set(jnp.nan), state.params)
-        after, metrics = step(state._replace(params=broken), tokens(16))
-        assert not np.isfinite(metrics["loss"][1])
-        assert np.isfinite(metrics["loss"][0])
-        np.testing.assert_array_equal(metrics["skipped_updates"], [1, 1])
-        jax.tree.map(np.testing.assert_array_equal, after.params, broken)
 
-    @pytest.mark.parametrize("accumulate", [exhaustive(1), 2])
-    def test_layers_draw_the_same_keys(self, executor: str, accumulate: int) -> None:
-        """Dropout equals that of one program, in training, evaluation and windows."""
-        model, params = model_with_dropout()
+def test_keys_are_those_of_the_microbatches(executor: str) -> None:
+    pipe = pipeline(executor, NOISY, MATRICES, axes={"stage": 2})
+    rng, batch = jax.random.key(3), rows(4)
+    jit: Any = jax.jit if executor == "one_program" else lambda fn: fn
+    found = jit(jax.value_and_grad(pipe))(MATRICES, batch, rng=rng)
 
-        def results(executor: str) -> Any:
-            pipe = self.pipe(executor, model, params)
-            step = self.step(pipe, optax.adam(0.02), accumulate=accumulate)
-            state, metrics = self.state_and_metrics(step, params, steps=3)
-            window, first = step.collect(state, tokens(16, seed=7))
-            state, second = step(state, tokens(16, seed=8), window=window)
-            return metrics, first, second, step.evaluate(state, tokens(16)), step.consensus(state)
+    def by_hand(params: Any) -> Any:
+        each = [
+            NOISY(params, batch[2 * i : 2 * i + 2], rng=jax.random.fold_in(rng, i))
+            for i in range(2)
+        ]
+        return sum(each) / 2
 
-        actual = results(executor)
-        assert_close(actual, results("one_program"))
-        assert actual[0][0]["loss"].shape == (REPLICAS,)
-        plain = self.step(self.pipe(executor, model, params), optax.adam(0.02))
-        one, other = (plain(plain.init(params, seed=s), tokens(16))[1]["loss"] for s in (0, 1))
-        assert not np.allclose(one, other)
+    assert_close(found, jax.value_and_grad(by_hand)(MATRICES))
+    # The words of a key without a type are one, too.
+    assert_close(jit(pipe)(MATRICES, batch, rng=jax.random.key_data(rng)), found[0])
 
-    def test_keys_are_those_of_the_microbatches(self, executor: str) -> None:
-        model, params = model_with_dropout()
-        pipe = self.pipe(executor, model, params, axes={"stage": STAGES})
-        rng, batch = jax.random.key(3), tokens(4)
-        value, grads = jax.value_and_grad(pipe, has_aux=True)(params, batch, rng=rng)
 
-        def by_hand(params: Any) -> Any:
-            halves = [jax.tree.map(lambda x, i=i: x[2 * i : 2 * i + 2], batch) for i in range(2)]
-            each = [model(params, b, rng=jax.random.fold_in(rng, i)) for i, b in enumerate(halves)]
-            return jax.tree.map(lambda *x: sum(x) / 2, *each)
+def test_both_draw_the_same_keys_in_parts_of_a_batch_and_in_windows() -> None:
+    def results(executor: str) -> Any:
+        step = step_of(pipeline(executor, NOISY, MATRICES), accumulate=2)
+        state, metrics = step(step.init(MATRICES), rows(16))
+        _, others = step(step.init(MATRICES, seed=1), rows(16))
+        assert not np.allclose(metrics["loss"], others["loss"])
+        window, first = step.collect(state, rows(16, 7))
+        state, second = step(state, rows(16, 8), window=window)
+        return metrics, first, second, step.consensus(state)
 
-        assert_close((value, grads), jax.value_and_grad(by_hand, has_aux=True)(params))
+    assert_close(results("host"), results("one_program"))
 
-    def test_windows_of_batches_become_one_update(self, executor: str) -> None:
-        def updated(step: Any) -> Any:
-            state = step.init(self.params)
-            window, first = step.collect(state, tokens(16, seed=1))
-            window, _ = step.collect(state, tokens(16, seed=2), window=window)
-            state, second = step(state, tokens(16, seed=3), window=window)
-            window, _ = step.collect(state, tokens(16, seed=4))
-            state, third = step.apply(state, window)
-            return first, second, third, step.evaluate(state, tokens(16)), step.consensus(state)
 
-        assert_close(
-            updated(self.step(self.pipe(executor), optax.adam(0.02))),
-            updated(self.whole_step(optax.adam(0.02))),
-        )
+def test_devices_inside_a_stage_share_the_batch_that_a_step_splits(executor: str) -> None:
+    step = step_of(pipeline(executor, axes={"replica": 2, "stage": 2, "fsdp": 2}))
+    state, metrics = trained(step)
+    assert_close((metrics, step.consensus(state)), tuple(run_of(""))[1:])
 
-    @pytest.mark.parametrize("inside", ["split by the step", "split by the pipeline", "fsdp"])
-    def test_devices_inside_a_stage_share_the_batch(self, executor: str, inside: str) -> None:
-        def spec(x: Any) -> P:
-            return P("fsdp") if x.ndim > 1 and x.shape[0] % 2 == 0 else P()
 
-        options: dict[str, Any] = {} if inside == "split by the step" else {"data_axes": "fsdp"}
-        if inside == "fsdp":
-            options["param_specs"] = jax.tree.map(spec, self.params)
-        pipe = self.pipe(executor, axes={"replica": 2, "stage": 2, "fsdp": 2}, **options)
-        step, whole_step = self.step(pipe, optax.adam(0.02)), self.whole_step(optax.adam(0.02))
-        (state, metrics), (expected, wanted) = (
-            self.state_and_metrics(step),
-            self.state_and_metrics(whole_step),
-        )
-        assert_close(metrics, wanted)
-        assert_close(step.consensus(state), whole_step.consensus(expected))
+def test_microbatches_may_wait_on_the_host_and_backward_passes_be_split() -> None:
+    """Of one program these are in `one_program`, where each kind of schedule is."""
+    options = {"schedule": js.schedules.zero_bubble(2, 4), "axes": {"stage": 2}, "remat": True}
+    pipe = pipeline("host", batch_memory="host", **options)
+    batch, stacked = tokens(8), pipe.layout.stack(PARAMS)
+    value, grads = jax.value_and_grad(pipe, has_aux=True)(stacked, batch)
+    expected = jax.value_and_grad(MODEL, has_aux=True)(PARAMS, batch)
+    assert_close((value, pipe.layout.unstack(grads)), expected)
+    assert_close(pipe(PARAMS, batch), expected[0])
 
-    @pytest.mark.parametrize(
-        "kind", [*map(exhaustive, ("gpipe", "interleaved")), "zero_bubble", "zbv"]
-    )
-    def test_every_kind_of_schedule_gives_the_gradients_of_the_model(
-        self, executor: str, kind: str
-    ) -> None:
-        model, params = language_model(4)
-        schedule = js.schedules.by_name(kind, 2, 4, 2 if kind in ("interleaved", "zbv") else None)
-        pipe = self.pipe(executor, model, params, schedule=schedule, axes={"stage": 2}, remat=True)
-        expected = jax.value_and_grad(model, has_aux=True)(params, tokens(8))
-        assert_close(jax.value_and_grad(pipe, has_aux=True)(params, tokens(8)), expected)
-        assert_close(pipe(params, tokens(8)), expected[0])
 
-    def test_layers_with_state_train_as_without_stages(self, executor: str) -> None:
-        def counted(params: Any, x: Any, *, state: Any) -> Any:
-            mean = 0.5 * state["mean"] + 0.5 * x.mean(0)
-            return x - state["mean"], {"mean": mean, "count": state["count"] + 1}
+def test_checkpoints_resume_with_either_executor(executor: str, tmp_path: Any) -> None:
+    step, batch, results = run_of(executor).step, tokens(16, seed=9), []
+    state, _ = trained(step, steps=3)
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(3, state, wait=True)
+        for other in (run_of(one).step for one in ("one_program", "host", "")):
+            restored = checkpoints.restore(other, PARAMS)
+            assert restored.is_exact
+            after, metrics = other(restored.state, batch)
+            results.append((metrics, other.consensus(after)))
+    assert_close(results[0], results[1])
+    assert_close(results[2], results[1])
 
-        layers = [self.model.layers[0], counted, *self.model.layers[1:]]
-        model = js.LayeredModel(layers, self.model.loss)
-        params = [self.params[0], {}, *self.params[1:]]
-        states: list[Any] = [{} for _ in params]
-        states[1] = {"mean": np.zeros(4, np.float32), "count": np.int32(0)}
-        # With one microbatch the state goes on as it does without stages.
-        pipe = self.pipe(
-            executor, model, params, schedule=js.schedules.gpipe(2, 1), model_state=states
-        )
-        results = []
-        for step in (self.step(pipe, optax.sgd(0.1)), self.whole_step(optax.sgd(0.1), model)):
-            state = step.init(params, model_state=states)
-            for t in range(5):
-                state, metrics = step(state, tokens(16, seed=t))
-            after = js.consensus(state.model_state, mesh=step.mesh)
-            results.append((metrics, step.consensus(state), after))
-        assert_close(*results)
-        assert int(results[0][2][1]["count"]) == 5
 
-    def test_a_second_init_leaves_earlier_states_alone(self, executor: str) -> None:
-        step = self.step(self.pipe(executor), optax.adam(0.02))
-        other = self.step(self.pipe(executor), optax.sgd(0.5))
-        expected, _ = self.state_and_metrics(step, steps=3)
-        state = step.init(self.params)
-        for t in range(3):
-            step.init(self.params)
-            other.init(self.params)
-            state, _ = step(state, tokens(16, seed=t))
-        jax.tree.map(np.testing.assert_array_equal, state.params, expected.params)
+def test_an_export_is_of_the_models_own_tree(executor: str, tmp_path: Any) -> None:
+    step = run_of(executor).step
+    state, _ = trained(step, steps=1)
+    export_consensus(tmp_path / "model", state.params, mesh=step.mesh)
+    exported = load_consensus(tmp_path / "model", like=PARAMS)
+    assert jax.tree.structure(exported) == jax.tree.structure(PARAMS)
+    assert_close(exported, step.consensus(state), 0)
+    assert_close(js.consensus(state.params, mesh=step.mesh), step.consensus(state), 0)
+    buffers = step.consensus(state, whole=False)
+    assert_close(pipeline(executor)(buffers, tokens(8)), MODEL(exported, tokens(8)))
 
-    def test_transforms_that_join_stages_are_refused(self, executor: str) -> None:
-        clipped = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.1))
-        for optimizer in (clipped, optax.apply_if_finite(optax.sgd(0.1), 3)):
-            with pytest.raises(ValueError, match="depends on leaves of other"):
-                self.step(self.pipe(executor), optimizer).init(self.params)
 
-    def test_checkpoints_resume_with_either_executor(self, executor: str, tmp_path: Any) -> None:
-        step = self.step(self.pipe(executor), optax.adam(0.02))
-        others = [self.step(self.pipe(e), optax.adam(0.02)) for e in ("one_program", "host")]
-        state, _ = self.state_and_metrics(step, steps=3)
-        with Checkpoints(tmp_path) as checkpoints:
-            checkpoints.save(3, state, wait=True)
-            batch, expected = tokens(16, seed=9), None
-            for other in others:
-                restored = checkpoints.restore(other, self.params)
-                assert restored.is_exact
-                after, metrics = other(restored.state, batch)
-                expected = expected or (metrics, other.consensus(after))
-                assert_close((metrics, other.consensus(after)), expected)
-            whole = self.whole_step(optax.adam(0.02))
-            restored_whole = checkpoints.restore(whole, self.params)
-            assert_close(whole.consensus(restored_whole.state), step.consensus(state))
+def test_a_train_pipeline_feeds_the_same_batches(executor: str) -> None:
+    step, _, expected = run_of(executor)
+    batches = [tokens(16, seed=t) for t in range(5)]
+    with js.TrainPipeline(step, step.init(PARAMS), batches, depth=2) as feed:
+        results = list(js.train_loop(feed))
+    assert_close(step.consensus(results[-1].state), expected, 0)
 
-    def test_an_export_is_of_the_models_own_tree(self, executor: str, tmp_path: Any) -> None:
-        step = self.step(self.pipe(executor), optax.adam(0.02))
-        state, _ = self.state_and_metrics(step, steps=1)
-        export_consensus(tmp_path / "model", state.params, mesh=step.mesh)
-        exported = load_consensus(tmp_path / "model", like=self.params)
-        assert jax.tree.structure(exported) == jax.tree.structure(self.params)
-        assert_close(exported, step.consensus(state), 0)
-        assert_close(js.consensus(state.params, mesh=step.mesh), step.consensus(state), 0)
-        buffers = step.consensus(state, whole=False)
-        pipe = self.pipe(executor)
-        assert_close(pipe(buffers, tokens(8)), self.model(exported, tokens(8)))
 
-    def test_a_train_pipeline_feeds_the_same_batches(self, executor: str) -> None:
-        step = self.step(self.pipe(executor), optax.adam(0.02))
-        expected, _ = self.state_and_metrics(step, steps=4)
-        batches = [tokens(16, seed=t) for t in range(4)]
-        with js.TrainPipeline(step, step.init(self.params), batches, depth=2) as feed:
-            results = list(js.train_loop(feed))
-        jax.tree.map(np.testing.assert_array_equal, results[-1].state.params, expected.params)
+def test_a_step_leaves_no_further_arrays_alive(executor: str) -> None:
+    step = run_of(executor).step
+    state, counts = step.init(PARAMS), []
+    for t in range(40):  # the losses of the last steps are held, so that few are under way
+        state, metrics = step(state, tokens(16, seed=t))
+        del metrics
+        counts.append(len(jax.live_arrays()))
+    jax.block_until_ready(state)
+    assert len(set(counts[-4:])) == 1
 
-    def test_microbatches_may_wait_on_the_host(self, executor: str) -> None:
-        pipe = self.pipe(executor, axes={"stage": 2}, batch_memory="host")
-        run = jax.jit(jax.value_and_grad(pipe, has_aux=True)) if executor == "one_program" else None
-        run = run or jax.value_and_grad(pipe, has_aux=True)
-        stacked = pipe.layout.stack(self.params)
-        value, grads = run(stacked, tokens(8))
-        expected = jax.value_and_grad(self.model, has_aux=True)(self.params, tokens(8))
-        assert_close((value, pipe.layout.unstack(grads)), expected)
 
-    def test_a_step_leaves_no_further_arrays_alive(self, executor: str) -> None:
-        step = self.step(self.pipe(executor), optax.adam(0.02))
-        state, counts = step.init(self.params), []
-        for t in range(40):  # the losses of the last steps are held, so that few are under way
-            state, metrics = step(state, tokens(16, seed=t))
-            del metrics
-            counts.append(len(jax.live_arrays()))
-        jax.block_until_ready(state)
-        assert len(set(counts[-4:])) == 1
-
-    def test_the_report_counts_what_each_kind_of_step_sends(self, executor: str) -> None:
-        step = self.step(self.pipe(executor), optax.adam(0.02))
-        report = js.comm_report(step, step.init(self.params), tokens(16))
-        assert report.count(axis="replica", kind="local") == 0
-        assert report.count(axis="replica", kind="slow", collective="reduce-scatter") == 1
-        assert report.count(axis="replica", kind="slow", collective="all-gather") == 1
-
-    def test_bad_arguments_are_named(self, executor: str) -> None:
-        for options, message in (
-            ({"data_axes": 3}, "`data_axes` must be the name of an axis of `mesh` or .* got 3"),
-            (
-                {"axis_name": ["stage"]},
-                r"`axis_name` must be the name of one axis .* got \['stage'",
-            ),
-            ({"remat": "full"}, "`remat` must be True or False, .* got 'full'"),
-            ({"batch_memory": "disk"}, '`batch_memory` must be "device" or "host", got'),
-            ({"data_axes": ("fsdp",)}, "`data_axes` 'fsdp' is not an axis of `mesh`"),
-            ({"schedule": js.schedules.gpipe(3, 2)}, "has 3 stages, and `mesh` 2 along"),
-            ({"parts": [[[0, 0]], [[0, 4]]]}, "a stage without layers"),
-            ({"gradient_scale": -1}, "`gradient_scale` must be a number above 0, got -1"),
-        ):
-            with pytest.raises(ValueError, match=message):
-                self.pipe(executor, **options)
-        pipe = self.pipe(executor)
-        with pytest.raises(ValueError, match=r"`rng` must be one PRNG key .* got 3\."):
-            pipe(self.params, tokens(8), rng=3)
-        with pytest.raises(
-            ValueError, match=r"`stacked` must be one tree per layer, or .* got dict"
-        ):
-            pipe({}, tokens(8))
-        with pytest.raises(ValueError, match=r"2 microbatches, which must divide .* got 7 "):
-            pipe(self.params, tokens(7))
-        forward = self.pipe(executor, schedule=js.schedules.gpipe(2, 2, forward_only=True))
-        with pytest.raises(ValueError, match="forward passes alone"):
-            jax.grad(forward, has_aux=True)(self.params, tokens(8))
-        step = self.step(pipe, optax.adam(0.1), accumulate=3)
-        with pytest.raises(ValueError, match="`accumulate`=3 must divide the batch"):
-            step(step.init(self.params), tokens(16))
-        step = self.step(pipe, optax.adam(0.1))
-        with pytest.raises(
-            ValueError, match="`params` must be a sequence of one tree per layer, 4"
-        ):
-            step.init(self.params[:2])
+def test_the_report_counts_what_each_kind_of_step_sends(executor: str) -> None:
+    step = run_of(executor).step
+    report = js.comm_report(step, step.init(PARAMS), tokens(16))
+    assert report.count(axis="replica", kind="local") == 0
+    assert report.count(axis="replica", kind="slow", collective="reduce-scatter") == 1
+    assert report.count(axis="replica", kind="slow", collective="all-gather") == 1

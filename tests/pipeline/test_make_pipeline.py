@@ -1,27 +1,16 @@
-"""Models and schedules that are none, and axes by one name."""
-
-import re
+"""One axis may stand for itself where a pipeline takes several."""
 
 import pytest
 
 import jaxslowmo as js
-from jaxslowmo.pipeline._make_pipeline import as_axes, check_pipeline
+from support.layered import language_model
 
-MODEL = js.LayeredModel([lambda params, x: x], lambda x, batch: x.mean())
-SCHEDULE = js.schedules.gpipe(1, 1)
-
-
-def test_models_and_schedules_pass_and_others_are_named():
-    check_pipeline(MODEL, SCHEDULE)
-    with pytest.raises(ValueError, match=re.escape("js.LayeredModel, of functions")):
-        check_pipeline([MODEL], SCHEDULE)
-    with pytest.raises(
-        ValueError, match=r"`schedule` must be a js\.pipeline\.Schedule .* got 'gpipe'"
-    ):
-        check_pipeline(MODEL, "gpipe")
+MODEL, PARAMS = language_model(2)
 
 
-def test_one_axis_may_stand_for_itself():
-    assert as_axes("fsdp") == ("fsdp",)
-    assert as_axes(["fsdp", "tensor"]) == ("fsdp", "tensor")
-    assert as_axes(()) == ()
+@pytest.mark.parametrize("data_axes", ["fsdp", ["fsdp"], ("fsdp",)])
+def test_data_axes_may_be_a_name_or_names(mesh_of, data_axes):
+    mesh, schedule = mesh_of({"stage": 2, "fsdp": 2}), js.schedules.gpipe(2, 2)
+    pipe = js.pipelined(MODEL, PARAMS, schedule, mesh=mesh, data_axes=data_axes)
+    assert pipe.data_axes == ("fsdp",)
+    assert js.pipelined(MODEL, PARAMS, schedule, mesh=mesh).data_axes == ()

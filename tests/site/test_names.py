@@ -43,12 +43,3 @@ def test_what_pages_write_of_js_exists(page):
     modules = {"js.topology", "js.hooks", "js.checkpoint", "js.data", "js.models"}
     for code in spans(DOCS / page):
         assert code in modules or names.target(code, KNOWN), code
-
-
-def test_the_search_prefers_functions_to_their_states_and_short_names_to_long_ones():
-    boost = {
-        name: names.search_boost(f"jaxslowmo.{name}")
-        for name in ("local_sgd", "hierarchical_local_sgd", "LocalSGDState", "TrainStep.init")
-    }
-    assert sorted(boost, key=boost.__getitem__, reverse=True) == [*boost]
-    assert len(set(boost.values())) == len(boost)

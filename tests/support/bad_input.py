@@ -5,23 +5,9 @@ import warnings
 import jax
 import jax.numpy as jnp
 
-import jaxslowmo as js
 from support.executions import lift
 
 PARAMS = {"b": jnp.ones((4, 2)), "w": jnp.ones((4, 3, 2))}
-
-
-def slowmo_over_local(axis_name="replica", **options):
-    return js.slowmo(axis_name, base=js.local_sgd(axis_name), **options)
-
-
-PARAMETER_TRANSFORMS = {
-    "local_sgd": js.local_sgd,
-    "sgp": js.sgp,
-    "slowmo": slowmo_over_local,
-    "diloco": js.diloco,
-}
-ALL = {"all_reduce_gradients": js.all_reduce_gradients, **PARAMETER_TRANSFORMS}
 
 
 def trace(fn, *args, execution="vmap", axes=None):

@@ -133,7 +133,7 @@ SELDOM = {
     "hook fp8",
     "hook fp16_compress",
     *(name for name in KINDS["tables"] if name != "ids ahead, 1 x 8"),
-    *(name for name in KINDS["sharded"] if name != "fsdp x tensor, slow"),
+    *(name for name in KINDS["sharded"] if name != "fsdp, slow"),
 }
 
 

@@ -22,7 +22,16 @@ def is_no_bias(tree: Any) -> Any:
 
 
 def _kinds(tree: Any) -> Any:
-    return jax.tree.map(lambda name: "table" if "table" in name else "rest", names(tree))
+    def kind(name: str) -> str:
+        return next((kind for kind in _of_kinds() if kind in name), "rest")
+
+    return jax.tree.map(kind, names(tree))
+
+
+def _of_kinds() -> dict[str, optax.GradientTransformation]:
+    """Return optimizers whose states have other forms: factors, as the leaf, none of its own."""
+    adafactor = optax.adafactor(0.005, min_dim_size_to_factor=4, eps=1e-3)
+    return {"table": adafactor, "up": optax.lamb(0.005, eps=_EPS), "rest": _adam()}
 
 
 def _adam(**options: Any) -> optax.GradientTransformation:
@@ -38,7 +47,7 @@ def per_leaf(params: Any) -> dict[str, optax.GradientTransformation]:
         "mask_by_ndim": _adam(mask=lambda tree: jax.tree.map(lambda x: x.ndim > 1, tree)),
         "mask_by_name": _adam(mask=is_no_bias),
         "mask_as_tree": _adam(mask=is_no_bias(params)),
-        "partition": optax.partition({"table": optax.sgd(0.02), "rest": _adam()}, _kinds),
+        "partition": optax.partition(_of_kinds(), _kinds),
         "inject_hyperparams": optax.inject_hyperparams(optax.adam)(0.005, eps=_EPS),
         "multi_steps": optax.MultiSteps(_adam(), 3).gradient_transformation(),
         "muon": contrib.muon(0.002, ns_steps=2, adam_eps_root=1e-4),

@@ -25,11 +25,9 @@ def loss(params, batch):
     return jnp.mean(out * params["scale"]) + jnp.sum(params["half"].astype(jnp.float32))
 
 
-def report(mesh, mode="traced", accumulate=1, **parts) -> js.CommReport:
+def report(mesh, mode="traced", **parts) -> js.CommReport:
     """Return the report of the lowered programs; compiling them would take most of the time."""
-    step = js.make_train_step(
-        loss, optax.adam(1e-3), mesh=mesh, mode=mode, accumulate=accumulate, **parts
-    )
+    step = js.make_train_step(loss, optax.adam(1e-3), mesh=mesh, mode=mode, **parts)
     traced = step.traced_by_phase(jax.eval_shape(step.init, PARAMS), BATCH)
     lowered = {kind: program.lower() for kind, program in traced.items()}
     return js.comm_report_of(lowered.get(None, lowered), compile=False)

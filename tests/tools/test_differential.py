@@ -33,21 +33,6 @@ def test_scenarios_are_those_of_their_seed():
     assert again.strip() == str(few)
 
 
-def test_every_option_is_drawn_in_time():
-    from differential import drawing, parts
-
-    many = list(drawing.drawn(1000).values())
-    for key, known in (
-        ("sync", parts.SYNC),
-        ("optimizer", parts.OPTIMIZERS),
-        ("gradients", parts.GRADIENTS),
-        ("wrong", drawing.WRONG),
-        ("ahead", ("exact", "stale", "patched")),
-        ("mesh", ("one level", "two levels", "virtual", "shards", "one shard")),
-    ):
-        assert {str(options.get(key)) for options in many} - {"None"} == set(known)
-
-
 def test_a_changed_bit_is_told_with_its_size(tmp_path):
     import ml_dtypes
     from differential.outcomes import differences
@@ -61,11 +46,6 @@ def test_a_changed_bit_is_told_with_its_size(tmp_path):
         "params: 1 of 1 leaves differ, most params/w by 0.5",
         "metrics: 1 of 1 leaves differ, most metrics/loss by 2",
     ]
-
-
-def test_a_signed_zero_and_a_nan_are_differences(tmp_path):
-    from differential.outcomes import differences
-
     zero, minus, nan = (
         outcome(tmp_path, str(x), **{"params/w": x}) for x in (0.0, -0.0, float("nan"))
     )
@@ -84,26 +64,6 @@ def test_another_structure_of_the_state_is_said_and_what_is_left_compared(tmp_pa
     before = outcome(tmp_path, "before", **{"params/w": [1.0]})
     now = outcome(tmp_path, "now", **{"params/w": np.float32([1.0])})
     assert "another structure" in differences(before, now)[0][0]
-
-
-def test_refusals_are_compared_by_type_and_by_what_they_name(tmp_path):
-    from differential.outcomes import differences, outcome_of
-
-    def refused(message, kind=ValueError):
-        def run():
-            raise kind(message)
-
-        return outcome_of(run, tmp_path / "nothing")
-
-    first = refused("`mode` must be 1.")
-    assert differences(first, refused("local_sgd: `mode` is no 2.")) == ([], "")
-    assert differences(first, refused("`order` must be 1."))[0] == [
-        "before: ValueError: `mode` must be 1.",
-        "now: ValueError: `order` must be 1.",
-    ]
-    assert differences(first, refused("`mode` must be 1.", TypeError))[0]
-    runs = outcome(tmp_path, "runs", **{"params/w": 1.0})
-    assert differences(first, runs)[0][-1] == "now: runs"
 
 
 def test_explained_differences_are_no_failure_and_others_are(tmp_path, capsys):

@@ -43,16 +43,6 @@ def test_a_part_that_fails_or_hangs_ends_alone(gpu_day):
     assert "`NAME='last figure' python -c" in page
 
 
-@pytest.mark.parametrize(("count", "gigabytes"), [(1, 12), (1, 64), (8, 64)])
-def test_benchmarks_know_all_options_of_the_parts(gpu_day, tmp_path, count, gigabytes):
-    device = gpu_day.Device(count, 10**9 * gigabytes, {})
-    for part in (*gpu_day.parts_of(device, tmp_path), *gpu_day.tiny_parts(tmp_path)):
-        if "benchmarks/" in part.command[1]:
-            text = (ROOT / part.command[1]).read_text("utf-8")
-            for option in (word for word in part.command if word.startswith("--")):
-                assert f'"{option}"' in text, (part.name, option)
-
-
 def test_without_a_gpu_there_is_one_line(gpu_day, monkeypatch):
     def probe(platform):
         raise gpu_day.NoDevice("jax sees only CPUs")
@@ -63,21 +53,3 @@ def test_without_a_gpu_there_is_one_line(gpu_day, monkeypatch):
         gpu_day.main()
     assert str(refused.value).startswith("gpu_day.py: no GPU that jax can use: jax sees only CPUs.")
     assert "\n" not in str(refused.value)
-
-
-def test_the_machine_is_described_by_another_process(gpu_day):
-    device = gpu_day.probe("cpu")
-    assert device.count >= 1
-    assert {"devices", "jax", "jaxlib", "python", "runtime"} <= set(device.facts)
-
-
-@pytest.mark.exhaustive  # six processes that import jax and compile
-def test_tiny_parts_all_succeed(gpu_day, monkeypatch, tmp_path):
-    out = tmp_path / "day.md"
-    monkeypatch.setattr(sys, "argv", ["gpu_day.py", "--tiny", "--out", str(out)])
-    gpu_day.main()
-    page = out.read_text("utf-8")
-    assert page.count("| ok |") == 6
-    for figure in ("of the copy's: ", "1 passed", "slowmo: local step, host", "host, 1F1B"):
-        assert figure in page, figure
-    assert "measured: " in page

@@ -1,11 +1,9 @@
-"""Graphs to draw from, and what an exchange does, each told apart from the code under test."""
+"""Graphs and mixings to draw from, and what an exchange does, without the code under test."""
 
 import inspect
-import re
 from collections import Counter
 
 import numpy as np
-import pytest
 from hypothesis import strategies as st
 
 from jaxslowmo import topology
@@ -33,16 +31,6 @@ ALL_AT_ONCE = [
 MOST_NODES = 33
 
 
-def peer_counts(name: str, num_nodes: int) -> list[int]:
-    """Every `peers_per_step` that the named graph can have."""
-    if num_nodes == 1:
-        return [1, 2, 3]
-    if name == "npeer_directed_exponential":
-        # p = num_nodes and more come round to the sender.
-        return [p for p in range(1, num_nodes) if not comes_round(num_nodes, p)]
-    return list(range(1, min(map(len, NAMED[name](num_nodes).phone_book)) + 1))
-
-
 def comes_round(num_nodes: int, p: int) -> bool:
     """Whether a distance j (p + 1)^i, j <= p, (p + 1)^i < num_nodes, is a multiple of it."""
     return any(
@@ -54,21 +42,24 @@ def comes_round(num_nodes: int, p: int) -> bool:
 
 
 @st.composite
-def named_graphs(draw, names=tuple(NAMED), least=1) -> topology.Graph:
+def named_graphs(draw, names=tuple(NAMED), most=MOST_NODES) -> topology.Graph:
     name = draw(st.sampled_from(names))
-    num_nodes = draw(st.integers(least, MOST_NODES))
+    num_nodes = draw(st.integers(1, most))
     if name in PAIRED and num_nodes > 1:
         num_nodes -= num_nodes % 2
     if name in POWERS:
         num_nodes = 2 ** (num_nodes.bit_length() - 1)
-    options = {"peers_per_step": draw(st.sampled_from(peer_counts(name, num_nodes)))}
-    if name in ALL_AT_ONCE:
-        options = draw(st.sampled_from([options, {}]))  # or all peers, every time
-    return NAMED[name](num_nodes, **options)
+    if name in ALL_AT_ONCE and draw(st.booleans()):
+        return NAMED[name](num_nodes)
+    most = min(map(len, NAMED[name](num_nodes).phone_book)) if num_nodes > 1 else 3
+    peers = draw(st.integers(1, most))
+    if name == "npeer_directed_exponential" and num_nodes > 1 and comes_round(num_nodes, peers):
+        peers = 1
+    return NAMED[name](num_nodes, peers_per_step=peers)
 
 
 @st.composite
-def phone_books(draw) -> list[list[int]]:
+def custom_graphs(draw) -> topology.Graph:
     """Rows of different lengths, in random order, some peers named twice; strongly connected."""
     num_nodes = draw(st.integers(2, 9))
     nodes = st.integers(0, num_nodes - 1)
@@ -78,67 +69,44 @@ def phone_books(draw) -> list[list[int]]:
         # Up to 4 entries: rotations of at most 12 exchanges.
         if source != peer and len(rows[source]) < 4:
             rows[source].append(peer)
-    return [draw(st.permutations(row)) for row in rows]
-
-
-@st.composite
-def custom_graphs(draw) -> topology.Graph:
-    rows = draw(phone_books())
+    rows = [draw(st.permutations(row)) for row in rows]
     lengths = [len(row) for row in rows]
     kind = draw(st.sampled_from(["dynamic", "all at once", "short rows whole"]))
     if kind == "all at once":
         return topology.from_phone_book(rows, None)
     if kind == "dynamic":
         return topology.from_phone_book(rows, draw(st.integers(1, min(lengths))))
-    return topology.Graph(len(rows), draw(st.integers(1, max(lengths))), rows)
+    return topology.Graph(num_nodes, draw(st.integers(1, max(lengths))), rows)
 
 
 any_graphs = st.one_of(named_graphs(), custom_graphs())
 
 
-@st.composite
-def mixings(draw):
-    """Uniform, self-weighted, and any weights on the edges of the round."""
-    kind = draw(st.sampled_from(["default", "uniform", "self", "self per node", "random"]))
-    if kind == "default":
-        return None
-    if kind == "uniform":
-        return topology.uniform_mixing()
-    if kind == "self":
-        return topology.self_weighted(draw(st.floats(0.05, 0.95)))
-    seed = draw(st.integers(0, 999))
-    if kind == "self per node":
-        keep = np.random.default_rng(seed).uniform(0.1, 0.9, MOST_NODES)
-        return lambda graph, step: topology.self_weighted(keep[: graph.num_nodes])(graph, step)
-    return lambda graph, step: random_weights(graph, step, seed)
+def random_weights(seed: int):
+    """Any weights on the edges of the round."""
+
+    def mixing(graph: topology.Graph, step: int) -> np.ndarray:
+        rng = np.random.default_rng([seed, step % graph.num_rounds])
+        matrix = np.diag(rng.uniform(0.1, 1, graph.num_nodes))
+        for source, peers in enumerate(graph.out_peers(step)):
+            for peer in peers:
+                matrix[peer, source] += rng.uniform(0.1, 1)
+        return matrix / matrix.sum(axis=0)
+
+    return mixing
 
 
-def random_weights(graph: topology.Graph, step: int, seed: int) -> np.ndarray:
-    rng = np.random.default_rng([seed, step % graph.num_rounds])
-    matrix = np.diag(rng.uniform(0.1, 1, graph.num_nodes))
-    for source, peers in enumerate(graph.out_peers(step)):
-        for peer in peers:
-            matrix[peer, source] += rng.uniform(0.1, 1)
-    return matrix / matrix.sum(axis=0)
+def random_shares(seed: int):
+    """A share to keep for each node."""
+    keep = np.random.default_rng(seed).uniform(0.1, 0.9, MOST_NODES)
+    return lambda graph, step: topology.self_weighted(keep[: graph.num_nodes])(graph, step)
+
+
+seeds = st.integers(0, 999)
+mixings = st.none() | st.builds(random_shares, seeds) | st.builds(random_weights, seeds)
 
 
 def edges_of(graph: topology.Graph, step: int) -> Counter:
     """How often each (source, destination) occurs in an exchange."""
     out = graph.out_peers(step)
     return Counter((source, peer) for source, peers in enumerate(out) for peer in peers)
-
-
-def exchange(found: topology.ExchangeRound, values: np.ndarray) -> np.ndarray:
-    """What the nodes hold after a round: kept, and what arrives by each permutation."""
-    after = found.kept * values
-    for permutation, weights in zip(found.permutations, found.received, strict=True):
-        arrived = np.zeros_like(values)
-        for source, destination in permutation:
-            arrived[destination] = values[source]
-        after = after + weights * arrived
-    return after
-
-
-def refused(message: str):
-    """What cannot work is refused when it is built, and the message says why."""
-    return pytest.raises(ValueError, match=re.escape(message))

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxslowmo import topology
-from jaxslowmo.topology import analyse, from_phone_book, make_graph, ring, self_weighted
+from jaxslowmo.topology import analyse, from_phone_book, ring, self_weighted
+from topology.graphs import custom_graphs, mixings, named_graphs
 
 
 def matrices_of(graph, mixing):
@@ -27,39 +28,10 @@ def brute_force_errors(graph, mixing, count):
     return np.array(found)
 
 
-@st.composite
-def named_graphs(draw):
-    name = draw(st.sampled_from(sorted(topology.GRAPHS)))
-    while True:
-        try:
-            return make_graph(
-                name,
-                draw(st.integers(1, 9)),
-                peers_per_step=draw(st.sampled_from([None, None, 1, 2])),
-            )
-        except ValueError:
-            continue  # odd bipartite graphs, more peers than there are
+cases = st.tuples(named_graphs(most=9) | custom_graphs(), mixings)
 
 
-@st.composite
-def phone_books(draw):
-    """A circle, so that all are connected, and any further peers."""
-    n = draw(st.integers(2, 7))
-    others = [
-        st.lists(st.sampled_from([k for k in range(n) if k != i]), max_size=3) for i in range(n)
-    ]
-    table = [[(i + 1) % n, *draw(more)] for i, more in enumerate(others)]
-    return from_phone_book(table, draw(st.sampled_from([None, 1])))
-
-
-@st.composite
-def cases(draw):
-    graph = draw(named_graphs() | phone_books())
-    shares = st.lists(st.floats(0.1, 0.9), min_size=graph.num_nodes, max_size=graph.num_nodes)
-    return graph, draw(st.none() | shares.map(self_weighted))
-
-
-@given(cases(), st.sampled_from([0.5, 1e-2, 1e-3, 1e-6]))
+@given(cases, st.sampled_from([0.5, 1e-2, 1e-3, 1e-6]))
 def test_errors_and_rounds_are_those_of_the_definition(case, tolerance):
     graph, mixing = case
     found = analyse(graph, mixing, tolerance=tolerance)
@@ -75,8 +47,8 @@ def test_errors_and_rounds_are_those_of_the_definition(case, tolerance):
     assert np.all(errors[:rounds] > tolerance * (1 - 1e-6))
 
 
-@given(cases())
-def test_facts_are_those_of_the_matrices(case):
+@given(cases)
+def test_facts_are_those_of_the_matrices_and_weights_those_of_a_simulation(case):
     graph, mixing = case
     found = analyse(graph, mixing, model_bytes=1000)
     matrices = matrices_of(graph, mixing)
@@ -86,25 +58,18 @@ def test_facts_are_those_of_the_matrices(case):
     rows = [np.allclose(matrix.sum(axis=1), 1) for matrix in matrices]
     assert list(found.doubly_stochastic) == rows
     assert found.weights_move is not all(rows)
-    np.testing.assert_allclose(
-        found.product,
-        np.linalg.multi_dot([np.eye(graph.num_nodes)] * 2 + matrices[::-1]),
-        atol=1e-12,
-    )
-    assert found.permutes == tuple(len(graph.permutations(s)) for s in range(graph.num_rounds))
+    product = np.linalg.multi_dot([np.eye(graph.num_nodes)] * 2 + matrices[::-1])
+    np.testing.assert_allclose(found.product, product, atol=1e-12)
+    permutes = [len(graph.permutations(step)) for step in range(graph.num_rounds)]
+    assert found.permutes == tuple(permutes)
+    assert (found.permutes_mean, found.permutes_max) == (np.mean(permutes), max(permutes))
     for step in range(graph.num_rounds):
         assert found.messages == tuple(map(len, graph.out_peers(step)))
     size = 1004 if found.weights_move else 1000
-    assert found.bytes_max == found.messages_max * size
-    assert found.bytes_mean == pytest.approx(found.messages_mean * size)
+    assert found.bytes_max == max(found.messages) * size
+    assert found.bytes_mean == pytest.approx(np.mean(found.messages) * size)
 
-
-@given(cases())
-def test_weights_in_the_long_run_are_those_of_a_simulation(case):
-    graph, mixing = case
-    found = analyse(graph, mixing)
     weights, seen = np.ones(graph.num_nodes), []
-    matrices = matrices_of(graph, mixing)
     for _ in range(5 * found.rounds_to_tolerance // graph.num_rounds + 5):
         seen = []
         for matrix in matrices:
@@ -113,14 +78,7 @@ def test_weights_in_the_long_run_are_those_of_a_simulation(case):
     assert found.weight_range == pytest.approx((np.min(seen), np.max(seen)), rel=1e-6)
 
 
-@pytest.mark.parametrize("n", [2, 3, 7, 16])
-def test_complete_graph_agrees_in_one_round(n):
-    found = analyse(topology.complete(n))
-    assert (found.rounds_to_tolerance, found.spectral_gap, found.messages_max) == (1, 1.0, n - 1)
-    assert found.error(1) < 1e-14
-
-
-@pytest.mark.parametrize(("n", "p"), [(8, 1), (64, 1), (256, 1), (9, 2), (27, 2), (64, 3)])
+@pytest.mark.parametrize(("n", "p"), [(8, 1), (256, 1), (27, 2), (64, 3)])
 def test_npeer_exponential_graph_agrees_in_a_rotation(n, p):
     found = analyse(topology.npeer_directed_exponential(n, peers_per_step=p), tolerance=1e-9)
     assert (p + 1) ** found.rounds_to_tolerance == n
@@ -128,22 +86,16 @@ def test_npeer_exponential_graph_agrees_in_a_rotation(n, p):
     assert (found.spectral_gap, found.spectral_gap_per_round) == (1.0, 1.0)
 
 
-@pytest.mark.parametrize("n", [2, 3, 8, 64])
+@pytest.mark.parametrize("n", [2, 3, 8, 100])
 def test_ring_has_the_eigenvalue_of_a_circle(n):
     """I / 2 + S / 2 with S a shift is normal: its errors are powers of cos(pi / n)."""
     found = analyse(ring(n))
     rate = abs(np.cos(np.pi / n)) if n > 2 else 0.0
     assert found.second_eigenvalue == pytest.approx(rate, abs=1e-12)
-    assert found.spectral_gap_per_round == found.spectral_gap
+    assert found.spectral_gap_per_round == found.spectral_gap == 1 - found.second_eigenvalue
     expected = 1 if n == 2 else int(np.ceil(np.log(1e-3) / np.log(rate)))
     assert found.rounds_to_tolerance == expected
     assert found.error(expected) == pytest.approx(rate**expected, rel=1e-6, abs=1e-14)
-
-
-def test_ring_with_two_peers():
-    """(I + S + S^-1) / 3: eigenvalues (1 + 2 cos(2 pi k / n)) / 3."""
-    found = analyse(ring(10, peers_per_step=2))
-    assert found.second_eigenvalue == pytest.approx((1 + 2 * np.cos(np.pi / 5)) / 3)
 
 
 def test_long_rotation_keeps_its_eigenvalue():
@@ -151,15 +103,6 @@ def test_long_rotation_keeps_its_eigenvalue():
     found = analyse(topology.directed_linear(128))
     assert found.graph.num_rounds == 128
     assert found.spectral_gap_per_round == pytest.approx(1 - np.sqrt(0.5), rel=1e-6)
-
-
-def test_star_with_its_weights_by_hand():
-    """Centre keeps and sends 1/4, leaves 1/2: w = (1.6, 0.8, 0.8, 0.8)."""
-    found = analyse(topology.star(4), model_bytes=100)
-    assert found.weights_move
-    assert found.weight_range == pytest.approx((0.8, 1.6))
-    assert (found.messages, found.permutes) == ((3, 1, 1, 1), (3,))
-    assert (found.messages_mean, found.bytes_mean, found.bytes_max) == (1.5, 156.0, 312)
 
 
 def test_tiny_weights_keep_their_digits():
@@ -177,17 +120,14 @@ def keeping_nothing(graph, step):
     return matrix
 
 
-@pytest.mark.parametrize(
-    "graph",
-    [ring(4, peers_per_step=2), ring(7), topology.npeer_directed_exponential(8)],
-    ids=["bipartite", "cycle", "rotating"],
-)
-def test_nodes_that_keep_nothing_and_swap_for_ever_never_agree(graph):
-    found = analyse(graph, keeping_nothing)
-    assert (found.mixes, found.rounds_to_tolerance) == (False, None)
-    assert found.second_eigenvalue == pytest.approx(1)
-    assert found.error(10**6) == pytest.approx(1)
-    assert "never" in str(found)
+def test_nodes_that_keep_nothing_and_swap_for_ever_never_agree():
+    for graph in (ring(4, peers_per_step=2), ring(7), topology.npeer_directed_exponential(8)):
+        found = analyse(graph, keeping_nothing)
+        assert (found.mixes, found.rounds_to_tolerance) == (False, None)
+        assert found.second_eigenvalue == pytest.approx(1)
+        assert found.error(10**6) == pytest.approx(1)
+        assert "never" in str(found)
+    assert analyse(ring(5, peers_per_step=2), keeping_nothing).mixes
 
 
 def test_weights_that_never_settle():
@@ -197,10 +137,6 @@ def test_weights_that_never_settle():
     assert found.second_eigenvalue == pytest.approx(1)
     assert "they do not settle" in str(found)
     np.testing.assert_allclose(found.errors(7), brute_force_errors(found.graph, keeping_nothing, 7))
-
-
-def test_odd_ring_that_keeps_nothing_agrees():
-    assert analyse(ring(5, peers_per_step=2), keeping_nothing).mixes
 
 
 def test_node_whose_weight_runs_out_never_agrees():
@@ -213,22 +149,10 @@ def test_node_whose_weight_runs_out_never_agrees():
     assert (found.mixes, found.rounds_to_tolerance) == (False, None)
 
 
-def test_slow_ring_of_many_nodes():
-    assert analyse(ring(256)).rounds_to_tolerance == 91736
-
-
 def test_slow_mixing_is_counted_without_walking_there():
     """Keeping 1 - 2^-40 of everything: 3e13 rounds."""
     found = analyse(ring(2), self_weighted(1 - 2.0**-40), tolerance=1e-3)
     assert found.rounds_to_tolerance == pytest.approx(np.log(1e3) * 2.0**39, rel=1e-3)
-
-
-def test_slow_irregular_graph_is_counted_without_walking_there():
-    """A path of 64 nodes: ends that keep 1/2 and others 1/3."""
-    found = analyse(topology.grid_2d(64, rows=1))
-    rounds = found.rounds_to_tolerance
-    assert found.error(rounds) <= 1e-3 < found.error(rounds - 1)
-    assert rounds == pytest.approx(np.log(1e-3) / np.log(found.second_eigenvalue), rel=0.1)
 
 
 def test_single_node():
@@ -252,67 +176,18 @@ def test_text_tells_the_facts():
     for part in (
         "grid_2d, 4 nodes, 2 peers per step",
         "no: push-sum weights move",
-        "no: nodes send or receive different numbers of messages",
+        "no: nodes send or receive",
         "rounds to an error of 0.001",
         "1.50 on average, 2 at most",
         "6,006 on average, 8,008 at most",
     ):
         assert part in text
-    assert "bytes" not in str(analyse(ring(4)))
-    assert "push_sum=False is possible" in str(analyse(ring(4)))
+    facts = analyse(ring(4)).summary()
+    assert "bytes per node and round" not in facts
+    assert facts["graph"] == "ring, 4 nodes, 1 peer per step"
+    assert facts["rotation"] == "1 round"
+    assert facts["regular"].startswith("yes")
+    assert "push_sum=False" in facts["doubly stochastic"]
+    assert facts["spectral gap of a rotation"] == facts["spectral gap per round"] == "0.2929"
+    assert analyse(ring(1)).summary()["graph"].startswith("ring, 1 node, nobody")
     assert repr(analyse(ring(4))) == "<GraphAnalysis of ring(4)>"
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"tolerance": 0.0}, "`tolerance` must lie strictly between 0 and 1, got 0.0"),
-        ({"tolerance": 1}, "`tolerance` must lie strictly between 0 and 1, got 1"),
-        ({"tolerance": "no"}, "`tolerance` must lie strictly between 0 and 1, got 'no'"),
-        ({"tolerance": float("nan")}, "`tolerance` must lie strictly between 0 and 1, got nan"),
-        ({"model_bytes": -1}, "`model_bytes` must be a number >= 0, got -1"),
-        ({"model_bytes": "a"}, "`model_bytes` must be a number >= 0, got 'a'"),
-        ({"mixing": lambda graph, step: np.eye(3)}, r"P must have shape \(4, 4\)"),
-    ],
-)
-def test_wrong_arguments_are_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        analyse(ring(4), **options)
-
-
-@pytest.mark.parametrize("graph", ["ring", None, ring])
-def test_what_is_no_graph_is_refused(graph):
-    with pytest.raises(ValueError, match=r"`graph` must be a js\.topology\.Graph, got "):
-        analyse(graph)
-
-
-@pytest.mark.parametrize("rounds", [-1, 1.5, True])
-def test_rounds_that_count_nothing_are_refused(rounds):
-    found = analyse(ring(4))
-    for errors in (found.error, found.errors):
-        with pytest.raises(ValueError, match=f"`rounds` must be an int >= 0, got {rounds}"):
-            errors(rounds)
-
-
-def test_graphs_by_name():
-    assert make_graph("ring", 8, peers_per_step=2) == ring(8, peers_per_step=2)
-    assert make_graph("complete", 5) == topology.complete(5)  # its own default: all peers
-    assert make_graph("grid_2d", 6, rows=1, peers_per_step=None).phone_book[0] == (1,)
-    assert set(topology.GRAPHS) <= set(vars(topology))
-    for name in topology.GRAPHS:
-        assert make_graph(name, 8).name == name
-
-
-@pytest.mark.parametrize(
-    ("name", "options", "message"),
-    [
-        ("rnig", {}, "unknown graph 'rnig'; the graphs are npeer_directed_exponential, .*, ring"),
-        ("ring", {"rows": 2}, "ring has no option `rows`; it has `peers_per_step`, `dedupe`"),
-        ("ring", {"peers_per_step": 3}, "`peers_per_step` must be at most 2"),
-        ("bipartite_linear", {"num_nodes": 5}, "`num_nodes` must be even"),
-    ],
-)
-def test_wrong_names_and_options_are_refused(name, options, message):
-    options = {"num_nodes": 4} | options
-    with pytest.raises(ValueError, match=message):
-        make_graph(name, **options)

@@ -10,7 +10,7 @@ from slowmo_spawned import spawned
 
 from support.waiting import PATIENCE_SECONDS
 from torch_compat import runtime
-from torch_compat.slowmo import SlowMoDistributedDataParallel
+from torch_compat.slowmo import SlowMoDistributedDataParallel as SlowMo
 
 WORLD = 4
 # Waits for all device threads of the process that is forked from this one.
@@ -23,7 +23,7 @@ def first_backward(first_forward: str) -> list[float]:
     module = torch.nn.Linear(2, 1, bias=False)
     torch.nn.init.ones_(module.weight)
     module.to(device)
-    net = SlowMoDistributedDataParallel(module, nprocs_per_node=1)
+    net = SlowMo(module, nprocs_per_node=1)
     x = torch.full((1, 2), 1.0 + rank).to(device)
     TOGETHER.wait(PATIENCE_SECONDS)
     with FIRST_FORWARD[first_forward]():

@@ -1,13 +1,17 @@
-"""The programs on the documentation's page run as they are, and learn."""
+"""The programs on the documentation's pages run as they are, and learn."""
 
+import json
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from recipes.doc_blocks import sections
+from support.pairs import two_processes
 from support.waiting import PATIENCE_SECONDS
 
 ROOT = next(p for p in Path(__file__).parents if (p / "pyproject.toml").exists())
@@ -36,16 +40,12 @@ def run(program: str, folder: Path) -> list[str]:
     return done.stdout.splitlines()
 
 
-def test_manager(tmp_path: Path):
-    program, _ = programs("tpu-manager.md")
+def test_manager_and_its_padded_batches_that_compile_no_more(tmp_path: Path):
+    program, padded = programs("tpu-manager.md")
     steps = [line.split() for line in run(program, tmp_path)]
     assert [step[:2] for step in steps] == [["50", "64"], ["100", "64"], ["150", "64"]]
     assert float(steps[-1][2]) < 0.05
-
-
-def test_padded_batches_compile_no_more(tmp_path: Path):
-    _, program = programs("tpu-manager.md")
-    (line,) = run(program, tmp_path)
+    (line,) = run(padded, tmp_path)
     assert re.fullmatch("compiled in steps 1 to 20: [45], after that: 0", line)
 
 
@@ -57,8 +57,46 @@ def test_slowmo(tmp_path: Path, page: str):
     assert float(line.split()[-1]) < 0.1
 
 
-@pytest.mark.parametrize("page", ["torch.md", "torch-xla.md", "tpu-manager.md"])
-def test_a_page_says_what_differs_from_ddp_right_after_its_first_program(page: str):
-    first, *_ = (ROOT / "docs" / page).read_text().partition("\n## ")
-    _, _, after = first.partition("```python")
-    assert '!!! note "What differs from DDP"' in after
+def test_pages_say_what_differs_from_ddp_right_after_their_first_program():
+    for page in ("torch.md", "torch-xla.md", "tpu-manager.md"):
+        first, *_ = (ROOT / "docs" / page).read_text().partition("\n## ")
+        _, _, after = first.partition("```python")
+        assert "What differs from DDP" in after, page
+
+
+TITLES = ("Setting", "A pipeline", "DataLoader of torch")
+PIPELINE = """
+assert result.step == 2 * 40, result
+params = js.consensus(pipeline.state.params, mesh=mesh)
+np.testing.assert_allclose(params["w"], [1.0, -2.0, 3.0], atol=0.15)
+"""
+
+
+def test_an_input_pipeline_of_torchs_loader_trains_on_two_epochs(tmp_path: Path):
+    blocks = [block for title in TITLES for block in sections("input-pipeline")[title]]
+    run("\n".join(blocks) + PIPELINE, tmp_path)
+
+
+FIRST, SETTING = sections("your-data")["Setting"]  # of one process, and of any number
+(LOADER,) = sections("your-data")["DataLoader of torch"]
+SAID = """
+import json
+
+params = {name: np.asarray(x.addressable_data(0)) for name, x in params.items()}
+print(json.dumps([[*params["w"].tolist(), params["b"].item()], list(sampler)]))
+"""
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_torchs_loader_gives_a_process_examples_that_no_other_has(processes: int, tmp_path: Path):
+    if processes == 1:
+        lines = [run(FIRST + SETTING + LOADER + SAID, tmp_path)[-1]]
+    else:
+        texts = two_processes(SETTING + LOADER + SAID, tmp_path, devices=2)
+        lines = [text.splitlines()[-1] for text in texts]
+    said = [json.loads(line) for line in lines]
+    for params, _ in said:
+        np.testing.assert_allclose(params, [1.0, -2.0, 3.0, 0.5], atol=0.15)
+        assert params == said[0][0]
+    every = [i for _, examples in said for i in examples]
+    assert sorted(every) == list(range(1000))

@@ -1,6 +1,5 @@
 """A barrier that knows who is missing, and whether it will come."""
 
-import logging
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -20,24 +19,7 @@ def in_threads(functions) -> list:
         return [future.exception() or future.result() for future in futures]
 
 
-def test_all_come_again_and_again():
-    place, order = Meeting(3), []
-
-    def thread(index):
-        def run():
-            place.introduce(index)
-            for round_ in range(50):
-                order.append(round_)
-                place.wait(index)
-
-        return run
-
-    assert in_threads([thread(i) for i in range(3)]) == [None] * 3
-    # Nobody begins a round before all have ended the one before.
-    assert order == sorted(order)
-
-
-def test_who_is_late_is_waited_for_and_named(monkeypatch, caplog):
+def test_who_is_late_is_waited_for_and_named(monkeypatch):
     monkeypatch.setattr(meeting, "NOTICE_SECONDS", 0.1)
     monkeypatch.setattr(meeting, "_POLL_SECONDS", 0.05)
     place, said = Meeting(2), threading.Event()
@@ -51,19 +33,16 @@ def test_who_is_late_is_waited_for_and_named(monkeypatch, caplog):
         place.introduce(0)
         place.wait(0)
 
-    class Handler(logging.Handler):
-        def emit(self, record):
-            caplog.records.append(record)
-            said.set()
+    messages = []
 
-    handler = Handler()
-    logging.getLogger(meeting.__name__).addHandler(handler)
-    try:
-        assert in_threads([early, late]) == [None, None]
-    finally:
-        logging.getLogger(meeting.__name__).removeHandler(handler)
-    assert "process 0 has waited" in caplog.records[0].getMessage()
-    assert "for process 1 of 2" in caplog.records[0].getMessage()
+    def warn(message, *values):
+        messages.append(message % values)
+        said.set()
+
+    monkeypatch.setattr(meeting._log, "warning", warn)
+    assert in_threads([early, late]) == [None, None]
+    assert "process 0 has waited" in messages[0]
+    assert "for process 1 of 2" in messages[0]
 
 
 def calling(module: str, function):
@@ -74,7 +53,7 @@ def calling(module: str, function):
 
 
 @pytest.mark.parametrize("introduced", [True, False])
-def test_who_has_raised_will_not_come(introduced):
+def test_who_has_raised_or_returned_will_not_come(introduced):
     place = Meeting(2)
 
     def failing():
@@ -94,6 +73,9 @@ def test_who_has_raised_will_not_come(introduced):
     assert "Process 1 of 2 will not take part" in str(lost)
     assert "ValueError('bad sample')" in str(lost)
     assert lost.__cause__ is error
+    lost, _ = in_threads([waiting, lambda: place.introduce(1)])
+    assert isinstance(lost, PeerLostError)
+    assert "has returned" in str(lost)
 
 
 def test_what_others_have_raised_says_nothing_of_who_is_late():
@@ -112,18 +94,6 @@ def test_what_others_have_raised_says_nothing_of_who_is_late():
 
     assert in_threads([early, late]) == [None, None]
     assert isinstance(other[0].exception(), ZeroDivisionError)
-
-
-def test_who_has_returned_will_not_come():
-    place = Meeting(2)
-
-    def waiting():
-        place.introduce(0)
-        place.wait(0)
-
-    lost, _ = in_threads([waiting, lambda: place.introduce(1)])
-    assert isinstance(lost, PeerLostError)
-    assert "its function has returned" in str(lost)
 
 
 def test_waiting_ends(monkeypatch):

@@ -1,121 +1,89 @@
 """Gossip as TPU compilers schedule it: whether the exchange runs beside forward and backward pass.
 
 Read off the schedule of a whole training step; nothing runs, so it tells structure, not speed.
+`test_proofs.py` has gossip on two levels, between slices, as the base of slowmo and without
+overlap.
 """
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 
 import jaxslowmo as js
 from support.described import lowered_step
 from support.exhaustive import sweep
+from support.outer_programs import BYTES, PARAMS, PRODUCTS, WIDTH, loss
+from support.refusals import Refusal
 from support.tpu_schedule import Schedule, read_schedule
 from support.tpu_slices import tpu_mesh
 
-LAYERS, WIDTH = 4, 512
-# Forward, and backward to the weights and (but for the first layer) to the input.
-PRODUCTS = 3 * LAYERS - 1
-NUM_PARAMETERS = LAYERS * WIDTH * WIDTH
+
+def eight(topology="v5e:2x4"):
+    return tpu_mesh(topology, {"replica": 8})
 
 
-def mlp_loss(params, batch):
-    x = batch
-    for name in sorted(params):
-        x = jnp.tanh(x @ params[name])
-    return jnp.mean(jnp.square(x))
-
-
-def eight():
-    return tpu_mesh("v5e:2x4", {"replica": 8})
-
-
-def two_levels():
-    return tpu_mesh("v5e:2x4", {"replica": 4, "device": 2})
-
-
-def programs(sync, mesh, *, mode="host", dtype=jnp.float32):
-    params = {f"w{i}": jax.ShapeDtypeStruct((WIDTH, WIDTH), dtype) for i in range(LAYERS)}
+def programs(mesh, *, mode="host", dtype=jnp.float32, options=None, overlap=1, **sgp):
+    params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype), PARAMS)
     batch = jax.ShapeDtypeStruct((32 * mesh.size, WIDTH), dtype)
-    return lowered_step(mlp_loss, sync, params, batch, mesh, mode=mode)
+    sync = js.sgp("replica", overlap=overlap, **sgp)
+    return lowered_step(loss, sync, params, batch, mesh, mode=mode, compiler_options=options)
 
 
-def schedule_of(lowered, **compiler_options) -> Schedule:
-    text = lowered.compile(compiler_options=compiler_options or None).as_text()
-    schedule = read_schedule(text)
+def schedule_of(lowered) -> Schedule:
+    schedule = read_schedule(lowered.compile().as_text())
     # The reader sees every product that the program asks for, and no more.
     assert lowered.as_text().count("stablehlo.dot_general") == PRODUCTS
     assert schedule.num_products == PRODUCTS
     return schedule
 
 
-def check_beside(lowered, *, permutes: int = 1, **compiler_options) -> None:
-    """All of the exchange runs beside all of forward and backward pass."""
-    schedule = schedule_of(lowered, **compiler_options)
+def check_beside(lowered, mesh, *, permutes=1, num_bytes=BYTES) -> None:
+    """The exchange runs beside all of forward and backward pass, and nothing else is sent."""
+    compiled = lowered.compile()
+    schedule = read_schedule(compiled.as_text())
+    assert schedule.num_products == PRODUCTS
     assert len(schedule.starts) == permutes, schedule
     assert schedule.blocking == schedule.in_branches == 0
     assert schedule.runs_beside, schedule
+    rows = js.comm_report_of(compiled, mesh=mesh).select(level="compiled")
+    found = [(row.axis, row.collective, row.count, row.bytes) for row in rows]
+    assert found == [("replica", "collective-permute", permutes, num_bytes)]
 
 
-def sent(lowered, mesh, level="compiled") -> dict[tuple[str, str], tuple[int, int]]:
-    """(count, bytes) of all that a program sends, by axis and collective."""
-    report = js.comm_report_of({"step": lowered}, mesh=mesh)
-    rows = report.select(level=level)
-    assert len({(row.axis, row.collective) for row in rows}) == len(rows)
-    return {(row.axis, row.collective): (row.count, row.bytes) for row in rows}
-
-
-@pytest.mark.parametrize("overlap", sweep([0, 1], lambda overlap: overlap == 1))
-def test_default_graph_host_scheduled(overlap):
-    """In every round: with overlap=1 beside all products, with overlap=0 after the last."""
+def test_every_round_of_a_host_scheduled_graph_runs_beside_all_products():
     mesh = eight()
-    found = programs(js.sgp("replica", overlap=overlap), mesh)
-    assert list(found) == ["round 0", "round 1", "round 2"]
-    for lowered in found.values():
-        schedule = schedule_of(lowered)
-        assert len(schedule.starts) == 1
-        assert schedule.runs_beside == (overlap == 1), schedule
-        assert schedule.runs_behind == (overlap == 0), schedule
-        assert sent(lowered, mesh) == {("replica", "collective-permute"): (1, 4 * NUM_PARAMETERS)}
+    two_peers = js.topology.npeer_directed_exponential(8, peers_per_step=2)
+    for graph, rounds, peers in ((None, 3, 1), (two_peers, 2, 2)):
+        found = programs(mesh, **({} if graph is None else {"graph": graph}))
+        assert list(found) == [f"round {i}" for i in range(rounds)]
+        for name in found if peers == 1 else ("round 1",):
+            check_beside(found[name], mesh, permutes=peers, num_bytes=peers * BYTES)
+    in_16_bits = programs(mesh, dtype=jnp.bfloat16)["round 1"]
+    check_beside(in_16_bits, mesh, num_bytes=BYTES // 2)
 
 
-@pytest.mark.parametrize("overlap", sweep([0, 1, 2], lambda overlap: overlap < 2))
+@pytest.mark.parametrize("overlap", [0, 2])
 def test_static_graph_traced(overlap):
-    mesh = eight()
-    sync = js.sgp("replica", graph=js.topology.ring, overlap=overlap)
-    lowered = programs(sync, mesh, mode="traced")["all"]
+    lowered = programs(eight(), graph=js.topology.ring, overlap=overlap, mode="traced")["all"]
     schedule = schedule_of(lowered)
-    assert len(schedule.starts) == 1
-    assert schedule.in_branches == 0
+    assert (len(schedule.starts), schedule.in_branches) == (1, 0)
     assert schedule.runs_beside == (overlap > 0), schedule
     assert schedule.runs_behind == (overlap == 0), schedule
-    assert sent(lowered, mesh) == {("replica", "collective-permute"): (1, 4 * NUM_PARAMETERS)}
 
 
 def test_dynamic_graph_traced_does_not_overlap():
     """Each round stands in a branch of a conditional, and nothing runs beside a conditional."""
-    lowered = programs(js.sgp("replica", overlap=1), eight(), mode="traced")["all"]
+    lowered = programs(eight(), mode="traced")["all"]
     schedule = schedule_of(lowered)
-    assert schedule.starts == ()
-    assert schedule.blocking == 0
-    assert schedule.in_branches == 3
+    assert (schedule.starts, schedule.blocking, schedule.in_branches) == ((), 0, 3)
     report = js.comm_report_of(lowered)
     assert report.kinds == ("local", "round 0", "round 1", "round 2")
     assert report.count(kind="local", level="compiled") == 0
     for kind in report.kinds[1:]:
         (row,) = report.select(kind=kind, level="compiled")
         assert (row.collective, row.count, row.conditional) == ("collective-permute", 1, True)
-        assert row.bytes == 4 * NUM_PARAMETERS
-
-
-def test_two_peers():
-    mesh = eight()
-    graph = js.topology.npeer_directed_exponential(8, peers_per_step=2)
-    found = programs(js.sgp("replica", graph=graph, overlap=1), mesh)
-    assert list(found) == ["round 0", "round 1"]
-    for lowered in found.values():
-        check_beside(lowered, permutes=2)
-        assert sent(lowered, mesh) == {("replica", "collective-permute"): (2, 8 * NUM_PARAMETERS)}
+        assert row.bytes == BYTES
 
 
 def test_push_sum_weights():
@@ -127,74 +95,26 @@ def test_push_sum_weights():
     mesh = eight()
     book = [[(i + 1) % 8] for i in range(8)]
     book[0].append(4)
-    graph = js.topology.from_phone_book(book, None)
-    lowered = programs(js.sgp("replica", graph=graph, overlap=1), mesh)["round 0"]
+    lowered = programs(mesh, graph=js.topology.from_phone_book(book, None))["round 0"]
     schedule = schedule_of(lowered)
     assert len(schedule.starts) == 4
     assert max(schedule.starts) < schedule.products[0]
     assert 2 * schedule.num_beside >= len(schedule.products), schedule
-    expected = 2 * (4 * NUM_PARAMETERS + 4)
-    assert sent(lowered, mesh) == {("replica", "collective-permute"): (4, expected)}
+    (row,) = js.comm_report_of(lowered, mesh=mesh).select(level="compiled")
+    assert (row.axis, row.collective) == ("replica", "collective-permute")
+    assert (row.count, row.bytes) == (4, 2 * (BYTES + 4))
 
 
-def test_bfloat16():
+def test_five_permutes_are_under_way_without_the_recommended_option():
+    """The others come before the products."""
     mesh = eight()
-    found = programs(js.sgp("replica", overlap=1), mesh, dtype=jnp.bfloat16)
-    lowered = found["round 1"]
-    check_beside(lowered)
-    assert sent(lowered, mesh) == {("replica", "collective-permute"): (1, 2 * NUM_PARAMETERS)}
-
-
-def test_two_levels():
-    """Each device sends its half; the gather restores the whole after the backward pass."""
-    mesh = two_levels()
-    sync = js.sgp("replica", overlap=1, local_axis_name="device")
-    for lowered in programs(sync, mesh).values():
-        check_beside(lowered)
-        found = sent(lowered, mesh)
-        assert found.pop(("replica", "collective-permute")) == (1, 4 * NUM_PARAMETERS // 2)
-        assert found.pop(("device", "all-gather")) == (1, 4 * NUM_PARAMETERS)
-        # Gradients, and the loss in the same all-reduce or in one of its own.
-        assert found.pop(("device", "all-reduce"))[1] == 4 * NUM_PARAMETERS + 4
-        assert not found
-
-
-@pytest.mark.parametrize("levels", sweep([1, 2], lambda levels: levels == 2))
-def test_base_of_slowmo(levels):
-    """Between slow steps the base overlaps; a slow step holds none of its permutes."""
-    mesh = eight() if levels == 1 else two_levels()
-    local = {"local_axis_name": "device"} if levels == 2 else {}
-    base = js.sgp("replica", overlap=1, **local)
-    sync = js.slowmo("replica", base=base, sync_every=6, **local)
-    found = programs(sync, mesh)
-    slow = schedule_of(found.pop("slow"))
-    assert slow.starts == ()
-    assert len(found) == (3 if levels == 1 else 2)
-    for lowered in found.values():
-        check_beside(lowered)
-        amounts = {key: value for key, value in sent(lowered, mesh).items() if "replica" in key}
-        expected = {("replica", "collective-permute"): (1, 4 * NUM_PARAMETERS // levels)}
-        assert amounts == expected
-
-
-def test_base_of_traced_slowmo_does_not_overlap():
-    """A slow step skips the base's exchange, so a traced program has it in a conditional."""
-    base = js.sgp("replica", graph=js.topology.ring, overlap=1)
-    sync = js.slowmo("replica", base=base, sync_every=6)
-    schedule = schedule_of(programs(sync, eight(), mode="traced")["all"])
-    assert schedule.starts == ()
-    assert schedule.in_branches == 1
-
-
-def test_five_permutes_at_a_time():
-    """By default the compiler keeps 5 permutes under way; the others come before the products."""
-    sync = js.sgp("replica", graph=js.topology.complete, overlap=1)
-    lowered = programs(sync, eight())["round 0"]
-    schedule = schedule_of(lowered)
+    schedule = schedule_of(programs(mesh, graph=js.topology.complete)["round 0"])
     assert len(schedule.starts) == 7
     assert sum(done > schedule.products[-1] for done in schedule.dones) == 5
     assert sum(done < schedule.products[0] for done in schedule.dones) == 2
-    assert schedule_of(lowered, xla_max_concurrent_async_collective_permutes="7").runs_beside
+    options = js.recommended_compiler_options(mesh)
+    lowered = programs(mesh, graph=js.topology.complete, options=options)["round 0"]
+    check_beside(lowered, mesh, permutes=7, num_bytes=7 * BYTES)
 
 
 def test_large_v5e_overlaps_some_graphs_only():
@@ -203,34 +123,38 @@ def test_large_v5e_overlaps_some_graphs_only():
     Elsewhere it blocks. So the default graph does there, and a hypercube does not.
     """
     mesh = tpu_mesh("v5e:8x8", {"replica": 64})
-    found = programs(js.sgp("replica", overlap=1), mesh)
-    schedule = schedule_of(found["round 0"])
-    assert schedule.starts == ()
-    assert schedule.blocking == 1
-    found = programs(js.sgp("replica", graph=js.topology.hypercube, overlap=1), mesh)
+    schedule = schedule_of(programs(mesh)["round 0"])
+    assert (schedule.starts, schedule.blocking) == ((), 1)
+    found = programs(mesh, graph=js.topology.hypercube)
     assert len(found) == 6
-    for name in ("round 0", "round 5"):
-        check_beside(found[name])
+    check_beside(found["round 5"], mesh)
 
 
-@pytest.mark.parametrize("topology", sweep(["v6e:8x8", "v5p:4x4x4"], lambda name: "v5p" in name))
-def test_other_chips_overlap_with_an_option(topology):
-    """Without it the exchange ends before the products (v6e) or amid them (v5p)."""
-    mesh = tpu_mesh(topology, {"replica": 64})
-    lowered = programs(js.sgp("replica", overlap=1), mesh)["round 0"]
-    check_beside(lowered, xla_tpu_enable_all_experimental_scheduler_features="true")
+@pytest.mark.parametrize("topology", sweep(["v6e:2x4", "v5p:2x2x2"], lambda name: "v5p" in name))
+def test_gossip_overlaps_with_the_recommended_options(topology):
+    """Without them the exchange ends before the products (v6e) or amid them (v5p)."""
+    mesh = eight(topology)
+    assert not schedule_of(programs(mesh)["round 0"]).runs_beside
+    options = js.recommended_compiler_options(mesh)
+    check_beside(programs(mesh, options=options)["round 0"], mesh)
 
 
-def test_between_slices():
-    """Across slices a permute becomes a send and a recv, which run beside the products as well."""
-    mesh = tpu_mesh("v5e:4x4", {"replica": 4, "device": 16}, num_slices=4)
-    sync = js.sgp("replica", graph=js.topology.ring, overlap=1, local_axis_name="device")
-    lowered = programs(sync, mesh)["round 0"]
-    check_beside(lowered)
-    found = sent(lowered, mesh)
-    for name in ("send", "recv"):
-        assert found["replica", name] == (1, 4 * NUM_PARAMETERS // 16)
-    assert ("replica", "collective-permute") not in found
+def test_they_depend_on_the_kind_of_chip():
+    permutes = {"xla_max_concurrent_async_collective_permutes": 16}
+    scheduler = {"xla_tpu_enable_all_experimental_scheduler_features": True}
+    for topology, options in {
+        "v4:2x2x1": {},
+        "v5e:2x4": permutes,
+        "v5p:2x2x2": permutes | scheduler,
+        "v6e:2x4": permutes | scheduler,
+    }.items():
+        assert js.recommended_compiler_options(eight(topology)) == options, topology
+
+
+def test_options_of_gpus_are_refused():
+    name = "xla_gpu_experimental_parallel_collective_overlap_limit"
+    none = {"sync": "none", "mesh": eight(), "compiler_options": {name: 2}}
+    Refusal(lambda: js.make_train_step(loss, optax.sgd(0.1), **none), name, "TPUs").check()
 
 
 HLO = """HloModule example, is_scheduled=true, num_partitions=8

@@ -10,39 +10,27 @@ from support.tpu_slices import tpu_mesh
 REPLICAS = 8
 
 
-@pytest.fixture(scope="module")
-def mesh():
-    return tpu_mesh("v5e:2x4", {"replica": REPLICAS})
-
-
-@pytest.fixture(scope="module")
-def programs(mesh):
-    return outer_programs.lowered(mesh)
-
-
-def test_an_update_that_sends_nothing_holds_no_collective(programs, mesh):
-    for kind in ("local", "take 0"):
-        report = js.comm_report_of({kind: programs[kind]}, mesh=mesh)
-        assert not report.select(level="compiled")
-
-
-@pytest.mark.parametrize("kind", ["send 0", "send 1+slow 1"])
-def test_all_products_run_between_the_first_start_and_the_last_end(programs, mesh, kind):
-    schedule = read_schedule(programs[kind].compile().as_text())
-    assert schedule.num_products == outer_programs.PRODUCTS
-    assert (schedule.blocking, schedule.in_branches) == (0, 0)
-    assert len(schedule.starts) == 2 * (REPLICAS - 1)
-    inner = [p for p in schedule.products if min(schedule.starts) < p < max(schedule.dones)]
-    assert len(inner) >= len(schedule.products) - (2 if "slow" in kind else 0)
-    report = js.comm_report_of({kind: programs[kind]}, mesh=mesh)
-    sent = report.bytes(kind=kind, level="compiled", collective="collective-permute")
-    part = outer_programs.BYTES / 2 / outer_programs.DELAY
-    assert sent == pytest.approx(2 * (REPLICAS - 1) / REPLICAS * part, rel=0.01)
-
-
-def test_with_one_program_an_exchange_that_any_update_may_make_stands_in_no_branch(mesh):
-    schedule = read_schedule(outer_programs.lowered_traced(mesh).compile().as_text())
-    assert schedule.num_products == outer_programs.PRODUCTS
-    assert len(schedule.starts) == 2 * (REPLICAS - 1)
-    inner = [p for p in schedule.products if min(schedule.starts) < p < max(schedule.dones)]
-    assert len(inner) == len(schedule.products)
+def test_parts_travel_beside_products_and_other_updates_send_nothing():
+    """Beside all of them; an outer step in the same update may take two."""
+    mesh = tpu_mesh("v5e:2x4", {"replica": REPLICAS})
+    programs = outer_programs.lowered(mesh)
+    kinds = ("local", "take 0", "send 1+slow 1")
+    compiled = {kind: programs[kind].compile() for kind in kinds}
+    compiled["traced"] = outer_programs.lowered_traced(mesh).compile()
+    for kind, program in compiled.items():
+        schedule = read_schedule(program.as_text())
+        rows = js.comm_report_of(program, mesh=mesh).select(level="compiled")
+        assert schedule.num_products == outer_programs.PRODUCTS
+        # With one program, an exchange that any update may make stands in no branch.
+        assert (schedule.blocking, schedule.in_branches) == (0, 0)
+        if kind in ("local", "take 0"):
+            assert rows == ()
+            continue
+        assert len(schedule.starts) == 2 * (REPLICAS - 1)
+        first, last = min(schedule.starts), max(schedule.dones)
+        inner = [place for place in schedule.products if first < place < last]
+        assert len(inner) >= len(schedule.products) - (2 if "slow" in kind else 0)
+        if kind != "traced":
+            part = outer_programs.BYTES / outer_programs.DELAY / 2  # of one fragment
+            sent = sum(row.bytes for row in rows if row.collective == "collective-permute")
+            assert sent == pytest.approx(2 * (REPLICAS - 1) / REPLICAS * part, rel=0.01)

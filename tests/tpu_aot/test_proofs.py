@@ -6,7 +6,6 @@ slice and between slices, what runs beside it, how much memory it takes. Nothing
 
 import itertools
 from collections.abc import Iterable
-from typing import Any
 
 import pytest
 
@@ -19,33 +18,34 @@ NUM_BYTES = 4 * NUM_PARAMETERS
 SHARDED = ("slowmo(local_sgd)", "diloco")
 
 
+# Between slices in `make test-all` alone: parts of others, or as inside of a slice.
+SELDOM = ("local_sgd", "sgp overlap=0", "slowmo(local_sgd)")
+
+
 def at(place: Place) -> pytest.MarkDecorator:
     """Tests at one place share its compiled programs."""
     return pytest.mark.xdist_group(f"proofs on {place.name}")
 
 
-def compiled_at(place: Place, *marks: pytest.MarkDecorator) -> Any:
-    return pytest.param(place, marks=[at(place), *marks], id=place.name)
-
-
-# Between slices in `make test-all` alone: parts of others, or as inside of a slice.
-SELDOM = ("local_sgd", "sgp overlap=0", "slowmo(local_sgd)")
-
-
-def marks(algorithm: str, place: Place) -> list[pytest.MarkDecorator]:
-    seldom = place is FOUR_SLICES and (algorithm in SELDOM or "unsharded" in algorithm)
-    return [at(place), *([pytest.mark.exhaustive] if seldom else [])]
-
-
 def each_of(cases: Iterable[tuple[str, Place]]) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize(
-        ("algorithm", "place"),
-        [pytest.param(a, p, marks=marks(a, p), id=f"{a} on {p.name}") for a, p in cases],
-    )
+    parameters = []
+    for algorithm, place in cases:
+        seldom = place is FOUR_SLICES and (algorithm in SELDOM or "unsharded" in algorithm)
+        marks = [at(place), *([pytest.mark.exhaustive] if seldom else [])]
+        parameters.append(
+            pytest.param(algorithm, place, marks=marks, id=f"{algorithm} on {place.name}")
+        )
+    return pytest.mark.parametrize(("algorithm", "place"), parameters)
+
+
+def places(*between: pytest.MarkDecorator) -> pytest.MarkDecorator:
+    """Both places, that of four slices with more marks."""
+    four = pytest.param(FOUR_SLICES, marks=[at(FOUR_SLICES), *between], id=FOUR_SLICES.name)
+    one = pytest.param(ONE_SLICE, marks=at(ONE_SLICE), id=ONE_SLICE.name)
+    return pytest.mark.parametrize("place", [one, four])
 
 
 each_case = each_of(CASES)
-each_place = pytest.mark.parametrize("place", [compiled_at(place) for place in PLACES])
 
 
 @each_case
@@ -98,21 +98,13 @@ def test_local_steps_send_nothing_between_replicas(algorithm, place):
             assert bool(crossing) == (place is FOUR_SLICES)
 
 
-@each_place
-def test_overlapped_gossip_runs_beside_all_products(place):
-    for algorithm in ("sgp overlap=1", "slowmo(sgp overlap=1)"):
-        schedule = facts(algorithm, place, "round 0").schedule
-        assert len(schedule.starts) == 1
-        assert schedule.runs_beside
-        assert schedule.num_under_way == len(schedule.products)
-
-
-@each_of(itertools.product(["sgp overlap=0"], PLACES))
-def test_gossip_without_overlap_runs_behind_all_products(algorithm, place):
+@each_of(itertools.product(["sgp overlap=0", "sgp overlap=1", "slowmo(sgp overlap=1)"], PLACES))
+def test_gossip_runs_beside_all_products_or_behind_them(algorithm, place):
     schedule = facts(algorithm, place, "round 0").schedule
     assert len(schedule.starts) == 1
-    assert schedule.runs_behind
-    assert schedule.num_under_way == 0
+    overlaps = algorithm != "sgp overlap=0"
+    assert (schedule.runs_beside, schedule.runs_behind) == (overlaps, not overlaps)
+    assert schedule.num_under_way == (len(schedule.products) if overlaps else 0)
 
 
 @at(FOUR_SLICES)
@@ -157,14 +149,12 @@ def test_memory_of_sharded_state(algorithm, place):
     assert facts(algorithm, place, "slow").argument_bytes == sharded
 
 
-@each_place
+@places()
 def test_what_is_left_out(place):
     check_what_is_left_out(place)
 
 
-@pytest.mark.parametrize(
-    "place", [compiled_at(ONE_SLICE), compiled_at(FOUR_SLICES, pytest.mark.exhaustive)]
-)
+@places(pytest.mark.exhaustive)
 def test_documented_table(place):
     """`docs/tpu.md` has the table that `python benchmarks/tpu_proofs.py` prints now."""
     TABLE.check_documented(place)

@@ -7,7 +7,6 @@ for all of it but the stem.
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax.sharding import PartitionSpec as P
 
 import jaxslowmo as js
@@ -30,32 +29,23 @@ def mlp_loss(params, x):
     return jnp.mean(jnp.square(x))
 
 
-def compiled(mesh, order, batch):
-    """The text of a step of `batch` examples per replica, five layers to a bucket."""
-    bytes_of_five = 5 * 4 * WIDTH**2
-    tx = optax.chain(
-        js.all_reduce_gradients(
-            "replica", first_bucket_bytes=bytes_of_five, bucket_bytes=bytes_of_five, order=order
-        ),
-        optax.sgd(0.1),
-    )
+def compiled(mesh, order, rows):
+    """The text of a step of `rows` examples per replica, five layers to a bucket."""
+    five = 5 * 4 * WIDTH**2
+    tx = js.all_reduce_gradients("replica", first_bucket_bytes=five, bucket_bytes=five, order=order)
 
     def step(stacked, x):
         params = jax.tree.map(lambda p: p[0], stacked)
-        grads = jax.grad(mlp_loss)(params, x)
-        updates, _ = tx.update(grads, tx.init(params), params)
-        return jax.tree.map(lambda p: p[None], optax.apply_updates(params, updates))
+        means, _ = tx.update(jax.grad(mlp_loss)(params, x), tx.init(params), params)
+        return jax.tree.map(lambda p, g: (p - 0.1 * g)[None], params, means)
 
-    specs = P("replica")
+    specs, count = P("replica"), mesh.shape["replica"]
     lifted = jax.shard_map(step, mesh=mesh, in_specs=(specs, specs), out_specs=specs)
-    count = mesh.shape["replica"]
     stacked = jax.tree.map(lambda s: jax.ShapeDtypeStruct((count, *s.shape), s.dtype), PARAMS)
-    x = jax.ShapeDtypeStruct((count * batch, WIDTH), jnp.float32)
-    lowered = jax.jit(lifted).lower(shapes_on(stacked, mesh, specs), shapes_on(x, mesh, specs))
+    x = jax.ShapeDtypeStruct((count * rows, WIDTH), jnp.float32)
+    lowered = jax.jit(lifted).lower(*shapes_on((stacked, x), mesh, specs))
     assert lowered.as_text().count("stablehlo.all_reduce") == 2
-    text = lowered.compile().as_text()
-    assert text is not None
-    return text
+    return lowered.compile().as_text() or ""
 
 
 def ready():
@@ -80,8 +70,8 @@ def test_first_bucket_starts_before_the_backward_pass_ends():
     ready first; what matters is which gradients share a bucket.
     """
     mesh = tpu_mesh("v5e:2x2", {"replica": 2, "device": 4}, num_slices=2)
-    early = products_behind(compiled(mesh, ready(), batch=4096))
-    late = products_behind(compiled(mesh, "reverse", batch=4096))
+    early = products_behind(compiled(mesh, ready(), rows=4096))
+    late = products_behind(compiled(mesh, "reverse", rows=4096))
     # Of 19 products of the backward pass the first bucket needs 9, five weights' and four inputs'.
     assert early[0] >= 8
     assert early[0] - late[0] >= 3
@@ -90,8 +80,7 @@ def test_first_bucket_starts_before_the_backward_pass_ends():
 
 def test_inside_a_slice_the_exchange_is_one():
     """There the compiler merges all buckets: one all-reduce that waits for the last gradient."""
-    text = compiled(tpu_mesh("v5e:2x4", {"replica": 8}), ready(), batch=64)
+    text = compiled(tpu_mesh("v5e:2x4", {"replica": 8}), ready(), rows=64)
     assert text.count(" all-reduce(") == 1
     schedule = read_schedule(text)
-    assert schedule.num_products == PRODUCTS
-    assert schedule.starts == ()
+    assert (schedule.num_products, schedule.starts) == (PRODUCTS, ())

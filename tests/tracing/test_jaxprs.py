@@ -1,4 +1,4 @@
-"""Optimizers whose branches and loops jax refuses on devices where values are typed as varying."""
+"""Optimizers whose branches and loops jax refuses where values vary; collectives of others."""
 
 import jax
 import jax.numpy as jnp
@@ -6,10 +6,11 @@ import numpy as np
 import optax
 import optax.contrib
 import pytest
+from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import jaxslowmo as js
-from jaxslowmo.tracing import run_where_values_vary
+from jaxslowmo.tracing import collective_axes, run_where_values_vary, unnamed_exchanges
 
 PARAMS = {"w": np.linspace(-1, 1, 6, dtype=np.float32).reshape(2, 3)}
 
@@ -23,10 +24,7 @@ REFUSED = {
     "reduce_on_plateau": optax.chain(
         optax.sgd(0.1), optax.contrib.reduce_on_plateau(factor=0.5, patience=1, cooldown=1)
     ),
-    "lbfgs": optax.lbfgs(linesearch=optax.scale_by_zoom_linesearch(max_linesearch_steps=4)),
-    "backtracking": optax.chain(
-        optax.sgd(1.0), optax.scale_by_backtracking_linesearch(max_backtracking_steps=4)
-    ),
+    "lbfgs": optax.lbfgs(linesearch=optax.scale_by_zoom_linesearch(max_linesearch_steps=2)),
 }
 
 
@@ -70,17 +68,86 @@ def test_optimizers_that_need_it(name):
         np.testing.assert_allclose(found[replica], params["w"], rtol=1e-5, atol=1e-6)
 
 
-def test_what_must_not_be_run_so():
+def test_what_must_not_be_run_so_and_errors_of_its_own_stay():
     def run(fn, *operands):
         return run_where_values_vary(fn, *operands, refused="it exchanges")
 
     with pytest.raises(ValueError, match="it exchanges"):
-        on_devices(optax.with_extra_args_support(REFUSED["lbfgs"]), run)
+        on_devices(optax.with_extra_args_support(REFUSED["reduce_on_plateau"]), run)
 
-
-def test_errors_of_its_own_stay():
     def wrong(x):
         raise TypeError("of its own")
 
     with pytest.raises(TypeError, match="of its own"):
         run_where_values_vary(wrong, jnp.ones(3))
+
+
+WHOLE = {"w": np.ones((2, 3), np.float32)}
+MESHES = {
+    "devices": js.make_mesh({"replica": 2, "device": 2}),
+    "virtual": js.virtual_mesh({"replica": 2, "device": 2}),
+}
+
+
+def found(tx, kind):
+    state = jax.tree.map(lambda x: jnp.broadcast_to(x, (2, *jnp.shape(x))), tx.init(WHOLE))
+    tx = optax.with_extra_args_support(tx)
+    params = jax.tree.map(lambda x: np.stack([x, x]), WHOLE)
+    return unnamed_exchanges(tx, params, state, mesh=MESHES[kind], axis_name="replica")
+
+
+def mean_over(axis):
+    return optax.stateless(lambda grads, params: lax.pmean(grads, axis))
+
+
+def in_a_branch():
+    def update(grads, params):
+        constant = jax.tree.map(jnp.zeros_like, grads)
+        varying = jnp.sum(grads["w"]) > 0
+        mean = lax.cond(varying, lambda: grads, lambda: constant)
+        return lax.pmean(mean, "replica")
+
+    return optax.stateless(update)
+
+
+CASES = {
+    "nothing": (optax.adam(0.1), set()),
+    "a mean": (mean_over("replica"), {"replica"}),
+    "over several": (
+        optax.chain(optax.clip(1.0), mean_over(("replica", "device"))),
+        {"replica", "device"},
+    ),
+    "where types are in the way": (in_a_branch(), {"replica"}),
+    "a loss that it needs": (optax.chain(optax.polyak_sgd(), mean_over("device")), {"device"}),
+    "ours": (js.all_reduce_gradients("replica"), set()),
+    "named": (js.gradient_transform(mean_over("replica")), set()),
+    "what cannot be traced": (mean_over("nowhere"), set()),
+    "no more than it knows": (optax.contrib.sam(optax.sgd(0.1), mean_over("replica")), {"replica"}),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [*((name, "devices") for name in CASES), ("over several", "virtual")]
+)
+def test_axes(name, kind):
+    tx, axes = CASES[name]
+    assert found(tx, kind) == axes
+
+
+def test_axes_of_the_collectives_in_a_program():
+    def program(x):
+        inner = jax.vmap(lambda v: v + lax.pmean(v, "run"), axis_name="run")(x)
+        y = jax.jit(lambda v: lax.ppermute(v, "replica", [(0, 1), (1, 0)]))(inner)
+        z = lax.cond(y[0, 0] > 0, lambda v: lax.psum(v, ("node", "replica")), lambda v: v, y)
+        return z.sum() + lax.axis_index("slice")
+
+    seen = []
+
+    def one(x):
+        seen.append(collective_axes(jax.make_jaxpr(program)(x).jaxpr))
+        return x
+
+    for name in ("replica", "node", "slice"):
+        one = jax.vmap(one, axis_name=name)
+    jax.eval_shape(one, jnp.ones((2, 2, 2, 3, 3)))
+    assert seen == [{"replica", "node"}]

@@ -18,16 +18,15 @@ def names(equations):
     return [equation.primitive.name for equation in equations]
 
 
-def test_calls_are_opened():
+def test_calls_are_opened_but_those_that_place_their_result():
     flat = flattened(lambda x: [inner(x) + 1.0], [X])
     assert names(flat.equations) == ["sin", "mul", "add"]
-
-
-def test_a_call_that_places_its_result_stays_a_call():
     mesh = jax.make_mesh((1,), ("a",), axis_types=(jax.sharding.AxisType.Auto,))
     placed = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     flat = flattened(lambda x: [jax.jit(jnp.sin, out_shardings=placed)(x)], [X])
     assert names(flat.equations) == ["jit"]
+    flat = flattened(lambda x: [jax.jit(jax.named_scope("here")(jnp.sin))(x)], [X])
+    assert "here" in str(flat.equations[0].source_info.name_stack)
 
 
 def test_a_part_is_done_from_known_values_and_with_results_instead():
@@ -44,16 +43,10 @@ def test_a_part_is_done_from_known_values_and_with_results_instead():
     np.testing.assert_array_equal(values[0], expected)
 
 
-def test_scopes_stay():
-    flat = flattened(lambda x: [jax.jit(jax.named_scope("here")(jnp.sin))(x)], [X])
-    assert "here" in str(flat.equations[0].source_info.name_stack)
-
-
 def test_equations_inside_come_after_the_one_that_holds_them():
     program = jax.make_jaxpr(lambda x: jax.lax.cond(x[0] > 0, jnp.sin, jnp.cos, x))(X)
     found = names(equations_in(program))
-    assert found.index("cond") < found.index("sin")
-    assert {"sin", "cos"} <= set(found)
+    assert found.index("cond") < min(found.index("sin"), found.index("cos"))
 
 
 def test_a_program_is_interpreted_with_values_of_another_kind():

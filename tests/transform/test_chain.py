@@ -1,25 +1,29 @@
-"""Tests of `js.chain`, also with an optimizer whose state holds copies of the parameters."""
+"""Chains, the states that they make, and copies of the parameters that follow exchanges."""
+
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import jaxslowmo as js
+from jaxslowmo.transform import moved_copies, moving_states
+from support.meshes import MESHES
 
-PARAMS = {"w": np.array([1.0, -2.0], np.float32)}
+contrib = optax.contrib
+START = {"w": np.array([1.0, -2.0], np.float32)}
 GRADS = np.random.default_rng(0).normal(size=(5, 2, 2)).astype(np.float32)
-
-
-def sync():
-    return js.local_sgd("replica", sync_every=2)
+MESH = js.virtual_mesh({"replica": 2})
+SYNC = js.local_sgd("replica", sync_every=2)
 
 
 def history_and_state(tx, weights=None):
     """Return the parameters of two replicas after each update, and the last state."""
-    mesh = js.virtual_mesh({"replica": 2})
-    stacked = js.replicate(PARAMS, mesh=mesh)
+    stacked = js.replicate(START, mesh=MESH)
 
     @jax.jit
     def update(params, state, grads, weight):
@@ -30,7 +34,7 @@ def history_and_state(tx, weights=None):
 
         return jax.vmap(one, axis_name="replica")(params, state, grads, weight)
 
-    state = js.init(tx, stacked, mesh=mesh)
+    state = js.init(tx, stacked, mesh=MESH)
     shares = np.ones((len(GRADS), 2), np.float32) if weights is None else weights
     history = []
     for grads, weight in zip(GRADS, shares, strict=True):
@@ -40,95 +44,127 @@ def history_and_state(tx, weights=None):
 
 
 def test_copies_follow_the_average():
-    history, state = history_and_state(js.chain(optax.clip(9.0), optax.contrib.cocob(), sync()))
-    without_sync, _ = history_and_state(optax.contrib.cocob())
-    np.testing.assert_allclose(history[1], [without_sync[1].mean(0)] * 2, rtol=1e-6)
-    # Gradients are fixed, so each replica goes on by the same steps as without `sync`.
-    np.testing.assert_allclose(
-        history[2] - history[1], without_sync[2] - without_sync[1], atol=1e-6
-    )
-    np.testing.assert_allclose(
-        history[3], [history[1][0] + (without_sync[3] - without_sync[1]).mean(0)] * 2, atol=1e-6
-    )
+    history, state = history_and_state(js.chain(optax.clip(9.0), contrib.cocob(), SYNC))
+    alone, _ = history_and_state(contrib.cocob())
+    np.testing.assert_allclose(history[1], [alone[1].mean(0)] * 2, rtol=1e-6)
+    # Gradients are fixed, so each replica goes on by the same steps as without an average.
+    np.testing.assert_allclose(history[2] - history[1], alone[2] - alone[1], atol=1e-6)
+    wanted = history[1][0] + (alone[3] - alone[1]).mean(0)
+    np.testing.assert_allclose(history[3], [wanted] * 2, atol=1e-6)
     assert [type(x).__name__ for x in state] == ["EmptyState", "tuple", "LocalSGDState"]
+    # Equal parameters after the first average stay equal, whatever comes last.
+    twice = js.chain(contrib.cocob(), SYNC, js.local_sgd("replica", sync_every=4))
+    np.testing.assert_allclose(history_and_state(twice)[0], history, atol=1e-6)
 
 
-def test_copies_of_replicas_without_data_follow_the_average():
-    weights = np.array([[1, 1], [1, 0], [1, 1], [1, 1], [1, 1]], np.float32)
-    history, _ = history_and_state(js.chain(optax.contrib.cocob(), sync()), weights)
-    without_sync, _ = history_and_state(optax.contrib.cocob())
-    np.testing.assert_allclose(history[1], [without_sync[1][0]] * 2, rtol=1e-6)
-    np.testing.assert_allclose(history[2][0], without_sync[2][0], atol=1e-6)
-
-
-def test_it_equals_the_chain_of_optax_for_optimizers_without_copies():
-    parts = optax.clip(1.0), optax.adam(0.1)
-    ours, ours_state = history_and_state(js.chain(*parts, sync()))
-    theirs, state = history_and_state(optax.chain(*parts, sync()))
+@pytest.mark.parametrize("last", [(SYNC,), ()])
+def test_it_equals_the_chain_of_optax_for_optimizers_without_copies(last):
+    """And chains in it are flattened."""
+    clip, adam = optax.clip(1.0), optax.adam(0.1)
+    tx = js.chain(js.chain(clip, js.chain(adam)), js.chain(*last))
+    assert tx.parts == (clip, adam, *last)
+    ours, ours_state = history_and_state(tx)
+    theirs, state = history_and_state(optax.chain(clip, adam, *last))
     np.testing.assert_array_equal(ours, theirs)
     assert jax.tree.structure(ours_state) == jax.tree.structure(state)
 
 
-@pytest.mark.parametrize("parts", [(optax.adam(0.1),), (optax.clip(1.0), optax.adam(0.1))])
-def test_without_a_parameter_transform_it_equals_the_chain_of_optax(parts):
-    ours, ours_state = history_and_state(js.chain(*parts))
-    theirs, state = history_and_state(optax.chain(*parts))
-    np.testing.assert_array_equal(ours, theirs)
-    assert jax.tree.structure(ours_state) == jax.tree.structure(state)
+def test_an_optimizer_that_takes_exchanges_back_is_told_of():
+    """A loop of one's own cannot reach into its state; `js.chain` can."""
+    parts = optax.apply_if_finite(contrib.cocob(), 3), SYNC
+    stacked, ours = js.replicate(START, mesh=MESH), js.chain(*parts)
+    # In the second one only the copies of the chain inside follow.
+    for tx in (optax.chain(*parts), optax.chain(parts[0], ours)):
+        with pytest.warns(UserWarning, match=r"\(COCOBState\).*js\.chain"):
+            js.init(tx, stacked, mesh=MESH)
+    wrapped = optax.masked(ours, True), optax.chain(optax.clip(1.0), ours)
+    for silent in (ours, *wrapped, parts[0], optax.chain(contrib.dog(), SYNC)):
+        js.init(silent, stacked, mesh=MESH)  # warnings are errors
 
 
-def test_nested_chains_are_flattened():
-    clip, adam, average = optax.clip(1.0), optax.adam(0.1), sync()
-    tx = js.chain(js.chain(clip, js.chain(adam)), js.chain(average))
-    assert tx.parts == (clip, adam, average)
-    np.testing.assert_array_equal(
-        history_and_state(tx)[0], history_and_state(js.chain(clip, adam, average))[0]
-    )
+# Which fields are copies, and how they are moved
+
+PARAMS = {"a": jnp.array([1.0, 2.0]), "b": jnp.array([[3.0]])}
+ZEROS = jax.tree.map(jnp.zeros_like, PARAMS)
+SHIFT = {"a": jnp.array([0.5, -1.0]), "b": jnp.array([[8.0]])}
 
 
-def test_what_is_no_transform_is_refused():
-    with pytest.raises(ValueError, match="chain: `transforms` must be optax transforms, got 3"):
-        js.chain(optax.adam(0.1), 3)
+class Own(NamedTuple):
+    start: Any
+    origin: Any
+    inner: Any
 
 
-def test_the_chain_of_a_step_gives_the_same_run_outside_of_the_step():
-    mesh = js.virtual_mesh({"replica": 2})
-    loss = lambda p, b: jnp.sum(p["w"] * b)  # noqa: E731
-    step = js.make_train_step(loss, optax.contrib.cocob(), sync=sync(), mesh=mesh)
-    history, _ = history_and_state(step.tx)
-    state = step.init(PARAMS)
-    for grads, expected in zip(GRADS, history, strict=True):
-        state, _ = step(state, grads)
-        np.testing.assert_allclose(state.params["w"], expected, atol=1e-6)
+def only(state, field):
+    ((_, value),) = optax.tree.get_all_with_path(state, field)
+    return value
 
 
-@pytest.mark.parametrize("chain", [js.chain, optax.chain])
-def test_copies_follow_in_a_step_with_js_chain_and_optax_chain_warns(chain):
-    """The copies follow only in `js.chain`."""
-    mesh = js.virtual_mesh({"replica": 2})
-    optimizer = chain(optax.contrib.cocob(), sync())
-    step = js.make_train_step(lambda p, b: jnp.sum(p["w"] * b), optimizer, mesh=mesh)
-    if chain is optax.chain:
-        with pytest.warns(UserWarning, match=r"COCOBState.*js\.chain"):
-            step.init(PARAMS)
-        return
-    state = step.init(PARAMS)
-    history, _ = history_and_state(optimizer)
-    for grads, expected in zip(GRADS, history, strict=True):
-        state, _ = step(state, grads)
-        np.testing.assert_allclose(state.params["w"], expected, atol=1e-6)
+def assert_moved(found, start, shift=SHIFT):
+    for name in start:
+        np.testing.assert_array_equal(found[name], start[name] + shift[name])
 
 
-def test_a_chain_may_hold_only_parameter_transforms():
-    history, _ = history_and_state(js.chain(sync()))
-    np.testing.assert_allclose(
-        history[1], [(PARAMS["w"] + GRADS[:2].sum(0)).mean(0)] * 2, rtol=1e-6
-    )
+@pytest.mark.parametrize(
+    "optimizer",
+    [contrib.dog(), contrib.dowg(), contrib.prodigy(), contrib.mechanize(optax.sgd(1.0))],
+)
+def test_points_to_measure_from_stay(optimizer):
+    state = optimizer.init(PARAMS)
+    assert moved_copies(state, PARAMS, ZEROS, SHIFT) is state
+    assert not moving_states(state)
 
 
-def test_copies_follow_each_of_several_averages():
-    """Equal gradients after the first average leave replicas equal, whatever comes last."""
-    parts = optax.contrib.cocob(), sync(), js.local_sgd("replica", sync_every=4)
-    history, _ = history_and_state(js.chain(*parts))
-    expected, _ = history_and_state(js.chain(*parts[:2]))
-    np.testing.assert_allclose(history, expected, atol=1e-6)
+def test_copies_of_ones_own_move_once_they_are_told_and_so_do_those_inside():
+    own = Own(PARAMS, PARAMS, contrib.mechanize(contrib.madgrad(0.1)).init(PARAMS))
+    assert_moved(moved_copies(own, PARAMS, ZEROS, SHIFT).start, PARAMS, ZEROS)
+    js.remembers_parameters(Own, moves=("start",), stays=("origin",))
+    moved = moved_copies(own, PARAMS, ZEROS, SHIFT)
+    assert_moved(moved.start, PARAMS)
+    assert_moved(moved.origin, PARAMS, ZEROS)
+    assert_moved(moved.inner.base_optimizer_state[1].x0, PARAMS)
+    assert_moved(moved.inner.x0, PARAMS, ZEROS)
+
+
+def test_the_move_is_what_the_parameters_hold_afterwards():
+    """Updates of half precision are float32, and parameters round them."""
+    half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), PARAMS)
+    state = contrib.schedule_free_sgd(0.1, state_dtype=jnp.float32).init(half)
+    updates = jax.tree.map(lambda x: jnp.full(x.shape, 1 / 3, jnp.float32), half)
+    moved = moved_copies(state, half, jax.tree.map(jnp.zeros_like, updates), updates)
+    now = optax.apply_updates(half, updates)
+    for name, z in moved.z.items():
+        assert z.dtype == jnp.float32
+        np.testing.assert_array_equal(z, now[name].astype(jnp.float32))
+
+
+def test_what_is_not_finite_or_no_tree_of_parameters_is_not_moved():
+    nan = {**SHIFT, "a": jnp.array([jnp.nan, 1.0])}
+    moved = only(moved_copies(contrib.cocob().init(PARAMS), PARAMS, ZEROS, nan), "init_particles")
+    assert_moved(moved, PARAMS, {"a": jnp.array([0.0, 1.0]), "b": SHIFT["b"]})
+    flat = optax.flatten(contrib.cocob()).init(PARAMS)
+    with pytest.raises(ValueError, match=r"COCOBState.init_particles.*optax\.flatten"):
+        moved_copies(flat, PARAMS, ZEROS, SHIFT)
+
+
+# States
+
+
+@pytest.mark.parametrize("kind", MESHES)
+def test_states_are_stacked_and_outlive_the_parameters(kind):
+    """Also where the same array stands in parameters and state: they are donated."""
+    mesh = MESHES[kind]({"replica": 4})
+    base = js.local_sgd("replica")
+    slow = js.slowmo("replica", base=base, sync_every=3, shard_state=False)
+    stacked = js.replicate({"w": np.ones((3, 2), np.float32)}, mesh=mesh)
+    state = js.init(optax.chain(optax.trace(0.9), slow), stacked, mesh=mesh)
+    jax.jit(lambda p: jax.tree.map(lambda x: x + 1, p), donate_argnums=0)(stacked)
+    assert stacked["w"].is_deleted()
+    for leaf in jax.tree.leaves(state):
+        assert leaf.shape[0] == 4
+        if kind != "virtual":
+            assert leaf.sharding.is_equivalent_to(NamedSharding(mesh, P("replica")), leaf.ndim)
+    assert np.array_equal(state[-1].anchor["w"], np.ones((4, 3, 2)))
+    # Parameters that were not placed are; and an `init` may be a bound method.
+    steps = optax.MultiSteps(optax.sgd(0.1), 2)
+    assert js.init(steps, {"w": np.ones((4, 3))}, mesh=mesh).mini_step.shape == (4,)

@@ -1,4 +1,4 @@
-"""What updates are checked for: axes, states and types, each asked once."""
+"""What the builder of parameter transforms checks for all: arguments, states, layouts."""
 
 import jax
 import jax.numpy as jnp
@@ -8,83 +8,77 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxslowmo as js
-from jaxslowmo.transform import check_weight, checked_exchange, unless_idle
+from jaxslowmo.transform import check_weight, unless_idle
 
 SMALL = {"w": np.random.default_rng(0).normal(size=(4, 3)).astype(np.float32)}
 
 
-def test_both_states_are_named():
-    kept = js.sgp("replica", graph=js.topology.ring(4), overlap=3)
-    late = js.sgp("replica", graph=js.topology.ring(4), overlap=1)
-    update = lambda p: late.update(p, kept.init(p), p)[0]  # noqa: E731
-    said = (
-        r"sgp: `state` must be .*SGPState\(count: int32\[\], exchanges: int32\[\], weight: "
-        r"float32\[\]\), got SGPState\(count: int32\[\], .*in_flight/0/mean/w: float32\[3\].*more\)"
+def doubling():
+    """A transform that doubles updates, and what its step was given."""
+
+    def step(updates, others, state, params, *, communicate, weight, phase, **extra):
+        seen.append((communicate, weight, phase, extra))
+        return jax.tree.map(lambda u: 2 * u, updates), others, js.LocalSGDState(state.count + 1)
+
+    seen: list = []
+    schedule, exchange = js.ScheduleSpec.of("twice", 1), js.ExchangeSpec(axes=("replica",))
+    init = lambda params: js.LocalSGDState(jnp.zeros([], jnp.int32))  # noqa: E731
+    spec = js.TransformSpec(schedule=schedule, exchange=exchange)
+    return js.parameter_transform("doubling", init, step, spec), seen
+
+
+def updated(tx, params, updates=None, weight=None, **keywords):
+    def one(p, u, weight):
+        return tx.update(u, tx.init(p), p, weight=weight, **keywords)
+
+    updates = params if updates is None else updates
+    return jax.vmap(one, axis_name="replica", in_axes=(0, 0, None if np.ndim(weight) == 0 else 0))(
+        params, updates, weight
     )
-    with pytest.raises(ValueError, match=said):
-        jax.eval_shape(jax.vmap(update, axis_name="replica"), SMALL)
 
 
-@pytest.mark.parametrize(("own", "times"), [(True, 0), (False, 1)])
-def test_a_state_is_compared_once(own, times, monkeypatch):
-    """Asking what `init` makes traces it: once for a kind, never where it was seen."""
-    tx = js.sgp("replica", graph=js.topology.ring(4))
-    start = tx.init if own else js.sgp("replica", graph=js.topology.ring(4)).init
-    asked = []
-    ask = jax.eval_shape
-
-    def counting(fn, *args):
-        found = ask(fn, *args)
-        asked.extend([fn] if type(found) is js.SGPState else [])
-        return found
-
-    monkeypatch.setattr("jaxslowmo.transform._checks.jax.eval_shape", counting)
-    for _ in range(3):
-        update = lambda p: tx.update(p, start(p), p)[0]  # noqa: E731
-        ask(jax.vmap(update, axis_name="replica"), SMALL)
-    assert len(asked) == times
-
-
-def test_sizes_are_told_apart_not_only_their_product():
-    """Under vmap no mesh does: shards of 2 replicas of 4 devices are not those of 4 of 2."""
-    base = js.local_sgd("replica", sync_every=1)
-    made, used = (
-        js.slowmo("replica", base=base, sync_every=2, local_axis_name="device") for _ in range(2)
+def test_a_step_is_given_checked_arguments():
+    tx, seen = doubling()
+    updates, state = updated(
+        tx, jnp.ones((4, 2), jnp.bfloat16), weight=3, phase=("twice",), value=1
     )
-    for sizes in [(2, 4), (4, 2)]:
-        params = jnp.ones((*sizes, 640))
-        lift = lambda fn: jax.vmap(jax.vmap(fn, axis_name="device"), axis_name="replica")  # noqa: E731
-        state = jax.eval_shape(lift(made.init), params)
-        jax.eval_shape(lift(lambda p, s: used.update(p, s, p)), params, state)
+    assert updates.dtype == jnp.float32
+    assert jnp.array_equal(updates, jnp.full((4, 2), 2.0))
+    assert state.count.tolist() == [1] * 4
+    ((communicate, weight, phase, extra),) = seen
+    assert (communicate, phase, extra) == (True, ("twice",), {"value": 1})
+    assert (weight.dtype, weight.shape) == (jnp.float32, ())
+    for wrong in ({"phase": ("once",)}, {"params": None}):
+        with pytest.raises(ValueError, match="doubling"):
+            tx.update(1.0, tx.init(1.0), **{"params": 1.0, **wrong})
+    assert len(seen) == 1
 
 
-def test_an_exchange_of_checked_arguments():
-    found = checked_exchange("owner", ("node", "replica"), "device", None, 100)
-    assert (found.axis_name, found.local_axis_name) == (("node", "replica"), "device")
-    assert (found.param_specs, found.bucket_bytes) == (None, 100)
-    for wrong, said in [
-        (("",), "owner: `axis_name` must be the name of a mapped axis"),
-        (("a", ("b", 2)), r"owner: `local_axis_name` must be .* got \('b', 2\)"),
-        ((("a", "a"),), "owner: `axis_name` names an axis twice"),
-        (("a", None, None, -1), "owner: `bucket_bytes` .* >= 0, got -1"),
-    ]:
-        with pytest.raises(ValueError, match=said):
-            checked_exchange(*("owner", *wrong))
-
-
-@pytest.mark.parametrize("weight", [2, 2.0, True, np.int64(2), np.float64(0.5), jnp.ones([])])
-def test_a_weight_is_a_float32_scalar(weight):
-    found = check_weight("owner", weight)
-    assert found is not None
-    assert (found.shape, found.dtype) == ((), jnp.float32)
-    assert float(found) == float(weight)
-
-
-def test_updates_of_weight_0_are_zeros_whatever_they_hold():
+def test_updates_of_an_idle_replica_do_not_reach_the_step():
+    tx, _ = doubling()
+    poison, weights = jnp.asarray([1.0, jnp.nan]), jnp.asarray([1.0, 0.0])
+    assert updated(tx, jnp.ones(2), poison, weights)[0].tolist() == [2, 0]
     updates = {"nan": jnp.asarray(jnp.nan), "int": jnp.asarray(3)}
     assert unless_idle(updates, None) is updates
     assert unless_idle(updates, jnp.zeros([])) == {"nan": 0, "int": 0}
-    assert unless_idle(updates, jnp.ones([]))["int"] == 3
+
+
+@pytest.mark.parametrize("weight", [0, 2.5, True, np.int64(2), jnp.ones([])])
+def test_a_weight_is_a_float32_scalar(weight):
+    found = check_weight("owner", weight)
+    assert (found.shape, found.dtype, float(found)) == ((), jnp.float32, float(weight))
+
+
+def test_the_state_of_another_transform_is_refused():
+    """By structure or types alone; both are told."""
+    kept, late = (js.sgp("replica", graph=js.topology.ring(4), overlap=n) for n in (3, 1))
+    for other in (kept, js.local_sgd("replica")):
+        update = lambda p, other=other: late.update(p, other.init(p), p)[0]  # noqa: E731
+        with pytest.raises(ValueError, match=r"sgp: `state`.*weight: float32\[\]\), got "):
+            jax.eval_shape(jax.vmap(update, axis_name="replica"), SMALL)
+
+
+# Layouts, in loops of one's own, where nobody reads them off the arrays
 
 
 def sharded_inside(mesh):
@@ -93,7 +87,7 @@ def sharded_inside(mesh):
 
 
 def traced_update(tx, mesh, state, params, **options):
-    """An update in a loop of one's own, in which the compiler has all axes but the replicas'."""
+    """An update in which the compiler has all axes but the replicas'."""
 
     def one(params, state):
         params, state = jax.tree.map(lambda x: x[0], (params, state))
@@ -107,37 +101,26 @@ def traced_update(tx, mesh, state, params, **options):
 
 def of_own_loops(**options):
     local = js.local_sgd("replica", sync_every=1, **options)
-    return {
-        "local_sgd": local,
-        "slowmo": js.slowmo("replica", base=local, sync_every=2, **options),
-        "sgp": js.sgp("replica", graph=js.topology.ring(2), **options),
-    }
+    slow = js.slowmo("replica", base=local, sync_every=2, **options)
+    return {"local_sgd": local, "slowmo": slow}
 
 
 def test_leaves_that_exchanges_gather_are_told_of_once(mesh_of):
-    """In loops of one's own, where nobody reads layouts off the arrays."""
+    """By `init`; where a state was made without `js.init`, at the first update."""
     mesh = mesh_of({"replica": 2, "fsdp": 4})
-    params, specs = sharded_inside(mesh), {"w": P("fsdp")}
+    params = sharded_inside(mesh)
     for name, tx in of_own_loops().items():
-        said = rf"^{name}: no `param_specs` .* over \['fsdp'\] inside a replica are gathered"
-        with pytest.warns(UserWarning, match=said) as caught:
+        with pytest.warns(UserWarning, match=rf"^{name}: .*`param_specs`.*\['fsdp'\]") as caught:
             state = js.init(tx, params, mesh=mesh)
         assert len(caught) == 1
         traced_update(tx, mesh, state, params)  # another warning would be an error
-    for tx in of_own_loops(param_specs=specs).values():
+    for tx in of_own_loops(param_specs={"w": P("fsdp")}).values():
         traced_update(tx, mesh, js.init(tx, params, mesh=mesh), params)
-
-
-def test_what_a_state_made_elsewhere_leaves_open_is_told_at_the_first_update(mesh_of):
-    mesh = mesh_of({"replica": 2, "fsdp": 4})
-    params, count = sharded_inside(mesh), jnp.zeros(2, jnp.int32)
     tx = js.only_finite(js.local_sgd("replica", sync_every=1))
     state = jax.vmap(tx.init)(params)
-    with pytest.warns(UserWarning, match="local_sgd: no `param_specs`"):
+    with pytest.warns(UserWarning, match="local_sgd: .*`param_specs`"):
         traced_update(tx, mesh, state, params)
     traced_update(tx, mesh, state, params)
-    silent = js.local_sgd("replica", sync_every=1, param_specs=P())
-    traced_update(silent, mesh, js.LocalSGDState(count), params)
 
 
 @pytest.mark.parametrize("explicit", [False, True])
@@ -148,23 +131,11 @@ def test_whole_leaves_and_types_that_tell_are_not_warned_of(mesh_of, explicit):
         traced_update(tx, mesh, js.init(tx, params, mesh=mesh), params)
 
 
-def test_specs_of_stacked_leaves_are_refused(mesh_of):
-    """They are what one reads off the arrays at hand, and shift every dimension by one."""
-    specs = {"w": sharded_inside(mesh_of({"replica": 2, "fsdp": 4}))["w"].sharding.spec}
-    said = r"must not name the axis of the replicas, 'replica', got P.*spec\[1:\]"
-    for make in (js.local_sgd, js.diloco, js.sgp):
-        with pytest.raises(ValueError, match=said):
-            make("replica", param_specs=specs)
-
-
 def test_a_base_of_slowmo_has_its_specs(mesh_of):
     mesh = mesh_of({"replica": 2, "fsdp": 4})
     params = sharded_inside(mesh)
     base = js.local_sgd("replica", sync_every=1)
     tx = js.slowmo("replica", base=base, sync_every=2, param_specs={"w": P("fsdp")})
-    state = js.init(tx, params, mesh=mesh)
-    report = js.comm_report_of(
-        traced_update(tx, mesh, state, params, phase=("average",)).lower(), compile=False
-    )
-    (row,) = report.select(axis="replica")
+    traced = traced_update(tx, mesh, js.init(tx, params, mesh=mesh), params, phase=("average",))
+    (row,) = js.comm_report_of(traced.lower(), compile=False).select(axis="replica")
     assert (row.collective, row.bytes) == ("all-reduce", 8 * 3 * 4 / 4)  # a device's block

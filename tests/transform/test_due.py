@@ -1,42 +1,126 @@
-"""Conditionals whose branches exchange: agreed in type, and run once however deep they stand."""
+"""Schedules against their definition, on the host and in programs; conditionals that exchange."""
+
+import warnings
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
+import jaxslowmo as js
+from jaxslowmo.transform import as_schedule
 from jaxslowmo.transform._due import run_if, run_one_of
 
+COUNTS = range(1, 100)
+INT32 = np.iinfo(np.int32)
+HUGE = 2**40
+# At the edges of what a counter holds, and of what a period may be.
+int32s = st.integers(INT32.min, INT32.max) | st.sampled_from([0, 1, INT32.min, INT32.max])
+near_edges = st.integers(2**31 - 3, 2**31 + 3) | st.integers(2**32 - 3, 2**32 + 3)
 
-def nested(counts, x, due):
-    """A mean of a mean, each where due; `counts` tells how often each branch ran as Python."""
 
-    def mean(x):
-        counts["mean"] += 1
-        return jax.lax.pmean(x, "replica")
+def schedules_of(periods, starts, offsets):
+    before = st.sampled_from(["none", "all"])
+    return st.builds(js.every, periods, start=starts, offset=offsets, before=before)
 
-    def outer(x):
-        counts["outer"] += 1
-        return 2 * run_if(due, mean, lambda x: x, x)
 
-    return run_one_of(due.astype(jnp.int32), [lambda x: x, outer], x)
+schedules = schedules_of(st.integers(1, 9), st.integers(0, 12), st.integers(-7, 7))
+huge_ones = schedules_of(
+    st.integers(1, 9) | near_edges | st.integers(1, HUGE),
+    st.integers(0, 9) | near_edges | st.integers(0, HUGE),
+    st.integers(-9, 9) | near_edges | st.integers(-HUGE, HUGE),
+)
+
+
+def defined(schedule: js.Every, t: int) -> bool:
+    """The sentence of the contract."""
+    if t <= schedule.start:
+        return schedule.before == "all"
+    return (t - schedule.start - schedule.offset) % schedule.k == 0
+
+
+@settings(max_examples=50)
+@given(schedules)
+def test_due_as_defined_on_the_host_and_in_programs(schedule):
+    expected = [defined(schedule, t) for t in COUNTS]
+    assert [schedule(t) for t in COUNTS] == expected
+    found = schedule(jnp.asarray(list(COUNTS), jnp.int32))
+    assert found.dtype == bool
+    assert found.tolist() == expected
+    # How many were due up to an update, from which gossip knows its round.
+    assert [schedule.times(t) for t in (0, *COUNTS)] == [0, *np.cumsum(expected)]
+    multiples = expected == [t % schedule.k == 0 for t in COUNTS]
+    assert schedule.is_plain == (multiples and not schedule.start and schedule.before == "none")
+
+
+@settings(max_examples=100)
+@given(int32s, huge_ones, st.data())
+def test_arrays_agree_with_ints_whatever_their_size(t, schedule, data):
+    """Instants that no array reaches included: the counter stays at the largest int32."""
+    first = schedule.start + schedule.offset
+    due = first + schedule.k * data.draw(st.integers(-2, 2))  # else hardly anything would be
+    instants = [t, *(d for d in range(due - 1, due + 2) if INT32.min <= d <= INT32.max)]
+    assert [schedule(i) for i in instants] == [defined(schedule, i) for i in instants]
+    for counters in (np.asarray(instants, np.int32), jnp.asarray(instants, jnp.int32)):
+        assert schedule(counters).tolist() == [schedule(i) for i in instants]
+
+
+@pytest.mark.parametrize("k", [2**31, 2**32])
+def test_a_period_beyond_the_counter_is_never_due(k, strict_promotion):
+    """As who wants no exchange at all may write it; the counter stays at its largest value."""
+    tx, params = js.local_sgd("replica", sync_every=k), jnp.arange(2.0)
+
+    def update(params):
+        state = tx.init(params)._replace(count=jnp.int32(INT32.max))
+        return tx.update(jnp.zeros_like(params), state, params)
+
+    updates, state = jax.vmap(update, axis_name="replica")(params)
+    assert (updates.tolist(), state.count.tolist()) == ([0, 0], [INT32.max] * 2)
+
+
+def test_an_int_is_a_plain_schedule_and_schedules_are_values():
+    assert as_schedule(np.int64(3)) == js.every(3) == js.Every(3, 0, 0, "none")
+    assert len({js.every(3), js.every(3), js.every(3, before="all")}) == 2
+
+
+@given(schedules, schedules, st.booleans())
+def test_phases_are_what_is_due(own, slow, exact):
+    with warnings.catch_warnings():  # any pair of periods is fine here
+        warnings.filterwarnings("ignore", message=".*not a multiple")
+        base = js.local_sgd("replica", sync_every=own)
+        tx = js.slowmo("replica", base=base, sync_every=slow, exact_average=exact)
+    for t in range(1, 60):
+        # An exact average replaces the base's own exchange.
+        average = defined(own, t) and not (exact and defined(slow, t))
+        assert tx.phase(t) == ("average",) * average + ("slow",) * defined(slow, t)
+        assert bool(tx.due(t)) == bool(tx.phase(t))
+    assert tx.phases() == list(dict.fromkeys(tx.phase(t) for t in range(1, 300)))
 
 
 @pytest.mark.parametrize("execution", ["vmap", "shard_map"])
 @pytest.mark.parametrize("due", [False, True])
 def test_every_branch_runs_once(execution, due, mesh_of):
-    counts = {"mean": 0, "outer": 0}
+    """As Python, however deep it stands: a mean of a mean, each where due."""
+    ran = []
+
+    def mean(x):
+        ran.append("mean")
+        return jax.lax.pmean(x, "replica")
 
     def one(x, due):
-        return nested(counts, x, due)
+        def outer(x):
+            ran.append("outer")
+            return 2 * run_if(due, mean, lambda x: x, x)
 
-    if execution == "vmap":
-        mapped = jax.vmap(one, axis_name="replica", in_axes=(0, None))
-    else:
-        mapped = jax.shard_map(
-            one, mesh=mesh_of({"replica": 4}), in_specs=(P("replica"), P()), out_specs=P("replica")
-        )
-    x = jnp.arange(4.0)
-    expected = jnp.full(4, 3.0) if due else x
-    assert jnp.array_equal(jax.jit(mapped)(x, jnp.array(due)), expected)
-    assert counts == {"mean": 1, "outer": 1}
+        return run_one_of(due.astype(jnp.int32), [lambda x: x, outer], x)
+
+    mapped = jax.vmap(one, axis_name="replica", in_axes=(0, None))
+    if execution == "shard_map":
+        specs = {"in_specs": (P("replica"), P()), "out_specs": P("replica")}
+        mapped = jax.shard_map(one, mesh=mesh_of({"replica": 4}), **specs)
+    found = jax.jit(mapped)(jnp.arange(4.0), jnp.array(due))
+    assert found.tolist() == ([3.0] * 4 if due else [0, 1, 2, 3])
+    assert sorted(ran) == ["mean", "outer"]

@@ -1,4 +1,7 @@
-"""What gradient transforms say of themselves, alone and joined."""
+"""What gradient transforms say of themselves, alone and joined, and one made of a user's own."""
+
+import copy
+import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -11,77 +14,41 @@ from jaxslowmo.transform import is_identity, spec_of
 
 PARAMS = {"w": jnp.ones((4, 2)), "b": jnp.ones(3)}
 LATE = js.every(4, start=2)
+SGD = optax.sgd(0.1)
 mean, inside = js.all_reduce_gradients("replica"), js.all_reduce_gradients("device")
 both = js.all_reduce_gradients(("replica", "device"))
 clip = js.clip_by_global_norm(1.0, "tensor")
 own = js.gradient_transform(optax.identity(), axes=("replica", "device"))
+tied = js.pipeline.sum_tied_gradients("stage", [{0: "w", 1: "w"}])
+ONE, TWO = ("replica",), ("replica", "device")
 REDUCES = {"weight", "ready_order", "param_specs"}
 SCALE = {"weight", "finite", "validation", "unscaled"}
+ROWS, CLIPS, SKIPS, HOLDS = "of_rows", "clips", "skips", "returns_updates"
 TABLE = {
-    "all_reduce_gradients": (mean, ("replica",), REDUCES, {"of_rows"}),
-    "over several": (both, ("replica", "device"), REDUCES, {"of_rows"}),
-    "all_reduce_rows": (js.all_reduce_rows("replica"), ("replica",), {"weight"}, set()),
-    "rows and dense": (
-        js.all_reduce_rows("replica", dense=both),
-        ("replica", "device"),
-        REDUCES,
-        set(),
-    ),
-    "clip": (clip, (), {"validation"}, {"clips", "of_rows"}),
-    "sum_tied": (
-        js.pipeline.sum_tied_gradients("stage", [{0: "w", 1: "w"}]),
-        ("stage",),
-        set(),
-        set(),
-    ),
-    "post_local": (js.post_local_gradients(LATE, mean), ("replica",), REDUCES, {"of_rows"}),
-    "post_local over fewer": (
-        js.post_local_gradients(LATE, both, inside),
-        ("replica", "device"),
-        REDUCES,
-        {"of_rows"},
-    ),
-    "accumulate": (js.accumulate(mean, 2), ("replica",), REDUCES, set()),
-    "accumulate updates": (
-        js.accumulate(js.chain(mean, optax.sgd(0.1)), 2),
-        ("replica",),
-        REDUCES,
-        {"returns_updates"},
-    ),
+    "all_reduce_gradients": (both, TWO, REDUCES, {ROWS}),
+    "all_reduce_rows": (js.all_reduce_rows("replica"), ONE, {"weight"}, set()),
+    "rows and dense": (js.all_reduce_rows("replica", dense=both), TWO, REDUCES, set()),
+    "clip": (clip, (), {"validation"}, {CLIPS, ROWS}),
+    "sum_tied": (tied, ("stage",), set(), set()),
+    "post_local": (js.post_local_gradients(LATE, both, inside), TWO, REDUCES, {ROWS}),
+    "accumulate": (js.accumulate(mean, 2), ONE, REDUCES, set()),
+    "accumulate updates": (js.accumulate(js.chain(mean, SGD), 2), ONE, REDUCES, {HOLDS}),
     "skip_unused": (
-        js.skip_unused(js.chain(mean, clip, optax.sgd(0.1)), "replica"),
-        ("replica",),
-        REDUCES | {"validation"},
-        {"clips", "skips", "returns_updates"},
+        js.skip_unused(js.chain(mean, clip, SGD), "replica"),
+        ONE, REDUCES | {"validation"}, {CLIPS, SKIPS, HOLDS},
     ),
-    "loss scale": (
-        js.dynamic_loss_scale(optax.sgd(0.1), "replica"),
-        (),
-        SCALE,
-        {"skips", "returns_updates"},
-    ),
+    "loss scale": (js.dynamic_loss_scale(SGD, "replica"), (), SCALE, {SKIPS, HOLDS}),
     "loss scale around": (
-        js.dynamic_loss_scale(js.chain(mean, clip, optax.sgd(0.1))),
-        ("replica",),
-        REDUCES | SCALE,
-        {"clips", "skips", "returns_updates"},
+        js.dynamic_loss_scale(js.chain(mean, clip, SGD)),
+        ONE, REDUCES | SCALE, {CLIPS, SKIPS, HOLDS},
     ),
-    "gradient_transform": (own, ("replica", "device"), {"weight"}, set()),
+    "gradient_transform": (own, TWO, {"weight"}, set()),
     "chain": (
-        js.chain(mean, optax.clip(1.0), clip),
-        ("replica",),
-        REDUCES | {"validation"},
-        {"clips", "returns_updates"},
+        js.chain(mean, optax.clip(1.0), clip), ONE, REDUCES | {"validation"}, {CLIPS, HOLDS}
     ),
-    "chain of ours": (
-        js.chain(mean, clip),
-        ("replica",),
-        REDUCES | {"validation"},
-        {"clips", "of_rows"},
-    ),
-    "optax.chain": (optax.chain(mean, clip), (), set(), {"returns_updates"}),
-}
-FLAGS = {"clips", "skips", "returns_updates", "of_rows"}
+    "chain of ours": (js.chain(mean, clip), ONE, REDUCES | {"validation"}, {CLIPS, ROWS}),
+    "optax.chain": (optax.chain(mean, clip), (), set(), {HOLDS}),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", TABLE)
@@ -89,51 +56,53 @@ def test_what_each_says(name):
     tx, axes, takes, flags = TABLE[name]
     spec = spec_of(tx)
     assert (spec.axes, spec.takes) == (axes, takes)
-    assert {flag for flag in FLAGS if getattr(spec, flag)} == flags
+    assert {flag for flag in (ROWS, CLIPS, SKIPS, HOLDS) if getattr(spec, flag)} == flags
 
 
-def over_time(tx, updates, axes=("replica", "device")):
-    """By update, the reductions that are due, from the states of one virtual replica."""
+def over_time(tx, updates):
+    """By update, the axes of the reductions that are due, from the states of one replica."""
     due, state = [], None
 
-    def one(params):
+    def run(params):
         nonlocal state
-        state = tx.init(params) if state is None else state
+        state = tx.init(params)
         for _ in range(updates):
             found = spec_of(tx).reductions_of(state)
-            due.append([(each.axes, jnp.asarray(each.due)) for each in found])
+            due.append([each.axes for each in found])
+            yield [jnp.asarray(each.due) for each in found]
             _, state = tx.update(PARAMS, state, params)
-        return [[jnp.asarray(d) for _, d in each] for each in due]
 
-    run = one
-    for axis in axes:
-        run = jax.vmap(run, axis_name=axis, axis_size=2, in_axes=None)
-    values = jax.jit(run)(PARAMS)
+    one = lambda params: list(run(params))  # noqa: E731
+    for axis in TWO:
+        one = jax.vmap(one, axis_name=axis, axis_size=2, in_axes=None)
+    values = jax.jit(one)(PARAMS)
     return [
-        [axes for (axes, _), d in zip(each, ds, strict=True) if np.all(d)]
-        for each, ds in zip(due, values, strict=True)
+        [axes for axes, is_due in zip(each, now, strict=True) if np.all(is_due)]
+        for each, now in zip(due, values, strict=True)
     ]
 
 
-def test_when_each_reduces():
-    both_then_inside = js.post_local_gradients(LATE, both, inside)
-    wide, narrow = ("replica", "device"), ("device",)
-    assert over_time(both_then_inside, 4) == [[wide], [wide], [narrow], [narrow]]
-    assert over_time(js.post_local_gradients(LATE, mean), 3) == [[("replica",)]] * 2 + [[]]
-    every_other = [[], [wide], [], [narrow]]
-    found = over_time(
-        js.accumulate(js.post_local_gradients(js.every(1, start=1), both, inside), 2), 4
-    )
-    assert found == every_other
-    joined = js.chain(inside, js.skip_unused(js.chain(mean), "replica"))
-    assert over_time(joined, 1) == [[("device",), ("replica",)]]
+counting = optax.scale_by_schedule(lambda count: 1.0)
+JOINED = js.chain(inside, js.skip_unused(js.chain(mean), "replica"))
+ALTERNATE = js.accumulate(js.post_local_gradients(js.every(1, start=1), both, inside), 2)
+DUE = {
+    "post_local": (
+        js.post_local_gradients(LATE, both, inside), [[TWO], [TWO], [("device",)], [("device",)]]
+    ),
+    "post_local alone": (js.post_local_gradients(LATE, mean), [[ONE], [ONE], []]),
+    "accumulate": (ALTERNATE, [[], [TWO], [], [("device",)]]),
+    "joined": (JOINED, [[("device",), ONE]]),
+    "one's own": (
+        js.gradient_transform(counting, "replica", due=lambda state: state.count % 2 == 1),
+        [[], [ONE], [], [ONE]],
+    ),
+}  # fmt: skip
 
 
-def test_a_due_of_ones_own():
-    counting = optax.scale_by_schedule(lambda count: 1.0)
-    tx = js.gradient_transform(counting, "replica", due=lambda state: state.count % 2 == 1)
-    assert over_time(tx, 4) == [[], [("replica",)], [], [("replica",)]]
-    assert bool(tx.spec.due(tx.init(PARAMS))) is False
+@pytest.mark.parametrize("name", DUE)
+def test_when_each_reduces(name):
+    tx, wanted = DUE[name]
+    assert over_time(tx, len(wanted)) == wanted
 
 
 def test_states_of_which_nobody_knows():
@@ -145,15 +114,19 @@ def test_states_of_which_nobody_knows():
     assert js.chain(mean, clip).spec.unknown(((), ())) == []
 
 
-def test_other_words():
-    with pytest.raises(
-        ValueError, match=r"GradientSpec: `takes` must be words of .* got \['loss'\]"
-    ):
-        js.GradientSpec(takes=frozenset({"loss"}))
-
-
 def test_identities():
-    assert is_identity(optax.identity())
-    assert is_identity(optax.chain(optax.identity()))
-    assert not is_identity(optax.scale(0.5))
-    assert not is_identity(mean)
+    identity = optax.identity()
+    transforms = (identity, optax.chain(identity), optax.scale(0.5), mean)
+    assert [*map(is_identity, transforms)] == [True, True, False, False]
+
+
+def test_it_is_a_transform_of_optax_of_two_items_whose_copies_keep_the_spec():
+    init, update = mean
+    assert (init, update) == (mean.init, mean.update)
+    assert optax.with_extra_args_support(mean) is mean
+    assert copy.copy(mean).spec is copy.deepcopy(mean).spec is mean.spec
+    assert mean._replace(init=lambda params: optax.EmptyState()).spec is mean.spec
+    unknown = mean._replace(update=optax.trace(0.5).update)
+    assert type(unknown) is optax.GradientTransformationExtraArgs
+    local = js.GradientTransform(*mean, dataclasses.replace(mean.spec, axes=()))
+    assert local.spec.axes == ()

@@ -1,40 +1,122 @@
-"""What a parameter transform says of itself, in four groups."""
+"""What a transform says of itself: to whom a state belongs, what must come last in a chain."""
 
 import dataclasses
+from typing import NamedTuple
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
 import pytest
 
 import jaxslowmo as js
+from jaxslowmo.transform import gradient_state, holds_state
+
+PARAMS = {"b": np.ones(2, np.float32), "w": np.ones(3, np.float32)}
+STACKED = jax.tree.map(lambda x: np.stack([x] * 2), PARAMS)
+MESH = js.virtual_mesh({"replica": 2})
+AVERAGE = js.local_sgd("replica", sync_every=2)
+SLOW = js.slowmo("replica", base=AVERAGE, sync_every=4)
+WHOLE = js.slowmo("replica", base=AVERAGE, sync_every=4, shard_state=False)
+
+
+def own_class() -> type:
+    """A new class: what is known of one stays known."""
+
+    class OwnState(NamedTuple):
+        count: jax.Array
+
+    return OwnState
+
+
+def transform_of(kind, **told) -> js.ParameterTransform:
+    """A parameter transform of one's own, which exchanges nothing, with a state of this class."""
+
+    def update(updates, state, params=None, **extra):
+        return updates, state._replace(count=state.count + 1)
+
+    told = {"phase": lambda t, skipped=0: (), "due": lambda t: False, "schedules": (), **told}
+    return js.ParameterTransform(lambda params: kind(jnp.zeros([], jnp.int32)), update, **told)
+
+
+def step_of(optimizer, replicas=2, **options):
+    mesh = js.virtual_mesh({"replica": replicas})
+    return js.make_train_step(lambda p, b: (p["w"] * b).sum(), optimizer, mesh=mesh, **options)
 
 
 def test_the_schedule_of_one_event():
     schedule = js.ScheduleSpec.of("average", 3)
-    assert [schedule.phase(t) for t in (2, 3)] == [(), ("average",)]
+    assert [schedule.phase(t, 1) for t in (2, 3)] == [(), ("average",)]
     assert [schedule.due(t) for t in (2, 3)] == [False, True]
     assert (schedule.schedules, schedule.events) == ((js.every(3),), ("average",))
-    with pytest.raises(ValueError, match="`sync_every` counts updates"):
-        js.ScheduleSpec.of("average", 0)
 
 
-def test_an_algorithm_gives_two_groups():
-    required = {
-        f.name for f in dataclasses.fields(js.TransformSpec) if f.default is f.default_factory
-    }
-    assert required == {"schedule", "exchange"}
-
-
-@pytest.mark.parametrize("group", ["schedule", "exchange", "checkpoint", "layout"])
-def test_each_group_is_of_its_class(group):
-    spec = js.local_sgd("replica").spec
-    with pytest.raises(ValueError, match=rf"`{group}` must be a js\.\w+Spec\(\.\.\.\), got 3"):
-        dataclasses.replace(spec, **{group: 3})
-
-
-def test_names_of_all_groups_differ():
+def test_names_of_all_groups_differ_and_two_groups_are_required():
     """Each may be given and read by its name alone."""
     groups = (js.ScheduleSpec, js.ExchangeSpec, js.CheckpointSpec, js.LayoutSpec)
     names = [field.name for group in groups for field in dataclasses.fields(group)]
     assert len(names) == len(set(names))
-    tx = js.local_sgd("replica")
-    for name in names:
-        getattr(tx, name)
+    assert all(hasattr(AVERAGE, name) for name in names)
+    fields = dataclasses.fields(js.TransformSpec)
+    assert {f.name for f in fields if f.default is f.default_factory} == {"schedule", "exchange"}
+
+
+# The order of a chain
+
+SGD, BOTH = optax.sgd(0.1), {"b": True, "w": True}
+WRONG_CHAIN, RIGHT_CHAIN = optax.chain(AVERAGE, SGD), optax.chain(SGD, AVERAGE)
+FIRST = r"\[0\], LocalSGDState, stands \[1\]\[0\]"
+WRONG = {
+    "chain": (WRONG_CHAIN, FIRST),
+    "nested": (optax.chain(RIGHT_CHAIN, SGD), r"\[0\]\[1\].*\[1\]\[0\]"),
+    "named": (optax.named_chain(("z", AVERAGE), ("a", SGD)), r"\['z'\].*stands \['a'\]"),
+    "masked": (optax.chain(SGD, optax.masked(WRONG_CHAIN, BOTH)), FIRST),
+    "partition": (optax.partition({0: WRONG_CHAIN, 1: SGD}, {"b": 0, "w": 1}), FIRST),
+    "slowmo": (optax.chain(SLOW, optax.clip(1.0)), r"\[0\], OuterState, stands \[1\], EmptyState"),
+    "one's own": (optax.chain(transform_of(own_class()), SGD), r"\[0\], OwnState, stands"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_parameter_transforms_come_last(name):
+    """What follows would scale or clip the way to the synchronised parameters, silently."""
+    tx, where = WRONG[name]
+    with pytest.raises(ValueError, match=f"init: .*after {where}"):
+        js.init(tx, STACKED, mesh=MESH)
+
+
+def test_chains_in_order_are_taken():
+    partition = optax.partition({0: RIGHT_CHAIN, 1: SGD}, {"b": 0, "w": 1})
+    named = optax.named_chain(("z", SGD), ("a", AVERAGE))
+    for tx in (named, partition, optax.chain(optax.clip(1.0), RIGHT_CHAIN, SLOW)):
+        js.init(tx, STACKED, mesh=MESH)
+    step_of(SGD, sync=AVERAGE).init(PARAMS)
+    with pytest.raises(ValueError, match=r"after .*LocalSGDState"):
+        step_of(WRONG_CHAIN).init(PARAMS)
+
+
+# Whose state this is
+
+
+def test_a_transform_of_ones_own_is_refused_as_ours_are():
+    """Inside of `optimizer`, host-scheduled, by the class of its state: named, or learned."""
+    named, first, second = own_class(), own_class(), own_class()
+    copied = transform_of(first)._replace(init=lambda params: second(jnp.zeros([], jnp.int32)))
+    for own in (transform_of(named, state=named), transform_of(first), copied):
+        for optimizer in (optax.chain(SGD, own), optax.chain(SGD, optax.masked(own, BOTH))):
+            with pytest.raises(ValueError, match=r'`mode`="host".*`optimizer`'):
+                step_of(optimizer, sync=AVERAGE, mode="host").init(PARAMS)
+
+
+def test_a_class_that_tells_nothing_is_not_learned():
+    """Above all none of optax: its transforms would be taken for exchanges everywhere."""
+    adam = optax.scale_by_adam()
+    named = {"phase": lambda t, skipped=0: (), "due": lambda t: False, "schedules": ()}
+    js.ParameterTransform(adam.init, adam.update, **named).init(PARAMS)
+    step_of(optax.adam(0.1), sync=AVERAGE, mode="host").init(PARAMS)
+    reduced = gradient_state(own_class())  # nor does a state of gradients become another
+    transform_of(reduced).init(PARAMS)
+    assert holds_state(reduced(np.int32(0)), "gradients")
+    # One class around local_sgd and slowmo: moved by anyone where one owner says so.
+    around = [js.only_finite(x).init(PARAMS) for x in (AVERAGE, WHOLE)]
+    assert [holds_state(x, "parameters", needs_owner=True) for x in around] == [False, True]

@@ -1,30 +1,28 @@
-"""A leaf costs a primitive, and the results are those of jax.numpy."""
-
-import itertools
-import re
+"""Arithmetic on leaves gives what jax.numpy gives, with an equation for each; updates land."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from jaxslowmo.tree import (
     added,
+    all_finite,
     apply_exactly,
     by_dtype,
     cast,
-    check_arrays,
-    check_floating,
     kept_if,
     landing,
-    leaf_names,
     plan_buffers,
     reshaped,
     subtracted,
     updates_to,
+    widen_updates,
     zeros_like,
 )
-from support.counts import calls_per_leaf
 
 KINDS = {
     "traced alike": (jnp.ones((2, 3)), jnp.full((2, 3), 2.0)),
@@ -41,8 +39,7 @@ def alike(a, b) -> bool:
     return kinds[0] == kinds[1] and isinstance(a, np.ndarray) == isinstance(b, np.ndarray)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("jitted", [True, False])
+@pytest.mark.parametrize(("kind", "jitted"), [*((k, False) for k in KINDS), ("weak", True)])
 def test_they_do_what_operators_do(kind, jitted):
     x, y = KINDS[kind]
     run = (lambda fn, *args: jax.jit(fn)(*args)) if jitted else (lambda fn, *args: fn(*args))
@@ -61,17 +58,10 @@ def test_they_do_what_operators_do(kind, jitted):
 
 
 def test_a_scalar_is_cast_once_for_each_dtype():
-    def program(scalar):
-        of = by_dtype(scalar)
-        return [of(jnp.dtype(d)) for d in (jnp.bfloat16, jnp.float16, jnp.bfloat16, jnp.float32)]
-
+    dtypes = [jnp.dtype(d) for d in (jnp.bfloat16, jnp.float16, jnp.bfloat16, jnp.float32)]
+    program = lambda scalar: list(map(by_dtype(scalar), dtypes))  # noqa: E731
     assert len(jax.make_jaxpr(program)(jnp.float32(2)).jaxpr.eqns) == 2
-    assert [x.dtype for x in program(jnp.float32(2))] == [
-        "bfloat16",
-        "float16",
-        "bfloat16",
-        "float32",
-    ]
+    assert [x.dtype for x in program(jnp.float32(2))] == dtypes
 
 
 @pytest.mark.parametrize("keep", [True, False])
@@ -83,12 +73,6 @@ def test_zeros_and_what_is_kept(keep):
     for zeros in (zeros_like(x), jax.jit(zeros_like)(x), zeros_like(jax.eval_shape(lambda: x))):
         assert alike(zeros, x)
         assert not np.any(zeros)
-
-
-@pytest.mark.parametrize("fn", [landing, updates_to, apply_exactly])
-def test_a_leaf_costs_a_primitive(fn):
-    """Measured: 1.5 times `lax.add`, and 4 to 5 times with the operators of jax.numpy."""
-    assert calls_per_leaf(lambda tree: fn(tree, tree)) < 2
 
 
 def test_a_buffer_is_taken_apart_at_once():
@@ -111,25 +95,12 @@ def test_buffers_on_the_host_stay_there():
     assert [x.tolist() for x in parts.values()] == [[[0, 1, 2], [3, 4, 5]], [6, 7, 8, 9]]
 
 
-def test_leaves_that_are_no_arrays_are_named():
-    fine = {"a": np.ones(2), "b": jax.ShapeDtypeStruct((2,), jnp.int32), "c": 1.5, "d": True}
-    check_arrays("owner", fine)
-    with pytest.raises(ValueError, match=r"owner: .* got f \(function\), s \(str\)\. Keep"):
-        check_arrays("owner", {**fine, "f": lambda: 0, "s": "relu"})
-
-
-def test_names_are_made_where_something_is_wrong(monkeypatch):
-    made = itertools.count()
-    original = jax.tree_util.keystr
-    monkeypatch.setattr(
-        jax.tree_util, "keystr", lambda *args, **kw: (next(made), original(*args, **kw))[1]
-    )
-    check_floating("owner", {"a": jnp.ones(2), "b": 1.0})
-    assert next(made) == 0
-    with pytest.raises(ValueError, match=r"b \(int32\)"):
-        check_floating("owner", {"a": jnp.ones(2), "b": 1})
-    assert next(made) > 1
-    assert leaf_names({"a": 0}) == ["a"]
+def test_only_numbers_that_may_be_infinite_count_as_not_finite():
+    fine = {"f": jnp.ones(2, jnp.bfloat16), "i": jnp.array([2**31 - 1]), "k": jax.random.key(0)}
+    assert all_finite(fine)
+    assert all_finite({})
+    for wrong in (jnp.nan, jnp.inf, -jnp.inf):
+        assert not all_finite({**fine, "g": jnp.array([0.0, wrong])})
 
 
 def exchange_of(leaves, mesh, sizes=(6, 8)):
@@ -145,34 +116,80 @@ def exchange_of(leaves, mesh, sizes=(6, 8)):
     return jax.shard_map(per_device, mesh=mesh, in_specs=specs, out_specs=specs), tree
 
 
-def anonymous(body):
-    """Without names of values, and where they come from."""
-    names = {}
-    plain = re.sub(r", metadata=\{[^}]*\}", "", body)
-    return re.sub(r"%[\w.-]+", lambda match: names.setdefault(match[0], str(len(names))), plain)
-
-
-def kernels(text):
-    """Different bodies of fused computations in a compiled program."""
-    bodies = re.findall(r"^%\S*fused_computation\S* \(.*?\{\n(.*?)^\}", text, re.S | re.M)
-    return len(set(map(anonymous, bodies)))
-
-
-def test_more_leaves_of_the_same_sizes_are_no_more_kernels(mesh_of):
-    found = []
-    for leaves in (40, 80):
-        fn, tree = exchange_of(leaves, mesh_of({"replica": 4}))
-        found.append(kernels(jax.jit(fn).lower(*tree).compile().as_text()))
-    # Slices at constants would be one kernel each.
-    assert found[0] == found[1] < 10
-
-
 def test_many_parts_are_right_forwards_and_backwards(mesh_of):
-    fn, tree = exchange_of(40, mesh_of({"replica": 4}))
-    assert str(jax.make_jaxpr(fn)(*tree)).count("dynamic_slice[") == 40
-    sums, back = jax.jit(lambda *tree: jax.vjp(fn, *tree)[0])(*tree), jax.vjp(fn, *tree)[1]
-    for x, total in zip(tree, sums, strict=True):
+    fn, tree = exchange_of(34, mesh_of({"replica": 4}))
+
+    def both(*tree):
+        sums, back = jax.vjp(fn, *tree)
+        return sums, back([jnp.ones_like(x) for x in sums])
+
+    program = str(jax.make_jaxpr(both)(*tree))
+    assert program.count("dynamic_slice[") == 34
+    assert "dynamic_update_slice" not in program
+    for x, total, gradient in zip(tree, *jax.jit(both)(*tree), strict=True):
         assert np.array_equal(total, np.broadcast_to(x.sum(0), x.shape))
-    ones = [jnp.ones_like(x) for x in tree]
-    assert all(np.array_equal(x, np.full(x.shape, 4.0)) for x in back(ones))
-    assert "dynamic_update_slice" not in str(jax.make_jaxpr(back)(ones))
+        assert np.array_equal(gradient, np.full(x.shape, 4.0))
+
+
+seeds = st.integers(0, 10_000)
+
+
+@given(seeds, st.sampled_from([1.0, 1e-3, 1e3]))
+def test_float32_lands_within_one_ulp_of_the_larger_operand(seed, scale):
+    rng = np.random.default_rng(seed)
+    params = rng.normal(size=500).astype(np.float32)
+    target = (scale * rng.normal(size=500)).astype(np.float32)
+    landed = np.asarray(optax.apply_updates(params, updates_to(params, target)))
+    ulp = np.spacing(np.maximum(np.abs(params), np.abs(target)))
+    assert np.all(np.abs(landed.astype(np.float64) - target) <= ulp)
+    assert np.array_equal(optax.apply_updates(params, updates_to(params, params)), params)
+
+
+# Exponents that the significands of both operands fit into float32 with: 24 bits less their own.
+RANGES = {"bfloat16": 16, "float16": 13}
+
+
+@pytest.mark.parametrize("dtype", RANGES)
+@given(seed=seeds)
+def test_half_precision_lands_exactly_in_its_range(dtype, seed):
+    rng = np.random.default_rng(seed)
+    largest = RANGES[dtype] - 2  # room for the significands, which reach up to 2
+    small = rng.normal(size=500).astype(jnp.dtype(dtype))
+    small = np.where(np.abs(small) < 0.01, jnp.dtype(dtype).type(1), small)
+    factor = (2.0 ** rng.integers(0, largest, size=500)) * rng.choice([-1, 1], size=500)
+    large = np.clip(small.astype(np.float32) * factor, -6e4, 6e4).astype(jnp.dtype(dtype))
+    for params, target in ((small, large), (large, small)):
+        updates = updates_to(params, target)
+        assert updates.dtype == jnp.float32
+        landed = optax.apply_updates(params, updates)
+        assert landed.dtype == params.dtype
+        assert np.array_equal(landed, target)
+
+
+@given(seeds)
+def test_explicit_promotion_equals_optax(seed):
+    rng = np.random.default_rng(seed)
+    params = {
+        "f": rng.normal(size=20).astype(np.float32),
+        "b": rng.normal(size=20).astype(jnp.bfloat16),
+        "h": rng.normal(size=()).astype(np.float16),
+    }
+    updates = widen_updates(
+        jax.tree.map(lambda p: jnp.asarray(rng.normal(size=p.shape), p.dtype), params)
+    )
+    ours, theirs = apply_exactly(params, updates), optax.apply_updates(params, updates)
+    for key in params:
+        assert ours[key].dtype == theirs[key].dtype == params[key].dtype
+        assert np.array_equal(ours[key], theirs[key])
+
+
+def test_nothing_is_narrowed(strict_promotion):
+    with jax.enable_x64(True):
+        params = {"d": jnp.ones(2, jnp.float64), "b": jnp.ones(2, jnp.bfloat16)}
+        updates = {"d": jnp.full(2, 2**-40, jnp.float64), "b": jnp.full(2, 2**-12, jnp.bfloat16)}
+        y = landing(params, updates)
+        assert (y["d"].dtype, y["b"].dtype) == (jnp.float64, jnp.float32)
+        assert np.all(np.asarray(y["d"]) == 1 + 2**-40)
+        assert np.all(np.asarray(y["b"]) == 1 + 2**-12)  # not rounded to bfloat16
+        assert widen_updates(updates)["d"].dtype == jnp.float64
+        assert apply_exactly(params, updates)["d"].dtype == jnp.float64

@@ -1,7 +1,5 @@
 """Outer states in other fragments, with a delay or without, on as many replicas or fewer."""
 
-import itertools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -32,16 +30,12 @@ DIVISIONS = [
     {"delay": 3},
     {"fragments": 4, "delay": 2},
 ]
+# From one to another, on how many replicas, whether sharded.
+MOVES = [(0, 3, 2, False), (3, 4, 4, True), (4, 1, 2, True), (5, 2, 4, False)]
+ALIKE = [(2, 2, 4, True), (2, 2, 2, False)]
 
 
-ALL = list(itertools.product(range(6), range(6), (2, 4), (True, False)))
-FEW = [(then, (then + by) % 6, 2 * by, then % 2 == 0) for then in range(6) for by in (1, 2)]
-
-
-@pytest.mark.parametrize(
-    ("then", "now", "replicas", "shard_state"),
-    [pytest.param(*case, marks=() if case in FEW else pytest.mark.exhaustive) for case in ALL],
-)
+@pytest.mark.parametrize(("then", "now", "replicas", "shard_state"), [*MOVES, *ALIKE])
 def test_a_run_goes_on_in_other_fragments(tmp_path, then, now, replicas, shard_state):
     """Each leaf keeps its anchor and its momentum, whatever its fragment was."""
     outer = optax.chain(optax.scale_by_adam(b1=0.5, b2=0.9), optax.scale(-0.1))
@@ -54,26 +48,17 @@ def test_a_run_goes_on_in_other_fragments(tmp_path, then, now, replicas, shard_s
         return js.make_train_step(loss_of_leaves, optax.sgd(0.1), sync=sync, mesh=mesh)
 
     def by_leaf(step, state):
-        """Return the anchor by leaf, and the two moments that Adam keeps of each leaf."""
-        sync_state = state.opt_state[-1]
-        outer, is_one = sync_state.outer, not isinstance(sync_state.outer, dict)
-        moments = [
-            getattr(outer[0], name)
-            if is_one
-            else {k: getattr(x[0], name) for k, x in outer.items()}
-            for name in ("mu", "nu")
-        ]
-        return [
-            jax.vmap(step.sync.anchor, axis_name="replica")(
-                sync_state._replace(anchor=like_anchor), state.params
-            )
-            for like_anchor in (sync_state.anchor, *moments)
-        ]
+        """The anchor by leaf, and the two moments that Adam keeps of each leaf."""
+        own, anchor_of = state.opt_state[-1], jax.vmap(step.sync.anchor, axis_name="replica")
+        parts = own.outer if isinstance(own.outer, dict) else {None: own.outer}
+        moments = [{k: getattr(x[0], name) for k, x in parts.items()} for name in ("mu", "nu")]
+        alike = [own.anchor, *(x.get(None, x) for x in moments)]
+        return [anchor_of(own._replace(anchor=x), state.params) for x in alike]
 
     random = np.random.default_rng(5)
     batches = [
         {name: random.normal(size=(4, *x.shape)).astype(np.float32) for name, x in PARAMS.items()}
-        for _ in range(15)
+        for _ in range(16)
     ]
     step, other = step_on(4, DIVISIONS[then]), step_on(replicas, DIVISIONS[now])
     state = step.init(PARAMS)
@@ -86,5 +71,11 @@ def test_a_run_goes_on_in_other_fragments(tmp_path, then, now, replicas, shard_s
     for saved, restored in zip(by_leaf(step, state), after, strict=True):
         for name in PARAMS:
             np.testing.assert_array_equal(saved[name][0], restored[name][0])
-    state, metrics = other(resumed.state, batches[14])
-    assert np.isfinite(metrics["loss"]).all()
+    again = resumed.state
+    for batch in batches[14:]:
+        state, again = step(state, batch)[0], other(again, batch)[0]
+    assert np.isfinite(again.params["a"]).all()
+    if then == now:  # update 16 applies what was taken before
+        for one, two in zip(by_leaf(step, state), by_leaf(other, again), strict=True):
+            for name in PARAMS:
+                np.testing.assert_allclose(one[name][0], two[name][0], rtol=1e-6, atol=1e-6)

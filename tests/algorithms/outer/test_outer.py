@@ -48,54 +48,6 @@ def test_the_optimizer_sees_how_far_the_mean_has_moved():
     assert {tuple(extra) for _, _, extra in seen} == {()}
 
 
-def test_exact_average_of_a_weighted_base():
-    """sum of numerators / sum of weights, then `reset`: what gossip will need of the protocol."""
-    plain = js.local_sgd("replica", sync_every=2)
-    resets = []
-
-    def numerator(state, y):
-        weight = 1.0 + jax.lax.axis_index("replica")
-        return jax.tree.map(lambda x: weight * x, y), weight
-
-    weighted = js.ParameterTransform(
-        plain.init,
-        plain.update,
-        phase=plain.phase,
-        due=plain.due,
-        schedules=plain.schedules,
-        numerator=numerator,
-        reset=lambda state: resets.append(1) or state,
-    )
-    slowmo = js.slowmo("replica", base=weighted, sync_every=4, momentum=0.0, shard_state=False)
-    rng = np.random.default_rng(0)
-    updates = rng.normal(size=(4, 3, 5)).astype(np.float32)
-    history = after_updates(slowmo, np.zeros((3, 5), np.float32), updates)
-    before = history[2] + updates[3]
-    expected = np.average(before, axis=0, weights=[1.0, 2.0, 3.0])
-    np.testing.assert_allclose(history[3], np.broadcast_to(expected, (3, 5)), atol=1e-6)
-    assert resets
-
-
-@pytest.mark.parametrize(
-    ("exact", "phase", "wanted"),
-    [(True, ("slow",), {False}), (False, ("average", "slow"), {True})],
-)
-def test_a_base_is_asked_to_exchange_only_where_its_average_is_wanted(exact, phase, wanted):
-    """In an exact slow step it counts on; else the slow step takes what it left."""
-    plain, asked = js.local_sgd("replica", sync_every=1), []
-
-    def exchange(updates, others, state, params, *, communicate=True, **extra):
-        asked.append(communicate)
-        return plain.exchange(updates, others, state, params, communicate=communicate, **extra)
-
-    base = plain._replace(exchange=exchange)
-    sgd = optax.with_extra_args_support(optax.sgd(1.0))
-    sync = outer(sgd, base=base, exact_average=exact, shard_state=False).transform()
-    update = lambda p: sync.update(p, sync.init(p), p, phase=phase)  # noqa: E731
-    jax.eval_shape(jax.vmap(update, axis_name="replica"), jnp.ones((2, 3)))
-    assert set(asked) == wanted
-
-
 def trained_in_bf16(sync, sgd, apart):
     """Bits after 4 updates, with optimizer and transform in one program or in one each."""
     mesh = js.make_mesh({"replica": 4})
@@ -127,10 +79,8 @@ def trained_in_bf16(sync, sgd, apart):
     [
         js.slowmo("replica", base=js.sgp("replica"), sync_every=3),
         js.diloco("replica", sync_every=3),
-        js.slowmo("replica", base=js.sgp("replica", overlap=1), sync_every=3),
-        js.slowmo("replica", base=js.local_sgd("replica", sync_every=2), sync_every=4),
     ],
-    ids=["over sgp", "diloco", "over late sgp", "over local_sgd"],
+    ids=["over sgp", "diloco"],
 )
 def test_half_precision_updates_are_rounded_once_whatever_stands_before_them(sync):
     """An optimizer's update is rounded, also where the compiler could leave that out."""

@@ -1,11 +1,12 @@
-"""Signals that only ask for an end."""
+"""Signals that only ask for an end, and what ends all processes when one fails."""
 
 import signal
 
+import jax
 import pytest
 
-from jaxslowmo.cli.processes._peers import Cluster, StopOnSignal, handling
-from support.exhaustive import sweep
+from jaxslowmo.cli.processes._peers import Cluster, StopOnSignal
+from jaxslowmo.cli.processes._watch import lost_a_peer
 from support.pairs import two_processes
 
 
@@ -26,37 +27,21 @@ def test_the_first_signal_asks_and_the_second_ctrl_c_raises():
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
     assert handlers() == before
-
-
-def test_with_other_processes_signals_are_left_to_the_runtime_and_the_parent():
-    before = handlers()
+    # With other processes signals are left to the runtime and the parent.
     with StopOnSignal(Cluster(0, 2)) as stop:
         assert handlers() == [signal.SIG_IGN, before[1]]
         assert stop.reason is None
     assert handlers() == before
 
 
-def test_handlers_are_put_back_after_an_error():
-    before, got = handlers(), []
-
-    def fail() -> None:
-        with handling({signal.SIGTERM: lambda number, frame: got.append(number)}):
-            signal.raise_signal(signal.SIGTERM)
-            raise OSError("full")
-
-    with pytest.raises(OSError, match="full"):
-        fail()
-    assert (handlers(), got) == (before, [signal.SIGTERM])
-
-
-PROGRAM = """
+STOPS = """
 import os, signal, time
 from jaxslowmo.cli.processes._peers import Cluster
 from jaxslowmo.cli.processes._peers import StopOnSignal
 
 with StopOnSignal(Cluster(rank, 2)) as stop:
     for step in range(21, 20_000):  # of a run that goes on after step 20
-        if step == 21 + {after} and rank == 1:
+        if step == 21 and rank == 1:
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(0.5)
         if stop.after_step():
@@ -66,9 +51,64 @@ with StopOnSignal(Cluster(rank, 2)) as stop:
 """
 
 
-@pytest.mark.parametrize("after", sweep([0, 30], bool))
-def test_sigterm_stops_both_at_one_step_of_a_resumed_run(tmp_path, after):
+def test_sigterm_stops_both_at_one_step_of_a_resumed_run(tmp_path):
     """Also before its first step; and after a rollback numbers of steps come twice."""
-    first, second = two_processes(PROGRAM.format(after=after), tmp_path)
+    first, second = two_processes(STOPS, tmp_path)
     assert first == second
     assert first.startswith("preempted ")
+
+
+def chained(outer: Exception, cause: Exception) -> Exception:
+    outer.__cause__ = cause
+    return outer
+
+
+def test_errors_that_a_lost_process_can_have_caused():
+    gone = jax.errors.JaxRuntimeError("INTERNAL: Barrier failed because: task is set to ERROR")
+    full = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+    gloo = ValueError("UNKNOWN: Gloo AllGather failed: Connection closed by peer")
+    written = "the checkpoint could not be written"
+    for error, is_lost in (
+        (gone, True),
+        (gloo, True),
+        (chained(RuntimeError(written), gone), True),
+        (full, False),
+        (chained(RuntimeError(written), OSError("full")), False),
+        (ValueError("--replicas must be >= 1"), False),
+    ):
+        assert lost_a_peer(error) is is_lost
+
+
+FAILS = """
+import time
+from jaxslowmo.cli._errors import CommandError
+from jaxslowmo.cli.processes._watch import failing_together
+from jaxslowmo.cli.processes._watch import Watch
+
+with failing_together(Watch(rank, 2, 0, lambda: ""), 10):
+    if rank == {rank}:
+        raise {error}
+    time.sleep({seconds})
+print("parted")
+"""
+
+
+@pytest.mark.parametrize(
+    ("rank", "error", "code", "line"),
+    [
+        (1, "KeyError('missing')", 1, "KeyError: 'missing'"),
+        (0, "OSError(28, 'No space left', 'b')", 75, "No space left on device ([Errno 28] No"),
+    ],
+)
+def test_one_that_fails_ends_both_with_its_code(tmp_path, rank, error, code, line):
+    """jax's own end would wait for the other, for 300 s."""
+    program = FAILS.format(rank=rank, error=error, seconds=1000)
+    said = two_processes(program, tmp_path, seconds=200, code=code)
+    assert said[1 - rank].startswith(f"error: process {rank} has ended: {line}")
+    assert len(said[1 - rank].splitlines()) == 1
+    assert said[rank].startswith("Traceback" if code == 1 else f"error: {line}")
+
+
+def test_both_part_in_the_end(tmp_path):
+    program = FAILS.format(rank=2, error="None", seconds="rank")
+    assert two_processes(program, tmp_path) == ["parted\n"] * 2

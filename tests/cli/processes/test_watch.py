@@ -2,19 +2,16 @@
 
 import json
 import os
-import subprocess
-import sys
 import threading
 import time
 import types
 
-import jax
 import pytest
 
 from jaxslowmo._support.coordinator import NoNoteError
 from jaxslowmo.cli.processes import _watch
 from jaxslowmo.cli.processes._watch import Watch, failing_together
-from support.waiting import PATIENCE_SECONDS, wait_until
+from support.waiting import wait_until
 
 
 class EndOfStart(SystemExit):
@@ -74,14 +71,11 @@ def test_the_coordinator_ends_only_when_the_others_have_seen_why(notes, ends):
     assert json.loads(notes[_watch._FAILED]) == [0, 1, "why"]
     del notes["jaxslowmo/seen/1"]
     watch(index=0).announce(1, "why")  # does not raise
-
-
-def test_the_coordinator_does_not_wait_for_one_that_fails_as_well(notes):
-    """Of two processes that fail at once, over what differs between them, say."""
-    watch(index=0).announce(2, "process 1 has other options")
+    # Nor does it wait for one that fails as well, over what differs between them, say.
+    del notes[_watch._FAILED]
     watch(index=1).announce(2, "process 1 has other options")
-    assert json.loads(notes[_watch._FAILED])[0] == 0
-    assert "jaxslowmo/seen/1" in notes
+    watch(index=0).announce(2, "process 1 has other options")
+    assert json.loads(notes[_watch._FAILED])[0] == 1
 
 
 def test_an_exchange_that_fails_since_another_has_failed_ends_it_with_that_code(
@@ -99,14 +93,6 @@ def test_an_exchange_that_fails_since_another_has_failed_ends_it_with_that_code(
         meets_one_that_fails()
     assert ends == [1]
     assert capfd.readouterr().err == "error: process 1 has ended: KeyError: 'missing'\n"
-
-
-def test_nobody_can_be_told_without_a_coordinator(monkeypatch):
-    def gone(*_):
-        raise jax.errors.JaxRuntimeError("UNAVAILABLE: failed to connect")
-
-    monkeypatch.setattr(_watch, "tell", gone)
-    watch().announce(1, "why")
 
 
 class Clock:
@@ -177,24 +163,13 @@ def test_sigterm_while_steps_advance_is_left_to_the_run(notes, ends, clock):
 
 def test_a_step_may_take_three_times_as_long_as_others_of_a_kind(notes, ends, clock):
     with watch() as own:
-        for seconds in (0, 5, 6):
+        # One step that waited for a compiler counts for nothing.
+        for seconds in (0, 40, 5, 6):
             clock.passes(seconds)
             own.step_done("slow")
             own.step_done("fast")
         notes["RECEIVED_PREEMPTION_NOTICE"] = "2026-01-01"
         clock.passes(14)
-        assert ends == []
-        clock.passes(2)
-    assert ends == [143]
-
-
-def test_one_step_that_waited_for_a_compiler_counts_for_nothing(notes, ends, clock):
-    with watch() as own:
-        for seconds in (0, 40, 0.1, 0.1):
-            clock.passes(seconds)
-            own.step_done()
-        notes["RECEIVED_PREEMPTION_NOTICE"] = "2026-01-01"
-        clock.passes(5)
         assert ends == []
         clock.passes(2)
     assert ends == [143]
@@ -228,19 +203,6 @@ def test_a_save_that_grows_is_progress(notes, ends, clock):
     assert ends == [143]
 
 
-def test_a_disk_that_does_not_answer_keeps_nothing_alive(notes, ends, capfd, monkeypatch, clock):
-    monkeypatch.setattr(_watch, "_DISK_SECONDS", 0.1)
-    notes["RECEIVED_PREEMPTION_NOTICE"] = "2026-01-01"
-    never = threading.Event()
-    own = Watch(1, 2, 0, lambda: str(never.wait(PATIENCE_SECONDS)))
-    own.follow(lambda: int(never.wait(PATIENCE_SECONDS)))
-    with own:
-        clock.passes(7)
-    never.set()
-    assert ends == [143]
-    assert "; the checkpoints cannot be looked at\n" in capfd.readouterr().err
-
-
 def test_without_progress_for_longer_than_the_limit_all_end(notes, ends, capfd, clock):
     with watch(stall=1800) as own:
         for _ in range(30):
@@ -250,18 +212,3 @@ def test_without_progress_for_longer_than_the_limit_all_end(notes, ends, capfd, 
         clock.passes(1701)
     assert ends == [75]
     assert "nothing has advanced for 1801 s (--stall-timeout); the last" in capfd.readouterr().err
-
-
-def test_a_process_ends_where_nobody_reads_what_it_says():
-    program = (
-        "import os, sys; from jaxslowmo.cli.processes._watch import say_error\n"
-        "input(); say_error('no reader'); os._exit(7)"
-    )
-    read, write = os.pipe()
-    process = subprocess.Popen(
-        [sys.executable, "-c", program], stdin=subprocess.PIPE, stderr=write, text=True
-    )
-    os.close(read)
-    os.close(write)
-    process.communicate("go on\n", timeout=PATIENCE_SECONDS)
-    assert process.returncode == 7

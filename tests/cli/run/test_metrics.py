@@ -1,25 +1,61 @@
-"""The files of a run that is resumed, and of a process that leaves them to another."""
+"""metrics.jsonl and the events of TensorBoard: resumed, deleted, on a full disk; nothing is lost.
+
+Events are read back as TensorBoard does, their checksums compared.
+"""
 
 import errno
 import io
 import json
 import os
 import shutil
-import signal
-import subprocess
-import sys
+import struct
 
 import pytest
+from tensorboardX.proto.event_pb2 import Event, SessionLog
+from tensorboardX.record_writer import masked_crc32c
 
+from cli.commands import TINY, records
 from jaxslowmo.cli._errors import code_of
-from jaxslowmo.cli.config._training import TrainConfig
-from jaxslowmo.cli.run import _metrics
-from jaxslowmo.cli.run._metrics import GrowingFile, RunFiles
+from jaxslowmo.cli.config._training import train_config
+from jaxslowmo.cli.run._metrics import RunFiles
 from jaxslowmo.cli.run._run_folder import RunFolder
 
+CONFIG = train_config({"tensorboard": True})
 
-def steps(metrics):
-    return [json.loads(line)["step"] for line in metrics.read_text().splitlines()]
+
+def curves(folder):
+    """By tag the values by step; what a later start did anew counts."""
+    found = {}
+    for path in sorted((folder / "tensorboard").iterdir()):
+        rest = path.read_bytes()
+        while rest:
+            (size,) = struct.unpack("<Q", rest[:8])
+            data = rest[12 : 12 + size]
+            checks = struct.unpack("<I", rest[8:12]) + struct.unpack("<I", rest[12 + size :][:4])
+            assert checks == (masked_crc32c(rest[:8]), masked_crc32c(data))
+            event, rest = Event.FromString(data), rest[16 + size :]
+            if event.session_log.status == SessionLog.START:
+                found = {
+                    tag: {step: x for step, x in curve.items() if step < event.step}
+                    for tag, curve in found.items()
+                }
+            for value in event.summary.value:
+                found.setdefault(value.tag, {})[event.step] = value.simple_value
+    return found
+
+
+def opened(folder, after=0, config=CONFIG, writes=True):
+    return RunFiles(RunFolder(folder), config, writes=writes, after=after)
+
+
+def steps(folder):
+    return [record["step"] for record in records(folder)]
+
+
+def write(folder, *lines, **options):
+    with opened(folder, **options) as files:
+        for line in lines:
+            files.write_record(line)
 
 
 def test_later_records_and_a_line_that_was_cut_off_are_dropped(tmp_path):
@@ -27,156 +63,127 @@ def test_later_records_and_a_line_that_was_cut_off_are_dropped(tmp_path):
     lines = [json.dumps({"step": step}) for step in (0, 1, 2, 3)]
     for after, kept in ((0, []), (2, [0, 1, 2])):
         metrics.write_text("\n".join([*lines, '{"step": 2, "lo']))
-        with RunFiles(RunFolder(tmp_path), TrainConfig(), writes=True, after=after) as files:
+        with opened(tmp_path, after, train_config({})) as files:
             assert [record["step"] for record in files.records] == kept
             files.write_record({"step": 9, "loss": float("nan")})
             assert metrics.read_text().endswith('{"step": 9, "loss": null}\n')  # at once
             assert [record["step"] for record in files.records] == [*kept, 9]
         files.finish({"status": "finished"}, None)
-        assert steps(metrics) == [*kept, 9]
-    assert {path.name for path in tmp_path.iterdir()} == {
-        "config.json", "metrics.jsonl", "summary.json",
-    }  # fmt: skip
-
-
-def test_another_process_writes_nothing(tmp_path):
-    with RunFiles(RunFolder(tmp_path / "out"), TrainConfig(), writes=False, after=0) as files:
+        assert steps(tmp_path) == [*kept, 9]
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {"config.json", "metrics.jsonl", "summary.json"}
+    with opened(tmp_path / "out", writes=False) as files:  # another process
         files.write_record({"step": 1})
     files.finish({}, None)
     assert files.records == [{"step": 1}]
     assert not (tmp_path / "out").exists()
 
 
-def test_a_kill_while_the_file_is_rewritten_loses_nothing(tmp_path):
-    metrics = tmp_path / "metrics.jsonl"
-    metrics.write_text("".join(json.dumps({"step": step}) + "\n" for step in range(1507)))
-    program = (
-        "import os, signal, sys\n"
-        "from pathlib import Path\n"
-        "from jaxslowmo.cli.config._training import TrainConfig\n"
-        "from jaxslowmo.cli.run import _metrics\n"
-        "lines = []\n"
-        "def json_line(record, usual=_metrics.json_line):\n"
-        "    lines.append(record)\n"
-        "    if len(lines) == 700:\n"
-        "        os.kill(os.getpid(), signal.SIGKILL)\n"
-        "    return usual(record)\n"
-        "_metrics.json_line = json_line\n"
-        "folder = _metrics.RunFolder(Path(sys.argv[1]))\n"
-        "_metrics.RunFiles(folder, TrainConfig(), writes=True, after=1400)\n"
-    )
-    ended = subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=False)
-    assert ended.returncode == -signal.SIGKILL
-    assert steps(metrics) == list(range(1507))
+def test_a_resumed_run_goes_on_with_the_same_curves(tmp_path):
+    first = {"step": 0, "bytes_sent": 0, "validation_loss": 5.5}
+    second = {"step": 1, "loss": 4.0, "tokens_per_second": None, "bytes_sent": 8}
+    write(tmp_path, first, second, config=train_config({}))
+    assert not (tmp_path / "tensorboard").exists()
+    # One that begins with it later has its earlier records, too.
+    third = {"step": 2, "loss": float("inf"), "bytes_sent": 16, "resumed": []}
+    write(tmp_path, third, {"step": 3, "loss": 1.0}, {"step": 4, "loss": 1.0}, after=1)
+    write(tmp_path, {"step": 3, "loss": 2.0}, {"step": 2, "rolled_back_from": 3}, after=2)
+    assert curves(tmp_path) == {
+        "bytes_sent": {0: 0, 1: 8, 2: 16},
+        "validation_loss": {0: 5.5},
+        "loss": {1: 4.0, 2: float("inf")},
+    }
+    write(tmp_path, {"step": 3, "loss": 3.0}, after=3)
+    assert curves(tmp_path)["loss"] == {1: 4.0, 2: float("inf"), 3: 3.0}
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [b'{"step": 1, "lo\0\0\0\0', b"\xff\xfe", b"[1]", b'{"step": "1"}', b"", b'{"loss": 1}'],
-)
+@pytest.mark.parametrize("damage", [b'{"st\0\0', b"\xff\xfe", b"[1]", b'{"step": "1"}', b""])
 def test_a_damaged_line_is_named_and_nothing_is_lost(tmp_path, damage):
     metrics = tmp_path / "metrics.jsonl"
     content = b'{"step": 0}\n' + damage + b'\n{"step": 2}\n'
     metrics.write_bytes(content)
-    with pytest.raises(ValueError, match=r"metrics\.jsonl is damaged: line 2 "):
-        RunFiles(RunFolder(tmp_path), TrainConfig(), writes=True, after=2)
+    with pytest.raises(ValueError, match=r"metrics\.jsonl .* line 2 "):
+        opened(tmp_path, 2)
     assert metrics.read_bytes() == content
 
 
-@pytest.mark.parametrize("what", ["file", "folder", "moved"])
-def test_records_come_back_when_the_file_is_deleted(tmp_path, what):
+@pytest.mark.parametrize("what", ["files", "folder", "moved"])
+def test_records_come_back_when_files_are_deleted(tmp_path, what):
     folder = tmp_path / "out"
-    with RunFiles(RunFolder(folder), TrainConfig(), writes=True, after=0) as files:
+    with opened(folder) as files:
         for step in range(3):
-            files.write_record({"step": step})
+            files.write_record({"step": step, "loss": 1.0})
         if what == "folder":
             shutil.rmtree(folder)
-        elif what == "file":
+        elif what == "files":
+            shutil.rmtree(folder / "tensorboard")
             (folder / "metrics.jsonl").unlink()
         else:
             (folder / "metrics.jsonl").write_text("")
             (folder / "metrics.jsonl").rename(folder / "old")
-        files.write_record({"step": 3})
-        files.write_record({"step": 4})
-    assert steps(folder / "metrics.jsonl") == [0, 1, 2, 3, 4]
+        files.write_record({"step": 3, "loss": 1.0})
+        files.write_record({"step": 4, "loss": 1.0})
+    assert steps(folder) == [0, 1, 2, 3, 4]
     assert json.loads((folder / "config.json").read_text())["preset"] == "1m"
-
-
-def test_a_folder_that_is_just_being_deleted_comes_back_with_a_later_record(tmp_path, monkeypatch):
-    folder = tmp_path / "out"
-    replacing = _metrics.replacing
-
-    def meets_the_deletion(path):
-        shutil.rmtree(folder)
-        monkeypatch.undo()
-        return replacing(path)
-
-    with RunFiles(RunFolder(folder), TrainConfig(), writes=True, after=0) as files:
-        files.write_record({"step": 0})
-        shutil.rmtree(folder)
-        monkeypatch.setattr(_metrics, "replacing", meets_the_deletion)
-        with pytest.warns(UserWarning, match=r"does not grow: No such file or directory"):
-            files.write_record({"step": 1})
-        assert not folder.exists()
-        files.write_record({"step": 2})
-        assert steps(folder / "metrics.jsonl") == [0, 1, 2]
     shutil.rmtree(folder)
-    files.finish({"steps": 2}, None)
-    assert steps(folder / "metrics.jsonl") == [0, 1, 2]
+    files.finish({"steps": 4}, None)
+    assert steps(folder) == [*curves(folder)["loss"]] == [0, 1, 2, 3, 4]
     assert (folder / "summary.json").exists()
 
 
-WRITE = io.FileIO.write
-
-
 class FullDisk(io.FileIO):
-    """Takes seven bytes, then is full."""
+    """Takes seven bytes of the file of some name, then is full."""
+
+    name_part = "metrics"
 
     def write(self, data, /):
+        if self.name_part not in str(self.name):
+            return super().write(data)
         if len(data) > 7:
             return super().write(bytes(data)[:7])
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def test_lines_wait_until_a_full_disk_takes_them(tmp_path, monkeypatch):
-    metrics = tmp_path / "metrics.jsonl"
+@pytest.mark.parametrize("part", ["metrics", "tfevents"])
+def test_lines_wait_until_a_full_disk_takes_them(tmp_path, monkeypatch, part):
+    monkeypatch.setattr(FullDisk, "name_part", part)
     monkeypatch.setattr(io, "FileIO", FullDisk)
-    with RunFiles(RunFolder(tmp_path), TrainConfig(), writes=True, after=0) as files:
-        with pytest.warns(UserWarning, match=r"metrics.jsonl does not grow: No space left"):
-            files.write_record({"step": 1})
-        files.write_record({"step": 2})  # told once
-        assert metrics.read_bytes() == b'{"step": 1}\n{"step": '  # what it took
-        monkeypatch.setattr(FullDisk, "write", WRITE)
-        files.write_record({"step": 3})
-        assert steps(metrics) == [1, 2, 3]
+    with opened(tmp_path) as files:
+        with pytest.warns(UserWarning, match=rf"{part}\S* does not grow: No space left"):
+            files.write_record({"step": 1, "loss": 1.0})
+        files.write_record({"step": 2, "loss": 2.0})  # told once
+        monkeypatch.setattr(FullDisk, "name_part", "no such file")
+        files.write_record({"step": 3, "loss": 3.0})
+        assert steps(tmp_path) == [1, 2, 3]
+    assert curves(tmp_path)["loss"] == {1: 1, 2: 2, 3: 3}
 
 
-def test_a_disk_that_stays_full_ends_the_run(tmp_path, monkeypatch):
+@pytest.mark.parametrize("part", ["metrics", "tfevents"])
+def test_a_disk_that_stays_full_ends_the_run(tmp_path, monkeypatch, part):
+    monkeypatch.setattr(FullDisk, "name_part", part)
     monkeypatch.setattr(io, "FileIO", FullDisk)
     with (
         pytest.warns(UserWarning, match="does not grow"),
         pytest.raises(OSError, match="No space") as raised,
-        RunFiles(RunFolder(tmp_path), TrainConfig(), writes=True, after=0) as files,
     ):
-        files.write_record({"step": 1})
+        write(tmp_path, {"step": 1})
     assert code_of(raised.value) == 75
     monkeypatch.undo()
-    metrics = tmp_path / "metrics.jsonl"
-    assert metrics.read_bytes() == b'{"step"'
-    with RunFiles(RunFolder(tmp_path), TrainConfig(), writes=True, after=1) as files:
-        files.write_record({"step": 2})
-    assert steps(metrics) == [2]
+    whole = '{"step": 1}\n'
+    assert (tmp_path / "metrics.jsonl").read_text() == (whole if part == "tfevents" else whole[:7])
+    write(tmp_path, {"step": 2}, after=1)
+    assert steps(tmp_path) == ([1, 2] if part == "tfevents" else [2])
 
 
-def test_another_error_of_the_disk_ends_it_at_once(tmp_path, monkeypatch):
-    monkeypatch.setattr(GrowingFile, "_is_there", stale)
-    with (
-        pytest.raises(OSError, match="Stale") as raised,
-        RunFiles(RunFolder(tmp_path), TrainConfig(), writes=True, after=0) as files,
-    ):
-        files.write_record({"step": 1})
-    assert code_of(raised.value) == 75
-
-
-def stale(file):
-    raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+def test_train_writes_events_and_overwrite_deletes_them(call, text, tmp_path):
+    out = tmp_path / "out"
+    options = f"--replicas 2 --algorithm local_sgd --log-every 1 --steps 2 --data {text}"
+    assert call(TINY, options, "--tensorboard --out", out).code == 0
+    found = curves(out)
+    assert [*found["loss"].items()] == [
+        (r["step"], pytest.approx(r["loss"])) for r in records(out)[1:]
+    ]
+    assert sorted(found["validation_loss"]) == [0, 2]
+    (name,) = os.listdir(out / "tensorboard")
+    assert call(TINY, options, "--tensorboard --overwrite --out", out).code == 0
+    assert os.listdir(out / "tensorboard") != [name]

@@ -1,11 +1,11 @@
 """Runs that older versions saved go on: tests/golden holds what each of them left."""
 
-import json
 import tarfile
 from pathlib import Path
 
 import pytest
 
+from cli.commands import json_of, records
 from jaxslowmo.checkpoint import Checkpoints
 from jaxslowmo.checkpoint._arrays import prints_of
 from jaxslowmo.checkpoint._record import as_stored
@@ -35,13 +35,14 @@ def old_run(tmp_path, monkeypatch):
 
 
 def losses(folder):
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return {line["step"]: line["loss"] for line in lines if "loss" in line}
+    return {line["step"]: line["loss"] for line in records(folder) if "loss" in line}
 
 
 def test_a_run_of_0_1_0_goes_on_as_it_went_then(old_run, call):
     then = losses(old_run)
-    flags = [x for name, value in OPTIONS.items() for x in (f"--{name.replace('_', '-')}", value)]
+    outcome = call("sample", old_run, "--tokens 5 --prompt File")
+    assert (outcome.code, outcome.out[:4]) == (0, "File")
+    flags = [f"--{name.replace('_', '-')} {value}" for name, value in OPTIONS.items()]
     outcome = call("train", *flags, "--out", old_run, "--resume")
     assert (outcome.code, outcome.err) == (0, "")
     assert "Resumed at step 12." in outcome.out
@@ -57,6 +58,6 @@ def test_a_checkpoint_of_0_1_0_gives_what_was_saved(old_run):
     params = init_gpt(gpt_preset("tiny", dtype="float32"), config.seed)
     with Checkpoints(old_run / "checkpoints") as checkpoints:
         found = checkpoints.restore(job.step, params)
-    saved = json.loads((old_run / "checkpoints" / "12" / "record" / "metadata").read_text())
+    saved = json_of(old_run / "checkpoints" / "12" / "record" / "metadata")
     assert (found.step, found.is_exact, saved["versions"]["jaxslowmo"]) == (12, True, "0.1.0")
     assert prints_of(as_stored(found.state)) == saved["prints"]

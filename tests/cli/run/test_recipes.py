@@ -1,16 +1,20 @@
-"""A recipe for every algorithm, and what is built from it."""
+"""A recipe for every algorithm, what is built from it, and which options it looks at."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
+import jaxslowmo as js
 from jaxslowmo.cli.config._algorithms import ALGORITHMS, AlgorithmConfig
 from jaxslowmo.cli.config._fields import options_of, rule_of
 from jaxslowmo.cli.config._training import OptimizerConfig, train_config
+from jaxslowmo.cli.run._model import scaled
 from jaxslowmo.cli.run._recipes import (
     RECIPES,
+    RecipeInputs,
     build_algorithm,
-    describe_exchanges,
     learning_rate_schedule,
 )
 
@@ -27,36 +31,25 @@ DUE = {
 
 def test_there_is_a_recipe_for_every_algorithm_that_can_be_asked_for():
     assert tuple(RECIPES) == ALGORITHMS
-    for recipe in RECIPES.values():
+    for algorithm, recipe in RECIPES.items():
         assert (recipe.gradients is None) != (recipe.sync is None)
         assert bool(recipe.exchanges) == bool(recipe.sync)
+        built = build_algorithm(train_config({"algorithm": algorithm, "replicas": 2}))
+        assert (built.gradients is None) == (recipe.gradients is None)
+        if built.sync is not None:
+            sync = built.sync.sized({"replica": 2})
+            assert (sync.phase(47), sync.phase(48)) == DUE[algorithm]
     looks = {(recipe.colour, recipe.marker) for recipe in RECIPES.values()}
     assert len(looks) == len(ALGORITHMS)
-
-
-def test_exchanges_are_told_once_and_in_one_order():
-    config = train_config({"sync_every": 2, "slow_every": 4, "graph": "ring"}).algorithm
-    average, slow, gossip = "average every 2", "slow step every 4", "gossip over ring"
-    assert describe_exchanges(["all_reduce"], config) == []
-    assert describe_exchanges(["sgp", "local_sgd"], config) == [average, gossip]
-    assert describe_exchanges(["slowmo", "diloco"], config) == [average, slow]
-    assert describe_exchanges(["slowmo_sgp", "local_sgd"], config) == [average, slow, gossip]
 
 
 @pytest.mark.parametrize(("kind", "end"), [("cosine", 0.1), ("constant", 1.0)])
 def test_schedules_warm_up_from_zero(kind, end):
     config = OptimizerConfig(learning_rate=2.0, warmup=4, schedule=kind)
     schedule = learning_rate_schedule(config, 20)
-    np.testing.assert_allclose([schedule(t) for t in (0, 2, 4, 20)], [0, 1, 2, 2 * end])
-
-
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_algorithms_exchange_gradients_or_parameters(algorithm):
-    built = build_algorithm(train_config({"algorithm": algorithm, "replicas": 2}))
-    assert (built.gradients is None) != (built.sync is None)
-    if built.sync is not None:
-        sync = built.sync.sized({"replica": 2})
-        assert (sync.phase(47), sync.phase(48)) == DUE[algorithm]
+    middle = 2 * (end + (1 - end) / 2)
+    found = [schedule(t) for t in (0, 2, 4, 12, 20, 30)]
+    np.testing.assert_allclose(found, [0, 1, 2, middle, 2 * end, 2 * end])
 
 
 @pytest.mark.parametrize(("mib", "buckets"), [(25, 1), (0.01, 2), (0, 5)])
@@ -64,7 +57,6 @@ def test_gradients_travel_in_buckets_of_the_size_that_is_asked_for(mib, buckets,
     """Last leaf first: four of 4 KiB, then one of 1 MiB; the first bucket obeys as well."""
     given = {"algorithm": "all_reduce", "replicas": 2, "bucket_mib": mib}
     gradients = build_algorithm(train_config(given)).gradients
-    assert gradients is not None
     tree = [np.zeros(2**18, np.float32), *[np.zeros(2**10, np.float32)] * 4]
     exchange = jax.shard_map(
         lambda g: gradients.update(jax.lax.pcast(g, "replica", to="varying"), gradients.init(g))[0],
@@ -76,14 +68,8 @@ def test_gradients_travel_in_buckets_of_the_size_that_is_asked_for(mib, buckets,
 
 
 def test_gossip_is_built_as_configured():
-    given = {
-        "algorithm": "sgp",
-        "graph": "ring",
-        "peers_per_step": 2,
-        "mixing": "self_weighted:0.5",
-    }
-    sync = build_algorithm(train_config(given)).sync
-    assert sync is not None
+    given = {"algorithm": "sgp", "graph": "ring", "peers_per_step": 2}
+    sync = build_algorithm(train_config(given | {"mixing": "self_weighted:0.5"})).sync
     params = np.arange(4.0, dtype=np.float32)
 
     def update(p):
@@ -95,12 +81,9 @@ def test_gossip_is_built_as_configured():
 
 
 @pytest.mark.parametrize("algorithm", IN_16_BITS)
-@pytest.mark.parametrize("exact", [True, False])
-def test_parameters_travel_in_16_bits_where_that_is_asked_for(algorithm, exact):
-    given = {"algorithm": algorithm, "replicas": 2, "codec": "float16", "exact_average": exact}
-    sync = build_algorithm(train_config(given)).sync
-    assert sync is not None
-    sync = sync.sized({"replica": 2})
+def test_parameters_travel_in_16_bits_where_that_is_asked_for(algorithm):
+    given = {"algorithm": algorithm, "replicas": 2, "codec": "float16", "exact_average": False}
+    sync = build_algorithm(train_config(given)).sync.sized({"replica": 2})
     params = np.ones((2, 3), np.float32)
 
     def update(p, phase):
@@ -109,3 +92,48 @@ def test_parameters_travel_in_16_bits_where_that_is_asked_for(algorithm, exact):
     for phase in filter(None, sync.phases()):
         lifted = jax.vmap(lambda p, phase=phase: update(p, phase), axis_name="replica")
         assert "f16[" in str(jax.make_jaxpr(lifted)(params)), phase
+
+
+class Watched:
+    """A configuration that notes which of its options are looked at."""
+
+    def __init__(self, config):
+        self.config, self.seen = config, set()
+
+    def __getattr__(self, name):
+        self.seen.add(name)
+        return getattr(self.config, name)
+
+
+def looked_at(algorithm, **values):
+    """The options that building and tracing the transforms of an algorithm looks at."""
+    config = Watched(AlgorithmConfig(algorithm=algorithm, **values))
+    setting = RecipeInputs(config, optax.constant_schedule(0.1), two_levels=False)
+    recipe = RECIPES[algorithm]
+    made = (recipe.gradients or recipe.sync)(setting)
+
+    def step(params):
+        return made.update(params, made.init(params), params)
+
+    # The graph is made when the number of replicas is known.
+    jax.eval_shape(jax.vmap(step, axis_name="replica"), {"w": jnp.ones((2, 3))})
+    return config.seen
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_the_options_of_an_algorithm_are_those_that_its_recipe_looks_at(algorithm):
+    # The state is sharded only with exact averages.
+    seen = looked_at(algorithm) | looked_at(algorithm, exact_average=False)
+    rules = {name: rule_of(field).goes_with for name, field in options_of(AlgorithmConfig).items()}
+    assert {name for name, rule in rules.items() if rule is None} == {"algorithm"}
+    assert seen == {name for name, rule in rules.items() if rule and algorithm in rule[1]}
+
+
+def test_only_float16_has_a_scale_and_not_if_it_is_0():
+    def scale(**given):
+        return js.loss_scale_of(
+            scaled(optax.sgd(0.1), train_config(given)).init({"w": jnp.zeros(1)})
+        )
+
+    assert scale(dtype="bfloat16") is scale(dtype="float16", loss_scale=0) is None
+    assert scale(dtype="float16", loss_scale=128.0) == 128

@@ -9,35 +9,26 @@ import time
 from faults.registry import fault
 from faults.stand import FOR_EVER, Run, Stand, is_saving, last_step, steps_recorded, steps_saved
 
+
+def _starts_again(run: Run) -> int:
+    """How often its parents, or the launcher, have started trainers again."""
+    return run.err().count("starting all again") + run.err().count("starting again")
+
+
 _FULL = "one warning per failed save, with the reason; then the end, with the last saved step named"
-_LAST_SAVED = "the last saved step is "
-_AGAIN = "starting all again"
 
 
-def _saves_until_full(stand: Stand, restarts: int) -> Run:
+@fault("disk full (tmpfs of 1500k), --restarts 3", f"{_FULL}; code 75 after three more starts")
+def full(stand: Stand) -> None:
     stand.disk("1500k")
-    run = stand.launch(
-        *("--steps", "300", "--checkpoint-every", "10", "--keep", "9"), restarts=restarts
-    )
+    run = stand.launch("--steps", "300", "--checkpoint-every", "10", "--keep", "9", restarts=3)
     run.ends(75)
     warnings = [line for line in run.err().splitlines() if line.startswith("warning: ")]
     assert warnings, "no warning"
     assert all("No space left on device" in line for line in warnings), warnings
     newest = max(steps_saved(stand.out))
-    assert f"{_LAST_SAVED}{newest}, in {stand.out}" in run.err()
-    return run
-
-
-@fault("disk full (tmpfs of 1500k), no restarts", f"{_FULL}; code 75")
-def full(stand: Stand) -> None:
-    run = _saves_until_full(stand, 0)
-    assert _AGAIN not in run.err()
-
-
-@fault("disk full (tmpfs of 1500k), --restarts 3", f"{_FULL}; code 75 after three more starts")
-def full_restarted(stand: Stand) -> None:
-    run = _saves_until_full(stand, 3)
-    assert run.err().count(_AGAIN) + run.err().count("starting again") >= 3
+    assert f"the last saved step is {newest}, in {stand.out}" in run.err()
+    assert _starts_again(run) >= 3
 
 
 @fault("disk full, freed after the first warning", "code 0; later steps are saved")
@@ -111,61 +102,31 @@ def out_deleted(stand: Stand) -> None:
 
 
 _METRICS = {"process": 0, "event": "open", "path": r"metrics\.jsonl", "do": "raise"}
+_RECORD = {"event": "open", "path": "record/metadata", "do": "raise", "errno": errno.EIO}
 _PASSING = "one line with the reason; code 75 for all, within 15 s"
 
 
-def _fails_with(stand: Stand, fault_: dict, number: int, *options: str) -> None:
-    """A run of two commands, in which an error of the operating system ends both, once."""
-    run = stand.train(*FOR_EVER, *options, fault={**fault_, "errno": number})
-    reason = {errno.EIO: "Input/output error", errno.ENOSPC: "No space left on device"}[number]
-    run.until(lambda: reason in run.err(), "the error")
+@fault("EIO on metrics.jsonl", _PASSING, {**_METRICS, "errno": errno.EIO})
+@fault("EIO while process 1 trains", _PASSING, {"process": 1, "step": 10, "errno": errno.EIO})
+@fault("EIO on reading a checkpoint, at every start", _PASSING, _RECORD, "--resume")
+def fails(stand: Stand, fault_: dict, *options: str) -> None:
+    """In a run of two commands, once."""
+    if options:
+        stand.launch("--steps", "10", "--checkpoint-every", "5").ends(0)
+    run = stand.train(*FOR_EVER, *options, fault={**fault_, "do": "raise"})
+    run.until(lambda: "Input/output error" in run.err(), "the error")
     run.strike()
     run.ends(75, within=15)
     assert "Traceback" not in run.err()
 
 
-@fault("EIO on metrics.jsonl", _PASSING, errno.EIO)
-@fault("ENOSPC on metrics.jsonl", _PASSING, errno.ENOSPC)
-def metrics_fail(stand: Stand, number: int) -> None:
-    _fails_with(stand, _METRICS, number)
-
-
-@fault("EIO while process 1 trains", _PASSING, errno.EIO)
-def fails_in_training(stand: Stand, number: int) -> None:
-    _fails_with(stand, {"process": 1, "step": 10, "do": "raise"}, number)
-
-
-_TEXT = {"process": 1, "event": "open", "path": r"text/3\.txt", "do": "raise", "errno": errno.EIO}
-_RECORD = {"event": "open", "path": "record/metadata", "do": "raise", "errno": errno.EIO}
-
-
-@fault("EIO on reading the text, at every start", _PASSING)
-def text_fails(stand: Stand) -> None:
-    _fails_with(stand, _TEXT, errno.EIO)
-
-
-@fault("EIO on reading the text, once, --restarts 3", "started again; code 0")
-def text_fails_once(stand: Stand) -> None:
-    once = {**_TEXT, "once": str(stand.folder / "once")}
-    run = stand.launch("--steps", "10", restarts=3, fault=once)
-    run.ends(0)
-    assert run.err().count(_AGAIN) + run.err().count("starting again") == 1
-    assert steps_recorded(stand.out) == list(range(1, 11))
-
-
-@fault("EIO on reading a checkpoint, at every start", _PASSING)
-def checkpoint_fails(stand: Stand) -> None:
-    stand.launch("--steps", "10", "--checkpoint-every", "5").ends(0)
-    _fails_with(stand, _RECORD, errno.EIO, "--resume")
-
-
 @fault("EIO on reading a checkpoint, once, --restarts 3", "started again; code 0")
-def checkpoint_fails_once(stand: Stand) -> None:
+def fails_once(stand: Stand) -> None:
     stand.launch("--steps", "10", "--checkpoint-every", "5").ends(0)
     once = {**_RECORD, "process": 0, "once": str(stand.folder / "once")}
     run = stand.launch("--steps", "20", "--resume", restarts=3, fault=once)
     run.ends(0)
-    assert run.err().count(_AGAIN) + run.err().count("starting again") == 1
+    assert _starts_again(run) == 1
     assert steps_recorded(stand.out) == list(range(1, 21))
 
 

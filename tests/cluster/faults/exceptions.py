@@ -28,24 +28,6 @@ def raised(stand: Stand, process: int) -> None:
     assert f"process {process} has ended: RuntimeError: of this test" in run.err(1 - process)
 
 
-@fault("exception in process 1, launch --restarts 3", _PROMISE)
-def raised_under_launch(stand: Stand) -> None:
-    fault_ = {"process": 1, "step": 10, "do": "raise"}
-    run = stand.launch(*FOR_EVER, restarts=3, fault=fault_)
-    _all_end(run)
-
-
-@fault("a NUL in metrics.jsonl, then --resume --restarts 3", f"{_PROMISE}; the file is left")
-def damaged_metrics(stand: Stand) -> None:
-    stand.launch("--steps", "10", "--checkpoint-every", "5").ends(0)
-    metrics = stand.out / "metrics.jsonl"
-    damaged = metrics.read_bytes().replace(b'"step": 4', b'"step": \0', 1)
-    metrics.write_bytes(damaged)
-    run = stand.train("--steps", "20", "--resume", "--restarts", "3")
-    _all_end(run)
-    assert metrics.read_bytes() == damaged
-
-
 @fault(
     "SIGSEGV at step 7 of every start, --restarts 9",
     "waits of 1, 2, 4, 8 s; no start after the fifth failure",

@@ -66,16 +66,7 @@ def attempt(one: Fault, folder: Path, programs: Path, seed: int) -> Observed:
             one.body(stand)
         assert stand.silence < MOST_SILENCE, f"all waited for {stand.silence:.0f} s"
     except Exception as error:  # a try that fails in any way is to be told, and the next tried
-        broken = f"{type(error).__name__}: {error}\n{_said(stand)}"
+        said = [run.err()[-_SAID_CHARACTERS:] for run in stand.runs]
+        broken = "\n".join([f"{type(error).__name__}: {error}", *said])
     last = stand.runs[-1] if stand.runs else None
     return Observed(broken, last.ended if last else None, last.codes if last else (), stand.silence)
-
-
-def _said(stand: Stand) -> str:
-    """The ends of what all commands have said."""
-    parts = []
-    for number, run in enumerate(stand.runs):
-        for index in range(len(run.commands)):
-            text = run.err(index)[-_SAID_CHARACTERS:]
-            parts.append(f"--- run {number}, command {index}:\n{text}")
-    return "\n".join(parts)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from faults.watching import MARK, Process, Silence, processes
+from namespaces import Host
 from small_runs import LIGHT, quick, small_text
 
 # A slow step over gossip, an average of its own: everything a checkpoint can hold.
@@ -98,9 +99,9 @@ class Run:
         wanted = range(len(self.commands)) if index is None else [index]
         return "".join((self._said / f"err{i}").read_text(errors="replace") for i in wanted)
 
-    def out(self) -> str:
-        """What the first command has printed."""
-        return (self._said / "out0").read_text(errors="replace")
+    def out(self, index: int = 0) -> str:
+        """What one of the commands has printed."""
+        return (self._said / f"out{index}").read_text(errors="replace")
 
 
 class Stand:
@@ -110,6 +111,7 @@ class Stand:
       folder: for all files; made.
       programs: folder of what was compiled by earlier tries.
       seed: of what happens at random.
+      hosts: on which the commands run, one each; without any on this machine.
 
     Attributes:
       out: folder of the runs.
@@ -118,12 +120,15 @@ class Stand:
       runs: that were started.
     """
 
-    def __init__(self, folder: Path, programs: Path, seed: int) -> None:
+    def __init__(
+        self, folder: Path, programs: Path, seed: int = 0, hosts: Sequence[Host] = ()
+    ) -> None:
         folder.mkdir(parents=True)
         self.folder, self.out = folder, folder / "out"
         self.text = small_text(folder / "text")
         self.random = random.Random(seed)
         self.runs: list[Run] = []
+        self._hosts = hosts
         self._programs, self._mark = programs, uuid.uuid4().hex
         self._disks: list[Path] = []
         self._silence = Silence(self._mark, lambda: self.out)
@@ -159,16 +164,19 @@ class Stand:
         restarts: int = 0,
         fault: Fault | None = None,
         own: Sequence[str] = (),
+        processes: int = 2,
     ) -> Run:
-        """`jaxslowmo launch` of two processes.
+        """`jaxslowmo launch` of two processes, or more.
 
         Args:
           options: of `train`.
           restarts: of `launch`.
           fault: in the trainers.
           own: options of `launch`.
+          processes: their number.
         """
-        head = ("launch", "--processes", "2", "--restarts", str(restarts), *own, "--")
+        number = ("--processes", str(processes), "--restarts", str(restarts))
+        head = ("launch", *number, *own, "--")
         return self._start([[*head, *self._train(options)]], fault)
 
     def train(
@@ -177,17 +185,29 @@ class Stand:
         fault: Fault | None = None,
         other: Sequence[str | Path] = (),
     ) -> Run:
-        """`jaxslowmo train` twice, as a cluster starts it; `other` options for process 1."""
-        place = ("--coordinator", f"127.0.0.1:{free_port()}", "--num-processes", "2")
+        """`jaxslowmo train` on every host, or twice, as a cluster starts it.
+
+        Args:
+          options: of all.
+          fault: in the trainers.
+          other: options of process 1.
+        """
+        count = len(self._hosts) or 2
+        place = f"{self._hosts[0].address}:9000" if self._hosts else f"127.0.0.1:{free_port()}"
+        all_ = ("--coordinator", place, "--num-processes", str(count), "--replicas", str(count))
         commands = [
-            [*self._train(options), *place, "--process-id", str(index), *(other if index else ())]
-            for index in range(2)
+            [*self._train(options), *all_, "--process-id", str(i), *(other if i == 1 else ())]
+            for i in range(count)
         ]
         return self._start(commands, fault)
 
     def one(self, *options: str | Path) -> Run:
         """`jaxslowmo train` once; as process 0 of two where `options` have a coordinator."""
         return self._start([self._train(options)], None)
+
+    def run(self, *commands: Sequence[object]) -> Run:
+        """Python programs with their arguments."""
+        return self._start([list(map(str, command)) for command in commands], None, ())
 
     def disk(self, size: str) -> None:
         """Puts `out` on a disk of its own, of so many bytes (as "1500k")."""
@@ -226,7 +246,12 @@ class Stand:
         # Of an option that is given twice the last counts.
         return [*map(str, (*TRAIN, "--data", self.text, "--out", self.out, *options))]
 
-    def _start(self, commands: Sequence[Sequence[str]], fault: Fault | None) -> Run:
+    def _start(
+        self,
+        commands: Sequence[Sequence[str]],
+        fault: Fault | None,
+        program: Sequence[str] = ("-m", "jaxslowmo"),
+    ) -> Run:
         said = self.folder / f"said{len(self.runs)}"
         said.mkdir()
         env = {k: v for k, v in os.environ.items() if not k.lower().endswith("_proxy")}
@@ -239,10 +264,12 @@ class Stand:
         run = Run(started, self.out, said)
         self.runs.append(run)
         for index, command in enumerate(commands):
+            # `ip netns exec` becomes the command, so the process is the command's own.
+            where = self._hosts[index].command if self._hosts else []
             with (said / f"out{index}").open("w") as out, (said / f"err{index}").open("w") as err:
                 started.append(
                     subprocess.Popen(
-                        [sys.executable, "-m", "jaxslowmo", *command],
+                        [*where, sys.executable, *program, *command],
                         stdin=subprocess.DEVNULL,
                         stdout=out,
                         stderr=err,

@@ -1,7 +1,5 @@
 """Tests of `js.dynamic_loss_scale`: what it divides, when it skips, and who skips together."""
 
-import itertools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,8 +7,8 @@ import optax
 import pytest
 
 import jaxslowmo as js
-from support.executions import EXECUTIONS, lift
-from support.exhaustive import sweep
+from jaxslowmo.gradients.precision import check_place
+from support.executions import lift
 
 REPLICAS = 4
 PARAMS = {"w": jnp.arange(6.0).reshape(3, 2), "b": jnp.ones(3)}
@@ -38,38 +36,35 @@ def assert_equal(a, b):
     jax.tree.map(np.testing.assert_array_equal, a, b)
 
 
-def test_updates_are_those_of_the_optimizer_to_the_bit():
-    gradients = [like_params(x) for x in (0.3, -1.7, 5.0)]
-    results = updates_of(scaled(optax.adam(0.1)), gradients)
-    plain, state = optax.adam(0.1), optax.adam(0.1).init(PARAMS)
-    for g, (updates, wrapped) in zip(gradients, results, strict=True):
-        want, state = plain.update(g, state, PARAMS)
-        assert_equal(updates, want)
-        assert_equal(wrapped.inner, state)
+INNER = {
+    "adam": optax.adam(0.1),
+    "MultiSteps": optax.MultiSteps(optax.sgd(1.0), 2).gradient_transformation(),
+    "partition": optax.partition({"a": optax.adam(0.1), "b": optax.sgd(0.1)}, {"w": "a", "b": "b"}),
+}
 
 
-def test_a_skipped_update_leaves_the_inner_state_as_it_was():
+@pytest.mark.parametrize("name", INNER)
+def test_an_overflow_is_skipped_and_the_rest_is_the_optimizer(name):
+    plain, state = INNER[name], INNER[name].init(PARAMS)
     bad = like_params(1.0) | {"b": jnp.asarray([1.0, jnp.nan, 1.0])}
-    first, second, third = updates_of(scaled(optax.adam(0.1)), [like_params(1.0), bad] * 2)[:3]
-    assert_equal(second[0], like_params(0.0))
-    assert_equal(second[1].inner, first[1].inner)
-    assert [int(s.skipped) for _, s in (first, second, third)] == [0, 1, 1]
-    assert [bool(s.skipped_last) for _, s in (first, second, third)] == [False, True, False]
-    assert [float(s.scale) for _, s in (first, second, third)] == [8, 4, 4]
-    assert int(third[1].inner[0].count) == 2
+    gradients = [like_params(0.3), bad, like_params(-1.7), bad, like_params(5.0)]
+    results = updates_of(scaled(plain), gradients)
+    for t, (updates, after) in enumerate(results):
+        want = like_params(0.0)
+        if t % 2 == 0:
+            want, state = plain.update(gradients[t], state, PARAMS)
+        assert_equal(updates, want)
+        jax.tree.map(np.testing.assert_array_equal, after.inner, state)
+    assert [int(s.skipped) for _, s in results] == [0, 1, 1, 2, 2]
+    assert [bool(s.skipped_last) for _, s in results] == [False, True, False, True, False]
+    assert [float(s.scale) for _, s in results] == [8, 4, 4, 2, 2]
 
 
 def test_finite_given_by_the_caller_decides_what_is_skipped():
-    for finite, skips in ((True, 0), (False, 1), (np.bool_(False), 1), (jnp.asarray(True), 0)):
+    for finite, skips in ((True, 0), (np.bool_(False), 1), (jnp.asarray(True), 0)):
         (updates, state), *_ = updates_of(scaled(optax.sgd(1.0)), [like_params(1.0)], finite=finite)
         assert int(state.skipped) == skips
         assert_equal(updates, like_params(0.0 if skips else -1.0))
-
-
-def test_unscaled_gradients_are_not_divided_again():
-    tx = scaled(optax.sgd(1.0))
-    updates, _ = tx.update(like_params(3.0), tx.init(PARAMS), PARAMS, unscaled=True)
-    assert_equal(updates, like_params(-3.0))
 
 
 def test_gradients_are_divided_in_float32():
@@ -81,7 +76,8 @@ def test_gradients_are_divided_in_float32():
     assert updates["w"][0] > 0  # 65536 itself is infinite in float16
 
 
-def test_extra_arguments_pass_through_and_only_gradients_are_divided():
+@pytest.mark.parametrize("unscaled", [False, True])
+def test_extra_arguments_pass_through_and_only_gradients_are_divided(unscaled):
     heard = {}
 
     def update(updates, state, params=None, **extra):
@@ -90,12 +86,10 @@ def test_extra_arguments_pass_through_and_only_gradients_are_divided():
 
     tx = scaled(optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update))
     grads = {"rows": jnp.arange(3), "values": jnp.full(3, 16.0)}
-    updates, _ = tx.update(grads, tx.init(grads), grads, grad=grads, value=5.0, weight=2.0)
-    for divided in (updates, heard["grad"]):
-        assert_equal(divided, {"rows": jnp.arange(3), "values": jnp.full(3, 2.0)})
-    assert heard["value"] == 5.0
-    assert heard["weight"] == 2.0
-    assert set(heard) == {"grad", "value", "weight"}
+    extra = {"grad": grads, "value": 5.0, "weight": 2.0}
+    updates, _ = tx.update(grads, tx.init(grads), grads, unscaled=unscaled, **extra)
+    want = grads if unscaled else {"rows": jnp.arange(3), "values": jnp.full(3, 2.0)}
+    assert_equal((updates, heard), (want, extra | {"grad": want}))
 
 
 def params_and_state_after_overflow(tx, execution, steps=3, **extra):
@@ -116,12 +110,29 @@ def params_and_state_after_overflow(tx, execution, steps=3, **extra):
     return params, state
 
 
-@pytest.mark.parametrize("execution", sweep(EXECUTIONS, lambda name: name == "shard_map"))
-def test_all_skip_together_over_axes(execution):
-    params, state = params_and_state_after_overflow(scaled(optax.sgd(1.0), "replica"), execution)
+def reduce(hook=None):
+    return optax.chain(js.all_reduce_gradients("replica", hook=hook), optax.sgd(1.0))
+
+
+TOGETHER = {
+    "over axes": scaled(optax.sgd(1.0), "replica"),
+    "reduced": scaled(reduce()),
+    "reduced with a memory": scaled(reduce(js.hooks.top_k(1.0))),
+    # A collective in a conditional on a counter: alone in a skipped call a replica would miss it.
+    "collected": scaled(js.accumulate(reduce(), 2)),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "execution"), [(name, "vmap") for name in TOGETHER] + [("collected", "shard_map")]
+)
+def test_replicas_that_exchange_gradients_or_have_an_axis_skip_together(name, execution):
+    params, state = params_and_state_after_overflow(TOGETHER[name], execution)
     np.testing.assert_array_equal(state.skipped, [1] * REPLICAS)
     np.testing.assert_array_equal(state.scale, [4] * REPLICAS)
-    np.testing.assert_array_equal(params["b"], np.full((REPLICAS, 3), 1 - 2.0))
+    steps = 1 if name == "collected" else 2
+    np.testing.assert_allclose(params["b"], np.full((REPLICAS, 3), 1.0 - steps))
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(state))
 
 
 def test_each_replica_has_its_own_scale_without_axes():
@@ -129,31 +140,6 @@ def test_each_replica_has_its_own_scale_without_axes():
     np.testing.assert_array_equal(state.skipped, [0, 1, 0, 0])
     np.testing.assert_array_equal(state.scale, [8, 4, 8, 8])
     np.testing.assert_array_equal(params["b"][:, 0], [-2, -1, -2, -2])
-
-
-INSIDE = {
-    "reduced": optax.chain(js.all_reduce_gradients("replica"), optax.sgd(1.0)),
-    "reduced with a memory": optax.chain(
-        js.all_reduce_gradients("replica", hook=js.hooks.top_k(1.0)), optax.sgd(1.0)
-    ),
-    # A collective in a conditional on a counter: alone in a skipped call a replica would miss it.
-    "collected": js.accumulate(optax.chain(js.all_reduce_gradients("replica"), optax.sgd(1.0)), 2),
-}
-
-
-@pytest.mark.parametrize(
-    ("name", "execution"),
-    sweep(
-        itertools.product(INSIDE, ["vmap", "shard_map"]),
-        lambda name, execution: (name == "collected") == (execution == "shard_map"),
-    ),
-)
-def test_replicas_that_exchange_gradients_skip_together(name, execution):
-    params, state = params_and_state_after_overflow(scaled(INSIDE[name]), execution)
-    np.testing.assert_array_equal(state.skipped, [1] * REPLICAS)
-    steps = 1 if name == "collected" else 2
-    np.testing.assert_allclose(params["b"], np.full((REPLICAS, 3), 1.0 - steps))
-    assert all(np.isfinite(x).all() for x in jax.tree.leaves(state))
 
 
 def test_a_window_around_it_is_skipped_as_a_whole():
@@ -164,89 +150,31 @@ def test_a_window_around_it_is_skipped_as_a_whole():
     assert int(results[3][1].inner.skipped) == 1
 
 
-OPTAX = {
-    "MultiSteps": optax.MultiSteps(optax.sgd(1.0), 2).gradient_transformation(),
-    "apply_if_finite": optax.apply_if_finite(optax.adam(0.1), 2),
-    "partition": optax.partition({"a": optax.adam(0.1), "b": optax.sgd(0.1)}, {"w": "a", "b": "b"}),
-    "noise and clipping": optax.chain(
-        optax.add_noise(0.1, 0.5, 0), optax.clip_by_global_norm(1.0), optax.adam(0.1)
-    ),
-}
-
-
-@pytest.mark.parametrize("name", sweep(OPTAX, lambda name: name == "MultiSteps"))
-def test_optimizers_of_optax_skip_and_go_on(name):
-    inner = OPTAX[name]
-    good, bad = like_params(0.5), like_params(jnp.inf)
-    results = updates_of(scaled(inner), [good, bad, good])
-    state = inner.init(PARAMS)
-    for updates, wrapped in (results[0], results[2]):
-        want, state = inner.update(good, state, PARAMS)
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), updates, want)
-        assert jax.tree.structure(wrapped.inner) == jax.tree.structure(state)
-
-
 def test_one_flag_is_sent_and_none_without_axes():
     grads = jax.tree.map(lambda p: jnp.stack([p] * REPLICAS), PARAMS)
     for axes, calls in ((("replica",), 1), ((), 0)):
         tx = scaled(optax.adam(0.1), axes)
-
-        def run(g, tx=tx):
-            return tx.update(g, tx.init(g), g)[0]
-
+        run = lambda g, tx=tx: tx.update(g, tx.init(g), g)[0]  # noqa: E731
         lowered = lift(run, {"replica": REPLICAS}, "shard_map", (False,)).lower(grads)
         assert lowered.as_text().count("stablehlo.all_reduce") == calls
 
 
-def test_a_scan_carries_its_state():
-    """Under shard_map with types, a scale over axes has the type of equal values."""
-
-    def run(params, tx):
-        def body(carry, _):
-            params, state = carry
-            updates, state = tx.update(params, state, params)
-            return (optax.apply_updates(params, updates), state), state.scale
-
-        return jax.lax.scan(body, (params, tx.init(params)), None, length=2)[1]
-
-    params = jax.tree.map(lambda p: jnp.stack([p] * REPLICAS), PARAMS)
-    for tx in (
-        scaled(optax.adam(0.1)),
-        scaled(optax.adam(0.1), "replica"),
-        scaled(INSIDE["reduced"]),
-    ):
-        scales = lift(lambda p, tx=tx: run(p, tx), {"replica": REPLICAS}, "shard_map", (False,))(
-            params
-        )
-        np.testing.assert_array_equal(scales, np.full((REPLICAS, 2), 8))
+SCALED = scaled(optax.sgd(0.1))
+AROUND = {
+    "optax.chain": optax.chain(optax.identity(), SCALED),
+    "optax.named_chain": optax.named_chain(("scaled", SCALED)),
+    "js.chain": js.chain(SCALED, js.local_sgd("replica")),
+    "js.accumulate": js.accumulate(SCALED, 2),
+    "js.skip_unused": js.skip_unused(SCALED, "replica"),
+    "inject_hyperparams": optax.inject_hyperparams(lambda rate: scaled(optax.sgd(rate)))(0.1),
+}
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: js.dynamic_loss_scale(None), "`optimizer` must be an optax transform"),
-        (
-            lambda: js.dynamic_loss_scale(optax.MultiSteps(optax.sgd(1.0), 2)),
-            r"gradient_transformation\(\)",
-        ),
-        (lambda: js.dynamic_loss_scale(js.local_sgd("replica")), "js.ParameterTransform"),
-        (lambda: js.dynamic_loss_scale(optax.sgd(1.0), (1,)), "`axes` must be the name"),
-        (lambda: js.dynamic_loss_scale(optax.sgd(1.0), growth=0.5), "`growth` must be > 1"),
-        (
-            lambda: scaled(optax.chain(optax.sgd(1.0), js.local_sgd("replica"))).init(PARAMS),
-            "a chain that holds a parameter transform",
-        ),
-        (lambda: scaled(scaled(optax.sgd(1.0))).init(PARAMS), "another js.dynamic_loss_scale"),
-        (
-            lambda: optax.masked(scaled(optax.sgd(1.0)), {"w": True, "b": False}).init(PARAMS),
-            "around optax.masked",
-        ),
-        (lambda: updates_of(scaled(optax.sgd(1.0), "nowhere"), [PARAMS]), "'nowhere'.*compiler"),
-        (lambda: updates_of(scaled(optax.sgd(1.0)), [PARAMS], finite=1), "`finite` must be"),
-        (lambda: updates_of(scaled(optax.sgd(1.0)), [PARAMS], finite=[True]), "`finite` must be"),
-        (lambda: updates_of(scaled(optax.sgd(1.0)), [PARAMS], weight=-1), "`weight` must be"),
-    ],
-)
-def test_bad_arguments_are_refused(make, message):
-    with pytest.raises(ValueError, match=message):
-        make()
+def test_the_scale_is_found_wherever_the_wrapper_stands():
+    for name, tx in AROUND.items():
+        state = tx.init(PARAMS)
+        assert js.loss_scale_of(state) == 8, name
+        check_place(state)
+    assert js.loss_scale_of(optax.adam(0.1).init(PARAMS)) is None
+    stacked = SCALED.init(PARAMS)._replace(loss_scale=np.float32([8, 4]))
+    np.testing.assert_array_equal(js.loss_scale_of((stacked, ())), [8, 4])

@@ -3,22 +3,14 @@
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-import pytest
+import optax
 from hypothesis import given
 from hypothesis import strategies as st
 
+import jaxslowmo as js
 from jaxslowmo.gradients.precision._loss_scale import Scale, ScaleRule
-
-DEFAULTS = {
-    "initial": 2.0**16,
-    "growth_interval": 2000,
-    "growth": 2.0,
-    "backoff": 0.5,
-    "hysteresis": 1,
-    "min_scale": 1.0,
-    "max_scale": 2.0**24,
-}
 
 
 def expected(options, pattern):
@@ -53,10 +45,6 @@ def compiled(**options):
     return jax.jit(lambda pattern: jax.lax.scan(step, rule.start(), pattern)[1])
 
 
-def run(options, pattern):
-    return compiled(**options)(np.asarray(pattern, bool))
-
-
 # Interval, hysteresis, growth, backoff, least and largest scale.
 RULES = [
     (1, 1, 2.0, 0.5, 1.0, 64.0),
@@ -73,7 +61,7 @@ RULES = [
 def test_any_pattern(pattern, rule):
     names = ("growth_interval", "hysteresis", "growth", "backoff", "min_scale", "max_scale")
     options = {"initial": 16.0, **dict(zip(names, rule, strict=True))}
-    found = run(options, pattern)
+    found = compiled(**options)(np.asarray(pattern, bool))
     want = Scale(*map(np.asarray, zip(*expected(options, pattern), strict=True)))
     np.testing.assert_allclose(found.scale, want.scale, rtol=1e-6)
     np.testing.assert_array_equal(found.growth_count, want.growth_count)
@@ -83,43 +71,23 @@ def test_any_pattern(pattern, rule):
     assert (found.scale > 0).all()
 
 
-def test_an_overflow_does_not_restore_the_hysteresis():
-    options = DEFAULTS | {"hysteresis": 2, "growth_interval": 3}
-    scales = run(options, [1, 0, 1, 1, 0, 0, 0, 1, 1]).scale
-    # The second overflow lowers the scale and so does the third; growth restores both.
-    np.testing.assert_array_equal(np.log2(scales), [16, 16, 15, 14, 14, 14, 15, 15, 14])
+def test_by_default_it_is_the_scaler_of_torch():
+    """65536, halved by an overflow and doubled after 2000 updates without; to 2**24 and 1."""
+    tx = js.dynamic_loss_scale(optax.identity())
 
+    def scales(state, overflows):
+        def step(state, overflow):
+            grad = jnp.where(overflow, jnp.inf, 1.0)
+            return (state := tx.update(grad, state)[1]), state.loss_scale
 
-def test_bounds_of_float32_are_never_left():
-    tiny, huge = 2.0**-126, 2.0**126
-    options = DEFAULTS | {
-        "initial": 1.0,
-        "growth_interval": 1,
-        "min_scale": tiny,
-        "max_scale": huge,
-    }
-    for overflow, end in ((True, tiny), (False, huge)):
-        assert run(options, [overflow] * 300).scale[-1] == end
+        return jax.lax.scan(step, state, overflows)[1]
 
-
-@pytest.mark.parametrize(
-    ("name", "value", "rule"),
-    [
-        ("growth_interval", 0, "int >= 1"),
-        ("growth_interval", 2.5, "int >= 1"),
-        ("hysteresis", True, "int >= 1"),
-        ("growth", 1.0, "> 1"),
-        ("growth", float("nan"), "> 1"),
-        ("backoff", 1.0, r"in \(0, 1\)"),
-        ("backoff", 0, r"in \(0, 1\)"),
-        ("min_scale", 0.0, "> 0"),
-        ("min_scale", 2.0**17, "between"),
-        ("max_scale", 3.4e38, "finite"),
-        ("max_scale", 2.0**15, "between"),
-        ("initial", float("inf"), "between"),
-        ("initial", "large", "a number"),
-    ],
-)
-def test_errors(name, value, rule):
-    with pytest.raises(ValueError, match=f"`{name}`.*{rule}|{rule}.*`{name}`"):
-        ScaleRule(**DEFAULTS | {name: value})
+    run, start = jax.jit(scales), tx.init(jnp.float32(0))
+    assert start.loss_scale == 2**16
+    overflows = np.zeros(4200, bool)
+    overflows[100] = True
+    found = np.asarray(run(start, overflows))
+    assert np.flatnonzero(np.diff(found)).tolist() == [99, 2099, 4099]
+    assert np.log2(found[[0, 100, 2100, 4100]]).tolist() == [16, 15, 16, 17]
+    for last, overflows in ((24, np.zeros(20000, bool)), (0, np.ones(20, bool))):
+        assert np.log2(run(start, overflows)[-1]) == last

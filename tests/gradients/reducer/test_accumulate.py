@@ -4,12 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 import jaxslowmo as js
-from support.counts import calls_per_leaf
 from support.executions import lift
 
 REPLICAS = 4
@@ -35,12 +33,12 @@ def calls(tx, grads, weights=None):
 GRADS = np.random.default_rng(0).normal(size=(6, REPLICAS, 3)).astype(np.float32)
 
 
-@pytest.mark.parametrize("average", [True, False])
-def test_every_third_call_updates(average):
-    updates = calls(js.accumulate(CHAIN, every=3, average=average), GRADS)
+def test_every_third_call_updates_with_the_sum():
+    """As torch does; the weighted mean is below."""
+    updates = calls(js.accumulate(CHAIN, every=3, average=False), GRADS)
     assert not updates[[0, 1, 3, 4]].any()
     for last in (2, 5):
-        whole = GRADS[last - 2 : last + 1].sum(0).mean(0) / (3 if average else 1)
+        whole = GRADS[last - 2 : last + 1].sum(0).mean(0)
         np.testing.assert_allclose(updates[last], np.tile(-whole, (REPLICAS, 1)), rtol=1e-5)
 
 
@@ -51,10 +49,12 @@ def test_weights_of_calls(flat):
     weights = np.float32(flat).reshape(6, REPLICAS)
     grads = np.where(weights[..., None] > 0, GRADS, np.nan).astype(np.float32)
     chain = optax.chain(js.all_reduce_gradients("replica", divide_by="active"), optax.sgd(1.0))
-    updates = calls(js.accumulate(chain, every=6), grads, weights)
-    total = weights.sum()
-    mean = np.tensordot(weights, GRADS, 2) / total if total else np.zeros(3)
-    np.testing.assert_allclose(updates[-1], np.tile(-mean, (REPLICAS, 1)), rtol=1e-4, atol=1e-6)
+    updates = calls(js.accumulate(chain, every=3), grads, weights)
+    for part in (slice(0, 3), slice(3, 6)):  # what the first window held is gone
+        total = weights[part].sum()
+        mean = np.tensordot(weights[part], GRADS[part], 2) / total if total else np.zeros(3)
+        last = updates[part][-1]
+        np.testing.assert_allclose(last, np.tile(-mean, (REPLICAS, 1)), rtol=1e-4, atol=1e-6)
 
 
 def test_half_precision_is_summed_in_float32():
@@ -75,42 +75,11 @@ def test_only_calls_that_update_communicate():
     assert "psum" in program(True)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        ({"inner": CHAIN, "every": 0}, "`every` .* >= 1, got 0"),
-        ({"inner": "sgd", "every": 2}, "`inner` must be an optax transform, got 'sgd'"),
-    ],
-)
-def test_what_accumulate_refuses(arguments, said):
-    with pytest.raises(ValueError, match=said):
-        js.accumulate(**arguments)
-
-
-def test_a_weight_has_no_meaning_in_a_sum():
-    tx = js.accumulate(CHAIN, every=2, average=False)
-    with pytest.raises(ValueError, match="`weight` needs average=True"):
-        calls(tx, GRADS, np.ones((6, REPLICAS), np.float32))
-
-
 def test_gradients_are_averaged_up_to_the_start():
     tx = js.post_local_gradients(js.every(2, start=2), js.all_reduce_gradients("replica"))
     out = calls(tx, GRADS)
     np.testing.assert_allclose(out[:2], np.repeat(GRADS[:2].mean(1, keepdims=True), 4, 1), 1e-5)
     np.testing.assert_array_equal(out[2:], GRADS[2:])
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        ((3, optax.identity()), r"`schedule` must be js\.every\(k, start=\.\.\.\), got 3"),
-        ((js.every(3), None), "`before` must be an optax transform, got None"),
-        ((js.every(3), optax.identity(), "mean"), "`after` must be an optax transform, got 'mean'"),
-    ],
-)
-def test_what_post_local_gradients_refuse(arguments, said):
-    with pytest.raises(ValueError, match=said):
-        js.post_local_gradients(*arguments)
 
 
 def test_the_inner_chain_is_traced_once():
@@ -124,11 +93,3 @@ def test_the_inner_chain_is_traced_once():
     tx = js.accumulate(inner, every=2)
     jax.make_jaxpr(lambda g: tx.update(g, tx.init(g), g))(jnp.ones(3))
     assert len(traced) == 1
-
-
-@pytest.mark.parametrize(("weight", "most"), [(None, 28), (1.0, 34)])
-def test_a_leaf_costs_a_few_primitives(weight, most):
-    """Measured: 23 and 28 times `lax.add`; 53 and 67 with the operators of jax.numpy."""
-    tx = js.accumulate(optax.identity(), every=2)
-    extra = {} if weight is None else {"weight": jnp.asarray(weight)}
-    assert calls_per_leaf(lambda tree: tx.update(tree, tx.init(tree), tree, **extra)) < most

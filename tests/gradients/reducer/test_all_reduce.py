@@ -1,49 +1,170 @@
-"""Tests of the arguments that `all_reduce_gradients` refuses; see also `test_reduce_buckets.py`."""
+"""Gradients of leaves that are sharded inside a replica: every device reduces its own blocks."""
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax.sharding import AbstractMesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import jaxslowmo as js
-from support.bad_input import one_update, trace
+from jaxslowmo.gradients.reducer._reduce_buckets import BucketLayout
 
-PARAMS = {"b": jnp.ones((4, 2)), "half": jnp.ones((4, 3), jnp.bfloat16), "w": jnp.ones((4, 3, 2))}
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"order": "up"}, "`order` must be .* leaf positions or names, got 'up'"),
-        ({"order": 3}, "`order` must be .* leaf positions or names, got 3"),
-        ({"order": "ready"}, r'make_train_step\(order="ready"\), or pass order=js\.ready_order'),
-        ({"max_buckets": 0}, "`max_buckets` must be an int >= 1, got 0"),
-        ({"alone_bytes": -4}, "`alone_bytes` .* >= 0, got -4"),
-        ({"alone_bytes": 4, "split_large": True}, "not with `split_large`"),
-        ({"divide_by": "all"}, '`divide_by` must be "initial" or "active", got \'all\''),
-        ({"hook": js.hooks.mean}, r"`hook` must be a js\.hooks\.CommHook, .* got mean"),
-        ({"hook": "int8"}, r"`hook` must be a js\.hooks\.CommHook, .* got str"),
-        ({"bucket_bytes": -1}, "`bucket_bytes` .* >= 0, got -1"),
-    ],
-)
-def test_bad_arguments_are_refused_at_construction(options, message):
-    with pytest.raises(ValueError, match=f"all_reduce_gradients: .*{message}"):
-        js.all_reduce_gradients("replica", **options)
+AXES = {"replica": 2, "fsdp": 2, "tensor": 2}
+SPECS = {"bias": P(), "in": P("fsdp", "tensor"), "out": P("tensor", "fsdp"), "table": P("fsdp")}
+SHAPES = {"bias": (5,), "in": (4, 6), "out": (6, 4), "table": (8,)}
+ON_A_DEVICE = 4 * (5 + 2 * 24 // 4 + 8 // 2)  # bytes of a device's blocks
+KINDS = pytest.mark.parametrize("explicit", [False, True], ids=["auto", "explicit"])
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"order": ["b", "w", "x"]}, r"`order` names leaf 'x', .*\(3 leaves: b, half, w\)"),
-        ({"order": [0, 1, 3]}, "`order` names leaf 3"),
-        ({"order": ["b", "w"]}, r"`order` must name every gradient once: missing \['half'\]"),
-        ({"order": [0, 1, 2, "w"]}, r"more than once \['w'\]"),
-        ({"buckets": [["b"], ["w"]]}, r"`buckets` must hold .*: missing \[1\]"),
-        ({"buckets": [["b"], ["w", "half"], ["b"]]}, r"more than once \[0\]"),
-        ({"buckets": [["b", "half"], ["w"]]}, r"one dtype, got \['bfloat16', 'float32'\]"),
-        ({"buckets": [["b", "w"], [], ["half"]]}, "must not hold an empty bucket"),
-        ({"buckets": [["b", "nobody"]]}, "`buckets` names leaf 'nobody'"),
-        ({"max_buckets": 1}, "`max_buckets` must be at least 2 here"),
-    ],
-)
-def test_names_and_buckets_that_do_not_fit_are_refused_at_trace_time(options, message):
-    with pytest.raises(ValueError, match=message):
-        trace(one_update(js.all_reduce_gradients("replica", **options)), PARAMS)
+def gradients(mesh, dtype=jnp.float32):
+    rng = np.random.default_rng(0)
+    # Whole numbers: their sums are exact in every dtype.
+    values = {k: rng.integers(-8, 9, (2, *shape)) for k, shape in SHAPES.items()}
+    lies = lies_on(mesh)
+    return values, {k: jax.device_put(jnp.asarray(x, dtype), lies[k]) for k, x in values.items()}
+
+
+def lies_on(mesh):
+    return {name: NamedSharding(mesh, P("replica", *spec)) for name, spec in SPECS.items()}
+
+
+def program(mesh, tx, *, specs=True, **told):
+    """`(gradients, weights) -> means`: one update of the transform alone."""
+
+    def per_replica(grads, weight):
+        grads = jax.tree.map(lambda x: x[0], grads)
+        weight = {} if weight is None else {"weight": weight[0]}
+        means, _ = tx.update(grads, js.AllReduceGradientsState(), **told, **weight)
+        return jax.tree.map(lambda x: jax.lax.pcast(x, "replica", to="varying")[None], means)
+
+    mapped = jax.shard_map(
+        per_replica,
+        mesh=mesh,
+        in_specs=P("replica"),
+        out_specs=P("replica"),
+        axis_names={"replica"},
+    )
+    return jax.jit(mapped, out_shardings=lies_on(mesh) if specs else None)
+
+
+def sent(fn, *args, level):
+    rows = js.comm_report(fn, *args).select(level=level)
+    return {(row.axis, row.collective): row.bytes for row in rows}
+
+
+@KINDS
+def test_devices_reduce_their_own_blocks(mesh_of, explicit):
+    mesh = mesh_of(AXES, explicit=explicit)
+    values, grads = gradients(mesh)
+    tx = js.all_reduce_gradients("replica", param_specs=None if explicit else SPECS)
+    fn = program(mesh, tx)
+    # Over Explicit axes jax 0.10 gathers all that goes into and out of a shard_map.
+    for level in ("emitted",) if explicit else ("emitted", "compiled"):
+        assert sent(fn, grads, None, level=level) == {("replica", "all-reduce"): ON_A_DEVICE}
+    for name, mean in fn(grads, None).items():
+        np.testing.assert_array_equal(mean, np.mean(values[name], 0, keepdims=True).repeat(2, 0))
+        lies = NamedSharding(mesh, P("replica", *SPECS[name]))
+        assert mean.sharding.is_equivalent_to(lies, mean.ndim)
+
+
+def test_weights_travel_once_with_each_kind_of_layout(mesh_of):
+    mesh = mesh_of(AXES)
+    values, grads = gradients(mesh)
+    weights = jax.device_put(jnp.array([3.0, 0.0]), NamedSharding(mesh, P("replica")))
+    tx = js.all_reduce_gradients("replica", divide_by="active")
+    fn = program(mesh, tx, param_specs=SPECS)  # as make_train_step tells it
+    bytes_sent = {("replica", "all-reduce"): ON_A_DEVICE + 3 * 8}
+    assert sent(fn, grads, weights, level="emitted") == bytes_sent
+    for name, mean in fn(grads, weights).items():
+        np.testing.assert_array_equal(np.asarray(mean)[1], values[name][0])
+
+
+def test_half_precision_is_reduced_on_cpu(mesh_of):
+    """XLA for CPU aborts on such a sum where it lays out the buffer itself."""
+    mesh = mesh_of(AXES)
+    values, grads = gradients(mesh, jnp.bfloat16)
+    found = program(mesh, js.all_reduce_gradients("replica", param_specs=SPECS))(grads, None)
+    for name, mean in found.items():
+        np.testing.assert_array_equal(np.asarray(mean, np.float32)[0], np.mean(values[name], 0))
+
+
+def with_memory():
+    """A hook that adds to the mean what was there before, on each device its own."""
+
+    def update(bucket, state):
+        total = state["total"] + bucket.flat
+        mean = jax.lax.pmean(total, bucket.axis_name)
+        return mean, {"total": total, "calls": state["calls"] + 1}
+
+    def init(bucket):
+        return {"total": jnp.zeros(bucket.size, bucket.dtype), "calls": jnp.zeros([], jnp.int32)}
+
+    return js.hooks.CommHook(init, update)
+
+
+@KINDS
+def test_a_hook_keeps_a_state_for_each_block(mesh_of, explicit):
+    mesh = mesh_of(AXES, explicit=explicit)
+    values, grads = gradients(mesh)
+    specs = {} if explicit else {"param_specs": SPECS}
+    tx = js.all_reduce_gradients("replica", hook=with_memory(), **specs)
+    state = js.init(tx, grads, mesh=mesh)
+    sharded = state.hook[-2]  # those of the matrices: bias, matrices, table
+    assert sharded["total"].shape == (2, 4, 2 * 24 // 4)
+    assert sharded["total"].sharding.spec[:2] == ("replica", ("fsdp", "tensor"))
+    assert sharded["calls"].shape == (2, 4)
+
+    def per_replica(grads, state):
+        grads, state = jax.tree.map(lambda x: x[0], (grads, state))
+        means, state = tx.update(grads, state)
+        return jax.tree.map(lambda x: x[None], (means, state))
+
+    mapped = jax.shard_map(
+        per_replica,
+        mesh=mesh,
+        in_specs=P("replica"),
+        out_specs=P("replica"),
+        axis_names={"replica"},
+    )
+    step = jax.jit(mapped)
+    assert sent(step, grads, state, level="emitted") == {("replica", "all-reduce"): ON_A_DEVICE}
+    for count in (1, 2):
+        means, state = step(grads, state)
+        for name, mean in means.items():
+            np.testing.assert_array_equal(np.asarray(mean)[0], count * np.mean(values[name], 0))
+    np.testing.assert_array_equal(state.hook[-2]["calls"], np.full((2, 4), 2))
+
+
+def planned(layout, ready_order=None):
+    types = {k: jax.ShapeDtypeStruct(shape, jnp.float32) for k, shape in SHAPES.items()}
+    mesh = AbstractMesh(tuple(AXES.values()), tuple(AXES))
+    with jax.sharding.use_abstract_mesh(mesh):
+        found = layout.planned(types, SPECS, ready_order)
+    firsts, groups, plans = zip(*found.numbered(), strict=True)
+    assert list(firsts) == list(np.cumsum([0, *(len(plan.buffers) for plan in plans)])[:-1])
+    return [
+        [found.names[group.indices[i]] for i in buffer.leaves]
+        for group, plan in zip(groups, plans, strict=True)
+        for buffer in plan.buffers
+    ]
+
+
+def test_leaves_share_a_bucket_with_those_that_are_sharded_alike():
+    assert planned(BucketLayout((2**20,))) == [["bias"], ["out", "in"], ["table"]]
+    assert planned(BucketLayout((2**20,), order="forward"))[1] == ["in", "out"]
+    assert planned(BucketLayout((2**20,)), ready_order=(1, 0, 2, 3))[1] == ["in", "out"]
+    # Sizes are those of blocks: 24 bytes of each matrix.
+    assert planned(BucketLayout((30,)))[1] == ["out", "in"]
+    assert planned(BucketLayout((24,)))[1:3] == [["out"], ["in"]]
+    own = BucketLayout((1,), buckets=(("in", "bias"), (2, "table")))
+    assert planned(own) == [["bias"], ["in"], ["out"], ["table"]]
+
+
+def test_a_loop_that_tells_nothing_is_warned(mesh_of):
+    mesh = mesh_of({"replica": 2, "fsdp": 4})
+    tx = js.all_reduce_gradients("replica")
+    with pytest.warns(UserWarning, match=r"no `param_specs` were given, .* over \['fsdp'\] inside"):
+        jax.eval_shape(program(mesh, tx, specs=False), {"w": jnp.ones((2, 4))}, None)
+    whole = js.all_reduce_gradients("replica", param_specs=P())
+    jax.eval_shape(program(mesh, whole, specs=False), {"w": jnp.ones((2, 4))}, None)

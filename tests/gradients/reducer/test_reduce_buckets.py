@@ -88,8 +88,6 @@ WHOLE = 4 * (96 * 64 + 64 * 33 + 33)
         (js.hooks.fp16_compress(), "every", 2, WHOLE // 2, "float16"),
         (js.hooks.noop(), "every", 0, 0, None),
         # Two factors for the bucket of matrices; the vector's bucket is a plain mean every time.
-        (js.hooks.powersgd(2), "powersgd", 3, 4 * (2 * (96 + 64 + 64 + 33) + 33), "float32"),
-        (js.hooks.powersgd(2), "warm_up", 2, WHOLE, "float32"),
         (
             js.hooks.bf16_compress(js.hooks.powersgd(2)),
             "powersgd",

@@ -40,23 +40,18 @@ def gathered(entries: int, numbers: int = 2) -> set[tuple[str, int, int]]:
     return {("all-gather", 2, REPLICAS * (4 * (entries + numbers) + entries * ROW_BYTES))}
 
 
-@pytest.mark.parametrize("options", [{}, {"path": "rows"}, {"output": "rows"}, {"capacity": 6}])
+@pytest.mark.parametrize("options", [{}, {"output": "rows"}, {"capacity": 6, "weighted": True}])
 def test_rows_are_two_all_gathers(options):
+    """A weight adds a number."""
     found = report(**options)
     assert found.kinds == ("every",)
-    assert rows_of(found, "every") == gathered(ENTRIES)
+    assert rows_of(found, "every") == gathered(ENTRIES, 3 if "weighted" in options else 2)
 
 
-def test_a_weight_adds_a_number():
-    assert rows_of(report(weighted=True), "every") == gathered(ENTRIES, numbers=3)
-
-
-@pytest.mark.parametrize("weighted", [False, True])
-def test_a_table_is_one_all_reduce(weighted):
-    numbers = 3 if weighted else 2
-    assert rows_of(report(weighted, path="dense"), "every") == {
+def test_a_table_is_one_all_reduce():
+    assert rows_of(report(True, path="dense"), "every") == {
         ("all-reduce", 1, TABLE_BYTES),
-        ("all-gather", 1, REPLICAS * 4 * numbers),
+        ("all-gather", 1, REPLICAS * 4 * 3),
     }
 
 

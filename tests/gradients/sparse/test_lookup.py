@@ -13,7 +13,7 @@ def scaled_loss(params, tokens, scale):
     return jnp.sum(jnp.tanh(hidden) * scale), hidden
 
 
-@pytest.mark.parametrize("capacity", [None, 9, {"deep/table": 5}])
+@pytest.mark.parametrize("capacity", [None, {"deep/table": 4}])
 def test_same_loss_and_gradient_as_with_the_whole_table(capacity):
     rng = np.random.default_rng(0)
     params = {"deep": {"table": rng.normal(size=(11, 3))}, "w": rng.normal(size=(3, 2))}
@@ -46,8 +46,8 @@ def test_the_table_gradient_does_not_exist_in_the_program():
 
 @pytest.mark.parametrize(
     ("tokens", "looked_up", "capacity"),
-    [([9], [9], None), ([1], [2], None), ([0, 1, 2], [2], 2)],
-    ids=["outside of the table", "not named", "beyond the capacity"],
+    [([1], [2], None), ([0, 1, 2], [2], 2)],
+    ids=["not named", "beyond the capacity"],
 )
 def test_rows_that_are_missing_are_nan(tokens, looked_up, capacity):
     sparse = js.row_value_and_grad(
@@ -66,9 +66,3 @@ def test_overflow_of_gathered_rows_is_counted():
     assert found.touched.rows.tolist() == [1, 5]
     assert found.positions.tolist() == [2, 0, 0, 1]
     assert found.touched.shape == (9, 2)
-
-
-def test_touched_rows_are_no_array():
-    touched = js.gather_rows(jnp.ones((4, 2)), jnp.array([1])).touched
-    with pytest.raises(TypeError, match="only the rows that a step looks up"):
-        jnp.dot(touched, jnp.ones(2))

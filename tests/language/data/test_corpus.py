@@ -45,11 +45,13 @@ def test_a_folder_is_read_in_order_and_what_is_no_text_is_listed(tmp_path):
             "__pycache__/x.txt": b"hidden",
         },
     )
+    (tmp_path / "gone.txt").symlink_to(tmp_path / "nowhere")
     corpus = read_corpus(tmp_path)
     assert [d.name for d in corpus.documents] == ["a/z.md", "b.txt", "latin.txt"]
     assert dict(corpus.skipped) == {
         "copy.txt": "a duplicate of b.txt",
         "empty.txt": "empty",
+        "gone.txt": "not a regular file",
         "image.png": "binary",
         "packed.bin": "binary",
     }
@@ -57,117 +59,62 @@ def test_a_folder_is_read_in_order_and_what_is_no_text_is_listed(tmp_path):
     assert corpus == read_corpus(tmp_path)
 
 
-def test_a_broken_link_is_skipped(tmp_path):
-    write(tmp_path, {"a.txt": b"text"})
-    (tmp_path / "gone.txt").symlink_to(tmp_path / "nowhere")
-    assert dict(read_corpus(tmp_path).skipped) == {"gone.txt": "not a regular file"}
-
-
-def test_a_file_is_a_corpus_of_one_document(tmp_path):
-    corpus = read_corpus(write(tmp_path, {"book.txt": b"text"}) / "book.txt")
-    assert corpus.is_single_file
-    assert [(d.name, d.text) for d in corpus.documents] == [("book.txt", b"text")]
-
-
-@pytest.mark.parametrize(
-    ("path", "message"),
-    [
-        ("", "`data` must be a file or a folder, got an empty path"),
-        ("missing", "`data` must be an existing file or folder, got '.*missing'"),
-        ("none", "`data` must hold at least one text file; found no file in .*none"),
-        ("binary", "found all 2 files are binary, empty or unreadable in .*binary"),
-        ("binary/a.bin", "`data` must be a text file, but '.*a.bin' is binary"),
-        ("binary/b.txt", "`data` must be a text file, but '.*b.txt' is empty"),
-    ],
-)
-def test_what_holds_no_text_is_refused(tmp_path, path, message):
-    write(tmp_path, {"binary/a.bin": b"\0", "binary/b.txt": b""})
-    (tmp_path / "none").mkdir()
-    with pytest.raises(ValueError, match=message):
-        read_corpus(tmp_path / path if path else "")
+@pytest.mark.parametrize("controls", [2, 3])
+def test_what_is_no_utf_8_and_holds_many_control_characters_is_binary(tmp_path, controls):
+    """More than 2 of 100."""
+    text = b"\xff" + b"\x01" * controls + b"\n" * (99 - controls)
+    write(tmp_path, {"a.txt": b"text", "b.txt": text})
+    assert dict(read_corpus(tmp_path).skipped) == ({"b.txt": "binary"} if controls > 2 else {})
 
 
 FILES = {"a.txt": b"one", "b/c.txt": b"two", "twin.txt": b"one", "image.png": b"\x89\0"}
+CHANGES = [
+    {"a.txt": b"One"},
+    {"a.txt": None},
+    {"d.txt": b"three"},
+    {"a.txt": b"\0"},
+    {"image.png": b"text"},
+    {"a.txt": b"two", "b/c.txt": b"one"},
+]
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"a.txt": b"One"},
-        {"a.txt": None},
-        {"d.txt": b"three"},
-        {"a.txt": b"\0"},
-        {"image.png": b"text"},
-        {"a.txt": b"two", "b/c.txt": b"one"},
-    ],
-    ids=["replaced", "removed", "added", "binary", "text", "swapped"],
-)
-def test_the_fingerprint_tells_of_every_change(tmp_path, change):
-    before = read_corpus(write(tmp_path / "before", FILES)).contents.fingerprint
-    changed = {name: text for name, text in (FILES | change).items() if text is not None}
-    assert read_corpus(write(tmp_path / "after", changed)).contents.fingerprint != before
-
-
-def test_the_same_content_elsewhere_has_the_same_fingerprint(tmp_path):
-    here = read_corpus(write(tmp_path / "here", FILES))
-    there = read_corpus(write(tmp_path / "there" / "deep", FILES))
-    assert here.contents.fingerprint == there.contents.fingerprint
-    assert here.contents.listing == there.contents.listing
-    assert set(here.contents.listing) == set(FILES)
-    assert here.contents.listing["a.txt"].startswith("3 7692c3ad3540bb803c020b3aee66cd88")
-    assert here.contents.listing["twin.txt"] == "a duplicate of a.txt"
+def test_the_fingerprint_tells_of_every_change_and_not_of_the_place(tmp_path):
+    before, there = (read_corpus(write(tmp_path / name, FILES)).contents for name in ("x", "y/z"))
+    assert before.fingerprint == there.fingerprint
+    assert before.listing == there.listing
+    assert set(before.listing) == set(FILES)
+    assert before.listing["a.txt"].startswith("3 7692c3ad3540bb803c020b3aee66cd88")
+    assert before.listing["twin.txt"] == "a duplicate of a.txt"
+    for i, change in enumerate(CHANGES):
+        changed = {name: text for name, text in (FILES | change).items() if text is not None}
+        after = read_corpus(write(tmp_path / f"after{i}", changed)).contents.fingerprint
+        assert after != before.fingerprint, change
     files = write(tmp_path, {"one.txt": b"text", "two.txt": b"text", "other.txt": b"texts"})
-    one, two, other = (
-        read_corpus(files / f"{n}.txt").contents.fingerprint for n in ("one", "two", "other")
-    )
-    assert one == two != other
-
-
-@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.ETIMEDOUT])
-@pytest.mark.parametrize("where", ["stat", "read_bytes"])
-def test_a_file_server_that_does_not_answer_is_no_reason_to_skip(
-    tmp_path, monkeypatch, number, where
-):
-    write(tmp_path, {"a.txt": b"text", "b.txt": b"other"})
-    usual = getattr(Path, where)
-
-    def failing(self, *args, **kwargs):
-        if self.name == "b.txt":
-            raise OSError(number, os.strerror(number), str(self))
-        return usual(self, *args, **kwargs)
-
-    monkeypatch.setattr(Path, where, failing)
-    with pytest.raises(OSError, match=r"b\.txt") as raised:
-        read_corpus(tmp_path)
-    assert raised.value.errno == number
+    one, two, other = (read_corpus(files / f"{n}.txt") for n in ("one", "two", "other"))
+    assert one.is_single_file
+    assert [(d.name, d.text) for d in one.documents] == [("one.txt", b"text")]
+    assert one.contents.fingerprint == two.contents.fingerprint != other.contents.fingerprint
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.EACCES])
-def test_a_folder_that_cannot_be_listed(tmp_path, monkeypatch, number):
-    write(tmp_path, {"a.txt": b"text", "sub/b.txt": b"other"})
-    usual = os.scandir
+@pytest.mark.parametrize("where", ["stat", "read_bytes", "scandir"])
+def test_what_cannot_be_read_is_skipped_unless_it_may_pass(tmp_path, monkeypatch, number, where):
+    """A file server that does not answer is no reason to skip a file, or a folder."""
+    write(tmp_path, {"a.txt": b"text", "b/b.txt": b"other"})
+    holder = os if where == "scandir" else Path
+    usual, name = getattr(holder, where), "b" if where == "scandir" else "b.txt"
 
-    def failing(path):
-        if Path(path).name == "sub":
+    def failing(path, *args, **kwargs):
+        if Path(path).name == name:
             raise OSError(number, os.strerror(number), str(path))
-        return usual(path)
+        return usual(path, *args, **kwargs)
 
-    monkeypatch.setattr(os, "scandir", failing)
+    monkeypatch.setattr(holder, where, failing)
     if number == errno.EIO:
-        with pytest.raises(OSError, match="sub"):
+        with pytest.raises(OSError, match="b") as raised:
             read_corpus(tmp_path)
+        assert raised.value.errno == number
     else:
-        assert dict(read_corpus(tmp_path).skipped) == {"sub/": "unreadable (Permission denied)"}
-
-
-def test_a_file_that_may_not_be_read_is_skipped(tmp_path, monkeypatch):
-    write(tmp_path, {"a.txt": b"text", "b.txt": b"other"})
-    usual = Path.read_bytes
-
-    def failing(self):
-        if self.name == "b.txt":
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(self))
-        return usual(self)
-
-    monkeypatch.setattr(Path, "read_bytes", failing)
-    assert dict(read_corpus(tmp_path).skipped) == {"b.txt": "unreadable (Permission denied)"}
+        skipped = "b/" if where == "scandir" else "b/b.txt"
+        found = dict(read_corpus(tmp_path).skipped)
+        assert found == {skipped: "unreadable (Permission denied)"}

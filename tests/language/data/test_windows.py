@@ -32,6 +32,15 @@ def test_windows_are_stretches_of_the_replica_s_own_share(sizes, seed, index):
     assert (np.diff(batch.astype(int) % 16, axis=1) % 16 == 1).all()
 
 
+def test_every_window_of_a_share_may_come():
+    share = np.arange(9, dtype=np.uint8)
+    batches = TextBatches([share], batch_size=1, window=5, seed=0)
+    assert {int(next(batches)[0, 0]) for _ in range(80)} == {0, 1, 2, 3, 4}
+    assert TextBatches([share[:5]], batch_size=1, window=5, seed=0).batch(3).tolist() == [
+        [0, 1, 2, 3, 4]
+    ]
+
+
 def test_batches_depend_on_seed_replica_and_index_alone():
     together, alone = batches_of(40, 50, 60), batches_of(40)
     np.testing.assert_array_equal(together.batch(7)[:3], alone.batch(7))
@@ -41,7 +50,7 @@ def test_batches_depend_on_seed_replica_and_index_alone():
     assert not np.array_equal(same.batch(0)[:9], same.batch(0)[9:])
 
 
-@pytest.mark.parametrize("replicas", [(0, 1), (2,), (0, 2)])
+@pytest.mark.parametrize("replicas", [(2,), (0, 2)])
 def test_a_process_makes_the_batches_of_its_own_replicas(replicas):
     sizes = (40, 50, 60)
     own = TextBatches(
@@ -67,47 +76,13 @@ def test_a_run_resumes_where_it_stopped():
     np.testing.assert_array_equal(next(resumed), expected[5])
 
 
-def test_the_state_of_another_iterator_is_refused():
-    state = batches_of(40).get_state()
-    with pytest.raises(ValueError, match="of an iterator with seed=1, got 0"):
-        batches_of(40, seed=1).set_state(state)
-    with pytest.raises(ValueError, match=r"next_batch'\]` must be an int >= 0, got -1"):
-        batches_of(40).set_state({**state, "next_batch": -1})
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"seed": -1}, "`seed` must be >= 0, got -1"),
-        ({"batch_size": 0}, "`batch_size` must be >= 1, got 0"),
-        ({"window": 1}, "`window` must be >= 2, got 1"),
-        ({"window": 17}, "3 windows of 17 bytes = 51 bytes; replica 1 of 2 got 50"),
-    ],
-)
-def test_impossible_batches_are_refused(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        batches_of(60, 50, **arguments)
-
-
-@pytest.mark.parametrize("replicas", [(), (0,), (0, 1, 2), (-1, 0)])
-def test_indices_that_are_not_one_per_share_are_refused(replicas):
-    with pytest.raises(ValueError, match="`replicas` must be one index >= 0 for each of the 2"):
-        TextBatches(shares_of(40, 40), batch_size=1, window=5, seed=0, replicas=replicas)
-
-
 @hypothesis.given(size=st.integers(6, 500), count=st.integers(1, 9))
 def test_validation_windows_cover_the_text_evenly(size, count):
     text = np.random.default_rng(0).integers(0, 256, size).astype(np.uint8)
     windows = validation_batches(text, num_batches=count, batch_size=2, window=6)
     assert windows.shape == (count, 2, 6)
-    flat = windows.reshape(-1, 6)
-    np.testing.assert_array_equal(flat[0], text[:6])
-    np.testing.assert_array_equal(flat[-1], text[-6:])
-    if size >= 7 * 2 * count:  # room for all: no two overlap
-        starts = np.linspace(0, size - 6, 2 * count).astype(int)
-        assert (np.diff(starts) >= 6).all()
-
-
-def test_a_held_out_text_below_one_window_is_refused():
-    with pytest.raises(ValueError, match="one window of 6 bytes for validation, got 5"):
-        validation_batches(np.zeros(5, np.uint8), num_batches=1, batch_size=1, window=6)
+    flat, last = windows.reshape(-1, 6), size - 6
+    for i, window in enumerate(flat):
+        start = last * i / (2 * count - 1)
+        near = {int(start - 1e-9), int(start + 1e-9)}  # rounded as floats are
+        assert any(np.array_equal(window, text[s : s + 6]) for s in near)

@@ -5,19 +5,15 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
-from flax import nnx
 from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxslowmo.models import (
-    GPT,
-    GPT_PRESETS,
     GPTConfig,
     gpt_loss_fn,
     gpt_param_specs,
     gpt_rules,
     init_gpt,
-    num_parameters,
 )
 
 TINY = GPTConfig(num_layers=1, num_heads=2, embed_dim=16, context_length=8)
@@ -67,59 +63,6 @@ def test_own_rules_and_what_is_named_by_none():
     assert specs["blocks"][0]["expand"]["kernel"] == P("tensor", "fsdp")
 
 
-@pytest.mark.parametrize("name", GPT_PRESETS)
-def test_specs_are_a_tree_like_the_parameters_of_every_preset(name):
-    config = dataclasses.replace(GPT_PRESETS[name], num_layers=2)
-    specs = gpt_param_specs(config, BOTH)
-    found = jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, P))
-    model = nnx.eval_shape(lambda: GPT(config, rngs=nnx.Rngs(0)))
-    like = jax.tree.leaves(nnx.to_pure_dict(nnx.state(model)))
-    assert len(found) == len(like)
-    split = sum(x.size for x, spec in zip(like, found, strict=True) if len(spec) > 0)
-    assert split / num_parameters(config) > 0.97
-
-
-@pytest.mark.parametrize(
-    ("rules", "message"),
-    [
-        ([("embd", "fsdp")], "`rules` names 'embd', which no dimension .* are batch, embed, heads"),
-        ([("embed", "fsd")], "splits 'embed' over 'fsd', and the mesh has the axes 'replica', 'f"),
-        ([("embed", "fsdp", 1)], "must hold pairs of a name and axes of the mesh, got .'embed'"),
-        (["embed"], "must hold pairs of a name and axes of the mesh, got 'embed'"),
-        (
-            [("heads", ("fsdp", "tensor"))],
-            r"'heads' over \('fsdp', 'tensor'\), 4 .*`num_heads` has 2",
-        ),
-        ([("norm", "three")], r"splits 'norm' over 'three', 3 devices, .*bias has 16"),
-    ],
-)
-def test_rules_that_do_not_fit_are_refused(rules, message):
-    mesh = AbstractMesh((2, 2, 2, 3), ("replica", "fsdp", "tensor", "three"))
-    with pytest.raises(ValueError, match=message):
-        gpt_param_specs(TINY, mesh, rules)
-
-
-def test_a_mesh_without_axes_inside_a_replica_is_refused():
-    with pytest.raises(ValueError, match=r"axis \"fsdp\" or \"tensor\" to split a model over, got"):
-        gpt_rules(AbstractMesh((2,), ("replica",)))
-
-
-def test_columns_of_qkv_by_head_are_the_same_model():
-    by_head = dataclasses.replace(TINY, qkv_by_head=True)
-    params, batch = init_gpt(TINY), np.arange(18, dtype=np.uint8).reshape(2, 9)
-    qkv = params["blocks"][0]["qkv"]
-
-    def swapped(x):
-        parts = x.reshape(*x.shape[:-1], 3, TINY.num_heads, -1)
-        return np.swapaxes(parts, -3, -2).reshape(x.shape)
-
-    other = {**params, "blocks": {0: {**params["blocks"][0], "qkv": jax.tree.map(swapped, qkv)}}}
-    losses = [
-        float(jax.jit(gpt_loss_fn(c))(p, batch)) for c, p in ((TINY, params), (by_head, other))
-    ]
-    assert losses[0] == pytest.approx(losses[1], abs=1e-6)
-
-
 def test_rules_change_where_activations_lie_and_not_their_values(mesh_of):
     mesh = mesh_of({"fsdp": 4, "tensor": 2})
     config = dataclasses.replace(TINY, qkv_by_head=True, remat=True)
@@ -134,7 +77,7 @@ def test_rules_change_where_activations_lie_and_not_their_values(mesh_of):
         found = step(jax.device_put(params, lies), batch)
         for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
             np.testing.assert_allclose(a, b, atol=1e-6)
-        with pytest.raises(ValueError, match=r"'batch' over .*4 devices, .* has 6"):
+        with pytest.raises(ValueError, match=r"'batch'.* has 6"):
             jax.eval_shape(loss_fn, params, batch[:6])
     # Where nothing is the compiler's, and on one device, the same function is the plain one.
     assert float(jax.jit(loss_fn)(params, batch)) == pytest.approx(float(expected[0]), abs=1e-6)

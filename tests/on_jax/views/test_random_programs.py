@@ -1,7 +1,6 @@
 """Random chains of views and writes end as torch's do."""
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -84,7 +83,9 @@ def run(steps, x):
     return total
 
 
-def check_random_program(steps):
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(views_and_writes())
+def test_random_programs(steps):
     try:
         wanted, gradient = in_torch(lambda x: run(steps, x))
     except RuntimeError:  # torch refuses: a list's view in place, or what backward needs is gone
@@ -92,16 +93,3 @@ def check_random_program(steps):
     value, found = in_jax(lambda x: run(steps, x), jit=lambda function: function)
     np.testing.assert_allclose(value, wanted, rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(found, gradient, rtol=1e-5, atol=1e-5)
-
-
-@settings(max_examples=15, deadline=None, derandomize=True)
-@given(views_and_writes())
-def test_random_programs(steps):
-    check_random_program(steps)
-
-
-@pytest.mark.exhaustive
-@settings(max_examples=1000, deadline=None)
-@given(views_and_writes())
-def test_many_random_programs(steps):
-    check_random_program(steps)

@@ -87,9 +87,11 @@ def test_stages_may_pass_on_anything_on_explicit_meshes_too(is_explicit: bool) -
     pipe = js.pipelined(model, params, schedule, mesh=mesh, executor="host")
     value, grads = jax.value_and_grad(pipe)(params, batch)
     assert_close((value, grads), jax.value_and_grad(model)(params, batch), 1e-4)
-    with pytest.raises(ValueError, match=r"sends activations of one type .*`executor`=\"host\""):
+    with pytest.raises(ValueError, match=r"stage 0 gives .* stage 1 .*`executor`=\"host\""):
         jax.jit(js.pipelined(model, params, schedule, mesh=mesh))(params, batch)
 
+    if not is_explicit:
+        return  # steps on meshes that are not are in the other tests
     sync = js.slowmo("replica", base=js.local_sgd("replica", sync_every=1), sync_every=2)
     results = []
     for loss_fn, on in ((pipe, mesh), (model, js.virtual_mesh({"replica": 2}))):
@@ -123,18 +125,6 @@ def test_weights_stay_sharded_over_axes_that_are_the_compilers() -> None:
         assert x.sharding.is_equivalent_to(lies[name], x.ndim)
     (shard, *_) = state.params["float32/tensor"].addressable_shards
     assert shard.data.shape[:3] == (1, 1, 1)
-
-
-def test_a_donated_state_is_named() -> None:
-    model, params = language_model(2)
-    pipe = dispatched(model, params, js.schedules.gpipe(2, 2), {"replica": 2, "stage": 2})
-    step = js.make_train_step(pipe, optax.sgd(0.1), sync="none", mesh=pipe.mesh)
-    state = step.init(params)
-    step(state, tokens(8))
-    with pytest.raises(
-        ValueError, match=r"`state` was given to a step before, which reuses its buffers"
-    ):
-        step(state, tokens(8))
 
 
 def test_a_stage_has_as_many_programs_as_kinds_of_operations() -> None:

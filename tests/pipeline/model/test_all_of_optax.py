@@ -1,7 +1,5 @@
 """Every optimizer of optax on stages: equal to none, or refused since it takes all leaves."""
 
-import warnings
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,8 +7,8 @@ import optax
 import pytest
 
 import jaxslowmo as js
-from jaxslowmo.transform import over_stages
 from recipes.optax_cases import CASES
+from support.exhaustive import sweep
 
 STEPS, TOLERANCE = 20, 1e-5
 # What takes norms, distances or losses of all parameters, or draws keys by their number.
@@ -28,6 +26,7 @@ OTHERS = {
 }
 EVERY = {f"{m}.{n}": case for m, cases in CASES.items() for n, case in cases.items()}
 NAMES = [name for name in EVERY if name.rpartition(".")[2] not in OTHERS]
+USUAL = {"optax.optimistic_adam", "optax.monitor", "optax.contrib.dadapt_adamw", "optax.add_noise"}
 RANDOM = np.random.default_rng(0).normal
 PARAMS = [{"w": np.float32(RANDOM(size=(5, 3))), "b": np.float32(RANDOM(size=3))} for _ in range(3)]
 MODEL = js.LayeredModel([lambda p, x: x] * 3, lambda x, batch: jnp.mean(x))
@@ -58,34 +57,19 @@ def loss(params):
     return sum(jnp.sum(x**2) for x in jax.tree.leaves(params))
 
 
-def check(name):
-    mesh = js.make_mesh({"stage": 2})
-    parts = [[(0, 1)], [(1, 3)]]
-    pipe = js.pipelined(MODEL, PARAMS, js.schedules.gpipe(2, 2), mesh=mesh, parts=parts)
+@pytest.mark.parametrize("name", sweep(NAMES, lambda name: name in USUAL))
+@pytest.mark.filterwarnings("ignore")  # deprecations of optax
+def test_all_of_the_table(mesh_of, name):
+    schedule, parts = js.schedules.gpipe(2, 2), [[(0, 1)], [(1, 3)]]
+    pipe = js.pipelined(MODEL, PARAMS, schedule, mesh=mesh_of({"stage": 2}), parts=parts)
     stack = pipe.layout.stack
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # deprecations of optax
-        tx = EVERY[name].make()
-        if name.rpartition(".")[2] in MIXES:
-            with pytest.raises(ValueError, match="depends on leaves of other stages"):
-                over_stages(tx).init(stack(PARAMS))
-            return
-        found = pipe.layout.unstack(trained(over_stages(tx), stack(PARAMS), stack))
-        known = trained(tx, PARAMS, lambda grads: grads)
+    tx = EVERY[name].make()
+    if name.rpartition(".")[2] in MIXES:
+        with pytest.raises(ValueError, match="depends on leaves of other stages"):
+            js.chain(tx).init(stack(PARAMS))
+        return
+    found = pipe.layout.unstack(trained(js.chain(tx), stack(PARAMS), stack))
+    known = trained(tx, PARAMS, lambda grads: grads)
     jax.tree.map(
         lambda x, y: np.testing.assert_allclose(x, y, rtol=TOLERANCE, atol=TOLERANCE), found, known
     )
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["optax.optimistic_adam", "optax.monitor", "optax.contrib.dadapt_adamw", "optax.add_noise"],
-)
-def test_a_few(name):
-    check(name)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("name", NAMES)
-def test_all_of_the_table(name):
-    check(name)

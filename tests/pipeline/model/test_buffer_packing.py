@@ -1,105 +1,78 @@
-"""Where leaves lie in the buffers of stages, in any shapes and layouts, and back."""
+"""Which elements a device holds, for any leaves, layouts, cuts and placements of stages."""
 
-import math
+import itertools
 
 import hypothesis.strategies as st
 import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
-from hypothesis import given
+from hypothesis import given, settings
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxslowmo as js
-from jaxslowmo.pipeline.model import StageLayout, model_blocks
 
-SIZES = {"stage": 2, "fsdp": 2, "tensor": 2}
 SPECS = [P(), P("fsdp"), P(None, "tensor"), P(("tensor", "fsdp")), P("tensor", "fsdp")]
 
 
-def parameters():
-    """An embedding, three blocks and a head; the table is of no other leaf's shape."""
-    block = lambda i: {"kernel": jnp.full((4, 4), i), "bias": jnp.full((4,), -i)}  # noqa: E731
-    table = jnp.arange(24.0).reshape(6, 4)
-    return [{"table": table}, *map(block, (1.0, 2.0, 3.0)), {"table": table}]
-
-
-def alike(tree, other):
-    def same(x, y):
-        if isinstance(x, jax.ShapeDtypeStruct):
-            assert (x.shape, x.dtype) == (y.shape, y.dtype)
-        else:
-            np.testing.assert_array_equal(x, y)
-
-    jax.tree.map(same, tree, other)
-
-
-def layout_of(params, blocks=None, specs=None, placement=(0, 1), mesh=None):
-    model = js.LayeredModel([lambda p, x: x] * len(params), lambda x, _: x)
-    blocks = blocks or model_blocks(len(params), len(placement))
-    mesh = mesh or js.make_mesh(SIZES)
-    return StageLayout(model, params, blocks, placement, mesh=mesh, param_specs=specs)
-
-
+@settings(max_examples=25)
 @given(st.data())
-def test_leaves_of_any_kind_come_back_and_no_device_has_more_than_the_fullest_stage(data):
-    shapes = st.tuples(*[st.sampled_from([4, 8])] * 2)
-    leaf = st.tuples(shapes, st.sampled_from(SPECS), st.sampled_from(["float32", "int8"]))
-    layers = data.draw(st.lists(st.dictionaries(st.sampled_from("abc"), leaf), min_size=2))
-    draw = np.random.default_rng(0).integers
-    params = [{n: draw(-99, 99, s).astype(d) for n, (s, _, d) in own.items()} for own in layers]
-    specs = [{n: spec for n, (_, spec, _) in own.items()} for own in layers]
-    cut = data.draw(st.integers(1, len(layers) - 1))
-    blocks = model_blocks(len(layers), 2, parts=[[(0, cut)], [(cut, len(layers))]])
-    packing = layout_of(params, blocks, specs).packing
-    buffers = [packing.pack(params, stage, np) for stage in range(2)]
-    found = [packing.unpack(own, stage) for stage, own in enumerate(buffers)]
-    assert all(isinstance(x, optax.MaskedNode) for own in found[0][cut:] for x in own.values())
-    alike([*found[0][:cut], *found[1][cut:]], params)
-    fullest: dict[str, int] = {}
-    for part in (slice(cut), slice(cut, None)):
-        held: dict[str, int] = {}
-        for own in layers[part]:
-            for shape, spec, dtype in own.values():
-                names = {a for e in spec for a in ((e,) if isinstance(e, str) else e or ())}
-                name = "/".join([dtype, *sorted(names)])
-                held[name] = held.get(name, 0) + math.prod(shape)
-        fullest = {n: max(held.get(n, 0), fullest.get(n, 0)) for n in {*held, *fullest}}
-    assert {n: math.prod(s[1:]) for n, s in packing.shapes.items()} == fullest
-
-
-def test_parts_lie_where_a_named_sharding_would_have_put_them():
-    params = [{"w": np.arange(64.0).reshape(8, 8)}, {"w": np.zeros((8, 8))}]
-    layout = layout_of(params, specs=P(("tensor", "fsdp"), None))
-    stacked = layout.stack(params)[
-        "float64/fsdp/tensor" if jax.config.jax_enable_x64 else "float32/fsdp/tensor"
-    ]
-    for shard in stacked.addressable_shards:
-        stage, f, t = (index.start or 0 for index in shard.index[:3])
-        rows = params[stage]["w"][2 * (2 * t + f) :][:2]
-        np.testing.assert_array_equal(shard.data.ravel(), rows.ravel())
-
-
-def test_stages_with_equal_leaves_lie_alike_and_equal_layers_one_leaf_after_the_other():
-    params = [{"b": np.full(2, i), "w": np.full((2, 2), -i)} for i in range(8)]
-    packing = layout_of(params).packing
-    kernels = [packing.places[2 * i + 1][0].start for i in range(4)]
-    assert kernels == [8, 12, 16, 20]  # behind the four biases
-    assert [p[0].start for p in packing.places[:8]] == [p[0].start for p in packing.places[8:]]
-
-
-def test_chunks_of_a_stage_lie_one_behind_the_other():
-    params = [{"w": np.full(3, i)} for i in range(4)]
-    layout = layout_of(params, model_blocks(4, 2, 2), placement=(0, 1, 1, 0))
-    np.testing.assert_array_equal(
-        layout.stack(params)["int32"], [[0] * 3 + [3] * 3, [1] * 3 + [2] * 3]
+def test_a_device_has_its_part_of_its_stages_leaves_and_no_more_than_the_fullest(data):
+    schedule = data.draw(
+        st.sampled_from([js.schedules.gpipe(2, 2), js.schedules.interleaved(2, 2, 2)])
+        | st.just(js.schedules.zbv(2, 2))
     )
+    count = schedule.num_model_stages
+    shapes = st.tuples(*[st.sampled_from([4, 8])] * 2)
+    leaf = st.tuples(shapes, st.sampled_from(SPECS), st.sampled_from(["float32", "int32"]))
+    layers = data.draw(
+        st.lists(st.dictionaries(st.sampled_from("abc"), leaf), min_size=count, max_size=7)
+    )
+    inner = data.draw(
+        st.sets(st.integers(1, len(layers) - 1), min_size=count - 1, max_size=count - 1)
+    )
+    ends = [0, *sorted(inner), len(layers)]
+    blocks = list(itertools.pairwise(ends))
+    parts = [[blocks[k] for k in own] for own in schedule.model_stages]
+    number = itertools.count(1)  # every element of the model is another one, and none is 0
+    params = [
+        {
+            n: np.array([next(number) for _ in range(s[0] * s[1])], d).reshape(s)
+            for n, (s, _, d) in own.items()
+        }
+        for own in layers
+    ]
+    specs = [{n: spec for n, (_, spec, _) in own.items()} for own in layers]
+    mesh = js.make_mesh({"stage": 2, "fsdp": 2, "tensor": 2})
+    model = js.LayeredModel([lambda p, x: x] * len(params), lambda x, _: x.sum())
+    layout = js.pipelined(model, params, schedule, mesh=mesh, parts=parts, param_specs=specs).layout
+    stacked = layout.stack(params)
 
+    held = {device: [] for device in mesh.devices.flat}
+    for x in stacked.values():
+        for shard in x.addressable_shards:
+            held[shard.device] += np.asarray(shard.data)[np.asarray(shard.data) != 0].tolist()
+    wanted = {device: [] for device in mesh.devices.flat}
+    for stage, own in enumerate(parts):
+        for i in itertools.chain(*(range(*block) for block in own)):
+            for name, x in params[i].items():
+                for shard in jax.device_put(
+                    x, NamedSharding(mesh, specs[i][name])
+                ).addressable_shards:
+                    if shard.device in mesh.devices[stage]:
+                        wanted[shard.device] += np.asarray(shard.data).ravel().tolist()
+    assert {d: sorted(x) for d, x in held.items()} == {d: sorted(x) for d, x in wanted.items()}
+    for x in stacked.values():
+        assert np.asarray(x).reshape(2, -1).all(1).any()  # a stage fills it
+    sizes = sum(x.size for x in stacked.values())
+    assert layout.num_padding == sizes - sum(x.size for x in jax.tree.leaves(params))
 
-def test_packings_are_equal_if_what_lies_where_is():
-    one, same = (layout_of(parameters()).packing for _ in range(2))
-    other = layout_of(parameters(), model_blocks(5, 2, parts=[[(0, 1)], [(1, 5)]])).packing
-    assert one == same
-    assert hash(one) == hash(same)
-    assert one != other
-    assert jax.tree.structure(one.staged(one.specs)) == jax.tree.structure(same.staged(one.specs))
+    back = layout.unstack(stacked)
+    jax.tree.map(np.testing.assert_array_equal, back, params)
+    for x, spec in zip(jax.tree.leaves(back), jax.tree.leaves(specs), strict=True):
+        assert x.sharding.is_equivalent_to(NamedSharding(mesh, spec), x.ndim)
+    two = jax.tree.map(lambda x: np.stack([x, -x]), params)
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        layout.unstack_like(layout.stack_like({"of": two})),
+        {"of": two},
+    )

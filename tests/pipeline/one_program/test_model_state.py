@@ -57,46 +57,56 @@ def one_by_one(params, states, batch, microbatches):
     return jax.value_and_grad(whole, has_aux=True)(params)
 
 
+USUAL = [
+    ("zero_bubble", 2, False, "one_program"),
+    ("interleaved", 2, True, "one_program"),
+    ("gpipe", 1, False, "one_program"),
+    ("zbv", 2, False, "host"),
+]
+
+
 @pytest.mark.parametrize(
-    ("kind", "stages", "remat"),
+    ("kind", "stages", "remat", "executor"),
     sweep(
         [
-            (k, s, r)
+            (k, s, r, e)
             for k in ("one_f_one_b", "zero_bubble", "interleaved", "zbv", "gpipe")
             for s in (1, 2, 4)
             for r in (False, True)
+            for e in ("one_program", "host")
         ],
-        lambda k, s, r: (
-            (k, s, r) in [("zero_bubble", 2, False), ("interleaved", 2, True), ("gpipe", 1, False)]
-        ),
+        lambda *case: case in USUAL,
     ),
 )
-def test_state_goes_on_from_microbatch_to_microbatch(mesh_of, kind, stages, remat):
+def test_state_goes_on_from_microbatch_to_microbatch(mesh_of, kind, stages, remat, executor):
     chunks = 2 if kind in ("interleaved", "zbv") else None
     schedule = js.schedules.by_name(kind, stages, 4, chunks)
-    mesh = mesh_of({"stage": stages})
-    pipe = js.pipelined(MODEL, PARAMS, schedule, mesh=mesh, remat=remat, model_state=STATES)
+    options = {"remat": remat, "model_state": STATES, "executor": executor}
+    pipe = js.pipelined(MODEL, PARAMS, schedule, mesh=mesh_of({"stage": stages}), **options)
     given = pipe.layout.stack(PARAMS), BATCH
     states = pipe.model_state_form(STATES)
-    run = jax.jit(jax.value_and_grad(pipe, has_aux=True))
+    jit = jax.jit if executor == "one_program" else lambda fn: fn
+    run = jit(jax.value_and_grad(pipe, has_aux=True))
     (value, (_, after)), grads = run(*given, model_state=states)
     (expected, known), wanted = one_by_one(PARAMS, STATES, BATCH, 4)
     assert_close(value, expected)
     assert_close(pipe.state_layout.unstack(after), known)
     assert_close(pipe.layout.unstack(grads), wanted)
-    value, (_, after) = jax.jit(pipe)(*given, model_state=states)
+    value, (_, after) = jit(pipe)(*given, model_state=states)
     assert_close((value, pipe.state_layout.unstack(after)), (expected, known))
 
 
-@pytest.mark.parametrize("mode", ["sync_mean", "broadcast", "local"])
-def test_steps_keep_model_state_together_as_without_stages(mesh_of, mode):
+@pytest.mark.parametrize("executor", ["one_program", "host"])
+def test_steps_keep_model_state_together_as_without_stages(mesh_of, executor):
     mesh = mesh_of({"replica": 2, "stage": 2})
     # One microbatch: the whole batch gives the statistics, as without stages.
-    pipe = js.pipelined(MODEL, PARAMS, js.schedules.gpipe(2, 1), mesh=mesh, model_state=STATES)
+    options = {"model_state": STATES, "executor": executor}
+    pipe = js.pipelined(MODEL, PARAMS, js.schedules.gpipe(2, 1), mesh=mesh, **options)
 
     def trained(loss_fn, mesh):
         sync = js.local_sgd("replica", sync_every=2)
-        step = js.make_train_step(loss_fn, optax.sgd(0.05), sync=sync, mesh=mesh, model_state=mode)
+        options = {"sync": sync, "mesh": mesh, "model_state": "sync_mean"}
+        step = js.make_train_step(loss_fn, optax.sgd(0.05), **options)
         state = step.init(PARAMS, model_state=STATES)
         for i in range(3):
             state, metrics = step(state, {"x": BATCH["x"] * (i + 1)})
@@ -110,15 +120,9 @@ def test_steps_keep_model_state_together_as_without_stages(mesh_of, mode):
 
 
 def test_statistics_of_data_shards_are_averaged(mesh_of):
-    mesh = mesh_of({"stage": 2, "data": 2})
-    pipe = js.pipelined(
-        MODEL,
-        PARAMS,
-        js.schedules.one_f_one_b(2, 1),
-        mesh=mesh,
-        data_axes="data",
-        model_state=STATES,
-    )
+    mesh, schedule = mesh_of({"stage": 2, "data": 2}), js.schedules.one_f_one_b(2, 1)
+    options = {"data_axes": "data", "model_state": STATES}
+    pipe = js.pipelined(MODEL, PARAMS, schedule, mesh=mesh, **options)
     states = pipe.model_state_form(STATES)
     _, (_, after) = jax.jit(pipe)(pipe.layout.stack(PARAMS), BATCH, model_state=states)
     halves = [
@@ -126,17 +130,3 @@ def test_statistics_of_data_shards_are_averaged(mesh_of):
     ]
     mean = jax.tree.map(lambda x, y: (x + y) / 2, *halves)
     assert_close(pipe.state_layout.unstack(after), mean)
-
-
-def test_what_is_refused(mesh_of):
-    schedule, mesh = js.schedules.gpipe(2, 2), mesh_of({"stage": 2})
-    with pytest.raises(ValueError, match="`model_state` must be a list of one tree per layer, 8"):
-        js.pipelined(MODEL, PARAMS, schedule, mesh=mesh)
-    with pytest.raises(ValueError, match="got 3"):
-        MODEL(PARAMS, BATCH, model_state=STATES[:3])
-    pipe = js.pipelined(MODEL, PARAMS, schedule, mesh=mesh, model_state=STATES)
-    with pytest.raises(ValueError, match=r"`model_state` must be what `pipe\.model_state_form"):
-        pipe(pipe.layout.stack(PARAMS), BATCH, model_state={})
-    wrong = js.LayeredModel([dense, lambda p, x, *, state: x], loss)
-    with pytest.raises(ValueError, match=r"layer 1 takes `state` and must return \(x, new state"):
-        wrong(PARAMS[:2], BATCH, model_state=STATES[:2])

@@ -1,9 +1,10 @@
-"""Operations of layers, against those of their matrix products."""
+"""Costs of layers: operations against those of their matrix products, elements of parameters."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import jaxslowmo as js
 
@@ -63,23 +64,21 @@ def test_embedding_and_loss_count(flops):
 
 def test_plain_functions_and_equal_layers_compiled_once(compilations):
     layers = [lambda w, x: x @ w] + [lambda w, x: jnp.tanh(x @ w)] * 5
+    weights = [np.eye(WIDTH, dtype=np.float32)] * 6
     before = compilations.count
-    found = js.pipeline.layer_flops(
-        layers, [np.eye(WIDTH, dtype=np.float32)] * 6, np.zeros((3, WIDTH))
-    )
+    found = js.pipeline.layer_flops(layers, weights, np.zeros((3, WIDTH)))
     assert compilations.count - before == 3 * 2  # the first, those between, the last
     assert len(set(found[1:5])) == 1
     assert found[0].forward == 2 * 3 * WIDTH * WIDTH
 
 
-@pytest.mark.parametrize(
-    ("layers", "params", "message"),
-    [
-        ([], [], "got 0 trees for 0 layers"),
-        ([block], [{}, {}], "got 2 trees for 1 layers"),
-        ([block], [{"w": "text"}], r"layer_flops: layer 0: .*got w \(str\)"),
-    ],
-)
-def test_what_is_refused(layers, params, message):
-    with pytest.raises(ValueError, match=message):
-        js.pipeline.layer_flops(layers, params, np.zeros((3, WIDTH)))
+def test_elements_of_each_layer():
+    dense = {"kernel": np.zeros((3, 5), np.float32), "bias": jnp.zeros(5)}
+    types = jax.eval_shape(lambda: (jnp.zeros((2, 2), jnp.bfloat16), {"scale": jnp.zeros(())}))
+    assert js.pipeline.count_layer_params([dense, types, {}, None, 1.5]) == [20, 5, 0, 0, 1]
+    assert js.pipeline.count_layer_params(layer for layer in (dense, {})) == [20, 0]
+    block = nnx.Sequential(nnx.Linear(3, 4, rngs=nnx.Rngs(0)), nnx.Dropout(0.5, rngs=nnx.Rngs(1)))
+    counters = len(jax.tree.leaves(nnx.state(block, nnx.RngCount)))
+    assert js.pipeline.count_layer_params([nnx.state(block, nnx.Param)]) == [16]
+    # The counter of a generator is an array as others are; its key is none.
+    assert js.pipeline.count_layer_params([nnx.state(block)]) == [16 + counters]

@@ -1,4 +1,4 @@
-"""What every table keeps: each operation once, dependencies, the stash that it states."""
+"""What every table keeps, against a replay; its values, and how it prints them."""
 
 import ast
 from collections import Counter
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import jaxslowmo as js
 from jaxslowmo.pipeline import schedules as package
 from jaxslowmo.pipeline.schedules import Operation
-from pipeline.schedules.replay import all_once, parsed, replayed
+from pipeline.schedules.replay import all_once, replayed
 
 
 @st.composite
@@ -27,41 +27,70 @@ def any_schedules(draw):
     if kind in ("gpipe", "interleaved", "one_f_one_b"):
         options["forward_only"] = draw(st.booleans())
     if kind == "lockstep":
+        p, m = min(p, 4), min(m, 8)
         options["num_chunks"] = draw(st.integers(1, 2))
     if kind == "zero_bubble":
         options["memory"] = draw(st.integers(1, 2))
     return js.schedules.by_name(kind, p, m, **options)
 
 
-@settings(max_examples=60)
-@given(any_schedules())
-def test_every_operation_once_and_the_stash_as_stated(schedule):
-    done, most = replayed(schedule.orders(), len(schedule.placement))
-    assert all_once(schedule, done)
-    assert schedule.stash == (tuple(most) if not schedule.forward_only else (0,) * len(most))
-    assert schedule.splits == any(letter == "W" for _, letter, _ in done)
-    assert Counter(schedule.in_order) == Counter(op for row in schedule.rows for op in row if op)
+quarters = st.integers(1, 20).map(lambda n: n / 4)
+LETTERS = {"F": "F", "B": "I", "W": "W", "BW": "B"}
 
 
 @settings(max_examples=60)
-@given(any_schedules())
-def test_ticks_keep_rows_and_one_tick_per_hop(schedule):
-    at = {}
+@given(any_schedules(), st.data(), quarters.map(lambda x: x - 0.25))
+def test_a_table_runs_as_its_replay_does(schedule, data, send):
+    """Everything once; stash, messages and times as in a replay; ticks that keep all orders."""
+    count = len(schedule.placement)
+    times = [data.draw(st.lists(quarters, min_size=count, max_size=count)) for _ in "FBW"]
+    of = dict(zip("FIW", times, strict=True))
+    of["B"] = [b + w for b, w in zip(*times[1:], strict=True)]
+    replay = replayed(schedule.orders(), count, lambda k, letter: of[letter][k], send)
+    assert all_once(schedule, replay.done)
+    idle = (0,) * schedule.num_stages
+    assert schedule.stash == (idle if schedule.forward_only else tuple(replay.most))
+    assert schedule.splits == any(letter == "W" for _, letter, _ in replay.done)
+    assert schedule.sends == tuple(replay.sends)
+
+    costs = dict(zip(("forward", "backward_input", "backward_weight"), times, strict=True))
+    apart = schedule.simulate(**costs, send=send)
+    starts, ends = zip(*replay.spans.values(), strict=True)
+    assert apart.time == pytest.approx(max(ends) - min(starts))
+    for line in apart.timeline:
+        for op, start, end in line:
+            key = schedule.model_stage(op), LETTERS[op.kind], op.microbatch
+            assert (start, end) == pytest.approx(replay.spans[key])
+    spans = [line[-1].end - line[0].start for line in apart.timeline]
+    work = sum(end - start for start, end in replay.spans.values()) / schedule.num_stages
+    assert apart.bubble == pytest.approx(1 - work / max(spans))
+
+    at, together = {}, 0.0
     for now, tick in enumerate(schedule.ticks()):
         assert len(tick) == schedule.num_stages
         assert any(tick)
-        for stage, operations in enumerate(tick):
-            assert len(operations) <= 2
-            assert all(operation.stage == stage for operation in operations)
-            at |= dict.fromkeys(operations, now)
+        assert all(op.stage == stage for stage, cell in enumerate(tick) for op in cell)
+        assert all([op.kind for op in cell[:-1]] in ([], ["F"]) for cell in tick)
+        at |= {op: now for cell in tick for op in cell}
+        lasts = [
+            sum(of[LETTERS[op.kind]][schedule.model_stage(op)] for op in cell) for cell in tick
+        ]
+        together += max(lasts) + send
+    locked = schedule.simulate(**costs, send=send, lockstep=True)
+    assert locked.time == pytest.approx(together)
+    assert locked.bubble == pytest.approx(1 - work / together)
     for stage, row in enumerate(schedule.rows):
-        operations = [operation for operation in row if operation]
-        assert [op for tick in schedule.ticks() for op in tick[stage]] == operations
+        own = [operation for operation in row if operation]
+        assert [op for tick in schedule.ticks() for op in tick[stage]] == own
+    every = Counter(op for row in schedule.rows for op in row if op)
+    assert Counter(schedule.in_order) == Counter(list(at)) == every
     model = {(schedule.model_stage(op), op.kind[0], op.microbatch): op for op in at}
+    order = {op: i for i, op in enumerate(schedule.in_order)}
     for (k, kind, j), op in model.items():
-        before = {"F": k - 1, "B": k + 1}.get(kind)
-        if (other := model.get((before, kind, j))) and other.stage != op.stage:
-            assert at[other] < at[op]
+        other = model.get(({"F": k - 1, "B": k + 1}.get(kind), kind, j))
+        if other:
+            assert order[other] < order[op]
+            assert at[other] < at[op] or other.stage == op.stage
 
 
 def test_stash_of_the_kinds():
@@ -75,13 +104,10 @@ def test_stash_of_the_kinds():
     assert js.schedules.zbv(p, m).stash == (8, 8, 8, 8)
 
 
-def test_orders_in_torchs_letters():
-    assert js.schedules.zero_bubble(2, 2).orders() == [
-        "0F0,0F1,0I0,0W0,0I1,0W1",
-        "1F0,1I0,1F1,1I1,1W0,1W1",
-    ]
-    assert js.schedules.interleaved(2, 2, 2).orders()[1] == ",1F0,1F1,,3F0,3B0,3F1,3B1,,1B0,,1B1"
-    assert parsed("(0F3;3B1)OVERLAP_F_B,,2I0") == [(0, "F", 3), (3, "B", 1), (2, "I", 0)]
+def test_what_f_and_b_store_may_have_any_sizes():
+    held = js.schedules.zero_bubble(2, 2)  # 0F0,0F1,0I0,0W0,0I1,0W1 and 1F0,1I0,1F1,1I1,1W0,1W1
+    assert held.most_held([3, 5], [10, 20]) == (2 * 3 + 10, 2 * 5 + 2 * 20)
+    assert js.schedules.gpipe(2, 3).most_held([3, 5], [10, 20]) == (9, 15)
 
 
 def test_operations_know_their_stage_of_the_model():
@@ -89,81 +115,19 @@ def test_operations_know_their_stage_of_the_model():
     assert schedule.placement == (0, 1, 0, 1, 0, 1)
     assert schedule.model_stage(Operation("F", 1, 2, 0)) == 5
     assert js.schedules.gpipe(3, 1).placement == (0, 1, 2)
+    assert js.schedules.zbv(3, 1).placement == (0, 1, 2, 2, 1, 0)
 
 
-def table(*rows, placement=None, num_microbatches=1, **changed):
-    """Rows such as ("F0", "B0"): one chunk, a cell of two as ("F1 B0")."""
-    kinds = {"F": "F", "B": "BW", "I": "B", "W": "W", "X": "X"}
-    cells = tuple(
-        tuple(tuple(Operation(kinds[w[0]], s, 0, int(w[1:])) for w in cell.split()) for cell in row)
-        for s, row in enumerate(rows)
-    )
-    sizes = {"num_stages": len(rows), "num_chunks": 1} | changed
-    placement = tuple(range(len(rows))) if placement is None else placement
-    return js.pipeline.Schedule(
-        "mine", num_microbatches=num_microbatches, placement=placement, cells=cells, **sizes
-    )
-
-
-@pytest.mark.parametrize(
-    ("rows", "options", "message"),
-    [
-        (
-            [("F0", "B0")],
-            {"num_microbatches": 2},
-            r"forward pass \(F\) of microbatch 1 on stage 0 .* not 0",
-        ),
-        ([("F0", "F0", "B0")], {}, r"microbatch 0 on stage 0 of the model must .* once, not 2"),
-        ([("F0", "B0", "W0")], {}, r"gradient of the weights .* once, not 2"),
-        ([("F0", "I0")], {}, r"gradient of the weights .* once, not 0"),
-        ([("F0", "W0")], {}, r"gradient of the input .* once, not 0"),
-        ([("F0", "X0")], {}, "unknown kind 'X' .* the kinds are F, B, W, BW"),
-        ([("F0", "B0", "F1")], {}, r"`microbatch` must be in 0 .. 0, got Operation"),
-        (
-            [("F0 F1", "B0", "B1")],
-            {"num_microbatches": 2},
-            r"must be an F and a B or BW after it, got \['F', 'F'\] on stage 0",
-        ),
-        (
-            [("F0", "B0")],
-            {"placement": (1,)},
-            r"`placement` must name each of 1 device stages 1 times",
-        ),
-        ([("F0", "B0")], {"num_stages": 2, "placement": (0, 1)}, "`cells` must hold 2 rows, got 1"),
-        (
-            [("B0", "F0")],
-            {},
-            "deadlocks: stage 0 waits at 0B0 for 0F0, which is on stage 0 after 0B0 itself",
-        ),
-        (
-            [("F0", "B0", "F1", "B1"), ("F0", "F1", "B0", "B1")],
-            {"num_microbatches": 2},
-            "stage 0 waits at 0B0 for 1B0, which is on stage 1 after 1F1, which waits, too",
-        ),
-    ],
-)
-def test_tables_that_are_none(rows, options, message):
-    with pytest.raises(ValueError, match=message):
-        table(*rows, **options)
-
-
-def test_an_operation_in_the_row_of_another_stage():
-    cells = ((Operation("F", 1, 0, 0),),), ((Operation("F", 1, 0, 0),),)
-    with pytest.raises(ValueError, match="row of stage 0 holds an operation of stage 1: Operation"):
-        js.pipeline.Schedule("mine", 2, 1, 1, (0, 1), cells)
-
-
-def test_schedules_are_values():
-    assert js.schedules.gpipe(2, 2) == js.schedules.gpipe(2, 2)
-    assert len({js.schedules.gpipe(2, 2), js.schedules.gpipe(2, 2), js.schedules.gpipe(2, 3)}) == 2
+def test_a_kind_by_its_name():
+    assert js.schedules.by_name("gpipe", 2, 3) == js.schedules.gpipe(2, 3)
+    made = js.schedules.by_name("interleaved", 2, 4, 2, warm_up="all")
+    assert made == js.schedules.interleaved(2, 4, 2, warm_up="all")
+    assert len({made, js.schedules.gpipe(2, 2), js.schedules.gpipe(2, 2)}) == 2
 
 
 def test_no_source_imports_jax():
     for path in Path(package.__file__).parent.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            names = [
-                alias.name for alias in getattr(node, "names", []) if isinstance(node, ast.Import)
-            ]
-            if isinstance(node, ast.ImportFrom) and not node.level:
-                names.append(node.module)
-            assert not any(name.split(".")[0] in ("jax", "jaxlib", "optax") for name in names), path
+        nodes = list(ast.walk(ast.parse(path.read_text())))
+        names = [x.name for node in nodes if isinstance(node, ast.Import) for x in node.names]
+        names += [x.module for x in nodes if isinstance(x, ast.ImportFrom) and not x.level]
+        assert not {name.split(".")[0] for name in names} & {"jax", "jaxlib", "optax"}, path

@@ -6,11 +6,10 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from jaxslowmo.reports.communication import comm_report
+from jaxslowmo.reports.communication import comm_report, comm_report_of
 
 X = jax.ShapeDtypeStruct((64,), jnp.float32)
 T = jax.ShapeDtypeStruct((), jnp.int32)
-BLOCK = 32
 
 
 def scoped(name, fn):
@@ -53,176 +52,126 @@ def nested(x, t):
     return lax.cond(t % 4 == 0, slow, rest, x)
 
 
-@pytest.mark.parametrize("level", ["emitted", "compiled"])
-def test_nested_conditionals_with_phases(mapped, level):
-    report = comm_report(mapped(nested), X, T)
-    assert report.kinds == ("local", "average", "slow")
-    counts = {
-        kind: {r.collective: r.count for r in report.select(kind=kind, level=level)}
-        for kind in report.kinds
-    }
-    assert counts == {
-        "local": {"collective-permute": 1},
-        "average": {"collective-permute": 1, "all-reduce": 1},
-        "slow": {"collective-permute": 1, "reduce-scatter": 1, "all-gather": 1},
-    }
-    conditional = {r.collective for r in report.select(level=level) if r.conditional}
-    assert conditional == {"all-reduce", "reduce-scatter", "all-gather"}
-
-
 class ByPhase:
     """As a host-scheduled step."""
 
     def __init__(self, programs, *, traced=False):
-        name = "traced_by_phase" if traced else "lowered_by_phase"
-
-        def stage(fn, *args):
-            return jax.jit(fn).trace(*args) if traced else jax.jit(fn).lower(*args)
-
         def method(*args):
+            def stage(fn):
+                return jax.jit(fn).trace(*args) if traced else jax.jit(fn).lower(*args)
+
             if not isinstance(programs, dict):
-                return stage(programs, *args)
-            return {kind: stage(fn, *args) for kind, fn in programs.items()}
+                return stage(programs)
+            return {kind: stage(fn) for kind, fn in programs.items()}
 
-        setattr(self, name, method)
+        setattr(self, "traced_by_phase" if traced else "lowered_by_phase", method)
 
 
-@pytest.mark.parametrize("traced", [False, True])
-def test_traced_and_host_scheduled_programs_agree(mapped, traced):
+def test_nested_conditionals_and_host_scheduled_programs_agree(mapped):
     def with_base(exchange):
         return mapped(lambda x, t: exchange(lax.ppermute(x, "replica", [(0, 1)])))
 
     programs = {"local": with_base(same), "average": with_base(average), "slow": with_base(slow)}
-    by_host = comm_report(ByPhase(programs, traced=traced), X, T)
     inside = comm_report(mapped(nested), X, T)
-    assert by_host.kinds == inside.kinds
-    for level in ("emitted", "compiled"):
-        for kind in by_host.kinds:
-            facts = [
-                {
-                    (r.axis, r.collective, r.count, r.bytes)
-                    for r in report.select(kind=kind, level=level)
-                }
-                for report in (by_host, inside)
-            ]
-            assert facts[0] == facts[1] != set()
+    for by_host in (inside, comm_report(ByPhase(programs, traced=True), X, T)):
+        assert by_host.kinds == ("local", "average", "slow")
+        for level in ("emitted", "compiled"):
+            counts = {
+                kind: {r.collective: r.count for r in by_host.select(kind=kind, level=level)}
+                for kind in by_host.kinds
+            }
+            assert counts == {
+                "local": {"collective-permute": 1},
+                "average": {"collective-permute": 1, "all-reduce": 1},
+                "slow": {"collective-permute": 1, "reduce-scatter": 1, "all-gather": 1},
+            }
+    conditional = {(r.collective, r.level) for r in inside.rows if r.conditional}
+    assert len(conditional) == 6
+    assert comm_report(ByPhase(mapped(nested)), X, T) == inside
+    assert comm_report(ByPhase({None: mapped(nested)}, traced=True), X, T) == inside
 
 
-def test_step_object_with_one_program_for_all_kinds(mapped):
-    expected = comm_report(mapped(nested), X, T)
-    assert comm_report(ByPhase(mapped(nested)), X, T) == expected
-    assert comm_report(ByPhase({None: mapped(nested)}, traced=True), X, T) == expected
+def when(period, phase, otherwise=same):
+    """Part of a step: every so many steps that phase."""
+    return lambda x, t: lax.cond(t % period == 0, phase, otherwise, x)
 
 
-def test_local_exists_and_is_silent(mapped):
-    report = comm_report(mapped(lambda x, t: lax.cond(t == 0, average, same, x)), X, T)
-    assert report.kinds == ("local", "average")
-    assert report.count(kind="local", axis="replica") == 0
-    assert report.count(kind="local", axis="replica", level="compiled") == 0
-    assert report.count(kind="average", axis="replica") == 1
+def both(first, second):
+    return lambda x, t: second(first(x, t), t)
 
 
-def test_phase_that_communicates_nothing_is_a_kind(mapped):
-    double = scoped("rest", lambda x: 2 * x)
-    report = comm_report(mapped(lambda x, t: lax.cond(t == 0, double, same, x)), X, T)
-    assert report.kinds == ("local", "rest")
-    assert report.count(kind="rest") == 0
+def loop(x, t):
+    body = lambda x, i: (lax.cond(i + t > 2, average, jnp.sin, x), None)  # noqa: E731
+    return lax.scan(body, x, jnp.arange(4))[0]
 
 
-def test_conditional_without_a_phase(mapped):
-    def step(x, t):
-        return lax.cond(t == 0, mean, same, lax.ppermute(x, "replica", [(0, 1)]))
-
-    report = comm_report(mapped(step), X, T)
-    assert report.kinds == ("local", "conditional")
-    assert report.count(kind="local") == 1
-    assert report.count(kind="conditional") == 2
-    assert report.count(kind="conditional", level="compiled") == 2
+def differentiated(x, t):
+    summed = scoped("average", lambda x: lax.psum(x, "replica"))
+    loss = lambda x: lax.cond(t == 0, summed, same, x)  # noqa: E731
+    return jax.grad(lambda x: jax.vmap(loss)(x).sum())(x)
 
 
-def test_static_phase_is_the_one_kind(mapped):
-    report = comm_report(mapped(lambda x, t: average(lax.psum(x, "replica"))), X, T)
-    assert report.kinds == ("average",)
-    assert report.count() == 2
+def rest(x, t):
+    return lax.cond(t % 3 == 0, average, same, x)
 
 
-def test_static_phases_join(mapped):
-    report = comm_report(mapped(lambda x, t: slow(average(x))), X, T)
-    assert report.kinds == ("average+slow",)
-    assert report.count() == 3
+def shift(x, t):
+    return lax.ppermute(x, "replica", [(0, 1)])
 
 
-def test_innermost_phase_wins(mapped):
-    step = scoped("outer", lambda x: lax.psum(average(x), "replica"))
-    report = comm_report(mapped(lambda x, t: lax.cond(t == 0, step, same, x)), X, T)
-    assert report.count(kind="average") == 1
-    assert report.count(kind="outer") == 1
-    assert report.count(kind="outer+average") == 2
+def nested_rest(x, t):
+    return lax.cond(t % 4 == 0, slow, lambda x: rest(x, t), x)
 
 
-def test_phases_that_meet_in_one_step(mapped):
-    def step(x, t):
-        x = lax.cond(t % 3 == 0, average, same, x)
-        return lax.cond(t % 4 == 0, slow, same, x)
-
-    report = comm_report(mapped(step), X, T)
-    assert report.kinds == ("local", "average", "slow", "average+slow")
-    assert report.count(kind="average+slow") == report.count(kind="slow+average") == 3
-    assert report.count(kind="average") == 1
-
-
-def test_part_of_every_phase(mapped):
-    def step(x, t):
-        x = lax.cond(t % 4 == 0, slow, lambda x: lax.cond(t % 3 == 0, average, same, x), x)
-        return lax.cond((t % 3 == 0) | (t % 4 == 0), scoped("*", mean), same, x)
-
-    report = comm_report(mapped(step), X, T)
-    assert report.kinds == ("local", "average", "slow")
-    assert [report.count(kind=kind) for kind in report.kinds] == [0, 2, 3]
-
-
-def test_rounds_of_one_phase_exclude_each_other(mapped):
-    rounds = [
-        scoped("gossip", lambda x, k=k: lax.ppermute(x, "replica", [(0, k), (k, 0)]))
-        for k in (1, 2, 3)
-    ]
-    report = comm_report(mapped(lambda x, t: lax.switch(t % 3, rounds, x)), X, T)
-    for level in ("emitted", "compiled"):
-        assert report.count(kind="gossip", level=level) == 1
-        assert report.bytes(kind="gossip", level=level) == BLOCK
+REDUCE = jax.jit(mean)
+CALLS = [scoped("a", REDUCE), scoped("b", lambda x: REDUCE(2 * REDUCE(x))), same]
+OUTER = scoped("outer", lambda x: lax.psum(average(x), "replica"))
+EVERY = scoped("*", mean)
+# A step, and how many collectives each kind of it executes.
+CASES = {
+    "silent": (when(2, scoped("rest", lambda x: 2 * x)), "local 0, rest 0"),
+    "without a phase": (both(shift, when(2, mean)), "local 1, conditional 2"),
+    "static": (lambda x, t: average(lax.psum(x, "replica")), "average 2"),
+    "two static": (lambda x, t: slow(average(x)), "average+slow 3"),
+    "static and chosen": (
+        both(lambda x, t: average(x), when(2, slow)),
+        "local 1, slow 3, average 1, average+slow 3",
+    ),
+    "two in one step": (
+        both(when(3, average), when(4, slow)),
+        "local 0, average 1, slow 2, average+slow 3",
+    ),
+    "the innermost": (when(2, OUTER), "local 0, average 1, outer 1, average+outer 2"),
+    "part of every": (both(nested_rest, when(3, EVERY)), "local 0, average 2, slow 3"),
+    "part of every alone": (when(2, EVERY), "local 0, * 1"),
+    "of the caller": (lambda x, t: lax.switch(t, CALLS, x), "local 0, a 1, b 2"),
+    "in a loop": (loop, "local 0, average 4"),
+}
 
 
-@pytest.mark.parametrize("level", ["emitted", "compiled"])
-def test_shared_function_takes_the_phase_of_its_caller(mapped, level):
-    reduce = jax.jit(mean)
-    branches = [scoped("a", reduce), scoped("b", lambda x: reduce(2 * reduce(x))), same]
-    report = comm_report(mapped(lambda x, t: lax.switch(t, branches, x)), X, T)
-    assert report.kinds == ("local", "a", "b")
-    assert [report.count(kind=kind, level=level) for kind in report.kinds] == [0, 1, 2]
-
-
-@pytest.mark.parametrize("level", ["emitted", "compiled"])
-def test_conditional_in_a_loop(mapped, level):
-    def step(x, t):
-        def body(x, i):
-            return lax.cond(i + t > 2, average, jnp.sin, x), None
-
-        return lax.scan(body, x, jnp.arange(4))[0]
-
-    report = comm_report(mapped(step), X, T)
-    (row,) = report.select(kind="average", level=level)
-    assert (row.count, row.conditional, row.in_loop, row.trip_count) == (4, True, True, 4)
-    assert report.count(kind="local", level=level) == 0
+@pytest.mark.parametrize("name", CASES)
+def test_kinds_of_steps_and_how_many_collectives_they_execute(mapped, name):
+    fn, wanted = CASES[name]
+    report = comm_report_of(jax.jit(mapped(fn)).lower(X, T), compile=name == "of the caller")
+    for level in report.levels:
+        counts = [f"{kind} {report.count(kind=kind, level=level)}" for kind in report.kinds]
+        assert ", ".join(counts) == wanted
+    if "average+slow" in report.kinds[1:]:
+        assert report.count(kind="slow+average") == 3
 
 
 def test_phases_survive_vmap_and_grad(mapped):
-    def step(x, t):
-        def loss(x):
-            return lax.cond(t == 0, scoped("average", lambda x: lax.psum(x, "replica")), same, x)
-
-        return jax.grad(lambda x: jax.vmap(loss)(x).sum())(x)
-
-    report = comm_report(mapped(step), X, T)
+    report = comm_report_of(jax.jit(mapped(differentiated)).lower(X, T), compile=False)
     assert set(report.kinds) == {"local", "average"}
-    assert report.count(kind="local") == 0
-    assert report.count(kind="average") >= 1
+    assert report.count(kind="local") == 0 < report.count(kind="average")
+
+
+def test_branches_exclude_each_other_and_the_largest_counts(mapped):
+    rounds = [
+        scoped("gossip", lambda x, k=k: lax.ppermute(x[:k], "replica", [(0, k), (k, 0)])[0] + x)
+        for k in (1, 3, 2)
+    ]
+    report = comm_report(mapped(lambda x, t: lax.switch(t % 3, rounds, x)), X, T)
+    for level in report.levels:
+        (row,) = report.select(kind="gossip", level=level)
+        assert (row.count, row.bytes, row.conditional, row.in_loop) == (1, 3 * 4, True, False)

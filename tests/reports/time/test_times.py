@@ -7,14 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxslowmo.reports.time._step_program import StepProgram
-from jaxslowmo.reports.time._times import (
-    DeviceOp,
-    length,
-    mean_times,
-    overlap,
-    step_times,
-    union,
-)
+from jaxslowmo.reports.time._times import DeviceOp, length, mean_times, overlap, step_times, union
 from support.compiled_step import TEXT
 
 
@@ -59,15 +52,13 @@ def test_other_devices_hide_nothing_and_means_are_over_devices():
 
 
 def test_every_wait_belongs_to_the_last_start_before_it():
+    pair = (("ar-start", 0), ("ar-done", 3))
     found = times(
-        *[("0", name, t + at, t + at + 0.5) for t in (0, 10) for name, at in PAIR],
+        *[("0", name, t + at, t + at + 0.5) for t in (0, 10) for name, at in pair],
         ("0", "fusion.1", 4, 9),
     )
     assert found.communication_time == pytest.approx(2 * 3.5)
     assert found.overlap_time == 0
-
-
-PAIR = (("ar-start", 0), ("ar-done", 3))
 
 
 def test_names_that_no_instruction_has():
@@ -81,7 +72,8 @@ def test_names_that_no_instruction_has():
 def test_means_over_steps():
     average = mean_times([times(("0", "slow.1", 0, 2)), times(("0", "ar-start", 0, 1))])
     assert average.communication == {"slow": 1, "gradients": 0.5}
-    assert average.communication_time == 1.5
+    assert (average.communication_time, average.step_time) == (1.5, 1)
+    assert mean_times([]).step_time == 0
 
 
 INTERVALS = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)))

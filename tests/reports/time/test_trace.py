@@ -11,25 +11,36 @@ from jaxslowmo.reports.time._trace import device_ops
 from support.compiled_step import TEXT
 
 
-def plane(name, lines, with_stats):
-    """A plane as a text proto: lines of (event name, start, end in ns, hlo_op or None)."""
-    names = {e[0]: i for i, e in enumerate([e for _, es in lines for e in es], 1)}
+def plane(name, lines):
+    """A plane as a text proto: lines of (event name, start, end in ns, stats by name)."""
+    events = {event for _, of_line in lines for event, *_ in of_line}
+    ids = {text: i for i, text in enumerate(sorted(events | set(STATS)), 1)}
     parts = [f'name: "{name}"']
-    for line_name, events in lines:
+    for line, of_line in lines:
         shown = []
-        for event, start, end, op in events:
-            stats = f'stats {{ metadata_id: 1 str_value: "{op}" }}' if op else ""
-            module = 'stats { metadata_id: 2 str_value: "jit_f" }' if with_stats and op else ""
+        for event, start, end, stats in of_line:
+            values = [
+                f"stats {{ metadata_id: {ids[stat]} "
+                + (f"int64_value: {x}" if isinstance(x, int) else f'str_value: "{x}"')
+                + " }"
+                for stat, x in stats.items()
+            ]
             shown.append(
-                f"events {{ metadata_id: {names[event]} offset_ps: {1000 * start} "
-                f"duration_ps: {1000 * (end - start)} {stats} {module} }}"
+                f"events {{ metadata_id: {ids[event]} offset_ps: {1000 * start} "
+                f"duration_ps: {1000 * (end - start)} {' '.join(values)} }}"
             )
-        parts.append(f'lines {{ name: "{line_name}" {" ".join(shown)} }}')
-    for event, i in names.items():
-        parts.append(f'event_metadata {{ key: {i} value {{ id: {i} name: "{event}" }} }}')
-    for i, stat in enumerate(("hlo_op", "hlo_module"), 1):
-        parts.append(f'stat_metadata {{ key: {i} value {{ id: {i} name: "{stat}" }} }}')
+        parts.append(f'lines {{ name: "{line}" {" ".join(shown)} }}')
+    for text, i in ids.items():
+        kind = "stat_metadata" if text in STATS else "event_metadata"
+        parts.append(f'{kind} {{ key: {i} value {{ id: {i} name: "{text}" }} }}')
     return f"planes {{ {' '.join(parts)} }}"
+
+
+STATS = ("hlo_op", "hlo_module", "device_ordinal", "_p", "_c")
+
+
+def of(op, module="jit_f", **more):
+    return {"hlo_op": op, "hlo_module": module, **more}
 
 
 def read(*planes):
@@ -43,21 +54,13 @@ def read(*planes):
 
 def test_traces_of_tpus_name_whole_instructions():
     ops = [
-        ("%fusion.1 = f32[4]{0} fusion(f32[4]{0} %p), kind=kLoop", 0, 20, None),
-        ("%ar-done = f32[4]{0} all-reduce-done(%ar-start)", 20, 30, None),
+        ("%fusion.1 = f32[4]{0} fusion(f32[4]{0} %p), kind=kLoop", 0, 20, {}),
+        ("%ar-done = f32[4]{0} all-reduce-done(%ar-start)", 20, 30, {}),
     ]
-    asynchronous = [("%ar-start = f32[4]{0} all-reduce-start(%p)", 5, 28, None)]
-    tpu = plane(
-        "/device:TPU:1",
-        [
-            ("XLA Modules", [("jit_f(123)", 0, 40, None)]),
-            ("XLA Ops", ops),
-            ("Async XLA Ops", asynchronous),
-        ],
-        with_stats=False,
-    )
-    helper = plane("/device:TPU:1 SparseCore 0", [("XLA Ops", ops)], with_stats=False)
-    assert read(tpu, helper) == {
+    asynchronous = [("%ar-start = f32[4]{0} all-reduce-start(%p)", 5, 28, {})]
+    modules = ("XLA Modules", [("jit_f(123)", 0, 40, {})])
+    tpu = plane("/device:TPU:1", [modules, ("XLA Ops", ops), ("Async XLA Ops", asynchronous)])
+    assert read(tpu, plane("/device:TPU:1 SparseCore 0", [("XLA Ops", ops)])) == {
         ("/device:TPU:1", "fusion.1", 0, 20),
         ("/device:TPU:1", "ar-done", 20, 30),
         ("/device:TPU:1", "ar-start", 5, 28),
@@ -68,12 +71,12 @@ def test_traces_of_gpus_have_streams_of_kernels():
     gpu = plane(
         "/device:GPU:0",
         [
-            ("Stream #14(Compute)", [("loop_add_fusion", 0, 20, "fusion.1")]),
-            ("Stream #20(Compute)", [("ncclDevKernel_AllReduce", 10, 28, "ar-start")]),
-            ("Stream #21(MemcpyH2D)", [("MemcpyH2D", 0, 5, None)]),
-            ("XLA Modules", [("jit_f", 0, 40, "jit_f")]),
+            ("Stream #14(Compute)", [("loop_add_fusion", 0, 20, of("fusion.1"))]),
+            ("Stream #20(Compute)", [("ncclDevKernel_AllReduce", 10, 28, of("ar-start"))]),
+            ("Stream #21(MemcpyH2D)", [("MemcpyH2D", 0, 5, {})]),
+            ("Stream #22(Compute)", [("of_another", 0, 9, of("fusion.2", "jit_g"))]),
+            ("XLA Modules", [("jit_f", 0, 40, of("jit_f"))]),
         ],
-        with_stats=True,
     )
     found = read(gpu)
     assert found == {
@@ -86,3 +89,17 @@ def test_traces_of_gpus_have_streams_of_kernels():
     assert measured.communication["gradients"] == pytest.approx(18e-9)
     assert measured.overlap_time == pytest.approx(10e-9)
     assert measured.other_compute_time == 0
+
+
+def test_operations_of_cpus_name_their_device_and_may_end_in_another_thread():
+    first = [
+        ("call", 0, 10, of("fusion.1", device_ordinal=1, _p=7)),
+        ("wait", 10, 20, of("ar-start", _p=8)),
+        ("of_another", 20, 30, of("fusion.1", "jit_g")),
+        ("Python", 0, 99, {}),
+    ]
+    second = [("end: call", 25, 25, {"_c": 7}), ("end: wait", 15, 15, {"_c": 8})]
+    assert read(plane("/host:CPU", [("a", first), ("b", second)])) == {
+        ("cpu:1", "fusion.1", 0, 25),
+        ("cpu:0", "ar-start", 10, 20),
+    }

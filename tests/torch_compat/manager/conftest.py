@@ -7,8 +7,6 @@ from torch_compat.manager import _manager
 
 
 @pytest.fixture(autouse=True)
-def patient_shutdown(monkeypatch: pytest.MonkeyPatch) -> tuple[float, float, float]:
-    """Let `shutdown` wait long, so that exit codes say how processes ended; return its waits."""
-    usual = _manager._END_SECONDS
+def _patient_shutdown(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let `shutdown` wait long, so that exit codes say how processes ended."""
     monkeypatch.setattr(_manager, "_END_SECONDS", (PATIENCE_SECONDS,) * 3)
-    return usual

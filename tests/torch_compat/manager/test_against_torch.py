@@ -11,26 +11,27 @@ from torch_compat import TPUManager
 TOLERANCE = 1e-6
 
 
-@pytest.mark.parametrize("accumulate", [1, 2, 3])
-@pytest.mark.parametrize("nprocs", [1, 2, 4])
+@pytest.mark.parametrize(("nprocs", "accumulate"), [(1, 1), (2, 3), (4, 2), (8, 1)])
 def test_steps_equal_plain_torch(nprocs: int, accumulate: int):
     model, batch = regressor(), 2
-    assert sum(p.numel() for p in model.parameters()) >= 700_000
+    count = sum(p.numel() for p in model.parameters())
+    assert count >= 700_000
     per_step = nprocs * accumulate * batch
-    data = samples(6 * per_step)
+    data = samples(5 * per_step)
     plain = PlainTorch(model)
     with TPUManager(
         model,
         data,
         nprocs=nprocs,
-        batch_size_per_device=batch,
+        batch_size=batch,  # a descendant's name of `batch_size_per_device`
         grad_accumulation_steps=accumulate,
         start=True,
     ) as manager:
 
         def step(number: int):
-            loss, count = manager.step()
-            assert count == per_step
+            take = manager.compute_grads if number == 2 else manager.step
+            loss, num_samples = take()
+            assert num_samples == per_step
             expected = plain.step(data[number * per_step : (number + 1) * per_step])
             assert math.isclose(loss, expected, abs_tol=TOLERANCE)
             gradients = manager.get_aggregated_gradients()
@@ -38,6 +39,7 @@ def test_steps_equal_plain_torch(nprocs: int, accumulate: int):
 
         step(0)
         step(1)  # without zero_grad: gradients add up
+        assert 4 * count <= manager.statistics.bytes_to_host < 4.1 * count
         manager.zero_grad()
         plain.model.zero_grad()
         assert not any(g.any() for g in manager.get_aggregated_gradients())
@@ -50,30 +52,15 @@ def test_steps_equal_plain_torch(nprocs: int, accumulate: int):
             ):
                 assert torch.equal(ours, value)
                 theirs.copy_(value)
-        manager.zero_grad()
-        plain.model.zero_grad()
         step(3)
         step(4)
     assert manager.exitcode == 0
 
 
-def test_eight_devices():
-    model = regressor()
-    plain, data = PlainTorch(model), samples(32)
-    with TPUManager(model, data, nprocs=8, batch_size_per_device=2, start=True) as manager:
-        for number in range(2):
-            loss, count = manager.step()
-            assert count == 16
-            assert math.isclose(
-                loss, plain.step(data[number * 16 : number * 16 + 16]), abs_tol=TOLERANCE
-            )
-    assert largest_difference(manager.get_aggregated_gradients(), plain.gradients()) <= TOLERANCE
-
-
 def test_the_usage_of_the_original_trainer():
     """hivemind's run_trainer_tpu.py, with SGD in the place of its collaborative optimizer."""
-    model = regressor()
-    data = samples(64)
+    model = regressor(width=64)
+    data = samples(32)
     plain = PlainTorch(model)
     manager = TPUManager(
         model,
@@ -87,15 +74,11 @@ def test_the_usage_of_the_original_trainer():
     model = manager._synchronizer.master_model
     manager.step()
     manager.update_model_parameters(model.parameters())
-    manager.step()
-    manager.step()
-    manager.get_aggregated_gradients()
     manager.zero_grad()
 
     ours = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     theirs = torch.optim.SGD(plain.model.parameters(), lr=0.1, momentum=0.9)
-    manager.update_model_parameters(model.parameters())
-    for number in range(3, 9):
+    for number in range(1, 8):
         loss, count = manager.step()
         assert count == 4
         with torch.no_grad():
@@ -106,11 +89,31 @@ def test_the_usage_of_the_original_trainer():
         ours.step()
         manager.update_model_parameters(model.parameters())
         manager.zero_grad()
-
         theirs.zero_grad()
-        expected = plain.step(data[number * 4 : number * 4 + 4])
+        assert math.isclose(loss, plain.step(data[number * 4 : number * 4 + 4]), abs_tol=1e-5)
         theirs.step()
-        assert math.isclose(loss, expected, abs_tol=1e-5)
     assert largest_difference(list(model.parameters()), list(plain.model.parameters())) <= 1e-5
     manager.shutdown()
     assert manager.exitcode == 0
+
+
+def test_compressed_gradients_are_rounded_once_and_added_in_float32():
+    data, model = samples(6), regressor(width=64)
+    plain = PlainTorch(model)
+    expected = [torch.zeros_like(p) for p in model.parameters()]
+    with TPUManager(model, data, nprocs=2, compress_grads=True, start=True) as manager:
+        for number in range(3):
+            manager.step()
+            plain.model.zero_grad()
+            plain.step(data[2 * number : 2 * number + 2])
+            for total, gradient in zip(expected, plain.gradients(), strict=True):
+                total += gradient.bfloat16()
+        statistics = manager.statistics
+        found = manager.get_aggregated_gradients()
+    for ours, theirs in zip(found, expected, strict=True):
+        # A last digit of the mean may round the other way: one of 8 bits, of the largest.
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=theirs.abs().max().item() / 128)
+    kept = found[2]
+    assert not torch.equal(kept, kept.bfloat16().float())  # a sum of three in bfloat16 would be
+    count = sum(p.numel() for p in model.parameters())
+    assert 2 * count <= statistics.bytes_to_host < 2.1 * count

@@ -6,9 +6,10 @@ import numpy as np
 import slowmo_here as here
 import torch
 from fairscale_settings import SETTINGS, Setting, initial, loss_of, make_net, samples
+from slowmo_models import take_step
 from torch.nn.utils import vector_to_parameters
 
-from torch_compat.slowmo import SlowMoDistributedDataParallel
+from torch_compat.slowmo import SlowMoDistributedDataParallel as SlowMo
 
 
 def run_all() -> dict[str, dict[str, Any]]:
@@ -27,19 +28,15 @@ def run(setting: Setting) -> dict[str, Any]:
     history = []
     for step in range(setting.steps):
         x, y = (part[rank : rank + 1].to(device) for part in samples(step, world))
-        loss_of(net, x, y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        net.perform_slowmo(optimizer)
-        here.launch()
+        take_step(net, optimizer, loss_of(net, x, y))
         params = [p.detach().cpu().numpy().ravel() for p in net.module.parameters()]
         history.append(np.concatenate(params))
     return {"slowmo": net.slowmo, "params": np.stack(history)}
 
 
-def wrapped(module: torch.nn.Module, options: dict[str, Any]) -> SlowMoDistributedDataParallel:
+def wrapped(module: torch.nn.Module, options: dict[str, Any]) -> SlowMo:
     """With the arguments that all of FairScale's tests give besides."""
-    return SlowMoDistributedDataParallel(
+    return SlowMo(
         module,
         comm_device=here.device(),
         process_rank=here.rank(),

@@ -1,5 +1,11 @@
-"""A backend of one rank, without the others."""
+"""The wrapper of one rank, without the others: what needs no exchange."""
 
+from unittest import mock
+
+import torch
+
+from torch_compat.slowmo import SlowMoDistributedDataParallel as SlowMo
+from torch_compat.slowmo import _options
 from torch_compat.slowmo._places import Places
 from torch_compat.slowmo.backends import Backend
 from torch_compat.slowmo.backends._base import check_devices
@@ -30,3 +36,12 @@ class Alone(Backend):
         raise AssertionError("nobody is there")
 
     meet = all_reduce = reduce_scatter = all_gather = permute = _nobody
+
+
+def build(
+    world: int = 4, rank: int = 1, nprocs_per_node: int = 1, module=None, **options
+) -> SlowMo:
+    """The wrapper, as the constructor of that rank sees the world."""
+    module = torch.nn.Linear(3, 2) if module is None else module
+    with mock.patch.object(_options, "choose", return_value=Alone(rank, world)):
+        return SlowMo(module, nprocs_per_node, **options)

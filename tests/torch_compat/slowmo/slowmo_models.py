@@ -35,15 +35,19 @@ def batch(step: int, rank: int, width: int = WIDTH) -> tuple[np.ndarray, np.ndar
     return x, np.roll(x, 1, axis=1)
 
 
-def train_step(net, optimizer, step: int, width: int = WIDTH, **options) -> None:
-    """One step of this device on its own batch."""
-    device, rank = here.device(), here.rank()
-    x, y = (torch.tensor(part).to(device) for part in batch(step, rank, width))
-    ((net(x) - y) ** 2).mean().backward()
+def take_step(net, optimizer, loss: torch.Tensor, **options) -> None:
+    """What follows a forward pass in a script."""
+    loss.backward()
     optimizer.step()
     net.zero_grad(set_to_none=True)
     net.perform_slowmo(optimizer, **options)
     here.launch()
+
+
+def train_step(net, optimizer, step: int, width: int = WIDTH) -> None:
+    """One step of this device on its own batch."""
+    x, y = (torch.tensor(part).to(here.device()) for part in batch(step, here.rank(), width))
+    take_step(net, optimizer, ((net(x) - y) ** 2).mean())
 
 
 def values(module) -> dict[str, np.ndarray]:

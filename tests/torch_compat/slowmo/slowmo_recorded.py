@@ -11,7 +11,7 @@ import slowmo_here as here
 import torch
 
 from jaxslowmo import topology
-from torch_compat.slowmo import SlowMoDistributedDataParallel
+from torch_compat.slowmo import SlowMoDistributedDataParallel as SlowMo
 
 FOLDER = Path(__file__).parents[3] / "tests" / "golden" / "fairscale"
 HERE = Path(__file__).parent / "recorded"
@@ -99,7 +99,7 @@ def replay(name: str) -> dict[str, np.ndarray]:
     values = [v[rank] if per_rank else v for v in recording.of("init")]
     module = Prescribed(values, config.get("buffers"), dtype).to(device)
     kept = config.get("mixing_lo")
-    net = SlowMoDistributedDataParallel(
+    net = SlowMo(
         module,
         graph=recording.graph(),
         mixing=None if kept is None else topology.self_weighted(kept),

@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 import slowmo_here as here
 import torch
+from slowmo_models import take_step
 from slowmo_spawned import spawned
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 from jaxslowmo import topology
-from torch_compat.slowmo import SlowMoDistributedDataParallel
+from torch_compat.slowmo import SlowMoDistributedDataParallel as SlowMo
 
 WIDTH, RATE, MOMENTUM, SLOW_MOMENTUM = 3, 0.05, 0.9, 0.5
 
@@ -28,20 +29,15 @@ def rate_of(step: int) -> float:
 def built(**options):
     model = torch.nn.Linear(WIDTH, 1, bias=False)
     torch.nn.init.constant_(model.weight, 0.5)
-    net = SlowMoDistributedDataParallel(
-        model, **{"nprocs_per_node": 1, "slowmo_momentum": SLOW_MOMENTUM, **options}
-    )
+    net = SlowMo(model, **{"nprocs_per_node": 1, "slowmo_momentum": SLOW_MOMENTUM, **options})
     return net, torch.optim.SGD(net.parameters(), lr=RATE, momentum=MOMENTUM)
 
 
-def take_step(net, optimizer, epoch: int, step: int) -> None:
+def step_on_batch(net, optimizer, epoch: int, step: int) -> None:
     x, y = (torch.tensor(part, dtype=torch.float32) for part in batch(epoch, step, here.rank()))
-    (net(x) - y).square().mean().backward()
     for group in optimizer.param_groups:
         group["lr"] = rate_of(step)
-    optimizer.step()
-    optimizer.zero_grad()
-    net.perform_slowmo(optimizer)
+    take_step(net, optimizer, (net(x) - y).square().mean())
 
 
 def trained(lengths: list[list[int]], by_all: bool, options: dict):
@@ -51,7 +47,7 @@ def trained(lengths: list[list[int]], by_all: bool, options: dict):
     for epoch, steps in enumerate(lengths):
         with net.join(divide_by_initial_world_size=by_all):
             for step in range(steps[here.rank()]):
-                take_step(net, optimizer, epoch, step)
+                step_on_batch(net, optimizer, epoch, step)
         found.append((net.module.weight.detach().numpy()[0].copy(), net.num_updates))
     whole = net.consolidated_state_dict()["module.weight"].numpy()[0]
     return found, whole, net.state_dict()["slowmo.num_updates"].item()
@@ -104,46 +100,6 @@ def oracle(
     return history
 
 
-SCHEDULE = {"localsgd_frequency": 2, "slowmo_frequency": 4}
-WHOLE = {**SCHEDULE, "slowmo_memory_efficient": False}
-NODES = {**SCHEDULE, "nprocs_per_node": 2}
-
-
-TWO = [
-    ([[3, 9], [6, 2]], True, SCHEDULE),
-    ([[3, 9], [6, 2]], False, SCHEDULE),
-]
-FOUR = [
-    ([[9, 5, 2, 7]], True, WHOLE),
-    ([[9, 5, 2, 7]], False, WHOLE),
-    ([[3, 9, 5, 5], [4, 1, 9, 8]], True, NODES),
-    ([[3, 9, 5, 4], [4, 1, 9, 8]], False, NODES),
-    ([[9, 6, 2, 3]], True, {**NODES, "slowmo_memory_efficient": False}),
-]
-
-
-def all_trained(cases):
-    return [trained(*case) for case in cases]
-
-
-@pytest.mark.parametrize("cases", [TWO, FOUR], ids=["2 processes", "4 processes"])
-def test_local_sgd(cases):
-    world = len(cases[0][0][0])
-    results = spawned(world, all_trained, cases)
-    for case, (lengths, by_all, options) in enumerate(cases):
-        expected = oracle(world, lengths, by_all, **options)
-        size, updates = options.get("nprocs_per_node", 1), np.cumsum([max(n) for n in lengths])
-        for rank in range(world):
-            found, whole, num_updates = results[rank][case]
-            assert num_updates == updates[-1]
-            for (weights, number), theirs, total in zip(found, expected, updates, strict=True):
-                assert number == total
-                np.testing.assert_allclose(weights, theirs[rank // size], rtol=2e-5, atol=1e-6)
-            np.testing.assert_allclose(whole, expected[-1].mean(0), rtol=2e-5, atol=1e-6)
-            of_master = results[rank - rank % size][case][0][-1][0]
-            assert np.array_equal(found[-1][0], of_master)
-
-
 def ring_of(nodes: int):
     rounds = topology.exchange_rounds(topology.ring(nodes), None)
 
@@ -158,20 +114,51 @@ def ring_of(nodes: int):
     return mixing
 
 
+SCHEDULE = {"localsgd_frequency": 2, "slowmo_frequency": 4}
+WHOLE = {**SCHEDULE, "slowmo_memory_efficient": False}
+NODES = {**SCHEDULE, "nprocs_per_node": 2}
 SGP = {"slowmo_base_algorithm": "sgp", "graph": "ring", "slowmo_frequency": 4}
+# Per epoch the steps of each process; whether all count in averages; options.
+TWO = [([[3, 9], [6, 2]], True, SCHEDULE), ([[3, 9], [6, 2]], False, SCHEDULE)]
+FOUR = [
+    ([[9, 5, 2, 7]], True, WHOLE),
+    ([[9, 5, 2, 7]], False, WHOLE),
+    ([[3, 9, 5, 5], [4, 1, 9, 8]], True, NODES),
+    ([[3, 9, 5, 4], [4, 1, 9, 8]], False, NODES),
+    ([[9, 6, 2, 3]], True, {**NODES, "slowmo_memory_efficient": False}),
+    ([[9, 5, 2, 7]], True, SGP),
+    ([[3, 9, 5, 5], [4, 1, 9, 8]], True, {**SGP, "nprocs_per_node": 2}),
+]
 
 
-@pytest.mark.parametrize(
-    ("size", "lengths"), [(1, [[9, 5, 2, 7]]), (2, [[3, 9, 5, 5], [4, 1, 9, 8]])]
-)
-def test_stochastic_gradient_push(size, lengths):
-    results = spawned(4, trained, lengths, True, {**SGP, "nprocs_per_node": size})
-    expected = oracle(
-        4, lengths, nprocs_per_node=size, localsgd_frequency=10**6, mixing=ring_of(4 // size)
-    )
-    for rank, (found, _, _) in enumerate(results):
-        for (weights, _), theirs in zip(found, expected, strict=True):
-            np.testing.assert_allclose(weights, theirs[rank // size], rtol=2e-5, atol=1e-6)
+def all_trained(cases):
+    return [trained(*case) for case in cases]
+
+
+def expected_of(world: int, lengths, by_all: bool, options: dict):
+    if "graph" not in options:
+        return oracle(world, lengths, by_all, **options)
+    size = options.get("nprocs_per_node", 1)
+    how = {"nprocs_per_node": size, "localsgd_frequency": 10**6, "mixing": ring_of(world // size)}
+    return oracle(world, lengths, by_all, **how)
+
+
+@pytest.mark.parametrize("cases", [TWO, FOUR], ids=["2 processes", "4 processes"])
+def test_training_on_uneven_data(cases):
+    world = len(cases[0][0][0])
+    results = spawned(world, all_trained, cases)
+    for case, (lengths, by_all, options) in enumerate(cases):
+        expected = expected_of(world, lengths, by_all, options)
+        size, updates = options.get("nprocs_per_node", 1), np.cumsum([max(n) for n in lengths])
+        for rank in range(world):
+            found, whole, num_updates = results[rank][case]
+            assert num_updates == updates[-1]
+            for (weights, number), theirs, total in zip(found, expected, updates, strict=True):
+                assert number == total
+                np.testing.assert_allclose(weights, theirs[rank // size], rtol=2e-5, atol=1e-6)
+            np.testing.assert_allclose(whole, expected[-1].mean(0), rtol=2e-5, atol=1e-6)
+            of_master = results[rank - rank % size][case][0][-1][0]
+            assert np.array_equal(found[-1][0], of_master)
 
 
 def batch_norm() -> torch.nn.Module:
@@ -189,7 +176,7 @@ def state_of(net) -> dict[str, np.ndarray]:
 
 
 def beside_ddp(by_all: bool):
-    ours = SlowMoDistributedDataParallel(batch_norm(), 2, slowmo_momentum=0.0)
+    ours = SlowMo(batch_norm(), 2, slowmo_momentum=0.0)
     theirs = DistributedDataParallel(batch_norm())
     for net in (ours, theirs):
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
@@ -203,13 +190,16 @@ def beside_ddp(by_all: bool):
     return state_of(ours), state_of(theirs)
 
 
-@pytest.mark.parametrize("by_all", [True, False])
-def test_one_node_is_distributed_data_parallel(by_all):
-    (first, _), (second, theirs) = spawned(2, beside_ddp, by_all)
-    for key, value in first.items():
-        assert np.array_equal(value, second[key]), key
-        if not key.startswith("1.running"):  # those are another process' there
-            np.testing.assert_allclose(value, theirs[key], rtol=1e-5, atol=1e-6, err_msg=key)
+def beside_ddp_both_ways():
+    return [beside_ddp(by_all) for by_all in (True, False)]
+
+
+def test_one_node_is_distributed_data_parallel():
+    for (first, _), (second, theirs) in zip(*spawned(2, beside_ddp_both_ways), strict=True):
+        for key, value in first.items():
+            assert np.array_equal(value, second[key]), key
+            if not key.startswith("1.running"):  # those are another process' there
+                np.testing.assert_allclose(value, theirs[key], rtol=1e-5, atol=1e-6, err_msg=key)
 
 
 def in_windows(beside: bool):
@@ -217,7 +207,7 @@ def in_windows(beside: bool):
 
     `beside`: another model is trained by DistributedDataParallel before each batch.
     """
-    net = SlowMoDistributedDataParallel(batch_norm(), 2, localsgd_frequency=1)
+    net = SlowMo(batch_norm(), 2, localsgd_frequency=1)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     other = DistributedDataParallel(torch.nn.Linear(WIDTH, 3)) if beside else None
     context = Join([other, net]) if beside else net.join()
@@ -228,10 +218,7 @@ def in_windows(beside: bool):
                 loss_of(other, step).backward()
             with net.no_sync():
                 loss_of(net, 2 * step).backward()
-            loss_of(net, 2 * step + 1).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            net.perform_slowmo(optimizer)
+            take_step(net, optimizer, loss_of(net, 2 * step + 1))
         if here.rank() == 1 and not beside:
             loss_of(net, 2 * updates).backward()
     with torch.no_grad():
@@ -241,15 +228,18 @@ def in_windows(beside: bool):
     return state_of(net), net.num_updates
 
 
-@pytest.mark.parametrize("beside", [False, True])
-def test_windows_of_batches(beside):
-    (first, updates), *others = spawned(4, in_windows, beside)
-    assert updates == 6
-    assert first["1.num_batches_tracked"] >= 9
-    for other, number in others:
-        assert number == updates
-        for key in ("0.weight", "0.bias", "1.weight"):
-            assert np.array_equal(first[key], other[key]), key
+def in_windows_alone_and_beside():
+    return in_windows(False), in_windows(True)
+
+
+def test_windows_of_batches():
+    for results in zip(*spawned(4, in_windows_alone_and_beside), strict=True):
+        first = results[0][0]
+        assert first["1.num_batches_tracked"] >= 9
+        for other, number in results:
+            assert number == 6
+            for key in ("0.weight", "0.bias", "1.weight"):
+                assert np.array_equal(first[key], other[key]), key
 
 
 def message_of(call) -> str:
@@ -267,11 +257,11 @@ def troubles():
         net, optimizer = built()
         with net.join(throw_on_early_termination=True):
             for step in range(2 + here.rank()):
-                take_step(net, optimizer, 0, step)
+                step_on_batch(net, optimizer, 0, step)
 
     def fail_inside():
         with net.join():
-            take_step(net, optimizer, 0, 0)
+            step_on_batch(net, optimizer, 0, 0)
             raise ValueError("bad sample")
 
     def without_data(remembers=False, **options):
@@ -280,7 +270,7 @@ def troubles():
             net._init_global_momentum_buffers(optimizer)
         with net.join():
             for step in range(3 * here.rank()):
-                take_step(net, optimizer, 0, step)
+                step_on_batch(net, optimizer, 0, step)
         return net.num_updates
 
     def with_masters():
@@ -292,7 +282,7 @@ def troubles():
     found["early"] = message_of(stop_early)
     net, optimizer = built(localsgd_frequency=1)
     found["inside"] = message_of(fail_inside)
-    take_step(net, optimizer, 0, 1)
+    step_on_batch(net, optimizer, 0, 1)
     found["after it"] = net.num_updates
     found["masters"] = message_of(with_masters)
     found["no data"] = without_data(slowmo_momentum=0.0)
@@ -315,44 +305,3 @@ def test_troubles():
         assert found["no data in a node"] == 3
         for case in ("no optimizer", "no optimizer in a node"):
             assert "need its optimizer; process 0 of 2 has not" in found[case]
-
-
-@pytest.mark.parametrize("how", ["over torch_xla", "with SGP"])
-def test_refusals(build, how):
-    net = build(slowmo_base_algorithm="sgp" if how == "with SGP" else "localsgd")
-    with pytest.raises(ValueError, match=rf"join\(.*\) is not available {how}"):
-        net.join(divide_by_initial_world_size=how == "over torch_xla").__enter__()
-
-
-def with_averaged_buffers():
-    """Nodes of two, averaged buffers and rates that grow again, with uneven data twice."""
-    torch.manual_seed(0)
-    layers = torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1)
-    net = SlowMoDistributedDataParallel(
-        torch.nn.Sequential(*layers),
-        nprocs_per_node=2,
-        broadcast_buffers="average",
-        localsgd_frequency=2,
-        slowmo_frequency=4,
-    )
-    optimizer = torch.optim.SGD(net.parameters(), 0.05, momentum=0.9)
-    torch.manual_seed(here.rank())
-    for _ in range(2):
-        with net.join(divide_by_initial_world_size=False):
-            for step in range([8, 3, 5, 6][here.rank()]):
-                optimizer.param_groups[0]["lr"] = [0.05, 0.01, 0.02, 0.05][step % 4]
-                net(torch.randn(6, 3) + here.rank()).square().mean().backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                net.perform_slowmo(optimizer)
-    return net.num_updates, layers[0].weight.detach().numpy(), layers[1].running_mean.numpy()
-
-
-def test_averaged_buffers_and_changing_rates():
-    """The last update is a slow step: all hold the same, whoever had data."""
-    first, *others = spawned(4, with_averaged_buffers)
-    assert first[0] == 16
-    for number, weight, mean in others:
-        assert number == 16
-        np.testing.assert_allclose(weight, first[1], rtol=1e-5, atol=1e-6)
-        np.testing.assert_allclose(mean, first[2], rtol=1e-5)

@@ -1,202 +1,149 @@
-"""What the constructor refuses, warns of, and sets; it needs no device."""
+"""What the constructor sets, and warns of; it needs no device."""
 
 import dataclasses
 import inspect
 import logging
 import warnings
+from types import SimpleNamespace
 
 import pytest
-import torch
+from slowmo_alone import build
 
-from torch_compat.slowmo import SlowMoBaseAlgorithm, SlowMoDistributedDataParallel
+from jaxslowmo import topology
+from torch_compat.slowmo import SlowMoBaseAlgorithm
+from torch_compat.slowmo import SlowMoDistributedDataParallel as SlowMo
+from torch_compat.slowmo._gossip import plan_gossip
 from torch_compat.slowmo._options import Options
+from torch_compat.slowmo._places import Places
 
-ARGUMENTS = [
-    "module",
-    "nprocs_per_node",
-    "broadcast_buffers",
-    "slowmo_base_algorithm",
-    "slowmo_momentum",
-    "slowmo_memory_efficient",
-    "slowmo_frequency",
-    "slowmo_lr",
-    "slowmo_num_shards",
-    "localsgd_frequency",
-    "graph",
-    "mixing",
-    "push_sum",
-    "overlap",
-    "synch_freq",
-    "use_streams",
-    "slowmo_sgp_average_params",
-    "verbose",
-    "profile_mode",
-    "process_rank",
-    "process_world_size",
-    "global_group",
-    "master_group",
-    "local_node_group",
-    "comm_device",
-]
-OURS = {
-    "broadcast_parameters": False,
-    "check_start": True,
-    "backend": None,
-    "bound_momentum": True,
-}
-DEFAULTS = [True, SlowMoBaseAlgorithm.LOCALSGD, 0.5, True, 48, 1.0, 32, 3, None, None, True, False]
-DEFAULTS += [0, True, False, False, False, None, None, None, None, None, None]
+FAIRSCALES = (
+    "module nprocs_per_node broadcast_buffers=True "
+    "slowmo_base_algorithm=SlowMoBaseAlgorithm.LOCALSGD slowmo_momentum=0.5 "
+    "slowmo_memory_efficient=True slowmo_frequency=48 slowmo_lr=1.0 slowmo_num_shards=32 "
+    "localsgd_frequency=3 graph=None mixing=None push_sum=True overlap=False synch_freq=0 "
+    "use_streams=True slowmo_sgp_average_params=False verbose=False profile_mode=False "
+    "process_rank=None process_world_size=None global_group=None master_group=None "
+    "local_node_group=None comm_device=None"
+)
+OURS = "broadcast_parameters=False check_start=True backend=None bound_momentum=True"
 
 
 def test_arguments_order_and_defaults_are_fairscales():
-    parameters = list(inspect.signature(SlowMoDistributedDataParallel).parameters.values())
-    parameters, ours = parameters[: -len(OURS)], parameters[-len(OURS) :]
-    assert [p.name for p in parameters] == ARGUMENTS
-    assert [p.default for p in parameters[2:]] == DEFAULTS
-    assert {p.name: p.default for p in ours} == OURS
-    assert {p.kind for p in ours} == {inspect.Parameter.KEYWORD_ONLY}
-    assert [p.default for p in parameters[:2]] == [inspect.Parameter.empty] * 2
-
-
-def test_options_have_the_constructors_defaults():
-    parameters = inspect.signature(SlowMoDistributedDataParallel).parameters
+    parameters = inspect.signature(SlowMo).parameters.values()
+    written = [p.name if p.default is p.empty else f"{p.name}={p.default}" for p in parameters]
+    assert written == f"{FAIRSCALES} {OURS}".split()
+    ours = [p.name for p in parameters if p.kind == p.KEYWORD_ONLY]
+    assert ours == [argument.partition("=")[0] for argument in OURS.split()]
+    defaults = {p.name: p.default for p in parameters}
     for field in dataclasses.fields(Options):
-        if field.default is not dataclasses.MISSING:
-            assert parameters[field.name].default is field.default, field.name
+        assert field.default in (dataclasses.MISSING, defaults[field.name]), field.name
 
 
-def test_attributes_that_fairscales_users_read(build):
+def test_attributes_that_fairscales_users_read():
     net = build(world=8, rank=5, nprocs_per_node=2, slowmo_lr=0.7, slowmo_momentum=0.2)
     assert (net.process_rank, net.process_world_size, net.nprocs_per_node) == (5, 8, 2)
     assert (net.logical_rank, net.logical_world_size) == (2, 4)
     assert (net.slowmo_lr, net.slowmo_momentum, net.slowmo_frequency) == (0.7, 0.2, 48)
-    assert (net.localsgd_frequency, net.num_updates) == (3, 0)
-    assert net.ps_weight.tolist() == [1.0]
-    assert net.old_params is None
-    assert net.global_momentum_buffer is None
-    assert isinstance(net.module, torch.nn.Linear)
-
-
-def test_base_algorithm_by_member_or_string(build):
-    assert SlowMoBaseAlgorithm.SGP == "sgp"
+    assert (net.localsgd_frequency, net.num_updates, net.ps_weight.tolist()) == (3, 0, [1.0])
+    assert (net.old_params, net.global_momentum_buffer) == (None, None)
     for value in (SlowMoBaseAlgorithm.SGP, "sgp"):
         net = build(slowmo_base_algorithm=value)
-        assert net.sgp
-        assert not net.localsgd
-
-
-def test_slow_momentum_is_off_where_it_would_do_nothing(build):
+        assert (net.sgp, net.localsgd) == (True, False)
     assert not build(slowmo_momentum=0.0, slowmo_lr=1.0).slowmo
     assert build(slowmo_momentum=0.0, slowmo_lr=0.9).slowmo
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"slowmo_frequency": 0}, r"`slowmo_frequency` must be an int >= 1, got 0"),
-        ({"localsgd_frequency": 2.5}, r"`localsgd_frequency` must be an int >= 1, got 2.5"),
-        ({"slowmo_num_shards": 0}, r"`slowmo_num_shards` must be an int >= 1, got 0"),
-        ({"slowmo_momentum": 1.0}, r"`slowmo_momentum` must lie in \[0, 1\), got 1.0"),
-        ({"slowmo_momentum": float("nan")}, r"`slowmo_momentum` must lie in \[0, 1\), got nan"),
-        ({"slowmo_lr": -1}, r"`slowmo_lr` must be a finite number >= 0, got -1"),
-        ({"nprocs_per_node": 0}, r"`nprocs_per_node` must be an int >= 1, got 0"),
-        ({"nprocs_per_node": 3}, r"`nprocs_per_node` must divide .* processes, 4, got 3"),
-        ({"slowmo_base_algorithm": "adpsgd"}, r"one of 'localsgd', 'sgp', got 'adpsgd'"),
-        ({"overlap": True}, r"`overlap`=True is not available .* jaxslowmo\.sgp"),
-        ({"process_rank": 0}, r"`process_rank` comes from torch_xla, where it is 1.* got 0"),
-        ({"process_world_size": 8}, r"`process_world_size` comes from torch_xla.* is 4.* got 8"),
-        (
-            {"broadcast_buffers": "mean"},
-            r"`broadcast_buffers` must be True, .*\"average\", got 'mean'",
-        ),
-        ({"broadcast_buffers": 1}, 'True, False or "average", got 1'),
-        (
-            {
-                "broadcast_buffers": "average",
-                "slowmo_base_algorithm": "sgp",
-                "slowmo_momentum": 0.0,
-            },
-            r"`broadcast_buffers`=\"average\" .* SGP without slow momentum .* has neither",
-        ),
-        ({"module": "linear"}, r"`module` must be a torch.nn.Module with parameters, got 'linear'"),
-        ({"module": torch.nn.ReLU()}, r"`module` must be .* with parameters, got ReLU"),
-    ],
-)
-def test_refused(build, options, message):
-    with pytest.raises(ValueError, match=message):
-        build(**options)
+ARGUMENTS = {"synch_freq": 2, "use_streams": False, "profile_mode": True, "comm_device": "cpu"}
+# What is worth a warning, and what each of the warnings names.
+WARNED = {
+    "arguments without effect": (
+        {**ARGUMENTS, "global_group": object(), "slowmo_num_shards": 2},
+        [[*ARGUMENTS, "`global_group`", "`slowmo_num_shards`", "torch_xla"]],
+    ),
+    "one node": (
+        {"nprocs_per_node": 4, "slowmo_base_algorithm": "sgp"},
+        [["`nprocs_per_node`=4", "SGP"], ["SlowMo"]],
+    ),
+    "one node without slow momentum": (
+        {"nprocs_per_node": 4, "slowmo_momentum": 0.0},
+        [["`nprocs_per_node`=4"]],
+    ),
+    "out of step": ({"slowmo_frequency": 4}, [["`slowmo_frequency`=4", "`localsgd_frequency`=3"]]),
+    "one process": ({"world": 1, "rank": 0, "slowmo_num_shards": 1}, [["one process"]]),
+    "nothing": ({}, []),
+    "as many shards as processes": ({"slowmo_num_shards": 4}, []),
+    "shards that nobody needs": ({"slowmo_num_shards": 1, "slowmo_memory_efficient": False}, []),
+    "its own place": ({"process_rank": 1, "process_world_size": 4}, []),
+}
 
 
-def test_one_warning_names_all_arguments_without_effect(build):
-    with pytest.warns(UserWarning, match="without effect over torch_xla") as caught:
-        build(
-            synch_freq=2,
-            use_streams=False,
-            profile_mode=True,
-            comm_device=torch.device("cpu"),
-            global_group=object(),
-            slowmo_num_shards=2,
-        )
-    assert len(caught) == 1
-    message = str(caught[0].message)
-    for name in ["synch_freq", "use_streams", "profile_mode", "comm_device", "global_group"]:
-        assert f"`{name}`" in message
-    assert "`slowmo_num_shards`" in message
-    assert "local_node_group" not in message
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"slowmo_num_shards": 4},
-        {"world": 64},
-        {"slowmo_num_shards": 1, "slowmo_memory_efficient": False},
-        {"process_rank": 1, "process_world_size": 4},
-    ],
-)
-def test_no_warning_where_all_is_well(build, options):
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        build(**options)
-
-
-def test_one_node_needs_no_base_algorithm(build):
-    with pytest.warns(UserWarning, match="SGP") as caught:
-        net = build(nprocs_per_node=4, slowmo_base_algorithm="sgp")
-    assert not net.sgp
-    assert not net.localsgd
+@pytest.mark.parametrize("case", WARNED)
+def test_warnings(case):
+    options, expected = WARNED[case]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        net = build(**options)
     messages = [str(warning.message) for warning in caught]
-    assert len(messages) == 2
-    assert "LocalSGD and SGP are off" in messages[0]
-    assert messages[1] == "SlowMo is used without LocalSGD and SGP."
+    assert len(messages) == len(expected), messages
+    for message, words in zip(messages, expected, strict=True):
+        assert all(word in message for word in words), message
+        assert "local_node_group" not in message
+        assert caught[0].filename.endswith("slowmo_alone.py"), "it is told where the caller stands"
+    if "node" in case:
+        assert (net.sgp, net.localsgd) == (False, False)
 
 
-def test_frequencies_out_of_step(build):
-    with pytest.warns(UserWarning, match="`slowmo_frequency`=4 is not a multiple"):
-        build(slowmo_frequency=4)
-
-
-def test_a_single_process(build):
-    with pytest.warns(UserWarning, match="there is one process"):
-        build(world=1, rank=0)
-
-
-def test_verbose_can_be_read(build, caplog):
+@pytest.mark.parametrize("has_logging", [True, False])
+def test_verbose_can_be_read(monkeypatch, has_logging):
     """In a program that has set up no logging, and by the logging of one that has."""
     logger = logging.getLogger("torch_compat.slowmo")
-    others = logging.root.handlers[:]
-    try:
-        logging.root.handlers[:] = []
-        build(verbose=True)
-        build(verbose=True)
-        assert len(logger.handlers) == 1
-        assert logger.isEnabledFor(logging.DEBUG)
-        logger.handlers[:] = []
-        logging.root.handlers[:] = others
-        build(verbose=True)
-        assert logger.handlers == []
-    finally:
-        logging.root.handlers[:] = others
-        logger.handlers[:] = []
-        logger.setLevel(logging.NOTSET)
+    monkeypatch.setattr(logger, "handlers", [])
+    monkeypatch.setattr(logger, "level", logging.NOTSET)
+    monkeypatch.setattr(logging.root, "handlers", [logging.NullHandler()] * has_logging)
+    build(verbose=True)
+    build(verbose=True)
+    assert len(logger.handlers) == (not has_logging)
+    assert logger.isEnabledFor(logging.DEBUG)
+
+
+# Processes per node, the hosts of six processes, the ranks of each node.
+NODES = [
+    (3, None, [[0, 1, 2], [3, 4, 5]]),
+    (3, "ababab", [[0, 2, 4], [1, 3, 5]]),
+    (2, "abbabb", [[0, 3], [1, 2], [4, 5]]),
+    (1, "ababab", [[0], [2], [4], [1], [3], [5]]),
+    (2, "abcdef", [[0, 1], [2, 3], [4, 5]]),  # nodes of several hosts
+    (6, "aabbcc", [[0, 1, 2, 3, 4, 5]]),
+]
+
+
+@pytest.mark.parametrize(("size", "hosts", "groups"), NODES)
+def test_processes_of_a_node_share_a_host(size, hosts, groups):
+    places = [Places(rank, 6, size, hosts and tuple(hosts)) for rank in range(6)]
+    assert places[0].node_groups == groups
+    assert places[0].num_nodes == len(groups)
+    for place in places:
+        assert place.rank in groups[place.node]
+        assert place.is_master == (place.rank == groups[place.node][0])
+
+
+@pytest.mark.parametrize("graph", ["ring", topology.ring, topology.ring(4), None])
+def test_forms_of_a_graph(graph):
+    plan = plan_gossip(graph, None, 4, 1, push_sum=True)
+    same = topology.npeer_directed_exponential(4) if graph is None else topology.ring(4)
+    expected = topology.exchange_rounds(same)
+    assert [r.permutations for r in plan.rounds] == [r.permutations for r in expected]
+    assert not plan.weight_moves
+
+
+def test_fairscales_graph_manager_counts_masters():
+    """The irregular table of the recording, with two processes in each node."""
+    table = [[1, 3], [0, 2], [0, 3], [1, 0]]
+
+    book = [[SimpleNamespace(dest=2 * dest) for dest in row] for row in table]
+    manager = SimpleNamespace(phone_book=book, peers_per_itr=1, is_dynamic_graph=lambda: True)
+    uniform = SimpleNamespace(is_uniform=lambda: True)
+    plan = plan_gossip(manager, uniform, 4, 2, push_sum=True)
+    expected = topology.exchange_rounds(topology.from_phone_book(table))
+    assert [r.permutations for r in plan.rounds] == [r.permutations for r in expected]
+    assert plan.weight_moves

@@ -1,30 +1,15 @@
-"""Push-sum weights: what the module holds, and training against the same written out in NumPy."""
+"""Push-sum weights that move: training against the same written out in NumPy."""
 
 import numpy as np
 import pytest
 import slowmo_here as here
 import torch
+from slowmo_models import take_step
 from slowmo_recorded import Prescribed
 from slowmo_spawned import spawned
 
 from jaxslowmo import topology
-from torch_compat.slowmo import SlowMoDistributedDataParallel
-from torch_compat.slowmo._push_sum import PushSum
-
-
-def test_numerators_and_estimates_of_a_module():
-    push_sum = PushSum(is_on=True, moves=True)
-    push_sum.weight = torch.tensor([0.25])
-    params = [torch.nn.Parameter(torch.full((2,), 8.0))]
-    push_sum.make_numerators(params)
-    assert params[0].tolist() == [2.0, 2.0]
-    push_sum.make_numerators(params)
-    assert params[0].tolist() == [2.0, 2.0], "once"
-    assert push_sum.numerators(params)[0].tolist() == [2.0, 2.0]
-    push_sum.make_estimates(params)
-    assert params[0].tolist() == [8.0, 8.0]
-    assert not push_sum.is_numerator
-
+from torch_compat.slowmo import SlowMoDistributedDataParallel as SlowMo
 
 # Weights that move under slow momentum: estimates, not numerators, are averaged (which FairScale's
 # recordings of it do not do).
@@ -42,7 +27,7 @@ def prescribed(t: int, rank: int) -> list[np.ndarray]:
 def push_sum_on_device(nprocs_per_node: int, options: dict) -> dict[str, np.ndarray]:
     device, rank = here.device(), here.rank()
     nodes = here.world() // nprocs_per_node
-    net = SlowMoDistributedDataParallel(
+    net = SlowMo(
         Prescribed(prescribed(0, 99), None, torch.float32).to(device),
         nprocs_per_node,
         slowmo_base_algorithm="sgp",
@@ -56,11 +41,7 @@ def push_sum_on_device(nprocs_per_node: int, options: dict) -> dict[str, np.ndar
     history = []
     for t in range(STEPS):
         grads = [torch.tensor(g, dtype=torch.float32).to(device) for g in prescribed(t, rank)]
-        net(grads)["loss"].backward()
-        optimizer.step()
-        net.zero_grad(set_to_none=True)
-        net.perform_slowmo(optimizer)
-        here.launch()
+        take_step(net, optimizer, net(grads)["loss"])
         flat = np.concatenate([p.detach().cpu().numpy().ravel() for p in net.parameters()])
         history.append(np.append(flat, net.ps_weight.item()))
     return np.stack(history)
@@ -96,20 +77,23 @@ def push_sum_in_numpy(
     return np.stack(history)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"slowmo_memory_efficient": True},
-        {"slowmo_memory_efficient": False},
-        {"slowmo_memory_efficient": False, "slowmo_sgp_average_params": True},
-    ],
-)
+KINDS = [
+    {"slowmo_memory_efficient": True},
+    {"slowmo_memory_efficient": False},
+    {"slowmo_memory_efficient": False, "slowmo_sgp_average_params": True},
+]
+
+
+def push_sum_of_all_kinds(nprocs_per_node: int) -> list[np.ndarray]:
+    return [push_sum_on_device(nprocs_per_node, options) for options in KINDS]
+
+
 @pytest.mark.parametrize("nprocs_per_node", [1, 2])
-def test_push_sum_weights_under_slow_momentum(options, nprocs_per_node):
-    results = spawned(4, push_sum_on_device, nprocs_per_node, options)
-    nodes = 4 // nprocs_per_node
-    expected = push_sum_in_numpy(nodes, nprocs_per_node, **options)
-    assert np.ptp(expected[..., -1]) > 0.3
-    for rank, ours in enumerate(results):
-        theirs = expected[:, rank // nprocs_per_node]
-        np.testing.assert_allclose(ours, theirs, rtol=2e-5, atol=2e-5)
+def test_push_sum_weights_under_slow_momentum(nprocs_per_node):
+    results = spawned(4, push_sum_of_all_kinds, nprocs_per_node)
+    for kind, options in enumerate(KINDS):
+        expected = push_sum_in_numpy(4 // nprocs_per_node, nprocs_per_node, **options)
+        assert np.ptp(expected[..., -1]) > 0.3
+        for rank, ours in enumerate(results):
+            theirs = expected[:, rank // nprocs_per_node]
+            np.testing.assert_allclose(ours[kind], theirs, rtol=2e-5, atol=2e-5)

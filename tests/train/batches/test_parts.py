@@ -2,24 +2,9 @@
 
 import json
 
-import numpy as np
-import pytest
+import jax
 
-import jaxslowmo as js
-from jaxslowmo.train.batches._placing import num_parts_in, own_parts
 from support.pairs import two_processes
-
-pytestmark = pytest.mark.xdist_group("parts")  # they share two processes
-
-
-def test_one_process_has_all_parts(mesh_of):
-    mesh = mesh_of({"replica": 2, "device": 2})
-    for where in (mesh, js.virtual_mesh({"replica": 2, "device": 2})):
-        assert own_parts(where, ("replica", "device")) == (0, 1, 2, 3)
-        assert own_parts(where, ("replica",)) == (0, 1)
-        for host_batch in ("local", "global"):
-            assert num_parts_in(np.ones(8), where, ("replica", "device"), host_batch) == 4
-
 
 # Two processes with two devices each: 0 and 1 are the first's.
 PROGRAM = """
@@ -81,6 +66,9 @@ def compare(name, mesh, axes, spec=None, weighted=False, globally=False):
         found += [train(step, params, give, weight) for give in (lambda x: x, here_split)]
     said[name] = [own, all(x == wanted for x in found)]
 
+def drawn(params, batch, *, model_state):
+    return loss(params, batch), ({"drawn": jax.random.uniform(model_state["key"])}, model_state)
+
 grid = lambda *rows: np.array([[devices[i] for i in row] for row in rows])
 one_axis = lambda *row: jax.sharding.Mesh(grid(row)[0], ("replica",))
 compare("contiguous", one_axis(0, 1, 2, 3), ("replica",))
@@ -111,16 +99,23 @@ for mode, host_batch in (("host", "local"), ("traced", "global")):
     if rank == 0:
         tell(f"go {mode}", "")
 
+# jax puts bits on devices of other processes, and no keys.
+step = js.make_train_step(drawn, optax.sgd(0.1), sync="none", mesh=one_axis(0, 2))
+made = step.init(START, model_state={"key": jax.random.key(5)})
+said["drawn"] = js.host_mean(step(made, WHOLE[0][rank:][:1])[1])["drawn"]
+
 # What is looked at without running is of the whole, whichever way it is given.
 step = js.make_train_step(loss, optax.sgd(0.1), sync=sync, mesh=two)
 state = step.init(START)
 shape = jax.ShapeDtypeStruct((8, 3), np.float32)
 mine = WHOLE[0][4 * rank:][:4]
-traced = [step.traced_by_phase(state, x)[None] for x in (shape, mine)]
-said["traced"] = len({str(t.jaxpr) for t in traced}) == 1
-said["report"] = js.comm_report(step, state, mine) == js.comm_report(step, state, shape)
-said["compiled"] = step.compiled(state, mine).as_text() == step.compiled(state, shape).as_text()
-said["order"] = [step.ready_order(state, x) for x in (shape, mine)] == [(0,)] * 2
+looks = {
+    "traced": lambda x: str(step.traced_by_phase(state, x)[None].jaxpr),
+    "report": lambda x: js.comm_report(step, state, x),
+    "compiled": lambda x: step.compiled(state, x).as_text(),
+    "order": lambda x: step.ready_order(state, x),
+}
+said["looks"] = {name: look(mine) == look(shape) for name, look in looks.items()}
 for name, call in {
     "rows": lambda: step(state, WHOLE[0][:3]),
     "weight": lambda: step(state, mine, np.ones(2)),
@@ -131,40 +126,30 @@ for name, call in {
         said[name] = str(error)
 print(json.dumps(said))
 """
+PARTS = {
+    "contiguous": [[0, 1], [2, 3]],
+    "apart": [[0, 2], [1, 3]],
+    "whole replicas": [[0, 1], [2, 3]],
+    "replicas over processes": [[0, 2], [1, 3]],
+    "same parts": [[0, 1], [0, 1]],
+}
 
 
-@pytest.fixture(scope="module")
-def said(tmp_path_factory):
-    printed = two_processes(PROGRAM, tmp_path_factory.mktemp("parts"), devices=2)
-    return [json.loads(text.splitlines()[-1]) for text in printed]
+def test_parts_make_the_batch(tmp_path):
+    """From NumPy, from one device and two; the same as an array over all, and as `"global"`.
 
-
-@pytest.mark.parametrize(
-    ("name", "parts"),
-    {
-        "contiguous": [[0, 1], [2, 3]],
-        "apart": [[0, 2], [1, 3]],
-        "whole replicas": [[0, 1], [2, 3]],
-        "replicas over processes": [[0, 2], [1, 3]],
-        "same parts": [[0, 1], [0, 1]],
-    }.items(),
-)
-def test_parts_make_the_batch(said, name, parts):
-    """From NumPy, from one device and two; the same as an array over all, and as `"global"`."""
-    for process, own in zip(said, parts, strict=True):
-        assert process[name] == [own, True]
-
-
-@pytest.mark.parametrize("name", ["traced", "report", "compiled", "order"])
-def test_what_does_not_run_takes_parts_and_whole_shapes(said, name):
-    assert [process[name] for process in said] == [True, True]
-
-
-def test_what_does_not_fit_this_process_names_its_share(said):
-    for process in said:
-        assert "a positive multiple of 2, this process' share of 4, the size" in process["rows"]
-        assert "got (root) (3, 3)" in process["rows"]
-        assert process["weight"] == (
-            "`weight` must hold one number per replica of this process, which has 1 of 2, shape "
-            "(1,), got shape (2,)."
-        )
+    What does not fit names this process' share.
+    """
+    printed = two_processes(PROGRAM, tmp_path, devices=2)
+    draws = set()
+    for process, text in enumerate(printed):
+        said = json.loads(text.splitlines()[-1])
+        for name, parts in PARTS.items():
+            assert said[name] == [parts[process], True], name
+        assert all(said["looks"].values()), said["looks"]
+        draws.add(said["drawn"])
+        assert "multiple of 2, this process' share of 4" in said["rows"]
+        assert "(3, 3)" in said["rows"]
+        assert "1 of 2, shape (1,), got shape (2,)" in said["weight"]
+    assert len(draws) == 2
+    assert float(jax.random.uniform(jax.random.key(5))) in draws

@@ -36,6 +36,11 @@ def start(step: js.TrainStep) -> js.TrainState:
     return step.init({"w": np.ones(3, np.float32)})
 
 
+def pipeline_of(batches=None, **options) -> js.TrainPipeline:
+    step = small_step()
+    return js.TrainPipeline(step, start(step), batches, **options)
+
+
 @functools.cache
 def plain(kind: str = "virtual", batches: tuple[int, ...] = tuple(range(9))) -> list[np.ndarray]:
     """Losses of a loop without a pipeline, over these batches."""
@@ -79,7 +84,10 @@ def loaders() -> list[threading.Thread]:
 
 
 class Counted:
-    """An iterator over the batches that says where it is, as grain's do."""
+    """An iterator over the batches that says where it is, as grain's do.
+
+    An exception among the batches is raised in its place.
+    """
 
     def __init__(self, batches=BATCHES):
         self.batches, self.next_index = batches, 0
@@ -91,7 +99,10 @@ class Counted:
         if self.next_index == len(self.batches):
             raise StopIteration
         self.next_index += 1
-        return self.batches[self.next_index - 1]
+        batch = self.batches[self.next_index - 1]
+        if isinstance(batch, Exception):
+            raise batch
+        return batch
 
     def get_state(self):
         return {"next_index": self.next_index}
@@ -143,9 +154,8 @@ def host(tree):
     return [np.asarray(jax.random.key_data(x) if is_key(x) else x) for x in jax.tree.leaves(tree)]
 
 
-def next_of(pipeline, iterator):
-    """A result; None where there is no more."""
-    try:
-        return pipeline.progress(iterator)
-    except StopIteration:
-        return None
+def rest_of(pipeline, iterator):
+    """Yield the results of `progress` until there is no more."""
+    with contextlib.suppress(StopIteration):
+        while True:
+            yield pipeline.progress(iterator)

@@ -1,6 +1,7 @@
 """Several batches of a pipeline as one update: which, and what becomes of those at the end."""
 
 import itertools
+from collections import deque
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -11,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jaxslowmo as js
-from support.exhaustive import sweep
 from train.input import windows
 from train.input.small import BATCHES, Counted, assert_same, host, losses_of, small_step
 from train.input.small import start as small_start
@@ -60,8 +60,7 @@ def test_the_page_has_the_table():
     assert windows.table() in (DOCS / "accumulation.md").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("depth", [0, 2])
-@pytest.mark.parametrize("partial", PARTIALS)
+@pytest.mark.parametrize(("partial", "depth"), [*zip(PARTIALS, (2, 0, 2), strict=True)])
 def test_what_becomes_of_the_batches_at_the_end(partial, depth):
     batches = Counted([batch_of(i) for i in range(5)])
     pipeline = pipeline_of(batches, accumulate=3, partial=partial, depth=depth)
@@ -71,118 +70,116 @@ def test_what_becomes_of_the_batches_at_the_end(partial, depth):
         updates.see(pipeline.state)
     assert [r.is_update for r in results] == [False, False, True, False, False]
     assert [r.step for r in results] == [0, 0, 1, 1, 1]
-    before = {"next_index": 0}
-    assert [r.position for r in results] == [before] * 2 + [{"next_index": 3}] * 3
+    assert [r.position["next_index"] for r in results] == [0, 0, 3, 3, 3]
     if partial == "error":
-        with pytest.raises(ValueError, match="ended after 2 of the 3 of an update"):
+        with pytest.raises(ValueError, match="2 of the 3"):
             pipeline.progress()
         pipeline.progress(batches_of([5]))  # they waited for it
         updates.see(pipeline.state)
         assert updates.found == [[0, 1, 2], [3, 4, 5]]
         return
-    for _ in range(2):
-        assert next(pipeline, None) is None
-        updates.see(pipeline.state)
+    assert next(pipeline, None) is None
+    told = pipeline.partial_update
+    updates.see(pipeline.state)
     assert updates.found == ([[0, 1, 2], [3, 4]] if partial == "step" else [[0, 1, 2]])
     assert pipeline.position == {"next_index": 5 if partial == "step" else 3}
-
-
-def test_the_update_of_a_partial_window_is_told():
-    pipeline = pipeline_of(batches_of(range(3)), accumulate=2)
-    losses = [np.asarray(result.metrics["loss"]) for result in pipeline]
-    told = pipeline.partial_update
-    assert told.is_update
-    assert told.step == 2
-    assert told.state is pipeline.state
-    np.testing.assert_array_equal(told.metrics["loss"], losses[2])
+    if partial == "step":
+        assert told.is_update
+        assert (told.step, told.state) == (2, pipeline.state)
+        np.testing.assert_allclose(told.metrics["loss"], np.mean(losses_of(results[3:]), axis=0))
     assert next(pipeline, None) is None  # asked again
     assert pipeline.partial_update is None
 
 
-@st.composite
-def runs(draw):
-    """Lengths of iterators, and where an evaluation comes between two calls."""
-    lengths = draw(st.lists(st.integers(0, 6), min_size=1, max_size=3))
-    return {
-        "lengths": lengths,
-        "accumulate": draw(st.sampled_from([1, 2, 3, 5])),
-        "partial": draw(st.sampled_from(PARTIALS)),
-        "drain": draw(st.booleans()),
-        "depth": draw(st.sampled_from([0, 1, 3])),
-        "evaluations": draw(st.sets(st.integers(0, 12))),
-    }
+class Plain:
+    """The calls of a step for which a pipeline stands."""
 
+    def __init__(self, accumulate):
+        self.step, self.size = small_step(), accumulate
+        self.state, self.window, self.held, self.updates = small_start(self.step), None, 0, 0
 
-def by_calls(run):
-    """The same by calls of the step, and no pipeline: losses, number of updates, final state."""
-    step, state = small_step(), small_start(small_step())
-    losses, window, held, updates = [], [], [], 0
-    numbers = iter(range(100))
+    def train(self, batch, weight):
+        self.held += 1
+        if self.held < self.size:
+            self.window, metrics = self.step.collect(self.state, batch, weight, self.window)
+        else:
+            self.state, metrics = self.step(self.state, batch, weight, window=self.window)
+            self.window, self.held, self.updates = None, 0, self.updates + 1
+        return metrics
 
-    def update(state, window):
-        gathered = None
-        for i in window:
-            gathered, _ = step.collect(state, BATCHES[i % 9], window=gathered)
-        return step.apply(state, gathered)[0]
-
-    for length in run["lengths"]:
-        held += [next(numbers) for _ in range(length)]
-        kept = 0 if run["drain"] else run["depth"]
-        while len(held) > kept:
-            i = held.pop(0)
-            losses.append(np.asarray(step.evaluate(state, BATCHES[i % 9])["loss"]))
-            window.append(i)
-            if len(window) == run["accumulate"]:
-                gathered = None
-                for j in window[:-1]:
-                    gathered, _ = step.collect(state, BATCHES[j % 9], window=gathered)
-                state, _ = step(state, BATCHES[i % 9], window=gathered)
-                window, updates = [], updates + 1
-        if run["drain"] and window and run["partial"] != "error":
-            if run["partial"] == "step":
-                state, updates = update(state, window), updates + 1
-            window = []
-    return losses, updates, host(state)
+    def end(self, partial):
+        if partial == "step" and self.held:
+            self.state, _ = self.step.apply(self.state, self.window)
+            self.updates += 1
+        if partial != "error":
+            self.window, self.held = None, 0
 
 
 @settings(max_examples=25, deadline=None)
-@given(runs())
-def test_a_pipeline_is_the_calls_it_stands_for(run):
-    """Bit for bit, over several iterators, with evaluation in between, held or drained."""
-    step = small_step()
-    training = js.TrainPipeline(
-        step, small_start(step), accumulate=run["accumulate"], partial=run["partial"],
-        drain=run["drain"], depth=run["depth"],
-    )  # fmt: skip
-    evaluation = js.TrainPipeline(
-        step.evaluate, training, itertools.cycle(BATCHES), depth=run["depth"]
+@given(
+    lengths=st.lists(st.integers(0, 6), min_size=1, max_size=3),
+    accumulate=st.sampled_from([1, 2, 3, 5]),
+    partial=st.sampled_from(PARTIALS),
+    drain=st.booleans(),
+    depth=st.sampled_from([0, 1, 3]),
+    weighted=st.booleans(),
+    evaluations=st.sets(st.integers(0, 12)),
+)
+def test_a_pipeline_is_the_calls_it_stands_for(
+    lengths, accumulate, partial, drain, depth, weighted, evaluations
+):
+    """Bit for bit, over several iterators, evaluated in between by a step and by a function.
+
+    Without drain as in torchrec: of N batches N - depth are trained, and the rest lead the next
+    iterator, be it shorter.
+    """
+    plain, step = Plain(accumulate), small_step()
+    options = {"accumulate": accumulate, "partial": partial, "drain": drain, "depth": depth}
+    training = js.TrainPipeline(step, small_start(step), **options)
+    evaluation = js.TrainPipeline(step.evaluate, training, itertools.cycle(BATCHES), depth=depth)
+    function = js.TrainPipeline(
+        lambda state, i: int(np.asarray(state.step)[0]) + i,
+        lambda: training.state,
+        itertools.count(),
+        depth=depth,
     )
-    numbers, results = iter(range(100)), []
-    with training, evaluation:
-        for length in run["lengths"]:
-            iterator = iter([BATCHES[next(numbers) % 9] for _ in range(length)])
+    number, trained, evaluated, held = itertools.count(), 0, 0, deque()
+    with training, evaluation, function:
+        for length in lengths:
+            given_ = []
+            for i in itertools.islice(number, length):
+                weight = np.float32([1 + i % 2, i % 3]) if weighted else None
+                held.append((BATCHES[i % 9], weight))
+                given_.append(js.WeightedBatch(*held[-1]) if weighted else BATCHES[i % 9])
+            iterator = iter(given_)
             while True:
-                if len(results) in run["evaluations"]:
-                    next(evaluation)
+                if trained in evaluations:
+                    wanted = step.evaluate(plain.state, BATCHES[evaluated % 9])["loss"]
+                    assert_same([np.asarray(next(evaluation)["loss"])], [np.asarray(wanted)])
+                    assert next(function) == plain.updates + evaluated
+                    evaluated += 1
                 try:
-                    results.append(training.progress(iterator))
+                    result = training.progress(iterator)
                 except StopIteration:
                     break
-                except ValueError as error:
-                    if run["partial"] != "error" or "of an update" not in str(error):
+                except ValueError:
+                    if partial != "error" or not plain.held:
                         raise
                     break
-        losses, updates, state = by_calls(run)
-        assert_same(losses_of(results), losses)
-        assert int(training.state.step[0]) == updates
-        assert_same(host(training.state), state)
+                wanted = plain.train(*held.popleft())
+                trained += 1
+                assert_same(*[list(map(np.asarray, m.values())) for m in (result.metrics, wanted)])
+                assert (result.step, result.is_update) == (plain.updates, plain.held == 0)
+            if drain:
+                plain.end(partial)
+            assert len(held) == (0 if drain else min(len(held) + trained, depth))
+            assert_same(host(training.state), host(plain.state))
 
 
-@pytest.mark.parametrize("at", range(6))
+@pytest.mark.parametrize("at", range(5))
 def test_a_run_that_is_resumed_in_the_middle_of_an_update_trains_every_batch_once(at):
     numbers = [batch_of(i) for i in range(7)]
-    pipeline = pipeline_of(Counted(numbers), accumulate=3)
-    updates = Updates()
+    pipeline, updates = pipeline_of(Counted(numbers), accumulate=3), Updates()
     for _ in range(at):
         pipeline.progress()
         updates.see(pipeline.state)
@@ -195,47 +192,20 @@ def test_a_run_that_is_resumed_in_the_middle_of_an_update_trains_every_batch_onc
     assert updates.found == [[0, 1, 2], [3, 4, 5], [6]]
 
 
-@pytest.mark.parametrize("depth", [0, 2])
-def test_an_iterator_that_raises_in_the_middle_of_an_update_loses_nothing(depth):
-    class Broken:
-        def __init__(self):
-            self.items = iter([0, 1, 2, 3, OSError("gone"), 4, 5])
-
-        def __iter__(self):
-            return self
-
-        def __next__(self):
-            item = next(self.items)
-            if isinstance(item, Exception):
-                raise item
-            return batch_of(item)
-
-    pipeline, updates, errors = pipeline_of(Broken(), accumulate=3, depth=depth), Updates(), 0
-    for _ in range(7):
-        try:
-            pipeline.progress()
-        except OSError:
-            errors += 1
-        updates.see(pipeline.state)
-    assert errors == 1
-    assert updates.found == [[0, 1, 2], [3, 4, 5]]
-
-
 def test_replicas_with_different_amounts_of_data():
     """Means over all examples of an update, by hand; one replica is idle in all of the last."""
-    shares = [[np.eye(NUM, dtype=np.float32)[[i, i]] for i in range(5)],
-              [np.eye(NUM, dtype=np.float32)[[i, i]] for i in (8, 9, 10)]]  # fmt: skip
-    mesh = telling_step().mesh
-    batches = js.uneven_batches(shares, mesh=mesh)
+    shares = [
+        np.eye(NUM, dtype=np.float32)[[[i, i] for i in own]] for own in (range(5), (8, 9, 10))
+    ]
+    batches = js.uneven_batches(shares, mesh=telling_step().mesh)
     found, before = [], np.zeros(NUM)
     for result in js.train_loop(telling_step(), windows.start(), batches, accumulate=2):
         now = np.asarray(result.state.params["w"])
         np.testing.assert_array_equal(now[0], now[1])
         found.append(before - now[0])
         before = now[0]
-        np.testing.assert_array_equal(
-            result.metrics["weight"], [[4, 4], [4, 2], [2, 0]][result.step - 1]
-        )
+        wanted = [[4, 4], [4, 2], [2, 0]][result.step - 1]
+        np.testing.assert_array_equal(result.metrics["weight"], wanted)
     expected = np.zeros((3, NUM))
     expected[0, [0, 1, 8, 9]] = 1 / 4
     expected[1, [2, 3, 10]] = 1 / 3
@@ -243,28 +213,25 @@ def test_replicas_with_different_amounts_of_data():
     np.testing.assert_allclose(found, expected, atol=1e-6)
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
-def test_a_loop_yields_updates_with_means_of_their_metrics(size):
-    step = small_step()
-    seen = []
-
-    class Hook:
-        every = 2
-
-        def __call__(self, result):
-            seen.append(result.step)
-
-    pipeline = js.TrainPipeline(step, small_start(step), iter(BATCHES), accumulate=size)
-    each = losses_of(pipeline)
-    results = js.train_loop(step, small_start(step), list(BATCHES), accumulate=size, hooks=[Hook()])
-    found = [(r.step, np.asarray(r.metrics["loss"]), bool(r.phase)) for r in results]
-    count = -(-len(BATCHES) // size)
-    assert [f[0] for f in found] == list(range(1, count + 1))
-    assert [f[2] for f in found] == [t % 2 == 0 for t in range(1, count + 1)]  # updates count
-    assert seen == list(range(2, count + 1, 2))
-    for t, loss, _ in found:
-        mean = np.mean(each[(t - 1) * size : t * size], axis=0)
-        np.testing.assert_allclose(loss, mean, rtol=1e-6)
+def test_a_loop_yields_updates_with_means_of_their_metrics_and_takes_no_batch_more():
+    """Also of a measured step, and of a pipeline that has begun."""
+    step, batches = small_step("devices"), Counted()
+    each = losses_of(js.TrainPipeline(step, small_start(step), iter(BATCHES), accumulate=4))
+    measured = js.measured(step)
+    loop = js.train_loop(
+        measured, small_start(step), batches, num_steps=3, start=1, accumulate=4, prefetch=2
+    )
+    found = [(r.step, r.position["next_index"], np.asarray(r.metrics["loss"])) for r in loop]
+    assert [x[:2] for x in found] == [(2, 4), (3, 8)]
+    for i, (_, _, loss) in enumerate(found):
+        np.testing.assert_allclose(loss, np.mean(each[4 * i : 4 * i + 4], axis=0), rtol=1e-6)
+    assert batches.next_index == 8
+    assert measured.report().measured == (1, 2)
+    with pytest.raises(ValueError, match="after 3 of `num_steps`=5"):
+        list(js.train_loop(step, small_start(step), Counted(), num_steps=5, accumulate=4))
+    pipeline = js.TrainPipeline(step, small_start(step), Counted(), accumulate=4)
+    next(pipeline)
+    assert [r.step for r in js.train_loop(pipeline)] == [1, 2, 3]
 
 
 def test_a_loop_tells_of_the_loss_scale():
@@ -277,90 +244,3 @@ def test_a_loop_tells_of_the_loss_scale():
     results = js.train_loop(step, small_start(step), list(BATCHES[:5]), accumulate=2)
     told = [(r.metrics["loss_scale"], r.metrics["skipped_updates"]) for r in results]
     np.testing.assert_array_equal(told, [[[2.0**k] * 2, [0, 0]] for k in (3, 4, 5)])
-
-
-def test_a_loop_takes_the_batches_of_its_steps_and_no_more():
-    step, batches = small_step(), Counted()
-    loop = js.train_loop(
-        step, small_start(step), batches, num_steps=3, start=1, accumulate=4, prefetch=2
-    )
-    assert [(r.step, r.position) for r in loop] == [
-        (2, {"next_index": 4}), (3, {"next_index": 8}),
-    ]  # fmt: skip
-    assert batches.next_index == 8
-    with pytest.raises(ValueError, match=r"ended after 3 of `num_steps`=5"):
-        list(js.train_loop(step, small_start(step), Counted(), num_steps=5, accumulate=4))
-    pipeline = js.TrainPipeline(step, small_start(step), Counted(), accumulate=4)
-    next(pipeline)
-    assert [r.step for r in js.train_loop(pipeline)] == [1, 2, 3]
-    with pytest.raises(ValueError, match="ended after 1 of the 4"):
-        list(js.train_loop(step, small_start(step), BATCHES, accumulate=4, partial="error"))
-
-
-TRANSFORMS = {
-    "local_sgd": js.local_sgd("replica", sync_every=2),
-    "slowmo": js.slowmo(
-        "replica", base=js.local_sgd("replica", sync_every=1), sync_every=2, learning_rate=0.1
-    ),
-    "sgp": js.sgp("replica"),
-    "diloco": js.diloco("replica", sync_every=2),
-}
-
-
-@pytest.mark.parametrize(
-    ("name", "mode"),
-    sweep(
-        itertools.product(TRANSFORMS, ("traced", "host")),
-        lambda name, mode: (name, mode) in {("sgp", "host"), ("slowmo", "traced")},
-    ),
-)
-def test_updates_are_those_of_one_large_batch(name, mode):
-    """Their number, and so what is exchanged when, is that of a step that splits its batch."""
-
-    def made(**options):
-        return js.make_train_step(
-            lambda params, batch: np.float32(1) * ((batch @ params["w"]) ** 2).mean(),
-            optax.sgd(0.05, momentum=0.9),
-            sync=TRANSFORMS[name],
-            mesh=js.virtual_mesh({"replica": 2}),
-            mode=mode,
-            **options,
-        )
-
-    step, whole = made(), made(accumulate=2)
-    large = [
-        np.concatenate([part for pair in zip(*(np.split(b, 2) for b in two), strict=True)
-                        for part in pair])
-        for two in zip(BATCHES[:8:2], BATCHES[1:8:2], strict=True)
-    ]  # fmt: skip
-    found = list(js.train_loop(step, small_start(step), BATCHES[:8], accumulate=2))
-    wanted = list(js.train_loop(whole, small_start(whole), large))
-    assert [r.phase for r in found] == [r.phase for r in wanted]
-    for one, other in zip(host(found[-1].state), host(wanted[-1].state), strict=True):
-        np.testing.assert_allclose(one, other, rtol=2e-6, atol=1e-7)
-
-
-def test_a_measured_step_accumulates():
-    step = js.measured(small_step("devices"))
-    results = list(js.train_loop(step, small_start(step), BATCHES[:4], accumulate=2))
-    plain = list(js.train_loop(small_step("devices"), small_start(step), BATCHES[:4], accumulate=2))
-    assert_same(losses_of(results), losses_of(plain))
-    assert step.report().measured == (1, 2)
-
-
-def test_wrong_arguments_are_named():
-    step = small_step()
-    state = small_start(step)
-    for wrong in (0, -1, 1.5, True, "2", None):
-        with pytest.raises(ValueError, match="`accumulate` counts batches"):
-            js.TrainPipeline(step, state, accumulate=wrong)
-        with pytest.raises(ValueError, match="`accumulate` counts batches"):
-            js.train_loop(step, state, BATCHES, num_steps=3, accumulate=wrong)
-    with pytest.raises(ValueError, match=r'`partial` must be "step", "discard" or "error"'):
-        js.TrainPipeline(step, state, partial="drop")
-    with pytest.raises(ValueError, match=r"needs a step of js\.make_train_step"):
-        js.TrainPipeline(lambda state, batch: (state, {}), state, accumulate=2)
-    with pytest.raises(ValueError, match="a pipeline that evaluates makes none"):
-        js.TrainPipeline(step.evaluate, lambda: state, accumulate=2)
-    with pytest.raises(ValueError, match="`prefetch`, `accumulate` and `partial` out"):
-        js.train_loop(js.TrainPipeline(step, state), accumulate=2)

@@ -1,7 +1,6 @@
 """The thread: how far ahead, errors in their turn, waiting, ends; nothing hangs or is lost."""
 
 import contextlib
-import contextvars
 import itertools
 import threading
 import time
@@ -22,24 +21,12 @@ from train.input.small import (
     loaders,
     losses_of,
     next_in_time,
-    next_of,
+    pipeline_of,
     plain,
+    rest_of,
     small_step,
     start,
 )
-
-
-def pipeline_of(batches, **options):
-    step = small_step()
-    return js.TrainPipeline(step, start(step), batches, **options)
-
-
-def failing(count, error):
-    yield from BATCHES[:count]
-    raise error
-
-
-# How far ahead
 
 
 @pytest.mark.parametrize("depth", [0, 1, 3])
@@ -54,69 +41,48 @@ def test_it_loads_so_many_ahead_and_no_more(depth):
             assert batches.next_index == used + depth
 
 
-def test_a_loop_takes_no_batch_too_many():
-    step, batches = small_step(), iter(BATCHES)
-    results = list(js.train_loop(step, start(step), batches, num_steps=4, prefetch=3))
-    assert [r.step for r in results] == [1, 2, 3, 4]
-    assert len(list(batches)) == 5
-
-
 @pytest.mark.parametrize(("kind", "ahead"), [(list, True), (iter, False), (Counted, False)])
 def test_a_loop_loads_ahead_where_nobody_can_tell(kind, ahead):
-    step = small_step()
-    loop = js.train_loop(step, start(step), kind(BATCHES))
+    loop = js.train_loop(small_step(), start(small_step()), kind(BATCHES))
     next(loop)
     assert bool(loaders()) == ahead
     loop.close()
     assert loaders() == []
-
-
-# Errors
+    batches = iter(BATCHES)
+    list(js.train_loop(small_step(), start(small_step()), batches, num_steps=4, prefetch=3))
+    assert len(list(batches)) == 5
 
 
 @pytest.mark.parametrize("drain", [True, False])
-@pytest.mark.parametrize("depth", [0, 1, 2, 20])
-@pytest.mark.parametrize("count", [0, 1, 4])
+@pytest.mark.parametrize(("depth", "count"), [(0, 1), (1, 0), (2, 4), (20, 4)])
 def test_an_error_comes_in_the_turn_of_its_batch(depth, drain, count):
-    pipeline = pipeline_of(failing(count, KeyError("lost")), depth=depth, drain=drain)
+    def failing():
+        yield from BATCHES[:count]
+        raise KeyError("lost")
+
+    pipeline = pipeline_of(failing(), depth=depth, drain=drain)
     losses = losses_of(itertools.islice(pipeline, count))
     with pytest.raises(KeyError, match="lost") as caught:
         next(pipeline)
     assert "failing" in [frame.name for frame in traceback.extract_tb(caught.tb)]
     assert next(pipeline, None) is None  # a generator has ended then
-    rest = iter(BATCHES[count:])
-    while (result := next_of(pipeline, rest)) is not None:
-        losses += losses_of([result])
+    losses += losses_of(rest_of(pipeline, iter(BATCHES[count:])))
     assert_same(losses, plain()[: len(losses)])
     assert len(losses) == (9 if drain else max(count, 9 - depth))
 
 
 def test_an_iterator_that_goes_on_after_an_error_does():
-    class Failing(Counted):
-        def __next__(self):
-            batch = super().__next__()
-            if self.next_index in (2, 3):
-                raise OSError(self.next_index)
-            return batch
-
-    pipeline, found = pipeline_of(Failing()), []
-    for _ in range(9):
+    """So does a pipeline after a batch that does not fit."""
+    batches = [BATCHES[0], OSError(2), OSError(3), BATCHES[3], BATCHES[4][:3], BATCHES[5]]
+    pipeline, found = pipeline_of(Counted(batches)), []
+    for _ in batches:
         try:
             found += losses_of([next(pipeline)])
-        except OSError as error:
+        except (OSError, ValueError) as error:
             found.append(error.args[0])
     assert found[1:3] == [2, 3]
-    assert_same([found[0], *found[3:]], plain("virtual", (0, *range(3, 9))))
-
-
-def test_a_batch_that_does_not_fit_is_told_in_its_turn():
-    pipeline = pipeline_of([BATCHES[0], BATCHES[1], BATCHES[2][:3], BATCHES[3]])
-    losses = losses_of([next(pipeline), next(pipeline)])
-    with pytest.raises(ValueError, match="positive multiple of 2"):
-        next(pipeline)
-    assert pipeline.state.step.tolist() == [2, 2]
-    losses += losses_of(pipeline)
-    assert_same(losses, plain("virtual", (0, 1, 3)))
+    assert "(3, 3)" in found[4]
+    assert_same([found[0], found[3], found[5]], plain("virtual", (0, 3, 5)))
 
 
 @pytest.mark.parametrize("where", ["stage", "step", "get_state"])
@@ -132,7 +98,7 @@ def test_a_stop_iteration_is_no_end(where):
     step = stop if where == "step" else small_step()
     stages = [stop] if where == "stage" else None
     pipeline = js.TrainPipeline(step, start(small_step()), batches, stages=stages)
-    with pytest.raises(RuntimeError, match="raised StopIteration"):
+    with pytest.raises(RuntimeError, match="StopIteration"):
         next(pipeline)
 
 
@@ -152,13 +118,10 @@ def test_arrays_that_are_filled_again_are_told():
     with contextlib.suppress(ValueError):  # the first may be changed already
         next(pipeline)
     wait_until(lambda: len(filled) == 3)
-    with pytest.raises(ValueError, match="changes arrays of a batch after it has yielded it"):
+    with pytest.raises(ValueError, match="`batches`"):
         next(pipeline)
     again = pipeline_of(itertools.repeat(BATCHES[0], 9), depth=2)  # unchanged: nothing is wrong
     assert len(list(again)) == 9
-
-
-# Waiting
 
 
 def test_a_late_batch_is_an_error_in_time_and_comes_all_the_same():
@@ -166,26 +129,20 @@ def test_a_late_batch_is_an_error_in_time_and_comes_all_the_same():
     pipeline = pipeline_of(batches, timeout=0.05)
     losses = losses_of([next_in_time(pipeline), next_in_time(pipeline)])
     for _ in range(2):
-        with pytest.raises(TimeoutError, match=r"`timeout`=0\.05 s"):
+        with pytest.raises(TimeoutError, match=r"`timeout`=0\.05"):
             next(pipeline)
     batches.gate.set()
-    while (result := next_in_time(pipeline)) is not None:
-        losses += losses_of([result])
+    losses += losses_of(iter(lambda: next_in_time(pipeline), None))
     assert_same(losses, plain())
 
 
-def test_a_result_does_not_wait_for_the_batch_after_it():
-    batches = Gated(1)
-    pipeline = pipeline_of(batches)
-    assert_same(losses_of([next(pipeline)]), plain()[:1])
-    batches.gate.set()
-    assert len(list(pipeline)) == 8
-
-
 def test_ctrl_c_ends_the_wait_and_nothing_else():
+    """A result does not wait for the batch after it, of which another pipeline knows nothing."""
     batches = Gated(1)
     pipeline = pipeline_of(batches)
     losses = losses_of([next(pipeline)])
+    wait_until(lambda: batches.waiting)  # its thread, at the gate
+    assert pipeline_of(batches).position == {"next_index": 1}
     with ctrl_c(), pytest.raises(KeyboardInterrupt):
         next(pipeline)
     batches.gate.set()
@@ -202,17 +159,6 @@ def test_the_end_does_not_wait_for_a_batch_for_ever(monkeypatch):
     wait_until(lambda: loaders() == [])
 
 
-def test_a_thread_that_is_gone_is_told(monkeypatch):
-    """As in a process that was forked, which has none."""
-    monkeypatch.setattr(_loader, "_load", lambda *_: None)
-    monkeypatch.setattr(_loader, "_LOOK_SECONDS", 0.01)
-    with pytest.raises(RuntimeError, match="thread that loads batches is gone"):
-        next(pipeline_of(iter(BATCHES)))
-
-
-# Threads
-
-
 def test_a_generator_that_two_pipelines_share_gives_each_batch_once():
     taken = []
 
@@ -222,8 +168,8 @@ def test_a_generator_that_two_pipelines_share_gives_each_batch_once():
             time.sleep(0.002)
             yield batch
 
-    step, shared = small_step(), noted()
-    one, two = (js.TrainPipeline(step, start(step), shared) for _ in range(2))
+    shared = noted()
+    one, two = pipeline_of(shared), pipeline_of(shared)
     results = 0
     for pipeline in itertools.cycle((one, two)):
         if next(pipeline, None) is None:
@@ -233,43 +179,3 @@ def test_a_generator_that_two_pipelines_share_gives_each_batch_once():
     assert results == 9
     assert [i for i, _ in taken] == list(range(9))
     assert {name for _, name in taken} == {"jaxslowmo-loader"}
-
-
-def test_another_pipeline_does_not_wait_for_the_batch_of_the_first():
-    batches = Gated(1)
-    one = pipeline_of(batches)
-    next(one)  # its thread waits at the gate from now on
-    wait_until(lambda: batches.waiting)
-    two = pipeline_of(batches)
-    assert two.position == {"next_index": 1}
-    batches.gate.set()
-    assert len(list(one)) + len(list(two)) == 8
-
-
-def test_what_holds_in_the_calling_context_holds_in_the_thread():
-    where = contextvars.ContextVar("where", default="nowhere")
-
-    def batches():
-        for batch in BATCHES[:2]:
-            yield {"x": batch, "where": where.get()}
-
-    where.set("here")
-    pipeline = js.TrainPipeline(lambda state, batch: (state, batch["where"]), {}, batches())
-    assert [r.metrics for r in pipeline] == ["here", "here"]
-
-
-def test_a_position_that_the_iterator_goes_on_to_change_is_copied():
-    class Live(Counted):
-        def __init__(self):
-            super().__init__()
-            self.state = {"next_index": 0}
-
-        def __next__(self):
-            batch = super().__next__()
-            self.state["next_index"] = self.next_index
-            return batch
-
-        def get_state(self):
-            return self.state
-
-    assert [r.position["next_index"] for r in pipeline_of(Live())] == list(range(1, 10))

@@ -34,8 +34,8 @@ def embeddings(shard="row", axis="shard", **options):
         "item": js.Table(*SIZES["item"], shard=shard, pooling="mean"),
         "user": js.Table(*SIZES["user"], shard=shard),
     }
-    optimizer = js.rowwise_adagrad(RATE, eps=EPS)
-    return js.embeddings(tables, axis_name=axis, optimizer=optimizer, **options)
+    options.setdefault("optimizer", js.rowwise_adagrad(RATE, eps=EPS))
+    return js.embeddings(tables, axis_name=axis, **options)
 
 
 def loss(params, batch, *, embedded):
@@ -51,7 +51,8 @@ def step_of(shards, *, shard="row", kinds=jax.sharding.AxisType.Auto, mesh=None,
         mesh = jax.sharding.Mesh(devices, ("replica", "shard"), axis_types=(kinds,) * 2)
     made = options.pop("embeddings", None) or embeddings(shard)
     optimizer = options.pop("optimizer", None) or optax.sgd(0.3)
-    return js.make_train_step(loss, optimizer, mesh=mesh, embeddings=made, **options)
+    loss_fn = options.pop("loss_fn", loss)
+    return js.make_train_step(loss_fn, optimizer, mesh=mesh, embeddings=made, **options)
 
 
 def whole(step, state):
@@ -77,20 +78,3 @@ def rowwise():
         return moved, sums
 
     return optax.GradientTransformation(init, update)
-
-
-def twin(tables, **options):
-    """Step and state of the model whose tables are ordinary parameters, on virtual replicas."""
-
-    def dense_loss(params, batch):
-        ids = batch["item"]
-        there = (ids >= 0)[..., None]
-        bags = jnp.where(there, params["item"][ids], 0).sum(1) / jnp.maximum(there.sum(1), 1)
-        found = {"item": bags, "user": params["user"][batch["user"]]}
-        return loss(params, batch, embedded=found)
-
-    kinds = {"w": "dense", "b": "dense", "item": "table", "user": "table"}
-    optimizer = optax.partition({"dense": optax.sgd(0.3), "table": rowwise()}, kinds)
-    mesh = js.virtual_mesh({"replica": REPLICAS})
-    step = js.make_train_step(dense_loss, optimizer, mesh=mesh, **options)
-    return step, step.init({**DENSE, **tables})

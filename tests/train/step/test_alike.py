@@ -1,4 +1,9 @@
-"""Tests that dense leaves and rows of tables train alike, or that the step is refused."""
+"""A leaf and a table's row train alike, whatever stands beside what.
+
+Each run draws a value of every option: who averages what and when, how tables are shared, windows,
+weights, clipping, loss scales. Its twin has the same tables as ordinary parameters, on virtual
+replicas. Of `RUNS` runs each value is in at least one; `make test-all` draws more.
+"""
 
 import itertools
 
@@ -6,295 +11,172 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import optax.contrib
 import pytest
-from optax.experimental import aggregating
+from jax.sharding import AxisType
 
 import jaxslowmo as js
 from support.exhaustive import sweep
+from train.step.problem import covering
+from train.step.tables import DENSE, RATE, SIZES, batches, embeddings, loss, rowwise, step_of, whole
 
-ROWS, DIM, RATE, UPDATES = 12, 2, 0.5, 3
-VIRTUAL = js.virtual_mesh({"replica": 2})
-TABLE = np.random.default_rng(0).normal(size=(ROWS, DIM)).astype(np.float32)
-DENSE = {"w": np.float32([1.0, -0.5])}
-# A replica with more examples, one that is idle, two that are alike; and each in another window.
-WEIGHTS = {"none": [None] * 6, "uneven": [[3, 1], [0, 2], [0, 1], [0, 3], [1, 1], [2, 0]]}
-
-
-def random_batches(count):
-    """Return batches in which a replica looks up each of its rows once, and some rows both do."""
-    rng = np.random.default_rng(1)
-    halves = lambda: np.concatenate([rng.permutation(ROWS)[:4] for _ in range(2)])  # noqa: E731
-    ys = rng.normal(size=(count, 8)).astype(np.float32)
-    return [{"word": halves().astype(np.int32), "y": y} for y in ys]
+UPDATES = 5
+WEIGHTS = np.float32([[1, 3], [0, 2], [2, 0], [1, 1], [0, 0]])
+mean, local = js.all_reduce_gradients("replica"), js.local_sgd("replica", sync_every=2)
+active = js.all_reduce_gradients("replica", divide_by="active")
+late = js.every(2, start=3)
+post = js.post_local_gradients(late, active)
 
 
-BATCHES = random_batches(2 * UPDATES)
+def clip(max_norm=0.05, norm=2):
+    return js.clip_by_global_norm(max_norm, norm=norm)
 
 
-def with_nan_where_idle(batch, weight):
-    """Return a batch in which the examples of a replica of weight 0 are NaN."""
-    if weight is None:
-        return batch
-    return {**batch, "y": np.where(np.repeat(weight, 4) > 0, batch["y"], np.nan)}
-
-
-def loss(params, batch, *, embedded):
-    return jnp.mean((embedded["word"] @ params["w"] - batch["y"].astype(params["w"].dtype)) ** 2)
-
-
-WORDS = js.embeddings({"word": js.Table(ROWS, DIM)}, axis_name=None, optimizer=js.rowwise_sgd(RATE))
-
-
-def with_table(optimizer=None, mesh=VIRTUAL, **options):
-    optimizer = optax.sgd(RATE) if optimizer is None else optimizer
-    return js.make_train_step(loss, optimizer, mesh=mesh, embeddings=WORDS, **options)
-
-
-def with_leaf(optimizer, **options):
-    def dense_loss(params, batch):
-        return loss(params, batch, embedded={"word": params["word"][batch["word"]]})
-
-    return js.make_train_step(dense_loss, optimizer, mesh=VIRTUAL, **options)
-
-
-def average(**options):
-    return js.all_reduce_gradients("replica", **options)
-
-
-def averaging_early(**options):
-    """Return options that average gradients in the first two updates, and then parameters."""
-    late = js.every(1, start=2)
-    return {
-        "gradients": js.post_local_gradients(late, average(**options)),
-        "sync": js.local_sgd("replica", sync_every=late),
-    }
-
-
-WHO = {
-    "initial": lambda: {"gradients": average(divide_by="initial")},
-    "active": lambda: {"gradients": average(divide_by="active")},
-    "hook": lambda: {"gradients": average(divide_by="active", hook=js.hooks.mean())},
-    "clipped": lambda: {"gradients": js.chain(average(), js.clip_by_global_norm(0.3))},
-    "clipped apart": lambda: {"gradients": js.clip_by_global_norm(0.3), "sync": local_average},
-    "clipped early": lambda: {
-        **averaging_early(),
-        "gradients": js.chain(averaging_early()["gradients"], js.clip_by_global_norm(0.3)),
-    },
-    "two divisors": lambda: {
-        "gradients": js.post_local_gradients(
-            js.every(1, start=1), average(divide_by="active"), average()
-        )
-    },
-    "early initial": lambda: averaging_early(divide_by="initial"),
-    "early active": lambda: averaging_early(divide_by="active"),
-    "both": lambda: {
-        "gradients": average(divide_by="active"),
-        "sync": js.local_sgd("replica", sync_every=2),
-    },
-    "local_sgd": lambda: {"sync": js.local_sgd("replica", sync_every=2)},
-    "delayed": lambda: {"sync": js.local_sgd("replica", sync_every=2, delay=1, merge=0.5)},
-    "delayed on the host": lambda: {**WHO["delayed"](), "mode": "host"},
-    "apart": lambda: {"sync": "none"},
+GRADIENTS = {
+    "none": None,
+    "clip": clip(),
+    "mean": mean,
+    "active": active,
+    "hook": js.all_reduce_gradients("replica", divide_by="active", hook=js.hooks.mean()),
+    "mean, clip": js.chain(mean, clip()),
+    "post, clip": js.chain(post, clip()),
+    "two divisors": js.post_local_gradients(js.every(1, start=1), active, mean),
+    "largest": js.chain(mean, clip(0.01, np.inf)),
 }
-SCALED = {"policy": js.Policy("float16")}
-SCALES = {"none": {}, "before": SCALED, "after": {**SCALED, "validate": "after"}}
-UPDATE = {"single": {}, "window": {}, "microbatches": {"accumulate": 2}}
-USUAL = {
-    ("active", "uneven", "single", "after"),
-    ("clipped", "uneven", "single", "after"),
-    ("clipped apart", "none", "window", "none"),
-    ("clipped early", "uneven", "single", "before"),
-    ("two divisors", "uneven", "single", "none"),
-    ("early active", "uneven", "window", "none"),
-    ("hook", "uneven", "microbatches", "none"),
-    ("both", "uneven", "window", "before"),
-    ("local_sgd", "none", "microbatches", "none"),
-    ("delayed", "none", "single", "none"),
-    ("delayed", "uneven", "window", "none"),
-    ("delayed on the host", "uneven", "single", "after"),
+SYNCS = {
+    "none": "none",
+    "local_sgd": local,
+    "late": js.local_sgd("replica", sync_every=late),
+    "delayed": js.local_sgd("replica", sync_every=2, delay=1, merge=0.5),
+    "slowmo": js.slowmo("replica", base=local, sync_every=4),
+    "slowmo whole": js.slowmo("replica", base=local, sync_every=4, shard_state=False),
+    "sgp": js.sgp("replica"),
+    "diloco": js.diloco("replica", sync_every=2),
+    "only_finite": js.only_finite(local),
 }
-
-
-@pytest.mark.parametrize(
-    ("who", "weights", "made_of", "scale"),
-    sweep(itertools.product(WHO, WEIGHTS, UPDATE, SCALES), lambda *case: case in USUAL),
-)
-def test_a_leaf_and_a_table_train_alike(who, weights, made_of, scale):
-    """All rows, the other leaf, the loss and skipped updates are compared after every update."""
-    options = {**WHO[who](), **UPDATE[made_of], **SCALES[scale]}
-    optimizer = optax.sgd(RATE)
-    if scale != "none":
-        optimizer = js.dynamic_loss_scale(optimizer, initial=64.0)
-    steps = with_table(optimizer, **options), with_leaf(optimizer, **options)
-    tables = {"word": TABLE}
-    stored = js.WithTables(DENSE, steps[0].embeddings.write(tables))
-    states = [steps[0].init(stored), steps[1].init({**DENSE, **tables})]
-    shares = [w if w is None else np.float32(w) for w in WEIGHTS[weights]]
-    batches = list(map(with_nan_where_idle, BATCHES, shares))
-    for first in range(0, len(BATCHES), 2):
-        results = []
-        for step, state in zip(steps, states, strict=True):
-            window, last = None, first
-            if made_of == "window":
-                window, _ = step.collect(state, batches[first], shares[first])
-                last = first + 1
-            results.append(step(state, batches[last], shares[last], window=window))
-        states = [state for state, _ in results]
-        (table, metrics), (leaf, expected) = results
-        # In float16 the other leaf's gradient is a sum that the two programs round differently.
-        atol = 2e-6 if scale == "none" else 2e-3
-        read = np.stack(
-            [steps[0].embeddings.read(tables_of_replica(table, i))["word"] for i in range(2)]
-        )
-        np.testing.assert_allclose(read, leaf.params["word"], atol=atol)
-        np.testing.assert_allclose(table.params.dense["w"], leaf.params["w"], atol=atol)
-        for name, metric in expected.items():
-            np.testing.assert_allclose(metrics[name], metric, atol=atol, err_msg=name)
-    assert not np.allclose(read, TABLE, atol=0.02)
-
-
-def tables_of_replica(state, i):
-    return jax.tree.map(lambda x: jnp.asarray(np.asarray(x)[i]), state.params.tables)
-
-
-def averaging_transform(reduce):
-    """Return a transform that averages gradients by `reduce`, as a user might write it."""
-
-    def update(updates, state, params=None):
-        return reduce(updates, "replica"), state
-
-    return optax.GradientTransformation(optax.init_empty_state, update)
-
-
-def averaging_transform_with_branch(reduce):
-    """Return one with a branch of constants, which devices refuse when it is first traced."""
-
-    def update(updates, state, params=None):
-        halved = lambda g: jax.tree.map(lambda x: jnp.full(x.shape, 0.5), g)  # noqa: E731
-        chosen = jax.lax.cond(state.count < 2, lambda g: g, halved, updates)
-        return reduce(chosen, "replica"), optax.ScaleByScheduleState(state.count + 1)
-
-    def init(params):
-        return optax.ScaleByScheduleState(jnp.zeros([], jnp.int32))
-
-    return optax.GradientTransformation(init, update)
-
-
-sgd, local_average = optax.sgd(RATE), js.local_sgd("replica")
-AVERAGING = {
-    "all_reduce": lambda: optax.chain(average(), sgd),
-    "all three": lambda: optax.chain(average(), sgd, local_average),
-    "in a chain of ours": lambda: js.chain(sgd, optax.chain(average(), sgd)),
-    "in optax's chain": lambda: optax.chain(sgd, local_average),
-    "only finite": lambda: optax.chain(sgd, js.only_finite(local_average)),
-    "post local": lambda: optax.chain(averaging_early()["gradients"], sgd),
-    "rows of its own": lambda: optax.chain(js.all_reduce_rows("replica", dense=average()), sgd),
-    "unused": lambda: js.skip_unused(optax.chain(average(), sgd), "replica"),
-    "scaled": lambda: js.dynamic_loss_scale(optax.chain(average(), sgd)),
-    "masked": lambda: optax.masked(optax.chain(average(), sgd), {"w": True}),
-    "several steps": lambda: optax.MultiSteps(
-        optax.chain(average(), sgd), 2
-    ).gradient_transformation(),
-    "if finite": lambda: optax.apply_if_finite(optax.chain(sgd, local_average), 3),
+AROUND = {
+    "alone": lambda optimizer: optimizer,
+    "clipped": lambda optimizer: js.chain(clip(), optimizer),
+    "scaled": lambda optimizer: js.dynamic_loss_scale(optimizer, initial=8.0, growth_interval=2),
 }
+OPTIONS = {
+    "gradients": list(GRADIENTS),
+    "sync": list(SYNCS),
+    "around": list(AROUND),
+    # How many devices of a replica share tables, and by what; "virtual" replicas have one.
+    "where": ["virtual", "row 1", "row 2", "row 2 explicit", "column 2", "table 2", "row 4"],
+    "accumulate": [1, 1, 2],
+    "mode": ["traced", "host"],
+    "validate": ["before", "after"],
+    "weighted": [False, True],
+    "window": [0, 0, 1, 2],  # batches before the last one of an update
+    "room": [0, 1, 3],  # batches for whose rows a window has room
+    "apply": [False, True],
+    "half": [False, True],
+    "overflow": [False, True],
+}
+RUNS = 9
 
 
-@pytest.mark.parametrize("name", AVERAGING)
-def test_averaging_inside_the_optimizer_is_refused(name):
-    """Both `step.init` and a step with a state of `TrainState.create` raise, on one replica too."""
-    message = (
-        "`optimizer` with `embeddings` holds .*tables drift apart.* as `gradients`.* as `sync`"
+def possible(run):
+    """The run, without what cannot stand beside the rest."""
+    is_scaled = run["around"] == "scaled"
+    clips = ("clip" in run["gradients"] or run["gradients"] == "largest") + (
+        run["around"] == "clipped"
     )
-    step = with_table(AVERAGING[name](), mesh=js.virtual_mesh({"replica": 1}), sync="none")
-    with pytest.raises(ValueError, match=message):
-        step.init(DENSE)
-    if name == "all three":
-        params = js.WithTables(DENSE, WORDS.write({"word": TABLE}))
-        state = js.TrainState.create(params, step.tx, mesh=step.mesh)
-        with pytest.raises(ValueError, match=message):
-            step(state, BATCHES[0])
+    if clips > 1 or (not clips and not is_scaled):
+        run["validate"] = "before"
+    if run["accumulate"] > 1:
+        run["window"] = 0
+    # Halves round apart where Adagrad divides by next to nothing, so tables are trained by SGD.
+    return {**run, "half": run["half"] and is_scaled, "overflow": run["overflow"] and is_scaled}
 
 
-def mean_by_all_gather(tree, axis):
-    return jax.tree.map(lambda x: jax.lax.all_gather(x, axis).mean(0), tree)
+def with_factor(params, batch, *, embedded):
+    """An infinite factor is in the gradients of rows alone, not in those of dense parameters."""
+    value = loss(params, batch, embedded=embedded)
+    return value + jnp.mean(embedded["user"][:, 0] * batch["factor"])
 
 
-@pytest.mark.parametrize(
-    ("kind", "reduce"),
-    [(averaging_transform, mean_by_all_gather), (averaging_transform_with_branch, jax.lax.pmean)],
-)
-def test_collectives_of_your_own_in_the_optimizer_are_refused(kind, reduce):
-    """The collectives are found in the traced update."""
-    mesh = js.make_mesh({"replica": 2}, jax.devices()[:2])
-    step = with_table(optax.chain(kind(reduce), sgd), mesh, gradients=optax.identity())
-    with pytest.raises(ValueError, match=r"`optimizer` holds .* collectives over \['replica'\]"):
-        step.init(DENSE)
+def dense_loss(params, batch):
+    ids = batch["item"]
+    there = (ids >= 0)[..., None]
+    bags = jnp.where(there, params["item"][ids], 0).sum(1) / jnp.maximum(there.sum(1), 1)
+    found = {"item": bags, "user": params["user"][batch["user"]]}
+    return with_factor(params, batch, embedded=found)
 
 
-@pytest.mark.parametrize(
-    ("name", "optimizer"),
-    {
-        "js.clip_by_global_norm": optax.chain(js.clip_by_global_norm(1.0), sgd),
-        "optax.apply_if_finite": optax.apply_if_finite(sgd, 3),
-        "optax.MultiSteps": optax.MultiSteps(sgd, 2).gradient_transformation(),
-        "js.accumulate": js.dynamic_loss_scale(js.accumulate(sgd, 2)),
-        "optax.apply_every": optax.chain(optax.apply_every(2), sgd),
-        "optax.conditionally_mask": optax.conditionally_mask(sgd, lambda step: step % 2 == 0),
-        "optax.contrib.sam": optax.contrib.sam(sgd, sgd),
-        "optax.experimental.aggregating": aggregating.accumulate_avg_updates(2),
-    }.items(),
-)
-def test_optimizers_that_cannot_treat_rows_are_refused(name, optimizer):
-    with pytest.raises(ValueError, match=f"`optimizer` with `embeddings` .*must not hold {name}"):
-        with_table(optimizer, sync="none").init(DENSE)
+def started(run):
+    """Both steps and their states."""
+    shard, num_shards, kind = (run["where"].replace("virtual", "row 1") + " auto").split()[:3]
+    is_virtual, around, sgd = run["where"] == "virtual", AROUND[run["around"]], optax.sgd(0.3)
+    options = {name: run[name] for name in ("accumulate", "mode", "validate")}
+    options |= {"gradients": GRADIENTS[run["gradients"]], "sync": SYNCS[run["sync"]]}
+    options |= {"policy": js.Policy("float16")} if run["half"] else {}
+    rows = {"optimizer": js.rowwise_sgd(RATE)} if run["half"] else {}
+    virtual = js.virtual_mesh({"replica": 2})
+    shared = step_of(
+        int(num_shards),
+        loss_fn=with_factor,
+        kinds=AxisType.Explicit if kind == "explicit" else AxisType.Auto,
+        mesh=virtual if is_virtual else None,
+        embeddings=embeddings(shard, axis=None if is_virtual else "shard", **rows),
+        optimizer=around(sgd),
+        **options,
+    )
+    state = shared.init(DENSE)
+    tables = {name: table[0] for name, table in whole(shared, state).items()}
+    kinds = {"w": "dense", "b": "dense", "item": "table", "user": "table"}
+    of_rows = optax.sgd(RATE) if run["half"] else rowwise()
+    both = around(optax.partition({"dense": sgd, "table": of_rows}, kinds))
+    twin = js.make_train_step(dense_loss, both, mesh=virtual, **options)
+    return (shared, twin), [state, twin.init({**DENSE, **tables})]
 
 
-@pytest.mark.parametrize(
-    ("name", "gradients"),
-    {
-        "optax.chain": optax.chain(average(), optax.scale(0.5)),
-        "js.chain": js.chain(average(), optax.scale(0.5)),
-        "optax.scale": optax.scale(0.5),
-        "optax.masked": optax.masked(average(), {"w": True}),
-        "js.accumulate": js.accumulate(average(), 2),
-        "js.post_local_gradients": js.post_local_gradients(
-            js.every(1, start=2), optax.chain(average(), js.clip_by_global_norm(1.0))
-        ),
-        "js.all_reduce_rows": js.all_reduce_rows("replica", tables=["w"]),
-        "js.gradient_transform": js.gradient_transform(averaging_transform(jax.lax.pmean)),
-        "optax.trace": average()._replace(update=optax.trace(0.5).update),
-        r"\w+\.averaging_transform": averaging_transform(jax.lax.pmean),
-    }.items(),
-)
-def test_gradients_that_rows_cannot_pass_through_are_refused(name, gradients):
-    error = rf"`gradients` with `embeddings` must be .*, got {name}\. .* js\.chain, not"
-    with pytest.raises(ValueError, match=error):
-        with_table(gradients=gradients)
+def given(run):
+    """The batches of each update; what an idle replica has is NaN."""
+    sizes = [run["window"] + (not run["window"] or not run["apply"])] * UPDATES
+    updates = [batches(size, seed) for seed, size in enumerate(sizes)]
+    for i, update in enumerate(updates):
+        for batch in update:
+            batch["factor"] = np.zeros_like(batch["y"])
+            if run["weighted"]:
+                batch["y"][np.repeat(WEIGHTS[i] == 0, len(batch["y"]) // 2)] = np.nan
+    if run["overflow"]:
+        updates[3][0]["factor"][5] = np.inf
+    return updates
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"gradients": optax.identity(), "sync": local_average},
-        {"gradients": optax.chain(optax.identity()), "sync": local_average},
-        {"gradients": averaging_early()["gradients"], "optimizer": js.skip_unused(sgd, "replica")},
-        {
-            "gradients": js.post_local_gradients(js.every(1, start=2), average(), optax.identity()),
-            "optimizer": optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.1)),
-        },
-        {
-            "gradients": js.post_local_gradients(
-                js.every(1, start=2), average(), average(divide_by="active")
-            )
-        },
-        {"optimizer": js.chain(average(), js.clip_by_global_norm(1.0), sgd, local_average)},
-        {
-            "optimizer": optax.conditionally_transform(sgd, lambda step: step > 0),
-            "sync": local_average,
-        },
-    ],
-)
-def test_averaging_that_rows_follow_is_allowed(options):
-    step = with_table(**options)
-    assert step.traced_by_phase(jax.eval_shape(step.init, DENSE), BATCHES[0])
+def updated(step, state, update, weight, run):
+    window, *batches = None, *update
+    for batch in batches[: run["window"]]:
+        window, _ = step.collect(state, batch, weight, window=window, num_batches=run["room"])
+    if run["window"] and run["apply"]:
+        return step.apply(state, window)
+    return step(state, batches[-1], weight, window=window)
+
+
+CASES = sweep(itertools.product((11, 0, 4, 8), range(RUNS)), lambda seed, _: seed == 11)
+
+
+@pytest.mark.parametrize(("seed", "number"), CASES)
+def test_a_leaf_and_a_table_train_alike(seed, number):
+    """All rows, the other leaves and all metrics are compared after every update."""
+    run = possible(covering(OPTIONS, RUNS, seed)[number])
+    steps, states = started(run)
+    first = whole(steps[0], states[0])
+    close = {"rtol": 1e-2, "atol": 5e-3} if run["half"] else {"rtol": 2e-3, "atol": 2e-4}
+    for i, update in enumerate(given(run)):
+        weight = WEIGHTS[i] if run["weighted"] else None
+        both = [updated(*x, update, weight, run) for x in zip(steps, states, strict=True)]
+        states = [state for state, _ in both]
+        (table, metrics), (leaf, expected) = both
+        for name, metric in expected.items():
+            np.testing.assert_allclose(metrics[name], metric, **close, err_msg=f"{name} {run}")
+        found = {**table.params.dense, **whole(steps[0], table)}
+        for name, x in leaf.params.items():
+            np.testing.assert_allclose(found[name], x, **close, err_msg=f"{name} in {i}, {run}")
+    for name in SIZES:
+        assert np.abs(found[name] - first[name]).max() > 1e-3, "nothing was learnt"
+    if run["overflow"]:
+        assert metrics["skipped_updates"].max() == 1
+    jax.clear_caches()

@@ -1,6 +1,7 @@
-"""Exchanges beside the steps: results as those inside of the programs, and who dispatches what.
+"""Exchanges beside the steps of a host-scheduled run end where those inside of the programs do.
 
-Replicas are mapped by vmap here, so nothing waits for a network; tests/cluster has processes.
+Replicas are mapped by vmap here, so nothing waits for a network, and every step is told that it
+can exchange beside its programs; tests/cluster has processes, in which it does.
 """
 
 import threading
@@ -14,10 +15,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jaxslowmo as js
-from jaxslowmo.train.step import _beside_steps, _step_runner
+from jaxslowmo.train.step import _beside_steps
 
 REPLICAS, UPDATES, PERIOD = 4, 27, 12
 PARAMS = {f"layer{i}": {"w": jnp.full((3, 3), 0.3) + jnp.eye(3)} for i in range(4)}
+RANDOM = np.random.default_rng(0)
+X, Y = RANDOM.normal(size=(2, UPDATES, REPLICAS * 2, 3)).astype(np.float32)
+BATCHES = list(zip(X, Y, strict=True))
+WEIGHTS = RANDOM.integers(0, 3, (UPDATES, REPLICAS)).astype(np.float32)
 
 
 def loss(params, batch):
@@ -27,35 +32,24 @@ def loss(params, batch):
     return jnp.mean((x - y) ** 2)
 
 
-def batches(seed=0):
-    random = np.random.default_rng(seed)
-    x, y = random.normal(size=(2, UPDATES, REPLICAS * 2, 3)).astype(np.float32)
-    return list(zip(x, y, strict=True))
-
-
-def made_step(sync, **options):
-    mesh = js.virtual_mesh({"replica": REPLICAS})
-    return js.make_train_step(loss, optax.sgd(0.1), sync=sync, mesh=mesh, mode="host", **options)
-
-
-def is_possible(mesh, axis_name):
-    return True
-
-
-@pytest.fixture(scope="module")
-def beside():
-    """Let every step whose transform can do so exchange beside its programs."""
+def made_step(sync, *, beside, mode="host", **options):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_beside_steps, "runs_beside", is_possible)
-        yield
+        patch.setattr(_beside_steps, "runs_beside", lambda mesh, axis_name: beside)
+        mesh = js.virtual_mesh({"replica": REPLICAS})
+        return js.make_train_step(loss, optax.sgd(0.1), sync=sync, mesh=mesh, mode=mode, **options)
 
 
-def states(step, weights=None, seed=0):
+def states(step, batches=BATCHES, weights=None):
     """Yield the host's copy of the parameters after each update, and the state itself."""
     state = step.init(PARAMS)
-    for t, batch in enumerate(batches(seed)):
+    for t, batch in enumerate(batches):
         state, _ = step(state, batch, None if weights is None else weights[t])
         yield jax.tree.map(np.array, state.params), state
+
+
+def assert_close(found, expected, **close):
+    close = close or {"rtol": 2e-6, "atol": 2e-6}
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, **close), found, expected)
 
 
 def syncs(algorithm, base, **options):
@@ -65,15 +59,15 @@ def syncs(algorithm, base, **options):
     if algorithm == "diloco":
         return js.diloco("replica", sync_every=PERIOD, **options)
     bases = {
-        "gossip": lambda: js.sgp("replica", graph=js.topology.ring(REPLICAS)),
-        "average": lambda: js.local_sgd("replica", sync_every=5),
+        "gossip": js.sgp("replica", graph=js.topology.ring(REPLICAS)),
+        "average": js.local_sgd("replica", sync_every=5),
     }
-    base = bases.get(base, lambda: None)()
+    base = bases.get(base)
     return js.slowmo("replica", base=base, sync_every=PERIOD, momentum=0.5, **options)
 
 
 @pytest.mark.filterwarnings("ignore:slowmo without a `base`")
-@settings(max_examples=4)
+@settings(max_examples=3)
 @given(
     algorithm=st.sampled_from(["local_sgd", "slowmo", "diloco"]),
     base=st.sampled_from(["gossip", "average", "whole", None]),
@@ -86,24 +80,16 @@ def syncs(algorithm, base, **options):
 def test_results_are_those_of_an_exchange_inside_of_the_step(
     algorithm, base, fragments, delay, merge, is_weighted, donate
 ):
-    random = np.random.default_rng(1)
-    weights = random.integers(0, 3, (UPDATES, REPLICAS)).astype(np.float32)
     options = {"fragments": fragments, "delay": delay, "merge": merge}
-
-    def trained():
-        step = made_step(syncs(algorithm, base, **options), donate=donate)
-        return [params for params, _ in states(step, weights if is_weighted else None)]
-
-    inside = trained()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_beside_steps, "runs_beside", is_possible)
-        outside = trained()
-    for t, (one, other) in enumerate(zip(inside, outside, strict=True)):
-        jax.tree.map(
-            lambda a, b, t=t: np.testing.assert_allclose(a, b, rtol=2e-6, atol=2e-6, err_msg=t),
-            one,
-            other,
+    runs = (
+        states(
+            made_step(syncs(algorithm, base, **options), beside=beside, donate=donate),
+            weights=WEIGHTS if is_weighted else None,
         )
+        for beside in (False, True)
+    )
+    for (inside, _), (outside, _) in zip(*runs, strict=True):
+        assert_close(outside, inside)
 
 
 @pytest.fixture(scope="module")
@@ -111,129 +97,45 @@ def sync():
     return js.diloco("replica", sync_every=PERIOD, fragments=2, delay=4)
 
 
-def test_a_run_goes_on_from_any_state(sync, beside):
+def test_a_run_goes_on_from_any_state_beside_or_inside(sync):
     """Whatever is under way is sent again, with equal results."""
-    step = made_step(sync, donate=False)
-    whole = list(states(step))
-    for t in (2, 3, 4, 5, 6, 9):
-        other, state = made_step(sync, donate=False), whole[t][1]
-        for later, batch in enumerate(batches()[t + 1 : t + 8], start=t + 1):
-            state, _ = other(state, batch)
-            jax.tree.map(np.testing.assert_array_equal, state.params, whole[later][0])
-
-
-def test_a_state_saved_beside_goes_on_inside(sync, beside):
-    step = made_step(sync, donate=False)
-    whole = list(states(step))
+    whole = list(states(made_step(sync, beside=True, donate=False)))
+    inside = made_step(sync, beside=False, donate=False)
     for t in (2, 4, 5):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(_beside_steps, "runs_beside", lambda mesh, axis_name: False)
-            inside = made_step(sync, donate=False)
-        state = whole[t][1]
+        others = made_step(sync, beside=True, donate=False), inside
+        now = [whole[t][1]] * 2
         for later in range(t + 1, t + 8):
-            state, _ = inside(state, batches()[later])
-        jax.tree.map(
-            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), state.params, whole[t + 7][0]
-        )
+            now = [one(state, BATCHES[later])[0] for one, state in zip(others, now, strict=True)]
+            jax.tree.map(np.testing.assert_array_equal, now[0].params, whole[later][0])
+        assert_close(now[1].params, whole[t + 7][0])
 
 
-def test_one_thread_dispatches_exchanges_and_another_the_steps(sync, beside, monkeypatch):
-    threads = []
+def test_exchanges_are_sent_once_by_a_thread_of_their_own(sync, monkeypatch):
+    """In the update after what is sent was taken; another thread dispatches the steps."""
+    threads, sent, done = [], [], []
     original = _beside_steps.map_replicas
 
     def noting(fn, **options):
-        def exchange(*args):
-            threads.append(threading.current_thread().name)
-            return fn(*args)
+        mapped = original(fn, **options)
 
-        return original(exchange, **options)
+        def exchange(*args):
+            threads.append(threading.current_thread().name)  # the one that traces dispatches
+            jax.debug.callback(lambda: sent.append(len(done) + 1))
+            return mapped(*args)
+
+        return exchange
 
     monkeypatch.setattr(_beside_steps, "map_replicas", noting)
-    step = made_step(sync)
-    list(states(step))
-    assert threads
-    assert all(name.startswith("jaxslowmo-exchange") for name in threads)
-
-
-def test_a_fragment_is_exchanged_once(sync, beside, monkeypatch):
-    started, done = [], []
-    original = _beside_steps.BesideSteps._started
-
-    def noting(self, *args):
-        started.append(len(done) + 1)
-        return original(self, *args)
-
-    monkeypatch.setattr(_beside_steps.BesideSteps, "_started", noting)
-    for _ in states(made_step(sync)):
-        done.append(None)
-    # Taken in updates 2, 8, 14, 20, 26; sent from the next one on.
-    assert started == [3, 9, 15, 21, 27]
-
-
-def test_updates_that_send_run_the_program_of_a_local_update(sync, beside):
-    """No step waits for an exchange: neither as an argument, nor by what it donates."""
-    step = made_step(sync)
+    step = made_step(sync, beside=True)
     state = step.init(PARAMS)
-    names = set()
-    for batch in batches():
+    for batch in BATCHES:
         phase = step.next_phase(state)
         state, _ = step(state, batch)
-        names.add((phase, step._runner._beside.phase(phase)))
-    assert (("send 0",), ()) in names
-    assert (("send 1", "slow 1"), ("slow 1",)) in names
-
-
-def test_no_step_donates_what_an_exchange_reads(sync, beside, monkeypatch):
-    read = []
-    exchange = _beside_steps.BesideSteps._exchange.func
-
-    def noting(self):
-        run = exchange(self)
-        return lambda values: read.append(values) or run(values)
-
-    monkeypatch.setattr(_beside_steps.BesideSteps, "_exchange", property(noting))
-    *_, (_, state) = states(made_step(sync))
-    assert len(read) == 5
-    assert not any(x.is_deleted() for x in jax.tree.leaves(read))
-    del state
-
-
-def test_a_step_receives_only_what_has_arrived(sync, beside, monkeypatch):
-    ready = []
-    run = _step_runner.Runner.run
-
-    def noting(self, task, layout, state, inputs):
-        if task.static == ("slow 0",):
-            ready.extend(x.is_ready() for x in jax.tree.leaves(state.opt_state[-1].in_flight))
-        return run(self, task, layout, state, inputs)
-
-    monkeypatch.setattr(_step_runner.Runner, "run", noting)
-    for _ in states(made_step(sync)):
-        pass
-    assert ready
-    assert all(ready)
-
-
-@pytest.mark.parametrize("bad", [None, 3, 5])
-def test_only_finite_around_a_delay_is_the_same_in_all_ways_to_run(bad):
-    """It looks at the parameters in each update, so the exchange stays inside of the programs."""
-    data = batches()[:14]
-    if bad is not None:
-        x, y = data[bad]
-        data[bad] = x, np.where(np.arange(len(y))[:, None] < 2, np.nan, y).astype(np.float32)
-    ends = []
-    for mode, possible in (("traced", False), ("host", False), ("host", True)):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(_beside_steps, "runs_beside", lambda *args, possible=possible: possible)
-            sync = js.only_finite(
-                js.diloco("replica", sync_every=PERIOD, fragments=2, delay=3, shard_state=False)
-            )
-            mesh = js.virtual_mesh({"replica": REPLICAS})
-            step = js.make_train_step(loss, optax.sgd(0.1), sync=sync, mesh=mesh, mode=mode)
-        state = step.init(PARAMS)
-        for batch in data:
-            state, _ = step(state, batch)
-        ends.append(jax.tree.leaves(state.params))
-    for leaves in zip(*ends, strict=True):
-        for other in leaves[1:]:
-            np.testing.assert_allclose(leaves[0], other, rtol=1e-6, atol=1e-6)
+        jax.block_until_ready(state)
+        jax.effects_barrier()
+        done.append(phase)
+    # Taken in updates 2, 8, 14, 20, 26; sent from the next one on.
+    assert sent == [3, 9, 15, 21, 27]
+    assert threads
+    assert all(name.startswith("jaxslowmo-exchange") for name in threads)
+    assert {("send 0",), ("send 1", "slow 1")} <= set(done)

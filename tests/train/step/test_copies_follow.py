@@ -14,7 +14,6 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxslowmo as js
-from support.exhaustive import sweep
 
 contrib = optax.contrib
 RNG = np.random.default_rng(0)
@@ -37,16 +36,22 @@ OPTIMIZER = optax.apply_if_finite(
     3,
 )
 COPIES = {"init_particles": "a", "x0": "b", "z": "c", "cache": "d"}
-SYNCS = {
-    "local_sgd": lambda: js.local_sgd("replica", sync_every=3),
-    "sgp": lambda: js.sgp("replica", graph=js.topology.ring(3)),
-    "overlapped": lambda: js.sgp("replica", graph=js.topology.ring(3), overlap=1),
-    "slowmo": lambda: js.slowmo(
-        "replica", base=js.local_sgd("replica", sync_every=2), sync_every=4, learning_rate=0.1
+LOCAL = js.local_sgd("replica", sync_every=3)
+RING = js.topology.ring(3)
+BASE = js.local_sgd("replica", sync_every=2)
+VIRTUAL, DEVICES = js.virtual_mesh({"replica": 3}), {"replica": 3}
+# Transform, mesh, options of the step, whether replicas have weights.
+RUNS = {
+    "local_sgd": (LOCAL, VIRTUAL, {}, True),
+    "sgp": (js.sgp("replica", graph=RING), VIRTUAL, {"mode": "host"}, False),
+    "overlapped": (js.sgp("replica", graph=RING, overlap=1), VIRTUAL, {}, False),
+    "slowmo": (
+        js.slowmo("replica", base=BASE, sync_every=4, learning_rate=0.1),
+        DEVICES, {"mode": "host"}, False,
     ),
-    "diloco": lambda: js.diloco("replica", sync_every=3),
-}
-KINDS = {"virtual": js.virtual_mesh, "devices": js.make_mesh}
+    "diloco": (js.diloco("replica", sync_every=3), DEVICES, {"accumulate": 2}, False),
+    "sharded": (LOCAL, DEVICES | {"fsdp": 2}, {}, False),
+}  # fmt: skip
 
 pytestmark = pytest.mark.filterwarnings("ignore:`optimizer` holds optax.contrib.sam:UserWarning")
 
@@ -55,12 +60,14 @@ def linear(params, batch):
     return sum(jnp.sum(params[name] * jnp.mean(batch, 0)[i]) for i, name in enumerate(PARAMS))
 
 
-def trained(sync, kind, optimizer=OPTIMIZER, weights=None, **options):
-    mesh = KINDS[kind]({"replica": 3})
-    step = js.make_train_step(linear, optimizer, sync=sync, mesh=mesh, **options)
-    state = step.init(PARAMS)
-    for t, batch in enumerate(BATCHES):
-        state, _ = step(state, batch) if weights is None else step(state, batch, weights[t])
+def trained(sync, mesh, weighted=False, **options):
+    params, mesh = PARAMS, js.make_mesh(mesh) if isinstance(mesh, dict) else mesh
+    if "fsdp" in mesh.shape:
+        params = jax.device_put(PARAMS, NamedSharding(mesh, P("fsdp")))
+    step = js.make_train_step(linear, OPTIMIZER, sync=sync, mesh=mesh, **options)
+    state = step.init(params)
+    for batch, weight in zip(BATCHES, WEIGHTS, strict=True):
+        state, _ = step(state, batch, weight if weighted else None)
     return state
 
 
@@ -75,123 +82,31 @@ def copies(state):
 
 @pytest.fixture(scope="module")
 def apart():
-    return trained("none", "virtual"), trained("none", "virtual", weights=WEIGHTS)
+    return [trained("none", VIRTUAL, weighted) for weighted in (False, True)]
 
 
-def is_usual(sync, kind, mode, accumulate, weighted):
-    return (sync, kind, mode, accumulate, weighted) in [
-        ("local_sgd", "virtual", "traced", 1, True),
-        ("sgp", "virtual", "host", 1, False),
-        ("overlapped", "virtual", "traced", 1, False),
-        ("slowmo", "devices", "host", 1, False),
-        ("diloco", "devices", "traced", 2, False),
-    ]
-
-
-@pytest.mark.parametrize(
-    ("sync", "kind", "mode", "accumulate", "weighted"),
-    sweep(
-        [
-            (sync, kind, mode, accumulate, weighted)
-            for sync in SYNCS
-            for kind in KINDS
-            for mode in ("traced", "host")
-            for accumulate in (1, 2)
-            for weighted in (False, True)
-        ],
-        is_usual,
-    ),
-)
-def test_copies_move_with_the_parameters(apart, sync, kind, mode, accumulate, weighted):
-    alone = apart[weighted]
-    state = trained(
-        SYNCS[sync](),
-        kind,
-        mode=mode,
-        accumulate=accumulate,
-        weights=WEIGHTS if weighted else None,
-    )
+@pytest.mark.parametrize("name", RUNS)
+def test_copies_move_with_the_parameters(apart, name):
+    sync, mesh, options, weighted = RUNS[name]
+    alone, state = apart[weighted], trained(sync, mesh, weighted, **options)
     before, after = copies(alone), copies(state)
-    for name in PARAMS:
-        moved = np.asarray(state.params[name]) - np.asarray(alone.params[name])
+    for leaf in PARAMS:
+        moved = np.asarray(state.params[leaf]) - np.asarray(alone.params[leaf])
         assert np.abs(moved).max() > 1e-3
-        np.testing.assert_allclose(after[name] - before[name], moved, atol=2e-6, err_msg=name)
+        np.testing.assert_allclose(after[leaf] - before[leaf], moved, atol=2e-6, err_msg=leaf)
+        if name == "sharded":
+            assert after[leaf].sharding.spec[:2] == ("replica", "fsdp")
 
 
-def test_copies_of_leaves_that_are_sharded_inside_a_replica(apart):
-    """Also `optax.MultiSteps`, which makes zeros like shapes of such leaves, where jax asserts."""
-    mesh = js.make_mesh({"replica": 3, "fsdp": 2})
-    sharded = jax.device_put(PARAMS, NamedSharding(mesh, P("fsdp")))
-    sync = js.local_sgd("replica", sync_every=3)
-    step = js.make_train_step(linear, OPTIMIZER, sync=sync, mesh=mesh)
-    state = step.init(sharded)
-    for batch in BATCHES:
-        state, _ = step(state, batch)
-    before, after = copies(apart[False]), copies(state)
-    for name in PARAMS:
-        assert after[name].sharding.spec[:2] == ("replica", "fsdp")
-        moved = np.asarray(state.params[name]) - np.asarray(apart[False].params[name])
-        np.testing.assert_allclose(after[name] - before[name], moved, atol=2e-6, err_msg=name)
-
-
-def spread(params):
-    return max(float(np.ptp(np.asarray(x), axis=0).max()) for x in jax.tree.leaves(params))
-
-
-def test_an_average_stays():
-    """One update without gradients after the average: COCOB took all of it back."""
-    step = js.make_train_step(
-        linear,
-        contrib.cocob(),
-        sync=js.local_sgd("replica", sync_every=7),
-        mesh=js.virtual_mesh({"replica": 3}),
-    )
-    state = step.init(PARAMS)
-    for t, batch in enumerate([*BATCHES, np.zeros_like(BATCHES[0])], start=1):
-        state, _ = step(state, batch)
-        if t == 6:
-            assert spread(state.params) > 1e-3
-    assert spread(state.params) < 1e-6
-
-
-def test_schedule_free_at_every_update_is_one_run_on_all_data():
-    """It is linear in the gradients, so averages at every update leave nothing to differ."""
-    free = contrib.schedule_free_sgd(0.1)
-    mesh, square = js.virtual_mesh({"replica": 3}), lambda p, b: jnp.sum((p["a"] - b[:, 0]) ** 2)
-    runs = [
-        js.make_train_step(square, free, mesh=mesh, **how)
-        for how in (
-            {"sync": js.local_sgd("replica", sync_every=1)},
-            {"gradients": js.all_reduce_gradients("replica")},
-        )
-    ]
-    states = [step.init(PARAMS) for step in runs]
-    for batch in BATCHES:
-        states = [step(state, batch)[0] for step, state in zip(runs, states, strict=True)]
-    found, expected = states
-    np.testing.assert_allclose(found.params["a"], expected.params["a"], rtol=2e-5, atol=2e-6)
-    evaluated = jax.vmap(contrib.schedule_free_eval_params)
-    both = [evaluated(state.opt_state[1], state.params)["a"] for state in states]
-    np.testing.assert_allclose(both[0].mean(0), both[1][0], rtol=2e-5, atol=2e-6)
-
-
-@pytest.mark.parametrize("mode", ["traced", "host"])
-def test_nothing_more_is_sent(mode):
+def test_nothing_more_is_sent():
     """The same collectives by kind of step as with an optimizer that remembers no parameters."""
-
-    def sent(optimizer):
-        mesh = js.make_mesh({"replica": 3})
-        sync = js.local_sgd("replica", sync_every=3)
-        step = js.make_train_step(linear, optimizer, sync=sync, mesh=mesh, mode=mode)
-        state = jax.eval_shape(step.init, PARAMS)
-        found = {}
-        for phase, traced in step.traced_by_phase(state, BATCHES[0]).items():
-            report = js.comm_report_of(traced.lower(), compile=False)
-            for kind in report.kinds:
-                rows = report.select(axis="replica", kind=kind)
-                found[phase, kind] = sum(r.count for r in rows), sum(r.bytes for r in rows)
-        return found
-
-    wanted = sent(optax.sgd(0.1))
-    assert sorted(wanted.values()) == [(0, 0), (1, 4 * 6 * len(PARAMS))]
-    assert sent(OPTIMIZER) == wanted
+    found = []
+    for optimizer in (optax.sgd(0.1), OPTIMIZER):
+        mesh = js.make_mesh(DEVICES)
+        step = js.make_train_step(linear, optimizer, sync=LOCAL, mesh=mesh, mode="host")
+        traced = step.traced_by_phase(jax.eval_shape(step.init, PARAMS), BATCHES[0])
+        reports = [js.comm_report_of(x.lower(), compile=False) for x in traced.values()]
+        rows = [report.select(axis="replica") for report in reports]
+        found.append([(sum(r.count for r in x), sum(r.bytes for r in x)) for x in rows])
+    assert sorted(found[0]) == [(0, 0), (1, 4 * 6 * len(PARAMS))]
+    assert found[1] == found[0]

@@ -1,4 +1,4 @@
-"""Optimizers of which nothing is known are tried, and SAM is told from the schedule."""
+"""The first state of a step warns of optimizers that undo exchanges, or do not fit the schedule."""
 
 import warnings
 from typing import Any, NamedTuple
@@ -13,6 +13,7 @@ import jaxslowmo as js
 
 PARAMS = {"w": np.ones((7, 5), np.float32), "b": np.ones(5, np.float32)}
 MESH = js.virtual_mesh({"replica": 2})
+EVERY_4 = js.local_sgd("replica", sync_every=4)
 
 
 class Sums(NamedTuple):
@@ -27,10 +28,6 @@ class Told(NamedTuple):
 
 class Anchored(NamedTuple):
     origin: Any
-    seen: Any
-
-
-class Decay(NamedTuple):
     seen: Any
 
 
@@ -49,24 +46,19 @@ def dual_averaging(kind):
     return optax.GradientTransformation(lambda p: kind(p, jax.tree.map(jnp.zeros_like, p)), update)
 
 
-def pulled(strength):
-    """A decay of its own."""
+def pulled(strength, kind=Anchored, back=0.0):
+    """A decay of its own, or a pull to where all replicas began."""
 
     def update(grads, state, params=None):
-        updates = jax.tree.map(lambda g, p: -0.1 * g - strength * p, grads, params)
-        return updates, Decay(jax.tree.map(jnp.add, state.seen, grads))
+        pull = lambda g, p, o: strength * (back * o - p) - 0.1 * g  # noqa: E731
+        return jax.tree.map(pull, grads, params, state[0]), state
 
-    return optax.GradientTransformation(lambda p: Decay(jax.tree.map(jnp.zeros_like, p)), update)
+    return optax.GradientTransformation(lambda p: kind(p, p), update)
 
 
-def anchored():
-    """Pulled back to where all replicas began."""
-
-    def update(grads, state, params=None):
-        updates = jax.tree.map(lambda g, p, o: 0.2 * (o - p) - g, grads, params, state.origin)
-        return updates, state
-
-    return optax.GradientTransformation(lambda p: Anchored(p, p), update)
+class Decay(NamedTuple):
+    unused: Any
+    seen: Any
 
 
 def bare():
@@ -94,67 +86,37 @@ def sam(period=2):
     return optax.contrib.sam(optax.adam(0.1), adversary, sync_period=period)
 
 
-def warned(optimizer, sync=None, gradients=None):
-    """Warnings of a step's first state."""
-    if sync is None and gradients is None:
-        sync = js.local_sgd("replica", sync_every=4)
-    step = js.make_train_step(
-        lambda p, b: jnp.sum(b), optimizer, sync=sync, gradients=gradients, mesh=MESH
-    )
+SUMS = optax.MultiSteps(dual_averaging(Sums), 1).gradient_transformation()
+LOST = "undone 100% after 3 updates"
+# What exchanges, and what the message says; None for no message.
+CASES = {
+    "takes back": (optax.chain(optax.clip(1.0), SUMS), {"sync": EVERY_4}, ("has Sums", LOST)),
+    "without a class": (bare(), {"sync": EVERY_4}, ("arrays without a class", LOST)),
+    "a strong pull": (pulled(0.2, Decay), {"sync": EVERY_4}, ("Decay", "undone 49%")),  # 1 - .8**3
+    "a weak pull": (pulled(0.01, Decay), {"sync": EVERY_4}, None),
+    "pulled to the origin": (pulled(0.2, back=1.0), {"sync": EVERY_4}, None),
+    "told": (dual_averaging(Told), {"sync": EVERY_4}, None),
+    "of optax": (optax.adam(0.1), {"sync": EVERY_4}, None),
+    "cannot be tried": (refusing(), {"sync": EVERY_4}, None),
+    "gradients": (SUMS, {"gradients": js.all_reduce_gradients("replica")}, None),
+    "sam fits": (sam(), {"sync": EVERY_4}, None),
+    "sam fits diloco": (sam(3), {"sync": js.diloco("replica", sync_every=6)}, None),
+    "sam does not": (
+        sam(), {"sync": js.local_sgd("replica", sync_every=3)}, ("period of 2,", "multiple of 2.")
+    ),
+    "sam in a chain": (optax.chain(optax.clip(1.0), sam(3)), {"sync": EVERY_4}, ("period of 3,",)),
+    "sam and gossip": (sam(), {"sync": js.sgp("replica")}, ("period of 2,",)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_is_said_of_an_optimizer(name):
+    optimizer, exchange, said = CASES[name]
+    step = js.make_train_step(lambda p, b: jnp.sum(b), optimizer, mesh=MESH, **exchange)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         step.init(PARAMS)
         step.init(PARAMS)  # tried once
-    return [str(x.message) for x in caught]
-
-
-@pytest.mark.parametrize(
-    ("optimizer", "who"),
-    [
-        (optax.chain(optax.clip(1.0), dual_averaging(Sums)), "Sums"),
-        (optax.MultiSteps(dual_averaging(Sums), 1).gradient_transformation(), "Sums"),
-        (bare(), "arrays without a class"),
-    ],
-)
-def test_one_that_takes_exchanges_back(optimizer, who):
-    (message,) = warned(optimizer)
-    assert f"(its state has {who})" in message
-    assert "undone 100% after 3 updates" in message
-    assert "js.remembers_parameters" in message
-
-
-@pytest.mark.parametrize(
-    "optimizer", [dual_averaging(Told), pulled(0.01), optax.adam(0.1), refusing(), anchored()]
-)
-def test_one_that_does_not(optimizer):
-    assert not warned(optimizer)
-
-
-def test_a_strong_pull_is_told():
-    (message,) = warned(pulled(0.2))
-    assert "undone 49%" in message  # 1 - 0.8 ** 3
-
-
-def test_gradients_that_are_averaged_need_no_trial():
-    assert not warned(dual_averaging(Sums), gradients=js.all_reduce_gradients("replica"))
-
-
-@pytest.mark.parametrize(
-    ("optimizer", "sync", "period"),
-    [
-        (sam(), js.local_sgd("replica", sync_every=4), None),
-        (sam(), js.local_sgd("replica", sync_every=3), 2),
-        (optax.chain(optax.clip(1.0), sam(3)), js.local_sgd("replica", sync_every=4), 3),
-        (sam(), js.sgp("replica"), 2),
-        (sam(3), js.diloco("replica", sync_every=6), None),
-    ],
-)
-def test_sam_and_a_schedule_that_does_not_fit(optimizer, sync, period):
-    messages = warned(optimizer, sync)
-    if period is None:
-        assert not messages
-    else:
-        assert [
-            f"with a period of {period}," in m and f"multiple of {period}." in m for m in messages
-        ]
-        assert len(messages) == 1
+    messages = [str(x.message) for x in caught]
+    assert len(messages) == (said is not None), messages
+    assert all(part in messages[0] for part in said or ()), messages

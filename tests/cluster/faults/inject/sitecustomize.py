@@ -8,8 +8,7 @@ What, is in the environment as JSON, and it happens in trainers alone, not in th
 - When: at an audit event of Python (`event`, with `path`, a regular expression, in one of its
   arguments), or once
   metrics.jsonl has a record of `step` that was not there when the process began.
-- `do`: "raise" an OSError with that `errno`, or a RuntimeError; "hang"; send itself a `signal`;
-  "jump": the wall clock goes on by `seconds`.
+- `do`: "raise" an OSError with that `errno`, or a RuntimeError; "hang"; send itself a `signal`.
 - `once`: a file; made when it happens, and then it does not happen again.
 """
 
@@ -44,14 +43,6 @@ def _act(fault: dict[str, Any]) -> None:
             time.sleep(60)
     if fault["do"] == "signal":
         os.kill(os.getpid(), fault["signal"])
-    if fault["do"] == "jump":
-        _jump(fault["seconds"])
-
-
-def _jump(seconds: float) -> None:
-    now, now_ns = time.time, time.time_ns
-    time.time = lambda: now() + seconds
-    time.time_ns = lambda: now_ns() + int(seconds * 1e9)
 
 
 def _at_event(fault: dict[str, Any]) -> None:

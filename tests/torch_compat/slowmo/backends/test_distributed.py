@@ -10,7 +10,7 @@ import torch.distributed as dist
 from slowmo_models import Perceptron, train_step, values
 from slowmo_spawned import spawned
 
-from torch_compat.slowmo import SlowMoDistributedDataParallel
+from torch_compat.slowmo import SlowMoDistributedDataParallel as SlowMo
 from torch_compat.slowmo.backends._distributed import DistributedBackend
 from torch_compat.slowmo.backends._waiting import backend_on
 
@@ -18,7 +18,7 @@ WIDTH = 8
 
 
 def trained(**options):
-    net = SlowMoDistributedDataParallel(
+    net = SlowMo(
         Perceptron(WIDTH, 6),
         **{"nprocs_per_node": 1, "slowmo_frequency": 4, "localsgd_frequency": 2, **options},
     )
@@ -37,80 +37,57 @@ def in_a_group(ranks: list[int], nprocs_per_node: int):
     return net.process_rank, net.process_world_size, values(net.module)["w1"]
 
 
-@pytest.mark.parametrize("nprocs_per_node", [1, 2])
-def test_two_runs_beside_each_other(nprocs_per_node):
-    results = spawned(4, in_a_group, [1, 3], nprocs_per_node)
-    assert [result[:2] for result in results] == [(0, 2), (0, 2), (1, 2), (1, 2)]
-    weights = [result[2] for result in results]
-    assert np.array_equal(weights[1], weights[3])
-    assert np.array_equal(weights[0], weights[2])
-    assert not np.array_equal(weights[0], weights[1])
+def in_nodes(**options):
+    return values(trained(nprocs_per_node=2, **options).module)["w1"]
 
 
-def by_wire(comm_device):
-    return values(trained(comm_device=comm_device).module)["w1"]
+def in_groups():
+    group = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])][here.rank() // 2]
+    return (
+        [in_a_group([1, 3], size) for size in (1, 2)],
+        [in_nodes(), in_nodes(local_node_group=group), in_nodes(comm_device="cpu")],
+    )
 
 
-def test_where_tensors_are_exchanged():
-    plain, named = (spawned(2, by_wire, device) for device in (None, "cpu"))
-    assert np.array_equal(plain[0], named[1])
+def test_groups_of_runs_and_of_nodes():
+    results = spawned(4, in_groups)
+    for found in zip(*(beside for beside, _ in results), strict=True):
+        assert [place for *place, _ in found] == [[0, 2], [0, 2], [1, 2], [1, 2]]
+        weights = [weight for *_, weight in found]
+        assert np.array_equal(weights[1], weights[3])
+        assert np.array_equal(weights[0], weights[2])
+        assert not np.array_equal(weights[0], weights[1])
+    for _, (made, given, named) in results:
+        assert np.array_equal(made, given)
+        assert np.array_equal(made, named)
 
 
-def in_nodes(given: bool):
-    node = [[0, 1], [2, 3]][here.rank() // 2]
-    groups = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])] if given else [None, None]
-    net = trained(nprocs_per_node=2, local_node_group=groups[here.rank() // 2])
-    return node, values(net.module)["w1"]
+def message_of(**options) -> str:
+    try:
+        SlowMo(Perceptron(2, 2), **{"nprocs_per_node": 1, **options})
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
-def test_the_group_of_a_node_may_be_given():
-    made, given = (spawned(4, in_nodes, how) for how in (False, True))
-    for (_, ours), (_, theirs) in zip(made, given, strict=True):
-        assert np.array_equal(ours, theirs)
-
-
-def refusals():
-    found = []
+def arguments_that_do_not_fit():
     alone = [dist.new_group([rank]) for rank in (0, 1)]
-    for options in (
-        {"global_group": alone[1]},
-        {"nprocs_per_node": 2, "local_node_group": alone[here.rank()]},
-    ):
-        try:
-            SlowMoDistributedDataParallel(Perceptron(2, 2), **{"nprocs_per_node": 1, **options})
-            found.append("")
-        except ValueError as error:
-            found.append(str(error))
-    return found
-
-
-def test_groups_that_do_not_fit():
-    (alone, _), (_, node) = results = spawned(2, refusals)
-    assert [bool(found[0]) for found in results] == [True, False]
-    assert alone == "`global_group` must contain this process."
-    assert "`local_node_group` must hold the 2 processes of this node, ranks [0, 1]" in node
-    assert node.endswith("got ranks [1].")
-
-
-def arguments_without_effect():
     with pytest.warns(UserWarning, match="without effect over torch.distributed") as caught:
-        net = SlowMoDistributedDataParallel(
-            Perceptron(2, 2), 1, use_streams=False, master_group=object(), comm_device="cpu"
-        )
-    assert net._backend.name == "torch.distributed"
-    return [str(warning.message) for warning in caught]
+        SlowMo(Perceptron(2, 2), 1, use_streams=False, master_group=object(), comm_device="cpu")
+    (warning,) = caught
+    with pytest.raises(TypeError, match="state_dict"):
+        pickle.dumps(trained())
+    node = {"nprocs_per_node": 2, "local_node_group": alone[here.rank()]}
+    return str(warning.message), message_of(global_group=alone[1]), message_of(**node)
 
 
-def test_arguments_without_effect_are_named():
-    for (message,) in spawned(2, arguments_without_effect):
-        assert "`use_streams`, `master_group` without effect" in message
-        assert "comm_device" not in message
-
-
-def test_a_process_group_must_be_there():
-    assert not dist.is_initialized()
-    with pytest.raises(RuntimeError, match=r"call torch.distributed.init_process_group\(\) first"):
-        DistributedBackend()
+def test_arguments_that_do_not_fit_are_named():
+    for rank, (unused, alone, node) in enumerate(spawned(2, arguments_that_do_not_fit)):
+        assert "`use_streams`, `master_group`" in unused
+        assert "comm_device" not in unused
+        assert ("`global_group`" in alone) == (rank == 0), "process 1 is in it"
+        assert "`local_node_group` must hold the 2 processes of this node, ranks [0, 1]" in node
+        assert f"got ranks [{rank}]" in node
 
 
 def exchanged():
@@ -119,7 +96,7 @@ def exchanged():
     value = torch.arange(6.0) + 10 * rank
     sums = backend.all_reduce([value[:2], value[2:].reshape(2, 2)])
     assert torch.equal(value, torch.arange(6.0) + 10 * rank), "what is sent stays"
-    return (
+    found = (
         [part.tolist() for part in sums],
         backend.reduce_scatter(value).tolist(),
         backend.all_gather(value[:1]).tolist(),
@@ -127,6 +104,11 @@ def exchanged():
         backend.permute(value[:1], [(0, 2), (2, 1), (1, 0)]).tolist(),
         backend.all_reduce([torch.tensor([rank == 1, True]), torch.tensor([False])])[0].tolist(),
     )
+    # What gloo refuses is told as it is.
+    with pytest.raises(RuntimeError, match="Invalid scalar type") as caught:
+        backend.all_reduce([torch.ones(2, dtype=torch.float8_e4m3fn)])
+    assert type(caught.value) is RuntimeError
+    return found
 
 
 def test_collectives():
@@ -138,52 +120,6 @@ def test_collectives():
         assert chain == [[0.0], [0.0], [10.0]][rank]
         assert circle == [[10.0], [20.0], [0.0]][rank]
         assert flags == [True, True]
-
-
-def of_a_type_that_gloo_lacks():
-    backend = DistributedBackend()
-    with pytest.raises(RuntimeError, match="Invalid scalar type") as caught:
-        backend.all_reduce([torch.ones(2, dtype=torch.float8_e4m3fn)])
-    return type(caught.value) is RuntimeError
-
-
-def test_what_gloo_refuses_is_told_as_it_is():
-    assert spawned(2, of_a_type_that_gloo_lacks) == [True, True]
-
-
-class Rows(torch.nn.Module):
-    def __init__(self, sparse: bool) -> None:
-        super().__init__()
-        self.rows = torch.nn.Embedding(6, 3, sparse=sparse)
-        torch.nn.init.ones_(self.rows.weight)
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        return (self.rows(ids) * (1 + here.rank())).sum()
-
-
-def of_rows(sparse: bool):
-    net = SlowMoDistributedDataParallel(Rows(sparse), nprocs_per_node=2)
-    net(torch.tensor([here.rank(), 4])).backward()
-    gradient = net.module.rows.weight.grad
-    return gradient.is_sparse, gradient.to_dense().numpy()
-
-
-def test_sparse_gradients_stay_sparse_in_nodes_of_several():
-    for (is_sparse, ours), (_, dense) in zip(
-        spawned(2, of_rows, True), spawned(2, of_rows, False), strict=True
-    ):
-        assert is_sparse
-        assert np.array_equal(ours, dense)
-        assert dense[:, 0].tolist() == [0.5, 1.0, 0, 0, 1.5, 0]
-
-
-def not_pickled():
-    with pytest.raises(TypeError, match=r"save its state_dict\(\) in every process"):
-        pickle.dumps(trained())
-
-
-def test_what_cannot_be_pickled():
-    spawned(2, not_pickled)
 
 
 def by_two_wrappers(address: str):

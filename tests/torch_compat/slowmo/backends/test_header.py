@@ -4,14 +4,15 @@ import subprocess
 import sys
 
 import numpy as np
+import pytest
 import slowmo_here as here
 import torch
 from slowmo_models import values
-from slowmo_spawned import spawned
+from slowmo_spawned import BACKENDS, spawned
 
 from support.waiting import PATIENCE_SECONDS
 from torch_compat.errors import UnlikeCallsError
-from torch_compat.slowmo import SlowMoDistributedDataParallel
+from torch_compat.slowmo import SlowMoDistributedDataParallel as SlowMo
 
 
 class Training:
@@ -23,7 +24,7 @@ class Training:
         for parameter in layers[0].parameters():
             torch.nn.init.constant_(parameter, 0.5)  # threads of one process share random numbers
         self.samples = torch.arange(8.0).reshape(2, 4).to(here.device()) + here.rank()
-        self.net = SlowMoDistributedDataParallel(
+        self.net = SlowMo(
             torch.nn.Sequential(*layers).to(here.device()),
             **{"nprocs_per_node": 1, "localsgd_frequency": 1, **options},
         )
@@ -42,43 +43,41 @@ class Training:
         self.backward()
         self.update()
 
+    def message_of(self, call) -> str:
+        """What the call raises, after a step that is alike in all processes."""
+        self.step()
+        try:
+            call()
+        except UnlikeCallsError as error:
+            return str(error)
+        return "no error"
 
-def message_of(call) -> str:
-    try:
-        call()
-    except UnlikeCallsError as error:
-        return str(error)
-    return "no error"
 
-
-def evaluation_by_process_0(evaluates: bool):
-    training = Training(batch_norm=True)
-    outputs = []
-    for _ in range(3):
-        training.step()
-        if evaluates and here.rank() == 0:
-            training.net.eval()
-            with torch.no_grad():
-                outputs.append(training.net(training.samples))
-            here.launch()
-            training.net.train()
-    return values(training.net.module), [output.cpu().numpy() for output in outputs]
+def evaluation_by_process_0():
+    """Parameters with an evaluation by one process alone after each step, and without."""
+    found = []
+    for evaluates in (True, False):
+        training = Training(batch_norm=True)
+        for _ in range(3):
+            training.step()
+            if evaluates and here.rank() == 0:
+                training.net.eval()
+                with torch.no_grad():
+                    assert torch.isfinite(training.net(training.samples).cpu()).all()
+                here.launch()
+                training.net.train()
+        found.append(values(training.net.module))
+    return found
 
 
 def test_evaluation_by_one_process_alone_changes_nothing(by):
-    (with_evaluation, others), (without, _) = (
-        spawned(2, evaluation_by_process_0, evaluates, by=by) for evaluates in (True, False)
-    )
-    assert len(with_evaluation[1]) == 3
-    assert np.isfinite(with_evaluation[1]).all()
-    for key, value in without[0].items():
-        assert np.array_equal(with_evaluation[0][key], value), key
-    assert others[1] == []
+    (evaluated, without), _ = spawned(2, evaluation_by_process_0, by=by)
+    for key, value in without.items():
+        assert np.array_equal(evaluated[key], value), key
 
 
 def evaluation_in_training_mode():
     training = Training(batch_norm=True)
-    training.step()
 
     def go_on():
         if here.rank() == 0:
@@ -86,72 +85,98 @@ def evaluation_in_training_mode():
                 training.net(training.samples)
         training.step()
 
-    return message_of(go_on)
+    return training.message_of(go_on)
 
 
-BUFFERS = "the broadcast of buffers before a forward pass"
-GRADIENTS = "the average of gradients in the node after a backward pass"
-AVERAGE = "the average of parameters in perform_slowmo()"
-
-
-def test_evaluation_in_training_mode_by_one_process_is_explained_by_all(by):
-    first, second = spawned(2, evaluation_in_training_mode, by=by)
-    assert first == second
-    assert first.startswith("Processes must make the same calls in the same order, but process 0")
-    assert f"process 0 came to {BUFFERS} (32 bytes, after 1 update)" in first
-    assert f"process 1 came to {AVERAGE} (84 bytes, after 1 update)" in first
-    assert "\n" not in first
-
-
-def another_step(late: int):
+def another_step():
     training = Training(batch_norm=True)
-    training.step()
 
     def go_on():
-        if here.rank() == late:
+        if here.rank() == 2:
             training.update()
         training.step()
 
-    return message_of(go_on)
-
-
-def test_one_perform_slowmo_more_than_the_others():
-    messages = spawned(3, another_step, 2)
-    assert len(set(messages)) == 1
-    assert f"processes 0, 1 came to {BUFFERS}" in messages[0]
-    assert f"process 2 came to {AVERAGE}" in messages[0]
+    return training.message_of(go_on)
 
 
 def of_another_frequency():
     training = Training(localsgd_frequency=2 + here.rank(), slowmo_frequency=60)
-    return message_of(lambda: [training.step() for _ in range(6)])
-
-
-def test_other_frequencies():
-    first, second = spawned(2, of_another_frequency)
-    assert first == second
-    assert f"process 0 came to {AVERAGE} (60 bytes, after 1 update)" in first
-    assert f"process 1 came to {AVERAGE} (60 bytes, after 2 updates)" in first
+    return training.message_of(lambda: [training.step() for _ in range(5)])
 
 
 def without_a_backward_pass():
     training = Training(nprocs_per_node=2)
-    training.step()
 
     def go_on():
         if here.rank() != 3:
             training.backward()
         training.update()
 
-    return message_of(go_on)
+    return training.message_of(go_on)
 
 
-def test_a_process_of_a_node_without_its_backward_pass():
-    messages = spawned(4, without_a_backward_pass)
+def gossip_and_average():
+    """Pairs that exchange with each other, of which one takes an exact slow step instead."""
+    frequency = 2 if here.rank() in (1, 3) else 50
+    training = Training(slowmo_base_algorithm="sgp", slowmo_frequency=frequency, graph="ring")
+    return training.message_of(lambda: [training.step() for _ in range(3)])
+
+
+def two_wrappers_in_another_order():
+    """Sizes and kinds are alike: the parameters of one would be averaged with the other's."""
+    first, second = Training(), Training()
+    second.step()
+    order = [first, second] if here.rank() == 0 else [second, first]
+    return first.message_of(lambda: [one.update() for one in order])
+
+
+BUFFERS = "came to the broadcast of buffers before a forward pass"
+GRADIENTS = "came to the average of gradients in the node after a backward pass"
+AVERAGE = "came to the average of parameters in perform_slowmo()"
+# The number of processes, what they do, and what all of them are told.
+UNLIKE = {
+    "evaluation in training mode": (
+        *(2, evaluation_in_training_mode),
+        [
+            f"process 0 {BUFFERS} (32 bytes, after 1 update)",
+            f"process 1 {AVERAGE} (84 bytes, after 1 update)",
+        ],
+    ),
+    "wrappers in another order": (
+        *(2, two_wrappers_in_another_order),
+        [f"process 0 {AVERAGE}", "after 1 update of wrapper 2)"],
+    ),
+    "one step more": (3, another_step, [f"processes 0, 1 {BUFFERS}", f"process 2 {AVERAGE}"]),
+    "other frequencies": (
+        *(2, of_another_frequency),
+        [
+            f"process 0 {AVERAGE} (60 bytes, after 1 update)",
+            f"process 1 {AVERAGE} (60 bytes, after 2 updates)",
+        ],
+    ),
     # Nodes are told of each other's trouble, too.
-    assert len(set(messages)) == 1
-    assert f"process 2 came to {GRADIENTS}" in messages[0]
-    assert f"process 3 came to {AVERAGE}" in messages[0]
+    "no backward pass": (
+        *(4, without_a_backward_pass),
+        [f"process 2 {GRADIENTS}", f"process 3 {AVERAGE}"],
+    ),
+    "gossip beside an average": (
+        *(4, gossip_and_average),
+        ["came to the exchange of parameters with peers", "came to the slow step"],
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("case", "by"),
+    [(case, "gloo") for case in UNLIKE]
+    + [(case, by) for case in list(UNLIKE)[:2] for by in BACKENDS[1:]],
+)
+def test_unlike_calls_are_explained_by_all(case, by):
+    world, function, parts = UNLIKE[case]
+    for message in spawned(world, function, by=by):
+        assert message.startswith("Processes must make the same calls in the same order")
+        assert all(part in message for part in parts), message
+        assert "\n" not in message
 
 
 def a_node_without_its_backward_pass():
@@ -167,37 +192,6 @@ def test_nodes_may_differ_in_their_backward_passes():
     first, *others = spawned(4, a_node_without_its_backward_pass)
     for other in others:
         assert all(np.array_equal(first[key], other[key]) for key in first)
-
-
-def gossip_and_average():
-    """Pairs that exchange with each other, of which one takes an exact slow step instead."""
-    training = Training(
-        slowmo_base_algorithm="sgp",
-        slowmo_frequency=2 if here.rank() in (1, 3) else 50,
-        graph="ring",
-    )
-    return message_of(lambda: [training.step() for _ in range(4)])
-
-
-def test_gossip_beside_an_exact_average():
-    messages = spawned(4, gossip_and_average)
-    for message in messages:
-        assert "the exchange of parameters with peers" in message
-        assert "the slow step" in message
-
-
-def two_wrappers_in_another_order():
-    first, second = Training(), Training()
-    order = [first, second] if here.rank() == 0 else [second, first]
-    return message_of(lambda: [one.update() for one in order])
-
-
-def test_wrappers_that_are_called_in_another_order(by):
-    """Sizes and kinds are alike: the parameters of one would be averaged with the other's."""
-    first, second = spawned(2, two_wrappers_in_another_order, by=by)
-    assert first == second
-    assert "process 0 came to the average of parameters" in first
-    assert "after 0 updates of wrapper 2)" in first
 
 
 def test_programs_that_do_not_catch_it_end(tmp_path):

@@ -3,7 +3,9 @@
 import functools
 import logging
 import os
+import pickle
 import signal
+import socket
 from datetime import timedelta
 
 import pytest
@@ -16,16 +18,14 @@ from torch.distributed import distributed_c10d
 
 from support.waiting import PATIENCE_SECONDS
 from torch_compat.errors import PeerLostError
-from torch_compat.slowmo import SlowMoDistributedDataParallel
+from torch_compat.slowmo import SlowMoDistributedDataParallel as SlowMo
 from torch_compat.slowmo.backends import _waiting
 
 WIDTH = 8
 
 
 def built(**options):
-    net = SlowMoDistributedDataParallel(
-        Perceptron(WIDTH, 6), **{"nprocs_per_node": 1, "localsgd_frequency": 1, **options}
-    )
+    net = SlowMo(Perceptron(WIDTH, 6), **{"nprocs_per_node": 1, "localsgd_frequency": 1, **options})
     return net, torch.optim.SGD(net.parameters(), lr=0.1)
 
 
@@ -45,20 +45,12 @@ def going(victim: int, how: str, options: dict):
     return "nothing has happened"
 
 
-GOSSIP = {"slowmo_base_algorithm": "sgp"}
-
-
-NODES = {"nprocs_per_node": 2}
-
-
 @pytest.mark.parametrize(
     ("victim", "how", "options"),
     [
         (2, "SIGKILL", {}),
-        (0, "SIGKILL", GOSSIP),
-        (1, "exception", GOSSIP),
-        (3, "SIGKILL", NODES),
-        (0, "exception", NODES),
+        (1, "SIGKILL", {"slowmo_base_algorithm": "sgp"}),
+        (0, "exception", {"nprocs_per_node": 2}),
     ],
 )
 def test_who_ends_is_named_by_all(victim, how, options, tmp_path):
@@ -68,22 +60,18 @@ def test_who_ends_is_named_by_all(victim, how, options, tmp_path):
     assert [process.is_alive() for process in processes] == [False] * 4
     for rank in {0, 1, 2, 3} - {victim}:
         assert not (tmp_path / f"error{rank}").exists(), (tmp_path / f"error{rank}").read_text()
-        message = torch_load(tmp_path / str(rank))
+        message = result_of(tmp_path / str(rank))
         assert message.startswith(f"Process {victim} of 4 has ended"), (rank, message)
         assert "gloo" not in message
         assert "onnection closed" not in message
 
 
-def torch_load(path):
-    import pickle
-
+def result_of(path):
     return pickle.loads(path.read_bytes())
 
 
 def without_store(address: str):
     """The store is kept by process 0, as with init_method="env://" and no launcher."""
-    import torch.distributed as dist
-
     rank, size = here.rank(), here.world()
     dist.destroy_process_group()
     dist.init_process_group("gloo", init_method=address, rank=rank, world_size=size)
@@ -91,8 +79,6 @@ def without_store(address: str):
 
 
 def test_who_keeps_the_store_ends(tmp_path):
-    import socket
-
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -100,7 +86,7 @@ def test_who_keeps_the_store_ends(tmp_path):
     for process in processes:
         process.join(PATIENCE_SECONDS)  # gloo itself would wait for half an hour
     for rank in (1, 2):
-        message = torch_load(tmp_path / str(rank))
+        message = result_of(tmp_path / str(rank))
         assert "has ended" in message
         assert "process 0 of 3" in message
 
@@ -109,7 +95,7 @@ def late():
     """What a process says while it waits for process 1, which waits for all others to say it."""
     said = []
     store = distributed_c10d._get_default_store()
-    _waiting.NOTICE_SECONDS = 1.0
+    _waiting.NOTICE_SECONDS = 0.5
     handler = logging.Handler()
 
     def emit(record):
@@ -143,10 +129,8 @@ def test_who_is_late_is_waited_for_and_named():
 
 def out_of_time():
     """The time limit of the group ends the wait for a process that never comes."""
-    import torch.distributed as dist
-
     store = distributed_c10d._get_default_store()
-    group = dist.new_group([0, 1], timeout=timedelta(seconds=2))
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=1))
     net, optimizer = built(global_group=group)
     train_step(net, optimizer, 0, WIDTH)
     if here.rank() == 1:
@@ -160,11 +144,9 @@ def out_of_time():
 
 def test_the_time_limit_of_the_group_holds():
     message, _ = spawned(2, out_of_time)
-    assert message == (
-        "Process 1 of 2 has not come to the average of parameters in perform_slowmo() (440 bytes, "
-        "after 1 update) within the time limit of the process group, 2 s (`timeout` of "
-        "init_process_group)."
-    )
+    assert message.startswith("Process 1 of 2 has not come to the average of parameters")
+    assert "(440 bytes, after 1 update)" in message
+    assert "1 s (`timeout` of init_process_group)" in message
 
 
 def gone_before_the_wrapper_is_made():
@@ -185,7 +167,7 @@ def tensors_in_use_after_collectives():
     """How often gloo's threads still had a tensor of a collective that was over."""
     waiting, count = _waiting.Waiting.of(dist.group.WORLD), 0
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    for _ in range(300):
+    for _ in range(200):
         part, whole = torch.ones(2), torch.empty(4)
         before = part._use_count(), whole._use_count()
         waiting.until_done(functools.partial(gather, whole, part, async_op=True), whole, part)

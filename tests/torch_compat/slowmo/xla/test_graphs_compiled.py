@@ -11,7 +11,7 @@ from slowmo_spawned import spawned
 
 from support.waiting import PATIENCE_SECONDS
 from torch_compat import runtime
-from torch_compat.slowmo import SlowMoDistributedDataParallel
+from torch_compat.slowmo import SlowMoDistributedDataParallel as SlowMo
 
 WORLD, PERIOD = 4, 4
 # Waits for all device threads of the process that is forked from this one.
@@ -42,9 +42,7 @@ def trained(options: dict, with_buffers: bool) -> list[int]:
     module = Perceptron()
     if with_buffers:
         module.register_buffer("seen", torch.arange(3))
-    net = SlowMoDistributedDataParallel(
-        module.to(device), slowmo_frequency=PERIOD, localsgd_frequency=2, **options
-    )
+    net = SlowMo(module.to(device), slowmo_frequency=PERIOD, localsgd_frequency=2, **options)
     weights, biases = [module.w1, module.w2], [module.b1, module.b2]
     optimizer = torch.optim.SGD([{"params": weights}, {"params": biases}], lr=0.1, momentum=0.9)
     counts = [together(compiled)]
@@ -57,17 +55,17 @@ def trained(options: dict, with_buffers: bool) -> list[int]:
     return counts
 
 
-SGP = {"slowmo_base_algorithm": "sgp", "nprocs_per_node": 1}
 # Two graphs of the step itself (the optimizer's momentum begins with the first), one that compares
 # the processes at the start, two of slow momentum's beginning (copy of the initial parameters,
 # anchor), then those of each kind of exchange: an average is prepared and summed, an exchange with
 # peers packed, sent by one graph per round (here 2) and unpacked, a slow step packed, made and
 # unpacked.
 CASES = {
-    "local sgd": ({"nprocs_per_node": 1, "slowmo_momentum": 0.0}, False, 3 + 2),
     "slowmo": ({"nprocs_per_node": 1}, False, 3 + 2 + 2 + 3),
-    "sgp": ({**SGP, "slowmo_momentum": 0.0}, False, 3 + 4),
-    "sgp slowmo": ({**SGP, "slowmo_memory_efficient": False}, False, 3 + 2 + 4 + 3),
+    "sgp slowmo": (
+        {"slowmo_base_algorithm": "sgp", "nprocs_per_node": 1, "slowmo_memory_efficient": False},
+        *(False, 3 + 2 + 4 + 3),
+    ),
     # Buffers before the step (2), gradients in the middle of it (2).
     "two levels": ({"nprocs_per_node": 2}, True, 3 + 2 + 2 + 3 + 4),
 }
@@ -87,9 +85,7 @@ def idle() -> list[bool]:
     """Per step whether `perform_slowmo` left every counter and metric of torch_xla alone."""
     device = torch_xla.device()
     module = Perceptron(8, 8).to(device)
-    net = SlowMoDistributedDataParallel(
-        module, nprocs_per_node=1, slowmo_frequency=PERIOD, localsgd_frequency=2
-    )
+    net = SlowMo(module, nprocs_per_node=1, slowmo_frequency=PERIOD, localsgd_frequency=2)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     quiet = []
     for _ in range(2 * PERIOD):

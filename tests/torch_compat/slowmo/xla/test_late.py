@@ -1,42 +1,59 @@
 """A device that comes late to an exchange, or never."""
 
-import time
+import sys
+import warnings
 
 import pytest
 import torch
 import torch_xla
+import torch_xla.distributed.xla_multiprocessing as xmp
 import torch_xla.runtime as xr
 from slowmo_models import Perceptron, train_step, values
 from slowmo_spawned import spawned
 
-from torch_compat import meeting
-from torch_compat.slowmo import SlowMoDistributedDataParallel
+from support.waiting import wait_until
+from torch_compat import meeting, runtime
+from torch_compat.slowmo import SlowMoDistributedDataParallel as SlowMo
 from torch_compat.slowmo.backends._xla import XlaBackend
 
 WIDTH = 8
 
 
-def skewed(seconds: float):
-    """Process 0 evaluates, saves or compiles longer than XLA waits in a collective."""
-    net = SlowMoDistributedDataParallel(
+def waits_in_a_meeting() -> bool:
+    """Whether a thread of this process is in `Meeting.wait`, where it may stay for long."""
+    codes = []
+    for frame in sys._current_frames().values():
+        while frame is not None:
+            codes.append(frame.f_code)
+            frame = frame.f_back
+    return meeting.Meeting.wait.__code__ in codes
+
+
+def skewed():
+    """Process 0 evaluates, saves or compiles for as long as it takes.
+
+    XLA's CPU runtime ends the process when a device has waited in a collective for 15 s.
+    """
+    net = SlowMo(
         Perceptron(WIDTH, 6).to(torch_xla.device()), nprocs_per_node=1, localsgd_frequency=1
     )
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     train_step(net, optimizer, 0, WIDTH)
     if xr.global_ordinal() == 0:
-        time.sleep(seconds)
+        wait_until(waits_in_a_meeting)
     train_step(net, optimizer, 1, WIDTH)
     return values(net.module)["w1"].tolist()
 
 
-def test_a_device_may_be_late():
-    # XLA's CPU runtime ends the process when one has waited for 15 s.
-    first, second = spawned(2, skewed, 17.0, by="torch_xla")
+def test_a_device_that_is_early_waits_outside_of_xla():
+    first, second = spawned(2, skewed, by="torch_xla")
     assert first == second
 
 
-def failing():
-    net = SlowMoDistributedDataParallel(
+def failing(index):
+    warnings.simplefilter("ignore")
+    meeting.NOTICE_SECONDS = 1000.0
+    net = SlowMo(
         Perceptron(WIDTH, 6).to(torch_xla.device()), nprocs_per_node=1, localsgd_frequency=1
     )
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
@@ -47,23 +64,11 @@ def failing():
 
 
 def test_an_exception_ends_the_others_and_is_not_lost():
-    import torch_xla.distributed.xla_multiprocessing as xmp
-
-    from torch_compat import runtime
-
     runtime.configure_cpu_devices(2)
     with pytest.raises(Exception, match=r"Process 1 of 2 will not take part") as caught:
-        xmp.spawn(_quiet, start_method="fork")
+        xmp.spawn(failing, start_method="fork")
     # What the pool hands to the parent: the waiting process' error, and its cause.
     assert "bad sample in process 1" in str(caught.value.__cause__)
-
-
-def _quiet(index):
-    import warnings
-
-    warnings.simplefilter("ignore")
-    meeting.NOTICE_SECONDS = 1000.0
-    failing()
 
 
 def hosts(number: int):

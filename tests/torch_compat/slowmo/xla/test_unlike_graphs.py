@@ -1,14 +1,13 @@
 """Devices may trace what they like between exchanges."""
 
 import numpy as np
-import pytest
 import slowmo_here as here
 import torch
 from slowmo_models import values
 from slowmo_spawned import spawned
 
 from jaxslowmo import topology
-from torch_compat.slowmo import SlowMoDistributedDataParallel
+from torch_compat.slowmo import SlowMoDistributedDataParallel as SlowMo
 
 
 class Lopsided(torch.nn.Module):
@@ -35,9 +34,7 @@ def lopsided(nprocs_per_node: int, options: dict):
     if "keep" in options:
         nodes = here.world() // nprocs_per_node
         options["mixing"] = topology.self_weighted(options.pop("keep")[:nodes])
-    net = SlowMoDistributedDataParallel(
-        Lopsided(rank, device), nprocs_per_node, slowmo_frequency=4, **options
-    )
+    net = SlowMo(Lopsided(rank, device), nprocs_per_node, slowmo_frequency=4, **options)
     params = list(net.parameters())
     optimizer = torch.optim.SGD(params, lr=0.1)
     for t in range(8):
@@ -54,19 +51,26 @@ def lopsided(nprocs_per_node: int, options: dict):
     return values(net.module)
 
 
-@pytest.mark.parametrize("nprocs_per_node", [1, 2])
-@pytest.mark.parametrize(
-    "options",
-    [
+CASES = [
+    (size, options)
+    for size in (1, 2)
+    for options in (
         {"localsgd_frequency": 2},
         {"slowmo_base_algorithm": "sgp", "slowmo_memory_efficient": False},
         {"slowmo_base_algorithm": "sgp", "keep": [0.6, 0.3, 0.5, 0.7]},
-    ],
-)
-def test_devices_may_trace_their_own_steps_differently(nprocs_per_node, options):
+    )
+]
+
+
+def all_lopsided():
+    return [lopsided(size, options) for size, options in CASES]
+
+
+def test_devices_may_trace_their_own_steps_differently():
     """Only the exchange must be the same on all: otherwise devices wait for each other."""
-    results = spawned(4, lopsided, nprocs_per_node, options, by="torch_xla")
-    for result in results[1:]:
-        assert set(result) == {"first", "second", "flags"}
-        if "memory" not in str(options):
-            np.testing.assert_allclose(result["second"], results[0]["second"], rtol=1e-5)
+    results_of_cases = zip(*spawned(4, all_lopsided, by="torch_xla"), strict=True)
+    for case, results in zip(CASES, results_of_cases, strict=True):
+        for result in results[1:]:
+            assert set(result) == {"first", "second", "flags"}
+            if "memory" not in str(case):
+                np.testing.assert_allclose(result["second"], results[0]["second"], rtol=1e-5)

@@ -1,4 +1,4 @@
-"""Means over many microbatches keep what each adds, whatever the dtype."""
+"""Means over many microbatches or batches keep what each adds, whatever the dtype."""
 
 import jax
 import jax.numpy as jnp
@@ -11,33 +11,41 @@ import jaxslowmo as js
 PARTS = 512
 
 
-def trained(loss, params, batch, *, accumulate, model_state=None):
-    """Parameters, metrics and model state after one step of SGD at rate 1."""
-    step = js.make_train_step(
-        loss,
-        optax.sgd(1.0),
-        sync=js.local_sgd("replica", sync_every=8),
-        mesh=js.virtual_mesh({"replica": 2}),
-        accumulate=accumulate,
-    )
-    state, metrics = step(step.init(params, model_state=model_state), batch)
-    return state, metrics
+def step_of(loss, **options):
+    sync, mesh = js.local_sgd("replica", sync_every=8), js.virtual_mesh({"replica": 2})
+    return js.make_train_step(loss, optax.sgd(1.0), sync=sync, mesh=mesh, **options)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def trained(loss, params, batch, *, accumulate):
+    """State and metrics after one step of SGD at rate 1."""
+    step = step_of(loss, accumulate=accumulate)
+    return step(step.init(params), batch)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_equal_microbatches_give_the_gradient_of_one(dtype):
-    """One after the other in bfloat16, ones stop adding at 256, in float16 at 2048."""
-    params = {"w": np.zeros(2, dtype)}
-    batch = np.ones((2 * PARTS * 6, 1), dtype)
+    """One after the other in bfloat16, ones stop adding at 256, in float16 at 2048.
+
+    So they would in a window of batches, of which totals are float32.
+    """
+    params, ones = {"w": np.zeros(2, dtype)}, np.ones((2 * PARTS * 6, 1), dtype)
 
     def loss(params, batch):
         return jnp.mean(jnp.sum(params["w"] * batch, axis=1) + jnp.ones([], dtype))
 
-    state, metrics = trained(loss, params, batch, accumulate=PARTS * 6)
-    assert state.params["w"].dtype == dtype
+    state, metrics = trained(loss, params, ones, accumulate=PARTS * 6)
+    assert state.params["w"].dtype == metrics["loss"].dtype == dtype
     np.testing.assert_array_equal(state.params["w"].astype(np.float32), -1)
-    assert metrics["loss"].dtype == dtype
     np.testing.assert_array_equal(metrics["loss"].astype(np.float32), 1)
+    step, window = step_of(lambda p, b: 8 * loss(p, b)), None
+    state = step.init(params)
+    for _ in range(300):
+        window, _ = step.collect(state, ones[:2], window=window)
+    state, metrics = step.apply(state, window)
+    assert window.totals["w"].dtype == np.float32
+    assert state.params["w"].dtype == dtype
+    np.testing.assert_array_equal(state.params["w"].astype(np.float32), -8)
+    np.testing.assert_array_equal(metrics["loss"], 8)
 
 
 def test_as_the_mean_in_float64():
@@ -60,25 +68,12 @@ def test_as_the_mean_in_float64():
     np.testing.assert_allclose(metrics["first"], wanted[:, 0], rtol=1e-5, atol=1e-7)
 
 
-def test_model_state_keeps_its_dtype_and_order():
-    def loss(params, batch, *, model_state):
-        return jnp.sum(params * batch), ({}, {"last": batch[0], "n": model_state["n"] + 1})
-
-    batch = np.arange(8, dtype=np.float32).astype(jnp.bfloat16)
-    start = {"last": np.zeros((), jnp.bfloat16), "n": np.int32(0)}
-    state, _ = trained(loss, np.zeros((), jnp.bfloat16), batch, accumulate=4, model_state=start)
-    assert state.model_state["last"].dtype == jnp.bfloat16
-    assert state.model_state["last"].tolist() == [3, 7]
-    assert state.model_state["n"].tolist() == [4, 4]
-
-
 @pytest.mark.usefixtures("strict_promotion")
 def test_float64_is_summed_in_float64():
     with jax.enable_x64(True):
         batch = 1 + np.arange(16.0) * 2.0**-40
-        state, metrics = trained(
-            lambda params, batch: jnp.sum(params * batch), np.zeros(()), batch, accumulate=8
-        )
-        wanted = batch.reshape(2, 8).mean(1)
+        loss = lambda params, batch: jnp.sum(params * batch)  # noqa: E731
+        state, metrics = trained(loss, np.zeros(()), batch, accumulate=8)
         assert state.params.dtype == metrics["loss"].dtype == jnp.float64
+        wanted = batch.reshape(2, 8).mean(1)
         np.testing.assert_allclose(-np.asarray(state.params), wanted, rtol=1e-15)

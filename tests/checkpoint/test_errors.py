@@ -1,0 +1,126 @@
+"""What checkpoints and exports refuse, and what the message names."""
+
+import functools
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import optax
+
+import jaxslowmo as js
+from checkpoint.runs import MODEL_STATE, PARAMS, make_step
+from jaxslowmo.checkpoint import (
+    CheckpointError,
+    Checkpoints,
+    consensus_extra,
+    export_consensus,
+    load_consensus,
+)
+from support.refusals import Refusal, each
+
+_FOLDER = tempfile.TemporaryDirectory()
+
+
+@functools.cache
+def folder():
+    """A folder with a checkpoint of step 3, an export `model`, a file and another's folder."""
+    path = Path(_FOLDER.name)
+    step = make_step("local_sgd", 2)
+    state = step.init(PARAMS, model_state=MODEL_STATE)
+    for name, one in (("run", state), ("inside", inside(7).init(PARAMS))):
+        with Checkpoints(path / name) as checkpoints:
+            checkpoints.save(3, one)
+    with Checkpoints(path / "diloco") as checkpoints:
+        checkpoints.save(0, diloco(2, 0).init(PARAMS, model_state=MODEL_STATE))
+    export_consensus(path / "model", state.params, mesh=step.mesh)
+    (path / "file").write_text("")
+    (path / "thesis").mkdir()
+    (path / "thesis" / "thesis.tex").write_text("")
+    return path
+
+
+def inside(replicas):
+    """A step whose parameter transform is hidden in its optimizer."""
+    sync = js.slowmo("replica", base=js.local_sgd("replica"), sync_every=3)
+    mesh = js.virtual_mesh({"replica": replicas})
+    return js.make_train_step(lambda p, b: (b @ p["w"]).sum() + p["b"].sum() * 1.0, sync, mesh=mesh)
+
+
+def diloco(replicas, bucket_bytes):
+    sync = js.diloco("replica", sync_every=2, bucket_bytes=bucket_bytes)
+    return make_step("diloco", replicas, sync=sync)
+
+
+def restored(name="run", step=None, params=PARAMS, model_state=MODEL_STATE, **options):
+    checkpoints = Checkpoints(folder() / name)
+    step = step or make_step("local_sgd", 2)
+    return checkpoints.restore(step, params, model_state=model_state, **options)
+
+
+def save(number=1, extra=None, state=None):
+    step = make_step("local_sgd", 2)
+    state = state or step.init(PARAMS, model_state=MODEL_STATE)
+    Checkpoints(folder() / "run").save(number, state, extra=extra)
+
+
+def exported(name, params):
+    stacked = {n: np.stack([x, x]) for n, x in params.items()}
+    export_consensus(folder() / name, stacked, mesh=js.virtual_mesh({"replica": 2}))
+
+
+def refused(call, argument, value=""):
+    return Refusal(call, argument, value, CheckpointError)
+
+
+MORE = {**PARAMS, "w": np.ones((4, 40), np.float32), "c": np.ones(2, np.float32)}
+MANY = MORE | {f"x{i}": np.ones(2, np.float32) for i in range(4)}
+SGD = optax.sgd(0.1, momentum=0.9)
+WIDE = {**PARAMS, "b": PARAMS["b"].astype(np.float32)}
+
+ROWS = {
+    "nothing to keep": Refusal(lambda: Checkpoints("x", keep=0), "`keep`", 0),
+    "no patience": Refusal(lambda: Checkpoints("x", patience=0), "`patience`", 0),
+    "a state of no step": Refusal(lambda: save(state={"params": 1}), "`state`", "dict"),
+    "a step below 0": Refusal(lambda: save(-1), "`step`", -1),
+    "a step that no counter reaches": Refusal(lambda: save(2**31), "`step`", 2**31),
+    "an array as extra": Refusal(lambda: save(extra={"array": np.ones(1)}), "`extra`", "ndarray"),
+    "no checkpoint": refused(lambda: restored("nowhere"), "nowhere"),
+    "a file for a folder": refused(lambda: restored("file"), "file"),
+    "no such step": refused(
+        lambda: Checkpoints(folder() / "run").extra(step=1), "step 1", "steps 3"
+    ),
+    "a parameter more": refused(lambda: restored(params=MORE), "params/c", "float32[2]"),
+    "a parameter of another shape": refused(lambda: restored(params=MORE), "[5,40]", "[4,40]"),
+    "many parameters more": refused(lambda: restored(params=MANY), "1 more"),
+    "a wider parameter": refused(lambda: restored(params=WIDE), "params/b", "bfloat16[40]"),
+    "another optimizer": refused(
+        lambda: restored(step=make_step("local_sgd", 2, optimizer=SGD)), "opt_state/1/0/trace/b"
+    ),
+    "another algorithm": refused(
+        lambda: restored(step=make_step("sgp", 2)), "opt_state/2/weight", "missing"
+    ),
+    "a hidden transform on other replicas": refused(
+        lambda: restored("inside", inside(8), model_state=None), "`sync`", "8 replicas"
+    ),
+    "other buckets": refused(lambda: restored("diloco", diloco(2, None)), "opt_state/2/"),
+    "other buckets on other replicas": refused(
+        lambda: restored("diloco", diloco(3, None)), "opt_state/2/"
+    ),
+    "no export to load": refused(lambda: load_consensus(folder() / "nowhere"), "nowhere"),
+    "a checkpoint for an export": refused(lambda: consensus_extra(folder() / "run" / "3"), "3"),
+    "an export of another model": refused(
+        lambda: load_consensus(folder() / "model", like=MORE), "'w'", "not 3"
+    ),
+    "an export in another's folder": refused(lambda: exported("thesis", PARAMS), "thesis"),
+    "an export below a file": refused(lambda: exported("file/below", PARAMS), "file"),
+    "an export of a leaf without elements": Refusal(
+        lambda: exported("empty", {"head": np.zeros((0, 3), np.float32)}), "`params`", "head"
+    ),
+}
+
+
+@each(ROWS)
+def test_refused(refusal):
+    refusal.check()
+    assert (folder() / "thesis" / "thesis.tex").exists()
+    assert not (folder() / "nowhere").exists()

@@ -1,0 +1,309 @@
+"""`jaxslowmo train --resume`: to the bit where it was lost, and only what is the same run."""
+
+import errno
+import os
+import shutil
+import signal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+from cli.commands import TINY, json_of, records, run, trajectory, write_text
+from jaxslowmo.checkpoint import CheckpointError, Checkpoints, load_consensus
+from jaxslowmo.cli.config._training import train_config
+from jaxslowmo.cli.run import _job
+from jaxslowmo.cli.run._agreement import option_values, other_files, other_options
+from jaxslowmo.cli.run._keeper import Progress
+from jaxslowmo.cli.run._recipes import learning_rate_schedule
+from jaxslowmo.cli.run._recorder import Best
+
+# One run, which most tests copy: all on one worker.
+pytestmark = pytest.mark.xdist_group("resumed")
+
+RUN = f"{TINY} --slow-every 4 --replicas 2 --log-every 1 --eval-every 5 --learning-rate 0.2"
+AVERAGES = "--sync-every 2"  # not of every algorithm
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A run of 11 steps with checkpoints at 3, 6, 9 and 11, of which three are kept; its text."""
+    folder = tmp_path_factory.mktemp("finished")
+    text = write_text(folder / "text")
+    options = "--steps 11 --checkpoint-every 3 --export"
+    assert run(RUN, AVERAGES, options, "--data", text, "--out", folder / "out") == 0
+    assert steps_in(folder / "out") == [6, 9, 11]
+    return folder
+
+
+@pytest.fixture
+def saved(finished, tmp_path):
+    """A copy of both, to be changed."""
+    return shutil.copytree(finished, tmp_path / "saved")
+
+
+@pytest.fixture
+def resume(call, saved):
+    def resumed(*options, text="text", averages=AVERAGES):
+        return call(
+            RUN, averages, "--data", saved / text, "--out", saved / "out --resume", *options
+        )
+
+    return resumed
+
+
+def steps_in(out):
+    return sorted(int(path.name) for path in (out / "checkpoints").iterdir())
+
+
+def lost_after(saved, step):
+    for later in steps_in(saved / "out"):
+        if later > step:
+            shutil.rmtree(saved / "out" / "checkpoints" / str(later))
+
+
+def rates(out):
+    return {r["step"]: r["learning_rate"] for r in trajectory(out) if "learning_rate" in r}
+
+
+def rates_of(steps, length):
+    config = train_config({"learning_rate": 0.2, "warmup": 1, "steps": 99}).optimizer
+    schedule = learning_rate_schedule(config, length)
+    return {step: pytest.approx(float(schedule(step - 1))) for step in steps}
+
+
+@pytest.mark.parametrize("options", ["--steps 11 --prefetch 7", ""])
+def test_an_interrupted_run_is_unchanged_to_the_bit(resume, saved, finished, options):
+    """Whatever was loaded ahead; steps that are not given are what they were."""
+    lost_after(saved, 6)  # metrics of later steps are still there
+    outcome = resume(options)
+    assert (outcome.code, outcome.err) == (0, "")
+    assert "Resumed at step 6." in outcome.out
+    assert trajectory(saved / "out") == trajectory(finished / "out")
+    assert [r["step"] for r in records(saved / "out") if r.get("resumed") == []] == [6]
+    same = ("loss", "validation_loss", "bytes_sent", "steps", "status", "best_step")
+    for _ in range(2):  # and told once more, as it was, where it had finished
+        then, now = (json_of(x / "out" / "summary.json") for x in (finished, saved))
+        assert {key: now[key] for key in same} == {key: then[key] for key in same}
+        resume(options)
+
+
+def test_a_longer_run_keeps_the_length_of_the_schedule_unless_another_is_given(resume, saved):
+    assert rates(saved / "out") == rates_of(range(1, 12), 11)
+    outcome = resume("--steps 13 --checkpoint-every 1")
+    assert (outcome.code, outcome.err) == (0, "")
+    said = "The schedule ends at step 11; then the rate stays 0.02. --schedule-steps 13"
+    assert said in outcome.out
+    # Warm-up and length are those of 11 steps; then it stays at a tenth of the peak.
+    assert rates(saved / "out") == rates_of(range(1, 14), 11)
+    assert rates(saved / "out")[13] == pytest.approx(0.02)
+    assert resume("--steps 15 --schedule-steps 30").code == 0
+    assert rates(saved / "out") == rates_of(range(1, 14), 11) | rates_of([14, 15], 30)
+
+
+def test_another_number_of_replicas_starts_from_the_consensus(resume, saved):
+    lost_after(saved, 9)
+    outcome = resume("--replicas 3 --keep 1 --checkpoint-every 3")
+    assert (outcome.code, outcome.err) == (0, "")
+    (resumed,) = (line for line in records(saved / "out") if "resumed" in line)
+    assert resumed["step"] == 9
+    assert any("consensus" in sentence for sentence in resumed["resumed"])
+    for sentence in resumed["resumed"]:
+        assert " ".join(sentence.split()) in " ".join(outcome.out.split())
+    assert steps_in(saved / "out") == [11]
+
+
+def test_what_would_be_another_run_is_refused(resume, saved):
+    """Before the arrays are read; what could be told once can be told again."""
+    for path in (saved / "out" / "checkpoints" / "11" / "state").rglob("*"):
+        if path.is_file():
+            os.truncate(path, 0)
+    resume("--steps 10").is_refused("--steps", ">= 11", "got 10")
+    resume("--steps 14 --warmup 3").is_refused("--warmup was 1, is 3")
+    options = resume("--batch 4 --mode host --nesterov --seed 3")
+    options.is_refused("--batch was 2, is 4", "--seed was 0, is 3", "--nesterov was False, is True")
+    assert "--mode" not in options.err  # free
+    slowmo_sgp = "--algorithm slowmo_sgp"
+    resume(slowmo_sgp, averages="").is_refused("--algorithm was slowmo, is slowmo_sgp")
+    for name, content, words in (
+        ("3.txt", "\0", "3.txt is binary"),
+        ("3.txt", "Else.\n" * 200, "3.txt has other bytes"),
+        ("0.txt", None, "0.txt is missing, 3.txt has other bytes"),
+        ("new.txt", "Something.\n", "0.txt is missing, 3.txt has other bytes, new.txt is new"),
+    ):
+        path = saved / "text" / name
+        path.unlink() if content is None else path.write_text(content)
+        resume().is_refused(saved / "out", f"than --data has: {words}\n")
+    (saved / "out" / "corpus.json").unlink()
+    resume().is_refused("read other files than --data has\n")
+
+
+@pytest.mark.filterwarnings("default:.* is damaged:UserWarning")
+def test_a_damaged_checkpoint_or_record_names_the_way_out(resume, saved, monkeypatch):
+    (saved / "text").rename(saved / "moved")  # the same text elsewhere
+    largest = max((saved / "out/checkpoints/11").rglob("*"), key=lambda p: p.stat().st_size)
+    largest.write_bytes(largest.read_bytes()[:10])
+    outcome = resume(text="moved")
+    outcome = outcome._replace(out="")  # it had begun
+    outcome.is_refused("--resume: ", "checkpoints/11 is damaged", "--fallback takes that of step 9")
+    outcome = resume("--fallback --checkpoint-every 1", text="moved")
+    assert outcome.code == 0
+    assert outcome.err.startswith("warning: ")
+    assert "Using the checkpoint of step 9 instead." in outcome.err
+    assert trajectory(saved / "out")[-1]["step"] == 11
+    # The record alone is enough to refuse other options.
+    (saved / "out/checkpoints/11/record/metadata").write_text("{")
+    resume(text="moved").is_refused("--resume", "--fallback takes that of step 10")
+    other = resume("--algorithm slowmo_sgp --fallback", averages="", text="moved")
+    assert "--algorithm was slowmo, is slowmo_sgp" in other.err
+
+    def unreadable(self, **_):
+        raise CheckpointError("no answer", errno.ETIMEDOUT)
+
+    monkeypatch.setattr(Checkpoints, "extra", unreadable)
+    outcome = resume(text="moved")  # a file server that may answer later
+    assert (outcome.code, outcome.err) == (75, "error: --resume: no answer\n")
+
+
+def test_options_that_one_of_the_versions_does_not_know(resume, saved, monkeypatch):
+    shutil.rmtree(saved / "out" / "checkpoints" / "11" / "state")  # extra needs no arrays
+    assert Checkpoints(saved / "out" / "checkpoints").extra()["progress"]["step"] == 11
+    assert Checkpoints(saved / "out" / "checkpoints").extra(step=9)["progress"]["step"] == 9
+    lost_after(saved, 9)
+    extra = Checkpoints.extra
+
+    def of_another_version(self, **kwargs):
+        found = extra(self, **kwargs)
+        del found["config"]["optimizer"]["schedule_steps"], found["config"]["overwrite"]
+        del found["config"]["accumulate"], found["config"]["not_given"]
+        found["config"] |= {"prefetch": 2, "tuning": {"unheard_of": True}}
+        return found
+
+    monkeypatch.setattr(Checkpoints, "extra", of_another_version)
+    resume("--accumulate 2").is_refused("--accumulate was 1, is 2")
+    assert resume("--steps 10").code == 0
+    assert rates(saved / "out") == rates_of(range(1, 11), 11)
+
+
+def test_options_and_files_that_differ_are_named():
+    first = option_values(train_config({"steps": 9, "learning_rate": 0.1}))
+    free = {"data": "/a", "process_id": 1, "num_processes": 2, "coordinator": "a:1"}
+    free |= {"resume": True, "startup_timeout": 5, "process_logs": True, "restarts": 3}
+    same = option_values(train_config({"steps": 9, "learning_rate": 0.1} | free))
+    assert other_options(same, first) == ""
+    other = option_values(train_config({"steps": 10, "learning_rate": 0.01, "log_every": 3}))
+    assert other_options(other, first) == (
+        "--steps is 10, is 9 there; --log-every is 3, is 10 there; "
+        "--learning-rate is 0.01, is 0.1 there; --warmup is 1, is 0 there"
+    )
+    there = {"a": "3 xyz", "c": "binary", "": "1 x"}
+    here = {"a": "3 abc", "b": "a duplicate of a", "c": "1 y", "d": "empty"}
+    assert other_files(here, there) == (
+        "the file is missing, a has other bytes, b is new, c is not binary, d is new"
+    )
+    many = {str(i): "1 x" for i in range(7)}
+    assert other_files(many, {}) == "".join(f"{i} is new, " for i in range(5)) + "and 2 more"
+
+
+def test_the_best_evaluation_is_the_first_of_the_smallest_and_a_checkpoint_tells_of_it():
+    best = Best()
+    for step, loss in enumerate((3.0, 2.0, 2.0, float("nan"), 2.5)):
+        best = best.after(step, loss)
+    assert best == Best(1, 2.0, since=3)
+    assert [best.has_lasted(n) for n in (0, 1, 3, 4)] == [False, True, True, False]
+    assert best.after(5, 1.0) == Best(5, 1.0)
+    extra = Progress(4, 5, 6, best).extra()
+    assert extra["progress"] == {"step": 4, "next_batch": 5, "bytes_sent": 6}
+    assert Progress.of(extra) == Progress(4, 5, 6, best)
+    del extra["best"]  # as one of an older version
+    assert Progress.of(extra) == Progress(4, 5, 6)
+
+
+def test_rolling_back_leaves_out_the_batches(call, text, tmp_path, monkeypatch):
+    """A batch that makes the loss NaN, at a step that has a checkpoint before it."""
+    usual, usual_loss = _job.RunBatches.batch, _job.loss_fn_of
+
+    def batch(self, index):
+        return np.full_like(usual(self, index), 255 if index == 4 else 7)
+
+    def poisoned(*args):
+        loss_fn = usual_loss(*args)
+        return lambda p, batch: jnp.where((batch == 255).any(), jnp.nan, loss_fn(p, batch))
+
+    monkeypatch.setattr(_job.RunBatches, "batch", batch)
+    monkeypatch.setattr(_job, "loss_fn_of", poisoned)
+    out = tmp_path / "out"
+    options = "--checkpoint-every 2 --steps 7 --on-nan rollback --data"
+    outcome = call(RUN, AVERAGES, options, text, "--out", out)
+    assert (outcome.code, outcome.err) == (0, "")
+    lines = records(out)
+    assert [line["step"] for line in lines] == [0, 1, 2, 3, 4, 5, 4, 5, 6, 7]
+    assert lines[5]["loss"] is None
+    assert lines[6]["rolled_back_from"] == 5
+    assert np.isfinite(lines[-1]["loss"])
+    # Of those loaded ahead none was left out: 7 steps and the one that was taken back.
+    assert Checkpoints(out / "checkpoints").extra()["progress"]["next_batch"] == 8
+
+
+def test_export(finished):
+    params = load_consensus(finished / "out" / "model")
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(params))
+    summary = json_of(finished / "out" / "summary.json")
+    assert sum(leaf.size for leaf in jax.tree.leaves(params)) == summary["parameters"]
+
+
+def test_sigterm_saves_and_is_no_failure(call, text, tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    usual = _job.RunBatches.batch
+
+    def batch(self, index):
+        if index == 6:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return usual(self, index)
+
+    monkeypatch.setattr(_job.RunBatches, "batch", batch)
+    outcome = call(RUN, AVERAGES, "--data", text, "--out", out, "--resume --steps 100000")
+    assert (outcome.code, outcome.err) == (0, "")
+    assert "no checkpoint" in outcome.out  # it begins where there is nothing to go on from
+    (step,) = steps_in(out)
+    assert trajectory(out)[-1]["step"] == step
+    assert f"Saved at step {step}; --resume goes on from there." in outcome.out
+    assert json_of(out / "summary.json")["status"] == "preempted"
+
+
+def test_failed_saves_end_a_run_only_if_they_are_many_or_the_last(
+    call, text, tmp_path, monkeypatch, capsys
+):
+    saves, failing = [], set()
+    usual, usual_train = ocp.PyTreeCheckpointHandler.finalize, _job.Session.train
+
+    def finalize(*args, **options):
+        saves.append(1)
+        if len(saves) in failing:
+            raise OSError(errno.EIO, "as the test says")
+        return usual(*args, **options)
+
+    monkeypatch.setattr(ocp.PyTreeCheckpointHandler, "finalize", finalize)
+    every = "--checkpoint-every 2 --max-failed-saves 2 --steps 6 --data"
+    failing |= {1}
+    outcome = call(RUN, AVERAGES, every, text, "--out", tmp_path / "first")
+    assert outcome.code == 0
+    assert "step 2 could not be written" in outcome.err
+    assert steps_in(tmp_path / "first") == [4, 6]
+    failing |= {4, 5}
+    outcome = call(RUN, AVERAGES, every, text, "--out", tmp_path / "twice")
+    assert outcome.code == 75
+    assert outcome.err.endswith("twice/checkpoints; 2 saves in a row have failed\n")
+
+    def train(self, *args):
+        usual_train(self, *args)
+        raise ValueError("a mistake")
+
+    # A last save that fails hides no error of before.
+    monkeypatch.setattr(_job.Session, "train", train)
+    failing |= set(range(6, 20))
+    with pytest.raises(ValueError, match="a mistake"):
+        call(RUN, AVERAGES, "--steps 2 --checkpoint-every 2 --data", text, "--out", tmp_path / "c")
+    assert "step 2 could not be written: Input/output error" in capsys.readouterr().err

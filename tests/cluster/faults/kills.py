@@ -1,0 +1,66 @@
+"""Processes of a run that are killed again and again."""
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+from faults.registry import fault
+from faults.stand import Stand, is_saving, last_step
+
+_PROCESSES = 4
+_STEPS_PER_KILL = 6
+
+
+@fault("a process of four is killed, 3 times", "code 0; every number as if none had been", 3)
+@fault("a process of four is killed, 20 times", "code 0; every number as if none had been", 20)
+def killed(stand: Stand, kills: int) -> None:
+    """By turns a trainer, the parent of one, and a trainer while a checkpoint is written."""
+    last = _STEPS_PER_KILL * (kills + 1)
+    options = ("--replicas", str(_PROCESSES), "--steps", str(last), "--checkpoint-every", "4")
+    launch: Any = {"processes": _PROCESSES, "own": ("--heartbeat-timeout", "2")}
+    stand.launch(*options, **launch).ends(0)
+    calm = _trajectory(stand.out)
+    assert calm[-1]["step"] == last
+
+    stand.out = stand.folder / "disturbed"
+    run, gone = stand.launch(*options, restarts=kills, **launch), set[int]()
+
+    def all_there() -> dict[tuple[bool, int | None], int] | None:
+        """By whether it is a trainer, and its number; none of them from the start before."""
+        own = [process for process in stand.processes() if process.index is not None]
+        started = len(own) == 2 * _PROCESSES and not gone & {process.pid for process in own}
+        return (
+            {(process.is_trainer, process.index): process.pid for process in own}
+            if started
+            else None
+        )
+
+    for number in range(kills):
+        there = run.until(all_there, "its processes")
+        # Never so late that the run could end before.
+        begun = last_step(stand.out)
+        run.until_step(min(begun + stand.random.randint(1, _STEPS_PER_KILL), last - 2))
+        if number % 3 == 2:
+            run.until(lambda: is_saving(stand.out), "a checkpoint")
+        else:
+            time.sleep(stand.random.uniform(0, 0.05))
+        victim = number % 3 != 1, stand.random.randrange(_PROCESSES)
+        os.kill(there[victim], signal.SIGKILL)
+        gone = {*there.values()}
+    run.strike()
+    run.ends(0)
+    said = run.err().splitlines()
+    assert sum(line.startswith("launch: process ") for line in said) == kills, said
+    # A line of every survivor, of a trainer's parent, and nothing else.
+    assert all(line.startswith(("launch: process ", "error: ")) for line in said), said
+    assert _trajectory(stand.out) == calm
+
+
+def _trajectory(out: Path) -> list[dict[str, Any]]:
+    """What metrics.jsonl says of every step, without the clock and notes of resumptions."""
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    timed = "tokens_per_second"
+    return [{k: v for k, v in one.items() if k != timed} for one in lines if "resumed" not in one]

@@ -1,0 +1,111 @@
+"""Lookups and row-wise updates of whole tables, entry by entry, in NumPy alone.
+
+Nothing here knows of devices: a table is an array (num_rows, dim), and the batch is whole.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+
+class Bag(NamedTuple):
+    """What one feature looks up.
+
+    Attributes:
+      ids: (batch,) or (batch, length); below 0 there is none.
+      weights: of the shape of `ids`, or None.
+      positions: (length,), or None.
+    """
+
+    ids: np.ndarray
+    weights: np.ndarray | None = None
+    positions: np.ndarray | None = None
+
+    def factor(self, *place: int) -> float:
+        """By what the vector at this place is multiplied."""
+        weight = 1.0 if self.weights is None else float(self.weights[place])
+        return weight * self.position(*place)
+
+    def position(self, row: int, column: int = 0) -> float:
+        """By what the place in the bag is weighed."""
+        return 1.0 if self.positions is None else float(self.positions[column])
+
+
+class Gradients(NamedTuple):
+    """Gradients of `sum(embedded * slope)`, and the rows that were looked up."""
+
+    table: np.ndarray
+    positions: np.ndarray | None
+    rows: set[int]
+
+
+def embedded(table: np.ndarray, bag: Bag, pooling: str | None) -> np.ndarray:
+    """(batch, dim), or a vector for each id without pooling; NaN for ids above the table."""
+    vectors = np.zeros((*bag.ids.shape, table.shape[1]))
+    for place in np.ndindex(bag.ids.shape):
+        number = int(bag.ids[place])
+        if number >= len(table):
+            vectors[place] = np.nan
+        elif number >= 0:
+            vectors[place] = bag.factor(*place) * table[number]
+    if pooling is None or bag.ids.ndim == 1:
+        return vectors
+    return vectors.sum(axis=1) / counts(bag, pooling)[:, None]
+
+
+def counts(bag: Bag, pooling: str | None) -> np.ndarray:
+    """By what the sum of each bag is divided."""
+    if pooling != "mean" or bag.ids.ndim == 1:
+        return np.ones(len(bag.ids))
+    return np.maximum((bag.ids >= 0).sum(axis=1), 1)
+
+
+def gradients(table: np.ndarray, bag: Bag, pooling: str | None, slope: np.ndarray) -> Gradients:
+    """The gradients where the loss is the sum of all that was embedded, times `slope`."""
+    of_table, rows = np.zeros_like(table), set()
+    of_positions = None if bag.positions is None else np.zeros(len(bag.positions))
+    divisors = counts(bag, pooling)
+    for place in np.ndindex(bag.ids.shape):
+        number = int(bag.ids[place])
+        if number < 0:
+            continue
+        pooled = pooling is not None or bag.ids.ndim == 1
+        of_vector = (slope[place[0]] if pooled else slope[place]) / divisors[place[0]]
+        column = place[1] if len(place) > 1 else 0
+        vector = np.nan if number >= len(table) else table[number]
+        if of_positions is not None:
+            weight = 1.0 if bag.weights is None else float(bag.weights[place])
+            of_positions[column] += np.sum(of_vector * weight * vector)
+        if number < len(table):
+            of_table[number] += bag.factor(*place) * of_vector
+            rows.add(number)
+    return Gradients(of_table, of_positions, rows)
+
+
+class Rule(NamedTuple):
+    """A row-wise optimizer: Adagrad with `eps` and `initial`, or SGD with `decay`."""
+
+    rate: Callable[[int], float]
+    eps: float | None = None
+    initial: float = 0.0
+    decay: float = 0.0
+
+
+def updated(
+    table: np.ndarray, sums: np.ndarray, grads: list[Gradients], rule: Rule, count: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """The table and the accumulators of its rows after an update, the `count`-th from 0."""
+    table, sums, total = table.copy(), sums.copy(), sum(g.table for g in grads)
+    for row in set().union(*(g.rows for g in grads)):
+        if rule.eps is None:
+            table[row] -= rule.rate(count) * (total[row] + rule.decay * table[row])
+        else:
+            sums[row] += (total[row] ** 2).mean()
+            table[row] -= rule.rate(count) / (np.sqrt(sums[row]) + rule.eps) * total[row]
+    return table, sums
+
+
+def host(x: Any) -> np.ndarray:
+    """Any array in double precision."""
+    return np.asarray(x).astype(np.float64)

@@ -1,0 +1,63 @@
+"""Meshes, trees and shares that cannot be used are refused, by what is wrong with them."""
+
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jaxslowmo as js
+from support.refusals import Refusal, each
+
+MESH = js.virtual_mesh({"replica": 2})
+MEAN = js.all_reduce_gradients("node")
+PARAMS = {"w": np.ones((2, 3), np.float32)}
+
+
+def shares(pairs, value):
+    return Refusal(lambda: js.consensus(PARAMS, mesh=MESH, shares=pairs), "`shares`", value)
+
+
+def in_sync(argument, value, tree=PARAMS, **options):
+    return Refusal(lambda: js.check_in_sync(tree, mesh=MESH, **options), argument, value)
+
+
+def of_slices(axes, value, *slices):
+    devices = [SimpleNamespace(slice_index=i, platform="tpu") for i in slices]
+    return Refusal(lambda: js.make_mesh(axes, devices), "`axes`", value)
+
+
+ROWS = {
+    "no shares": shares([], []),
+    "a function as shares": shares(lambda state: [], "function"),
+    "a number as a pair": shares([1.0], "number 0"),
+    "three for a pair": shares([(1.0, None), (1.0, None, None)], "number 1"),
+    "weights of three replicas": shares([(np.ones(3), None)], "(3,)"),
+    "parameters of other names": shares([(1.0, None), (1.0, {"v": PARAMS["w"]})], "number 1"),
+    "parameters of other shapes": shares([(1.0, {"w": np.ones((2, 4))})], "number 0"),
+    "a tolerance below 0": in_sync("`tolerance`", -1.0, tolerance=-1.0),
+    "a tolerance without end": in_sync("`tolerance`", np.inf, tolerance=np.inf),
+    "NaN as a tolerance": in_sync("`tolerance`", np.nan, tolerance=np.nan),
+    "a text as a tolerance": in_sync("`tolerance`", "'0'", tolerance="0"),
+    "leaves of three replicas": in_sync("2 replicas", "w (3,)", {"w": jnp.ones(3)}),
+    "leaves without replicas": in_sync("2 replicas", "s ()", {**PARAMS, "s": jnp.ones([])}),
+    "an axis of no mesh": in_sync("`axis_name` 'node'", "'replica'", axis_name="node"),
+    "a function as a leaf": Refusal(
+        lambda: js.replicate({"w": np.ones(2), "f": jnp.sin}, mesh=MESH), "replicate", "f ("
+    ),
+    "no axes": Refusal(lambda: js.virtual_mesh({}), "`axes`"),
+    "an axis of no size": Refusal(lambda: js.make_mesh({"replica": 0}), "'replica'", 0),
+    "too few devices": Refusal(lambda: js.make_mesh({"replica": 9}), "`axes`", "found 8"),
+    "slices of other sizes": of_slices({"a": 3}, "1 of slice 1", 0, 0, 1),
+    "an axis that splits a slice": of_slices({"a": 3, "b": 2}, "'a'", 0, 0, 0, 1, 1, 1),
+    "an axis that is not mapped": Refusal(
+        lambda: jax.vmap(lambda g: MEAN.update(g, MEAN.init(g)), axis_name="replica")(PARAMS),
+        "'node'",
+        "'replica'",
+    ),
+}
+
+
+@each(ROWS)
+def test_refused(refusal):
+    refusal.check()

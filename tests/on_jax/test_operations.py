@@ -1,0 +1,321 @@
+"""Losses and gradients of layers and operations are torch's, also where torchax lacks them.
+
+All cases of a table are one program. Each has parameters of its own, whose names tell it.
+"""
+
+import warnings
+
+import models
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.utils import parametrizations
+from torch.utils.checkpoint import checkpoint
+
+from torch_compat import on_jax
+
+IDS = torch.tensor([[0, 1, 2, 2], [0, 0, 3, 1]])
+OFFSETS, ENDS = torch.tensor([0, 3, 3, 5]), torch.tensor([0, 3, 8])
+ALLOWED = torch.tensor([[True, True, True, False], [False] * 4, [True] * 4, [False] * 4])
+PENALTY = torch.zeros(4, 4).masked_fill(~ALLOWED, -torch.inf)
+OF_ONE = torch.tensor([True, False])[:, None, None, None]
+MANY = torch.linspace(0.5, 1.5, 28)[:, None]
+SIGNS = torch.tensor([1.0, -1.0, 1.0, -1.0])
+LABELS = torch.tensor([3, 0, -1, 1, 2, -1, 4, 5])
+
+
+def bag(options, *arguments, **named):
+    ids = IDS.flatten() if arguments else IDS
+    return nn.EmbeddingBag(5, 3, **options), lambda m, x: m(ids, *arguments, **named)
+
+
+def at_zero(function):
+    """Of outputs of a layer of which one row is zero."""
+    return lambda m, x: function(m(x) * torch.tensor([[1.0], [0.0], [1.0], [1.0]]))
+
+
+def attended(mask, **options):
+    """Attention between rows of which `mask` allows some no key at all."""
+
+    def call(m, x):
+        heads = m(x).reshape(2, 1, 4, 4)
+        allowed = mask(x) if callable(mask) else mask
+        return F.scaled_dot_product_attention(heads, heads, heads, attn_mask=allowed, **options)
+
+    return call
+
+
+def grouped(m, x):
+    heads = m(x).reshape(1, 2, 4, 4)
+    keys = heads[:, :1]
+    return F.scaled_dot_product_attention(heads, keys, keys, attn_mask=ALLOWED, enable_gqa=True)
+
+
+def padded(m, x):
+    rows, padding = x.reshape(2, 2, 8), torch.tensor([[False, False], [True, True]])
+    return m(rows, rows, rows, key_padding_mask=padding, need_weights=False)[0]
+
+
+def einsum_written(equation, is_list=False):
+    def call(m, x):
+        y = m(x)[:, :4] * 1.0
+        torch.einsum(equation, [y] if is_list else y)[0] = 0.0
+        return y
+
+    return call
+
+
+def out(make):
+    """The operation writes into `out` where torch allows it: while nothing is differentiated."""
+
+    def call(m, x):
+        with torch.no_grad():
+            written = make(x)
+        return m(x) * written
+
+    return call
+
+
+def part(x):
+    y = torch.zeros(6, 8)
+    torch.mul(x, 2.0, out=y[1:5])
+    return y[1:5] + y[:4]
+
+
+def written(m, x):
+    y = m(x).clone()
+    y[:, 0] = 0.0
+    y[:, 1:3] += 1
+    y[y > 1] = 1.0
+    return F.relu_(y) * 2
+
+
+def stopped(m, x):
+    y = m(x)
+    with torch.no_grad():
+        target, half = m(x) * 2, m(x)[:, :4]
+        y.mul_(0.5)  # unrecorded: as if it were not there
+    return y * target + torch.cat([half, half], -1) + y.detach()
+
+
+def created(m, x):
+    ones = torch.ones(8, device=x.device, dtype=x.dtype)
+    return m(x) + x.new_full((8,), 2.0) * ones + torch.tensor([1.0] * 8) + torch.hann_window(8)
+
+
+def corner(m, x):
+    return m(x)[:, 2:6][tuple(torch.tril_indices(4, 4))] + m(x)[1:][:, [1, 3]][0, 0]
+
+
+def cases(order=torch.argsort):
+    """Layers with functions of them and of rows; a function alone is of a linear layer."""
+    vector_norm = torch.linalg.vector_norm
+    signs = SIGNS[:, None].expand(4, 8)
+    return {
+        "padding": (nn.Embedding(5, 3, padding_idx=0), lambda m, x: m(IDS)),
+        "by frequency": (nn.Embedding(5, 3, scale_grad_by_freq=True), lambda m, x: m(IDS)),
+        "bags of equal size": bag({}),
+        "sums of bags": bag({"mode": "sum", "padding_idx": 2}, OFFSETS),
+        "means of bags": bag({"mode": "mean", "padding_idx": 2}, OFFSETS),
+        "maxima of bags": bag({"mode": "max", "padding_idx": 2}, OFFSETS),
+        "bags with a last offset": bag({"mode": "sum", "include_last_offset": True}, ENDS),
+        "weighted bags": bag({"mode": "sum"}, OFFSETS, per_sample_weights=torch.arange(8.0)),
+        "attention of a layer": (nn.MultiheadAttention(8, 2, batch_first=True), padded),
+        "attention by a mask": attended(ALLOWED),
+        "attention by penalties": attended(PENALTY, scale=0.3),
+        "attention by sequence": attended(OF_ONE.expand(2, 1, 1, 4)),
+        "attention by a traced mask": attended(lambda x: (x[:, :1] > 0).expand(4, 4)),
+        "attention to the past": attended(None, is_causal=True),
+        "attention of groups": grouped,
+        "vector_norm": at_zero(lambda y: vector_norm(y, dim=-1, keepdim=True)),
+        "vector_norm of order 3": at_zero(lambda y: vector_norm(y, 3, dim=1)),
+        "vector_norm of order 1": at_zero(lambda y: vector_norm(y, 1, dim=1)),
+        "vector_norm of order 0": lambda m, x: m(x) * vector_norm(m(x), 0, dim=1, keepdim=True),
+        "vector_norm of order -1": lambda m, x: vector_norm(m(x), -1, dim=1),
+        "vector_norm of infinite order": at_zero(lambda y: vector_norm(y, torch.inf, dim=1)),
+        "vector_norm of order minus infinity": lambda m, x: vector_norm(m(x), -torch.inf, dim=1),
+        "vector_norm of all": at_zero(lambda y: vector_norm(y * 0.0)),
+        "vector_norm of a dtype": at_zero(lambda y: vector_norm(y.half(), dim=1, dtype=y.dtype)),
+        "norm of matrices": at_zero(lambda y: torch.linalg.norm(y.reshape(4, 2, 4), dim=(1, 2))),
+        "normalize": at_zero(F.normalize),
+        "cosine_similarity": at_zero(lambda y: F.cosine_similarity(y, y + 1)),
+        "dist": at_zero(lambda y: torch.dist(y, y)),
+        "std": at_zero(lambda y: y.std(1)),
+        "std without correction": at_zero(lambda y: torch.std(y, 1, correction=0)),
+        "std_mean": at_zero(lambda y: sum(torch.std_mean(y, 1, keepdim=True))),
+        "cdist": at_zero(lambda y: torch.cdist(y, y)),
+        "cdist of order 3": at_zero(lambda y: torch.cdist(y, y, p=3.0)),
+        "pdist": at_zero(lambda y: F.pdist(torch.cat([y, y]))),
+        "multilabel_margin_loss": lambda m, x: F.multilabel_margin_loss(
+            m(x), LABELS.expand(4, 8), reduction="none"
+        ),
+        "multilabel_margin_loss of one": lambda m, x: (
+            F.multilabel_margin_loss(m(x)[0], LABELS, reduction="sum")
+            + F.multilabel_margin_loss(m(x), LABELS.expand(4, 8))
+        ),
+        "multi_margin_loss": lambda m, x: F.multi_margin_loss(m(x), torch.tensor([1, 0, 7, 3])),
+        "soft_margin_loss": lambda m, x: F.soft_margin_loss(m(x), signs),
+        "triplet_margin_loss": lambda m, x: F.triplet_margin_loss(m(x), m(x), x, swap=True),
+        "margin_ranking_loss": lambda m, x: F.margin_ranking_loss(m(x)[:, 0], x[:, 0], SIGNS),
+        "huber_loss": lambda m, x: F.huber_loss(m(x), x, delta=0.5),
+        "cross_entropy": lambda m, x: F.cross_entropy(m(x), torch.tensor([1, -100, 2, 3])),
+        "a diagonal by einsum": einsum_written("ii->i"),
+        "a transpose by einsum": einsum_written("ij->ji", is_list=True),
+        "a product by einsum": lambda m, x: torch.einsum("ij,kj->ik", m(x), x),
+        "take_along_dim": lambda m, x: m(x).take_along_dim(order(x, dim=1)[:, :2], dim=-1),
+        "take_along_dim of all": lambda m, x: torch.take_along_dim(m(x), order(x, dim=1)),
+        "to the CPU": lambda m, x: m(x).cpu() + x.to("cpu", torch.float32),
+        "quantile": lambda m, x: m(x).quantile(0.3, 0),
+        "a row copied to all": lambda m, x: x.clone().copy_(m(x)[0]),
+        "out": out(lambda x: torch.add(x, 1.0, out=torch.empty(4, 8))),
+        "empty out": out(lambda x: torch.add(x, 1.0, out=torch.empty(0))),
+        "out in a slice": out(part),
+        "out of a constructor": out(lambda x: torch.arange(8.0, out=torch.zeros(8))),
+        "two outs": out(lambda x: torch.max(x, 0, out=(torch.ones(8), torch.ones(8).long()))[0]),
+        "group norm": (nn.GroupNorm(4, 8), lambda m, x: m(x)),
+        "layer norm": (nn.Sequential(nn.LayerNorm(8), nn.RMSNorm(8)), lambda m, x: m(x)),
+        "activations": (nn.Sequential(nn.GELU(), nn.PReLU(), nn.SiLU()), lambda m, x: m(x)),
+        "checkpoints": lambda m, x: checkpoint(m, x, use_reentrant=False),
+        "no_grad": stopped,
+        "written in place": written,
+        "indexed slices": corner,
+        "created inside": created,
+        "sorted": lambda m, x: m(x).cumsum(-1).sort(-1)[0].roll(1, -1)[..., ::2],
+        "Fourier": lambda m, x: torch.fft.rfft(m(x)).abs(),
+        "another dtype inside": lambda m, x: m(x).to(torch.bfloat16).float(),
+    }
+
+
+def solved(m, x, **options):
+    return torch.linalg.solve(m.weight + 4 * torch.eye(8), x, **options)
+
+
+def sampled(m, x):
+    grid = F.affine_grid(m(x)[0, :6].reshape(1, 2, 3), [1, 2, 4, 4], align_corners=False)
+    return F.grid_sample(m(x).reshape(1, 2, 4, 4), grid, align_corners=False)
+
+
+def causal(m, x):
+    mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).triu(1)
+    return m(x, x, x, attn_mask=mask, need_weights=False)[0]
+
+
+def decoded(m, x):
+    mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1])
+    return m(x, x, tgt_mask=mask, tgt_is_causal=True)
+
+
+def of_sequences(function):
+    return lambda m, x: function(m, x[:, None] + torch.arange(5)[:, None] / 3)
+
+
+def of_images(m, x):
+    return m((x[:, :, None] * x[:, None]).flatten(1).reshape(4, 1, 8, 8).expand(4, 3, 8, 8))
+
+
+def rough_cases():
+    """Those whose sums are long, or divided by small numbers."""
+    with warnings.catch_warnings():  # torch would rather have the newer one
+        warnings.simplefilter("ignore", FutureWarning)
+        old = nn.utils.weight_norm(nn.Linear(8, 4))
+    convolutions = nn.Sequential(
+        nn.Conv2d(3, 6, 3, padding=1, groups=3),
+        nn.MaxPool2d(2),
+        nn.ConvTranspose2d(6, 2, 3, stride=2),
+        nn.AdaptiveAvgPool2d(2),
+    )
+    encoder = nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True)
+    evaluated = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
+    decoder = nn.TransformerDecoderLayer(8, 2, 16, 0.0, batch_first=True)
+    attention = nn.MultiheadAttention(8, 2, batch_first=True)
+    orthogonal = parametrizations.orthogonal
+
+    def call(m, x):
+        return m(x)
+
+    return {
+        "encoder": (encoder, of_sequences(call)),
+        "encoder that evaluates": (evaluated, of_sequences(call)),
+        "decoder": (decoder, of_sequences(decoded)),
+        "attention": (attention, of_sequences(causal)),
+        "LSTM": (nn.LSTM(8, 6, batch_first=True), of_sequences(lambda m, x: m(x)[0])),
+        "GRU": (nn.GRU(8, 6, batch_first=True), of_sequences(lambda m, x: m(x)[0])),
+        "weight norm": (parametrizations.weight_norm(nn.Linear(8, 4)), call),
+        "old weight norm": (old, call),
+        "spectral norm": (parametrizations.spectral_norm(nn.Linear(8, 4)), call),
+        "orthogonal": (orthogonal(nn.Linear(8, 8)), call),
+        "orthogonal by Cayley": (orthogonal(nn.Linear(8, 8), orthogonal_map="cayley"), call),
+        "convolutions": (convolutions, of_images),
+        "solve": lambda m, x: solved(m, x.T[:, :3]),
+        "solve from the right": lambda m, x: solved(m, x, left=False),
+        "solve of one vector": lambda m, x: solved(m, x[0]),
+        "solve of squares": lambda m, x: solved(m, m.weight.T),
+        "grid_sample": sampled,
+        "cdist of many": at_zero(lambda y: torch.cdist(y.repeat(7, 1) + MANY, y)),
+    }
+
+
+class Together(nn.Module):
+    def __init__(self, table: dict) -> None:
+        super().__init__()
+        self.functions = {}
+        for name, case in table.items():
+            layer, self.functions[name] = (nn.Linear(8, 8), case) if callable(case) else case
+            self.add_module(f"of {name}", layer)
+
+    def forward(self, x):
+        parts = dict(self.named_children())
+        return {name: call(parts[f"of {name}"], x) for name, call in self.functions.items()}
+
+
+def summed(module, x):
+    losses = {name: ((y + 0.3) ** 2).mean() for name, y in module(x).items()}
+    return sum(losses.values()), losses
+
+
+@pytest.mark.parametrize(("make", "tolerance"), [(cases, 2e-6), (rough_cases, 1e-5)])
+def test_losses_and_gradients_are_torchs(make, tolerance):
+    x = np.random.default_rng(0).normal(size=(4, 8)).astype(np.float32)
+    models.assert_as_torch(
+        Together(make()), summed, x, tolerance, part_of=lambda name: name.partition(".")[0]
+    )
+
+
+NORMS = {
+    "momentum": (nn.BatchNorm2d(3), (4, 3, 2, 2)),
+    "a mean of all batches": (nn.BatchNorm1d(3, momentum=None), (4, 3)),
+    "sequences": (nn.BatchNorm1d(3, momentum=0.3, affine=False), (4, 3, 5)),
+    "no statistics": (nn.BatchNorm1d(3, track_running_stats=False), (4, 3)),
+    "instances": (nn.InstanceNorm1d(3, affine=True, track_running_stats=True), (2, 3, 5)),
+    "instances alone": (nn.InstanceNorm2d(3), (2, 3, 4, 4)),
+}
+
+
+@pytest.mark.parametrize("case", NORMS)
+def test_normalisation_with_running_statistics_is_torchs(case):
+    layer, shape = NORMS[case]
+    scale = nn.Parameter(torch.ones(shape[1:]))  # its gradient tells that of the input
+
+    def loss(module, x):
+        return ((module[0](x * module.scale) + 0.3) ** 2 * torch.arange(shape[-1])).mean()
+
+    for training in (True, False):
+        for batch in np.random.default_rng(0).normal(2, 3, (2, *shape)).astype(np.float32):
+            module = nn.Sequential(layer.train(training))
+            module.scale, scale.grad = scale, None
+            module.zero_grad()
+            models.assert_as_torch(module, loss, batch)
+
+
+def test_half_precision_is_summed_in_float32():
+    module = nn.Sequential(nn.BatchNorm1d(4), nn.LayerNorm(4)).to(torch.bfloat16)
+    module[0].running_mean = module[0].running_mean.float()
+    module[0].running_var = module[0].running_var.float()
+    loss_fn, params, state = on_jax.as_loss(module, lambda m, x: m(x.bfloat16()).float().mean())
+    x = torch.from_numpy(np.random.default_rng(0).normal(5, 1, (512, 4))).bfloat16().float().numpy()
+    _, (_, state) = loss_fn(params, x, model_state=state)
+    np.testing.assert_allclose(state["0.running_mean"], 0.1 * x.mean(0), atol=1e-5)
+    variance = 0.9 + 0.1 * x.var(0, ddof=1)
+    np.testing.assert_allclose(state["0.running_var"], variance, atol=1e-5)

@@ -1,0 +1,320 @@
+"""What the recipes leave, once they have run, is what the pages say: numbers, files, placement."""
+
+import json
+import re
+import struct
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from safetensors import safe_open
+from tensorboardX.proto.event_pb2 import Event
+
+import jaxslowmo as js
+from recipes.doc_blocks import DOCS, LOOP, MAPPED, SETTING, fresh, of_recipe, run, sections
+from support.waiting import wait_until
+
+MULTI_STEPS = "Gradient accumulation and optax.MultiSteps"
+MASKED = "optax.masked: leaves that stay local, leaves that are no floats"
+NOT_FINITE = "Skipping steps that are not finite"
+FSDP = "FSDP by jit and NamedSharding"
+
+
+def recipe(title: str) -> dict[str, Any]:
+    return run("recipes", SETTING, LOOP, MAPPED, title)
+
+
+def assert_close(tree: Any, expected: Any, rtol: float = 1e-5, atol: float = 1e-6) -> None:
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=rtol, atol=atol), tree, expected
+    )
+
+
+def spread(leaf: Any) -> float:
+    """How far replicas are apart."""
+    return float(np.max(np.ptp(np.asarray(leaf), axis=0)))
+
+
+def test_the_loops_and_the_training_step_agree():
+    found = recipe("The training step of the library")
+    for other in ("by_pmap", "by_vmap"):
+        assert_close(found[other], found["stacked"])
+    assert_close(found["train"](found["tx"], check_vma=False)[0], found["stacked"])
+    assert_close(found["state"].params, found["stacked"])
+    averaged = jax.tree.map(lambda x: np.mean(x, axis=0), found["state"].params)
+    assert_close(found["final"], averaged)
+
+
+@pytest.mark.parametrize(
+    ("title", "name", "by_pmap"), [(MULTI_STEPS, "tx", True), (NOT_FINITE, "tx", False)]
+)
+def test_executions_agree(title, name, by_pmap):
+    found = recipe(title)
+    expected, _ = found["train_mapped"](found[name], found["vmap"])
+    results = [found["train"](found[name], check_vma=c) for c in (True, False)]
+    if by_pmap:
+        results.append(found["train_mapped"](found[name], found["pmap"]))
+    for params, _ in results:
+        assert_close(params, expected)
+    assert max(map(spread, expected.values())) < 1e-5
+
+
+def test_two_levels_equal_the_training_step():
+    found = recipe("Two levels in shard_map")
+    step = js.make_train_step(
+        found["loss_fn"], optax.sgd(0.1), sync=found["sync"], mesh=found["two_levels"]
+    )
+    state = step.init(found["params"])
+    for batch in found["batches"]:
+        state, _ = step(state, batch)
+    assert_close(found["stacked"], state.params)
+
+
+def test_where_clipping_goes():
+    """Gradients of each replica before their mean, or the mean, by hand."""
+    found = fresh("recipes", SETTING, LOOP, "Gradient clipping")
+    shares = jax.tree.map(lambda b: b.reshape(4, -1, *b.shape[1:]), found["batches"][0])
+    grads = jax.vmap(jax.grad(found["loss_fn"]), in_axes=(None, 0))(found["params"], shares)
+
+    def clipped(grad):
+        norm = np.sqrt(sum(np.sum(np.square(g)) for g in jax.tree.leaves(grad)))
+        assert norm > 1
+        return jax.tree.map(lambda g: np.asarray(g) / norm, grad)
+
+    def mean(trees):
+        return jax.tree.map(lambda *leaves: np.mean(leaves, axis=0), *trees)
+
+    each = [jax.tree.map(lambda g, i=i: g[i], grads) for i in range(4)]
+    expected = {"clip_each": mean(map(clipped, each)), "clip_mean": clipped(mean(each))}
+    found["batches"][1:] = []
+    for name, gradient in expected.items():
+        params, _ = found["train"](found[name])
+        assert_close(params, jax.tree.map(lambda g: np.stack([-0.1 * g] * 4), gradient))
+
+
+def test_a_replica_that_skips_its_step_still_synchronises():
+    found = fresh("recipes", SETTING, LOOP, NOT_FINITE)
+    x, y = found["batches"][4]
+    found["batches"][4] = (x, np.where(np.arange(64) // 16 == 1, np.nan, y))
+    for tx in (found["tx"], found["tx_reduced"]):
+        params, _ = found["train"](tx)
+        assert max(spread(leaf) for leaf in params.values()) < 1e-5
+        assert all(np.all(np.isfinite(leaf)) for leaf in params.values())
+
+
+def test_masked_leaves_stay_as_they_are_and_a_rate_of_zero_leaves_finite_state():
+    found = recipe(MASKED)
+    for order in (found["state"].model_state["order"], found["stacked"]["order"]):
+        np.testing.assert_array_equal(order, [[2, 0, 1]] * 4)
+    found = recipe("Learning-rate schedules")
+    assert found["schedule"](0) == found["schedule"](18) == 0
+    assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(found["train"](found["tx"])))
+
+
+def test_an_exported_step_has_no_container_that_jax_cannot_write():
+    found = recipe("jax.export: the training step itself")
+
+    def kinds(tree):
+        data = tree.node_data()
+        return {data and data[0]}.union(*map(kinds, tree.children()))
+
+    exported, step, batch = (found[name] for name in ("exported", "step", "batches"))
+    for tree in (exported.in_tree, exported.out_tree):
+        assert kinds(tree) <= {None, tuple, list, dict}
+    state, metrics = step(step.init(found["params"]), batch[0])
+    assert_close(found["state"].params, state.params)
+    assert_close(found["metrics"], metrics)
+
+
+def test_the_mean_of_emas_is_the_ema_of_the_consensus():
+    found = recipe("EMA, the exponential moving average of parameters")
+    step, expected = found["step"], found["params"]
+    state = step.init(expected)
+    for batch in found["batches"]:
+        passed_by = js.consensus(state.params, mesh=found["mesh"])
+        expected = optax.incremental_update(passed_by, expected, 0.1)
+        state, _ = step(state, batch)
+    assert_close(found["averaged"], expected)
+    # Replicas, and with them their EMAs, are apart meanwhile.
+    assert spread(found["ema"]["w"]) > 1e-3
+
+
+def test_weight_decay_sees_one_copy():
+    found, mesh = recipe("Weight decay"), js.virtual_mesh({"replica": 3})
+    step = js.make_train_step(
+        lambda params, batch: 0.0 * params["b"], found["decayed"], sync=found["slow"](), mesh=mesh
+    )
+    state = step.init({"w": jnp.ones(3), "b": jnp.ones(())})
+    for _ in range(2):
+        state, _ = step(state, np.zeros((3, 1), np.float32))
+    assert_close(state.params, {"w": np.full((3, 3), (1 - 0.05 * 0.5) ** 2), "b": np.ones(3)})
+
+
+def test_frozen_leaves_stay_the_others_train_alike_and_only_they_are_sent():
+    found = recipe("Frozen layers")
+    mesh, start = found["mesh"], found["params"]
+    for frozen in (found["state"].params["b"], found["adapted"].model_state["b"]):
+        np.testing.assert_array_equal(frozen, np.full(4, start["b"]))
+    assert_close(found["whole"], js.consensus(found["state"].params, mesh=mesh))
+    assert np.abs(np.asarray(found["whole"]["w"])).min() > 0.1
+    lowered = found["step"].traced_by_phase(found["adapted"], found["batches"][0])[None].lower()
+    report = js.comm_report_of(lowered, compile=False)
+    assert sum(row.bytes for row in report.select(axis="replica", kind="average")) == 12
+
+
+@pytest.mark.parametrize("title", ["Equinox", "Haiku", "Keras", "Dropout and seeds"])
+def test_the_consensus_has_learnt(title):
+    found = recipe(title)
+    error = jnp.mean((found["predicted"] - found["y"][0]) ** 2)
+    assert error < (0.5 if title.startswith("Dropout") else 0.3) * jnp.var(found["y"][0])
+
+
+def test_statistics_are_averaged_with_the_parameters():
+    means = recipe("Haiku")["state"].model_state["batch_norm/~/mean_ema"]["average"]
+    assert means.shape == (4, 1, 3)
+    assert spread(means) == 0
+    assert np.any(np.asarray(means) != 0)
+    found = recipe("flax nnx, as functions")
+    x, y = found["x"][0], found["y"][0]
+    assert jnp.mean((found["model"](x) - y) ** 2) < 0.5 * jnp.var(y)
+
+
+def test_flax_optimizers_train_replicas_that_end_together():
+    found = recipe("nnx.Optimizer")
+    np.testing.assert_array_equal(found["optimizer"].step[...], [24] * 4)
+    unchecked, _ = found["train_nnx"](check_vma=False)
+    kernel, bias = found["model"].kernel[...], found["model"].bias[...]
+    for other in (unchecked, found["virtual"]):
+        assert_close(other.kernel[...], kernel)
+    found = recipe("flax linen: TrainState")
+    state = found["state"]
+    np.testing.assert_array_equal(state.step, [24] * 4)
+    for leaves in ((kernel, bias), (state.params["kernel"], state.params["bias"])):
+        np.testing.assert_allclose(leaves[0].reshape(4, 3), [[1, -2, 3]] * 4, atol=1.5)
+        assert max(map(spread, leaves)) < 2e-6  # after the last slow step
+
+
+DUE = [6, 12, 18, 24]
+
+
+def test_loggers_have_every_record_and_files_come_back(tmp_path):
+    found = recipe("tqdm")
+    step = js.make_train_step(
+        found["loss_fn"], optax.adam(0.05), sync=found["slow"](), mesh=found["mesh"]
+    )
+    results = js.train_loop(step, step.init(found["params"]), found["batches"])
+    losses = {r.step: js.host_mean(r.metrics)["loss"] for r in results}
+    assert found["bar"].n == found["bar"].total == 24
+    assert f"loss={losses[24]:.3g}" in found["bar"].postfix
+    assert "phase=slow" in found["bar"].postfix
+
+    (file,) = Path(recipe("TensorBoard")["logs"]).iterdir()
+    data, scalars = file.read_bytes(), {}
+    while data:  # length, its checksum, an event, its checksum
+        (size,) = struct.unpack("<Q", data[:8])
+        event = Event.FromString(data[12 : 12 + size])
+        scalars |= {(v.tag, event.step): v.simple_value for v in event.summary.value}
+        data = data[16 + size :]
+    assert scalars.keys() == {(name, t) for name in ("loss", "consensus_loss") for t in DUE}
+    assert [scalars["loss", t] for t in DUE] == pytest.approx([losses[t] for t in DUE])
+
+    # Without a network. Values are JSON; `run.finish()` may return before they are there.
+    (file,) = Path(recipe("Weights & Biases (wandb)")["run"].dir).parent.glob("*.wandb")
+    values = {t: json.dumps(loss).encode() for t, loss in losses.items()}
+    wait_until(lambda: values[24] in file.read_bytes())
+    assert [t for t, value in values.items() if value in file.read_bytes()] == DUE
+
+    found = recipe("safetensors")
+    jax.tree.map(np.testing.assert_array_equal, found["loaded"], found["consensus"])
+    with safe_open(found["file"], framework="numpy") as file:
+        assert sorted(file.keys()) == ["b", "w"]
+        assert file.metadata() == {"algorithm": "slowmo", "step": "24"}
+    kernel = jnp.arange(6.0, dtype=jnp.bfloat16).reshape(2, 3)
+    tree = {"layers": [{"kernel": kernel}], "n": jnp.float32(2)}
+    named = {k: np.asarray(x) for k, x in found["named"](tree).items()}
+    assert list(named) == ["layers.0.kernel", "n"]
+    found["save_file"](named, tmp_path / "model")
+    loaded = found["load"](tmp_path / "model", tree)
+    assert loaded["layers"][0]["kernel"].dtype == jnp.bfloat16
+    jax.tree.map(np.testing.assert_array_equal, loaded, tree)
+
+
+def test_values_read_from_the_state():
+    found = run("reading-state", *sections("reading-state"))
+    assert found["updates"] == found["updates_of_base"] == 24
+    assert found["next_phase"] == ()
+    assert np.float32(found["gamma"]) == np.float32(0.1)
+    # Update 24 was a slow step: parameters are the anchor, on every replica.
+    for name, anchor in found["anchor"].items():
+        assert_close(found["first_replica"][name], anchor[0])
+    assert found["loss"] < 0.5 * np.var(found["y"][24])
+
+
+@of_recipe(FSDP)
+def test_fsdp_agrees_with_whole_leaves_and_keeps_leaves_sharded():
+    found = recipe(FSDP)
+    whole = js.make_train_step(
+        found["autoencoder_loss"],
+        optax.adam(1e-2),
+        sync=js.slowmo("replica", base=js.local_sgd("replica", sync_every=3), sync_every=6),
+        mesh=js.virtual_mesh({"replica": 2}),
+    )
+    state = whole.init(jax.tree.map(np.asarray, found["sharded"]))
+    for batch in found["inputs"]:
+        state, _ = whole(state, batch)
+    for other in (found["fsdp_state"].params, found["stacked"]):
+        assert_close(other, state.params, rtol=1e-4, atol=1e-5)
+    for name, spec in found["specs"].items():
+        wanted = NamedSharding(found["fsdp_mesh"], P("replica", *spec))
+        for leaf in (
+            found["fsdp_state"].params[name],
+            found["stacked"][name],
+            found["fsdp_state"].opt_state[1][0].mu[name],
+            found["state"][0][0].mu[name],
+        ):
+            assert leaf.sharding.is_equivalent_to(wanted, leaf.ndim), (name, leaf.sharding)
+        one = NamedSharding(found["fsdp_mesh"], spec)
+        assert found["model"][name].sharding.is_equivalent_to(one, found["model"][name].ndim)
+
+
+@of_recipe(FSDP)
+def test_bytes_of_fsdp_are_those_of_the_page():
+    found, page = recipe(FSDP), (DOCS / "recipes" / "fsdp.md").read_text("utf-8")
+    batch = jax.device_put(found["inputs"][0], NamedSharding(found["fsdp_mesh"], P("replica")))
+    lowered = found["own_fsdp_step"].lower(found["stacked"], found["state"], batch)
+    report = js.comm_report_of(lowered, compile=False)
+    sent = {r.collective: r.bytes for r in report.select(axis="replica", kind="slow")}
+    said = int(re.search(r"([\d,]+) bytes", page)[1].replace(",", ""))
+    assert sent == {"reduce-scatter": said, "all-gather": said}
+    # The step gathers nothing where it averages.
+    batch = jax.device_put(found["inputs"][0], found["rows"])
+    report = js.comm_report(found["steps"]["local_sgd"], found["trained"]["local_sgd"], batch)
+    moved: dict[tuple[str, str], int] = {}
+    for row in report.select(level="compiled"):
+        moved[row.kind, row.axis] = moved.get((row.kind, row.axis), 0) + row.bytes
+    assert moved["average", "fsdp"] == moved["local", "fsdp"]
+    assert ("local", "replica") not in moved
+    assert f"| {moved['local', 'fsdp']:,} |" in page
+
+
+@of_recipe(FSDP)
+def test_a_gpt_by_rules_trains_as_a_whole_one():
+    found = recipe(FSDP)
+    whole = js.make_train_step(
+        found["gpt_loss_fn"](found["gpt"]),
+        optax.adam(1e-2),
+        sync=js.slowmo("replica", base=js.local_sgd("replica", sync_every=2), sync_every=4),
+        mesh=js.virtual_mesh({"replica": 2}),
+    )
+    state = whole.init(found["init_gpt"](found["gpt"]))
+    for batch in found["text"]:
+        state, _ = whole(state, batch)
+    assert_close(found["gpt_state"].params, state.params, rtol=1e-4, atol=1e-4)
+    kernel = found["gpt_state"].params["blocks"][0]["expand"]["kernel"]
+    assert kernel.sharding.spec == P("replica", "fsdp", "tensor")

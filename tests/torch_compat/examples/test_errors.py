@@ -1,0 +1,49 @@
+"""Wrong arguments of the examples, on the command line."""
+
+import pytest
+import torch
+
+from torch_compat.examples import outer_optimizer, train_digits, train_slowmo, train_tpu_manager
+
+FOUR = ["--cpu-devices", "4"]
+# A program, its arguments, and what it says of them.
+LINES = [
+    (train_digits, ["--target-accuracy", "101"], "--target-accuracy"),
+    (train_digits, ["--epochs", "0"], "--epochs: must be a whole number >= 1, got '0'"),
+    (train_digits, [*FOUR, "--nprocs-per-node", "3"], "--cpu-devices, 4, got 3"),
+    (train_digits, [*FOUR, "--train-samples", "100"], "128, got 100"),
+    (train_slowmo, ["--cpu-devices", "65"], "--cpu-devices"),
+    (train_slowmo, ["--slowmo-momentum", "1"], "--slowmo-momentum"),
+    (train_slowmo, ["--base", "gossip"], "'gossip'"),
+    (train_slowmo, ["--layers", "1.5"], "--layers"),
+    (train_tpu_manager, ["--cpu-devices", "0"], "--cpu-devices"),
+    (train_tpu_manager, ["--learning-rate", "nan"], "--learning-rate"),
+    (train_tpu_manager, ["--seed", "-1"], "--seed"),
+    (train_tpu_manager, ["--width", "100", "--heads", "3"], "`width`"),
+    (train_tpu_manager, ["--resume"], "--checkpoint"),
+    (train_tpu_manager, ["--resume", "--checkpoint", "/nowhere/c.pt"], "/nowhere/c.pt"),
+    (train_tpu_manager, ["--optimizer", "hivemind"], "pip install hivemind"),
+]
+
+
+def stopped(program, arguments, capsys) -> str:
+    with pytest.raises(SystemExit) as caught:
+        program.parse(arguments)
+    assert caught.value.code == 2
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("program", "arguments", "said"), LINES)
+def test_wrong_arguments(program, arguments, said, capsys, monkeypatch):
+    monkeypatch.setattr(outer_optimizer, "hivemind_is_installed", lambda: False)
+    assert said in stopped(program, arguments, capsys)
+
+
+def test_a_checkpoint_of_another_model_is_refused(tmp_path, capsys):
+    path = tmp_path / "c.pt"
+    config = vars(train_tpu_manager.parse(["--width", "96"]).config)
+    torch.save({"config": config, "outer": "local"}, path)
+    arguments = ["--checkpoint", str(path), "--resume"]
+    assert "config" in stopped(train_tpu_manager, arguments, capsys)
+    path.write_text("nonsense")
+    assert f"{path} is not a checkpoint" in stopped(train_tpu_manager, arguments, capsys)

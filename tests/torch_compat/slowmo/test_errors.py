@@ -1,0 +1,180 @@
+"""What the wrapper refuses before anything is exchanged: argument and value are named."""
+
+from functools import partial
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+from slowmo_alone import build
+
+from jaxslowmo import topology
+from support.refusals import Refusal, each
+from torch_compat import broadcast_parameters
+from torch_compat.slowmo._places import Places
+from torch_compat.slowmo.backends import choose
+from torch_compat.slowmo.backends._distributed import DistributedBackend
+
+
+def starving(graph, step):
+    """Node 3 gives all it has and gets next to nothing."""
+    matrix = np.diag([0.5, 0.5, 1.0, 0.0])
+    matrix[1, 0] = matrix[2, 1] = 0.5
+    matrix[3, 2], matrix[0, 3] = 1e-40, 1.0
+    return matrix
+
+
+LOOP = [[SimpleNamespace(dest=dest)] for dest in (1, 1, 3, 0)]  # as FairScale's GraphManager has it
+CIRCLE = topology.from_phone_book([[1], [2], [3], [0]])
+UNEVEN = topology.self_weighted([0.3, 0.5, 0.6, 0.4])
+BAD = {
+    "slowmo_frequency": 0,
+    "localsgd_frequency": 2.5,
+    "slowmo_num_shards": 0,
+    "slowmo_momentum": 1.0,
+    "slowmo_lr": -1,
+    "nprocs_per_node": 0,
+    "slowmo_base_algorithm": "adpsgd",
+    "overlap": True,
+    "process_rank": 0,
+    "process_world_size": 8,
+    "broadcast_buffers": "mean",
+    "module": torch.nn.ReLU(),
+}
+NO_AVERAGE = {"slowmo_base_algorithm": "sgp", "slowmo_momentum": 0.0}
+GRAPHS = {
+    "of another size": ({"graph": topology.ring(8)}, "`graph`", "ring(8)"),
+    "of an unknown name": ({"graph": "spiral"}, "graph", "'spiral'"),
+    "that is a number": ({"graph": 7}, "`graph`", 7),
+    "with a loop": ({"graph": SimpleNamespace(phone_book=LOOP)}, "node 1", ""),
+    "without edges": (
+        {"graph": SimpleNamespace(phone_book=[[1], [0]])},
+        *("`graph.phone_book`", [[1], [0]]),
+    ),
+    "of two halves": ({"graph": "bipartite_exponential", "world": 5}, "even", 5),
+    "of two peers, one itself": (
+        {"graph": lambda n: topology.npeer_directed_exponential(n, peers_per_step=2), "world": 2},
+        *("peers_per_step", 2),
+    ),
+    "mixed by a number": ({"mixing": 0.5}, "`mixing`", "got 0.5"),
+    "mixed to more": ({"mixing": lambda graph, step: np.ones((4, 4))}, "column", "1"),
+    "mixed unevenly": ({"mixing": UNEVEN, "push_sum": False}, "`push_sum`", False),
+    "that starves a node": ({"graph": CIRCLE, "mixing": starving}, "weights", "1e-40"),
+}
+HALF = torch.nn.Linear(3, 2).half()  # of 6 and 2 elements
+MASTERS = {
+    "too short": (torch.zeros(7), "got 7"),
+    "too few": ([torch.zeros(6)], "got 1"),
+    "of another size": ([torch.zeros(6), torch.zeros(3)], "got 3"),
+    "in another precision": ([torch.zeros(6), torch.zeros(2).double()], "torch.float64 at 1"),
+    "of two": ({0: torch.zeros(8), 1: torch.zeros(8)}, "got 2"),
+    "in a text": ("masters", "got str"),
+    "of numbers": ([1, 2], "got list"),
+}
+
+
+def performed(masters) -> None:
+    build(module=HALF).perform_slowmo(torch.optim.SGD(HALF.parameters()), fp32_params=masters)
+
+
+def joined(by_all: bool, **options) -> None:
+    build(**options).join(divide_by_initial_world_size=by_all).__enter__()
+
+
+def with_anchor(net):
+    """A state dict of slow momentum, of rank 1 of 4."""
+    return net.state_dict() | {
+        "slowmo.anchor": torch.arange(2.0),
+        "slowmo.velocity": torch.ones(2),
+        "slowmo.rates": torch.tensor([0.1], dtype=torch.float64),
+        "slowmo.ends": torch.tensor([8]),
+    }
+
+
+def loaded(state, **options) -> None:
+    build(**options).load_state_dict(state)
+
+
+def with_weight():
+    """A state dict of a push-sum weight, of rank 1 of 4."""
+    net = build(**NO_AVERAGE, mixing=UNEVEN)
+    net.ps_weight = torch.tensor([1.25])
+    return net.state_dict()
+
+
+def loaded_inside(state, **options) -> None:
+    outer = torch.nn.Module()
+    outer.net = build(**options)
+    outer.load_state_dict({f"net.{key}": value for key, value in state.items()})
+
+
+ROWS = {
+    **{k: Refusal(partial(build, **{k: value}), f"`{k}`", value) for k, value in BAD.items()},
+    "a momentum below": Refusal(lambda: build(slowmo_momentum=-0.1), "`slowmo_momentum`", -0.1),
+    "no number": Refusal(lambda: build(slowmo_lr=float("inf")), "`slowmo_lr`", "inf"),
+    "nodes that do not divide": Refusal(lambda: build(nprocs_per_node=3), "`nprocs_per_node`", 3),
+    "nodes that split a host": Refusal(
+        lambda: Places(0, 6, 2, tuple("aaabbb")), "`nprocs_per_node`", "3, 3"
+    ),
+    "hosts of several sizes": Refusal(
+        lambda: Places(0, 6, 6, tuple("aaaabb")), "`nprocs_per_node`", "4, 2"
+    ),
+    "buffers by a number": Refusal(lambda: build(broadcast_buffers=1), "`broadcast_buffers`", 1),
+    "no step that averages buffers": Refusal(
+        lambda: build(broadcast_buffers="average", **NO_AVERAGE), "`broadcast_buffers`", "average"
+    ),
+    **{
+        f"a graph {name}": Refusal(partial(build, slowmo_base_algorithm="sgp", **options), *said)
+        for name, (options, *said) in GRAPHS.items()
+    },
+    **{
+        f"masters {name}": Refusal(partial(performed, given), "`fp32_params`", said)
+        for name, (given, said) in MASTERS.items()
+    },
+    "no optimizer": Refusal(lambda: build().perform_slowmo(None), "`optimizer`"),
+    "join over torch_xla": Refusal(lambda: joined(True), "join(", "torch_xla"),
+    "join with SGP": Refusal(lambda: joined(False, slowmo_base_algorithm="sgp"), "join(", "SGP"),
+    "a state of another rank": Refusal(
+        lambda: loaded(with_anchor(build()), rank=2), "`state_dict`", "rank 1 of 4"
+    ),
+    "a state of another world": Refusal(
+        lambda: loaded_inside(with_anchor(build()), world=8), "`state_dict`", "rank 1 of 8"
+    ),
+    "a state that is kept otherwise": Refusal(
+        lambda: loaded(with_anchor(build()), slowmo_memory_efficient=False),
+        *("`slowmo_memory_efficient`", False),
+    ),
+    "a state without a place": Refusal(
+        lambda: loaded(with_anchor(build()), slowmo_momentum=0.0),
+        *("Unexpected key", "slowmo.anchor", RuntimeError),
+    ),
+    "a weight of another rank": Refusal(
+        lambda: loaded(with_weight(), rank=0, **NO_AVERAGE, mixing=UNEVEN),
+        *("`state_dict`", "rank 1 of 4"),
+    ),
+    "a weight without a graph": Refusal(
+        lambda: loaded(with_weight(), **NO_AVERAGE), "`state_dict`", 1.25
+    ),
+    "nothing to broadcast": Refusal(
+        lambda: broadcast_parameters(torch.nn.ReLU()), "`module`", "ReLU()"
+    ),
+    "a backend": Refusal(lambda: choose("gloo", HALF, {}), "`backend`", "'gloo'"),
+    "no process group": Refusal(
+        DistributedBackend, "torch.distributed.init_process_group()", error=RuntimeError
+    ),
+}
+
+
+@each(ROWS)
+def test_refused(refusal):
+    refusal.check()
+
+
+def test_what_is_not_refused():
+    """The values beside those above."""
+    build(slowmo_lr=0, slowmo_frequency=1, localsgd_frequency=1)
+    state = with_anchor(build())
+    loaded(state)
+    build(slowmo_momentum=0.0).load_state_dict(state, strict=False)
+    same = build(**NO_AVERAGE, mixing=UNEVEN)
+    same.load_state_dict(with_weight())
+    assert same.ps_weight.tolist() == [1.25]

@@ -1,0 +1,157 @@
+"""Model state and metrics: means inside a replica, and exchanges that follow the parameters'."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxslowmo as js
+
+BATCHES = np.random.default_rng(0).normal(size=(3, 16, 3)).astype(np.float32)
+KINDS = {"mesh": js.make_mesh, "virtual": js.virtual_mesh}
+START = {"mean": np.zeros(3, np.float32), "n": np.int32(0)}
+local = js.local_sgd("replica", sync_every=1)
+
+
+def loss(params, batch, *, model_state):
+    """Statistics and metrics of every type, of which counts differ between replicas."""
+    positive = jnp.sum(batch > 0)
+    metrics = {"mean": batch.mean(), "positive": positive, "rate": 0.1, "finite": batch.min() < 9}
+    new = {"mean": 0.5 * model_state["mean"] + batch.mean(0), "n": model_state["n"] + positive}
+    return jnp.sum(params["w"] * batch.mean(0)), (metrics, new)
+
+
+def trained(sync, batches, kind="virtual", axes=None, weight=None, fn=loss, start=START, **options):
+    """The step, its last state and metrics, and the statistics after each update."""
+    mesh = KINDS[kind](axes or {"replica": 4})
+    options |= {"sync": sync, "mesh": mesh, "donate": False}
+    step = js.make_train_step(fn, optax.sgd(0.1), **options)
+    state, seen, metrics = step.init({"w": np.ones(3, np.float32)}, model_state=start), [], None
+    for batch in batches:
+        state, metrics = step(state, batch, weight)
+        seen.append(np.asarray(jax.tree.leaves(state.model_state)[0]))
+    return step, state, metrics, seen
+
+
+def rows(*values):
+    """A batch of one example per replica, all of whose features are its value."""
+    return np.repeat(np.float32(values)[:, None], 3, axis=1)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_metrics_are_means_and_counters_those_of_the_first_device(kind):
+    """Of metrics of every type, over the devices and microbatches of a replica."""
+    axes, replicas = {"replica": 2, "device": 2}, 2
+    _, state, metrics, _ = trained(local, BATCHES, kind, axes, accumulate=2)
+    parts = BATCHES.reshape(3, replicas, 2, 2, -1, 3)
+    positive = (parts > 0).sum((-1, -2))
+    np.testing.assert_array_equal(state.model_state["n"], positive[:, :, 0].sum((0, 2)))
+    np.testing.assert_allclose(metrics["positive"], positive[-1].mean((1, 2)))
+    np.testing.assert_allclose(metrics["mean"], parts[-1].mean((1, 2, 3, 4)), atol=1e-6)
+    np.testing.assert_allclose(metrics["rate"], [0.1] * replicas)
+    np.testing.assert_array_equal(metrics["finite"], [1] * replicas)
+
+
+WEIGHED = {
+    "local_sgd": ("mesh", local, None),
+    "hierarchical": ("virtual", js.hierarchical_local_sgd({"replica": 1}), None),
+    "slowmo": ("mesh", js.slowmo("replica", base=local, sync_every=1), None),
+    "diloco": ("virtual", js.diloco("replica", sync_every=1), None),
+    "only_finite": ("virtual", js.only_finite(local), None),
+    "all_reduce": ("virtual", None, js.all_reduce_gradients("replica")),
+}
+
+
+@pytest.mark.parametrize("name", WEIGHED)
+def test_means_are_weighted(name):
+    """Values 1, 2, 3 of equal weight and one replica without data: 2, not 1.5."""
+    kind, sync, gradients = WEIGHED[name]
+    for weight, mean in (([1, 1, 1, 0], 2.0), ([3, 1, 0, 0], 1.25), (None, 2.5), ([0] * 4, 0.0)):
+        batch = rows(1, 2, 3, np.nan if weight == [1, 1, 1, 0] else 4)
+        *_, (found,) = trained(sync, [batch], kind, weight=weight, gradients=gradients)
+        np.testing.assert_allclose(found, np.full((4, 3), mean), rtol=1e-6)
+
+
+def sent(step, state):
+    report = js.comm_report(step, state, jax.ShapeDtypeStruct((4, 3), jnp.float32))
+    return {
+        (row.kind, row.axis, row.collective): (row.count, row.bytes)
+        for row in report.select(level="emitted")
+        if row.count
+    }
+
+
+def test_a_device_average_stays_on_the_devices():
+    """Statistics and parameters, 12 bytes each, over the axes of the group that is due."""
+    everyone = ("node", "device")
+    step, state, _, seen = trained(
+        js.hierarchical_local_sgd({"device": 1, everyone: 2}), [rows(1, 2, 3, 6), rows(0, 0, 0, 0)],
+        "mesh", {"node": 2, "device": 2}, axis_name=everyone, mode="host",
+    )  # fmt: skip
+    np.testing.assert_allclose(seen[0][:, 0], [1.5, 1.5, 4.5, 4.5])
+    np.testing.assert_allclose(seen[1][:, 0], [1.5] * 4)
+    assert sent(step, state) == {
+        ("average device", "device", "all-reduce"): (2, 24),
+        ("average node,device", "node,device", "all-reduce"): (2, 24),
+    }
+
+
+@pytest.mark.parametrize("overlap", [0, 2])
+def test_gossip_sends_it_to_the_same_peers(overlap):
+    """No all-reduce in any step; statistics go with the parameters, and are mixed at once."""
+    graph = js.topology.directed_exponential(4)
+    sync = js.sgp("replica", graph=graph, overlap=overlap)
+    batches = [rows(1, 2, 3, 6), *[rows(0, 0, 0, 0)] * 2]
+    step, state, _, seen = trained(sync, batches, "mesh", mode="host")
+    report = sent(step, state)
+    assert {collective for _, _, collective in report} == {"collective-permute"}
+    # With late arrivals, push-sum weights move, alike on all nodes of this graph.
+    assert set(report.values()) == {(2, 24)}
+    before = np.float64([2, 4, 6, 12])  # halved by the loss
+    for t, found in enumerate(seen):
+        before = before / 2
+        expected = before / 2
+        for node, (peer,) in enumerate(graph.out_peers(t)):
+            expected[peer] += before[node] / 2
+        np.testing.assert_allclose(found[:, 0], expected, rtol=1e-6)
+        before = expected
+
+
+def test_a_local_step_of_slowmo_sends_nothing():
+    sync = js.slowmo("replica", base=js.local_sgd("replica", sync_every=2), sync_every=4)
+    step, state, _, seen = trained(sync, [rows(1, 2, 3, 6)] * 4, "mesh", mode="host")
+    assert {kind for kind, _, _ in sent(step, state)} == {"average", "slow"}
+    assert [np.ptp(x) > 0 for x in seen] == [True, False, True, False]
+
+
+def test_a_transform_of_ones_own_that_knows_of_no_other_arrays():
+    own = js.ParameterTransform(
+        local.init, local.update, phase=local.phase, due=local.due, schedules=local.schedules
+    )
+    with pytest.raises(ValueError, match="`exchange`"):
+        trained(own, [rows(1, 2, 3, 6)])
+    _, state, _, seen = trained(own, [rows(1, 2, 3, 6)], model_state="local")
+    assert np.ptp(seen[0]) == 5
+    assert np.ptp(state.params["w"][:, 0]) < 1e-6
+
+
+def test_leaves_without_a_gradient_are_model_state():
+    """They are handed to the loss function and stay as they are; each replica has its own key."""
+    others = {
+        "order": np.array([2, 0, 1], np.int32),
+        "flag": np.array(True),
+        "wave": np.array([1 + 1j, 2 - 1j, -1j], np.complex64),
+    }
+
+    def carrying(params, batch, *, model_state):
+        sign = jnp.where(model_state["flag"], 1.0, -1.0)
+        wanted = jnp.abs(model_state["wave"])[model_state["order"]]
+        return jnp.sum((sign * params["w"] - wanted * batch) ** 2), ({}, model_state)
+
+    sync, batches = js.local_sgd("replica", sync_every=2), [rows(1, 1, 1, 1)] * 60
+    _, state, *_ = trained(sync, batches, fn=carrying, start=others)
+    wanted = np.abs(others["wave"])[others["order"]]
+    np.testing.assert_allclose(state.params["w"], [wanted] * 4, rtol=1e-4)
+    for name, x in others.items():
+        np.testing.assert_array_equal(state.model_state[name], [x] * 4)

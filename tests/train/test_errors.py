@@ -1,0 +1,485 @@
+"""What steps, loops, pipelines, sweeps and batches refuse, and which argument they name."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+from optax.experimental import aggregating
+
+import jaxslowmo as js
+from support.refusals import Refusal, each
+from train.small_loop import BATCHES as SMALL
+from train.small_loop import make_step
+from train.small_loop import start as begin
+from train.step.problem import BATCHES, PARAMS, loss
+from train.step.tables import DENSE, batches, embeddings, step_of
+
+ONE, TWO, INNER = (
+    js.virtual_mesh(axes) for axes in ({"replica": 1}, {"replica": 2}, {"replica": 2, "device": 2})
+)
+ALL = {"b": True, "w": True}
+sgd, adam, identity = optax.sgd(0.1), optax.adam(0.1), optax.identity()
+mean, local = js.all_reduce_gradients("replica"), js.local_sgd("replica")
+clip, scale = js.clip_by_global_norm(2.0), js.dynamic_loss_scale
+whole, none = {"gradients": mean}, {"sync": "none"}
+LATE = {**whole, "validate": "after"}
+
+
+def made(optimizer=sgd, fn=loss, mesh=TWO, **options):
+    return js.make_train_step(fn, optimizer, mesh=mesh, **options)
+
+
+def started(optimizer=sgd, params=PARAMS, model_state=None, **options):
+    return made(optimizer, **options).init(params, model_state=model_state)
+
+
+def stepped(optimizer=sgd, batch=BATCHES[0], weight=None, **options):
+    step = made(optimizer, **options)
+    return step(step.init(PARAMS), batch, weight)
+
+
+def own_average(by_gather=False):
+    """A transform that averages gradients, as a user might write it."""
+
+    def update(updates, state, params=None):
+        if by_gather:
+            gathered = lambda x: lax.all_gather(x, "replica").mean(0)  # noqa: E731
+            return jax.tree.map(gathered, updates), state
+        return lax.pmean(updates, "replica"), state
+
+    return optax.GradientTransformation(optax.init_empty_state, update)
+
+
+def comparing():
+    """A transform that compares the loss."""
+
+    def update(grads, state, params=None, *, value, **extra):
+        return jax.tree.map(lambda g: g * jnp.float32(value == 0.0), grads), state
+
+    return optax.GradientTransformationExtraArgs(optax.init_empty_state, update)
+
+
+def stateful(params, batch, *, model_state):
+    return loss(params, batch), ({}, model_state)
+
+
+def from_elsewhere(use):
+    """Use a state that the step has not made, and of which it knows nothing yet."""
+    step = made()
+    state = js.TrainState.create(PARAMS, step.tx, mesh=TWO)
+    return getattr(step, use)(state, BATCHES[0])
+
+
+def wrong(call, *pairs, **others):
+    """A row for each wrong argument, (name, value)."""
+    return {
+        f"{name}={value!r}": Refusal(
+            functools.partial(call, **{**others, name: value}), f"`{name}`", value
+        )
+        for name, value in pairs
+    }
+
+
+OF_STEPS = {
+    **wrong(
+        made, ("mode", "eager"), ("model_state", "mean"), ("host_batch", "whole"),
+        ("order", "first"), ("validate", "later"), ("accumulate", 0), ("accumulate", True),
+        ("sync", sgd), ("sync", "all"), ("optimizer", None), ("optimizer", optax.adam),
+        ("gradients", "mean"), ("raw_keys", "keras"), ("policy", "float16"),
+    ),
+    "sync as gradients": Refusal(lambda: made(gradients=local), "`gradients`", "`sync`"),
+    "a loss": Refusal(lambda: made(fn=3), "`loss_fn`", "int"),
+    "none, and broadcast": Refusal(lambda: made(**none, model_state="broadcast"), "`model_state`"),
+    "embeddings": Refusal(lambda: made(embeddings={}), "`embeddings`", "dict"),
+    "axis of sync": Refusal(lambda: made(sync=js.local_sgd("replcia")), "`sync`", "replcia"),
+    "inner axis": Refusal(
+        lambda: made(sync=js.only_finite(js.diloco("replica", local_axis_name="host"))), "host"
+    ),
+    "no replicas": Refusal(lambda: made(mesh=INNER, sync=js.local_sgd("device")), "`axis_name`"),
+    "axis of gradients": Refusal(
+        lambda: made(gradients=js.gradient_transform(sgd, axes="node")), "`gradients`", "node"
+    ),
+    "axis of optimizer": Refusal(lambda: made(js.all_reduce_gradients("node")), "`optimizer`"),
+    "no state": Refusal(lambda: made(**none)(PARAMS, BATCHES[0]), "`state`", "dict"),
+    "loss of a shape": Refusal(lambda: stepped(fn=lambda p, b: p["b"], **none), "loss", "(3,)"),
+    "no model state": Refusal(
+        lambda: (s := made(**none))(s.init(PARAMS, model_state=np.zeros(2)), BATCHES[0]),
+        "`model_state`",
+    ),
+    "bounded": Refusal(lambda: js.bounded(3), "`step`", "int"),
+    **{
+        f"leaf of {x.dtype}": Refusal(
+            functools.partial(started, params={"x": x}, **none), "x (", x.dtype
+        )
+        for x in (np.int32([1]), np.ones(3, np.complex64), np.array(True), jax.random.key(0))
+    },
+}  # fmt: skip
+OF_OPTIONS = {
+    f"{options}": Refusal(functools.partial(made, compiler_options=options, **none), value)
+    for options, value in [
+        ("xla_dump_to=/tmp", "'xla_dump_to=/tmp'"),
+        ({"": 1}, "''"),
+        ({"--xla_dump_to": "/tmp"}, "'--xla_dump_to'"),
+        ({"xla_dump_to": None}, "'xla_dump_to'"),
+        ({"xla_gpu_enable_latency_hiding_scheduler": True}, "GPUs"),
+        ({"xla_jf_crs_combiner_threshold_count": 1}, "TPUs"),
+    ]
+}
+HIDDEN = {  # behind an optax.chain: the message names js.chain
+    "value": lambda: stepped(optax.chain(mean, optax.polyak_sgd())),
+    "value, compared": lambda: stepped(optax.chain(mean, comparing())),
+    "order": lambda: started(optax.chain(mean, sgd), order="ready"),
+    "sync": lambda: started(optax.chain(sgd, optax.masked(local, ALL)), mode="host"),
+    "scale": lambda: started(optax.chain(mean, optax.add_decayed_weights(0.1), scale(sgd))),
+    "model state": lambda: started(optax.chain(sgd, local), fn=stateful, model_state=np.zeros(1)),
+    "late clipping": lambda: started(optax.chain(clip, adam), **LATE),
+    "late scale": lambda: started(optax.chain(scale(adam)), **LATE),
+    "scale of tables": lambda: with_tables(optax.chain(scale(sgd)), **none),
+}
+BY_HAND = [  # collectives of which nothing is known
+    {"gradients": js.chain(optax.clip(9.0), own_average(), mean)},
+    {"gradients": own_average(by_gather=True), "mesh": js.make_mesh({"replica": 2})},
+    {"optimizer": optax.masked(own_average(by_gather=True), ALL), **none},
+    {"optimizer": scale(own_average()), "sync": local},
+]
+APART = [  # nobody averages over the replicas
+    {},
+    {"mode": "host"},
+    {"gradients": clip},
+    {"mesh": INNER, "gradients": js.all_reduce_gradients("device")},
+    {"optimizer": js.chain(clip, sgd)},
+]
+OF_CHAINS = {
+    **{f"hidden {name}": Refusal(call, "js.chain") for name, call in HIDDEN.items()},
+    **{
+        f"by hand {i}": Refusal(functools.partial(started, **options), "axes=('replica',)")
+        for i, options in enumerate(BY_HAND)
+    },
+    **{
+        f"apart {i}": Refusal(functools.partial(started, **options), "the 2 replicas", "'replica'")
+        for i, options in enumerate(APART)
+    },
+    **{
+        f"apart, {use}": Refusal(functools.partial(from_elsewhere, use), "the 2 replicas")
+        for use in ("__call__", "compiled", "traced_by_phase")
+    },
+    "apart on two axes": Refusal(
+        lambda: started(mesh=INNER, axis_name=("replica", "device")), "('replica', 'device')", 4
+    ),
+    "left apart on devices": Refusal(lambda: stepped(mesh=INNER, **whole), "b, w", "('device',)"),
+    "reduced twice": Refusal(
+        lambda: stepped(optax.chain(js.all_reduce_gradients("device"), sgd, local), mesh=INNER),
+        "optax.identity()",
+    ),
+    "if finite": Refusal(lambda: started(gradients=optax.apply_if_finite(mean, 3)), "if_finite"),
+    "MultiSteps": Refusal(lambda: started(gradients=optax.MultiSteps(mean, 2)), "MultiSteps"),
+    "sync in gradients": Refusal(
+        lambda: started(gradients=optax.chain(mean, optax.masked(local, ALL))), "`sync`"
+    ),
+    "gradients twice": Refusal(lambda: made(js.chain(mean, sgd), **whole), "`gradients`"),
+    "sync twice": Refusal(lambda: made(js.chain(sgd, local), sync=local), "`sync`"),
+    "two syncs": Refusal(lambda: made(js.chain(sgd, local, local)), "parameter transforms", 2),
+    "scaled gradients": Refusal(lambda: started(gradients=scale(mean)), "`gradients`"),
+    "two scales": Refusal(lambda: started(optax.chain(scale(sgd), scale(sgd)), **whole), "found 2"),
+    "axis of a scale": Refusal(lambda: stepped(scale(sgd, "fsdp"), **whole), "`axes`", "fsdp"),
+    "leaves to keep": Refusal(
+        lambda: stepped(scale(sgd), policy=js.Policy("float16", keep="x"), **whole), "`keep`"
+    ),
+    "search": Refusal(lambda: stepped(js.chain(mean, optax.lbfgs())), "`value_fn`", "('replica',)"),
+    "search inside": Refusal(
+        lambda: stepped(optax.lbfgs(), mesh=INNER, sync=local), "`value_fn`", "('device',)"
+    ),
+    "nothing late": Refusal(lambda: started(adam, **LATE), "optax.clip_by_global_norm"),
+    "two late": Refusal(
+        lambda: started(js.chain(clip, adam), **{**LATE, "gradients": js.chain(mean, clip)}),
+        "found 2",
+    ),
+    "clipped first": Refusal(
+        lambda: started(adam, **{**LATE, "gradients": js.chain(clip, mean)}), "must be last"
+    ),
+    "late, and exchanges": Refusal(
+        lambda: started(scale(js.chain(mean, clip, adam)), validate="after"), "['replica']"
+    ),
+}
+
+
+def with_tables(optimizer=sgd, mesh=ONE, **options):
+    """The state of a step on one replica, where an average over replicas is wrong, too."""
+    return step_of(
+        1, mesh=mesh, embeddings=embeddings(axis=None), optimizer=optimizer, **options
+    ).init(DENSE)
+
+
+DRIFT = "tables drift apart"
+OF_TABLES = {
+    **{
+        name: Refusal(functools.partial(with_tables, tx, **none), DRIFT)
+        for name, tx in {
+            "average": optax.chain(mean, sgd),
+            "sync": optax.chain(sgd, js.only_finite(local)),
+            "in our chain": js.chain(sgd, optax.chain(mean, sgd)),
+            "masked": optax.masked(optax.chain(mean, sgd), {"w": True, "b": True}),
+        }.items()
+    },
+    **{
+        name: Refusal(functools.partial(with_tables, tx, **none), "must not hold", name)
+        for name, tx in {
+            "js.clip_by_global_norm": optax.chain(js.clip_by_global_norm(1.0), sgd),
+            "optax.apply_if_finite": optax.apply_if_finite(sgd, 3),
+            "optax.MultiSteps": optax.MultiSteps(sgd, 2).gradient_transformation(),
+            "js.accumulate": scale(js.accumulate(sgd, 2)),
+            "optax.apply_every": optax.chain(optax.apply_every(2), sgd),
+            "optax.conditionally_mask": optax.conditionally_mask(sgd, lambda step: step % 2 == 0),
+            "optax.contrib.sam": optax.contrib.sam(sgd, sgd),
+            "optax.experimental.aggregating": aggregating.accumulate_avg_updates(2),
+        }.items()
+    },
+    "collectives of your own": Refusal(
+        lambda: with_tables(
+            own_average(by_gather=True), js.make_mesh({"replica": 2}), gradients=identity
+        ),
+        "`optimizer`",
+        "replica",
+    ),
+    **{
+        f"rows through {name}": Refusal(
+            functools.partial(with_tables, gradients=tx), "`gradients`", name
+        )
+        for name, tx in {
+            "optax.chain": optax.chain(mean, optax.scale(0.5)),
+            "js.accumulate": js.accumulate(mean, 2),
+            "js.post_local_gradients": js.post_local_gradients(
+                js.every(1, start=2), optax.chain(mean, clip)
+            ),
+            "js.gradient_transform": js.gradient_transform(own_average()),
+        }.items()
+    },
+    "axis of tables": Refusal(lambda: step_of(1, mesh=TWO, sync=local), "`mesh`"),
+    "tables of another shape": Refusal(
+        lambda: with_tables_of({"item": np.zeros((3, 4))}), "`params`", "(3, 4)"
+    ),
+    "num_batches": Refusal(
+        lambda: (s := step_of(1, **none)).collect(s.init(DENSE), batches(1)[0], num_batches=-1),
+        "`num_batches`",
+        -1,
+    ),
+    "nothing was asked": Refusal(
+        lambda: (s := step_of(1, **none)).ahead("exact")(s.init(DENSE), *batches(1), None, None),
+        "`asked`",
+        None,
+    ),
+}
+
+
+def with_tables_of(stored):
+    return step_of(1, **none).init(js.WithTables(DENSE, stored))
+
+
+@functools.cache
+def small():
+    return make_step()
+
+
+def loop(*args, hooks=(), **options):
+    step = small()
+    return next(js.train_loop(step, begin(step), SMALL, *args, hooks=hooks, **options))
+
+
+def pipeline(step=None, state=None, batches=SMALL, **options):
+    step = small() if step is None else step
+    return js.TrainPipeline(step, begin(small()) if state is None else state, batches, **options)
+
+
+def evaluating():
+    return js.TrainPipeline(small().evaluate, pipeline(), SMALL)
+
+
+def set_state(evaluation):
+    evaluation.state = begin(small())
+
+
+OF_LOOPS = {
+    **wrong(
+        loop, ("num_steps", -1), ("num_steps", 2.5), ("start", -1), ("start", True),
+        ("accumulate", 0), ("accumulate", 1.5), ("partial", "drop"),
+    ),
+    **wrong(
+        pipeline, ("depth", -1), ("depth", True), ("timeout", 0), ("timeout", "5"),
+        ("stages", [1]), ("stages", len), ("accumulate", True),
+        ("mode", "patched"),
+    ),
+    **{
+        f"a pipeline, and {name}": Refusal(
+            lambda name=name, value=value: js.train_loop(pipeline(), **{name: value}), f"`{name}`"
+        )
+        for name, value in (("prefetch", 2), ("accumulate", 2), ("partial", "error"))
+    },
+    "a function as hook": Refusal(lambda: loop(hooks=[set_state]), "`hooks`", "set_state"),
+    "a log's period": Refusal(lambda: js.Log(print, every=0), "`every`", 0),
+    "an evaluation's": Refusal(lambda: js.Evaluate(print, mesh=TWO, every="2"), "`every`", "2"),
+    "no batches": Refusal(lambda: js.train_loop(small(), begin(small())), "`batches`"),
+    "timeout without thread": Refusal(lambda: pipeline(timeout=1.0, depth=0), "`depth`", 0),
+    "no iterable": Refusal(lambda: pipeline(batches=7), "`batches`", "int"),
+    "no function": Refusal(lambda: pipeline(step=3), "`step`", "int"),
+    "a function's updates": Refusal(
+        lambda: pipeline(step=lambda s, b: (s, {}), accumulate=2), "js.make_train_step"
+    ),
+    "an evaluation's updates": Refusal(
+        lambda: js.TrainPipeline(small().evaluate, pipeline(), accumulate=2), "`accumulate`", 2
+    ),
+    "no iterator": Refusal(lambda: next(pipeline(batches=None)), "`iterator`"),
+    "a list as iterator": Refusal(lambda: pipeline().progress([1]), "`iterator`", "list"),
+    "no state": Refusal(lambda: next(pipeline(state={"w": 1.0})), "`state`", "dict"),
+    "state of an evaluation": Refusal(lambda: set_state(evaluating()), "`state`"),
+    **wrong(lambda **o: ahead(**o), ("mode", "late"), ("num_exact", 2)),
+    **wrong(lambda **o: ahead(mode="stale", **o), ("num_exact", -1)),
+    **wrong(lambda **o: ahead(mode="patched", **o), ("room", 0.0), ("room", "half")),
+    "stale without thread": Refusal(lambda: ahead(mode="stale", depth=0), "`depth`"),
+}  # fmt: skip
+TABLED = functools.cache(lambda: step_of(1, **none))
+
+
+def ahead(**options):
+    return pipeline(TABLED(), TABLED().init(DENSE), batches(1), **options)
+
+
+INJECTED = optax.inject_hyperparams(optax.sgd)
+RATED = INJECTED(learning_rate=1.0)
+
+
+def set_rate(optimizer=RATED, **values):
+    state = started(optimizer, **none)
+    return js.set_hyperparams(state, **values or {"learning_rate": 1.0})
+
+
+OF_RATES = {
+    **wrong(set_rate, ("learning_rate", None), ("learning_rate", "0.1")),
+    "no hyperparameters": Refusal(lambda: set_rate(sgd), "`learning_rate`", "none"),
+    "another name": Refusal(lambda: set_rate(lr=1.0), "`lr`", "learning_rate"),
+    "two owners": Refusal(
+        lambda: set_rate(optax.partition({"a": RATED, "b": RATED}, {"w": "a", "b": "b"})), "in 2"
+    ),
+    "a schedule": Refusal(lambda: set_rate(INJECTED(lambda t: 0.1)), "`learning_rate`"),
+    "a shape": Refusal(lambda: set_rate(learning_rate=np.ones(3)), "`learning_rate`", "(3,)"),
+    "no rate for slowmo": Refusal(
+        lambda: stepped(
+            sync=js.slowmo("replica", base=local, sync_every=6, learning_rate="optimizer")
+        ),
+        "optax.inject_hyperparams",
+        "none",
+    ),
+}
+
+
+def sweep(make=lambda s: optax.sgd(s["rate"]), settings=None, replicas=2, **options):
+    settings = {"rate": [0.1, 0.2]} if settings is None else settings
+    fn = lambda p, b: jnp.mean(p["w"] * b)  # noqa: E731
+    return js.Sweep(loss_fn=fn, make=make, settings=settings, replicas=replicas, **options)
+
+
+def swept(shape, **options):
+    made = sweep(**options)
+    state = made.init({"w": np.ones((2, 3), np.float32)})  # two seeds
+    return made.run(state, np.ones(shape, np.float32))
+
+
+def averaging(momentum):
+    return js.slowmo("replica", base=local, sync_every=6, momentum=momentum)
+
+
+OF_SWEEPS = {
+    **wrong(sweep, ("replicas", 0), ("at_once", 0), ("settings", {})),
+    "empty settings": Refusal(lambda: sweep(settings={"rate": []}), "`settings`", "(0,)"),
+    "two lengths": Refusal(lambda: sweep(settings={"a": [1, 2], "b": [1]}), "`settings`", "(1,)"),
+    "a setting": Refusal(
+        lambda: sweep(lambda s: averaging(s["m"]), {"m": [0.5, 1.5]}), "`momentum`", 1.5
+    ),
+    "sync inside of another": Refusal(
+        lambda: swept((2, 3, 2, 3), make=lambda s: optax.chain(sgd, local)), "`make`"
+    ),
+    "other replicas": Refusal(lambda: swept((2, 3, 3, 3)), "`batches`", "(2, 3, 3, 3)"),
+    "no steps": Refusal(lambda: swept((2, 0, 2, 3)), "`batches`", "(2, 0, 2, 3)"),
+}
+
+
+def uneven(*shapes, **options):
+    """Shares of one batch each; an empty one of the shape None."""
+    shares = [[] if s is None else [np.zeros(s, np.float32)] for s in shapes]
+    return next(js.uneven_batches(shares, mesh=TWO, **options))
+
+
+def placed(batch=BATCHES[0], weight=None):
+    return stepped(batch=batch, weight=weight, **none)
+
+
+OF_BATCHES = {
+    "too few shares": Refusal(lambda: uneven((2, 3)), "`shares`", "1 shares"),
+    "another shape": Refusal(lambda: uneven((2, 3), (1, 3)), "`shares`", "(1, 3)"),
+    "no batch": Refusal(lambda: uneven(None, None), "`shares`", "[0, 1]"),
+    "on_exhausted": Refusal(lambda: uneven((2, 3), None, on_exhausted="x"), "`on_exhausted`", "x"),
+    "run out": Refusal(
+        lambda: uneven((2, 3), None, on_exhausted="raise"), "`on_exhausted`", "[1]", RuntimeError
+    ),
+    **{
+        f"batch {x.shape}": Refusal(functools.partial(placed, {"x": x}), "`batch`", f"x {x.shape}")
+        for x in (np.ones((5, 8)), np.ones((0, 8)), np.ones(()))
+    },
+    "lists": Refusal(lambda: placed({"x": [[1.0] * 8] * 4}), "np.asarray", "24 more"),
+    "microbatches": Refusal(
+        lambda: stepped(batch=np.ones((8, 8)), accumulate=3, **none), "`accumulate`", 3
+    ),
+    "evaluated": Refusal(
+        lambda: (s := made(**none)).evaluate(s.init(PARAMS), BATCHES[0][:1]), "`batch`", "(1, 8)"
+    ),
+    **{
+        f"weight {x}": Refusal(functools.partial(placed, weight=x), "`weight`", value)
+        for x, value in [(np.ones(3), "(3,)"), (2.0, "()"), ([1, -1], -1.0), ([np.inf, 1], "inf")]
+    },
+}
+
+
+def refused_window(weight=None, params=PARAMS, use="apply", **options):
+    """Use a window of one batch without weights."""
+    step = made(optax.lbfgs(), **none)
+    window, _ = step.collect(step.init(PARAMS), BATCHES[0])
+    state = step.init(params)
+    if use == "other":
+        return made(**none).apply(state, window)
+    if use == "apply":
+        return step.apply(state, options.get("window", window))
+    given = {"window": window, **options}
+    return getattr(step, use)(state, BATCHES[0], weight, **given)
+
+
+OTHER = {name: np.zeros(5, np.float32) for name in PARAMS}
+OF_WINDOWS = {
+    "of another step": Refusal(lambda: refused_window(use="other"), "`step.collect`"),
+    "no window": Refusal(lambda: refused_window(window=None), "`window`"),
+    "a pair": Refusal(lambda: refused_window(use="collect", window=({}, 1)), "`window`", "tuple"),
+    "weights of some": Refusal(
+        lambda: refused_window(use="collect", weight=np.ones(2)), "`weight`", "none"
+    ),
+    **{f"{use}, of other parameters": Refusal(
+        functools.partial(refused_window, use=use, params=OTHER), "`window`", "leaf 'b'")
+       for use in ("apply", "collect", "__call__")},
+    "a leaf more": Refusal(
+        lambda: refused_window(params={**PARAMS, "z": np.zeros(2, np.float32)}), "leaf 'z'", "none"
+    ),
+    "searched": Refusal(refused_window, "`value_fn`", "gone"),
+}  # fmt: skip
+ALL_ROWS = {
+    "steps": OF_STEPS, "options": OF_OPTIONS, "chains": OF_CHAINS, "tables": OF_TABLES,
+    "loops": OF_LOOPS, "rates": OF_RATES, "sweeps": OF_SWEEPS, "batches": OF_BATCHES,
+    "windows": OF_WINDOWS,
+}  # fmt: skip
+ROWS = {f"{kind}: {name}": row for kind, rows in ALL_ROWS.items() for name, row in rows.items()}
+
+
+@pytest.mark.filterwarnings("ignore:`optimizer` holds optax.contrib.sam")
+@each(ROWS)
+def test_refused(refusal):
+    refusal.check()

@@ -1,0 +1,102 @@
+"""What schedules, exchanges, specs and chains are not made of."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import optax
+from jax.sharding import PartitionSpec as P
+
+import jaxslowmo as js
+from jaxslowmo.transform import checked_exchange
+from support.refusals import Refusal, each
+
+LOCAL = js.local_sgd("replica")
+SPEC = LOCAL.spec
+EMPTY = js.TransformSpec(schedule=js.ScheduleSpec.of("x", 1), exchange=js.ExchangeSpec())
+MEAN = js.all_reduce_gradients("replica")
+IDENTITY = optax.identity()
+
+
+class Own(NamedTuple):
+    start: Any
+    origin: Any
+
+
+def plain(*args, **named):
+    return js.ParameterTransform(
+        lambda params: (), lambda u, s, p=None, **extra: (u, s), *args, **named
+    )
+
+
+NO_AXES = plain(phase=len, due=len, schedules=())
+
+
+def schedule(**options):
+    ((name, value),) = options.items()
+    return Refusal(lambda: js.every(**{"k": 3, **options}), f"`{name}`", value)
+
+
+def exchange(*said, **options):
+    return Refusal(lambda: checked_exchange(**{"owner": "own", "axis_name": "a", **options}), *said)
+
+
+def group(**wrong):
+    return Refusal(lambda: dataclasses.replace(SPEC, **wrong), f"`{next(iter(wrong))}`", 3)
+
+
+def of(call, *said, error=ValueError):
+    return Refusal(call, *said, error=error)
+
+
+ROWS = {
+    "period 0": schedule(k=0),
+    "period that is no int": schedule(k=2.0),
+    "period that is a truth value": schedule(k=True),
+    "start -1": schedule(start=-1),
+    "offset": schedule(offset=0.5),
+    "before": schedule(before="some"),
+    "class of a period": of(lambda: js.Every(0), "`k`", 0),
+    "event": of(lambda: js.ScheduleSpec.of("average", 0), "`sync_every`", 0),
+    "axis": exchange("`axis_name`", "('',)", axis_name=("",)),
+    "no axes": exchange("`axis_name`", "()", axis_name=()),
+    "axis twice": exchange("`axis_name`", "('a', 'a')", axis_name=("a", "a")),
+    "local axis": exchange("`local_axis_name`", 2, local_axis_name=("b", 2)),
+    "bytes": exchange("`bucket_bytes`", -1, bucket_bytes=-1),
+    "specs": exchange("`param_specs`", "str", param_specs={"w": P(), "b": "fsdp"}),
+    "specs of stacked leaves": exchange("`param_specs`", "'r'", axis_name="r", param_specs=P("r")),
+    "codec": exchange("`codec`", "float16", codec="float16"),
+    "schedule": group(schedule=3),
+    "exchange": group(exchange=3),
+    "checkpoint": group(checkpoint=3),
+    "layout": group(layout=3),
+    "unknown value": of(lambda: plain(rate=1), "'anchor'", "['rate']"),
+    "spec": of(lambda: plain(js.every(3)), "`spec`", "Every"),
+    "nothing": of(plain, "`phase`, `due`, `schedules`"),
+    "value that is None": of(lambda: plain(phase=len, due=None, schedules=()), "`due`"),
+    "replaced by None": of(lambda: LOCAL._replace(due=None), "`due`"),
+    "replaced by another": of(lambda: LOCAL._replace(rate=None), "`_replace`", "['rate']"),
+    "read": of(lambda: getattr(LOCAL, "rate"), "ParameterTransform", "rate", error=AttributeError),  # noqa: B009
+    "axes of one's own": of(lambda: js.parameter_transform("own", len, len, EMPTY), "own", "axes"),
+    "guard without axes": of(lambda: js.only_finite(NO_AXES), "`axes`"),
+    "gradients without a spec": of(lambda: js.GradientTransform(*MEAN, None), "`spec`", None),
+    "gradients of parameters": of(lambda: js.gradient_transform(LOCAL), "`tx`"),
+    "gradients of a number": of(lambda: js.gradient_transform(3), "`tx`", 3),
+    "gradients over no axis": of(lambda: js.gradient_transform(IDENTITY, axes=3), "`axes`", 3),
+    "gradients due": of(lambda: js.gradient_transform(IDENTITY, due=True), "`due`", True),
+    "gradients' arguments": of(lambda: js.GradientSpec(takes=frozenset({"x"})), "`takes`", "['x']"),
+    "chain": of(lambda: js.chain(IDENTITY, 3), "`transforms`", 3),
+    "copies in a dict": of(lambda: js.remembers_parameters(dict), "`kind`", "dict"),
+    "copies of no field": of(lambda: js.remembers_parameters(Own, moves=("x",)), "Own", "('x',)"),
+    "copies that do both": of(
+        lambda: js.remembers_parameters(Own, moves=("start",), stays=("start",)), "moves=", "stays="
+    ),
+    "arrays beside": of(
+        lambda: NO_AXES.exchange(1.0, [jnp.ones(1)], (), 1.0), "`exchange`", '"local"'
+    ),
+}  # fmt: skip
+
+
+@each(ROWS)
+def test_refused(refusal):
+    refusal.check()
