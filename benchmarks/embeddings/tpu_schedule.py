@@ -5,7 +5,7 @@
 Compiles only (libtpu from PyPI, no TPU), so it tells structure, not speed: instructions stand in
 the order in which they run, and what stands between the start and the end of an all-to-all runs
 beside it. The step stands in `tests/support/embedding_steps.py`;
-`tests/tpu_aot/test_embeddings_beside.py` holds a smaller one to it.
+`tests/tpu_aot/test_embeddings.py` holds a smaller one to it.
 """
 
 import os

@@ -20,9 +20,8 @@ SOME = (
     "exception in process 1, --restarts 3",
     "SIGTERM to launch within the first 4 s, --restarts 3",
     "process 1 has another learning rate",
-    "two runs begin in one folder at once",
     "the coordinator's port is taken, process 1",
-    "a process of four is killed, 3 times",
+    "a process of three is killed, twice",
 )
 
 

@@ -4,6 +4,7 @@ A message is free to change its words. What a user needs of it is which argument
 was given, so a row holds these and no sentence.
 """
 
+import re
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
@@ -36,4 +37,6 @@ class Refusal(NamedTuple):
 
 def each(rows: Mapping[str, Refusal]) -> pytest.MarkDecorator:
     """Return the mark that runs a test once for every row, as its argument `refusal`."""
-    return pytest.mark.parametrize("refusal", rows.values(), ids=rows.keys())
+    # Every worker must give a row the same name, and an address is another in each process.
+    names = [re.sub(r" at 0x\w+", "", name) for name in rows]
+    return pytest.mark.parametrize("refusal", rows.values(), ids=names)

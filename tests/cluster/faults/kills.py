@@ -10,14 +10,14 @@ from typing import Any
 from faults.registry import fault
 from faults.stand import Stand, is_saving, last_step
 
-_PROCESSES = 4
+_PROCESSES = 3
 _STEPS_PER_KILL = 6
 
 
-@fault("a process of four is killed, 3 times", "code 0; every number as if none had been", 3)
-@fault("a process of four is killed, 20 times", "code 0; every number as if none had been", 20)
+@fault("a process of three is killed, twice", "code 0; every number as if none had been", 2)
+@fault("a process of three is killed, 20 times", "code 0; every number as if none had been", 20)
 def killed(stand: Stand, kills: int) -> None:
-    """By turns a trainer, the parent of one, and a trainer while a checkpoint is written."""
+    """By turns a trainer while a checkpoint is written, the parent of one, and a trainer."""
     last = _STEPS_PER_KILL * (kills + 1)
     options = ("--replicas", str(_PROCESSES), "--steps", str(last), "--checkpoint-every", "4")
     launch: Any = {"processes": _PROCESSES, "own": ("--heartbeat-timeout", "2")}
@@ -43,7 +43,7 @@ def killed(stand: Stand, kills: int) -> None:
         # Never so late that the run could end before.
         begun = last_step(stand.out)
         run.until_step(min(begun + stand.random.randint(1, _STEPS_PER_KILL), last - 2))
-        if number % 3 == 2:
+        if number % 3 == 0:
             run.until(lambda: is_saving(stand.out), "a checkpoint")
         else:
             time.sleep(stand.random.uniform(0, 0.05))
