@@ -95,6 +95,7 @@ ARGUMENTS = {
     "codec": of(SGP, codec="bfloat16"),
     "codec of a sharded anchor": of(DILOCO, codec=BFLOAT16, shard_state=True),
     "outer optimizer": of(DILOCO, "float", outer_optimizer=0.7),
+    "outer exchange": of(DILOCO, "Transform", outer_optimizer=js.local_sgd("replica")),
     "fragments 0": of(DILOCO, fragments=0),
     "fragments, no divisor": of(DILOCO, fragments=5, sync_every=12),
     "fragments beside all": of(DILOCO, fragments=3, sync_every=ALL_BEFORE),

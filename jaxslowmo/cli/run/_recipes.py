@@ -246,6 +246,8 @@ def learning_rate_schedule(config: OptimizerConfig, steps: int) -> optax.Schedul
     peak = config.learning_rate
     if config.schedule == "cosine":
         return optax.warmup_cosine_decay_schedule(0.0, peak, config.warmup, steps, 0.1 * peak)
+    if not config.warmup:  # without steps to rise in, optax's warm-up stays at its first value, 0
+        return optax.constant_schedule(peak)
     return optax.schedules.warmup_constant_schedule(0.0, peak, config.warmup)
 
 

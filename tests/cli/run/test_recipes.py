@@ -50,6 +50,8 @@ def test_schedules_warm_up_from_zero(kind, end):
     middle = 2 * (end + (1 - end) / 2)
     found = [schedule(t) for t in (0, 2, 4, 12, 20, 30)]
     np.testing.assert_allclose(found, [0, 1, 2, middle, 2 * end, 2 * end])
+    at_once = OptimizerConfig(learning_rate=2.0, warmup=0, schedule=kind)
+    assert float(learning_rate_schedule(at_once, 20)(0)) == 2.0
 
 
 @pytest.mark.parametrize(("mib", "buckets"), [(25, 1), (0.01, 2), (0, 5)])
