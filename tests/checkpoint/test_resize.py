@@ -179,3 +179,28 @@ def test_copies_of_parameters_go_where_the_parameters_go(tmp_path):
     np.testing.assert_allclose(after, [wanted] * 2, atol=1e-6)
     plain = np.mean(np.float64(state.params["w"]), axis=0)
     assert np.abs(found.params["w"] - plain).max() > 1e-4
+
+
+def test_a_guard_keeps_its_counts(tmp_path):
+    """One of three updates was refused on 4 replicas; 2 replicas go on from there."""
+
+    def step_on(replicas):
+        return js.make_train_step(
+            lambda p, x: ((p["w"] - x) ** 2).mean(),
+            optax.sgd(0.1),
+            sync=js.only_finite(js.diloco("replica", sync_every=2)),
+            mesh=js.virtual_mesh({"replica": replicas}),
+        )
+
+    params = {"w": np.zeros(3, np.float32)}
+    step = step_on(4)
+    state = step.init(params)
+    for x in (1.0, np.nan, 2.0):
+        state, _ = step(state, np.full(4, x, np.float32))
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(3, state, wait=True)
+        guard = checkpoints.restore(step_on(2), params).state.opt_state[-1]
+    old = state.opt_state[-1]
+    assert np.unique(old.refused).tolist() == np.unique(guard.refused).tolist() == [1]
+    assert guard.refused.shape == guard.count.shape == (2,)
+    assert np.unique(guard.count).tolist() == np.unique(old.count).tolist()
