@@ -274,7 +274,7 @@ class Suite:
                 seen.add(name)
                 spent += self._seconds[name]
                 taken.append(name)
-            return taken
+            return by_folder(taken)
 
         covering = self.covering(mutant)
         yield take(covering, COVERING_SECONDS / 6)
@@ -288,6 +288,24 @@ class Suite:
             not file.startswith(folder),
             self._seconds.get(name, 0.0),
         )
+
+
+def by_folder(names: Sequence[str]) -> list[str]:
+    """Return the names with those of a folder, and of a file, together; else in their order.
+
+    pytest does not find the fixtures of a folder's conftest.py again when it comes back to it.
+    """
+    first: dict[str, int] = {}
+    for i, name in enumerate(names):
+        parts = name.partition("::")[0].split("/")
+        for depth in range(2, len(parts) + 1):
+            first.setdefault("/".join(parts[:depth]), i)
+
+    def place(name: str) -> list[int]:
+        parts = name.partition("::")[0].split("/")
+        return [first["/".join(parts[:depth])] for depth in range(2, len(parts) + 1)]
+
+    return sorted(names, key=place)
 
 
 def _node_id(classname: str, name: str) -> str:
