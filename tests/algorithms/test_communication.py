@@ -1,4 +1,4 @@
-"""What each algorithm sends, counted in the program: collectives and bytes per kind of step."""
+"""Each algorithm sends what its formula says: collectives and bytes per kind of step."""
 
 import functools
 
@@ -109,7 +109,7 @@ def test_meshes_without_devices_and_with_explicit_axes_send_the_same(name, mesh_
     ],
 )
 def test_each_device_of_a_replica_sends_its_part(base, kind, times, weights, mesh_of):
-    """Of whole rows; then it gathers the others'."""
+    """The device moves whole rows of its own, and gathers those of the others."""
     options = {"local_axis_name": "device"}
     sync = slow(base=base(**options), **options)
     found = report(mesh_of({"replica": NODES, "device": 2}), sync=sync)
@@ -135,7 +135,7 @@ def test_each_group_of_nested_ones_averages_over_its_axes(mesh_of):
 
 
 def one_update(tx, params, mesh, phase, told=None):
-    """What an update of this phase sends in a loop of one's own."""
+    """Return what an update of this phase sends in a loop of the user's own."""
 
     def step(params, number):
         extra = {} if told is None else {told: number}

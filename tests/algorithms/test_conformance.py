@@ -1,4 +1,4 @@
-"""What every public transform must bear: loops, wide leaves, idle replicas, other arrays."""
+"""Every public transform runs in loops, with wide leaves, idle replicas and other arrays."""
 
 import functools
 import inspect
@@ -83,7 +83,7 @@ def test_an_update_is_the_body_of_a_loop(name, given, mesh_of):
 # Adam of optax itself relies on implicit promotion; so does ravel_pytree, of updates.
 @pytest.mark.parametrize("name", [n for n in TRANSFORMS if "adam" not in n and n not in ELASTIC])
 def test_types_are_explicit_under_x64(name, strict_promotion):
-    """Of updates with weights and other arrays, too; wide leaves stay wide, and others do not."""
+    """This holds for updates with weights and other arrays, too; only wide leaves stay wide."""
     tx = TRANSFORMS[name]()
 
     def step(params, weight):
@@ -109,7 +109,7 @@ def test_types_are_explicit_under_x64(name, strict_promotion):
 
 @pytest.mark.parametrize("name", PARAMETER)
 def test_without_an_exchange_parameters_move_by_the_updates(name):
-    """By `communicate=False`, static or an array; and no collective is in a local phase."""
+    """`communicate=False` skips it, static or as an array; a local phase has no collective."""
     tx = TRANSFORMS[name]()
     params, grads = stacked(), stacked(scale=0.1)
 

@@ -167,7 +167,7 @@ def test_edges_of_the_ranges_are_allowed():
 
 @pytest.mark.parametrize("tx", [LOCAL, SLOW(shard_state=False), SLOW(exact_average=False)])
 def test_a_state_without_shards_is_made_without_the_axis(tx):
-    """As nnx.Optimizer and TrainState.create make it."""
+    """nnx.Optimizer and TrainState.create make a state without the axis."""
     inside = jax.vmap(tx.init, axis_name="replica")(PARAMS)
     outside = tx.init(jax.tree.map(lambda x: x[0], PARAMS))
     for a, b in zip(jax.tree.leaves(inside), jax.tree.leaves(outside), strict=True):

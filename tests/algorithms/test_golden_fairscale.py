@@ -154,7 +154,7 @@ SLOW = [name for name in HALF if "slowmo" in name]
 
 
 def tolerance(name: str) -> float:
-    """Of the recording: it depends on the order of sums in half precision."""
+    """Return the tolerance: the recording depends on the order of sums in half precision."""
     return 2e-3 if "sgp" in name else 2.5e-2
 
 
@@ -163,7 +163,7 @@ def flat(tree) -> np.ndarray:
 
 
 def first_anchor(golden: GoldenRun, params):
-    """What FairScale anchors slow momentum at unless told: parameters after the first inner step.
+    """Return where FairScale anchors slow momentum by default: parameters after the first step.
 
     With memory-efficient state element j is that of the rank that keeps it.
     """

@@ -117,7 +117,7 @@ SIZE = 3
 
 @st.composite
 def graphs(draw) -> js.topology.Graph:
-    """Of any kind, or any in which every node sends to the next and to others."""
+    """Draw a graph of any kind, or one in which every node sends to the next and to others."""
     nodes = draw(st.integers(1, 33))
     if (name := draw(st.sampled_from([*js.topology.GRAPHS, None, None]))) is not None:
         try:

@@ -69,7 +69,7 @@ def test_defaults_are_those_of_the_documentation():
     nesterov=st.booleans(),
 )
 def test_rates_that_only_fall_or_only_grow_give_the_formula(rates, momentum, growing, nesterov):
-    """Of the paper, in float64: m <- momentum * m + D / gamma, and a step of -gamma * m."""
+    """The steps are the paper's, in float64: m <- momentum * m + D / gamma, then -gamma * m."""
     tx, m = js.slow_momentum(momentum, nesterov=nesterov), 0.0
     state, random = tx.init(jnp.zeros(())), np.random.default_rng(0)
     for gamma in sorted(rates, reverse=not growing):

@@ -11,7 +11,7 @@ MESH = js.virtual_mesh({"replica": 2})
 
 @pytest.mark.parametrize("options", [{}, {"shard_state": False}, {"exact_average": False}])
 def test_it_starts_as_the_parameters(options):
-    """Of a tuple, too; with a base's average each replica has its own."""
+    """The anchor of a tuple is read, too; with a base's average each replica has its own."""
     w = np.random.default_rng(0).normal(size=(8, 3)).astype(np.float32)
     base = js.local_sgd("replica", sync_every=2)
     sync = js.slowmo("replica", base=base, sync_every=4, **options)
