@@ -1,7 +1,7 @@
 # Needs only make and Python >= 3.11. PYTHON picks the interpreter and, by its version suffix, the
 # virtual environment: `make test` uses .venv, `make test PYTHON=python3.12` uses .venv-3.12.
 PYTHON ?= python3
-# JAX picks a version of jax that is neither the oldest nor the newest: `make test-jax JAX=0.11.2`.
+# JAX picks a version between: `make test-jax PYTHON=python3.12 JAX=0.11.2` (jax 0.11 needs Python 3.12).
 JAX ?=
 VENV ?= .venv$(patsubst %,-%,$(filter-out 3,$(patsubst python%,%,$(notdir $(PYTHON)))))$(addprefix -jax-,$(JAX))
 PY := $(VENV)/bin/python
