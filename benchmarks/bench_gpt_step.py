@@ -1,8 +1,8 @@
 """The time of a training step of a GPT, beside what XLA's compiler estimates on an H100.
 
-    python benchmarks/bench_gpt_step.py --preset 124m --windows 8 --out step.json
+    python benchmarks/bench_gpt_step.py --preset 124m --windows 8 --attention cudnn --out step.json
 
-AdamW, activations in bfloat16, gradients averaged over all devices, each of which is a replica.
+AdamW, activations and products in bfloat16, gradients averaged over all devices, each of which is a replica.
 `tests/support/gpu_estimates.py` says what the estimate is; there is none for other devices.
 
 Beside the step stands a product of bfloat16 matrices on the same device. The step's products are
@@ -49,12 +49,13 @@ def product_rate(size: int) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--preset", default="124m")
+    parser.add_argument("--attention", default="xla", choices=("xla", "cudnn"))
     parser.add_argument("--windows", type=int, default=8, help="per device")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--product", type=int, default=8192, help="rows of the matrix beside it")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
-    config = gpt_preset(arguments.preset)
+    config = gpt_preset(arguments.preset, dtype="bfloat16", attention=arguments.attention)
     mesh = js.make_mesh({"replica": len(jax.devices())})
     step = js.make_train_step(
         gpt_loss_fn(config),
@@ -62,7 +63,6 @@ def main() -> None:
         gradients=js.all_reduce_gradients("replica"),
         mesh=mesh,
         mode="host",
-        policy=js.Policy("bfloat16"),
     )
     shape = arguments.windows * mesh.size, config.context_length + 1
     windows = np.random.default_rng(0).integers(0, 256, shape).astype(np.uint8)

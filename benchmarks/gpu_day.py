@@ -165,7 +165,7 @@ def parts_of(device: Device, folder: Path) -> list[Part]:
         Part("Demo", demo(folder, "--preset", "demo"), 2),
         Part(
             "Step of the preset 124m",
-            script("bench_gpt_step.py", "--windows", 32 if is_large else 1),
+            script("bench_gpt_step.py", "--attention", "cudnn", "--windows", 32 if is_large else 1),
             2,
         ),
     ]

@@ -41,14 +41,14 @@ from .processes._supervise import end_with_parent, supervise
 _GRAPHS = f"Graphs: {', '.join(GRAPHS)}."
 # Options that decide the placement and the communication of a run.
 _OF_A_RUN = {
-    "preset", "dtype", "tied", "batch", "accumulate", "mesh", "replicas", "devices_per_replica",
-    "pipeline", "microbatches", "chunks", "executor", "mode", "algorithm", "graph", "codec",
+    "preset", "dtype", "attention", "tied", "batch", "accumulate", "mesh", "replicas",
+    "devices_per_replica", "pipeline", "microbatches", "chunks", "executor", "mode", "algorithm", "graph", "codec",
     "shard_state",
 }  # fmt: skip
 # Options on which the time of a step depends.
 _OF_A_STEP = {
-    "preset", "dtype", "batch", "accumulate", "seed", "replicas", "devices_per_replica",
-    "optimizer",
+    "preset", "dtype", "attention", "batch", "accumulate", "seed", "replicas",
+    "devices_per_replica", "optimizer",
 }  # fmt: skip
 # Options of runs whose slow steps are tuned, over virtual replicas.
 _OF_SLOW_STEPS = {

@@ -111,7 +111,7 @@ class Bench:
     def __init__(self, config: TuneBucketsConfig, placement: RunDevices):
         train = self._train = config.train
         self._config = config
-        model = gpt_preset(train.preset, dtype=train.dtype)
+        model = gpt_preset(train.preset, dtype=train.dtype, attention=train.attention)
         self.num_parameters = num_parameters(model)
         axes = ("replica", "device") if train.devices_per_replica > 1 else "replica"
         loss_fn, algorithm = gpt_loss_fn(model), build_algorithm(train)

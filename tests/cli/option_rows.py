@@ -66,6 +66,7 @@ TRAIN = {
     "--out": path(),
     "--preset": choice("tiny"),
     "--dtype": choice("bfloat16"),
+    "--attention": choice("cudnn", "--dtype bfloat16"),
     "--tied": flag(),
     "--loss-scale": number(FLOAT16, good=2.0, bad="0.5", least="1"),
     "--loss-scale-interval": count(FLOAT16),
@@ -148,11 +149,11 @@ TRAIN = {
 # Options of each command that `train` has, too.
 SHARED = {
     "compare": " ".join([*TRAIN][: [*TRAIN].index("--algorithm")]),
-    "inspect config": """--preset --dtype --tied --batch --accumulate --mesh --replicas --algorithm
-        --devices-per-replica --schedule --microbatches --chunks --executor --mode --graph --codec
-        --shard-state""",
-    "tune buckets": """--out --preset --dtype --batch --accumulate --replicas --optimizer --seed
-        --devices-per-replica""",
+    "inspect config": """--preset --dtype --attention --tied --batch --accumulate --mesh --replicas
+        --algorithm --devices-per-replica --schedule --microbatches --chunks --executor --mode
+        --graph --codec --shard-state""",
+    "tune buckets": """--out --preset --dtype --attention --batch --accumulate --replicas
+        --optimizer --seed --devices-per-replica""",
     "tune outer": """--out --preset --tied --batch --data --eval-every --eval-batches --sync-every
         --nesterov --fragments --delay --merge --optimizer --learning-rate --warmup --rate-schedule
         --weight-decay --clip --graph --peers-per-step --overlap --mixing""",

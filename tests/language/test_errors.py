@@ -62,7 +62,8 @@ def held_out(size=5, num_batches=1):
 
 FILE = Corpus("f", (Document("f", b"12345678"),), is_single_file=True)
 ROWS = {
-    **wrong(config, num_layers=0, num_heads=3, dtype="float64"),
+    **wrong(config, num_layers=0, num_heads=3, dtype="float64", attention="flash"),
+    "cuDNN in float32": Refusal(lambda: config(attention="cudnn"), "`attention`", "float32"),
     "preset": Refusal(lambda: gpt_preset("2b"), "`preset`", "2b"),
     **wrong(split, replicas=0, validation_every=1),
     **wrong(batches, seed=-1, batch_size=0, window=1, replicas=(-1, 0)),

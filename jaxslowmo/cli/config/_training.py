@@ -16,6 +16,7 @@ SCHEDULES = ("cosine", "constant")
 EXECUTIONS = ("auto", "devices", "virtual")
 MODES = ("traced", "host")
 DTYPES = ("float32", "bfloat16", "float16")
+ATTENTIONS = ("xla", "cudnn")
 MOST_LOSS_SCALE = 2**24  # the loss scale stops growing there
 # jax uses 32 bits of a seed: seeds that differ only in higher bits give the same keys.
 MOST_SEEDS = 2**32
@@ -118,6 +119,12 @@ class TrainConfig(Checked):
     preset: str = _model_option("1m", "Size of the model, and defaults that suit it.")
     dtype: str = _model_option(
         "float32", "Dtype of activations and products; parameters are float32.", choices=DTYPES
+    )
+    attention: str = _model_option(
+        "xla",
+        "Attention by XLA, on any device, or by NVIDIA's cuDNN, on GPUs.",
+        choices=ATTENTIONS,
+        goes_with=("dtype", ("bfloat16", "float16")),
     )
     tied: bool = _model_option(False, "The embedding's table is the output layer, too.")
     loss_scale: float = _model_option(

@@ -111,7 +111,7 @@ class Form:
 
 def config_of(config: TrainConfig) -> GPTConfig:
     """Return the shape of the model of a run."""
-    model = gpt_preset(config.preset, dtype=config.dtype)
+    model = gpt_preset(config.preset, dtype=config.dtype, attention=config.attention)
     return dataclasses.replace(model, tied=config.tied)
 
 

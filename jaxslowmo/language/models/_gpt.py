@@ -25,6 +25,7 @@ with needed_by("jaxslowmo.models"):
     from flax import nnx
 
 COMPUTE_DTYPES = ("float32", "bfloat16", "float16")
+ATTENTIONS = ("xla", "cudnn")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,16 +40,19 @@ class GPTConfig:
       vocab_size: number of symbols; the default 256 is one symbol per byte value.
       dtype: dtype of activations and matrix products: "float32", "bfloat16" or "float16", which
         needs `js.dynamic_loss_scale` to train. Parameters, softmax, layer-norm statistics and the
-        loss are always float32.
+        loss are always float32. A `js.Policy` of the step does not change it.
       qkv_by_head: whether the columns of `qkv` are ordered by head, each with its query, key and
         value, so that devices which split them hold whole heads, as in Megatron. Otherwise all
         queries come first, then all keys, then all values.
       tied: whether the embedding's table is the output layer too, as in GPT-2, without a `head`.
       remat: whether to keep only the input of each block for the backward pass, which computes the
         rest again. It needs memory for one block's activations only, and a third more products.
+      attention: "xla" computes whole matrices of scores, on any device; "cudnn" is the fused kernel
+        of NVIDIA's library, for GPUs, in "bfloat16" or "float16".
 
     Raises:
-      ValueError: a size below 1, heads that do not divide the width, an unknown dtype.
+      ValueError: a size below 1, heads that do not divide the width, an unknown dtype or attention,
+        cuDNN's attention in float32.
     """
 
     num_layers: int
@@ -60,6 +64,7 @@ class GPTConfig:
     qkv_by_head: bool = False
     tied: bool = False
     remat: bool = False
+    attention: str = "xla"
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "num_heads", "embed_dim", "context_length", "vocab_size"):
@@ -72,6 +77,13 @@ class GPTConfig:
             )
         if self.dtype not in COMPUTE_DTYPES:
             raise ValueError(f"`dtype` must be one of {COMPUTE_DTYPES}, got {self.dtype!r}.")
+        if self.attention not in ATTENTIONS:
+            raise ValueError(f"`attention` must be one of {ATTENTIONS}, got {self.attention!r}.")
+        if self.attention == "cudnn" and self.dtype == "float32":
+            raise ValueError(
+                "`attention` 'cudnn' needs a `dtype` of 16 bits, 'bfloat16' or 'float16', got "
+                "'float32'."
+            )
 
 
 class GPTBlock(nnx.Module):
@@ -80,6 +92,7 @@ class GPTBlock(nnx.Module):
     def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
         width, dtype = config.embed_dim, jnp.dtype(config.dtype)
         self.num_heads, self.qkv_by_head = config.num_heads, config.qkv_by_head
+        self.attention = config.attention
         self.norm_attention = _norm(width, dtype, rngs)
         self.qkv = _linear(width, 3 * width, ("embed", "qkv"), dtype, rngs)
         self.project = _linear(width, width, ("heads", "embed"), dtype, rngs)
@@ -97,11 +110,15 @@ class GPTBlock(nnx.Module):
         else:
             qkv = qkv.reshape(batch, time, 3, *head)
         qkv = constrained(qkv, "batch", None, None, "heads", None)
-        if qkv.dtype == jnp.float16:
+        if qkv.dtype == jnp.float16 and self.attention == "xla":
             # XLA has no product of float16 that sums in float32 on CPUs.
             qkv = qkv.astype(jnp.float32)
         mixed = jax.nn.dot_product_attention(
-            qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2], is_causal=True
+            qkv[:, :, 0],
+            qkv[:, :, 1],
+            qkv[:, :, 2],
+            is_causal=True,
+            implementation=self.attention,
         )
         mixed = constrained(mixed, "batch", None, "heads", None)
         mixed = self.project(mixed.reshape(batch, time, width).astype(x.dtype))
@@ -382,19 +399,20 @@ GPT_PRESETS: dict[str, GPTConfig] = {
 """Shapes by name: `tiny`, `demo`, `1m`, `10m`, `124m`, `7b`, with sizes from `num_parameters`."""
 
 
-def gpt_preset(name: str, *, dtype: str = "float32") -> GPTConfig:
+def gpt_preset(name: str, *, dtype: str = "float32", attention: str = "xla") -> GPTConfig:
     """Return the preset `name` with computations in `dtype`.
 
     Args:
       name: one of `GPT_PRESETS`.
       dtype: dtype of computations, as in `GPTConfig`; parameters are float32.
+      attention: "xla" or "cudnn", as in `GPTConfig`.
 
     Returns:
       The shape of the model.
 
     Raises:
-      ValueError: an unknown name or dtype.
+      ValueError: an unknown name, dtype or attention, cuDNN's attention in float32.
     """
     if name not in GPT_PRESETS:
         raise ValueError(f"`preset` must be one of {', '.join(GPT_PRESETS)}, got {name!r}.")
-    return dataclasses.replace(GPT_PRESETS[name], dtype=dtype)
+    return dataclasses.replace(GPT_PRESETS[name], dtype=dtype, attention=attention)
