@@ -240,7 +240,6 @@ def map_replicas(
     in_roles: tuple[Roles, ...],
     out_roles: Roles = "stacked",
     automatic: frozenset[str] = frozenset(),
-    check_vma: bool = True,
 ) -> Callable[..., Any]:
     """Map `fn`, written for one replica, over the axes of `mesh`.
 
@@ -251,10 +250,13 @@ def map_replicas(
       in_roles: a `Role` per argument, or a tree of them that is a prefix of the argument.
       out_roles: a `Role` per result, or a tree of them that is a prefix of the results.
       automatic: axes inside a replica that the compiler handles.
-      check_vma: passed to `jax.shard_map`; with False the backward pass adds no sums over axes.
 
     Returns:
       A function of stacked trees, to be called under `jax.jit`.
+
+    jax does not track which values vary over an axis (`check_vma=False`), so `fn` means what it
+    means under `pmap` and `vmap`: a loss may average itself over an axis, and a loop may start from
+    a constant. What differs between devices is known from the roles, and never from types.
 
     Communication: that of `fn`.
     """
@@ -281,7 +283,7 @@ def map_replicas(
         in_specs=jax.tree.map(specs.__getitem__, in_roles),
         out_specs=jax.tree.map(specs.__getitem__, out_roles),
         axis_names={*replicas, *inner},
-        check_vma=check_vma,
+        check_vma=False,
     )
     if set(mesh.axis_types) != {AxisType.Auto, AxisType.Explicit}:
         return mapped

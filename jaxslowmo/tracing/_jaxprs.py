@@ -210,13 +210,8 @@ def unnamed_exchanges(
 
     names = mesh.axis_names
     bound = AbstractMesh(tuple(mesh.shape.values()), names, (AxisType.Auto,) * len(names))
-    # Types of varying values would refuse updates that the step can run all the same.
     mapped = map_replicas(
-        per_replica,
-        mesh=bound,
-        axis_name=axis_name,
-        in_roles=("stacked", "stacked"),
-        check_vma=False,
+        per_replica, mesh=bound, axis_name=axis_name, in_roles=("stacked", "stacked")
     )
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (params, state))
     try:

@@ -72,6 +72,7 @@ class OneProgram(Pipelined):
                 axis_names=new_axes,
                 in_specs=(specs, of_states, of_batch, P()),
                 out_specs=(P(), of_states, of_grads),
+                check_vma=False,
             )
         microbatches = _laid_out(microbatches, of_batch, mesh)
         value, after, grads = step(stacked.buffers, states, microbatches, rng)
