@@ -42,8 +42,8 @@ _GRAPHS = f"Graphs: {', '.join(GRAPHS)}."
 # Options that decide the placement and the communication of a run.
 _OF_A_RUN = {
     "preset", "dtype", "attention", "tied", "batch", "accumulate", "mesh", "replicas",
-    "devices_per_replica", "pipeline", "microbatches", "chunks", "executor", "mode", "algorithm", "graph", "codec",
-    "shard_state",
+    "devices_per_replica", "pipeline", "microbatches", "chunks", "executor", "mode", "algorithm",
+    "graph", "codec", "shard_state",
 }  # fmt: skip
 # Options on which the time of a step depends.
 _OF_A_STEP = {

@@ -19,7 +19,7 @@ from ._embeddings import Embeddings
 from ._requests import num_devices
 from ._shards import Kinds, on_shards, place_tables, table_maker
 from ._table import WithTables
-from ._vectors import patched_rows, read_rows, send_rows, typed_as_equal
+from ._vectors import patched_rows, read_rows, send_rows
 
 
 @dataclass(frozen=True)
@@ -136,8 +136,6 @@ class Lookup:
             requests, vectors = embeddings.exchange_ids(embeddings.bags_of(batch)), None
         else:
             requests, vectors = carry
-            typed = typed_as_equal(embeddings.layout(), requests.asked)
-            requests = requests._replace(asked=typed)
         if vectors is None:
             vectors = embeddings.lookup(stored, requests)
         counts = unless_idle(_summed(embeddings.metrics(requests), axes), weight)
@@ -224,7 +222,6 @@ class Lookup:
         """
         embeddings = self.embeddings
         numbers = ordered_after({name: gradient.rows for name, gradient in rows.items()}, read)
-        numbers = typed_as_equal(embeddings.layout(), numbers)
         rows = {name: replace(gradient, rows=numbers[name]) for name, gradient in rows.items()}
         with jax.named_scope("optimizer"):
             stored, state = embeddings.apply(stored, state, rows, active=active)

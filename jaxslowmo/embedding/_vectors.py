@@ -9,7 +9,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from .._support.types import PyTree
-from ..mesh import varying_axes
 from ..transform import run_if
 from ..tree import at_least_float32, leaf_names
 from ._requests import OUTSIDE, PADDING, Requests, in_blocks, in_slots, num_devices, swap_blocks
@@ -44,21 +43,6 @@ def send_rows(layout: TableLayout, rows: Mapping[str, jax.Array]) -> Stored:
     return {
         name: in_slots(layout.stores[name], block)
         for name, block in zip(rows, arrived, strict=True)
-    }
-
-
-def typed_as_equal(layout: TableLayout, rows: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-    """Return row numbers that entered `shard_map` stacked by device, typed as equal if they are.
-
-    If columns are split, all devices have the same rows, and their state, such as the sums of
-    Adagrad, has a type that is equal on all devices. Stacking by device loses that type.
-
-    Communication: one all-reduce of the numbers, for arrays whose columns are split.
-    """
-    axis = layout.axis_name
-    return {
-        name: lax.pmax(x, axis) if layout.is_split(name) and axis in varying_axes(x) else x
-        for name, x in rows.items()
     }
 
 

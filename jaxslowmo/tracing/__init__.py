@@ -1,9 +1,9 @@
 """Facts from traced programs: the gradients of a loss, and what a transform communicates."""
 
+from ._jaxprs import UpdateFacts as UpdateFacts
 from ._jaxprs import axes_sent_over as axes_sent_over
 from ._jaxprs import collective_axes as collective_axes
-from ._jaxprs import run_where_values_vary as run_where_values_vary
-from ._jaxprs import unnamed_exchanges as unnamed_exchanges
+from ._jaxprs import read_update as read_update
 from ._losses import FullLoss as FullLoss
 from ._losses import as_full_loss as as_full_loss
 from ._losses import check_all_used as check_all_used

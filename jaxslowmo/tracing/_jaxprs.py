@@ -1,19 +1,19 @@
-"""Find the axes that programs communicate over, and run programs whose types jax refuses."""
+"""Find the axes over which programs communicate, and between whose positions results differ."""
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax import lax
 from jax.sharding import AbstractMesh, AxisType
 
 from .._support.scopes import OF_TRANSFORMS
 from .._support.types import AxisName, PyTree
-from ..mesh import AnyMesh, map_replicas, vary_over, varying_axes
-from ._programs import called_program, interpret, programs_in, scan_operands, scan_options
+from ..mesh import AnyMesh, map_replicas
+from ._programs import called_program, interpret, programs_in, scan_operands
 
 # The axes of a program that was read before: a conditional inside others is read once per level.
 _known: weakref.WeakKeyDictionary[Any, frozenset[str]] = weakref.WeakKeyDictionary()
@@ -69,128 +69,95 @@ def _names(axes: Any) -> set[str]:
     return {a for a in (axes if isinstance(axes, list | tuple) else (axes,)) if isinstance(a, str)}
 
 
-def run_where_values_vary(
-    fn: Callable[..., PyTree], *operands: PyTree, refused: str | None = None
-) -> PyTree:
-    """Return `fn(*operands)`, also where jax refuses it because some values differ by device.
+def differing_axes(program: Any, inputs: Sequence[frozenset[str]]) -> list[frozenset[str]]:
+    """Return for each output of a program the mapped axes between whose positions it may differ.
 
     Args:
-      fn: a function that `run_as_varying` accepts.
-      *operands: its arguments.
-      refused: text of the error where `fn` would have to be run as varying and must not be, since
-        it holds collectives whose results differ between devices; None: it holds none.
+      program: a jaxpr, closed or open.
+      inputs: the axes between whose positions each input differs.
 
-    Raises:
-      ValueError: with the text `refused`.
-
-    Communication: that of `fn`.
+    Communication: none.
     """
-    try:
-        return fn(*operands)
-    except (TypeError, AssertionError) as error:
-        # Branches and loops that mix constants with what differs between devices; and zeros like a
-        # shape of that (`optax.MultiSteps`), of leaves sharded inside a replica: an assertion.
-        if not any(map(varying_axes, jax.tree.leaves(operands))):
-            raise
-        if refused is not None:
-            raise ValueError(refused) from error
-    return run_as_varying(fn, *operands)
+    return interpret(program, inputs, _differing, lambda _: frozenset[str]())
 
 
-def run_as_varying(fn: Callable[..., PyTree], *operands: PyTree) -> PyTree:
-    """Return `fn(*operands)`, where every value is typed as varying over the operands' axes.
+# Collectives whose results are equal on all positions, and those whose results differ.
+_EQUAL = {"psum", "pmax", "pmin", "all_gather"}
+_DIFFERENT = {"ppermute", "all_to_all", "reduce_scatter", "axis_index", "pgather"}
 
-    Under `shard_map(check_vma=True)` branches of a conditional must have equal types, and so must
-    what a loop carries. A function that returns a constant from one branch, equal on all devices,
-    and a varying value from the other, is refused. Here it is traced as if nothing varied, and the
-    program is then run with all constants typed like the other values.
 
-    Args:
-      fn: a function of arrays alone. Of collectives it may hold those whose results are equal on
-        all devices, such as whether something overflowed on one of them.
-      *operands: its arguments; `fn` must not close over values of this trace.
+def _differing(eqn: Any, operands: list[frozenset[str]]) -> list[frozenset[str]]:
+    params, name = eqn.params, eqn.primitive.name.removesuffix("_invariant")
+    together = frozenset[str]().union(*operands)
+    axes = _names(params.get("axes", ())) | _names(params.get("axis_name", ()))
+    if name in _EQUAL:
+        if params.get("axis_index_groups") is not None:
+            return [each | axes for each in operands]
+        return [each - axes for each in operands]
+    if name in _DIFFERENT:
+        return [together | axes] * len(eqn.outvars)
+    if name == "cond":
+        index, *rest = operands
+        each = [differing_axes(branch, rest) for branch in params["branches"]]
+        return [index.union(*results) for results in zip(*each, strict=True)]
+    if name == "while":
+        first = params["cond_nconsts"]
+        last = first + params["body_nconsts"]
 
-    Returns:
-      The result of `fn`; every leaf varies over all those axes.
+        def turn(carry: list[frozenset[str]]) -> list[frozenset[str]]:
+            again = differing_axes(params["cond_jaxpr"], [*operands[:first], *carry])[0]
+            after = differing_axes(params["body_jaxpr"], [*operands[first:last], *carry])
+            return [x | again for x in after]
 
-    Communication: that of `fn`.
+        return _settled(turn, operands[last:])
+    if name == "scan":
+        consts, carry, xs = scan_operands(params, operands)
+
+        def step(carry: list[frozenset[str]]) -> list[frozenset[str]]:
+            return differing_axes(params["jaxpr"], [*consts, *carry, *xs])
+
+        carry = _settled(lambda carry: step(carry)[: len(carry)], carry)
+        return [*carry, *step(carry)[len(carry) :]]
+    if inner := called_program(eqn):
+        return differing_axes(inner, operands)
+    return [together] * len(eqn.outvars)
+
+
+def _settled(
+    turn: Callable[[list[frozenset[str]]], list[frozenset[str]]], carry: list[frozenset[str]]
+) -> list[frozenset[str]]:
+    """Return what a loop carries after any number of turns."""
+    while True:
+        after = [x | y for x, y in zip(carry, turn(carry), strict=True)]
+        if after == carry:
+            return carry
+        carry = after
+
+
+class UpdateFacts(NamedTuple):
+    """What the program of a transform's update says.
+
+    Attributes:
+      unnamed: the axes of the collectives that no transform of jaxslowmo has made.
+      updates: a tree like the updates, of the axes between whose positions a leaf may differ.
+      state: the same of the state.
     """
-    leaves, treedef = jax.tree.flatten(operands)
-    axes = frozenset().union(*map(varying_axes, leaves))
-    plain = treedef.unflatten([_without_type(x) for x in leaves])
-    closed, shapes = jax.make_jaxpr(fn, return_shape=True)(*plain)
-    results = _run(closed, axes, leaves)
-    return jax.tree.unflatten(jax.tree.structure(shapes), results)
+
+    unnamed: frozenset[str]
+    updates: PyTree
+    state: PyTree
 
 
-def _without_type(x: Any) -> jax.ShapeDtypeStruct:
-    aval = jax.typeof(x)
-    explicit = any(entry is not None for entry in aval.sharding.spec)
-    return jax.ShapeDtypeStruct(
-        aval.shape,
-        aval.dtype,
-        weak_type=aval.weak_type,
-        sharding=aval.sharding if explicit else None,
-    )
-
-
-def _run(program: Any, axes: Iterable[str], operands: Sequence[Any]) -> list[Any]:
-    """Return the outputs of a closed or open program, for operands of any type."""
-
-    def typed(x: Any) -> jax.Array:
-        return vary_over(jnp.asarray(x), axes)
-
-    def equation(eqn: Any, operands: list[jax.Array]) -> Iterable[jax.Array]:
-        return map(typed, _equation(eqn, axes, operands))
-
-    return interpret(program, [typed(x) for x in operands], equation, typed)
-
-
-def _equation(eqn: Any, axes: Iterable[str], operands: list[jax.Array]) -> Sequence[Any]:
-    params = eqn.params
-    match eqn.primitive.name:
-        case "pvary" | "pcast":  # all values vary over these axes already
-            return operands
-        case "cond":
-            branches = [lambda *x, b=b: _run(b, axes, x) for b in params["branches"]]
-            return lax.switch(operands[0].astype(jnp.int32), branches, *operands[1:])
-        case "while":
-            first = params["cond_nconsts"]
-            last = first + params["body_nconsts"]
-            to_condition, to_body = operands[:first], operands[first:last]
-            return lax.while_loop(
-                lambda carry: _run(params["cond_jaxpr"], axes, [*to_condition, *carry])[0],
-                lambda carry: _run(params["body_jaxpr"], axes, [*to_body, *carry]),
-                operands[last:],
-            )
-        case "scan":
-            consts, carry, xs = scan_operands(params, operands)
-
-            def body(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
-                out = _run(params["jaxpr"], axes, [*consts, *carry, *x])
-                return out[: len(carry)], out[len(carry) :]
-
-            carry, ys = lax.scan(body, carry, xs, **scan_options(params))
-            return [*carry, *ys]
-    # What a shard_map holds has other shapes and axes: it is run as it was traced.
-    if eqn.primitive.name != "shard_map" and (inner := called_program(eqn)):
-        return _run(inner, axes, operands)
-    out = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(params))
-    return out if eqn.primitive.multiple_results else [out]
-
-
-def unnamed_exchanges(
+def read_update(
     tx: optax.GradientTransformationExtraArgs,
     params: PyTree,
     state: PyTree,
     *,
     mesh: AnyMesh,
     axis_name: AxisName,
-) -> frozenset[str]:
-    """Return the axes of the collectives in an update that no transform of jaxslowmo has made.
-
-    The update is traced with shapes alone. Where that fails the set is empty: the first step then
-    raises the error.
+    differing: PyTree = None,
+) -> UpdateFacts | None:
+    """Trace an update with shapes alone, and return what its program says.
 
     Args:
       tx: any transform.
@@ -198,14 +165,24 @@ def unnamed_exchanges(
       state: the stacked state of `tx`, or its shapes.
       mesh: the mesh whose axes are bound while the update is traced.
       axis_name: the replica axis.
+      differing: a tree like the gradients, of the axes between whose positions a leaf differs;
+        parameters and state do not differ there. None: nor do gradients.
+
+    Returns:
+      The facts; None where the update cannot be traced so, perhaps because it needs arguments that
+      only a step has: the first step then raises the error.
 
     Communication: none.
     """
-    unnamed: set[str] = set()
+    facts: list[UpdateFacts] = []
 
     def per_replica(params: PyTree, state: PyTree) -> PyTree:
-        update = jax.jit(lambda *operands: _updated(tx, *operands))
-        unnamed.update(collective_axes(update.trace(params, state).jaxpr, _is_unnamed))
+        program = jax.jit(partial(_updated, tx)).trace(params, params, state)
+        none = jax.tree.map(lambda _: frozenset[str](), (params, state))
+        inputs = none[0] if differing is None else differing, none
+        axes = differing_axes(program.jaxpr, jax.tree.leaves(inputs))
+        updates, after = jax.tree.unflatten(jax.tree.structure(program.out_info), axes)
+        facts.append(UpdateFacts(collective_axes(program.jaxpr, _is_unnamed), updates, after))
         return ()
 
     names = mesh.axis_names
@@ -216,21 +193,23 @@ def unnamed_exchanges(
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (params, state))
     try:
         jax.eval_shape(mapped, *shapes)
-    except Exception:  # the update may need arguments that only the first step has
-        return frozenset()
-    return frozenset(unnamed)
+    except Exception:  # whatever a transform raises for arguments that it lacks
+        return None
+    return facts[0]
 
 
-def _updated(tx: optax.GradientTransformationExtraArgs, params: PyTree, state: PyTree) -> PyTree:
+def _updated(
+    tx: optax.GradientTransformationExtraArgs, grads: PyTree, params: PyTree, state: PyTree
+) -> tuple[PyTree, PyTree]:
     extra: dict[str, Any] = {
         "value": jnp.float32(1.0),
-        "grad": params,
+        "grad": grads,
         "value_fn": lambda p: optax.tree.norm(p, squared=True),
     }
     try:
-        return tx.update(params, state, params, **extra)
+        return tx.update(grads, state, params, **extra)
     except TypeError:  # the transform accepts no extra arguments
-        return tx.update(params, state, params)
+        return tx.update(grads, state, params)
 
 
 def _is_unnamed(equation: Any) -> bool:

@@ -31,7 +31,6 @@ from .._support.types import AxisName, PyTree
 from ..mesh import (
     AnyMesh,
     Layouts,
-    axis_names,
     check_same_tree,
     check_stacked,
     kept_with,
@@ -40,9 +39,8 @@ from ..mesh import (
     model_axes,
     on_mesh,
     sharded_like,
-    varying_axes,
 )
-from ..tree import added, apply_exactly, cast, leaf_names, updates_to
+from ..tree import added, apply_exactly, cast, updates_to
 from ._checks import check_weight, setting, unless_idle
 from ._gradients import GradientTransform, joined, over_stages, spec_of
 from ._parameter_transform import ParameterTransform
@@ -323,8 +321,8 @@ def init(
 
     Raises:
       ValueError: leaves without the leading axis, trees that differ between processes (every
-        difference listed with the process that has it), state that differs between the devices of
-        a replica, or a chain in which something follows a parameter transform.
+        difference listed with the process that has it), or a chain in which something follows a
+        parameter transform.
       UserWarning: an optimizer that remembers parameters, in a chain that `js.chain` did not make.
 
     Communication: none over devices; with several processes one exchange of the trees' names,
@@ -364,7 +362,6 @@ def _init_fn(
             state = jax.tree.map(jnp.copy, tx_init(params))
         check_order("init", state)
         _warn_of_copies(state, followed)
-        _check_equal_inside(state, {*axis_names(axis_name), *automatic})
         return sharded_like(state, layouts)
 
     return jax.jit(
@@ -376,19 +373,3 @@ def _init_fn(
             automatic=automatic,
         )
     )
-
-
-def _check_equal_inside(state: PyTree, allowed: set[str]) -> None:
-    """Raise `ValueError` for state that differs inside a replica, where one copy is kept."""
-    wrong = {
-        name: axes
-        for name, leaf in zip(leaf_names(state), jax.tree.leaves(state), strict=True)
-        if (axes := sorted(varying_axes(leaf) - allowed))
-    }
-    if wrong:
-        listed = ", ".join(f"{name} (over {axes})" for name, axes in wrong.items())
-        raise ValueError(
-            "init: `tx` keeps state that differs between the devices of a replica, and the state "
-            f"is stacked over replicas only: {listed}. A hook with error feedback that reduces "
-            "over inner axes needs them all in `axis_name`."
-        )

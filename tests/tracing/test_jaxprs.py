@@ -1,4 +1,4 @@
-"""Optimizers whose branches and loops jax refuses where values vary; collectives of others."""
+"""What programs of updates say: axes of collectives, and between which positions results differ."""
 
 import jax
 import jax.numpy as jnp
@@ -7,80 +7,10 @@ import optax
 import optax.contrib
 import pytest
 from jax import lax
-from jax.sharding import PartitionSpec as P
 
 import jaxslowmo as js
-from jaxslowmo.tracing import collective_axes, run_where_values_vary, unnamed_exchanges
-
-PARAMS = {"w": np.linspace(-1, 1, 6, dtype=np.float32).reshape(2, 3)}
-
-
-def loss(params):
-    return jnp.sum((params["w"] - 0.3) ** 2)
-
-
-# Each raises TypeError on its own; optax.MultiSteps an assertion of jax.
-REFUSED = {
-    "reduce_on_plateau": optax.chain(
-        optax.sgd(0.1), optax.contrib.reduce_on_plateau(factor=0.5, patience=1, cooldown=1)
-    ),
-    "lbfgs": optax.lbfgs(linesearch=optax.scale_by_zoom_linesearch(max_linesearch_steps=2)),
-}
-
-
-def told(params):
-    value, grad = jax.value_and_grad(loss)(params)
-    return grad, {"value": value, "grad": grad}
-
-
-def updated(tx, params, state, run):
-    def update(grad, state, params, extra):
-        return tx.update(grad, state, params, value_fn=loss, **extra)
-
-    grad, extra = told(params)
-    updates, state = run(update, grad, state, params, extra)
-    return optax.apply_updates(params, updates), state
-
-
-def on_devices(tx, run):
-    mesh = js.make_mesh({"replica": 2})
-
-    def per_replica(params):
-        params = jax.tree.map(lambda x: x[0], params)
-        params, state = updated(tx, params, tx.init(params), run)
-        return jax.tree.map(lambda x: x[None], updated(tx, params, state, run)[0])
-
-    mapped = jax.shard_map(per_replica, mesh=mesh, in_specs=P("replica"), out_specs=P("replica"))
-    return jax.jit(mapped)(jax.tree.map(lambda x: np.stack([x, 2 * x]), PARAMS))
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_optimizers_that_need_it(name):
-    tx = optax.with_extra_args_support(REFUSED[name])
-    with pytest.raises((TypeError, AssertionError)):
-        on_devices(tx, lambda fn, *operands: fn(*operands))
-    found = on_devices(tx, run_where_values_vary)["w"]
-    for replica, factor in enumerate([1, 2]):
-        params = jax.tree.map(lambda x, factor=factor: factor * x, PARAMS)
-        state = tx.init(params)
-        for _ in range(2):
-            params, state = updated(tx, params, state, lambda fn, *operands: fn(*operands))
-        np.testing.assert_allclose(found[replica], params["w"], rtol=1e-5, atol=1e-6)
-
-
-def test_what_must_not_be_run_so_and_errors_of_its_own_stay():
-    def run(fn, *operands):
-        return run_where_values_vary(fn, *operands, refused="it exchanges")
-
-    with pytest.raises(ValueError, match="it exchanges"):
-        on_devices(optax.with_extra_args_support(REFUSED["reduce_on_plateau"]), run)
-
-    def wrong(x):
-        raise TypeError("of its own")
-
-    with pytest.raises(TypeError, match="of its own"):
-        run_where_values_vary(wrong, jnp.ones(3))
-
+from jaxslowmo.tracing import collective_axes, read_update
+from jaxslowmo.tracing._jaxprs import differing_axes
 
 WHOLE = {"w": np.ones((2, 3), np.float32)}
 MESHES = {
@@ -93,7 +23,8 @@ def found(tx, kind):
     state = jax.tree.map(lambda x: jnp.broadcast_to(x, (2, *jnp.shape(x))), tx.init(WHOLE))
     tx = optax.with_extra_args_support(tx)
     params = jax.tree.map(lambda x: np.stack([x, x]), WHOLE)
-    return unnamed_exchanges(tx, params, state, mesh=MESHES[kind], axis_name="replica")
+    facts = read_update(tx, params, state, mesh=MESHES[kind], axis_name="replica")
+    return set() if facts is None else facts.unnamed
 
 
 def mean_over(axis):
@@ -151,3 +82,54 @@ def test_axes_of_the_collectives_in_a_program():
         one = jax.vmap(one, axis_name=name)
     jax.eval_shape(one, jnp.ones((2, 2, 2, 3, 3)))
     assert seen == [{"replica", "node"}]
+
+
+R, D = frozenset({"replica"}), frozenset({"device"})
+BOTH = R | D
+
+
+def carried(x, start, turns=3):
+    """Return what a loop carries one place on in every turn."""
+    return lax.fori_loop(0, turns, lambda _, c: (c[0] + 1.0, c[0], c[1]), (x, start, start))
+
+
+# A function of x, which differs over both axes; and the axes over which its results differ.
+DIFFERING = {
+    "sum": (lambda x: lax.psum(x, "replica"), [D]),
+    "sum of two": (lambda x: lax.psum(x, ("replica", "device")), [frozenset()]),
+    "means": (lambda x: lax.pmean((x, jnp.ones(2)), "device"), [R, frozenset()]),
+    "all_gather": (lambda x: lax.all_gather(x, "device"), [R]),
+    "in groups": (lambda x: lax.psum(x, "device", axis_index_groups=[[0], [1]]), [BOTH]),
+    "scattered": (lambda x: lax.psum_scatter(lax.psum(x, "device"), "device"), [BOTH]),
+    "permuted": (lambda x: lax.ppermute(jnp.ones(2), "replica", [(0, 1)]), [R]),
+    "index": (lambda x: lax.axis_index("device"), [D]),
+    "sum of an index": (lambda x: lax.psum(lax.axis_index("device"), "device"), [frozenset()]),
+    "constant": (lambda x: jnp.ones(2), [frozenset()]),
+    "jit": (jax.jit(lambda x: (lax.pmax(x, "device"), x)), [R, BOTH]),
+    "branch": (
+        lambda x: lax.cond(lax.axis_index("device") > 0, lambda: 1.0, lambda: 2.0),
+        [D],
+    ),
+    "branches": (
+        lambda x: lax.cond(True, lambda: lax.pmean(x, "device"), lambda: x + 0.0),
+        [BOTH],
+    ),
+    "loop": (lambda x: carried(x, jnp.zeros(2)), [BOTH, BOTH, BOTH]),
+    "short of a loop": (lambda x: lax.scan(lambda c, y: (c + 1, c), 0, x), [frozenset()] * 2),
+    "scan": (lambda x: lax.scan(lambda c, y: (c + y, c), 0.0, x), [BOTH, BOTH]),
+    "times of a loop": (lambda x: lax.while_loop(lambda c: c < x[0], lambda c: c + 1, 0.0), [BOTH]),
+}
+
+
+@pytest.mark.parametrize("name", DIFFERING)
+def test_between_which_positions_results_differ(name):
+    fn, wanted = DIFFERING[name]
+    seen = []
+
+    def one(x):
+        seen.extend(differing_axes(jax.make_jaxpr(fn)(x), [BOTH]))
+        return x
+
+    mapped = jax.vmap(jax.vmap(one, axis_name="device"), axis_name="replica")
+    jax.eval_shape(mapped, jnp.ones((2, 2, 2)))
+    assert seen == wanted

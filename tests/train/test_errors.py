@@ -170,11 +170,7 @@ OF_CHAINS = {
     "apart on two axes": Refusal(
         lambda: started(mesh=INNER, axis_name=("replica", "device")), "('replica', 'device')", 4
     ),
-    "left apart on devices": Refusal(lambda: stepped(mesh=INNER, **whole), "b, w", "('device',)"),
-    "reduced twice": Refusal(
-        lambda: stepped(optax.chain(js.all_reduce_gradients("device"), sgd, local), mesh=INNER),
-        "optax.identity()",
-    ),
+    "left apart on devices": Refusal(lambda: started(mesh=INNER, **whole), "w (", "('device',)"),
     "if finite": Refusal(lambda: started(gradients=optax.apply_if_finite(mean, 3)), "if_finite"),
     "MultiSteps": Refusal(lambda: started(gradients=optax.MultiSteps(mean, 2)), "MultiSteps"),
     "sync in gradients": Refusal(

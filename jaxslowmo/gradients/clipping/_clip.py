@@ -147,9 +147,9 @@ def clip_by_global_norm(
             return scaled(updates, new.clip_factor), new
         require_axes(OWNER, "model_axes", axes, _IN_THE_NORM)
         masks, rule = _masks(counted, updates), counting
-        if isinstance(updates, WithRows):  # devices along other axes may share the tables' rows
-            shared = [a for a in updates.inner_axes if a in axes_of(updates.rows) and a not in axes]
-            rule = replace(counting, axes=(*axes, *shared))
+        if isinstance(updates, WithRows):
+            tables = [axis for axis in updates.table_axes if axis not in axes]
+            rule = replace(counting, axes=(*axes, *tables))
         with jax.named_scope(CLIP):  # also names what the compiler itself exchanges for the norm
             total = global_norm(updates, norm, rule.axes, rule.shares(updates), masks)
         ratio = jnp.asarray(max_norm, total.dtype) / (total + jnp.asarray(_EPSILON, total.dtype))
@@ -364,7 +364,11 @@ class Counting:
         tracked = frozenset(filter(checks_varying, axes))
         typed = [axes_of(leaf) & tracked for leaf in leaves]
         if self.param_specs is None:
-            if unknown := sorted(axes - tracked):
+            tables = frozenset[str]()
+            if isinstance(tree, WithRows):  # the other leaves are whole on these devices
+                tables = axes.intersection(tree.table_axes)
+                typed[len(typed) - len(tree.rows) :] = [tables] * len(tree.rows)
+            if unknown := sorted(axes - tracked - tables):
                 raise ValueError(
                     f"{OWNER}: nothing tells which leaves are sharded over {unknown}: types do "
                     "under shard_map(check_vma=True) alone. Pass `param_specs`, one PartitionSpec "
@@ -389,7 +393,7 @@ class Counting:
 
     def _specs(self, tree: PyTree) -> list[P]:
         if isinstance(tree, WithRows):
-            table_spec = P(tuple(sorted(axes_of(tree.rows) & set(tree.inner_axes))))
+            table_spec = P(tree.table_axes)
             return [*self._specs(tree.dense), *[table_spec] * len(tree.rows)]
         try:
             return list(specs_of_leaves(self.param_specs, arrays_of(tree)))

@@ -264,6 +264,5 @@ def _check_gradients(grads: PyTree, axis_name: AxisName) -> None:
             f"{_OWNER}: these gradients do not vary over the axis they should be averaged over, so "
             f"jax has summed them already: {', '.join(wrong)}. Make the parameters varying before "
             'differentiating: `jax.lax.pcast(params, axis_name, to="varying")`. '
-            "(js.make_train_step does that, and averages over inner axes; pass it "
-            "gradients=optax.identity() where an optax.chain does so itself.)"
+            "(js.make_train_step needs no such mark.)"
         )

@@ -207,11 +207,13 @@ class WithRows:
       rows: gradients of the tables, by name.
       inner_axes: axes inside a replica over which `rows` need no mean: they are means already, or
         devices hold different rows.
+      table_axes: those of `inner_axes` between whose devices the tables are divided.
     """
 
     dense: PyTree
     rows: Rows
     inner_axes: tuple[str, ...] = dataclasses.field(metadata={"static": True})
+    table_axes: tuple[str, ...] = dataclasses.field(metadata={"static": True})
 
 
 def split_rows(grads: PyTree) -> tuple[PyTree, Rows, tuple[str, ...], Callable[..., PyTree]]:
@@ -222,8 +224,11 @@ def split_rows(grads: PyTree) -> tuple[PyTree, Rows, tuple[str, ...], Callable[.
       and a function `join(dense, rows)` that undoes the split.
     """
     if isinstance(grads, WithRows):
-        axes = grads.inner_axes
-        return grads.dense, grads.rows, axes, lambda dense, rows: WithRows(dense, rows, axes)
+
+        def with_rows(dense: PyTree, rows: Rows) -> PyTree:
+            return dataclasses.replace(grads, dense=dense, rows=rows)
+
+        return grads.dense, grads.rows, grads.inner_axes, with_rows
     leaves, treedef = jax.tree.flatten(grads, is_leaf=is_row_gradient)
     rows = {str(i): leaf for i, leaf in enumerate(leaves) if is_row_gradient(leaf)}
     if not rows:

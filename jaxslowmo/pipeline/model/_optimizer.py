@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from ..._support.types import PyTree
 from ...mesh import only_over, vary_over, varying_axes
-from ...tracing import equations_in, run_where_values_vary
+from ...tracing import equations_in
 from ...tree import Staged
 from ._buffer_packing import BufferPacking, Leaf, buffer_name
 from ._elementwise import is_elementwise
@@ -58,7 +58,7 @@ class StagePacking(BufferPacking):
 
         def branch(stage: int, staged: list[Buffers], _: list[Any]) -> Any:
             tree = self.tree(staged[0], stage, keeps)
-            return form.packed(run_where_values_vary(tx.init, tree), stage, keeps)
+            return form.packed(tx.init(tree), stage, keeps)
 
         return form.state(*_per_stage(self, branch, [params.buffers], []))
 
@@ -87,9 +87,7 @@ class StagePacking(BufferPacking):
             old = before.unpacked(staged[len(names) :], shared[len(arrays) :], stage, keeps)
             args = local.pop("updates"), old, local.pop("params", None)
             kwargs = {**local, **dict(zip(arrays, shared, strict=False))}
-            return run_where_values_vary(
-                lambda args, kwargs: tx.update(*args, **kwargs, **rest), args, kwargs
-            )
+            return tx.update(*args, **kwargs, **rest)
 
         operands = [*(trees[name].buffers for name in names), *staged]
         equal = [*(extra[name] for name in arrays), *shared]

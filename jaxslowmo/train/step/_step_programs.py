@@ -159,13 +159,8 @@ class Programs:
         if key not in self._programs:
             if task.reads_optimizer:
                 check(state)
-            mesh = self._mesh
-            if isinstance(mesh, VirtualMesh) and len(mesh.shape) > 1:
-                # vmap does not notice values that differ over inner axes; shard_map's types do.
-                program = self.build(task, layout, abstract(mesh))
-                jax.eval_shape(program, state=state, **inputs._asdict())
             pinned = self._pinned(task, layout, state, inputs) if is_pinned else None
-            self._programs[key] = self.build(task, layout, mesh, pinned)
+            self._programs[key] = self.build(task, layout, self._mesh, pinned)
         return self._programs[key]
 
     def build(

@@ -11,8 +11,8 @@ import optax
 from ..._support.types import AxisName, PyTree
 from ...gradients.clipping import ClipByGlobalNormState, clip_state
 from ...gradients.precision import DynamicLossScaleState, check_place
-from ...mesh import AnyMesh, axis_names
-from ...tracing import unnamed_exchanges
+from ...mesh import AnyMesh, axis_names, model_axes
+from ...tracing import UpdateFacts, read_update
 from ...transform import (
     Chain,
     GradientSpec,
@@ -24,7 +24,7 @@ from ...transform import (
     over_stages,
     spec_of,
 )
-from ...tree import parts_of
+from ...tree import leaf_names, parts_of
 from .._train_state import TrainState
 from .update import USE_CHAIN, StepParts
 
@@ -185,18 +185,24 @@ def check_transforms(
     }
     # States of transforms that declare nothing, which may hold a transform of this library.
     unknown = {name: spec_of(tx).unknown(tx_state) for name, (tx, tx_state) in members.items()}
-    for name, (tx, tx_state) in members.items():
-        if not is_first or not unknown[name]:
-            continue
-        over = unnamed_exchanges(
-            tx, lookup.dense(state.params), tx_state, mesh=mesh, axis_name=parts.axis_name
-        )
-        if names := sorted(over & set(axes)):
-            raise ValueError(
-                f"`{name}` holds a transform with collectives over {names} of which the step "
-                f"knows nothing: wrap it as js.gradient_transform(tx, axes={tuple(names)!r}), and "
-                "join it with others by js.chain."
+    if is_first:
+        params = lookup.dense(state.params)
+        of_model = model_axes(params, mesh, parts.axis_name)
+        inside = tuple(a for a in mesh.axis_names if a not in axes and a not in of_model)
+        differing = frozenset(inside).difference(parts.lacking(gradients, inside))
+        leaves: PyTree = jax.tree.map(lambda _: differing, params)
+        for name, (tx, tx_state) in members.items():
+            if not unknown[name] and not any(jax.tree.leaves(leaves)):
+                continue
+            facts = read_update(
+                *(tx, params, tx_state), mesh=mesh, axis_name=parts.axis_name, differing=leaves
             )
+            if facts is None:
+                break
+            _check_facts(name, facts, axes, inside)
+            leaves = facts.updates
+        else:
+            _check_reduced(leaves, inside)
     _check_gradients_state(gradients)
     if parts_of(optimizer, DynamicLossScaleState):
         check_place(optimizer)
@@ -237,6 +243,44 @@ def check_transforms(
             "js.gradient_transform(...) of what averages gradients by itself, or "
             'sync="none" to train them independently.'
         )
+
+
+def _check_facts(
+    name: str, facts: UpdateFacts, axes: tuple[str, ...], inside: tuple[str, ...]
+) -> None:
+    """Raise `ValueError` for collectives that a step must know, and for results that differ."""
+    if names := sorted(facts.unnamed & set(axes)):
+        raise ValueError(
+            f"`{name}` holds a transform with collectives over {names} of which the step knows "
+            f"nothing: wrap it as js.gradient_transform(tx, axes={tuple(names)!r}), and join it "
+            "with others by js.chain."
+        )
+    if wrong := _differing(facts.state, inside):
+        raise ValueError(
+            f"`{name}` keeps state that differs between the devices of a replica, and the state "
+            f"is stacked over replicas only: {wrong}. A hook with error feedback that reduces over "
+            "inner axes needs them all in `axis_name`; what stands before an average over them "
+            "belongs after it."
+        )
+
+
+def _check_reduced(updates: PyTree, inside: tuple[str, ...]) -> None:
+    """Raise `ValueError` for updates that differ between the devices of a replica."""
+    if wrong := _differing(updates, inside):
+        raise ValueError(
+            f"`gradients` must average over the inner axes {inside} of the mesh, between whose "
+            f"devices the batch is split; updates still differ there: {wrong}. Leave `gradients` "
+            f"out, or pass js.all_reduce_gradients({inside!r})."
+        )
+
+
+def _differing(axes: PyTree, inside: tuple[str, ...]) -> str:
+    """Return the names of leaves that differ over axes inside a replica, with these axes."""
+    over = [sorted(each.intersection(inside)) for each in jax.tree.leaves(axes)]
+    if not any(over):
+        return ""
+    pairs = zip(leaf_names(axes), over, strict=True)
+    return ", ".join(f"{name} (over {names})" for name, names in pairs if names)
 
 
 def _states_called(names: Collection[str], tree: PyTree) -> Iterator[Any]:

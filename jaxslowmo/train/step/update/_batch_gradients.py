@@ -22,7 +22,7 @@ from ....embedding import (
 )
 from ....gradients.precision import scaled_value_and_grad
 from ....gradients.sparse import Rows
-from ....mesh import match_varying, replicate
+from ....mesh import replicate
 from ....tracing import FullLoss
 from ....tree import added, at_least_float32, by_dtype, cast, kept_if, zeros_like
 
@@ -128,8 +128,8 @@ def empty_window(gradients: Gradients, num_batches: int) -> GradientWindow:
     """Return a window before its first batch.
 
     Args:
-      gradients: gradients of one batch, with the model state before it. Only shapes, dtypes and
-        varying axes of the other fields are used.
+      gradients: gradients of one batch, with the model state before it. Only shapes and dtypes of
+        the other fields are used.
       num_batches: number of batches for whose rows there is room; more make the window larger.
     """
     count = jnp.zeros([], jnp.int32)
@@ -140,7 +140,7 @@ def empty_window(gradients: Gradients, num_batches: int) -> GradientWindow:
         None if gradients.weight is None else jnp.zeros_like(gradients.weight),
         count,
         empty_rows(gradients.rows, num_batches),
-        jax.tree.map(lambda x: match_varying(zeros_like(x), x), gradients.refused),
+        jax.tree.map(zeros_like, gradients.refused),
         count if gradients.rows else None,
     )
 
@@ -187,8 +187,7 @@ def _weighted(tree: PyTree, weight: jax.Array | None) -> PyTree:
 
 def wide_zeros(kind: Any) -> jax.Array:
     """Return zeros of a type, but in at least float32, to which values of the type are added."""
-    wide = kind.update(dtype=at_least_float32(kind.dtype))
-    return match_varying(zeros_like(wide), kind)
+    return zeros_like(kind.update(dtype=at_least_float32(kind.dtype)))
 
 
 def split_batch(batch: PyTree, parts: int) -> PyTree:
@@ -257,19 +256,17 @@ def value_and_gradients(
         return one(model_state, batch, rng)
     parts, keys = split_batch(batch, accumulate), jax.random.split(rng, accumulate)
     first = jax.tree.map(lambda x: x[0], parts)
-    (metrics, state), grads, _ = jax.eval_shape(one, model_state, first, keys[0])
+    (metrics, _), grads, _ = jax.eval_shape(one, model_state, first, keys[0])
     kinds = metrics, grads
     totals = jax.tree.map(wide_zeros, kinds)
-    carried = match_varying(model_state, state)
 
     def add(carry: tuple[PyTree, PyTree], x: tuple[PyTree, jax.Array]):
         totals, state = carry
         (metrics, state), grads, embedded_grads = one(state, *x)
-        state = match_varying(state, carried)
         totals = jax.tree.map(lambda t, x: t + x.astype(t.dtype), totals, (metrics, grads))
         return (totals, state), embedded_grads
 
-    (totals, model_state), embedded_grads = lax.scan(add, (totals, carried), (parts, keys))
+    (totals, model_state), embedded_grads = lax.scan(add, (totals, model_state), (parts, keys))
     metrics, grads = jax.tree.map(lambda t, s: (t / accumulate).astype(s.dtype), totals, kinds)
     # An example has a gradient in its own microbatch only, so these are divided, not summed.
     embedded_grads = jax.tree.map(

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from ...._support.scopes import METRICS, MODEL_STATE
 from ...._support.types import AxisName, PyTree
 from ....gradients.precision import DynamicLossScaleState, loss_scale_of
-from ....mesh import axis_names, from_first, match_varying, own_keys, vary_over
+from ....mesh import from_first, own_keys
 from ....tracing import FullLoss, ready_order
 from ....transform import Exchange, replica_mean, unless_idle
 from ....tree import cast, parts_of
@@ -45,11 +45,6 @@ def _floating(x: jax.Array) -> bool:
     return jnp.issubdtype(x.dtype, jnp.floating)
 
 
-def vary_statistics(tree: PyTree, axes: tuple[str, ...]) -> PyTree:
-    """Mark the statistics as varying over `axes`; counters and keys keep their types."""
-    return jax.tree.map(lambda x: vary_over(x, axes) if _floating(x) else x, tree)
-
-
 def from_first_replica(tree: PyTree, axis_name: AxisName) -> PyTree:
     """Return replica 0's values on all replicas, but each replica's own PRNG keys.
 
@@ -60,7 +55,7 @@ def from_first_replica(tree: PyTree, axis_name: AxisName) -> PyTree:
 
     def first(x: jax.Array) -> jax.Array:
         is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-        return x if is_key else match_varying(from_first(x, axis_name), x)
+        return x if is_key else from_first(x, axis_name)
 
     return jax.tree.map(first, tree)
 
@@ -80,7 +75,7 @@ def statistics_before_if(skipped: jax.Array, new: PyTree, old: PyTree) -> PyTree
     """
 
     def one(n: jax.Array, o: jax.Array) -> jax.Array:
-        return jnp.where(skipped, match_varying(o, n), n) if _floating(n) else n
+        return jnp.where(skipped, o, n) if _floating(n) else n
 
     return jax.tree.map(one, new, old)
 
@@ -249,8 +244,8 @@ class Differentiation:
         """
         key = self._device_key(state)
         _, seen = self._seen(state)
-        params, batch = vary_over(state.params, self._axes), inputs.batch
-        batch = self.lookup.seen(batch, params)
+        params = state.params
+        batch = self.lookup.seen(inputs.batch, params)
         value, (metrics, _) = self.loss(params, batch, rng=key, model_state=seen)
         return _with_weight(self._of_replica(with_loss(metrics, value)), inputs.weight)
 
@@ -294,10 +289,6 @@ class Differentiation:
         )
         return ready_order(self.loss, params, batch, rng=key, model_state=model_state)
 
-    @property
-    def _axes(self) -> tuple[str, ...]:
-        return (*axis_names(self.axis_name), *self.inner_axes)
-
     def _device_key(self, state: TrainState) -> jax.Array:
         """Return this device's PRNG key, made from that of the replica."""
         key = state.rng
@@ -314,22 +305,19 @@ class Differentiation:
         if self.model_state == "broadcast":
             with jax.named_scope(f"{MODEL_STATE}/broadcast"):
                 before = from_first_replica(before, self.axis_name)
-        return before, own_keys(vary_statistics(before, self._axes), self.inner_axes)
+        return before, own_keys(before, self.inner_axes)
 
     def _differentiated(self, state: TrainState, data: LossData, weight: Any) -> Gradients:
         """Return the gradients of a batch; `weight`, the replica's, is only passed on."""
-        # In shard_map the gradient of parameters that are typed as equal over an axis is summed
-        # over that axis. So type them as varying: gradients then stay local, until the gradient
-        # transform reduces them in buckets.
-        params, scale = vary_over(state.params, self._axes), None
+        scale = None
         if parts_of(state.opt_state, DynamicLossScaleState):
-            scale = vary_over(loss_scale_of(state.opt_state), self._axes)
+            scale = loss_scale_of(state.opt_state)
         compute = partial(
             value_and_gradients, self.loss, accumulate=self.accumulate, divides=self.unscales
         )
         requested, key, seen = data
         (metrics, model_state), grads, rows, batch = self.lookup.differentiated(
-            requested, params, compute, key, seen, scale
+            requested, state.params, compute, key, seen, scale
         )
         metrics, data = self._of_replica(metrics), LossData(batch, key, seen)
         return Gradients(grads, metrics, model_state, rows, requested.refused, weight, data)
@@ -350,7 +338,6 @@ class Differentiation:
 
 def kept_if_idle(weight: jax.Array, new: PyTree, old: PyTree) -> PyTree:
     """Return `new`, or `old` on an idle replica, one of weight 0."""
-    old = match_varying(old, new)
     return jax.tree.map(lambda n, o: jnp.where(weight > 0, n, o), new, old)
 
 

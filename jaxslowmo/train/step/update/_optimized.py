@@ -22,10 +22,8 @@ from ...._support.types import AxisName, PyTree
 from ....collectives import all_mean, weighted_means
 from ....gradients.clipping import clip_state, scaled
 from ....gradients.precision import was_skipped
-from ....mesh import axis_names, axis_size, cast_varying, vary_over, varying_axes
-from ....tracing import run_where_values_vary
+from ....mesh import axis_names, axis_size
 from ....transform import GradientSpec, Reduction, Validation, holds_state, run_if, spec_of
-from ....tree import leaf_names
 from ._batch_gradients import LossData
 
 USE_CHAIN = (
@@ -78,14 +76,12 @@ def mean_where_due(
         with jax.named_scope(METRICS):
             flat = x.reshape(1)
             if weight is None:
-                (x,) = all_mean(flat, axes)
-            else:
-                ((x,),) = weighted_means([flat], weight, axes, idle_as_zeros=False)
-        return vary_over(x, axis_names(axis_name))  # gradients have this type, too
+                return all_mean(flat, axes)[0]
+            return weighted_means([flat], weight, axes, idle_as_zeros=False)[0][0]
 
     for axes, due in reductions:
         x = run_if(due, partial(mean_over, axes), lambda x: x, x)
-    return vary_over(x, axis_names(axis_name))
+    return x
 
 
 def _refusing(axes: tuple[str, ...]) -> Callable[[PyTree], jax.Array]:
@@ -170,43 +166,29 @@ def run_optimizer(
 
     Raises:
       ValueError: it calls `value_fn` and gradients are averaged over some axis, or uses a value
-        that is not known; a chain that exchanges and cannot be run with varying types.
+        that is not known.
 
     Communication: the optimizer's.
     """
     spec = spec_of(optimizer)
-    exchanges = [moves for moves in ("gradients", "parameters") if holds_state(state, moves)]
     static = accepted_arguments(spec, state, unscaled=True, param_specs=param_specs)
     arrays = accepted_arguments(spec, state, weight=weight, finite=finite, validation=validation)
 
-    def update(
-        grads: PyTree, state: PyTree, params: PyTree, value: Any, arrays: Any, data: Any
-    ) -> tuple[PyTree, PyTree]:
-        value_fn = _refusing(averaged) if data is None else partial(loss_at, data=data)
-        loss = UnknownLoss() if value is None else value
-        run = partial(optimizer.update, grads, state, params)
-        try:
-            return run(value=loss, grad=grads, value_fn=value_fn, **static, **arrays)
-        except (TypeError, ValueError) as error:
-            # jax's functions raise this error for an `UnknownLoss` as operand.
-            if value is None and "__jax_array__" in str(error):
-                raise ValueError(_NO_VALUE) from error
-            # optax requires transforms to ignore unknown arguments; `optax.contrib.sam` does not.
-            if "unexpected keyword argument" not in str(error):
-                raise
-            few = {**static, **arrays}
-            return run(**{name: x for name, x in few.items() if name in spec.takes - {"weight"}})
-
-    refused = None
-    if exchanges:
-        refused = (
-            "`optimizer` is a chain that exchanges, and a transform in it has branches or loops "
-            "that return constants next to what differs between replicas, which jax refuses on "
-            "devices. Pass what exchanges separately, as `gradients` or `sync`, or all of it as "
-            "a js.chain."
-        )
-    operands = grads, state, params, value, arrays, None if averaged else data
-    return run_where_values_vary(update, *operands, refused=refused)
+    searches = data is not None and not averaged
+    value_fn = partial(loss_at, data=data) if searches else _refusing(averaged)
+    loss = UnknownLoss() if value is None else value
+    run = partial(optimizer.update, grads, state, params)
+    try:
+        return run(value=loss, grad=grads, value_fn=value_fn, **static, **arrays)
+    except (TypeError, ValueError) as error:
+        # jax's functions raise this error for an `UnknownLoss` as operand.
+        if value is None and "__jax_array__" in str(error):
+            raise ValueError(_NO_VALUE) from error
+        # optax requires transforms to ignore unknown arguments; `optax.contrib.sam` does not.
+        if "unexpected keyword argument" not in str(error):
+            raise
+        few = {**static, **arrays}
+        return run(**{name: x for name, x in few.items() if name in spec.takes - {"weight"}})
 
 
 def optimizer_rate(opt_state: PyTree) -> Any:
@@ -232,21 +214,6 @@ def optimizer_rate(opt_state: PyTree) -> Any:
 def _has_rate(x: Any) -> bool:
     hyperparams = getattr(x, "hyperparams", None)
     return isinstance(hyperparams, Mapping) and "learning_rate" in hyperparams
-
-
-def check_reduced(updates: PyTree, inner_axes: tuple[str, ...]) -> None:
-    """Raise `ValueError` for updates that differ between the devices of a replica."""
-    wrong = [
-        name
-        for name, u in zip(leaf_names(updates), jax.tree.leaves(updates), strict=True)
-        if varying_axes(u) & set(inner_axes)
-    ]
-    if wrong:
-        raise ValueError(
-            f"`gradients` must average over the inner axes {inner_axes} of the mesh, between whose "
-            f"devices the batch is split; updates still differ there: {', '.join(wrong)}. Leave "
-            f"`gradients` out, or pass js.all_reduce_gradients({inner_axes!r})."
-        )
 
 
 class OptimizerResult(NamedTuple):
@@ -297,16 +264,5 @@ def validated(
         clipped = grads if outside is None else scaled(grads, clip.clip_factor)
         return run(clipped, Validation(inside, skipped))
 
-    shapes = jax.eval_shape(again)
-
-    def with_equal_types(result: OptimizerResult, other: OptimizerResult) -> OptimizerResult:
-        return jax.tree.map(
-            lambda x, y: cast_varying(x, varying_axes(y) - varying_axes(x)), result, other
-        )
-
     # A factor of NaN also runs again, so that results equal those of clipping before the update.
-    return lax.cond(
-        clip.clip_factor != 1,
-        lambda: with_equal_types(again(), first),
-        lambda: with_equal_types(first, shapes),
-    )
+    return lax.cond(clip.clip_factor != 1, again, lambda: first)

@@ -22,7 +22,7 @@ from ....gradients.precision import (
 )
 from ....gradients.reducer import ReadyOrder, mean_gradients
 from ....gradients.sparse import Rows, WithRows, mean_rows
-from ....mesh import axis_names, laid_out, vary_over
+from ....mesh import axis_names, laid_out
 from ....transform import (
     GradientTransform,
     ParameterTransform,
@@ -50,7 +50,6 @@ from ._optimized import (
     OptimizerResult,
     accepted_arguments,
     averaging_of,
-    check_reduced,
     mean_where_due,
     optimizer_rate,
     run_optimizer,
@@ -130,7 +129,6 @@ class StepParts:
         reduced = self._reduced(state, gathered, self._order(state, like))
         independent = self._is_independent(state, reduced)
         updates, optimizer_state, rate = self._optimized(state, reduced, gathered, independent)
-        check_reduced(updates, self.inner_axes)
         # An idle replica does not update its tables: if there is an exchange, it brings them.
         active = (
             weight > 0 if weight is not None and (self.sync is not None or independent) else None
@@ -219,7 +217,7 @@ class StepParts:
         refused = None if gathered.refused is None else gathered.refused > 0
         if specs is not None:
             grads = laid_out(grads, specs)
-        if lacking := self._lacking(after):
+        if lacking := self.lacking(after, inner_axes):
             grads = mean_gradients(grads, lacking, order, specs)
         rows, nested = gathered.rows, self.lookup.nested
         if rows:  # devices along other inner axes have other examples, but the same rows
@@ -238,7 +236,9 @@ class StepParts:
             update: Any = partial(self.gradients.update, **arguments)
             if parts_of(state.opt_state, DynamicLossScaleState):
                 update = unless_overflow(update, {*averaged, *inner_axes}, weight)
-            both = WithRows(grads, rows, inner_axes) if rows else grads
+            axis = self.lookup.axis
+            tables = () if axis is None else (axis,)
+            both = WithRows(grads, rows, inner_axes, tables) if rows else grads
             both, after = update(both, after, state.params)
             grads, rows = (both.dense, both.rows) if rows else (both, rows)
             if value is not None:
@@ -246,20 +246,20 @@ class StepParts:
             if refused is not None:  # if one replica refuses, the mean is useless on all
                 share = refused.astype(loss.dtype)
                 refused = mean_where_due(share, None, reductions, self.axis_name) > 0
-        # Equal gradients stay typed as varying over replicas, as optimizer state is: transforms
-        # with conditionals (optax.apply_if_finite) need equal types.
         over = tuple(n for n in (*names, *inner_axes) if n in {*averaged, *inner_axes})
-        grads, rows, value, refused = vary_over((grads, rows, value, refused), names)
         return Reduced(grads, rows, after, value, over, refused)
 
-    def _lacking(self, state: PyTree) -> tuple[str, ...]:
-        """Return the inner axes over which the step must average, since `gradients` does not."""
+    def lacking(self, state: PyTree, inner_axes: tuple[str, ...]) -> tuple[str, ...]:
+        """Return the inner axes over which the step must average, since `gradients` does not.
+
+        `state` is that of `gradients`, and `inner_axes` are those between which the batch is split.
+        """
         if self.gradients is None:
-            return self.inner_axes
+            return inner_axes
         spec = spec_of(self.gradients)
         is_known = isinstance(self.gradients, GradientTransform)
         if is_known and not spec.axes and not holds_state(spec.unknown(state), "gradients"):
-            return self.inner_axes
+            return inner_axes
         axis = self.lookup.axis
         # A transform may reduce over the replicas only, and leave the axis of the tables.
         return () if axis is None or axis in spec.axes else (axis,)
