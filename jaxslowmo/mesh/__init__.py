@@ -6,6 +6,7 @@ from ._axes import axis_size as axis_size
 from ._axes import between_cpu_processes as between_cpu_processes
 from ._axes import cast_varying as cast_varying
 from ._axes import checks_varying as checks_varying
+from ._axes import device_keys as device_keys
 from ._axes import from_first as from_first
 from ._axes import is_bound as is_bound
 from ._axes import is_on_tpu as is_on_tpu
@@ -13,6 +14,7 @@ from ._axes import match_varying as match_varying
 from ._axes import numbered_key as numbered_key
 from ._axes import only_over as only_over
 from ._axes import own_keys as own_keys
+from ._axes import place_key as place_key
 from ._axes import require_axes as require_axes
 from ._axes import settle as settle
 from ._axes import specs_key as specs_key

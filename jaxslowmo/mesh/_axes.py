@@ -5,7 +5,7 @@
 of these cases, and often have nothing to do.
 """
 
-from collections.abc import Collection, Hashable, Iterable
+from collections.abc import Callable, Collection, Hashable, Iterable
 from typing import Any
 
 import jax
@@ -229,27 +229,58 @@ def from_first(tree: PyTree, axis_name: AxisName) -> PyTree:
 
 
 def own_keys(tree: PyTree, axis_name: AxisName) -> PyTree:
-    """Return `tree` with a different PRNG key at every position of `axis_name`; 0 keeps its key.
+    """Return `tree` with a different PRNG key on every replica; the first keeps its key.
 
     Only typed keys (`jax.random.key`) change: raw keys cannot be distinguished from other arrays.
+    `axis_name` are the replica axes.
 
     Communication: none.
     """
-
-    def with_position(x: jax.Array) -> jax.Array:
-        if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-            return x
-        for name in axis_names(axis_name):
-            x = numbered_key(x, lax.axis_index(name))
-        return x
-
-    return jax.tree.map(with_position, tree)
+    number = lax.axis_index(axis_name)
+    return _with_keys(tree, lambda keys: numbered_key(keys, number))
 
 
-def numbered_key(keys: jax.Array, number: jax.Array) -> jax.Array:
-    """Return keys of any shape with `number` folded in; number 0 leaves them unchanged."""
-    folded = jax.vmap(lambda key: jax.random.fold_in(key, number))(keys.reshape(-1))
-    data = jnp.where(
-        number == 0, jax.random.key_data(keys), jax.random.key_data(folded.reshape(keys.shape))
-    )
+def device_keys(tree: PyTree, inner_axes: tuple[str, ...]) -> PyTree:
+    """Return `tree` with a different typed key on every device of a replica; the first keeps it.
+
+    None of them is a key that `own_keys` gives another replica, whatever their numbers.
+
+    Communication: none.
+    """
+    if not inner_axes:
+        return tree
+    number = lax.axis_index(inner_axes)
+    return _with_keys(tree, lambda keys: numbered_key(keys, number, inside=True))
+
+
+def _with_keys(tree: PyTree, change: Callable[[jax.Array], jax.Array]) -> PyTree:
+    def one(x: jax.Array) -> jax.Array:
+        return change(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+
+    return jax.tree.map(one, tree)
+
+
+def place_key(key: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """Return the key of this position along `axes`: one number, folded in once.
+
+    Communication: none.
+    """
+    return jax.random.fold_in(key, lax.axis_index(axes)) if axes else key
+
+
+# Folded into a replica's key before the number of a device: a replica's own number is below it.
+_INSIDE = 0x9E3779B9
+
+
+def numbered_key(keys: jax.Array, number: jax.Array, *, inside: bool = False) -> jax.Array:
+    """Return keys of any shape with `number` folded in; number 0 leaves them unchanged.
+
+    `inside` says that it is the number of a device inside a replica, not of a replica.
+    """
+
+    def folded(key: jax.Array) -> jax.Array:
+        return jax.random.fold_in(jax.random.fold_in(key, _INSIDE) if inside else key, number)
+
+    new = jax.vmap(folded)(keys.reshape(-1)).reshape(keys.shape)
+    data = jnp.where(number == 0, jax.random.key_data(keys), jax.random.key_data(new))
     return jax.random.wrap_key_data(data, impl=jax.random.key_impl(keys))

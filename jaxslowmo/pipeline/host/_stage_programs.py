@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ..._support.types import CompilerOptions, PyTree
-from ...mesh import only_over
+from ...mesh import only_over, place_key
 from ...tree import at_least_float32
 from ..model import LossTerms, without_state
 from ..plan import (
@@ -230,8 +230,7 @@ class StagePrograms:
             key = lax.dynamic_index_in_dim(data.keys.reshape(setting.parts, -1), part, 0, False)
             if setting.key_impl is not None:
                 key = jax.random.wrap_key_data(key, impl=setting.key_impl)
-            for name in axes:
-                key = jax.random.fold_in(key, lax.axis_index(name))
+            key = place_key(key, axes)
         # The key depends on the number within the part, the rows on the number within the batch.
         shift = jnp.int32(plan.shifts[self._number])
         return microbatch_of(batch, key, number, shift, key_number=index)

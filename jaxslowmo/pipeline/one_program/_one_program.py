@@ -7,12 +7,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ..._support.types import PyTree
-from ...mesh import only_over, vary_over, varying_axes
+from ...mesh import only_over, place_key, vary_over, varying_axes
 from ...tree import Staged
 from ..model import Loss, LossTerms, without_state
 from ..plan import Ending, Pipelined, Plan, gathered, in_microbatches, microbatch_specs
@@ -114,9 +113,7 @@ class OneProgramStep:
         plan, ending = self.plan, self.ending
         whole = {name: gathered(x[0], ending.spec(name)) for name, x in buffers.items()}
         if rng is not None:
-            for name in ending.data_axes:
-                rng = jax.random.fold_in(rng, lax.axis_index(name))
-            rng = vary_over(rng, self.axes)
+            rng = vary_over(place_key(rng, ending.data_axes), self.axes)
         values = whole, {name: x[0] for name, x in states.items()}, batch
         # All branches of a switch must return equal types, which include the axes that vary.
         whole, local_states, batch = vary_over(values, self.axes)

@@ -39,6 +39,54 @@ def step_of(fn, mesh, sync=AVERAGE, **options):
     return js.make_train_step(fn, optax.sgd(0.1), sync=sync, mesh=mesh, **options)
 
 
+# One axis inside a replica, two, and two axes of replicas.
+PLACES = {
+    "one inside": ({"replica": 4, "device": 2}, "replica"),
+    "two inside": ({"replica": 2, "a": 2, "b": 2}, "replica"),
+    "two of replicas": ({"node": 2, "replica": 2, "device": 2}, ("node", "replica")),
+}
+
+
+@pytest.mark.parametrize(("kind", "raw"), [("auto", False), ("virtual", True)])
+@pytest.mark.parametrize("place", PLACES)
+def test_no_two_draws_of_a_run_have_one_key(place, kind, raw):
+    """Over replicas, devices, microbatches, batches of a window and updates; of state and step."""
+    axes, axis_name = PLACES[place]
+    seen = []
+
+    def record(words):
+        seen.append(np.asarray(words).tobytes())
+
+    def drawn(params, batch, *, rng, model_state):
+        own = jax.random.wrap_key_data(model_state["key"]) if raw else model_state["key"]
+        of_state = jax.random.fold_in(own, model_state["count"])
+        for key in (of_state, rng):
+            jax.debug.callback(record, jax.random.key_data(key))
+        after = {**model_state, "count": model_state["count"] + 1}
+        return jnp.mean(params["w"]) * batch.mean(), ({}, after)
+
+    key = jax.random.key(5)
+    step = js.make_train_step(
+        drawn,
+        optax.sgd(0.1),
+        sync=js.local_sgd(axis_name),
+        mesh=MESHES[kind](axes),
+        axis_name=axis_name,
+        accumulate=2,
+        raw_keys=raw,
+    )
+    start = {"key": jax.random.key_data(key) if raw else key, "count": jnp.uint32(0)}
+    state, batch = step.init(PARAMS, model_state=start), np.ones((16, 1), np.float32)
+    for _ in range(2):
+        window, _ = step.collect(state, batch)
+        state, _ = step(state, batch, window=window)
+    jax.block_until_ready(state)
+    jax.effects_barrier()
+    # Two keys for each of 8 devices, in 2 updates of 2 batches of 2 microbatches.
+    assert len(seen) == 2 * 8 * 8
+    assert len(set(seen)) == len(seen)
+
+
 def trained(step, state):
     kept = []
     for _ in range(3):

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from ...._support.scopes import METRICS, MODEL_STATE
 from ...._support.types import AxisName, PyTree
 from ....gradients.precision import DynamicLossScaleState, loss_scale_of
-from ....mesh import from_first, own_keys
+from ....mesh import device_keys, from_first, place_key
 from ....tracing import FullLoss, ready_order
 from ....transform import Exchange, replica_mean, unless_idle
 from ....tree import cast, parts_of
@@ -291,10 +291,7 @@ class Differentiation:
 
     def _device_key(self, state: TrainState) -> jax.Array:
         """Return this device's PRNG key, made from that of the replica."""
-        key = state.rng
-        for name in self.inner_axes:
-            key = jax.random.fold_in(key, jax.lax.axis_index(name))
-        return key
+        return place_key(state.rng, self.inner_axes)
 
     def _seen(self, state: TrainState) -> tuple[PyTree, PyTree]:
         """Return the model state before an update, and that which the loss function sees.
@@ -305,7 +302,7 @@ class Differentiation:
         if self.model_state == "broadcast":
             with jax.named_scope(f"{MODEL_STATE}/broadcast"):
                 before = from_first_replica(before, self.axis_name)
-        return before, own_keys(before, self.inner_axes)
+        return before, device_keys(before, self.inner_axes)
 
     def _differentiated(self, state: TrainState, data: LossData, weight: Any) -> Gradients:
         """Return the gradients of a batch; `weight`, the replica's, is only passed on."""
