@@ -132,12 +132,15 @@ class TableReduction:
     def _combine(self, gradient: Table, gathered: _Gathered) -> Table:
         """Return the mean of gathered rows, added replica by replica: equal bits on all."""
         num_rows, replicas = gradient.shape[0], axis_size(self.axis_name)
+        shares, every = gathered.shares, gathered.rows
+        if shares is not None:
+            # Rows that only idle replicas name are not in the mean: an optimizer may decay them.
+            every = jnp.where(shares[:, None] > 0, every, num_rows)
         if self.as_rows:
             size = min(replicas * _most_rows(gradient), num_rows)  # independent of `capacity`
-            rows, places = distinct_places(gathered.rows, num_rows, size)
+            rows, places = distinct_places(every, num_rows, size)
         else:
-            size, rows, places = num_rows, None, gathered.rows
-        shares = gathered.shares
+            size, rows, places = num_rows, None, every
         total = add_in_order(places, gathered.values, size, shares)
         mean = (total / replicas if shares is None else total).astype(gradient.dtype)
         return mean if rows is None else RowGradient(rows, mean, num_rows)

@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax import lax
 
@@ -82,6 +83,54 @@ def mean_where_due(
     for axes, due in reductions:
         x = run_if(due, partial(mean_over, axes), lambda x: x, x)
     return x
+
+
+class Weights(NamedTuple):
+    """A replica's weights in what follows its gradients; None where all replicas are equal.
+
+    Attributes:
+      exchange: () its weight in the exchange of parameters: that of its batch, or the mean of those
+        that an average of gradients over some of the replica axes has made one.
+      update: () its weight in the update: 1 where gradients were averaged over all replicas, since
+        an average has no weight of one of them. A replica of weight 0 does not take the update.
+    """
+
+    exchange: jax.Array | None
+    update: jax.Array | None
+
+    def after(self, reductions: Sequence[Reduction], axis_name: AxisName) -> "Weights":
+        """Return the weights after these reductions of the gradients, from `averaging_of`.
+
+        Communication: one all-reduce of 4 bytes over the axes of each reduction that is due and
+          leaves a replica axis out; else none.
+        """
+        left = {name for name in axis_names(axis_name) if axis_size(name) > 1}
+        exchange, update = self
+        for axes, due in reductions:
+            left = left.difference(axes)
+            if exchange is None or update is None:
+                break
+            if left:
+                exchange = mean_where_due(exchange, None, [Reduction(axes, due)], axis_name)
+                update = exchange
+            elif due is True:
+                update = None
+            else:
+                update = jnp.where(due, jnp.ones_like(update), update)
+        return Weights(exchange, update)
+
+    @property
+    def takes(self) -> jax.Array | None:
+        """Whether this replica takes the update, () bool; None: it does."""
+        return None if self.update is None else self.update > 0
+
+    @property
+    def follows(self) -> jax.Array | None:
+        """Whether it takes an update for which it has no weight, () bool; None: it does not."""
+        if self.exchange is None or self.update is self.exchange:
+            return None
+        idle = self.exchange <= 0
+        return idle if self.update is None else idle & (self.update > 0)
 
 
 def _refusing(axes: tuple[str, ...]) -> Callable[[PyTree], jax.Array]:

@@ -48,6 +48,7 @@ from ._differentiate import (
 )
 from ._optimized import (
     OptimizerResult,
+    Weights,
     accepted_arguments,
     averaging_of,
     mean_where_due,
@@ -68,6 +69,7 @@ class Reduced(NamedTuple):
     state: PyTree  # state of the gradient transform
     loss: jax.Array | None  # None if an unknown transform averaged the gradients
     over: tuple[str, ...]  # axes over which some update averages
+    weights: Weights  # this replica's in what follows
     refused: jax.Array | None  # () bool, whether the update is forbidden; None without tables
 
 
@@ -80,7 +82,9 @@ class UpdateBeforeExchange(NamedTuple):
     gradients_state: PyTree
     optimizer_state: PyTree
     model_state: PyTree
-    weight: jax.Array | None
+    weight: jax.Array | None  # this replica's weight in its batch
+    weights: Weights  # and in what follows
+    follows: jax.Array | None  # `Weights.follows`
     rate: jax.Array | None  # learning rate that the optimizer used, if `sync` needs it
 
 
@@ -125,14 +129,12 @@ class StepParts:
 
         `like` is this device's part of a batch, or its types.
         """
-        weight = gathered.weight
         reduced = self._reduced(state, gathered, self._order(state, like))
         independent = self._is_independent(state, reduced)
-        updates, optimizer_state, rate = self._optimized(state, reduced, gathered, independent)
+        result, weights = self._optimized(state, reduced, gathered, independent)
+        updates, optimizer_state, rate = result
         # An idle replica does not update its tables: if there is an exchange, it brings them.
-        active = (
-            weight > 0 if weight is not None and (self.sync is not None or independent) else None
-        )
+        active = weights.takes if self.sync is not None or independent else None
         skipped = None
         if parts_of(optimizer_state, DynamicLossScaleState):
             skipped = was_skipped(state.opt_state[1], optimizer_state)
@@ -153,7 +155,16 @@ class StepParts:
             active = ~skipped if active is None else active & ~skipped
             model_state = statistics_before_if(skipped, model_state, state.model_state)
         return UpdateBeforeExchange(
-            updates, rows, active, gradients_state, optimizer_state, model_state, weight, rate
+            updates,
+            rows,
+            active,
+            gradients_state,
+            optimizer_state,
+            model_state,
+            gathered.weight,
+            weights,
+            weights.follows,
+            rate,
         )
 
     def exchanged(
@@ -162,20 +173,25 @@ class StepParts:
         """Return the state after the exchange of parameters; `state` has the next update's key."""
         averaged, dense = self.differentiation.model_state == "sync_mean", self.lookup.dense
         model_state = update.model_state
-        updates, optimizer_state = update.updates, update.optimizer_state
+        params, updates, optimizer_state = state.params, update.updates, update.optimizer_state
         sync_state = state.opt_state[-1]
         if self.sync is None:
             with phase_scope(EVERY_PHASE):
                 if averaged:
                     model_state = mean_over(model_state, self.axis_name, update.weight)
         else:
-            extra = {"weight": update.weight, "learning_rate": update.rate}
+            extra = {"weight": update.weights.exchange, "learning_rate": update.rate}
+            if update.follows is not None:
+                # An exchange leaves out the update of a replica without weight, so it comes before.
+                params = as_before_if(~update.follows, apply_exactly(params, updates), params)
+                updates = zero_if(update.follows, updates)
+            own_updates = unless_idle(dense(updates), update.weights.exchange)
             with layouts_known():
                 updates, means, sync_state = self.sync.exchange(
-                    update.updates,
+                    updates,
                     statistics(model_state) if averaged else [],
                     sync_state,
-                    state.params,
+                    params,
                     phase=phase,
                     **{name: x for name, x in extra.items() if x is not None},
                 )
@@ -183,13 +199,12 @@ class StepParts:
                 model_state = with_statistics(model_state, means)
         if self.sync is not None and phase != ():
             # Copies of parameters in the optimizer must change too, or it would undo the exchange.
-            local_updates = unless_idle(dense(update.updates), update.weight)
             optimizer_state = moved_copies(
-                optimizer_state, dense(state.params), local_updates, dense(updates)
+                optimizer_state, dense(params), own_updates, dense(updates)
             )
         return TrainState(
             step=increment(state.step),
-            params=apply_exactly(state.params, updates),
+            params=apply_exactly(params, updates),
             opt_state=(update.gradients_state, optimizer_state, sync_state),
             model_state=model_state,
             rng=state.rng,
@@ -210,6 +225,7 @@ class StepParts:
     def _reduced(self, state: TrainState, gathered: Gradients, order: ReadyOrder | None) -> Reduced:
         """Average gradients, those of rows and the loss; `order` is the order of the buckets."""
         grads, weight, after = gathered.grads, gathered.weight, state.opt_state[0]
+        weights = Weights(weight, weight)
         inner_axes, specs, names = self.inner_axes, self.param_specs, axis_names(self.axis_name)
         loss = gathered.metrics["loss"]
         value: jax.Array | None = as_value(loss)
@@ -243,11 +259,12 @@ class StepParts:
             grads, rows = (both.dense, both.rows) if rows else (both, rows)
             if value is not None:
                 value = mean_where_due(value, weight, reductions, self.axis_name)
+            weights = weights.after(reductions, self.axis_name)
             if refused is not None:  # if one replica refuses, the mean is useless on all
                 share = refused.astype(loss.dtype)
                 refused = mean_where_due(share, None, reductions, self.axis_name) > 0
         over = tuple(n for n in (*names, *inner_axes) if n in {*averaged, *inner_axes})
-        return Reduced(grads, rows, after, value, over, refused)
+        return Reduced(grads, rows, after, value, over, weights, refused)
 
     def lacking(self, state: PyTree, inner_axes: tuple[str, ...]) -> tuple[str, ...]:
         """Return the inner axes over which the step must average, since `gradients` does not.
@@ -266,12 +283,13 @@ class StepParts:
 
     def _optimized(
         self, state: TrainState, reduced: Reduced, gathered: Gradients, independent: bool
-    ) -> OptimizerResult:
+    ) -> tuple[OptimizerResult, Weights]:
         """Run the optimizer on the gradients, with validation after it if `validate` says so.
 
-        `independent` says that nothing makes replicas agree.
+        `independent` says that nothing makes replicas agree. The second result are this replica's
+        weights after it.
         """
-        before, weight, finite = state.opt_state[1], gathered.weight, None
+        before, weight, finite = state.opt_state[1], reduced.weights.update, None
         if reduced.rows and parts_of(before, DynamicLossScaleState):
             finite = rows_are_finite(reduced.rows, self.inner_axes)
         names, value = axis_names(self.axis_name), reduced.loss
@@ -282,6 +300,8 @@ class StepParts:
         if value is not None:
             value = mean_where_due(value, weight, reductions, self.axis_name)
         over = tuple(n for n in (*names, *self.inner_axes) if n in averaged)
+        weights = reduced.weights.after(reductions, self.axis_name)
+        then = weights.update
 
         def run(grads: PyTree, validation: Validation | None) -> OptimizerResult:
             with jax.named_scope("optimizer"):
@@ -301,15 +321,15 @@ class StepParts:
                 )
             needs_rate = self.sync is not None and self.sync.wants_learning_rate
             rate = optimizer_rate(after) if needs_rate else None
-            if weight is not None and (self.sync is not None or independent):
-                after = kept_if_idle(weight, after, before)
+            if then is not None and (self.sync is not None or independent):
+                after = kept_if_idle(then, after, before)
             return OptimizerResult(
-                unless_idle(updates, weight) if independent else updates, after, rate
+                unless_idle(updates, then) if independent else updates, after, rate
             )
 
         if self.validate == "before":
-            return run(reduced.grads, None)
-        return validated(run, reduced.grads, reduced.state, before)
+            return run(reduced.grads, None), weights
+        return validated(run, reduced.grads, reduced.state, before), weights
 
     def _is_independent(self, state: TrainState, reduced: Reduced) -> bool:
         """Return whether nothing makes replicas agree, so that an idle one cannot follow others."""

@@ -160,7 +160,7 @@ def by_hand(run):
             values = [float(np.dot(shares, values))] * REPLICAS
         after = list(params)
         for r in range(REPLICAS):
-            is_idle = weights[r] == 0 and (run["reduce"] == "none" or run["sync"] != "none")
+            is_idle = weights[r] == 0 and not averages  # an average is everybody's update
             g = grads[r]
             norm = np.sqrt(sum((x.astype(np.float64) ** 2).sum() for x in g.values()))
             if not np.isfinite(norm):
