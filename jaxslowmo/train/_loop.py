@@ -14,9 +14,10 @@ from .._support.types import AxisName, Phase, PyTree
 from ..algorithms import shares_of_gossip
 from ..mesh import AnyMesh, consensus
 from ..transform import Every, ParameterTransform, as_schedule
-from ..tree import at_least_float32
+from ..tree import at_least_float32, leaf_names
 from ._train_state import TrainState
 from .input import Partial, StepResult, TrainPipeline, at_most, check_accumulation
+from .step.update import quotient
 
 
 class Hook(Protocol):
@@ -43,11 +44,12 @@ def host_mean(metrics: Mapping[str, jax.Array]) -> dict[str, float | np.ndarray]
     replicas of weight 0 are left out.
 
     Args:
-      metrics: arrays `(replicas, *s)` of floats, integers or booleans, as a step returns them.
+      metrics: arrays `(replicas, *s)` of numbers, as a step returns them.
 
     Returns:
       The mean of each metric over the replicas of this process: a float if s is (), else a float64
-      NumPy array of shape s.
+      NumPy array of shape s; complex where the metric is. Metrics in a dict inside of another are
+      called "outer/inner".
 
     Raises:
       ValueError: a metric is split inside replicas over several processes.
@@ -59,14 +61,14 @@ def host_mean(metrics: Mapping[str, jax.Array]) -> dict[str, float | np.ndarray]
     if weights is not None and weights.ndim == 1:
         local_weights = _local_replicas("weight", weights)
     means: dict[str, float | np.ndarray] = {}
-    for name, value in metrics.items():
+    for name, value in zip(leaf_names(metrics), jax.tree.leaves(metrics), strict=True):
         each = _local_replicas(name, value)
         mean = np.mean(each, axis=0)
         # An idle replica reports zeros. If all replicas of this process are idle, the mean is 0.
         if name != "weight" and local_weights is not None and local_weights.any():
             used = local_weights > 0
             mean = np.tensordot(local_weights[used] / local_weights.sum(), each[used], axes=1)
-        means[name] = mean if mean.ndim else float(mean)
+        means[name] = mean if mean.ndim else mean.item()
     return means
 
 
@@ -76,7 +78,8 @@ def _local_replicas(name: str, value: jax.Array) -> np.ndarray:
     shards = list({str(shard.index): shard for shard in value.addressable_shards}.values())
     blocks = [s.index[0].indices(value.shape[0]) for s in shards]
     replicas = sorted({row for block in blocks for row in range(*block)})
-    values = np.empty((len(replicas), *value.shape[1:]), np.float64)
+    kind = np.complex128 if np.iscomplexobj(value) else np.float64
+    values = np.empty((len(replicas), *value.shape[1:]), kind)
     for shard, block in zip(shards, blocks, strict=True):
         first = replicas.index(block[0])
         values[first : first + len(range(*block)), *shard.index[1:]] = shard.data
@@ -306,24 +309,26 @@ def _next_update(pipeline: TrainPipeline) -> StepResult | None:
 def _means(batches: list[dict[str, jax.Array]]) -> dict[str, jax.Array]:
     """Return each replica's mean of the metrics over batches, weighted if batches have weights.
 
-    They are in at least float32; "weight" is the sum of the weights, and a replica that was idle in
-    all batches has zeros. Metrics that only the last batch has, such as the loss scale, describe
-    the update and are returned unchanged.
+    They are in at least float32, those of integers in their own dtype; "weight" is the sum of the
+    weights, and a replica that was idle in all batches has zeros. Metrics that only the last batch
+    has, such as the loss scale, describe the update and are returned unchanged.
     """
     count = len(batches)
     weights = [batch["weight"] for batch in batches] if "weight" in batches[0] else None
 
-    def mean(name: str) -> jax.Array:
-        values = [batch[name].astype(at_least_float32(batch[name].dtype)) for batch in batches]
+    def mean(*each: jax.Array) -> jax.Array:
+        dtype = at_least_float32(each[0].dtype)
+        values = [x.astype(dtype) for x in each]
         if weights is None:
-            return sum(values[1:], values[0]) / count
+            return quotient(sum(values[1:], values[0]), count)
         # An idle replica's metrics are zeros, so it adds nothing.
         shares = [w.reshape(-1, *(1,) * (values[0].ndim - 1)) for w in weights]
         total, *rest = (w * x for w, x in zip(shares, values, strict=True))
         whole = sum(shares[1:], shares[0])
-        return sum(rest, total) / jnp.where(whole > 0, whole, jnp.inf)
+        return quotient(sum(rest, total), jnp.where(whole > 0, whole, jnp.inf), dtype)
 
-    means = {name: mean(name) for name in batches[0] if name != "weight"}
+    names = [name for name in batches[0] if name != "weight"]
+    means = {name: jax.tree.map(mean, *(batch[name] for batch in batches)) for name in names}
     means = {**batches[-1], **means}
     if weights is None:
         return means

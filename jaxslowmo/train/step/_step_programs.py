@@ -18,7 +18,7 @@ from ...embedding import Ahead
 from ...gradients.precision import scale_metrics
 from ...mesh import AnyMesh, VirtualMesh, laid_out, map_replicas
 from .._train_state import StateLayout, TrainState
-from .update import INPUT_ROLES, ROLES, GradientWindow, ReplicaStep, StepInputs, StepParts
+from .update import INPUT_ROLES, ROLES, GradientWindow, ReplicaStep, StepInputs, StepParts, joined
 
 Share = tuple[jax.tree_util.PyTreeDef, tuple[jax.ShapeDtypeStruct, ...]]
 """Structure and types of one device's part of a batch."""
@@ -65,7 +65,7 @@ def _with_scale_metrics(
 ) -> tuple[TrainState, Any, Any]:
     """Run an update by `fn`, and add the metrics of the loss scale."""
     new, metrics, carry = fn(step, state, inputs, **static)
-    return new, {**metrics, **scale_metrics(state.opt_state, new.opt_state)}, carry
+    return new, joined(metrics, scale_metrics(state.opt_state, new.opt_state)), carry
 
 
 _UPDATED = "state", "metrics", "carry"

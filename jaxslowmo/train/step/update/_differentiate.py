@@ -26,7 +26,6 @@ from ._batch_gradients import (
     Gradients,
     GradientWindow,
     LossData,
-    Metrics,
     StepInputs,
     WithResults,
     added_to,
@@ -35,8 +34,8 @@ from ._batch_gradients import (
     means_of,
     split_batch,
     value_and_gradients,
-    with_loss,
 )
+from ._metrics import Metrics, mean_of_others, with_loss
 
 ModelStateMode = Literal["sync_mean", "broadcast", "local"]
 
@@ -234,7 +233,8 @@ class Differentiation:
         """
         gradients = means_of(window)
         grads = jax.tree.map(lambda g, p: cast(g, p.dtype), gradients.grads, state.params)
-        return self._agreed(gradients._replace(grads=grads), state.model_state)
+        # The model state of a replica that was idle in all batches is that with which they began.
+        return self._agreed(gradients._replace(grads=grads), gradients.model_state)
 
     def evaluated(self, state: TrainState, inputs: StepInputs) -> Metrics:
         """Return the metrics of a replica's batch, of which each device evaluates its part.
@@ -330,7 +330,7 @@ class Differentiation:
         if not self.inner_axes:
             return metrics
         with jax.named_scope(METRICS):
-            return mean_over(metrics, self.inner_axes)
+            return mean_of_others(mean_over(metrics, self.inner_axes), self.inner_axes)
 
 
 def kept_if_idle(weight: jax.Array, new: PyTree, old: PyTree) -> PyTree:

@@ -17,7 +17,8 @@ from ...._support.types import Phase, PyTree
 from ....embedding import Ahead, Carry
 from ....transform import chain, increment, no_exchange, note_followed, run_if, unless_idle
 from ..._train_state import TrainState
-from ._batch_gradients import INPUT_ROLES, GradientWindow, Metrics, StepInputs
+from ._batch_gradients import INPUT_ROLES, GradientWindow, StepInputs
+from ._metrics import Metrics, joined
 from ._parts import StepParts, UpdateBeforeExchange, with_layouts
 
 # Inputs stacked over the replicas are, inside of one replica, the same on all devices.
@@ -102,7 +103,7 @@ class ReplicaStep:
             following, read = lookup.following(local.stored, inputs.upcoming, self.ahead)
             gathered, metrics = self.parts.differentiation.gathered(local.dense, inputs)
             update = self.parts.update_before_exchange(local.dense, gathered, inputs.batch)
-            metrics = {**metrics, **inputs.batch.counts}
+            metrics = joined(metrics, inputs.batch.counts)
             return *self._applied(local, update, read), metrics, following
 
         kinds = self._local_kinds, "device", "whole", "device"
@@ -144,7 +145,7 @@ class ReplicaStep:
             inputs = self._requested(local, inputs)
             following, _ = self.parts.lookup.following(local.stored, inputs.upcoming, self.ahead)
             window, metrics = collected(local.dense, inputs, fits=fits)
-            return window, {**metrics, **inputs.batch.counts}, following
+            return window, joined(metrics, inputs.batch.counts), following
 
         kinds = WINDOW_KINDS, "whole", "device"
         return self._on_devices(inside, keyed(state)[0], inputs, kinds)
@@ -174,7 +175,7 @@ class ReplicaStep:
         def inside(local: Local, inputs: StepInputs) -> Metrics:
             inputs = self._requested(local, inputs)
             metrics = self.parts.differentiation.evaluated(keyed(local.dense)[0], inputs)
-            return {**metrics, **inputs.batch.counts}
+            return joined(metrics, inputs.batch.counts)
 
         return self._on_devices(inside, state, inputs, "whole")
 

@@ -30,7 +30,10 @@ OPTIMIZERS = {
     "momentum": optax.sgd(RATE, momentum=0.9),
     "adam": optax.adam(0.05, eps=1e-3),
     "polyak": optax.polyak_sgd(max_learning_rate=0.5),  # is told the loss
+    "every second": optax.MultiSteps(optax.sgd(RATE), 2),
 }
+# Those that have another form in the step.
+OURS = {"every second": js.accumulate(optax.sgd(RATE), every=2)}
 OPTIONS = {
     "kind": ["auto", "explicit", "virtual", "auto inner", "virtual inner", "auto fsdp"],
     "reduce": ["none", "initial", "active", "early"],
@@ -57,6 +60,8 @@ def possible(run):
         run |= {"kind": run["kind"].removesuffix(" inner"), "sync": "late"}
     if run["clip"] == "none" and not run["scaled"]:
         run["validate"] = "before"
+    if run["optimizer"] == "every second" and run["reduce"] in ("none", "early"):
+        run["weighted"] = False  # ours weighs what a replica collects by itself
     if run["sync"] == run["reduce"] == "none":  # replicas apart exchange no model state
         run["model_state"] = "local"
     return run
@@ -89,6 +94,7 @@ def weight_of(run, update, batch):
 def made(run):
     """The step."""
     optimizer, clip = OPTIMIZERS[run["optimizer"]], js.clip_by_global_norm(MAX_NORM)
+    optimizer = OURS.get(run["optimizer"], optimizer)
     is_inner, parts = run["kind"].endswith("inner"), []
     if run["reduce"] != "none":
         axes = ("replica", "device") if is_inner else "replica"
@@ -148,8 +154,7 @@ def by_hand(run):
             grads.append(jax.tree.map(lambda s, n=total or 1.0: s / n, sums))
             values.append(value / (total or 1.0))
             weights.append(total)
-            # With a window the model state of a replica without any data is its own.
-            seen[r] = before if total or not run["window"] else stats[r]
+            seen[r] = before
             if run["window"] and run["apply"]:
                 told[-1] = values[-1]
         shares = np.array(weights) / sum(weights)
