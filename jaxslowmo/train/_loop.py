@@ -17,7 +17,7 @@ from ..transform import Every, ParameterTransform, as_schedule
 from ..tree import at_least_float32, leaf_names
 from ._train_state import TrainState
 from .input import Partial, StepResult, TrainPipeline, at_most, check_accumulation
-from .step.update import quotient
+from .step.update import averaged
 
 
 class Hook(Protocol):
@@ -309,23 +309,22 @@ def _next_update(pipeline: TrainPipeline) -> StepResult | None:
 def _means(batches: list[dict[str, jax.Array]]) -> dict[str, jax.Array]:
     """Return each replica's mean of the metrics over batches, weighted if batches have weights.
 
-    They are in at least float32, those of integers in their own dtype; "weight" is the sum of the
-    weights, and a replica that was idle in all batches has zeros. Metrics that only the last batch
-    has, such as the loss scale, describe the update and are returned unchanged.
+    They are in at least float32; "weight" is the sum of the weights, and a replica that was idle in
+    all batches has zeros. Metrics that only the last batch has, such as the loss scale, describe
+    the update and are returned unchanged.
     """
     count = len(batches)
     weights = [batch["weight"] for batch in batches] if "weight" in batches[0] else None
 
     def mean(*each: jax.Array) -> jax.Array:
-        dtype = at_least_float32(each[0].dtype)
-        values = [x.astype(dtype) for x in each]
+        values = averaged([x.astype(at_least_float32(x.dtype)) for x in each])
         if weights is None:
-            return quotient(sum(values[1:], values[0]), count)
+            return sum(values[1:], values[0]) / count
         # An idle replica's metrics are zeros, so it adds nothing.
         shares = [w.reshape(-1, *(1,) * (values[0].ndim - 1)) for w in weights]
         total, *rest = (w * x for w, x in zip(shares, values, strict=True))
         whole = sum(shares[1:], shares[0])
-        return quotient(sum(rest, total), jnp.where(whole > 0, whole, jnp.inf), dtype)
+        return sum(rest, total) / jnp.where(whole > 0, whole, jnp.inf)
 
     names = [name for name in batches[0] if name != "weight"]
     means = {name: jax.tree.map(mean, *(batch[name] for batch in batches)) for name in names}

@@ -11,8 +11,8 @@ from ._batch_gradients import WithResults as WithResults
 from ._differentiate import Differentiation as Differentiation
 from ._differentiate import ModelStateMode as ModelStateMode
 from ._metrics import Metrics as Metrics
+from ._metrics import averaged as averaged
 from ._metrics import joined as joined
-from ._metrics import quotient as quotient
 from ._optimized import USE_CHAIN as USE_CHAIN
 from ._parts import GradientOrder as GradientOrder
 from ._parts import StepParts as StepParts

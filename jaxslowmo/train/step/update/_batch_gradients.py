@@ -25,7 +25,7 @@ from ....gradients.sparse import Rows
 from ....mesh import replicate
 from ....tracing import FullLoss
 from ....tree import added, at_least_float32, by_dtype, cast, kept_if, zeros_like
-from ._metrics import Metrics, quotient, with_loss
+from ._metrics import Metrics, averaged, with_loss
 
 
 class GradientWindow(NamedTuple):
@@ -36,8 +36,7 @@ class GradientWindow(NamedTuple):
 
     Attributes:
       totals: weighted sums of gradients, leaves (devices, *s), in at least float32.
-      metrics: weighted sums of metrics with "loss", leaves (replicas, ...), in at least float32;
-        those of integers are integers if batches have no weights.
+      metrics: weighted sums of metrics with "loss", leaves (replicas, ...), in at least float32.
       model_state: model state after the last batch, leaves (devices, ...).
       weight: (replicas,) float32, sum of the weights; None if batches have no weights.
       count: (replicas,) int32, batches so far; equal on all replicas.
@@ -135,7 +134,7 @@ def empty_window(gradients: Gradients, num_batches: int) -> GradientWindow:
     count = jnp.zeros([], jnp.int32)
     return GradientWindow(
         jax.tree.map(wide_zeros, gradients.grads),
-        jax.tree.map(lambda x: wide_zeros(_weighable(x, gradients.weight)), gradients.metrics),
+        jax.tree.map(wide_zeros, averaged(gradients.metrics)),
         gradients.model_state,
         None if gradients.weight is None else jnp.zeros_like(gradients.weight),
         count,
@@ -150,11 +149,7 @@ def added_to(window: GradientWindow, gradients: Gradients, *, fits: bool) -> Gra
     weight, place = gradients.weight, window.num_placed if fits else None
     return GradientWindow(
         jax.tree.map(added, window.totals, _weighted(gradients.grads, weight)),
-        jax.tree.map(
-            added,
-            window.metrics,
-            _weighted(jax.tree.map(lambda x: _weighable(x, weight), gradients.metrics), weight),
-        ),
+        jax.tree.map(added, window.metrics, _weighted(averaged(gradients.metrics), weight)),
         gradients.model_state,
         None if window.weight is None or weight is None else window.weight + weight,
         window.count + 1,
@@ -174,20 +169,10 @@ def means_of(window: GradientWindow) -> Gradients:
     else:
         # Division by infinity gives zeros on idle replicas, without a `where` for every leaf.
         divisor = by_dtype(jnp.where(window.weight > 0, window.weight, jnp.inf))
-    totals = jax.tree.map(lambda x: x / divisor(x.dtype), window.totals)
-    count = window.count if window.weight is None else divisor(jnp.float32)
-    metrics = jax.tree.map(lambda x: quotient(x, count), window.metrics)
+    sums = window.totals, window.metrics
+    totals, metrics = jax.tree.map(lambda x: x / divisor(x.dtype), sums)
     rows, model_state = summed(window.rows, divisor), window.model_state
     return Gradients(totals, metrics, model_state, rows, window.refused, window.weight, None)
-
-
-def _weighable(x: Any, weight: jax.Array | None) -> Any:
-    """Return an array or type in a dtype that can be multiplied by a weight, if there is one."""
-    if weight is None or not jnp.issubdtype(x.dtype, jnp.integer):
-        return x
-    return (
-        x.update(dtype=jnp.float32) if isinstance(x, jax.ShapeDtypeStruct) else cast(x, jnp.float32)
-    )
 
 
 def _weighted(tree: PyTree, weight: jax.Array | None) -> PyTree:
@@ -266,7 +251,7 @@ def value_and_gradients(
     parts, keys = split_batch(batch, accumulate), jax.random.split(rng, accumulate)
     first = jax.tree.map(lambda x: x[0], parts)
     (metrics, _), grads, _ = jax.eval_shape(one, model_state, first, keys[0])
-    kinds = metrics, grads
+    kinds = averaged(metrics), grads
     totals = jax.tree.map(wide_zeros, kinds)
 
     def add(carry: tuple[PyTree, PyTree], x: tuple[PyTree, jax.Array]):
@@ -276,7 +261,7 @@ def value_and_gradients(
         return (totals, state), embedded_grads
 
     (totals, model_state), embedded_grads = lax.scan(add, (totals, model_state), (parts, keys))
-    metrics, grads = jax.tree.map(lambda t, s: quotient(t, accumulate, s.dtype), totals, kinds)
+    metrics, grads = jax.tree.map(lambda t, s: (t / accumulate).astype(s.dtype), totals, kinds)
     # An example has a gradient in its own microbatch only, so these are divided, not summed.
     embedded_grads = jax.tree.map(
         lambda g: (g / accumulate).reshape(-1, *g.shape[2:]), embedded_grads

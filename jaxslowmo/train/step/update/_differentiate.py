@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from ...._support.scopes import METRICS, MODEL_STATE
 from ...._support.types import AxisName, PyTree
@@ -35,7 +36,7 @@ from ._batch_gradients import (
     split_batch,
     value_and_gradients,
 )
-from ._metrics import Metrics, mean_of_others, with_loss
+from ._metrics import Metrics, averaged, with_loss
 
 ModelStateMode = Literal["sync_mean", "broadcast", "local"]
 
@@ -330,7 +331,14 @@ class Differentiation:
         if not self.inner_axes:
             return metrics
         with jax.named_scope(METRICS):
-            return mean_of_others(mean_over(metrics, self.inner_axes), self.inner_axes)
+            leaves, treedef = jax.tree.flatten(averaged(metrics))
+            means = mean_over([_as_floats(x) for x in leaves], self.inner_axes)
+            return treedef.unflatten([x[0] if len(x) == 1 else lax.complex(*x) for x in means])
+
+
+def _as_floats(x: jax.Array) -> tuple[jax.Array, ...]:
+    """Return a float alone, and a complex number as its two parts."""
+    return (x.real, x.imag) if jnp.issubdtype(x.dtype, jnp.complexfloating) else (x,)
 
 
 def kept_if_idle(weight: jax.Array, new: PyTree, old: PyTree) -> PyTree:

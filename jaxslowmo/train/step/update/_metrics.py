@@ -1,7 +1,7 @@
-"""The metrics of a loss function, any tree of arrays: as they are, and their means.
+"""The metrics of a loss function, any tree of arrays, and their means over devices and batches.
 
-A mean has the dtype of what it is a mean of: half precision is summed in float32, and a mean of
-integers is rounded to the nearest one. Booleans are shares of 1, in float32.
+Half precision and booleans become float32. Integers stay integers where no mean is taken; means of
+integers are float32. All other dtypes are kept.
 """
 
 from collections.abc import Mapping
@@ -9,11 +9,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax import lax
 
 from ...._support.types import PyTree
-from ....tree import at_least_float32, cast
+from ....tree import at_least_float32
 
 Metrics = dict[str, Any]
 
@@ -45,30 +43,18 @@ def joined(metrics: Metrics, more: Mapping[str, Any], taken: tuple[str, ...] = (
 
 def _as_metric(x: Any) -> jax.Array:
     x = jnp.asarray(x)
-    return x.astype(jnp.float32) if x.dtype == jnp.bool_ else x
+    if x.dtype == jnp.bool_ or jnp.issubdtype(x.dtype, jnp.floating):
+        return x.astype(at_least_float32(x.dtype))
+    return x
 
 
-def quotient(total: jax.Array, count: Any, dtype: Any = None) -> jax.Array:
-    """Return a sum divided by a number, in `dtype` or else in that of the sum.
+def averaged(metrics: PyTree) -> PyTree:
+    """Return metrics, arrays or types, in dtypes that hold their means."""
 
-    Integers are rounded to the nearest one.
-    """
-    dtype = total.dtype if dtype is None else np.dtype(dtype)
-    if jnp.issubdtype(total.dtype, jnp.integer):
-        count = jnp.asarray(count, total.dtype)
-        return cast((total + count // 2) // count, dtype)
-    mean = total / cast(jnp.asarray(count), total.dtype)
-    return cast(jnp.round(mean) if jnp.issubdtype(dtype, jnp.integer) else mean, dtype)
+    def one(x: Any) -> Any:
+        if not jnp.issubdtype(x.dtype, jnp.integer):
+            return x
+        is_type = isinstance(x, jax.ShapeDtypeStruct)
+        return x.update(dtype=jnp.float32) if is_type else x.astype(jnp.float32)
 
-
-def mean_of_others(metrics: PyTree, axes: tuple[str, ...]) -> PyTree:
-    """Return metrics with means over `axes` in place of all leaves that are no floats.
-
-    Communication: one all-reduce over `axes` of these leaves.
-    """
-    leaves, treedef = jax.tree.flatten(metrics)
-    others = [i for i, x in enumerate(leaves) if not jnp.issubdtype(x.dtype, jnp.floating)]
-    wide = [cast(leaves[i], at_least_float32(leaves[i].dtype)) for i in others]
-    for i, total in zip(others, lax.psum(wide, axes), strict=True):
-        leaves[i] = quotient(total, lax.axis_size(axes), leaves[i].dtype)
-    return treedef.unflatten(leaves)
+    return jax.tree.map(one, metrics)

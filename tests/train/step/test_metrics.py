@@ -1,0 +1,102 @@
+"""Metrics of a loss function come out as they went in, and their means are means."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxslowmo as js
+from support.meshes import MESHES
+
+PARAMS = {"w": np.ones(3, np.float32)}
+BATCH = np.arange(24, dtype=np.float32).reshape(8, 3)
+LARGE = 2**24 + 1  # no float32
+
+
+def step_of(metrics, kind="auto", axes=None, **options):
+    def loss(params, batch):
+        return jnp.mean(params["w"] * batch), metrics(batch)
+
+    mesh = MESHES[kind](axes or {"replica": 2})
+    return js.make_train_step(
+        loss, optax.sgd(0.1), sync=js.local_sgd("replica"), mesh=mesh, **options
+    )
+
+
+@pytest.mark.parametrize("kind", ["auto", "virtual"])
+def test_dtypes_and_nesting_are_kept(kind):
+    with jax.enable_x64(True):
+
+        def metrics(batch):
+            return {
+                "int32": jnp.int32(LARGE),
+                "uint8": jnp.arange(3, dtype=jnp.uint8),
+                "int64": jnp.int64(2**53 + 1),
+                "float64": jnp.float64(1 / 3),
+                "inside": {"complex": jnp.complex64(1 + 2j), "deeper": [batch.sum()]},
+            }
+
+        wanted = {
+            "int32": np.full(2, LARGE, np.int32),
+            "uint8": np.array([[0, 1, 2]] * 2, np.uint8),
+            "int64": np.full(2, 2**53 + 1),
+            "float64": np.full(2, 1 / 3),
+            "inside": {
+                "complex": np.full(2, 1 + 2j, np.complex64),
+                "deeper": [BATCH.reshape(2, -1).sum(1)],
+            },
+        }
+        step = step_of(metrics, kind)
+        state = step.init(PARAMS)
+        for found in (step.evaluate(state, BATCH), step(state, BATCH)[1]):
+            found.pop("loss")
+            jax.tree.map(np.testing.assert_array_equal, found, wanted)
+            kinds = jax.tree.map(lambda x, y: x.dtype == y.dtype, found, wanted)
+            assert all(jax.tree.leaves(kinds)), kinds
+        means = js.host_mean(found)
+        assert (means["int32"], means["inside/complex"]) == (LARGE, 1 + 2j)
+        assert means["inside/deeper/0"] == BATCH.sum() / 2
+
+
+@pytest.mark.parametrize("kind", ["auto", "virtual"])
+@pytest.mark.parametrize("how", ["microbatches", "devices", "window", "weights"])
+def test_means_of_all_kinds(how, kind):
+    """A mean of integers is a float, and one of complex numbers has both parts."""
+    axes = {"replica": 2} | ({"device": 2} if how == "devices" else {})
+    options = {"accumulate": 2} if how == "microbatches" else {}
+
+    def metrics(batch):
+        total = batch.sum()
+        return {"a": {"n": total.astype(jnp.int32)}, "c": total * (1 + 2j), "half": total > 40}
+
+    step = step_of(metrics, kind, axes, **options)
+    state = step.init(PARAMS)
+    parts = BATCH.reshape(2, 2, -1).sum(2)  # by replica
+    shares = np.float32([[1, 1], [1, 1]])
+    if how in ("window", "weights"):
+        window, shares = None, np.float32([[1, 3], [2, 0]]) if how == "weights" else shares
+        for i in range(2):
+            batch = BATCH.reshape(2, 2, 2, 3)[:, i].reshape(4, 3)
+            weight = shares[:, i] if how == "weights" else None
+            window, _ = step.collect(state, batch, weight, window=window)
+        found = step.apply(state, window)[1]
+    else:
+        found = step(state, BATCH)[1]
+    mean = lambda x: (x * shares).sum(1) / shares.sum(1)  # noqa: E731
+    np.testing.assert_allclose(found["a"]["n"], mean(parts), rtol=1e-6)
+    np.testing.assert_allclose(found["c"], mean(parts * (1 + 2j)), rtol=1e-6)
+    np.testing.assert_allclose(found["half"], mean(parts > 40), rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["loss", "weight", "loss_scale"])
+def test_names_of_the_step_are_taken(name):
+    optimizer = js.dynamic_loss_scale(optax.sgd(0.1)) if name == "loss_scale" else optax.sgd(0.1)
+    step = js.make_train_step(
+        lambda params, batch: (jnp.mean(params["w"] * batch), {name: batch.sum()}),
+        optimizer,
+        sync=js.local_sgd("replica"),
+        mesh=js.virtual_mesh({"replica": 2}),
+    )
+    with pytest.raises(ValueError, match=rf"`loss_fn`.*'{name}'"):
+        step(step.init(PARAMS), BATCH)
