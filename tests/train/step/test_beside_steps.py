@@ -67,7 +67,7 @@ def syncs(algorithm, base, **options):
 
 
 @pytest.mark.filterwarnings("ignore:slowmo without a `base`")
-@settings(max_examples=3)
+@settings(max_examples=2)
 @given(
     algorithm=st.sampled_from(["local_sgd", "slowmo", "diloco"]),
     base=st.sampled_from(["gossip", "average", "whole", None]),
@@ -101,7 +101,7 @@ def test_a_run_goes_on_from_any_state_beside_or_inside(sync):
     """Whatever is under way is sent again, with equal results."""
     whole = list(states(made_step(sync, beside=True, donate=False)))
     inside = made_step(sync, beside=False, donate=False)
-    for t in (2, 4, 5):
+    for t in (2, 5):
         others = made_step(sync, beside=True, donate=False), inside
         now = [whole[t][1]] * 2
         for later in range(t + 1, t + 8):

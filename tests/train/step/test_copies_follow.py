@@ -42,15 +42,13 @@ BASE = js.local_sgd("replica", sync_every=2)
 VIRTUAL, DEVICES = js.virtual_mesh({"replica": 3}), {"replica": 3}
 # Transform, mesh, options of the step, whether replicas have weights.
 RUNS = {
-    "local_sgd": (LOCAL, VIRTUAL, {}, True),
-    "sgp": (js.sgp("replica", graph=RING), VIRTUAL, {"mode": "host"}, False),
-    "overlapped": (js.sgp("replica", graph=RING, overlap=1), VIRTUAL, {}, False),
+    "sgp": (js.sgp("replica", graph=RING, overlap=1), VIRTUAL, {}, False),
     "slowmo": (
         js.slowmo("replica", base=BASE, sync_every=4, learning_rate=0.1),
-        DEVICES, {"mode": "host"}, False,
+        VIRTUAL, {"mode": "host"}, False,
     ),
     "diloco": (js.diloco("replica", sync_every=3), DEVICES, {"accumulate": 2}, False),
-    "sharded": (LOCAL, DEVICES | {"fsdp": 2}, {}, False),
+    "sharded": (LOCAL, DEVICES | {"fsdp": 2}, {}, True),
 }  # fmt: skip
 
 pytestmark = pytest.mark.filterwarnings("ignore:`optimizer` holds optax.contrib.sam:UserWarning")

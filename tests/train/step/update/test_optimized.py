@@ -16,7 +16,6 @@ KINDS = {"devices": js.make_mesh, "virtual": js.virtual_mesh}
 PLATEAU = optax.chain(
     optax.sgd(0.1), optax.contrib.reduce_on_plateau(factor=0.5, patience=1, cooldown=1, rtol=0.5)
 )
-SEARCH = optax.lbfgs(linesearch=optax.scale_by_zoom_linesearch(max_linesearch_steps=5))
 BACKTRACKING = optax.chain(
     optax.sgd(1.0), optax.scale_by_backtracking_linesearch(max_backtracking_steps=5)
 )
@@ -93,8 +92,7 @@ WHOLE = {
 # ... or each its own part of it.
 OWN = {
     "plateau": ("virtual", TWO, PLATEAU, {"sync": local, "accumulate": 2}),
-    "lbfgs": ("virtual", TWO, SEARCH, {"sync": local, "accumulate": 2, "fn": loss}),
-    "backtracking": ("devices", TWO, BACKTRACKING, {"sync": local, "fn": loss}),
+    "search": ("devices", TWO, BACKTRACKING, {"sync": local, "accumulate": 2, "fn": loss}),
 }  # fmt: skip
 
 

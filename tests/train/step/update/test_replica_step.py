@@ -47,7 +47,7 @@ OPTIONS = {
     "chain": [False, True],
     "model_state": ["sync_mean", "broadcast", "local"],
 }
-RUNS = 16
+RUNS = 8
 SPECS = {"b": (), "w": ("fsdp",)}
 
 
@@ -221,13 +221,10 @@ def test_updates_are_those_of_a_loop_by_hand(seed, number):
             np.testing.assert_array_equal(metrics["loss_scale"], scales, where)
 
 
-@pytest.mark.parametrize(
-    ("kind", "mode"), [("auto", "host"), ("explicit", "traced"), ("virtual", "host")]
-)
-def test_gossip_of_two_replicas_equals_one_big_batch(kind, mode):
+def test_gossip_of_two_replicas_equals_one_big_batch():
     """Two nodes that keep one half and send the other one have averaged after every update."""
-    optimizer, mesh = optax.sgd(RATE, momentum=0.9), KINDS[kind]({"replica": 2})
-    step = js.make_train_step(loss, optimizer, sync=js.sgp("replica"), mesh=mesh, mode=mode)
+    optimizer, mesh = optax.sgd(RATE, momentum=0.9), KINDS["explicit"]({"replica": 2})
+    step = js.make_train_step(loss, optimizer, sync=js.sgp("replica"), mesh=mesh)
     state, _ = train(step, step.init(PARAMS))
     params, momentum = PARAMS, optimizer.init(PARAMS)
     for batch in BATCHES[:4]:
