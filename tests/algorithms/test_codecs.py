@@ -110,11 +110,13 @@ def test_error_feedback_keeps_the_mean_of_gossip_that_rounding_loses():
 # Slow steps
 
 
-@pytest.mark.parametrize("weight", [None, [1.0, 3.0, 0.0, 2.0]])
+GOSSIP, AVERAGE = js.sgp("replica", graph=IRREGULAR), js.local_sgd("replica", sync_every=3)
+
+
 @pytest.mark.parametrize(
-    "base", [js.sgp("replica", graph=IRREGULAR), js.local_sgd("replica", sync_every=3)]
+    ("base", "kept", "weight"),
+    [(GOSSIP, False, None), (GOSSIP, True, [1.0, 3.0, 0.0, 2.0]), (AVERAGE, True, None)],
 )
-@pytest.mark.parametrize("kept", [False, True])
 def test_slow_steps_send_how_far_replicas_have_moved(base, weight, kept):
     """Which is little: 1e-2, and they are at 1. Replicas differ by what each has not sent."""
     start, moves = np.broadcast_to(apart()[:1], (4, 9)), random_moves(3, 1e-2)

@@ -211,7 +211,7 @@ def test_push_sum_weighs_out_uneven_arrivals_in_two_rounds():
 
 
 @pytest.mark.filterwarnings("ignore:.*has size 1")
-@settings(max_examples=12)
+@settings(max_examples=6)
 @given(gossip=gossips(), seed=st.integers(0, 2**31))
 def test_gossip_keeps_the_sums_and_approaches_the_mean(gossip, seed):
     graph, sync = gossip
@@ -254,7 +254,7 @@ def test_gossip_keeps_the_sums_and_approaches_the_mean(gossip, seed):
 
 
 @pytest.mark.filterwarnings("ignore:.*has size 1")
-@settings(max_examples=6)
+@settings(max_examples=3)
 @given(
     gossip=gossips(), seed=st.integers(0, 2**31), shard_state=st.booleans(), every=st.integers(1, 5)
 )

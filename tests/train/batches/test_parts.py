@@ -20,7 +20,7 @@ from jaxslowmo.train.batches import own_parts
 
 devices = sorted(jax.devices(), key=lambda d: d.id)
 rng = np.random.default_rng(0)
-WHOLE = rng.normal(size=(4, 8, 3)).astype(np.float32)
+WHOLE = rng.normal(size=(2, 8, 3)).astype(np.float32)
 WEIGHT = np.array([1, 3], np.float32)
 START = {"w": np.ones((3, 2), np.float32)}
 said = {}
@@ -53,8 +53,8 @@ def compare(name, mesh, axes, spec=None, weighted=False, globally=False):
     part = None if weight is None else weight[here]
     params = jax.tree.map(over(mesh, *spec), START) if spec else START
     make = functools.partial(
-        js.make_train_step, loss, optax.sgd(0.1), sync=js.local_sgd("replica", sync_every=2),
-        mesh=mesh, mode="host",
+        js.make_train_step, loss, optax.sgd(0.1), sync=js.local_sgd("replica", sync_every=1),
+        mesh=mesh,
     )
     step = make()
     known = None if weight is None else over(mesh, "replica")(weight)
@@ -71,7 +71,6 @@ def drawn(params, batch, *, model_state):
 
 grid = lambda *rows: np.array([[devices[i] for i in row] for row in rows])
 one_axis = lambda *row: jax.sharding.Mesh(grid(row)[0], ("replica",))
-compare("contiguous", one_axis(0, 1, 2, 3), ("replica",))
 compare("apart", one_axis(0, 2, 1, 3), ("replica",))
 two = jax.sharding.Mesh(grid([0, 1], [2, 3]), ("replica", "device"))
 compare("whole replicas", two, ("replica", "device"), weighted=True)
@@ -111,7 +110,6 @@ shape = jax.ShapeDtypeStruct((8, 3), np.float32)
 mine = WHOLE[0][4 * rank:][:4]
 looks = {
     "traced": lambda x: str(step.traced_by_phase(state, x)[None].jaxpr),
-    "report": lambda x: js.comm_report(step, state, x),
     "compiled": lambda x: step.compiled(state, x).as_text(),
     "order": lambda x: step.ready_order(state, x),
 }
@@ -127,7 +125,6 @@ for name, call in {
 print(json.dumps(said))
 """
 PARTS = {
-    "contiguous": [[0, 1], [2, 3]],
     "apart": [[0, 2], [1, 3]],
     "whole replicas": [[0, 1], [2, 3]],
     "replicas over processes": [[0, 2], [1, 3]],

@@ -81,7 +81,7 @@ run("rows", rows(4 + rank))
 run("later", rows(4), rows(4), rows(2 + rank))
 run("none on one", rows(4 * (1 - rank)))
 _processes.PATIENCE_SECONDS, _processes.HINT_SECONDS = 0.5, 0.1
-run("late", rows(4), late=2)
+run("late", rows(4), late=1.2)
 run("one has that shape", rows(4), rows(4) if rank else rows(2))
 print(json.dumps(said))
 """
