@@ -47,9 +47,8 @@ SLOW = js.slowmo("replica", base=js.sgp("replica"), sync_every=4)
 @pytest.mark.parametrize(
     ("inner", "mesh", "mode", "refused"),
     [
-        (local(), js.make_mesh(AXES), "host", (0, 1)),
+        (js.diloco("replica", sync_every=2), js.make_mesh(AXES), "host", (0, 1)),
         (SLOW, VIRTUAL, "traced", (1, 2)),
-        (js.diloco("replica", sync_every=2), VIRTUAL, "host", (0, 1)),
     ],
 )
 def test_it_trains_as_what_is_inside_and_then_keeps_the_others_finite(inner, mesh, mode, refused):

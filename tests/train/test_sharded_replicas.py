@@ -53,8 +53,8 @@ SYNCS = {
 }
 # The transforms that differ most; "derived" specs are read off the arrays.
 USUAL = {
-    ("auto", "sgp", "traced"), ("auto", "sgp overlap", "traced"), ("auto", "slowmo", "host"),
-    ("auto", "slowmo whole", "derived"), ("explicit", "slowmo", "derived"),
+    ("auto", "sgp overlap", "traced"), ("auto", "slowmo", "host"),
+    ("explicit", "slowmo whole", "derived"),
 }  # fmt: skip
 
 

@@ -51,7 +51,10 @@ def test_a_run_goes_on_in_other_fragments(tmp_path, then, now, replicas, shard_s
         parts = own.outer if isinstance(own.outer, dict) else {None: own.outer}
         moments = [{k: getattr(x[0], name) for k, x in parts.items()} for name in ("mu", "nu")]
         alike = [own.anchor, *(x.get(None, x) for x in moments)]
-        return [anchor_of(own._replace(anchor=x), state.params) for x in alike]
+        all_of = jax.jit(
+            lambda trees: [anchor_of(own._replace(anchor=x), state.params) for x in trees]
+        )
+        return all_of(alike)
 
     random = np.random.default_rng(5)
     batches = [

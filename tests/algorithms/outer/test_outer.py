@@ -63,14 +63,15 @@ def trained_in_bf16(sync, sgd, apart):
         return jax.jit(jax.shard_map(one, mesh=mesh, in_specs=specs, out_specs=specs))
 
     own, state = program(sgd.init)(params), program(sync.init)(params)
-    together = program(optax.chain(sgd, sync).update)
+    together, applied = program(optax.chain(sgd, sync).update), program(optax.apply_updates)
+    first, second = program(sgd.update), program(sync.update)
     for g in grads:
         if apart:
-            updates, own = program(sgd.update)(g, own, params)
-            updates, state = program(sync.update)(updates, state, params)
+            updates, own = first(g, own, params)
+            updates, state = second(updates, state, params)
         else:
             updates, (own, state) = together(g, (own, state), params)
-        params = program(optax.apply_updates)(params, updates)
+        params = applied(params, updates)
     return np.asarray(params, np.float32)
 
 

@@ -11,7 +11,7 @@ import jaxslowmo as js
 
 LOCAL = js.local_sgd("replica", sync_every=4)
 SLOWMO = js.slowmo("replica", base=LOCAL, sync_every=8)
-CASES = {"local_sgd": (LOCAL, 1), "slowmo": (SLOWMO, 2), "only_finite": (js.only_finite(LOCAL), 1)}
+CASES = {"slowmo": (SLOWMO, 2), "only_finite": (js.only_finite(LOCAL), 1)}
 DIM = 8
 # What names a buffer, or changes rows of it where it lies.
 IN_PLACE = {"parameter", "get-tuple-element", "bitcast", "conditional", "tuple", "scatter"}
