@@ -16,13 +16,13 @@ CODECS = [(name, kept) for name in MAKE for kept in (False, True)]
 
 
 def apart(scale: float = 1.0) -> np.ndarray:
-    """Parameters of four replicas that have moved a little from a common start, (4, 9)."""
+    """Return parameters of four replicas that have moved a little from a common start, (4, 9)."""
     rng = np.random.default_rng(0)
     return np.float32(scale * (rng.normal(size=9) + 0.01 * rng.normal(size=(4, 9))))
 
 
 def moved(tx, params, steps=1, moves=None, weight=None):
-    """Parameters after updates by `moves`, and the last state."""
+    """Return parameters after updates by `moves`, and the last state."""
 
     def run(x, moves, weight):
         told = {} if weight is None else {"weight": weight}

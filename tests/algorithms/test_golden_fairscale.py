@@ -173,7 +173,7 @@ def first_anchor(golden: GoldenRun, params):
 
 
 def trajectory(golden: GoldenRun, sync, execution: str):
-    """Stacked float32 parameters after every step."""
+    """Return stacked float32 parameters after every step."""
     tx, axes = golden.chain(sync), golden.axes
     params = {k: jnp.asarray(v, jnp.float32) for k, v in golden.initial().items()}
     state = lift(tx.init, axes, execution, (False,))(params)

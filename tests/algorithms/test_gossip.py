@@ -64,7 +64,7 @@ def test_weights_that_float32_cannot_hold_are_refused():
 
 
 def program_of(sync, mesh, **keywords) -> str:
-    """Its StableHLO, over devices."""
+    """Return its StableHLO, over devices."""
 
     def per_device(params):
         params = jax.tree.map(lambda x: x[0], params)

@@ -30,14 +30,14 @@ def trained(sync, mesh=VIRTUAL, mode="traced", steps=8, **options):
 
 
 def poisoned(replica):
-    """A batch that is NaN on one replica, and so are its gradients."""
+    """Return a batch that is NaN on one replica, and so are its gradients."""
     batch = np.zeros((4, 3), np.float32)
     batch[replica] = np.nan
     return batch
 
 
 def diverged(state):
-    """Which replicas hold NaN."""
+    """Return which replicas hold NaN."""
     return np.flatnonzero(np.isnan(state.params["w"]).any(1)).tolist()
 
 

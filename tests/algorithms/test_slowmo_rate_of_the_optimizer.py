@@ -41,7 +41,7 @@ def step_of(sync, optimizer=INJECTED, make_mesh=js.virtual_mesh, **options):
 
 
 def trained(step, idle=()):
-    """The parameters after each step, and the last state; replica 1 idles in updates `idle`."""
+    """Train with replica 1 idle in updates `idle`; return all parameters and the last state."""
     state, history = step.init(START), []
     for t, batch in enumerate(BATCHES, start=1):
         weight = np.where((np.arange(REPLICAS) == 1) & (t in idle), 0, 1).astype(np.float32)
@@ -69,7 +69,7 @@ AROUND = optax.chain(optax.clip(10.0), TUNED, optax.masked(INJECTED, {"b": True,
 
 
 def of_few_arguments():
-    """A base whose exchange takes no rate."""
+    """Return a base whose exchange takes no rate."""
     plain = js.local_sgd("replica", sync_every=2)
 
     def exchange(updates, others, state, params, *, communicate=True, weight=None, phase=None):

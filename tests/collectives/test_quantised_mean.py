@@ -19,7 +19,7 @@ FORMATS = {"int8": INT8, "e4m3": E4M3, "e5m2": E5M2}
 
 
 def draw(replicas, size, seed=0):
-    """Gradients whose magnitude differs between replicas and along the buffer."""
+    """Return gradients whose magnitude differs between replicas and along the buffer."""
     rng = np.random.default_rng([seed, size])
     x = rng.normal(size=(replicas, size)) * np.exp(rng.normal(size=(replicas, 1)))
     return (x * 10.0 ** np.sin(np.arange(size) / 50)).astype(np.float32)
@@ -32,7 +32,7 @@ def mean_of(how, axis_name="replica", **options):
 
 
 def through_int8(x, block):
-    """A row rounded block by block, in the order of operations of the definition."""
+    """Return a row rounded block by block, in the order of operations of the definition."""
     out = np.empty_like(x)
     for start in range(0, len(x), block):
         part = x[start : start + block]
@@ -147,7 +147,7 @@ def all_codes(kind):
 
 
 def between(kind):
-    """Values between codes, in the middle (ties), and far below the least one."""
+    """Return values between codes, in the middle (ties), and far below the least one."""
     codes = all_codes(kind)
     rng = np.random.default_rng(0)
     shares = np.concatenate([[0, 0.5, 0.25, 2**-12], rng.uniform(size=8)]).astype(np.float32)

@@ -74,7 +74,7 @@ class Replica:
             np.testing.assert_allclose(of_devices, wanted, rtol=1e-3, atol=1e-3)
 
     def count(self, name, bags, metrics):
-        """Of each device: distinct rows of a table that it needs, and ids that are in no table."""
+        """Count the distinct rows of a table that each device needs, and ids that are in none."""
         table = self.world.emb.tables[name]
         ids = [bags[f].ids.reshape(self.world.parts, -1) for f in table.features_of(name)]
         ids = np.concatenate([x.astype(np.int64) for x in ids], axis=1)

@@ -121,7 +121,7 @@ def lookups():
 
 
 def owners_of(emb, name):
-    """The device that holds each row, read off the arrays: 0 where all devices hold all rows."""
+    """Read off the arrays which device holds each row: 0 where all devices hold all rows."""
     rows, shard = KINDS[name]
     zeros = {n: np.zeros((r, 4)) for n, (r, _) in KINDS.items()}
     numbers = 1 + np.tile(np.arange(rows)[:, None], 4)
@@ -174,7 +174,7 @@ ROOM, SLOTS = 0.3, 5
 
 @functools.cache
 def patching(everything):
-    """What `patched_rows` makes of vectors of an older table, on two devices."""
+    """Return what `patched_rows` makes of vectors of an older table, on two devices."""
     tables = {"r": js.Table(128, 2), "c": js.Table(64, 2, shard="column")}
     emb = js.embeddings(tables, axis_name="s", optimizer=js.rowwise_sgd(1.0), capacity=SLOTS)
     emb = emb.over(2)

@@ -57,7 +57,7 @@ REPLICAS, UPDATES, PERIOD = 4, 27, 12
 
 
 def fragments_of(tx_fragments):
-    """The slices of the vector that `divided` makes."""
+    """Return the slices of the vector that `divided` makes."""
     bounds = {1: [0, 4], 2: [0, 2, 4], 3: [0, 2, 3, 4], 4: [0, 1, 2, 3, 4]}[tx_fragments]
     return [slice(ENDS[a], ENDS[b]) for a, b in itertools.pairwise(bounds)]
 
@@ -76,7 +76,7 @@ GRAPHS = {"ring": js.topology.ring(REPLICAS), "push-sum": PUSH_SUM}
 
 
 def bases(name):
-    """A base as a transform, and the options of the oracle."""
+    """Return a base as a transform, and the options of the oracle."""
     if name is None:
         return None, {}
     if name == "local_sgd":

@@ -18,7 +18,7 @@ from support.layered import language_model, tokens
 
 
 def anchors_of(params, **options) -> list[list]:
-    """The shapes of the leaves of each fragment."""
+    """Return the shapes of the leaves of each fragment."""
     tx = js.diloco("replica", sync_every=60, shard_state=False, **options)
     parts = list(tx.init(params).anchor.values())
     assert len(tx.phases()) == len(parts) + 1
@@ -79,7 +79,7 @@ def test_other_names_are_of_a_single_fragment(names):
 
 
 def pipeline(**options):
-    """A training step over stages, and its parameters."""
+    """Return a training step over stages, and its parameters."""
     model, params = language_model(2)
     mesh = js.make_mesh({"replica": 2, "stage": 2})
     pipe = js.pipelined(model, params, js.schedules.one_f_one_b(2, 2), mesh=mesh)

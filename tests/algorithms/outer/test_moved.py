@@ -46,7 +46,7 @@ def test_a_run_goes_on_in_other_fragments(tmp_path, then, now, replicas, shard_s
         return js.make_train_step(loss_of_leaves, optax.sgd(0.1), sync=sync, mesh=mesh)
 
     def by_leaf(step, state):
-        """The anchor by leaf, and the two moments that Adam keeps of each leaf."""
+        """Return the anchor by leaf, and the two moments that Adam keeps of each leaf."""
         own, anchor_of = state.opt_state[-1], jax.vmap(step.sync.anchor, axis_name="replica")
         parts = own.outer if isinstance(own.outer, dict) else {None: own.outer}
         moments = [{k: getattr(x[0], name) for k, x in parts.items()} for name in ("mu", "nu")]

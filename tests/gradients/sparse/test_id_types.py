@@ -12,7 +12,7 @@ SIZES = (127, 128, 256)
 
 
 def ids_of(dtype, num_rows):
-    """Some of the table, from either end, some twice, and some outside of it."""
+    """Return some of the table, from either end, some twice, and some outside of it."""
     info = np.iinfo(dtype)
     near = {0, 1, num_rows - 2, num_rows - 1, num_rows, num_rows + 1, num_rows // 2}
     below = {-1, -2, -num_rows, -num_rows - 1}
@@ -32,7 +32,7 @@ def looked_up(table, ids):
 
 
 def summed(rows, values, num_rows):
-    """A gradient as a table: rows that it does not have are left out, those below 0 too."""
+    """Return a gradient as a table: rows that it does not have are left out, those below 0 too."""
     out = np.zeros((num_rows, *values.shape[1:]))
     for row, value in zip(rows, values, strict=True):
         if row is not None and 0 <= int(row) < num_rows:

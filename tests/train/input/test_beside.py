@@ -58,7 +58,7 @@ def step_for(shard, shards, way):
 
 @functools.cache
 def plainly(shard, shards, way, accumulate=1):
-    """Losses and the state of a loop over `collect` and `step`."""
+    """Return losses and the state of a loop over `collect` and `step`."""
     step = step_for(shard, shards, way)
     state, window, losses = step.init(DENSE), None, []
     for count, batch in enumerate(BATCHES, 1):
@@ -74,7 +74,7 @@ def plainly(shard, shards, way, accumulate=1):
 
 
 def check(shard, shards, way, mode, accumulate=1, drain=True, evaluate=()):
-    """A pipeline over two iterators, evaluated between some of its batches."""
+    """Run a pipeline over two iterators, and evaluate between some of its batches."""
     step = step_for(shard, shards, way)
     losses, state = plainly(shard, shards, way, accumulate)
     options = {"mode": mode, "accumulate": accumulate, "drain": drain}

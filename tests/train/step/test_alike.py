@@ -71,7 +71,7 @@ RUNS = 6
 
 
 def possible(run):
-    """The run, without what cannot stand beside the rest."""
+    """Return the run, without what cannot stand beside the rest."""
     is_scaled = run["around"] == "scaled"
     clips = ("clip" in run["gradients"] or run["gradients"] == "largest") + (
         run["around"] == "clipped"
@@ -85,7 +85,7 @@ def possible(run):
 
 
 def with_factor(params, batch, *, embedded):
-    """An infinite factor is in the gradients of rows alone, not in those of dense parameters."""
+    """Add a factor that is in the gradients of rows alone, not in those of dense parameters."""
     value = loss(params, batch, embedded=embedded)
     return value + jnp.mean(embedded["user"][:, 0] * batch["factor"])
 
@@ -99,7 +99,7 @@ def dense_loss(params, batch):
 
 
 def started(run):
-    """Both steps and their states."""
+    """Return both steps and their states."""
     shard, num_shards, kind = (run["where"].replace("virtual", "row 1") + " auto").split()[:3]
     is_virtual, around, sgd = run["where"] == "virtual", AROUND[run["around"]], optax.sgd(0.3)
     options = {name: run[name] for name in ("accumulate", "mode", "validate")}
@@ -126,7 +126,7 @@ def started(run):
 
 
 def given(run):
-    """The batches of each update; what an idle replica has is NaN."""
+    """Return the batches of each update; what an idle replica has is NaN."""
     sizes = [run["window"] + (not run["window"] or not run["apply"])] * UPDATES
     updates = [batches(size, seed) for seed, size in enumerate(sizes)]
     for i, update in enumerate(updates):

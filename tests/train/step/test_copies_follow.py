@@ -70,7 +70,7 @@ def trained(sync, mesh, **options):
 
 
 def copies(state):
-    """Copies of parameters in the state, by name of the parameter."""
+    """Return copies of parameters in the state, by name of the parameter."""
     found = {}
     for field, name in COPIES.items():
         ((_, tree),) = optax.tree.get_all_with_path(state.opt_state[1], field)

@@ -43,7 +43,7 @@ def trained(sync, batches, kind="virtual", axes=None, fn=loss, start=START, **op
 
 
 def rows(*values):
-    """A batch of one example per replica, all of whose features are its value."""
+    """Return a batch of one example per replica, all of whose features are its value."""
     return np.repeat(np.float32(values)[:, None], 3, axis=1)
 
 

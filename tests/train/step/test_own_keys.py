@@ -55,7 +55,7 @@ def masks(mesh, sync=AVERAGE, **options):
 
 @functools.cache
 def alone():
-    """What one replica on one device draws."""
+    """Return what one replica on one device draws."""
     return masks(js.virtual_mesh({"replica": 1}), "none")[1]
 
 

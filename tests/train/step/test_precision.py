@@ -26,13 +26,13 @@ ONE[1, 2] = True  # replica 2 overflows in the second update
 
 
 def loss(params, batch):
-    """A linear function of the parameters: `factor` infinite is an overflow, 0 no gradient."""
+    """Return a linear function: `factor` infinite is an overflow, 0 no gradient."""
     x, factor = batch
     return ((x @ params["w"] + params["b"]).sum(-1) * factor).mean()
 
 
 def batches(overflow, bad=np.inf):
-    """Batches of which `factor` is `bad` where `overflow`, bool (steps, replicas), is True."""
+    """Make batches whose `factor` is `bad` where `overflow`, (steps, replicas), is True."""
     factors = np.where(np.repeat(overflow, LOCAL, axis=1), bad, 1.0).astype(np.float32)
     return [(x, factor) for x, factor in zip(X, factors, strict=False)]
 

@@ -32,13 +32,13 @@ def make(optimizer=ADAM, shards=1, **options):
 
 @functools.cache
 def local_step():
-    """The same compiled programs for all tests."""
+    """Make a step whose compiled programs all tests share."""
     return make(**LOCAL)
 
 
 @pytest.fixture(autouse=True)
 def nothing_is_left_to_be_refused():
-    """What a test has not asked for would be an error of the next that takes the same step."""
+    """Ask for errors that a test has left, which the next one of the same step would meet."""
     yield
     forget()
 
@@ -51,7 +51,7 @@ def forget():
 
 
 def of_replica(state, replica):
-    """What an update changes, counters of exchanges and keys apart, on the host."""
+    """Return what an update changes, on the host, without counters of exchanges and keys."""
     floats = [x for x in jax.tree.leaves(state.opt_state[0]) if jnp.issubdtype(x.dtype, float)]
     return jax.tree.map(
         lambda x: np.asarray(x[replica]), (state.params, state.opt_state[1], floats)

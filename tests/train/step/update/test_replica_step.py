@@ -52,7 +52,7 @@ SPECS = {"b": (), "w": ("fsdp",)}
 
 
 def possible(run):
-    """The run, without what cannot stand beside the rest."""
+    """Return the run, without what cannot stand beside the rest."""
     if run["reduce"] == "early":
         run |= {"kind": run["kind"].removesuffix(" inner"), "sync": "late"}
     if run["clip"] == "none" and not run["scaled"]:
@@ -63,7 +63,7 @@ def possible(run):
 
 
 def fn(params, batch, *, model_state):
-    """An infinite factor is an overflow; statistics are not used, so gradients are by example."""
+    """Use no statistics, so gradients are by example; an infinite factor is an overflow."""
     x, factor = batch
     values = jnp.sum(jnp.tanh(x @ params["w"] + params["b"]) ** 2, axis=1) * factor
     new = {"m": 0.5 * model_state["m"] + x.mean(0), "n": model_state["n"] + 1}
@@ -87,7 +87,7 @@ def weight_of(run, update, batch):
 
 
 def made(run):
-    """The step."""
+    """Return the step."""
     optimizer, clip = OPTIMIZERS[run["optimizer"]], js.clip_by_global_norm(MAX_NORM)
     is_inner, parts = run["kind"].endswith("inner"), []
     if run["reduce"] != "none":

@@ -45,13 +45,13 @@ def begin(step):
 
 
 def joined(batches, parts):
-    """Batches as one, whose microbatches on every device they are."""
+    """Return batches as one, whose microbatches on every device they are."""
     cut = [np.split(batch, parts) for batch in batches]
     return np.concatenate([part for device in zip(*cut, strict=True) for part in device])
 
 
 def windowed(step, state, batches, weights=None):
-    """One update of several batches."""
+    """Make one update of several batches."""
     window, seen = None, []
     weights = [None] * len(batches) if weights is None else weights
     for batch, weight in zip(batches[:-1], weights[:-1], strict=True):
