@@ -18,8 +18,6 @@ from jaxslowmo.transform import StatePlacement
 REPLICAS, RATE, STEPS = 4, 0.25, 7
 STAR = js.topology.star(REPLICAS)
 SYNCS = {
-    "star": js.sgp("replica", graph=STAR),
-    "overlap": js.sgp("replica", overlap=3),
     "star, overlap": js.sgp("replica", graph=STAR, overlap=3),
     "slowmo over star": js.slowmo("replica", base=js.sgp("replica", graph=STAR), sync_every=4),
     "only finite, overlap": js.only_finite(js.sgp("replica", overlap=3)),

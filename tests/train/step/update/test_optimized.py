@@ -166,7 +166,7 @@ def test_only_the_optimizer_is_told_and_it_may_take_no_more_than_it_knows():
 
 
 def with_constants():
-    """Make a transform whose state is a constant from one branch, and what it was from the other."""
+    """Make a transform whose state is a constant from one branch, as before from the other."""
 
     def update(updates, state, params=None):
         count = jax.lax.cond(state.count > 9, lambda c: jnp.zeros([]), lambda c: c, state.count)
