@@ -144,7 +144,7 @@ def test_leaves_that_are_sharded_inside_a_replica_stay_sharded(replicas, mesh_of
 
 
 def test_it_sends_one_all_reduce_per_leaf_and_one_for_the_weights(mesh_of):
-    params, shares = params_and_shares("overlap")
+    params, shares = params_and_shares("star, overlap")
     weights, values = zip(*shares, strict=True)
     fn = _consensus_fn(mesh_of({"replica": REPLICAS}), "replica", frozenset())
     report = js.comm_report_of(fn.lower(weights, (params, *values[1:])), compile=False)
