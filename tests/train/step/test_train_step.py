@@ -102,17 +102,17 @@ def test_a_donated_state_is_refused_and_still_tells_its_shapes(mode):
     assert not any(x.is_deleted() for x in jax.tree.leaves(state))
 
 
-@pytest.mark.parametrize(("mode", "numpy"), [("host", True), ("traced", False)])
-def test_resuming_at_any_step_gives_the_same_bits(mode, numpy):
+def test_resuming_at_any_step_gives_the_same_bits():
     """Of one step object on states of several times, which it does not mix up."""
 
     def make():
         optimizer = optax.sgd(RATE, momentum=0.9)
-        return js.make_train_step(loss, optimizer, sync=slow_over_local(), mesh=VIRTUAL, mode=mode)
+        return js.make_train_step(
+            loss, optimizer, sync=slow_over_local(), mesh=VIRTUAL, mode="host"
+        )
 
     def saved(state):
         copy = jax.tree.map(np.array, state._replace(rng=()))
-        copy = copy if numpy else jax.tree.map(jnp.asarray, copy)
         return copy._replace(rng=jax.random.wrap_key_data(np.array(jax.random.key_data(state.rng))))
 
     whole, other = make(), make()
