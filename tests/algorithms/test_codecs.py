@@ -16,13 +16,13 @@ CODECS = [(name, kept) for name in MAKE for kept in (False, True)]
 
 
 def apart(scale: float = 1.0) -> np.ndarray:
-    """Parameters of four replicas that have moved a little from a common start, (4, 9)."""
+    """Return parameters of four replicas that have moved a little from a common start, (4, 9)."""
     rng = np.random.default_rng(0)
     return np.float32(scale * (rng.normal(size=9) + 0.01 * rng.normal(size=(4, 9))))
 
 
 def moved(tx, params, steps=1, moves=None, weight=None):
-    """Parameters after updates by `moves`, and the last state."""
+    """Return parameters after updates by `moves`, and the last state."""
 
     def run(x, moves, weight):
         told = {} if weight is None else {"weight": weight}
@@ -110,11 +110,13 @@ def test_error_feedback_keeps_the_mean_of_gossip_that_rounding_loses():
 # Slow steps
 
 
-@pytest.mark.parametrize("weight", [None, [1.0, 3.0, 0.0, 2.0]])
+GOSSIP, AVERAGE = js.sgp("replica", graph=IRREGULAR), js.local_sgd("replica", sync_every=3)
+
+
 @pytest.mark.parametrize(
-    "base", [js.sgp("replica", graph=IRREGULAR), js.local_sgd("replica", sync_every=3)]
+    ("base", "kept", "weight"),
+    [(GOSSIP, False, None), (GOSSIP, True, [1.0, 3.0, 0.0, 2.0]), (AVERAGE, True, None)],
 )
-@pytest.mark.parametrize("kept", [False, True])
 def test_slow_steps_send_how_far_replicas_have_moved(base, weight, kept):
     """Which is little: 1e-2, and they are at 1. Replicas differ by what each has not sent."""
     start, moves = np.broadcast_to(apart()[:1], (4, 9)), random_moves(3, 1e-2)

@@ -126,14 +126,12 @@ def test_without_an_exchange_parameters_move_by_the_updates(name):
     due = next(phase for phase in tx.phases() if phase)
     assert [c for c in COLLECTIVES if c in program(phase=due)]
 
-    def both(params, grads, no):
-        return [step(params, grads, communicate=c) for c in (False, no)]
-
-    mapped = jax.vmap(both, axis_name="replica", in_axes=(0, 0, None))
-    for updates, state in jax.jit(mapped)(params, grads, jnp.zeros([], bool)):
-        assert state.count.tolist() == [4] * 4
-        for u, g in zip(jax.tree.leaves(updates), jax.tree.leaves(grads), strict=True):
-            assert np.array_equal(np.asarray(u, np.float32), np.asarray(g, np.float32))
+    asked = lambda params, grads, talk: step(params, grads, communicate=talk)  # noqa: E731
+    mapped = jax.jit(jax.vmap(asked, axis_name="replica", in_axes=(0, 0, None)))
+    updates, state = mapped(params, grads, jnp.zeros([], bool))
+    assert state.count.tolist() == [4] * 4
+    for u, g in zip(jax.tree.leaves(updates), jax.tree.leaves(grads), strict=True):
+        assert np.array_equal(np.asarray(u, np.float32), np.asarray(g, np.float32))
 
 
 @pytest.mark.parametrize("name", PARAMETER)
@@ -159,7 +157,7 @@ def test_an_idle_replica_poisons_nobody(name):
 
 
 def others_of(tx):
-    """Parameters and other arrays after each of four updates by zeros; both start alike."""
+    """Return parameters and other arrays after each of four updates by zeros; both start alike."""
 
     def one(params):
         zeros = jax.tree.map(jnp.zeros_like, params)
@@ -225,7 +223,7 @@ def state_types(tx):
 
 
 def fields_of_ours(tree) -> set[str]:
-    """The fields of all states of this package in a state, those inside of others too."""
+    """Return the fields of all states of this package in a state, those inside of others too."""
     found: set[str] = set()
 
     def visit(x):

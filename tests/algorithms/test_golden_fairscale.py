@@ -13,11 +13,7 @@ from support.golden_fairscale import FLOAT32, GOSSIP, HALF, LOCAL, NAMES, Golden
 ON_DEVICES = {
     "hier_localsgd_slowmo_w4_n2_f3_s6_me_explicitinit": "shard_map_unchecked",
     "localsgd_slowmo_w4_f3_s6_m0.5_me_adam_explicitinit": "pmap",
-    "localsgd_slowmo_w2_f3_s6_m0.2_lr0.7_me_mom_explicitinit": "shard_map_unchecked",
-    "hier_sgp_slowmo_w8_n2_s4_nme_explicitinit": "pmap",
-    "sgp_pushsum_w4_irregular_table": "vmap",
-    "sgp_slowmo_w4_s6_m0.5_me_explicitinit": "shard_map",
-    "sgp_w8_npeer_ppi2": "pmap",
+    "sgp_pushsum_w4_irregular_table": "shard_map",
 }
 
 
@@ -74,7 +70,7 @@ def test_trajectory(name):
     check_trajectory(name, "vmap")
 
 
-@pytest.mark.parametrize("name", [*list(ON_DEVICES)[::2], "sgp_w5_default"])
+@pytest.mark.parametrize("name", ["hier_sgp_slowmo_w8_n2_s4_nme_explicitinit", "sgp_w5_default"])
 def test_trajectory_on_devices(name):
     check_trajectory(name, "shard_map")
 
@@ -85,17 +81,12 @@ def test_trajectory_scheduled_by_the_host(name):
 
 
 @pytest.mark.parametrize(
-    ("execution", "options"),
-    [("vmap", {"pause": "array"}), ("shard_map", {"pause": "static"}), ("pmap", {"host": True})],
+    ("execution", "options"), [("shard_map", {"pause": "array"}), ("pmap", {"host": True})]
 )
 def test_paused_updates_neither_exchange_nor_rotate(execution, options):
     """FairScale's evaluation mode is communicate=False."""
     assert GoldenRun.load("sgp_w4_eval_steps").paused == {4, 5}
     check_trajectory("sgp_w4_eval_steps", execution, **options)
-
-
-def test_sharding_never_changes_numbers():
-    check_trajectory(next(iter(ON_DEVICES)), "vmap", shard_state=False)
 
 
 def test_devices_of_a_node_agree_in_the_recordings_after_the_first_average():
@@ -182,7 +173,7 @@ def first_anchor(golden: GoldenRun, params):
 
 
 def trajectory(golden: GoldenRun, sync, execution: str):
-    """Stacked float32 parameters after every step."""
+    """Return stacked float32 parameters after every step."""
     tx, axes = golden.chain(sync), golden.axes
     params = {k: jnp.asarray(v, jnp.float32) for k, v in golden.initial().items()}
     state = lift(tx.init, axes, execution, (False,))(params)

@@ -64,7 +64,7 @@ def test_weights_that_float32_cannot_hold_are_refused():
 
 
 def program_of(sync, mesh, **keywords) -> str:
-    """Its StableHLO, over devices."""
+    """Return its StableHLO, over devices."""
 
     def per_device(params):
         params = jax.tree.map(lambda x: x[0], params)
@@ -199,19 +199,8 @@ def problem(num_nodes: int, seed: int):
     return *jax.tree.map(lambda x: x.astype(np.float32), (params, updates)), talk
 
 
-def test_push_sum_weighs_out_uneven_arrivals_in_two_rounds():
-    """Node 0 sends to node 1, then to node 2; both always send to node 0."""
-    sync = js.sgp("replica", graph=js.topology.from_phone_book([[1, 2], [0], [0]], 1))
-    params = {"x": np.float32([[4], [8], [0]])}
-    seen = simulate(sync, params, {"x": np.zeros((2, 3, 1), np.float32)}, np.ones(2, bool))
-    # x = (2 + 4 + 0, 2 + 4, 0), w = (0.5 + 0.5 + 0.5, 0.5 + 0.5, 0.5)
-    # x = (3 + 3 + 0, 3, 3 + 0), w = (0.75 + 0.5 + 0.25, 0.5, 0.75 + 0.25)
-    np.testing.assert_allclose(seen.weight, [[1.5, 1.0, 0.5], [1.5, 0.5, 1.0]])
-    np.testing.assert_allclose(seen.params["x"][..., 0], [[4, 6, 0], [4, 6, 3]], atol=1e-6)
-
-
 @pytest.mark.filterwarnings("ignore:.*has size 1")
-@settings(max_examples=12)
+@settings(max_examples=6)
 @given(gossip=gossips(), seed=st.integers(0, 2**31))
 def test_gossip_keeps_the_sums_and_approaches_the_mean(gossip, seed):
     graph, sync = gossip
@@ -254,7 +243,7 @@ def test_gossip_keeps_the_sums_and_approaches_the_mean(gossip, seed):
 
 
 @pytest.mark.filterwarnings("ignore:.*has size 1")
-@settings(max_examples=6)
+@settings(max_examples=3)
 @given(
     gossip=gossips(), seed=st.integers(0, 2**31), shard_state=st.booleans(), every=st.integers(1, 5)
 )

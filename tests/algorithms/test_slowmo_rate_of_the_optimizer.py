@@ -41,7 +41,7 @@ def step_of(sync, optimizer=INJECTED, make_mesh=js.virtual_mesh, **options):
 
 
 def trained(step, idle=()):
-    """The parameters after each step, and the last state; replica 1 idles in updates `idle`."""
+    """Train with replica 1 idle in updates `idle`; return all parameters and the last state."""
     state, history = step.init(START), []
     for t, batch in enumerate(BATCHES, start=1):
         weight = np.where((np.arange(REPLICAS) == 1) & (t in idle), 0, 1).astype(np.float32)
@@ -69,7 +69,7 @@ AROUND = optax.chain(optax.clip(10.0), TUNED, optax.masked(INJECTED, {"b": True,
 
 
 def of_few_arguments():
-    """A base whose exchange takes no rate."""
+    """Return a base whose exchange takes no rate."""
     plain = js.local_sgd("replica", sync_every=2)
 
     def exchange(updates, others, state, params, *, communicate=True, weight=None, phase=None):
@@ -82,8 +82,7 @@ def of_few_arguments():
 @pytest.mark.parametrize(
     ("where", "optimizer", "wrap", "base", "options"),
     [
-        ("sharded", INJECTED, lambda sync: sync, None, {"mode": "host"}),
-        ("whole", INJECTED, js.only_finite, of_few_arguments(), {}),
+        ("sharded", INJECTED, js.only_finite, of_few_arguments(), {"mode": "host"}),
         ("inexact", AROUND, lambda sync: sync, None, {"make_mesh": js.make_mesh}),
     ],
 )
@@ -94,8 +93,9 @@ def test_it_trains_as_with_the_schedule_of_the_optimizer(where, optimizer, wrap,
     )
     with_schedule, _ = trained(step_of(slow(schedule, **WHERE[where]), optimizer, **options))
     assert_same(with_optimizer_rate, with_schedule)
-    without, _ = trained(step_of(slow(None, **WHERE[where])))
-    assert np.abs(without[-1]["w"] - with_schedule[-1]["w"]).max() > 1e-3
+    if where == "sharded":
+        without, _ = trained(step_of(slow(None, **WHERE[where])))
+        assert np.abs(without[-1]["w"] - with_schedule[-1]["w"]).max() > 1e-3
 
 
 def test_a_rate_that_is_changed_between_steps_counts_from_the_next_step():
@@ -115,7 +115,7 @@ def test_a_rate_that_is_changed_between_steps_counts_from_the_next_step():
 
 @pytest.mark.parametrize(
     ("where", "idle"),
-    [("sharded", range(2, STEPS + 1)), ("whole", (4, 7, 8)), ("inexact", (4, 7, 8))],
+    [("whole", range(2, STEPS + 1)), ("inexact", (4, 7, 8))],
 )
 def test_replicas_agree_after_a_slow_step_and_the_stale_rate_does_not_count(where, idle):
     """Rates fall: a stale one would carry the momentum of large steps into small ones."""

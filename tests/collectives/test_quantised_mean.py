@@ -19,7 +19,7 @@ FORMATS = {"int8": INT8, "e4m3": E4M3, "e5m2": E5M2}
 
 
 def draw(replicas, size, seed=0):
-    """Gradients whose magnitude differs between replicas and along the buffer."""
+    """Return gradients whose magnitude differs between replicas and along the buffer."""
     rng = np.random.default_rng([seed, size])
     x = rng.normal(size=(replicas, size)) * np.exp(rng.normal(size=(replicas, 1)))
     return (x * 10.0 ** np.sin(np.arange(size) / 50)).astype(np.float32)
@@ -32,7 +32,7 @@ def mean_of(how, axis_name="replica", **options):
 
 
 def through_int8(x, block):
-    """A row rounded block by block, in the order of operations of the definition."""
+    """Return a row rounded block by block, in the order of operations of the definition."""
     out = np.empty_like(x)
     for start in range(0, len(x), block):
         part = x[start : start + block]
@@ -75,7 +75,7 @@ def test_against_numpy(execution):
         np.testing.assert_array_equal(lost, wanted_lost)
 
 
-@settings(max_examples=6)
+@settings(max_examples=4)
 @given(
     st.integers(2, 8),
     st.integers(1, 5000) | st.integers(1, 40),
@@ -98,14 +98,11 @@ def test_errors_are_bounded_and_accounted_for(replicas, size, block, how, stocha
     assert np.all(np.abs(mean[0] - x.astype(np.float64).mean(axis=0)) <= bound)
 
 
-@pytest.mark.parametrize("names", [("a", "b"), ("b", "a")])
-def test_several_axes_are_as_one(names):
+def test_several_axes_are_as_one():
     """In the order in which they are named; on devices in one all-to-all."""
-    sizes = {"a": 2, "b": 4}
+    sizes, names = {"a": 2, "b": 4}, ("b", "a")
     x = draw(8, 301)
-    grid = x.reshape([sizes[n] for n in names] + [301])
-    if names == ("b", "a"):
-        grid = grid.swapaxes(0, 1)
+    grid = x.reshape(4, 2, 301).swapaxes(0, 1)
     fn = mean_of(replace(E4M3, block_size=16), names, key=jax.random.key(0))
     one = mean_of(replace(E4M3, block_size=16), key=jax.random.key(0))
     wanted = jax.jit(jax.vmap(one, axis_name="replica"))(x)
@@ -123,9 +120,7 @@ def test_several_axes_are_as_one(names):
     )
     for program in (nested, mapped):
         for found, value in zip(program(grid), wanted, strict=True):
-            found = np.broadcast_to(found, grid.shape)
-            if names == ("b", "a"):
-                found = found.swapaxes(0, 1)
+            found = np.broadcast_to(found, grid.shape).swapaxes(0, 1)
             np.testing.assert_array_equal(found.reshape(8, 301), value)
     report = js.comm_report_of(mapped.lower(grid), compile=False)
     assert report.count(collective="all-to-all") == 1
@@ -147,7 +142,7 @@ def all_codes(kind):
 
 
 def between(kind):
-    """Values between codes, in the middle (ties), and far below the least one."""
+    """Return values between codes, in the middle (ties), and far below the least one."""
     codes = all_codes(kind)
     rng = np.random.default_rng(0)
     shares = np.concatenate([[0, 0.5, 0.25, 2**-12], rng.uniform(size=8)]).astype(np.float32)

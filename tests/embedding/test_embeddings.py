@@ -17,21 +17,26 @@ from support.exhaustive import sweep
 UPDATES, IDLE = 3, 1  # of three updates the second is not active
 
 
-def rows_of(emb, accumulators):
-    """The accumulator of each row of each table, by way of what `read` makes of arrays."""
-    shapes = jax.eval_shape(emb.init, jax.random.key(0))
-    wide = {
-        n: jnp.broadcast_to(accumulators[n][:, None], x.shape).astype(jnp.float32)
-        for n, x in shapes.items()
-    }
-    return {name: host(x)[:, 0] for name, x in emb.read(wide).items()}
+def reader_of(emb):
+    """Return `(stored, accumulators) -> (tables, sums)`: each row's, wherever it is stored."""
+
+    @jax.jit
+    def read(stored, accumulators):
+        wide = {
+            name: jnp.broadcast_to(accumulators[name][:, None], x.shape).astype(jnp.float32)
+            for name, x in (stored.items() if accumulators else ())
+        }
+        sums = emb.read(wide) if wide else {}
+        return emb.read(stored), {name: x[:, 0] for name, x in sums.items()}
+
+    return lambda *arrays: jax.tree.map(host, read(*arrays))
 
 
 class Replica:
     """The tables of one replica in NumPy."""
 
-    def __init__(self, world, rng):
-        self.world, self.tables, self.sums = world, {}, {}
+    def __init__(self, world, read, rng):
+        self.world, self.read, self.tables, self.sums = world, read, {}, {}
         for name, table in world.emb.tables.items():
             values = rng.normal(size=(table.num_rows, table.dim))
             self.tables[name] = host(jnp.asarray(values, table.dtype))
@@ -41,7 +46,7 @@ class Replica:
         """Hold the results of an update to those in NumPy; `count` None: it was not active."""
         new, state, vectors, of_params, metrics = found
         emb, world, of_leaves = self.world.emb, self.world, {}
-        sums = rows_of(emb, state.accumulators) if state.accumulators else {}
+        read, sums = self.read(new, state.accumulators)
         assert bool(sums) == (world.rule.eps is not None)
         for name, table in emb.tables.items():
             tolerance = 2e-2 if table.dtype == jnp.bfloat16 else 1e-4
@@ -58,18 +63,18 @@ class Replica:
                 before = self.tables[name], self.sums[name]
                 after = updated(*before, grads, world.rule, count)
                 self.tables[name], self.sums[name] = after
-            np.testing.assert_allclose(host(emb.read(new)[name]), self.tables[name], **close)
+            np.testing.assert_allclose(read[name], self.tables[name], **close)
             if sums:
                 np.testing.assert_allclose(sums[name], self.sums[name], **close)
             # Rows in half precision are rounded after each update.
-            self.tables[name] = host(emb.read(new)[name])
+            self.tables[name] = read[name]
             self.count(name, bags, metrics)
         for leaf, wanted in of_leaves.items():
             of_devices = host(of_params["towers"][leaf]).sum(axis=0)
             np.testing.assert_allclose(of_devices, wanted, rtol=1e-3, atol=1e-3)
 
     def count(self, name, bags, metrics):
-        """Of each device: distinct rows of a table that it needs, and ids that are in no table."""
+        """Count the distinct rows of a table that each device needs, and ids that are in none."""
         table = self.world.emb.tables[name]
         ids = [bags[f].ids.reshape(self.world.parts, -1) for f in table.features_of(name)]
         ids = np.concatenate([x.astype(np.int64) for x in ids], axis=1)
@@ -84,7 +89,8 @@ class Replica:
 def test_random_tables_are_those_of_numpy(seed):
     world, rng = world_of(seed), np.random.default_rng(seed)
     emb, program, reference = world.emb, program_of(world), jax.jit(world.emb.reference)
-    replicas = [Replica(world, rng) for _ in range(world.replicas or 1)]
+    read = reader_of(emb)
+    replicas = [Replica(world, read, rng) for _ in range(world.replicas or 1)]
     stored = [emb.write(replica.tables) for replica in replicas]
     tables, state = world.together(stored), world.together(map(emb.init_optimizer, stored))
     for t in range(UPDATES):

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
@@ -121,7 +121,7 @@ def lookups():
 
 
 def owners_of(emb, name):
-    """The device that holds each row, read off the arrays: 0 where all devices hold all rows."""
+    """Read off the arrays which device holds each row: 0 where all devices hold all rows."""
     rows, shard = KINDS[name]
     zeros = {n: np.zeros((r, 4)) for n, (r, _) in KINDS.items()}
     numbers = 1 + np.tile(np.arange(rows)[:, None], 4)
@@ -131,6 +131,7 @@ def owners_of(emb, name):
     return np.array([place[1 + row] // local for row in range(rows)])
 
 
+@settings(max_examples=4)
 @given(st.integers(0, 2**20), st.booleans())
 def test_each_owner_has_so_many_slots_for_distinct_ids(seed, few):
     """A row is looked up everywhere on a device or nowhere, and only then it is updated."""
@@ -173,7 +174,7 @@ ROOM, SLOTS = 0.3, 5
 
 @functools.cache
 def patching(everything):
-    """What `patched_rows` makes of vectors of an older table, on two devices."""
+    """Return what `patched_rows` makes of vectors of an older table, on two devices."""
     tables = {"r": js.Table(128, 2), "c": js.Table(64, 2, shard="column")}
     emb = js.embeddings(tables, axis_name="s", optimizer=js.rowwise_sgd(1.0), capacity=SLOTS)
     emb = emb.over(2)

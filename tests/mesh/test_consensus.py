@@ -18,8 +18,6 @@ from jaxslowmo.transform import StatePlacement
 REPLICAS, RATE, STEPS = 4, 0.25, 7
 STAR = js.topology.star(REPLICAS)
 SYNCS = {
-    "star": js.sgp("replica", graph=STAR),
-    "overlap": js.sgp("replica", overlap=3),
     "star, overlap": js.sgp("replica", graph=STAR, overlap=3),
     "slowmo over star": js.slowmo("replica", base=js.sgp("replica", graph=STAR), sync_every=4),
     "only finite, overlap": js.only_finite(js.sgp("replica", overlap=3)),
@@ -146,7 +144,7 @@ def test_leaves_that_are_sharded_inside_a_replica_stay_sharded(replicas, mesh_of
 
 
 def test_it_sends_one_all_reduce_per_leaf_and_one_for_the_weights(mesh_of):
-    params, shares = params_and_shares("overlap")
+    params, shares = params_and_shares("star, overlap")
     weights, values = zip(*shares, strict=True)
     fn = _consensus_fn(mesh_of({"replica": REPLICAS}), "replica", frozenset())
     report = js.comm_report_of(fn.lower(weights, (params, *values[1:])), compile=False)

@@ -53,13 +53,13 @@ SYNCS = {
 }
 # The transforms that differ most; "derived" specs are read off the arrays.
 USUAL = {
-    ("auto", "sgp", "traced"), ("auto", "sgp overlap", "traced"), ("auto", "slowmo", "host"),
-    ("auto", "slowmo whole", "derived"), ("explicit", "slowmo", "derived"),
+    ("auto", "sgp overlap", "traced"), ("auto", "slowmo", "host"),
+    ("explicit", "slowmo whole", "derived"),
 }  # fmt: skip
 
 
 def loss_on(mesh):
-    """The loss; over Explicit axes it says itself which products are of gathered weights."""
+    """Return the loss; over Explicit axes it says itself which products are of gathered weights."""
     explicit = AxisType.Explicit in getattr(mesh, "axis_types", ())
 
     def lies(x, *spec):
@@ -95,7 +95,7 @@ def trained(step, state):
 
 
 def check_places(mesh, state):
-    """Parameters and what mirrors them lie as they did."""
+    """Assert that parameters and what mirrors them lie as they did."""
     adam = state.opt_state[1][0]
     for tree in (state.params, adam.mu, adam.nu):
         for name, leaf in tree.items():

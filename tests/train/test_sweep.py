@@ -8,7 +8,7 @@ import pytest
 
 import jaxslowmo as js
 
-REPLICAS, STEPS, SEEDS = 4, 13, 2
+REPLICAS, STEPS, SEEDS = 4, 10, 2
 SETTINGS = {"rate": [0.1, 0.02, 0.1], "momentum": [0.0, 0.4, 0.6], "outer": [1.0, 0.7, 0.5]}
 
 
@@ -88,10 +88,10 @@ def trained(transform, seed):
 @pytest.mark.filterwarnings("ignore:.*no multiple", "ignore:slowmo without")
 @pytest.mark.parametrize("name", ["all_reduce", *[name for name in SYNCS if name != "slowmo"]])
 def test_each_run_equals_a_training_step_of_its_setting(name):
-    """Of every setting one seed, of the last one both; in several calls of `run`."""
-    models, losses = swept(chain_of(name), parts=(5, 5, 3), at_once=2)
+    """Other settings and seeds than the first; in several calls of `run`."""
+    models, losses = swept(chain_of(name), parts=(5, 5), at_once=2)
     assert losses.shape == (3, SEEDS, STEPS)
-    for number, seed in ((0, 0), (1, 1), (2, 0), (2, 1)):
+    for number, seed in ((1, 1), (2, 0)):
         setting = {key: values[number] for key, values in SETTINGS.items()}
         model, expected = trained(chain_of(name)(setting), seed)
         np.testing.assert_allclose(losses[number, seed], expected, rtol=2e-5)

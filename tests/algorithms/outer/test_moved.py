@@ -24,18 +24,16 @@ def by_hand(name):
 # Divided otherwise, with a delay and without one, sharded and whole
 DIVISIONS = [
     {},
-    {"fragments": 2},
     {"fragments": 3, "delay": 2},
     {"fragments": by_hand, "delay": 1, "merge": 0.5},
     {"delay": 3},
     {"fragments": 4, "delay": 2},
 ]
-# From one to another, on how many replicas, whether sharded.
-MOVES = [(0, 3, 2, False), (3, 4, 4, True), (4, 1, 2, True), (5, 2, 4, False)]
-ALIKE = [(2, 2, 4, True), (2, 2, 2, False)]
+# From one to another, on how many replicas, whether sharded; the last is the same.
+MOVES = [(0, 2, 2, False), (4, 3, 4, True), (1, 1, 2, True)]
 
 
-@pytest.mark.parametrize(("then", "now", "replicas", "shard_state"), [*MOVES, *ALIKE])
+@pytest.mark.parametrize(("then", "now", "replicas", "shard_state"), MOVES)
 def test_a_run_goes_on_in_other_fragments(tmp_path, then, now, replicas, shard_state):
     """Each leaf keeps its anchor and its momentum, whatever its fragment was."""
     outer = optax.chain(optax.scale_by_adam(b1=0.5, b2=0.9), optax.scale(-0.1))
@@ -48,12 +46,15 @@ def test_a_run_goes_on_in_other_fragments(tmp_path, then, now, replicas, shard_s
         return js.make_train_step(loss_of_leaves, optax.sgd(0.1), sync=sync, mesh=mesh)
 
     def by_leaf(step, state):
-        """The anchor by leaf, and the two moments that Adam keeps of each leaf."""
+        """Return the anchor by leaf, and the two moments that Adam keeps of each leaf."""
         own, anchor_of = state.opt_state[-1], jax.vmap(step.sync.anchor, axis_name="replica")
         parts = own.outer if isinstance(own.outer, dict) else {None: own.outer}
         moments = [{k: getattr(x[0], name) for k, x in parts.items()} for name in ("mu", "nu")]
         alike = [own.anchor, *(x.get(None, x) for x in moments)]
-        return [anchor_of(own._replace(anchor=x), state.params) for x in alike]
+        all_of = jax.jit(
+            lambda trees: [anchor_of(own._replace(anchor=x), state.params) for x in trees]
+        )
+        return all_of(alike)
 
     random = np.random.default_rng(5)
     batches = [

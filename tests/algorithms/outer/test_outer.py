@@ -12,7 +12,7 @@ from jaxslowmo.transform import as_schedule, checked_exchange
 
 
 def after_updates(sync, params, updates):
-    """Parameters of all replicas after each of `updates`, `[steps, replicas, n]`."""
+    """Return parameters of all replicas after each of `updates`, `[steps, replicas, n]`."""
 
     def one(p, us):
         s, seen = sync.init(p), []
@@ -49,7 +49,7 @@ def test_the_optimizer_sees_how_far_the_mean_has_moved():
 
 
 def trained_in_bf16(sync, sgd, apart):
-    """Bits after 4 updates, with optimizer and transform in one program or in one each."""
+    """Return bits after 4 updates, with optimizer and transform in one program or in one each."""
     mesh = js.make_mesh({"replica": 4})
     sync = sync.sized({"replica": 4})
     random = np.random.default_rng(0)
@@ -63,14 +63,15 @@ def trained_in_bf16(sync, sgd, apart):
         return jax.jit(jax.shard_map(one, mesh=mesh, in_specs=specs, out_specs=specs))
 
     own, state = program(sgd.init)(params), program(sync.init)(params)
-    together = program(optax.chain(sgd, sync).update)
+    together, applied = program(optax.chain(sgd, sync).update), program(optax.apply_updates)
+    first, second = program(sgd.update), program(sync.update)
     for g in grads:
         if apart:
-            updates, own = program(sgd.update)(g, own, params)
-            updates, state = program(sync.update)(updates, state, params)
+            updates, own = first(g, own, params)
+            updates, state = second(updates, state, params)
         else:
             updates, (own, state) = together(g, (own, state), params)
-        params = program(optax.apply_updates)(params, updates)
+        params = applied(params, updates)
     return np.asarray(params, np.float32)
 
 

@@ -8,11 +8,11 @@ import pytest
 import jaxslowmo as js
 
 # Around the largest numbers of int8 and uint8: the table's size itself does not fit, or just so.
-SIZES = (127, 128, 256, 300)
+SIZES = (127, 128, 256)
 
 
 def ids_of(dtype, num_rows):
-    """Some of the table, from either end, some twice, and some outside of it."""
+    """Return some of the table, from either end, some twice, and some outside of it."""
     info = np.iinfo(dtype)
     near = {0, 1, num_rows - 2, num_rows - 1, num_rows, num_rows + 1, num_rows // 2}
     below = {-1, -2, -num_rows, -num_rows - 1}
@@ -32,7 +32,7 @@ def looked_up(table, ids):
 
 
 def summed(rows, values, num_rows):
-    """A gradient as a table: rows that it does not have are left out, those below 0 too."""
+    """Return a gradient as a table: rows that it does not have are left out, those below 0 too."""
     out = np.zeros((num_rows, *values.shape[1:]))
     for row, value in zip(rows, values, strict=True):
         if row is not None and 0 <= int(row) < num_rows:
@@ -40,8 +40,8 @@ def summed(rows, values, num_rows):
     return out
 
 
-# A narrow type with and without a sign, the most common one, and one of 64 bits.
-@pytest.fixture(params=["int8", "uint8", "int32", "int64"])
+# A narrow type with and without a sign, and one of 64 bits.
+@pytest.fixture(params=["int8", "uint8", "int64"])
 def dtype(request):
     """Types of 64 bits exist under x64 only."""
     with jax.enable_x64(request.param.endswith("64")):

@@ -115,7 +115,7 @@ class Plain:
             self.window, self.held = None, 0
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     lengths=st.lists(st.integers(0, 6), min_size=1, max_size=3),
     accumulate=st.sampled_from([1, 2, 3, 5]),

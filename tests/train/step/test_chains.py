@@ -54,12 +54,10 @@ def test_a_chain_equals_its_parts(name):
 
 OPAQUE = {
     "masked": optax.masked(optax.chain(mean, sgd), {"b": True, "w": True}),
-    "several steps": optax.MultiSteps(optax.chain(mean, sgd), 2).gradient_transformation(),
     "partition": optax.partition(
         {"a": optax.chain(mean, clip, sgd), "b": optax.chain(mean, optax.adam(0.1))},
         {"b": "a", "w": "b"},
     ),
-    "every second": optax.conditionally_mask(optax.chain(mean, sgd), lambda step: step % 2 == 0),
     "parameters": optax.chain(sgd, local),
     "loss scale": optax.chain(mean, js.dynamic_loss_scale(sgd, initial=4.0)),
 }

@@ -8,7 +8,7 @@ import pytest
 
 import jaxslowmo as js
 from train.step.problem import BATCHES, KINDS, PARAMS, loss
-from train.step.tables import DENSE, batches, step_of
+from train.step.tables import DENSE, batches, embeddings, step_of
 
 
 def make_step(options, kind="virtual", **arguments):
@@ -75,8 +75,13 @@ def test_every_program_of_a_step_is_compiled_with_them(kind, mode, dump):
 
 
 def test_lookups_ahead_are_compiled_with_them(dump):
-    gradients = js.all_reduce_gradients("replica")
-    step = step_of(2, gradients=gradients, compiler_options=dump.options)
+    step = step_of(
+        1,
+        mesh=js.virtual_mesh({"replica": 2}),
+        embeddings=embeddings(axis=None),
+        gradients=js.all_reduce_gradients("replica"),
+        compiler_options=dump.options,
+    )
     state, (first, second) = step.init(DENSE), batches(2)
     ahead = step.ahead("patched")
     dump.new()

@@ -40,17 +40,15 @@ LOCAL = js.local_sgd("replica", sync_every=3)
 RING = js.topology.ring(3)
 BASE = js.local_sgd("replica", sync_every=2)
 VIRTUAL, DEVICES = js.virtual_mesh({"replica": 3}), {"replica": 3}
-# Transform, mesh, options of the step, whether replicas have weights.
+# Transform, mesh, options of the step.
 RUNS = {
-    "local_sgd": (LOCAL, VIRTUAL, {}, True),
-    "sgp": (js.sgp("replica", graph=RING), VIRTUAL, {"mode": "host"}, False),
-    "overlapped": (js.sgp("replica", graph=RING, overlap=1), VIRTUAL, {}, False),
+    "sgp": (js.sgp("replica", graph=RING, overlap=1), VIRTUAL, {}),
     "slowmo": (
         js.slowmo("replica", base=BASE, sync_every=4, learning_rate=0.1),
-        DEVICES, {"mode": "host"}, False,
+        VIRTUAL, {"mode": "host"},
     ),
-    "diloco": (js.diloco("replica", sync_every=3), DEVICES, {"accumulate": 2}, False),
-    "sharded": (LOCAL, DEVICES | {"fsdp": 2}, {}, False),
+    "diloco": (js.diloco("replica", sync_every=3), DEVICES, {"accumulate": 2}),
+    "sharded": (LOCAL, DEVICES | {"fsdp": 2}, {}),
 }  # fmt: skip
 
 pytestmark = pytest.mark.filterwarnings("ignore:`optimizer` holds optax.contrib.sam:UserWarning")
@@ -60,19 +58,19 @@ def linear(params, batch):
     return sum(jnp.sum(params[name] * jnp.mean(batch, 0)[i]) for i, name in enumerate(PARAMS))
 
 
-def trained(sync, mesh, weighted=False, **options):
+def trained(sync, mesh, **options):
     params, mesh = PARAMS, js.make_mesh(mesh) if isinstance(mesh, dict) else mesh
     if "fsdp" in mesh.shape:
         params = jax.device_put(PARAMS, NamedSharding(mesh, P("fsdp")))
     step = js.make_train_step(linear, OPTIMIZER, sync=sync, mesh=mesh, **options)
     state = step.init(params)
     for batch, weight in zip(BATCHES, WEIGHTS, strict=True):
-        state, _ = step(state, batch, weight if weighted else None)
+        state, _ = step(state, batch, weight)
     return state
 
 
 def copies(state):
-    """Copies of parameters in the state, by name of the parameter."""
+    """Return copies of parameters in the state, by name of the parameter."""
     found = {}
     for field, name in COPIES.items():
         ((_, tree),) = optax.tree.get_all_with_path(state.opt_state[1], field)
@@ -82,16 +80,16 @@ def copies(state):
 
 @pytest.fixture(scope="module")
 def apart():
-    return [trained("none", VIRTUAL, weighted) for weighted in (False, True)]
+    return trained("none", VIRTUAL)
 
 
 @pytest.mark.parametrize("name", RUNS)
 def test_copies_move_with_the_parameters(apart, name):
-    sync, mesh, options, weighted = RUNS[name]
-    alone, state = apart[weighted], trained(sync, mesh, weighted, **options)
-    before, after = copies(alone), copies(state)
+    sync, mesh, options = RUNS[name]
+    state = trained(sync, mesh, **options)
+    before, after = copies(apart), copies(state)
     for leaf in PARAMS:
-        moved = np.asarray(state.params[leaf]) - np.asarray(alone.params[leaf])
+        moved = np.asarray(state.params[leaf]) - np.asarray(apart.params[leaf])
         assert np.abs(moved).max() > 1e-3
         np.testing.assert_allclose(after[leaf] - before[leaf], moved, atol=2e-6, err_msg=leaf)
         if name == "sharded":

@@ -22,20 +22,28 @@ def loss(params, batch, *, model_state):
     return jnp.sum(params["w"] * batch.mean(0)), (metrics, new)
 
 
-def trained(sync, batches, kind="virtual", axes=None, weight=None, fn=loss, start=START, **options):
-    """The step, its last state and metrics, and the statistics after each update."""
+def step_of(sync, kind="virtual", axes=None, fn=loss, **options):
     mesh = KINDS[kind](axes or {"replica": 4})
     options |= {"sync": sync, "mesh": mesh, "donate": False}
-    step = js.make_train_step(fn, optax.sgd(0.1), **options)
-    state, seen, metrics = step.init({"w": np.ones(3, np.float32)}, model_state=start), [], None
+    return js.make_train_step(fn, optax.sgd(0.1), **options)
+
+
+def started(step, start=START):
+    return step.init({"w": np.ones(3, np.float32)}, model_state=start)
+
+
+def trained(sync, batches, kind="virtual", axes=None, fn=loss, start=START, **options):
+    """Return the step, its last state and metrics, and the statistics after each update."""
+    step = step_of(sync, kind, axes, fn, **options)
+    state, seen, metrics = started(step, start), [], None
     for batch in batches:
-        state, metrics = step(state, batch, weight)
+        state, metrics = step(state, batch)
         seen.append(np.asarray(jax.tree.leaves(state.model_state)[0]))
     return step, state, metrics, seen
 
 
 def rows(*values):
-    """A batch of one example per replica, all of whose features are its value."""
+    """Return a batch of one example per replica, all of whose features are its value."""
     return np.repeat(np.float32(values)[:, None], 3, axis=1)
 
 
@@ -67,9 +75,11 @@ WEIGHED = {
 def test_means_are_weighted(name):
     """Values 1, 2, 3 of equal weight and one replica without data: 2, not 1.5."""
     kind, sync, gradients = WEIGHED[name]
+    step = step_of(sync, kind, gradients=gradients)
     for weight, mean in (([1, 1, 1, 0], 2.0), ([3, 1, 0, 0], 1.25), (None, 2.5), ([0] * 4, 0.0)):
         batch = rows(1, 2, 3, np.nan if weight == [1, 1, 1, 0] else 4)
-        *_, (found,) = trained(sync, [batch], kind, weight=weight, gradients=gradients)
+        state, _ = step(started(step), batch, weight)
+        found = state.model_state["mean"]
         np.testing.assert_allclose(found, np.full((4, 3), mean), rtol=1e-6)
 
 

@@ -26,13 +26,13 @@ ONE[1, 2] = True  # replica 2 overflows in the second update
 
 
 def loss(params, batch):
-    """A linear function of the parameters: `factor` infinite is an overflow, 0 no gradient."""
+    """Return a linear function: `factor` infinite is an overflow, 0 no gradient."""
     x, factor = batch
     return ((x @ params["w"] + params["b"]).sum(-1) * factor).mean()
 
 
 def batches(overflow, bad=np.inf):
-    """Batches of which `factor` is `bad` where `overflow`, bool (steps, replicas), is True."""
+    """Make batches whose `factor` is `bad` where `overflow`, (steps, replicas), is True."""
     factors = np.where(np.repeat(overflow, LOCAL, axis=1), bad, 1.0).astype(np.float32)
     return [(x, factor) for x, factor in zip(X, factors, strict=False)]
 
@@ -59,7 +59,6 @@ def assert_same(a, b):
 
 BASE = js.local_sgd("replica", sync_every=2)
 SYNCS = {
-    "local_sgd": (BASE, "host"),
     "slowmo": (js.slowmo("replica", base=BASE, sync_every=4, learning_rate=0.5), "traced"),
     "sgp": (js.sgp("replica"), "host"),
 }
@@ -123,8 +122,10 @@ def test_the_policy_holds_wherever_the_loss_is_called():
         value = loss(params, batch)
         return value, ({"twice": value * 2}, {"m": model_state["m"] + value})
 
+    search = optax.scale_by_backtracking_linesearch(max_backtracking_steps=3)
+    searching = optax.chain(optax.sgd(1.0), search)
     step = make(
-        scaled(optax.lbfgs(), "replica"), fn=noting, sync=js.local_sgd("replica"), order="ready",
+        scaled(searching, "replica"), fn=noting, sync=js.local_sgd("replica"), order="ready",
         policy=js.Policy("bfloat16", keep="b"),
     )  # fmt: skip
     state = step.init(PARAMS, model_state={"m": np.float32(0)})

@@ -29,7 +29,7 @@ def step_of(mesh=VIRTUAL, **options):
     return js.make_train_step(loss, optax.adam(0.1), mesh=mesh, **{"sync": sync, **options})
 
 
-@pytest.mark.parametrize("kind", ["virtual", "auto", "explicit"])
+@pytest.mark.parametrize("kind", ["virtual", "explicit"])
 def test_a_traced_step_inside_of_other_programs_gives_the_same_state(kind):
     """Shards inside of a replica stay so."""
     mesh = KINDS[kind]({"replica": 2} if kind == "virtual" else {"replica": 2, "fsdp": 4})
@@ -102,17 +102,17 @@ def test_a_donated_state_is_refused_and_still_tells_its_shapes(mode):
     assert not any(x.is_deleted() for x in jax.tree.leaves(state))
 
 
-@pytest.mark.parametrize(("mode", "numpy"), [("host", True), ("traced", False)])
-def test_resuming_at_any_step_gives_the_same_bits(mode, numpy):
+def test_resuming_at_any_step_gives_the_same_bits():
     """Of one step object on states of several times, which it does not mix up."""
 
     def make():
         optimizer = optax.sgd(RATE, momentum=0.9)
-        return js.make_train_step(loss, optimizer, sync=slow_over_local(), mesh=VIRTUAL, mode=mode)
+        return js.make_train_step(
+            loss, optimizer, sync=slow_over_local(), mesh=VIRTUAL, mode="host"
+        )
 
     def saved(state):
         copy = jax.tree.map(np.array, state._replace(rng=()))
-        copy = copy if numpy else jax.tree.map(jnp.asarray, copy)
         return copy._replace(rng=jax.random.wrap_key_data(np.array(jax.random.key_data(state.rng))))
 
     whole, other = make(), make()
@@ -131,7 +131,7 @@ def test_resuming_at_any_step_gives_the_same_bits(mode, numpy):
 
 @pytest.mark.parametrize(
     ("case", "mode"),
-    [("auto", "host"), ("explicit", "traced"), ("virtual", "traced"), ("fsdp", "traced")],
+    [("auto", "host"), ("explicit", "traced"), ("fsdp", "traced")],
 )
 def test_nothing_compiles_after_the_first_step_of_each_phase(case, mode, compilations):
     """Nor is anything traced again that was traced to be read, of arrays or of shapes alone."""
@@ -149,16 +149,13 @@ def test_nothing_compiles_after_the_first_step_of_each_phase(case, mode, compila
     sync = slow_over_local(param_specs=specs)
     step = js.make_train_step(counted, optax.adam(0.1), sync=sync, mesh=mesh, mode=mode)
     state, programs = step.init(params), 3 if mode == "host" else 1
-    if case != "virtual":  # whose programs are read as those of devices would be
-        arguments = state, BATCHES[0]
-        if case == "auto":
-            arguments = jax.tree.map(
-                lambda x: jax.ShapeDtypeStruct(
-                    x.shape, x.dtype, sharding=getattr(x, "sharding", None)
-                ),
-                arguments,
-            )
-        assert len(step.traced_by_phase(*arguments)) == programs
+    arguments = state, BATCHES[0]
+    if case == "auto":
+        arguments = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=getattr(x, "sharding", None)),
+            arguments,
+        )
+    assert len(step.traced_by_phase(*arguments)) == programs
     seen = set()
     for batch in (*BATCHES, *BATCHES):
         phase, before = step.next_phase(state), compilations.count

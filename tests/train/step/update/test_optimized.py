@@ -16,7 +16,6 @@ KINDS = {"devices": js.make_mesh, "virtual": js.virtual_mesh}
 PLATEAU = optax.chain(
     optax.sgd(0.1), optax.contrib.reduce_on_plateau(factor=0.5, patience=1, cooldown=1, rtol=0.5)
 )
-SEARCH = optax.lbfgs(linesearch=optax.scale_by_zoom_linesearch(max_linesearch_steps=5))
 BACKTRACKING = optax.chain(
     optax.sgd(1.0), optax.scale_by_backtracking_linesearch(max_backtracking_steps=5)
 )
@@ -35,7 +34,7 @@ def noisy(params, batch):
 
 
 def by_hand(optimizer, batches, fn=noisy, parts=1):
-    """One replica on its own; `parts` microbatches are averaged."""
+    """Train one replica on its own; `parts` microbatches are averaged."""
     optimizer = optax.with_extra_args_support(optimizer)
 
     @jax.jit
@@ -93,8 +92,7 @@ WHOLE = {
 # ... or each its own part of it.
 OWN = {
     "plateau": ("virtual", TWO, PLATEAU, {"sync": local, "accumulate": 2}),
-    "lbfgs": ("virtual", TWO, SEARCH, {"sync": local, "accumulate": 2, "fn": loss}),
-    "backtracking": ("devices", TWO, BACKTRACKING, {"sync": local, "fn": loss}),
+    "search": ("devices", TWO, BACKTRACKING, {"sync": local, "accumulate": 2, "fn": loss}),
 }  # fmt: skip
 
 
@@ -118,7 +116,7 @@ def test_the_loss_is_averaged_as_gradients_are(name):
 
 
 def sent(optimizer, **options):
-    """By kind of step, how many collectives it emits over the replicas, and their bytes."""
+    """Count what each kind of step emits over the replicas: collectives and bytes."""
     step = js.make_train_step(noisy, optimizer, mesh=js.make_mesh(TWO), **options)
     (traced,) = step.traced_by_phase(jax.eval_shape(step.init, PARAMS), BATCHES[0]).values()
     report = js.comm_report_of(traced.lower(), compile=False)
@@ -168,7 +166,7 @@ def test_only_the_optimizer_is_told_and_it_may_take_no_more_than_it_knows():
 
 
 def with_constants():
-    """Its state is a constant from one branch, and from the other what it was."""
+    """Make a transform whose state is a constant from one branch, as before from the other."""
 
     def update(updates, state, params=None):
         count = jax.lax.cond(state.count > 9, lambda c: jnp.zeros([]), lambda c: c, state.count)

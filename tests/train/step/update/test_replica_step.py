@@ -50,12 +50,12 @@ OPTIONS = {
     "chain": [False, True],
     "model_state": ["sync_mean", "broadcast", "local"],
 }
-RUNS = 16
+RUNS = 8
 SPECS = {"b": (), "w": ("fsdp",)}
 
 
 def possible(run):
-    """The run, without what cannot stand beside the rest."""
+    """Return the run, without what cannot stand beside the rest."""
     if run["reduce"] == "early":
         run |= {"kind": run["kind"].removesuffix(" inner"), "sync": "late"}
     if run["clip"] == "none" and not run["scaled"]:
@@ -68,7 +68,7 @@ def possible(run):
 
 
 def fn(params, batch, *, model_state):
-    """An infinite factor is an overflow; statistics are not used, so gradients are by example."""
+    """Use no statistics, so gradients are by example; an infinite factor is an overflow."""
     x, factor = batch
     values = jnp.sum(jnp.tanh(x @ params["w"] + params["b"]) ** 2, axis=1) * factor
     new = {"m": 0.5 * model_state["m"] + x.mean(0), "n": model_state["n"] + 1}
@@ -92,7 +92,7 @@ def weight_of(run, update, batch):
 
 
 def made(run):
-    """The step."""
+    """Return the step."""
     optimizer, clip = OPTIMIZERS[run["optimizer"]], js.clip_by_global_norm(MAX_NORM)
     optimizer = OURS.get(run["optimizer"], optimizer)
     is_inner, parts = run["kind"].endswith("inner"), []
@@ -226,13 +226,10 @@ def test_updates_are_those_of_a_loop_by_hand(seed, number):
             np.testing.assert_array_equal(metrics["loss_scale"], scales, where)
 
 
-@pytest.mark.parametrize(
-    ("kind", "mode"), [("auto", "host"), ("explicit", "traced"), ("virtual", "host")]
-)
-def test_gossip_of_two_replicas_equals_one_big_batch(kind, mode):
+def test_gossip_of_two_replicas_equals_one_big_batch():
     """Two nodes that keep one half and send the other one have averaged after every update."""
-    optimizer, mesh = optax.sgd(RATE, momentum=0.9), KINDS[kind]({"replica": 2})
-    step = js.make_train_step(loss, optimizer, sync=js.sgp("replica"), mesh=mesh, mode=mode)
+    optimizer, mesh = optax.sgd(RATE, momentum=0.9), KINDS["explicit"]({"replica": 2})
+    step = js.make_train_step(loss, optimizer, sync=js.sgp("replica"), mesh=mesh)
     state, _ = train(step, step.init(PARAMS))
     params, momentum = PARAMS, optimizer.init(PARAMS)
     for batch in BATCHES[:4]:

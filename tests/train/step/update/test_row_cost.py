@@ -11,7 +11,7 @@ import jaxslowmo as js
 
 LOCAL = js.local_sgd("replica", sync_every=4)
 SLOWMO = js.slowmo("replica", base=LOCAL, sync_every=8)
-CASES = {"local_sgd": (LOCAL, 1), "slowmo": (SLOWMO, 2), "only_finite": (js.only_finite(LOCAL), 1)}
+CASES = {"slowmo": (SLOWMO, 2), "only_finite": (js.only_finite(LOCAL), 1)}
 DIM = 8
 # What names a buffer, or changes rows of it where it lies.
 IN_PLACE = {"parameter", "get-tuple-element", "bitcast", "conditional", "tuple", "scatter"}
@@ -37,7 +37,7 @@ def compiled(num_rows, num_shards, sync):
 
 
 def computations(text):
-    """The instructions of each computation of a compiled program, by its name."""
+    """Return the instructions of each computation of a compiled program, by its name."""
     found, lines = {}, None
     for line in text.splitlines():
         if start := re.match(r"(ENTRY )?%([\w.\-]+) \(", line):
@@ -48,7 +48,7 @@ def computations(text):
 
 
 def writes(instructions, known, num_elements):
-    """Operations that write a whole array of at least so many elements."""
+    """Return operations that write a whole array of at least so many elements."""
     found = []
     for line in instructions:
         made = re.match(r"(?:ROOT )?%[\w.\-]+ = \w+\[([\d,]+)\]\S* ([\w\-]+)\(", line)

@@ -45,13 +45,13 @@ def begin(step):
 
 
 def joined(batches, parts):
-    """Batches as one, whose microbatches on every device they are."""
+    """Return batches as one, whose microbatches on every device they are."""
     cut = [np.split(batch, parts) for batch in batches]
     return np.concatenate([part for device in zip(*cut, strict=True) for part in device])
 
 
 def windowed(step, state, batches, weights=None):
-    """One update of several batches."""
+    """Make one update of several batches."""
     window, seen = None, []
     weights = [None] * len(batches) if weights is None else weights
     for batch, weight in zip(batches[:-1], weights[:-1], strict=True):
@@ -76,12 +76,12 @@ def means(metrics):
     return jax.tree.map(lambda *x: np.mean(x, axis=0), *metrics)
 
 
-@pytest.mark.parametrize("mesh", [VIRTUAL, js.make_mesh(INNER)], ids=["virtual", "inner"])
-def test_batches_are_the_microbatches_of_one(mesh):
+def test_batches_are_the_microbatches_of_one():
     """With model state, keys and momentum; over two updates, the second of which exchanges.
 
     A window that is applied is the update with its last batch.
     """
+    mesh = js.make_mesh(INNER)
     step, whole, applied = made(mesh), made(mesh, accumulate=3), made(mesh)
     state, reference, other = map(begin, (step, whole, applied))
     for batches in BATCHES[:3], BATCHES[3:6]:

@@ -1,0 +1,412 @@
+"""What several processes give and get: one run of two processes, with two devices each.
+
+Devices 0 and 1 are the first process', 2 and 3 the second's.
+"""
+
+import json
+import re
+
+import jax
+import numpy as np
+import pytest
+
+from support.pairs import two_processes
+
+pytestmark = pytest.mark.xdist_group("two processes that train")  # they share the run
+
+# What each process gives of one array.
+PARTS = """
+import functools
+import json
+import math
+import numpy as np
+import optax
+from jax.sharding import NamedSharding, PartitionSpec as P
+import jaxslowmo as js
+from jaxslowmo._support.coordinator import tell, wait_for
+from jaxslowmo.train.batches import own_parts
+
+devices = sorted(jax.devices(), key=lambda d: d.id)
+rng = np.random.default_rng(0)
+WHOLE = rng.normal(size=(2, 8, 3)).astype(np.float32)
+WEIGHT = np.array([1, 3], np.float32)
+START = {"w": np.ones((3, 2), np.float32)}
+said = {}
+
+def loss(params, batch):
+    return ((batch @ params["w"]) ** 2).mean()
+
+def values(tree):
+    shards = [shard for x in jax.tree.leaves(tree) for shard in x.addressable_shards]
+    return [np.asarray(shard.data).tolist() for shard in shards]
+
+def train(step, params, give, weight=None):
+    state = step.init(params)
+    for batch in WHOLE:
+        state, metrics = step(state, give(batch), weight)
+    return values((state.params, metrics))
+
+def over(mesh, *axes):
+    sharding = NamedSharding(mesh, P(*axes))
+    return lambda x: jax.make_array_from_callback(x.shape, sharding, lambda i: x[i])
+
+local = jax.make_mesh((2,), ("local",), devices=jax.local_devices())  # with an Explicit axis
+here_split = lambda x: jax.device_put(x, NamedSharding(local, P("local")))
+
+def compare(name, mesh, axes, spec=None, weighted=False, globally=False):
+    own, here = own_parts(mesh, axes), list(own_parts(mesh, ("replica",)))
+    count = math.prod(mesh.shape[a] for a in axes)
+    mine = lambda x: np.concatenate([np.split(x, count)[i] for i in own])
+    weight = WEIGHT if weighted else None
+    part = None if weight is None else weight[here]
+    params = jax.tree.map(over(mesh, *spec), START) if spec else START
+    make = functools.partial(
+        js.make_train_step, loss, optax.sgd(0.1), sync=js.local_sgd("replica", sync_every=1),
+        mesh=mesh,
+    )
+    step = make()
+    known = None if weight is None else over(mesh, "replica")(weight)
+    wanted = train(step, params, over(mesh, axes), known)
+    one = lambda x: jax.device_put(mine(x), jax.local_devices()[0])
+    found = [train(step, params, give, part) for give in (mine, one, lambda x: here_split(mine(x)))]
+    if globally:
+        step = make(host_batch="global")
+        found += [train(step, params, give, weight) for give in (lambda x: x, here_split)]
+    said[name] = [own, all(x == wanted for x in found)]
+
+def drawn(params, batch, *, model_state):
+    return loss(params, batch), ({"drawn": jax.random.uniform(model_state["key"])}, model_state)
+
+grid = lambda *rows: np.array([[devices[i] for i in row] for row in rows])
+one_axis = lambda *row: jax.sharding.Mesh(grid(row)[0], ("replica",))
+compare("apart", one_axis(0, 2, 1, 3), ("replica",))
+two = jax.sharding.Mesh(grid([0, 1], [2, 3]), ("replica", "device"))
+compare("whole replicas", two, ("replica", "device"), weighted=True)
+spans = jax.sharding.Mesh(grid([0, 2], [1, 3]), ("replica", "device"))
+compare("replicas over processes", spans, ("replica", "device"), weighted=True, globally=True)
+model = jax.sharding.Mesh(grid([0, 2], [1, 3]), ("replica", "model"))
+compare("same parts", model, ("replica",), spec=(None, "model"), globally=True)
+
+# Nothing waits for the other process: process 0 does its local steps before process 1 begins.
+sync = js.local_sgd("replica", sync_every=99)
+for mode, host_batch in (("host", "local"), ("traced", "global")):
+    step = js.make_train_step(
+        loss, optax.sgd(0.1), sync=sync, mesh=one_axis(0, 1, 2, 3), mode=mode, host_batch=host_batch
+    )
+    state = step.init(START)
+    is_whole = host_batch == "global"
+    batch = WHOLE[0] if is_whole else WHOLE[0][4 * rank:][:4]
+    weight = np.arange(4.0) if is_whole else np.ones(2)
+    state, _ = step(state, batch, weight)
+    if rank == 1:
+        wait_for(f"go {mode}", 300)
+    for _ in range(10):
+        state, metrics = step(state, batch, weight)
+    jax.block_until_ready((state, metrics))
+    if rank == 0:
+        tell(f"go {mode}", "")
+
+# jax puts bits on devices of other processes, and no keys.
+step = js.make_train_step(drawn, optax.sgd(0.1), sync="none", mesh=one_axis(0, 2))
+made = step.init(START, model_state={"key": jax.random.key(5)})
+said["drawn"] = js.host_mean(step(made, WHOLE[0][rank:][:1])[1])["drawn"]
+
+# What is looked at without running is of the whole, whichever way it is given.
+step = js.make_train_step(loss, optax.sgd(0.1), sync=sync, mesh=two)
+state = step.init(START)
+shape = jax.ShapeDtypeStruct((8, 3), np.float32)
+mine = WHOLE[0][4 * rank:][:4]
+looks = {
+    "traced": lambda x: str(step.traced_by_phase(state, x)[None].jaxpr),
+    "compiled": lambda x: step.compiled(state, x).as_text(),
+    "order": lambda x: step.ready_order(state, x),
+}
+said["looks"] = {name: look(mine) == look(shape) for name, look in looks.items()}
+for name, call in {
+    "rows": lambda: step(state, WHOLE[0][:3]),
+    "weight": lambda: step(state, mine, np.ones(2)),
+}.items():
+    try:
+        call()
+    except ValueError as error:
+        said[name] = str(error)
+print(json.dumps(said))
+"""
+# Replicas with different amounts of data; on each process lies a part of both replicas.
+UNEVEN = """
+import json
+import threading
+import numpy as np
+import optax
+import jaxslowmo as js
+
+devices = sorted(jax.devices(), key=lambda d: d.id)
+spans = jax.sharding.Mesh(np.array([[devices[i] for i in row] for row in ((0, 2), (1, 3))]),
+    ("replica", "device"))
+apart = jax.sharding.Mesh(np.array([devices[i] for i in (0, 2, 1, 3)]), ("replica",))
+rows = np.random.default_rng(0).normal(size=(2, 3, 4, 3)).astype(np.float32)
+said = {}
+
+def train(mesh, shares, **options):
+    step = js.make_train_step(
+        lambda p, b: ((b @ p["w"]) ** 2).mean(), optax.sgd(0.1),
+        gradients=js.all_reduce_gradients(("replica", *mesh.axis_names[1:]), divide_by="active"),
+        mesh=mesh, **options,
+    )
+    state, weights = step.init({"w": np.ones(3, np.float32)}), []
+    for batch, weight in js.uneven_batches(shares, mesh=mesh):
+        state, metrics = step(state, batch, weight)
+        weights.append(metrics["weight"].addressable_data(0).tolist())
+    return state.params["w"].addressable_data(0)[0].tolist(), weights
+
+for host_batch in ("local", "global"):
+    said[host_batch] = train(spans, [list(rows[0][:3]), list(rows[1][:1])], host_batch=host_batch)
+# Replicas 0 and 2 are the first process', 1 and 3 the second's; each has one batch of its own.
+said["apart"] = train(apart, [[rows[0][i][:2]] for i in [[0, 1], [1, 2]][rank]])
+for name, shares in {
+    "rows": [list(rows[0][: 2 + rank]), list(rows[1])],
+    "shapes": [[np.ones((2, 3 + rank))], []],
+}.items():
+    try:
+        train(spans, shares)
+    except ValueError as error:
+        said[name] = str(error)
+
+# The first process is in a step when it asks for the next batch; the second is yet to start it.
+mesh = jax.sharding.Mesh(np.array([devices[0], devices[2]]), ("replica",))
+total = jax.jit(jax.shard_map(lambda x: jax.lax.psum(x, "replica"), mesh=mesh,
+    in_specs=jax.P("replica"), out_specs=jax.P()))
+sums = said["sums"] = []
+
+def add(weight):
+    sums.append(float(total(weight).addressable_data(0)[0]))
+
+def loader():
+    yield np.ones((1, 2), np.float32)
+    yield np.ones((1, 2), np.float32)
+    if rank:
+        raise OSError(28, "No space left")
+    yield np.ones((1, 2), np.float32)
+
+batches = js.uneven_batches([loader()], mesh=mesh)
+_, first = next(batches)
+add(first)
+running = threading.Thread(target=add, args=(first,))
+if rank == 0:
+    running.start()
+    running.join(0.3)
+    assert running.is_alive()
+_, second = next(batches)
+if rank == 1:
+    running.start()
+running.join()
+add(second)
+try:
+    next(batches)
+except (OSError, RuntimeError) as error:
+    said["loader"] = f"{type(error).__name__} {error}"
+print(json.dumps(said))
+"""
+# Pipelines and the loop.
+PIPELINES = """
+import itertools
+import json
+import time
+import numpy as np
+import optax
+import jaxslowmo as js
+
+here = jax.process_index()
+BATCHES = np.random.default_rng(1).normal(size=(7, 8, 3)).astype(np.float32)
+mesh = js.make_mesh({"replica": 4})
+step = js.make_train_step(
+    lambda p, b: ((b @ p["w"]) ** 2).mean(), optax.sgd(0.1),
+    sync=js.local_sgd("replica", sync_every=2), mesh=mesh,
+)
+start = lambda: step.init({"w": np.ones(3, np.float32)})
+values = lambda metrics: [np.asarray(s.data).tolist() for s in metrics["loss"].addressable_shards]
+
+def batches():
+    for i, batch in enumerate(BATCHES):
+        time.sleep(0.02 * ((i + here) % 2))  # who is late changes
+        yield batch[here * 4 : here * 4 + 4]
+
+# A stage with a collective over all processes, and an evaluation between steps.
+centred = jax.jit(lambda batch: batch - batch.mean(axis=0))
+
+def run(depth):
+    training = js.TrainPipeline(step, start(), batches(), depth=depth, stages=[centred])
+    evaluating = js.TrainPipeline(step.evaluate, training, itertools.cycle(
+        [BATCHES[0, here * 4 : here * 4 + 4]]), depth=depth)
+    found = [x for r in training for x in (values(r.metrics), values(next(evaluating)))]
+    evaluating.close()
+    return found
+
+def accumulated(depth):
+    # Updates of three batches, the last of one, where replicas run out at different times.
+    counts = [2, 7, 5, 6][here * 2 : here * 2 + 2]
+    joined = js.uneven_batches([list(BATCHES[:n, :2]) for n in counts], mesh=mesh)
+    loop = js.train_loop(step, start(), joined, accumulate=3, prefetch=depth)
+    return [(values(r.metrics), np.asarray(r.metrics["weight"].addressable_data(0))[0].item())
+            for r in loop]
+
+def wrong(depth):
+    rows = [4, 4, 6 - 4 * here]
+    short = (b[:n] + here for b, n in zip(BATCHES, rows))
+    pipeline, done = js.TrainPipeline(step, start(), short, depth=depth), 0
+    try:
+        for _ in pipeline:
+            done += 1
+    except ValueError as error:
+        return done, str(error)
+
+print(json.dumps({"same": run(0) == run(3), "wrong": wrong(2),
+    "accumulated": accumulated(0) == accumulated(2) and [w for _, w in accumulated(1)]}))
+"""
+# Do the batches of several processes fit together? The last one: it changes how long they wait.
+FIT = """
+import json
+import time
+import warnings
+import numpy as np
+import optax
+import jaxslowmo as js
+from jaxslowmo.train.batches import _processes
+
+devices = sorted(jax.devices(), key=lambda d: d.id)
+mesh = jax.sharding.Mesh(np.array([devices[0], devices[2]]), ("replica",))
+said = {}
+
+def run(name, *batches, late=0, **options):
+    step = js.make_train_step(
+        lambda p, b: ((b["x"] @ p["w"]) ** 2).mean(), optax.sgd(0.1),
+        sync=js.local_sgd("replica", sync_every=99), mesh=mesh, **options,
+    )
+    state = step.init({"w": np.ones(3, np.float32)})
+    time.sleep(late * rank)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        try:
+            for batch in batches:
+                state, metrics = step(state, {"x": batch})
+                jax.block_until_ready(metrics)
+            said[name] = [str(w.message) for w in found]
+        except ValueError as error:
+            said[name] = f"after {int(state.step.addressable_data(0)[0])}: {error}"
+
+def rows(n, seed=rank):
+    return np.random.default_rng(seed).normal(size=(n, 3)).astype(np.float32)
+
+run("different", rows(4), rows(4, 0), rows(2))
+run("alike", rows(4, 0), rows(4, 0), rows(2, 0))
+run("global", rows(4, 0), rows(2, 0), host_batch="global")
+run("global, different", rows(4), host_batch="global")
+run("rows", rows(4 + rank))
+run("later", rows(4), rows(4), rows(2 + rank))
+run("none on one", rows(4 * (1 - rank)))
+_processes.PATIENCE_SECONDS, _processes.HINT_SECONDS = 0.5, 0.1
+run("late", rows(4), late=1.2)
+run("one has that shape", rows(4), rows(4) if rank else rows(2))
+print(json.dumps(said))
+"""
+
+
+@pytest.fixture(scope="module")
+def said(tmp_path_factory):
+    """Return what each process has said in each of the programs, in their order."""
+    programs = "".join((PARTS, UNEVEN, PIPELINES, FIT))
+    printed = two_processes(programs, tmp_path_factory.mktemp("pair"), devices=2)
+    each = [[json.loads(x) for x in text.splitlines() if x.startswith("{")] for text in printed]
+    return list(zip(*each, strict=True))
+
+
+OWN = {
+    "apart": [[0, 2], [1, 3]],
+    "whole replicas": [[0, 1], [2, 3]],
+    "replicas over processes": [[0, 2], [1, 3]],
+    "same parts": [[0, 1], [0, 1]],
+}
+
+
+def test_parts_make_the_batch(said):
+    """From NumPy, from one device and two; the same as an array over all, and as `"global"`.
+
+    What does not fit names this process' share.
+    """
+    draws = set()
+    for process, told in enumerate(said[0]):
+        for name, parts in OWN.items():
+            assert told[name] == [parts[process], True], name
+        assert all(told["looks"].values()), told["looks"]
+        draws.add(told["drawn"])
+        assert "multiple of 2, this process' share of 4" in told["rows"]
+        assert "(3, 3)" in told["rows"]
+        assert "1 of 2, shape (1,), got shape (2,)" in told["weight"]
+    assert len(draws) == 2
+    assert float(jax.random.uniform(jax.random.key(5))) in draws
+
+
+def test_replicas_have_different_amounts_of_data(said):
+    """Replicas that two processes share count once; those of one process need not be neighbours.
+
+    Processes ask each other past their devices: an exchange between these would stand behind the
+    step, which waits for the other process. A loader that fails on one ends the loops of all.
+    """
+    rows = np.random.default_rng(0).normal(size=(2, 3, 4, 3)).astype(np.float32)
+
+    def trained(*batches):
+        w = np.ones(3)
+        for replicas in batches:
+            w = w - 0.1 * np.mean([2 * x.T @ (x @ w) / len(x) for x in replicas], axis=0)
+        return w
+
+    wanted = trained([rows[0][0], rows[1][0]], [rows[0][1]], [rows[0][2]])
+    apart = trained([rows[0][i][:2] for i in (0, 1, 1, 2)])
+    both = said[1]
+    for told in both:
+        for host_batch in ("local", "global"):
+            np.testing.assert_allclose(told[host_batch][0], wanted, rtol=1e-5)
+            assert told[host_batch][1] == [[4], [4], [4]]
+        np.testing.assert_allclose(told["apart"][0], apart, rtol=1e-5)
+        assert "share replicas [0]" in told["rows"]
+        assert "other shapes on another process" in told["shapes"]
+        assert told["sums"] == [2, 2, 2]
+    assert both[1]["loader"] == "OSError [Errno 28] No space left"
+    assert both[0]["loader"].startswith("RuntimeError")
+    assert "process 1 ended in an error: OSError: [Errno 28] No space left" in both[0]["loader"]
+
+
+def test_results_do_not_depend_on_who_is_late(said):
+    """Whoever is late: the same results with and without threads, and errors on both alike."""
+    for told, weights in zip(said[2], ([4, 0, 0], [6, 4, 0]), strict=True):
+        assert told["accumulated"] == weights  # of the first replica of each process
+        assert told["same"]
+        done, error = told["wrong"]
+        assert done == 2
+        assert "`batch`" in error
+
+
+MATCHES = {
+    "global, different": "after 0: .*processes 0 and 1 give",
+    "rows": r"after 0: .*x: float32\[8,3\] on process 0, float32\[10,3\] on process 1",
+    "later": r"after 2: .*x: float32\[4,3\] on process 0, float32\[6,3\] on process 1",
+    "none on one": r"after 0: .*multiple of 1, .*, got x \(0, 3\)",
+}
+
+
+def test_what_both_say_of_batches_that_do_not_fit(said):
+    """The same on both, in one line; of one that is late, or alone with a shape, a warning."""
+    both = said[3]
+    for told in both:
+        assert told["different"] == told["global"] == []
+        (warning,) = told["alike"]
+        assert "processes 0, 1 give the same data" in warning
+        for name, wanted in MATCHES.items():
+            assert re.match(wanted, told[name].replace("process 1: ", "")), told[name]
+            assert "\n" not in told[name]
+        (late,) = told["late"]
+        assert "process 1 did not report within 0.5 s" in late
+    early, late = both[0]["one has that shape"]
+    assert re.match("`batch`: in step 2 .*process 1 .*0.1 s", early)
+    assert "process 1 did not report within 0.5 s" in late
+    assert both[1]["one has that shape"] == []
