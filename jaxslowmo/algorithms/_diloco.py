@@ -5,12 +5,14 @@ from collections.abc import Callable
 
 import optax
 
+from .._support.settings import records_settings
 from .._support.types import AxisName, PyTree
 from ..collectives.codecs import Codec
 from ..transform import Every, ParameterTransform, as_schedule, checked_exchange
 from .outer import Fragmented, Fragments, Outer, element_wise, shards_state
 
 
+@records_settings
 def diloco(
     axis_name: AxisName,
     *,

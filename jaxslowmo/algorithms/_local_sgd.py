@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from .._support.settings import records_settings
 from .._support.types import AxisName, Phase, PyTree
 from ..collectives.codecs import Codec
 from ..mesh import axis_names
@@ -40,6 +41,7 @@ class LocalSGDState(NamedTuple):
     count: jax.Array  # () int32, updates so far; equal on all replicas
 
 
+@records_settings
 def local_sgd(
     axis_name: AxisName,
     *,
@@ -117,6 +119,7 @@ def local_sgd(
     return _Averaging(owner, (level,)).transform()
 
 
+@records_settings
 def hierarchical_local_sgd(
     sync_every: Mapping[AxisName, int | Every],
     *,

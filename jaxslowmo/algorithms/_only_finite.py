@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from .._support.scopes import EVERY_PHASE
+from .._support.settings import records_settings
 from .._support.types import Phase, PyTree
 from ..transform import (
     Carried,
@@ -40,6 +41,7 @@ class OnlyFiniteState(NamedTuple):
     inner: PyTree  # state of the wrapped transform
 
 
+@records_settings
 def only_finite(inner: ParameterTransform, *others: object, **named: object) -> ParameterTransform:
     """Skip exchanges while a replica's parameters are not finite, and count them.
 

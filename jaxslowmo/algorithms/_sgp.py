@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._support.checks import checked_int, warn_once
+from .._support.settings import records_settings
 from .._support.types import AxisName, Phase, PyTree
 from ..collectives.codecs import Codec
 from ..mesh import axis_names, axis_size, is_bound, vary_over
@@ -49,6 +50,7 @@ from ._gossip import (
 )
 
 
+@records_settings
 def sgp(
     axis_name: AxisName,
     *,

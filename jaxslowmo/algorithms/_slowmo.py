@@ -13,6 +13,7 @@ from jax import lax
 from jax.core import Tracer
 
 from .._support.checks import warn_once
+from .._support.settings import records_settings
 from .._support.types import AxisName, PyTree
 from ..collectives.codecs import Codec
 from ..mesh import match_varying
@@ -40,6 +41,7 @@ class SlowMomentumState(NamedTuple):
         return self.last_rate
 
 
+@records_settings
 def slowmo(
     axis_name: AxisName,
     *,
@@ -165,6 +167,7 @@ def slowmo(
     ).transform()
 
 
+@records_settings
 def slow_momentum(
     momentum: float = 0.5, slow_learning_rate: float = 1.0, *, nesterov: bool = False
 ) -> optax.GradientTransformationExtraArgs:

@@ -44,6 +44,7 @@ from ._replicas import Description as Description
 from ._replicas import Layouts as Layouts
 from ._replicas import check_same_tree as check_same_tree
 from ._replicas import check_stacked as check_stacked
+from ._replicas import compare_descriptions as compare_descriptions
 from ._replicas import describe as describe
 from ._replicas import differences as differences
 from ._replicas import digest as digest
@@ -54,4 +55,5 @@ from ._replicas import layouts_of as layouts_of
 from ._replicas import name_processes as name_processes
 from ._replicas import on_mesh as on_mesh
 from ._replicas import replicate as replicate
+from ._replicas import replicate_as as replicate_as
 from ._replicas import sharded_like as sharded_like

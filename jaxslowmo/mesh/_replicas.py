@@ -126,29 +126,42 @@ def check_same_tree(params: PyTree) -> None:
     compare_trees(params)
 
 
-def compare_trees(params: PyTree, *, with_values: bool = False) -> None:
-    """Check what `check_same_tree` does; `with_values` also compares values on single processes."""
+def compare_trees(params: PyTree, *, with_values: bool = False, name: str = "params") -> None:
+    """Check what `check_same_tree` does; `with_values` also compares values on single processes.
+
+    `name` is that of the argument, for the message.
+    """
     if jax.process_count() == 1:
         return
-    described = describe(params, with_values=with_values)
-    payload = np.frombuffer(json.dumps(described).encode(), np.uint8)
-    lengths = multihost_utils.process_allgather(np.array([payload.size], np.int32)).reshape(-1)
-    padded = np.zeros(int(lengths.max()), np.uint8)
-    padded[: payload.size] = payload
-    gathered = multihost_utils.process_allgather(padded).reshape(lengths.size, -1)
-    descriptions: list[Description] = [
-        [(name, what) for name, what in json.loads(bytes(row[:length]).decode())]
-        for row, length in zip(gathered, lengths, strict=True)
-    ]
+    descriptions = _of_all_processes(describe(params, with_values=with_values))
     types = [
         [(name, what.partition(_VALUES)[0]) for name, what in description]
         for description in descriptions
     ]
     lines = differences(types) or _abridged(differences(descriptions))
     if lines:
-        raise ValueError(
-            f"params: the parameter trees differ between processes: {'; '.join(lines)}."
-        )
+        raise ValueError(f"{name}: the trees differ between processes: {'; '.join(lines)}.")
+
+
+def compare_descriptions(what: str, lines: Description) -> None:
+    """Raise `ValueError` on every process if lines differ between processes, and list these.
+
+    Communication: two gathers of the lines through the host.
+    """
+    if wrong := differences(_of_all_processes(lines)):
+        raise ValueError(f"{what} differ between processes: {'; '.join(wrong)}.")
+
+
+def _of_all_processes(lines: Description) -> list[Description]:
+    payload = np.frombuffer(json.dumps(lines).encode(), np.uint8)
+    lengths = multihost_utils.process_allgather(np.array([payload.size], np.int32)).reshape(-1)
+    padded = np.zeros(int(lengths.max()), np.uint8)
+    padded[: payload.size] = payload
+    gathered = multihost_utils.process_allgather(padded).reshape(lengths.size, -1)
+    return [
+        [(name, what) for name, what in json.loads(bytes(row[:length]).decode())]
+        for row, length in zip(gathered, lengths, strict=True)
+    ]
 
 
 _NUM_VALUES = 4
@@ -257,15 +270,20 @@ def replicate(params: PyTree, *, mesh: AnyMesh, axis_name: AxisName = "replica")
       several processes one exchange of names, shapes, dtypes and digests of 8 bytes per leaf
       through the host.
     """
+    return replicate_as("params", params, mesh=mesh, axis_name=axis_name)
+
+
+def replicate_as(name: str, params: PyTree, *, mesh: AnyMesh, axis_name: AxisName) -> PyTree:
+    """Do what `replicate` does, for the argument `name`, which messages use."""
     replicas = replica_count("replicate", mesh, axis_name)
     if _is_stacked(jax.tree.leaves(params), replicas, mesh, axis_name):
         raise ValueError(
-            "replicate: `params` must be one copy, and these are stacked for "
+            f"replicate: `{name}` must be one copy, and these are stacked for "
             f"{replicas} replicas already: pass what was given to `js.replicate` before, or one "
             "copy of what was trained, `js.consensus(...)`."
         )
     check_arrays("replicate", params)
-    compare_trees(params, with_values=True)
+    compare_trees(params, with_values=True, name=name)
     placed = _place(params, mesh)
     automatic = model_axes(placed, mesh, axis_name)
     stacked = _replicate_fn(mesh, axis_name, automatic)(placed)

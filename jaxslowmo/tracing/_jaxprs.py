@@ -1,5 +1,6 @@
 """Find the axes over which programs communicate, and between whose positions results differ."""
 
+import contextlib
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -185,17 +186,47 @@ def read_update(
         facts.append(UpdateFacts(collective_axes(program.jaxpr, _is_unnamed), updates, after))
         return ()
 
+    _trace(per_replica, (params, state), mesh, axis_name)
+    return facts[0] if facts else None
+
+
+def traced_update(
+    tx: optax.GradientTransformation, params: PyTree, *, mesh: AnyMesh, axis_name: AxisName
+) -> tuple[Any, PyTree]:
+    """Return the program of an update, None where it cannot be traced, and the types of the state.
+
+    `params` are stacked; the update's arguments are those of `read_update`.
+
+    Communication: none.
+    """
+    found: list[tuple[Any, PyTree]] = []
+
+    def per_replica(params: PyTree) -> PyTree:
+        state = jax.eval_shape(tx.init, params)
+        found.append((None, state))
+        update = optax.with_extra_args_support(tx)
+        found.append((jax.make_jaxpr(partial(_updated, update))(params, params, state), state))
+        return ()
+
+    _trace(per_replica, (params,), mesh, axis_name)
+    return found[-1] if found else (None, None)
+
+
+def _trace(
+    per_replica: Callable[..., PyTree], args: tuple[PyTree, ...], mesh: AnyMesh, axis_name: AxisName
+) -> None:
+    """Call a function once, with types of one replica and the mesh's axes bound.
+
+    What it raises is dropped: a transform may lack arguments that only a step has, and then the
+    first step raises the error.
+    """
     names = mesh.axis_names
     bound = AbstractMesh(tuple(mesh.shape.values()), names, (AxisType.Auto,) * len(names))
-    mapped = map_replicas(
-        per_replica, mesh=bound, axis_name=axis_name, in_roles=("stacked", "stacked")
-    )
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (params, state))
-    try:
+    roles: Any = ("stacked",) * len(args)
+    mapped = map_replicas(per_replica, mesh=bound, axis_name=axis_name, in_roles=roles)
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
+    with contextlib.suppress(Exception):
         jax.eval_shape(mapped, *shapes)
-    except Exception:  # whatever a transform raises for arguments that it lacks
-        return None
-    return facts[0]
 
 
 def _updated(

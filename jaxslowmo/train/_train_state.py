@@ -16,7 +16,7 @@ import optax
 
 from .._support.checks import warn_user
 from .._support.types import AxisName, PyTree
-from ..mesh import AnyMesh, map_replicas, own_keys, replicate
+from ..mesh import AnyMesh, map_replicas, own_keys, replicate, replicate_as
 from ..tracing import FullLoss
 from ..transform import init
 from ..tree import leaf_names
@@ -205,7 +205,7 @@ def started(
         params=stacked,
         opt_state=init(tx, stacked, mesh=mesh, axis_name=axis_name),
         model_state=_with_own_keys(
-            replicate(one_state, mesh=mesh, axis_name=axis_name), mesh, axis_name
+            replicate_as("model_state", one_state, mesh=mesh, axis_name=axis_name), mesh, axis_name
         ),
         rng=_replica_keys(seed, mesh, axis_name),
     )
@@ -240,7 +240,7 @@ def _with_own_keys(stacked: PyTree, mesh: AnyMesh, axis_name: AxisName) -> PyTre
 def _replica_keys(seed: int, mesh: AnyMesh, axis_name: AxisName) -> jax.Array:
     """Return a key per replica: the seed's key with the replica's index folded in."""
     bits = jax.random.key_data(jax.random.key(seed))
-    return _keys_fn(mesh, axis_name)(replicate(bits, mesh=mesh, axis_name=axis_name))
+    return _keys_fn(mesh, axis_name)(replicate_as("seed", bits, mesh=mesh, axis_name=axis_name))
 
 
 @functools.lru_cache(maxsize=64)

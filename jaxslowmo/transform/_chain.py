@@ -27,6 +27,7 @@ import jax.numpy as jnp
 import optax
 
 from .._support.checks import warn_user
+from .._support.settings import records_settings
 from .._support.types import AxisName, PyTree
 from ..mesh import (
     AnyMesh,
@@ -216,6 +217,7 @@ class Chain(GradientTransform):
     parts: tuple[optax.GradientTransformation, ...]
 
 
+@records_settings
 def chain(*transforms: optax.GradientTransformation) -> Chain:
     """Chain gradient transforms, an optimizer and parameter transforms, and keep them accessible.
 

@@ -10,6 +10,7 @@ import jax
 import optax
 
 from .._support.scopes import GRADIENT_TRANSFORM
+from .._support.settings import records_settings
 from .._support.types import AxisName, PyTree
 from ..mesh import axis_names
 from ..tree import Staged
@@ -231,6 +232,7 @@ class OwnReductionState(NamedTuple):
     inner: PyTree  # state of the wrapped transform
 
 
+@records_settings
 def gradient_transform(
     tx: optax.GradientTransformation,
     axes: AxisName = ("replica",),

@@ -13,6 +13,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from ..._support.scopes import CLIP
+from ..._support.settings import records_settings
 from ..._support.types import AxisName, PyTree
 from ...mesh import (
     axes_of,
@@ -57,6 +58,7 @@ class ClipByGlobalNormState(NamedTuple):
         return self.clip_factor
 
 
+@records_settings
 def clip_by_global_norm(
     max_norm: float,
     model_axes: AxisName | tuple[()] = (),

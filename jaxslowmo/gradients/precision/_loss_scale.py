@@ -11,6 +11,7 @@ import optax
 from jax import lax
 
 from ..._support.checks import checked_int
+from ..._support.settings import records_settings
 from ..._support.types import AxisName, PyTree
 from ...mesh import axes_of, axis_names, match_varying, require_axes, vary_over
 from ...tracing import axes_sent_over, collective_axes
@@ -121,6 +122,7 @@ _AS_A_WHOLE = (
 )
 
 
+@records_settings
 def dynamic_loss_scale(
     optimizer: optax.GradientTransformation,
     axes: AxisName | tuple[()] = (),

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from ..._support.settings import records_settings
 from ..._support.types import PyTree
 from ...mesh import axes_of, match_varying, vary_over, varying_axes
 from ...tracing import axes_sent_over
@@ -42,6 +43,7 @@ class AccumulateState(NamedTuple):
     inner: PyTree  # state of the wrapped transform
 
 
+@records_settings
 def accumulate(
     inner: optax.GradientTransformation, every: int | Every, *, average: bool = True
 ) -> GradientTransform:

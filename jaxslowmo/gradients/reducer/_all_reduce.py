@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from ..._support.checks import check_choice, checked_int, warn_once
 from ..._support.scopes import ALL_REDUCE_GRADIENTS
+from ..._support.settings import records_settings
 from ..._support.types import AxisName, PyTree
 from ...mesh import (
     axes_of,
@@ -53,6 +54,7 @@ class AllReduceGradientsState(NamedTuple):
     hook: PyTree = ()  # the hook's states, one per bucket
 
 
+@records_settings
 def all_reduce_gradients(
     axis_name: AxisName,
     *,

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from ..._support.settings import records_settings
 from ..._support.types import PyTree
 from ...transform import (
     Every,
@@ -33,6 +34,7 @@ class PostLocalGradientsState(NamedTuple):
     after: PyTree  # state of the transform used from then on; () without one
 
 
+@records_settings
 def post_local_gradients(
     schedule: Every,
     before: optax.GradientTransformation,

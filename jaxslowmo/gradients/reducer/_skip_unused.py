@@ -8,6 +8,7 @@ import optax
 from jax import lax
 
 from ..._support.scopes import SKIP_UNUSED
+from ..._support.settings import records_settings
 from ..._support.types import AxisName, PyTree
 from ...mesh import axes_of, axis_names, axis_size, match_varying, require_axes, settle, vary_over
 from ...transform import (
@@ -31,6 +32,7 @@ class SkipUnusedState(NamedTuple):
     inner: PyTree  # state of the wrapped optimizer
 
 
+@records_settings
 def skip_unused(
     inner: optax.GradientTransformation,
     axis_name: AxisName,

@@ -10,6 +10,7 @@ import optax
 
 from ..._support.checks import check_choice
 from ..._support.scopes import ALL_REDUCE_ROWS
+from ..._support.settings import records_settings
 from ..._support.types import AxisName, PyTree
 from ...mesh import axis_names, checks_varying, require_axes, vary_over, varying_axes
 from ...transform import (
@@ -60,6 +61,7 @@ class AllReduceRowsState(NamedTuple):
     dense: PyTree
 
 
+@records_settings
 def all_reduce_rows(
     axis_name: AxisName,
     *,

@@ -13,6 +13,7 @@ from jax import lax
 from jax.sharding import AxisType
 
 from ..._support.scopes import TIED
+from ..._support.settings import records_settings
 from ..._support.types import PyTree
 from ...collectives import permute
 from ...mesh import axis_size, checks_varying, require_axes, vary_over, varying_axes
@@ -218,6 +219,7 @@ def _along_chain(x: jax.Array, holders: tuple[int, ...], axis_name: str) -> jax.
 _OWNER = "sum_tied_gradients"
 
 
+@records_settings
 def sum_tied_gradients(axis_name: str, groups: TiedGroups) -> GradientTransform:
     """Sum the gradients of a parameter of which several stages hold a copy, over these stages.
 

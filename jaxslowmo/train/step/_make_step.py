@@ -168,6 +168,21 @@ def make_train_step(
       with `embeddings` and `gradients`, one of 4 bytes, so that all replicas skip an update with
       ids that are in no table.
     """
+    settings = {
+        "optimizer": optimizer,
+        "gradients": gradients,
+        "sync": sync,
+        "axis_name": axis_name,
+        "mode": mode,
+        "accumulate": accumulate,
+        "model_state": model_state,
+        "order": order,
+        "embeddings": embeddings,
+        "policy": policy,
+        "validate": validate,
+        "raw_keys": raw_keys,
+        "compiler_options": compiler_options,
+    }
     replica_count("make_train_step", mesh, axis_name)
     choices = {
         "mode": (mode, Mode),
@@ -251,4 +266,4 @@ def make_train_step(
         model_state_form=getattr(loss_fn, "model_state_form", None),
         compiler_options=options,
     )
-    return TrainStep(parts, mesh, mode, host_batch, donate)
+    return TrainStep(parts, mesh, mode, host_batch, donate, settings)

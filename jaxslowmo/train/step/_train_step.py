@@ -1,5 +1,6 @@
 """The training step over all replicas: the user's interface to its programs."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -15,6 +16,7 @@ from ...tree import check_arrays
 from .._train_state import TrainState, started, typed_keys
 from ..batches import HostBatch, as_arrays
 from ._ahead import AheadMode, AheadStep
+from ._settings import compare_settings
 from ._step_programs import EVALUATE, abstract, update
 from ._step_runner import Mode, Runner
 from ._step_states import is_placed, refuse_donated, refuse_non_state, refuse_untrainable
@@ -35,10 +37,17 @@ class TrainStep:
     """
 
     def __init__(
-        self, parts: StepParts, mesh: AnyMesh, mode: Mode, host_batch: HostBatch, donate: bool
+        self,
+        parts: StepParts,
+        mesh: AnyMesh,
+        mode: Mode,
+        host_batch: HostBatch,
+        donate: bool,
+        settings: Mapping[str, Any],
     ) -> None:
         self._runner = Runner(parts, mesh, mode, host_batch, donate)
         self.mesh, self.axis_name, self.mode = mesh, parts.axis_name, mode
+        self._settings = settings
         self.embeddings = self._runner.embeddings
         self.tx = ReplicaStep(parts, Ahead()).chain()
         self.host_batch: HostBatch = host_batch
@@ -54,6 +63,8 @@ class TrainStep:
         """
         placement: dict[str, Any] = {"mesh": self.mesh, "axis_name": self.axis_name}
         runner = self._runner
+        settings = {"seed": seed, **self._settings}
+        compare_settings(settings, None, **placement)
         if runner.parts.raw_keys:
             model_state = typed_keys(model_state)
         lookup = runner.parts.lookup
@@ -68,6 +79,7 @@ class TrainStep:
             model_state = runner.parts.model_state_form(model_state)
         stacked = lookup.stacked(params, seed, **placement)
         refuse_untrainable(lookup.dense(stacked))
+        compare_settings(settings, lookup.dense(stacked), **placement)
         state = started(stacked, self.tx, model_state=model_state, seed=seed, **placement)
         runner.note(state, runner.layouts.of(state))
         runner.check(state)
