@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import jax
 import numpy as np
+from jax.core import Tracer
 
 _Args = ParamSpec("_Args")
 _Made = TypeVar("_Made")
@@ -87,9 +88,8 @@ def text_of(value: Any) -> str:
         return repr(value)
     if isinstance(value, jax.sharding.PartitionSpec):
         return repr(value)
-    if isinstance(value, np.ndarray | np.generic | jax.Array) and not isinstance(
-        value, jax.core.Tracer
-    ):
+    is_array = isinstance(value, np.ndarray | np.generic | jax.Array)
+    if is_array and not isinstance(value, Tracer):
         array = np.asarray(value)
         return f"{array.dtype}{list(array.shape)} {_digest(array.tobytes())}"
     if isinstance(value, type):

@@ -319,7 +319,7 @@ def _means(batches: list[dict[str, jax.Array]]) -> dict[str, jax.Array]:
     def mean(*each: jax.Array) -> jax.Array:
         values = averaged([x.astype(at_least_float32(x.dtype)) for x in each])
         if weights is None:
-            return sum(values[1:], values[0]) / count
+            return jnp.asarray(sum(values[1:], values[0]) / count)
         # An idle replica's metrics are zeros, so it adds nothing.
         shares = [w.reshape(-1, *(1,) * (values[0].ndim - 1)) for w in weights]
         total, *rest = (w * x for w, x in zip(shares, values, strict=True))

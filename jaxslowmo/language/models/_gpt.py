@@ -92,7 +92,7 @@ class GPTBlock(nnx.Module):
     def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
         width, dtype = config.embed_dim, jnp.dtype(config.dtype)
         self.num_heads, self.qkv_by_head = config.num_heads, config.qkv_by_head
-        self.attention = config.attention
+        self.attention: Any = config.attention
         self.norm_attention = _norm(width, dtype, rngs)
         self.qkv = _linear(width, 3 * width, ("embed", "qkv"), dtype, rngs)
         self.project = _linear(width, width, ("heads", "embed"), dtype, rngs)

@@ -68,7 +68,7 @@ class BufferPacking:
         states that keep several arrays for each parameter, or none.
       leaves: the arrays of each such subtree.
       stages: positions of each device stage's parameters, in the order of its buffers.
-      copies: positions of parameters that are tied to an earlier one; norms count only that one.
+      ties: positions of the copies of each tied parameter; norms and optimizers see only the first.
       axis_sizes: sizes of the axes inside a stage, in the order of the mesh.
       axis_name: the axis of the stages.
       mesh: the devices; ignored when packings are compared.
@@ -78,18 +78,23 @@ class BufferPacking:
     subtrees: tuple[Any, ...]
     leaves: tuple[tuple[Leaf, ...], ...]
     stages: tuple[tuple[int, ...], ...]
-    copies: frozenset[int]
+    ties: tuple[tuple[int, ...], ...]
     axis_sizes: tuple[tuple[str, int], ...]
     axis_name: str
     mesh: Mesh = field(compare=False)
 
     @cached_property
     def _hash(self) -> int:
-        fields = self.outer, self.subtrees, self.leaves, self.stages, self.copies
+        fields = self.outer, self.subtrees, self.leaves, self.stages, self.ties
         return hash((*fields, self.axis_sizes, self.axis_name))
 
     def __hash__(self) -> int:
         return self._hash  # cached, as hashing thousands of leaves takes a while
+
+    @property
+    def copies(self) -> frozenset[int]:
+        """Positions of parameters that are tied to an earlier one."""
+        return frozenset(i for group in self.ties for i in group[1:])
 
     @property
     def num_stages(self) -> int:

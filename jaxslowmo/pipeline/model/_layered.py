@@ -5,12 +5,14 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax import lax
 
 from ..._support.types import PyTree
 from ...mesh import match_varying
+from ...tree import leaf_names
 from ._calls import Keyed, LayerCall, call_signature, check_leaves, loss_terms
-from ._ties import TiedLeaf, Ties, as_one, as_ties, check_ties
+from ._ties import TiedLeaf, Ties, as_one, as_ties, check_ties, tied_transform
 
 # Shorter runs of equal layers are unrolled: the compiler does not fuse across the border of a loop.
 _SHORTEST = 4
@@ -269,6 +271,30 @@ class LayeredModel:
     def as_one(self, params: Sequence[PyTree]) -> list[PyTree]:
         """Return `params` with tied leaves replaced by the first of their group."""
         return as_one(self.tied, params, differentiable=False)
+
+    def tied_transform(
+        self, tx: optax.GradientTransformation
+    ) -> optax.GradientTransformationExtraArgs:
+        """Return `tx` for the parameters of all layers, of which tied ones are one parameter.
+
+        `js.make_train_step` does this by itself, also for parameters in stages. For loops of one's
+        own: `tx` sees a tied parameter once, as the first leaf of its group, and its update and its
+        state are those of all copies. Without tied leaves it is `tx` itself.
+
+        Communication: that of `tx`, for fewer leaves.
+        """
+        if not self.tied:
+            return optax.with_extra_args_support(tx)
+
+        def groups_of(params: Sequence[PyTree]) -> tuple[tuple[int, ...], ...]:
+            counts = [len(jax.tree.leaves(layer)) for layer in params]
+            names = [leaf_names(layer) for layer in params]
+            return tuple(
+                tuple(sum(counts[:layer]) + names[layer].index(path) for layer, path in group)
+                for group in self.tied
+            )
+
+        return tied_transform(groups_of, tx)
 
     def check_params(self, params: Sequence[PyTree]) -> None:
         """Raise `ValueError` unless `params` has a tree of arrays per layer and the tied leaves."""

@@ -20,6 +20,7 @@ from ...tree import Staged
 from ._buffer_packing import BufferPacking, Leaf, buffer_name
 from ._elementwise import is_elementwise
 from ._stacking import unstacked
+from ._ties import for_each_copy, seen_once
 from ._trial import trial_of
 
 Buffers = dict[str, Any]
@@ -51,14 +52,15 @@ class StagePacking(BufferPacking):
         if is_elementwise(self, tx):
             return self._on_mesh(tx.init(params))  # type: ignore[arg-type]
         kinds = {name: x.dtype for name, x in params.items()}
-        every = [jax.eval_shape(tx.init, self.types(s, kinds)) for s in range(self.num_stages)]
+        stages = range(self.num_stages)
+        every = [jax.eval_shape(self._seen(tx.init, s), self.types(s, kinds)) for s in stages]
         trial = trial_of(self, tx)
         form = _form(self, every, trial.is_shared)
         keeps = trial.is_elementwise and form.is_like(self)
 
         def branch(stage: int, staged: list[Buffers], _: list[Any]) -> Any:
             tree = self.tree(staged[0], stage, keeps)
-            return form.packed(tx.init(tree), stage, keeps)
+            return form.packed(self._seen(tx.init, stage)(tree), stage, keeps)
 
         return form.state(*_per_stage(self, branch, [params.buffers], []))
 
@@ -87,7 +89,7 @@ class StagePacking(BufferPacking):
             old = before.unpacked(staged[len(names) :], shared[len(arrays) :], stage, keeps)
             args = local.pop("updates"), old, local.pop("params", None)
             kwargs = {**local, **dict(zip(arrays, shared, strict=False))}
-            return tx.update(*args, **kwargs, **rest)
+            return self._seen(tx.update, stage)(*args, **kwargs, **rest)
 
         operands = [*(trees[name].buffers for name in names), *staged]
         equal = [*(extra[name] for name in arrays), *shared]
@@ -106,6 +108,26 @@ class StagePacking(BufferPacking):
 
         results, equal = _per_stage(self, branch, operands, equal)
         return self.staged(results[0]), form.state(results[1:], equal)
+
+    def _seen(self, fn: Callable[..., PyTree], stage: int) -> Callable[..., PyTree]:
+        """Return `fn`, of a transform, that sees each tied parameter of a stage once."""
+        if not self.ties:
+            return fn
+
+        def changed(tree: PyTree, change: Callable[..., list[Any]]) -> PyTree:
+            def one(x: Any) -> Any:
+                if not self.mirrors(x):
+                    return x
+                parts = self.outer.flatten_up_to(x)
+                return self.outer.unflatten(change(parts, self.ties, self.stages[stage]))
+
+            return jax.tree.map(one, tree, is_leaf=self.mirrors)
+
+        def seeing(*args: Any, **kwargs: Any) -> PyTree:
+            args, kwargs = changed((args, kwargs), seen_once)
+            return changed(fn(*args, **kwargs), for_each_copy)
+
+        return seeing
 
     def model_tree(self, buffers: Mapping[str, Any]) -> PyTree:
         """Return the tree of the whole model; see `unstacked`."""
@@ -310,7 +332,7 @@ def _packing_of_values(packing: StagePacking, values: Sequence[Any]) -> StagePac
         subtrees=tuple(jax.tree.structure(0) for _ in values),
         leaves=leaves,
         stages=tuple((i,) for i in range(len(values))),
-        copies=frozenset(),
+        ties=(),
         axis_sizes=packing.axis_sizes,
         axis_name=packing.axis_name,
         mesh=packing.mesh,

@@ -165,7 +165,7 @@ class StageLayout:
             subtrees=tuple(jax.tree.structure(0) for _ in flat),
             leaves=tuple((leaf,) for leaf in flat),
             stages=tuple(map(tuple, stages)),
-            copies=frozenset(self._position(*c) for group in model.tied for c in group[1:]),
+            ties=tuple(tuple(self._position(*c) for c in group) for group in model.tied),
             axis_sizes=sizes,
             axis_name=axis_name,
             mesh=mesh,

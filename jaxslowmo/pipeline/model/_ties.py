@@ -1,14 +1,20 @@
-"""Tied leaves: leaves of several layers that are one parameter."""
+"""Tied leaves: leaves of several layers that are one parameter.
 
-from collections.abc import Sequence
+An optimizer sees such a parameter once, as the first leaf of its group, whatever holds the copies.
+So there is one set of moments, one decay and one share in a norm.
+"""
+
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax.core import Tracer
 
 from ..._support.types import PyTree
+from ...transform import GradientTransform
 from ...tree import leaf_names
 
 TiedLeaf = tuple[int, str]
@@ -111,3 +117,92 @@ def _backward(adds_up: bool, _: None, cotangents: list[jax.Array]) -> tuple[list
 
 
 _first_of.defvjp(_forward, _backward)
+
+
+Groups = tuple[tuple[int, ...], ...]
+"""Positions of the leaves of each tied parameter among those of the model, the first one first."""
+
+
+def seen_once(parts: Sequence[Any], groups: Groups, held: Collection[int]) -> list[Any]:
+    """Return the parts of a tree like the parameters as an optimizer sees them.
+
+    Args:
+      parts: what stands in the place of each parameter.
+      groups: the tied parameters.
+      held: positions of the parameters that a device has; the first of each group that it has
+        moves to the place of the first of all, and `optax.MaskedNode()` stands for the others.
+    """
+    parts = list(parts)
+    for group in groups:
+        if here := [i for i in group if i in held]:
+            part = parts[here[0]]
+            for i in here:
+                parts[i] = optax.MaskedNode()
+            parts[group[0]] = part
+    return parts
+
+
+def for_each_copy(parts: Sequence[Any], groups: Groups, held: Collection[int]) -> list[Any]:
+    """Return what an optimizer gives, with that of a tied parameter in the place of each copy."""
+    parts = list(parts)
+    for group in groups:
+        if here := [i for i in group if i in held]:
+            part, parts[group[0]] = parts[group[0]], optax.MaskedNode()
+            for i in here:
+                parts[i] = part
+    return parts
+
+
+def tied_transform(
+    groups_of: Callable[[PyTree], Groups], tx: optax.GradientTransformation
+) -> optax.GradientTransformationExtraArgs:
+    """Return a transform that sees each tied parameter of a model without stages once.
+
+    Args:
+      groups_of: the tied parameters, from a tree like the parameters.
+      tx: the transform.
+    """
+    inner = optax.with_extra_args_support(tx)
+
+    def changed(tree: PyTree, params: PyTree, change: Callable[..., list[Any]]) -> PyTree:
+        outer, groups = jax.tree.structure(params), groups_of(params)
+
+        def mirrors(x: Any) -> bool:
+            try:
+                outer.flatten_up_to(x)
+            except (ValueError, TypeError):
+                return False
+            return True
+
+        def one(x: Any) -> Any:
+            if not mirrors(x):
+                return x
+            parts = outer.flatten_up_to(x)
+            return outer.unflatten(change(parts, groups, range(len(parts))))
+
+        return jax.tree.map(one, tree, is_leaf=mirrors)
+
+    def init(params: PyTree) -> PyTree:
+        return changed(inner.init(changed(params, params, seen_once)), params, for_each_copy)
+
+    def update(
+        updates: PyTree, state: PyTree, params: PyTree | None = None, **extra: Any
+    ) -> tuple[PyTree, PyTree]:
+        like = updates
+        if callable(order := extra.get("ready_order")) or order is not None:
+            extra["ready_order"] = _without(order, groups_of(like))
+        seen = changed((updates, state, params, extra), like, seen_once)
+        updates, state, params, extra = seen
+        return changed(inner.update(updates, state, params, **extra), like, for_each_copy)
+
+    if isinstance(tx, GradientTransform):
+        return GradientTransform(init, update, tx.spec)
+    return inner._replace(init=init, update=update)
+
+
+def _without(order: Any, groups: Groups) -> Any:
+    """Return an order of leaves, or a function that finds it, without all but the first copies."""
+    if callable(order):
+        return lambda: _without(order(), groups)
+    later = sorted(i for group in groups for i in group[1:])
+    return tuple(i - sum(j < i for j in later) for i in order if i not in later)

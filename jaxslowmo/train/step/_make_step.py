@@ -238,6 +238,10 @@ def make_train_step(
         loss, num_microbatches = dispatched.loss, 1
     if lookup.embeddings is not None:
         loss, sync_transform = lookup.of_loss(loss), lookup.of_sync(sync_transform)
+    if (tied := getattr(loss_fn, "tied_transform", None)) is not None:
+        optimizer = tied(optimizer)
+        if gradients is not None and spec_of(gradients).clips:
+            gradients = tied(gradients)
     specs = getattr(loss_fn, "param_specs", None)
     if specs is not None and sync_transform is not None and sync_transform.shards_whole_leaves:
         sync_transform = sync_transform.with_specs(specs, of_state=True)

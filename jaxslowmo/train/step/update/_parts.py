@@ -197,11 +197,11 @@ class StepParts:
                 )
             if averaged:
                 model_state = with_statistics(model_state, means)
-        if self.sync is not None and phase != ():
-            # Copies of parameters in the optimizer must change too, or it would undo the exchange.
-            optimizer_state = moved_copies(
-                optimizer_state, dense(params), own_updates, dense(updates)
-            )
+            if phase != ():
+                # Copies of parameters in the optimizer must change too: it would undo the exchange.
+                optimizer_state = moved_copies(
+                    optimizer_state, dense(params), own_updates, dense(updates)
+                )
         return TrainState(
             step=increment(state.step),
             params=apply_exactly(params, updates),

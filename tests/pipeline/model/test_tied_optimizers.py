@@ -1,0 +1,134 @@
+"""A tied parameter is one to the optimizer, in stages and without, whatever its copies are called.
+
+By hand the second copy does not exist.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxslowmo as js
+
+VOCABULARY, WIDTH, UPDATES = 8, 4, 4
+RNG = np.random.default_rng(0)
+TABLE = RNG.normal(size=(VOCABULARY, WIDTH)).astype(np.float32)
+WEIGHT = RNG.normal(size=(2, WIDTH, WIDTH)).astype(np.float32) / 2
+PARAMS = [{"embed": TABLE}, {"w": WEIGHT[0]}, {"w": WEIGHT[1]}, {"lm_head": TABLE}]
+IDS = RNG.integers(0, VOCABULARY, (UPDATES, 2, 8, 5))
+
+
+def looked_up(params, batch):
+    return params["embed"][batch[:, 0]]
+
+
+def mixed(params, x):
+    return jnp.tanh(x @ params["w"])
+
+
+def scored(params, x):
+    return x @ params["lm_head"].T
+
+
+def cross_entropy(logits, batch):
+    return optax.softmax_cross_entropy_with_integer_labels(logits, batch[:, 1]).mean()
+
+
+TIE = [((0, "embed"), (3, "lm_head"))]
+MODEL = js.LayeredModel([looked_up, mixed, mixed, scored], cross_entropy, tied=TIE)
+
+
+def named(name, params):
+    """Whether the name is in the path of each leaf."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, _: name in jax.tree_util.keystr(path), params
+    )
+
+
+def labels(params):
+    return jax.tree.map(lambda is_head: "b" if is_head else "a", named("lm_head", params))
+
+
+# What differs between the names of the copies, what clips, and what treats all alike.
+OPTIMIZERS = {
+    "mask": optax.adamw(0.05, weight_decay=0.3, mask=functools.partial(named, "lm_head")),
+    "partition": optax.partition({"a": optax.adam(0.05), "b": optax.sgd(0.3)}, labels),
+    "clip": optax.chain(optax.clip_by_global_norm(0.05), optax.sgd(0.1, momentum=0.9)),
+    "alike": optax.adam(0.05),
+}
+OURS = {"clip": js.chain(js.clip_by_global_norm(0.05), optax.sgd(0.1, momentum=0.9))}
+
+
+@functools.cache
+def by_hand(name):
+    def loss(params, batch):
+        x = mixed(params[2], mixed(params[1], looked_up(params[0], batch)))
+        return cross_entropy(x @ params[0]["embed"].T, batch)
+
+    params, optimizer = [*PARAMS[:3], {}], OPTIMIZERS[name]
+    state = optimizer.init(params)
+    for batch in batches():
+        updates, state = optimizer.update(jax.grad(loss)(params, batch), state, params)
+        params = optax.apply_updates(params, updates)
+    return [*params[:3], {"lm_head": params[0]["embed"]}]
+
+
+def batches():
+    return np.moveaxis(IDS, 1, 2)
+
+
+def trained(loss, name, mesh, gradients=None):
+    optimizer = OURS.get(name, OPTIMIZERS[name])
+    step = js.make_train_step(loss, optimizer, mesh=mesh, sync="none", gradients=gradients)
+    state = step.init(PARAMS)
+    for batch in batches():
+        state, _ = step(state, batch)
+    return state
+
+
+def close(found, name):
+    for layer, wanted in zip(found, by_hand(name), strict=True):
+        for leaf, x in wanted.items():
+            np.testing.assert_allclose(layer[leaf], x, rtol=1e-5, atol=1e-6, err_msg=leaf)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_without_stages(name):
+    state = trained(MODEL, name, js.virtual_mesh({"replica": 1}))
+    close(jax.tree.map(lambda x: x[0], state.params), name)
+
+
+def test_a_clip_among_the_gradients_counts_it_once():
+    mesh, gradients = js.make_mesh({"replica": 2}), js.all_reduce_gradients("replica")
+    gradients = js.chain(gradients, js.clip_by_global_norm(0.05))
+    step = js.make_train_step(MODEL, OURS["clip"], mesh=mesh, gradients=gradients)
+    state = step.init(PARAMS)
+    for batch in batches():
+        state, _ = step(state, batch)
+    close(jax.tree.map(lambda x: x[0], state.params), "clip")
+
+
+@pytest.mark.parametrize(
+    ("name", "schedule", "executor"),
+    [
+        *(("mask", "zbv", "one_program"), ("mask", "gpipe", "host")),
+        *(("partition", "gpipe", "one_program"), ("partition", "zbv", "host")),
+        *(("clip", "gpipe", "one_program"), ("alike", "zbv", "one_program")),
+    ],
+)
+def test_in_stages(name, schedule, executor):
+    """On two devices, or both copies on one (zbv); each copy is compared."""
+    mesh = js.make_mesh({"replica": 1, "stage": 2})
+    schedule = getattr(js.schedules, schedule)(2, 2)
+    pipe = js.pipelined(MODEL, PARAMS, schedule, mesh=mesh, executor=executor)
+    params = trained(pipe, name, mesh).params
+    packing, buffers = pipe.layout.packing, {n: np.asarray(params[n][0]) for n in params}
+    found = [{} for _ in PARAMS]
+    for stage in range(2):
+        tree = packing.unpack({n: x[stage] for n, x in buffers.items()}, stage)
+        for layer, leaves in zip(found, tree, strict=True):
+            layer |= {n: x for n, x in leaves.items() if not isinstance(x, optax.MaskedNode)}
+    close(found, name)
