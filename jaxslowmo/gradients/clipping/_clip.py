@@ -199,8 +199,11 @@ def _masks(counted: PyTree | None, tree: PyTree) -> list[Any]:
         return masks
     leaves = jax.tree.leaves(tree, is_leaf=_is_rows)
     try:
-        whole = jax.tree.broadcast(counted, arrays_of(tree), is_leaf=lambda x: x is None)
-        masks = jax.tree.leaves(whole, is_leaf=lambda x: x is None)
+        is_none = lambda x: x is None  # noqa: E731
+        whole = jax.tree.broadcast(counted, arrays_of(tree), is_leaf=is_none)
+        places = jax.tree.leaves(arrays_of(tree), is_leaf=is_none)
+        pairs = zip(jax.tree.leaves(whole, is_leaf=is_none), places, strict=True)
+        masks = [mask for mask, place in pairs if place is not None]
         for mask, leaf in zip(masks, leaves, strict=True):
             if mask is not None and jnp.broadcast_shapes(np.shape(mask), leaf.shape) != leaf.shape:
                 raise ValueError(f"a mask of shape {np.shape(mask)} for a leaf of {leaf.shape}")

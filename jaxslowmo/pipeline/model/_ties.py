@@ -130,14 +130,14 @@ def seen_once(parts: Sequence[Any], groups: Groups, held: Collection[int]) -> li
       parts: what stands in the place of each parameter.
       groups: the tied parameters.
       held: positions of the parameters that a device has; the first of each group that it has
-        moves to the place of the first of all, and `optax.MaskedNode()` stands for the others.
+        moves to the place of the first of all, and nothing, None, stands for the others.
     """
     parts = list(parts)
     for group in groups:
         if here := [i for i in group if i in held]:
             part = parts[here[0]]
             for i in here:
-                parts[i] = optax.MaskedNode()
+                parts[i] = None
             parts[group[0]] = part
     return parts
 
@@ -147,7 +147,7 @@ def for_each_copy(parts: Sequence[Any], groups: Groups, held: Collection[int]) -
     parts = list(parts)
     for group in groups:
         if here := [i for i in group if i in held]:
-            part, parts[group[0]] = parts[group[0]], optax.MaskedNode()
+            part, parts[group[0]] = parts[group[0]], None
             for i in here:
                 parts[i] = part
     return parts

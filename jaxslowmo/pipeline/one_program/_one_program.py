@@ -73,6 +73,8 @@ class OneProgram(Pipelined):
                 out_specs=(P(), of_states, of_grads),
                 check_vma=False,
             )
+        if context.empty:  # outside of jit, `shard_map` can only map all axes of a mesh
+            step = jax.jit(step)
         microbatches = _laid_out(microbatches, of_batch, mesh)
         value, after, grads = step(stacked.buffers, states, microbatches, rng)
         return (value, after), grads

@@ -159,6 +159,8 @@ def test_an_optimizer_sees_paths_and_shapes_of_the_model_and_nothing_else(mesh_o
             {name: s if i in range(*block) else none for name, s in layer.items()}
             for i, layer in enumerate(shapes)
         ]
+        if block[1] == len(shapes):  # a copy of the first table is seen in that one's place
+            own[0]["table"], own[-1]["table"] = own[-1]["table"], None
         assert own in seen
 
 
