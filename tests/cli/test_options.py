@@ -30,7 +30,7 @@ NAMES = {"json": "as_json", "schedule": "pipeline", "rate_schedule": "schedule"}
 
 
 def values(config: Any) -> dict[str, Any]:
-    """Of all options, by name; a command's own stand before those of training."""
+    """Return values of all options by name; a command's own replace those of training."""
     if isinstance(config, TrainConfig):
         return config.flat()
     training = values(config.train) if hasattr(config, "train") else {}

@@ -76,7 +76,7 @@ def test_the_command_is_deterministic_and_says_the_prompt(call, gossip):
     first = call(ask)
     assert (first.code, first.err) == (0, "")
     assert first.out.startswith("File 3 says")
-    assert call(ask).out == call(ask, "--step 5").out == first.out
+    assert call(ask, "--step 5").out == first.out
     assert call(ask, "--seed 1").out != first.out
     assert call(ask, "--step 3").out != first.out
     call("sample", gossip, "--step 4").is_refused("step 4", "3, 5")
