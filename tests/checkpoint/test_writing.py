@@ -77,7 +77,7 @@ def test_files_that_are_deleted_meanwhile_are_missed(step, state, tmp_path, monk
 
 @pytest.mark.parametrize("late", [3, 10**6])
 def test_a_folder_that_is_listed_as_it_was_is_waited_for(step, state, tmp_path, monkeypatch, late):
-    """As on a file server: else a part would be left out of the whole, silently."""
+    """Imitate a file server: else a part would be left out of the whole, silently."""
     kind, listed = type(epath.Path(tmp_path)), []
     iterdir = kind.iterdir
 
@@ -108,7 +108,7 @@ def test_a_folder_that_is_listed_as_it_was_is_waited_for(step, state, tmp_path, 
 def test_what_a_file_server_does_not_remove_yet_is_in_nobodys_way(
     step, state, tmp_path, monkeypatch
 ):
-    """As files on NFS that another program has open: their folder cannot be removed."""
+    """Imitate files on NFS that another program has open: their folder cannot be removed."""
     said = []
     for name in ("_writing", "_folder"):
         monkeypatch.setattr(f"jaxslowmo.checkpoint.{name}.warn_user", said.append)

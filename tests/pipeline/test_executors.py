@@ -183,7 +183,7 @@ def test_both_draw_the_same_keys_in_parts_of_a_batch_and_in_windows() -> None:
 
 
 def test_microbatches_may_wait_on_the_host_and_backward_passes_be_split() -> None:
-    """Of one program these are in `one_program`, where each kind of schedule is."""
+    """Test the host alone: `one_program/` has these for one program and each schedule."""
     options = {"schedule": js.schedules.zero_bubble(2, 4), "axes": {"stage": 2}, "remat": True}
     pipe = pipeline("host", batch_memory="host", **options)
     batch, stacked = tokens(8), pipe.layout.stack(PARAMS)
