@@ -42,14 +42,14 @@ def files_of(folder):
 
 
 def damaged(data, how, at, older):
-    """The bytes of a damaged file, whose length may be 0; None if it is gone."""
+    """Return the bytes of a damaged file, whose length may be 0; None if it is gone."""
     place = int(at * max(len(data) - 1, 0))
     if how == "one bit":
         return data[:place] + bytes([data[place] ^ 16]) + data[place + 1 :] if data else data
     return {"gone": None, "cut": data[:place], "of an older one": older}[how]
 
 
-@settings(max_examples=100)
+@settings(max_examples=50)
 @given(st.data())
 def test_no_damage_passes_for_a_checkpoint(saved, data):
     folder, steps, known = saved

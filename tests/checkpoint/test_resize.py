@@ -20,7 +20,7 @@ def trained(step, replicas: int, updates: int):
 
 
 def consensus(state: js.TrainState) -> dict[str, np.ndarray]:
-    """Sum of all mass over the sum of all weights, in float64."""
+    """Return the sum of all mass over the sum of all weights, in float64."""
     params, sync = state.params, state.opt_state[-1]
     gossip = getattr(sync, "base", sync)
     terms = [(np.ones(len(state.step)), params)]
@@ -93,8 +93,6 @@ def test_4_to_3_to_8(name, tmp_path):
                 assert np.any(velocity)
                 np.testing.assert_array_equal(velocity, moved[leaf])
         state, old_step = found.state, step
-    state, _ = old_step(state, batch(7, 8))
-    assert np.isfinite(np.asarray(state.params["w"])).all()
 
 
 def scaled_step(replicas: int, axes=()):

@@ -24,7 +24,7 @@ from support.exhaustive import sweep
 
 LAST = PERIOD + 1
 # Together they hold all kinds of state, in host mode and in traced mode.
-USUAL = ("all_reduce", "slowmo over sgp", "own anchors", "diloco", "two levels")
+USUAL = ("all_reduce", "slowmo over sgp", "own anchors", "diloco")
 
 
 @pytest.mark.parametrize("name", sweep(SYNCS, lambda name: name in USUAL))

@@ -44,7 +44,7 @@ def make(replicas, shards):
 
 
 def numbers(state):
-    """Of a state, PRNG keys as their data."""
+    """Return a state as NumPy arrays, with the data of PRNG keys in place of keys."""
     return jax.tree.map(np.asarray, state._replace(rng=jax.random.key_data(state.rng)))
 
 
@@ -80,12 +80,9 @@ def test_resumed_in_the_middle_of_an_epoch_every_batch_is_trained_once(run):
 
 def test_on_another_number_of_devices_rows_are_the_same(run):
     _, folder, then, _ = run
-    step = make(2, 1)
-    state = Checkpoints(folder).restore(step, DENSE).state
+    state = Checkpoints(folder).restore(make(2, 1), DENSE).state
     same(numbers(state).params, then.params)
     same(numbers(state).opt_state[1], then.opt_state[1])
-    state, metrics = step(state, BATCHES[SAVED])
-    assert np.isfinite(metrics["loss"]).all()
 
 
 def test_on_another_number_of_replicas_and_exported_they_are_the_mean(run, tmp_path):

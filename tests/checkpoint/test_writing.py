@@ -77,7 +77,7 @@ def test_files_that_are_deleted_meanwhile_are_missed(step, state, tmp_path, monk
 
 @pytest.mark.parametrize("late", [3, 10**6])
 def test_a_folder_that_is_listed_as_it_was_is_waited_for(step, state, tmp_path, monkeypatch, late):
-    """As on a file server: else a part would be left out of the whole, silently."""
+    """Imitate a file server: else a part would be left out of the whole, silently."""
     kind, listed = type(epath.Path(tmp_path)), []
     iterdir = kind.iterdir
 
@@ -91,7 +91,7 @@ def test_a_folder_that_is_listed_as_it_was_is_waited_for(step, state, tmp_path, 
         listed.append("finalize")
         usual(self, directory)
 
-    monkeypatch.setattr(_writing, "_LISTING_SECONDS", 1.0)
+    monkeypatch.setattr(_writing, "_LISTING_SECONDS", 0.2)
     monkeypatch.setattr(kind, "iterdir", remembered)
     monkeypatch.setattr(ocp.PyTreeCheckpointHandler, "finalize", finalize)
     checkpoints = Checkpoints(tmp_path)
@@ -108,7 +108,7 @@ def test_a_folder_that_is_listed_as_it_was_is_waited_for(step, state, tmp_path, 
 def test_what_a_file_server_does_not_remove_yet_is_in_nobodys_way(
     step, state, tmp_path, monkeypatch
 ):
-    """As files on NFS that another program has open: their folder cannot be removed."""
+    """Imitate files on NFS that another program has open: their folder cannot be removed."""
     said = []
     for name in ("_writing", "_folder"):
         monkeypatch.setattr(f"jaxslowmo.checkpoint.{name}.warn_user", said.append)
@@ -174,7 +174,7 @@ from jaxslowmo.checkpoint import Checkpoints, CheckpointError
 
 # Which checkpoints there are is process 0's to say, again and again: also to who is late.
 for name in "abc":
-    time.sleep(2 * (rank == 1 and name == "a"))
+    time.sleep(0.5 * (rank == 1 and name == "a"))
     try:
         Checkpoints("/nowhere/" + name, patience=200).restore(None, {})
     except CheckpointError as error:
@@ -217,13 +217,13 @@ with Checkpoints(folder, patience=600) as checkpoints:
     except CheckpointError as error:
         print("(process 0: " in str(error), error.errno)
 
-impatient = Checkpoints(folder, patience=2)
+impatient = Checkpoints(folder, patience=1)
 if rank == 0:
     impatient.save(9, state)  # its collective for fingerprints needs both
     try:
         impatient.wait()
     except CheckpointError as error:
-        print("has not answered for 2 s" in str(error))
+        print("has not answered for 1 s" in str(error))
     pathlib.Path(folder, "over").write_text("")
 else:
     from jaxslowmo.checkpoint import _writing

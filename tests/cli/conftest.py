@@ -1,10 +1,12 @@
 """`call("train --steps 5 --out", folder)`, and text to train on."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+import jax
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 from cli.commands import run, write_text
 
@@ -25,6 +27,30 @@ class Outcome(NamedTuple):
         assert (self.code, self.out, self.err.count("\n")) == (2, "", 1), self
         assert self.err.startswith("error: ")
         assert [part for part in parts if str(part) not in self.err] == [], self.err
+
+
+@pytest.fixture(scope="session")
+def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder for the programs that these tests have compiled."""
+    return tmp_path_factory.mktemp("programs")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def runs_share_programs(programs: Path) -> Iterator[None]:
+    """Compile each program once: every run of a command traces the same small model anew."""
+    options = {
+        "jax_enable_compilation_cache": True,
+        "jax_compilation_cache_dir": str(programs),
+        "jax_persistent_cache_min_compile_time_secs": 0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }
+    before = {name: getattr(jax.config, name) for name in options}
+    for values in (options, before):
+        for name, value in values.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()
+        if values is options:
+            yield
 
 
 @pytest.fixture

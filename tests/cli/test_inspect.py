@@ -125,7 +125,7 @@ def test_graphs_writes_tables_json_a_picture_and_a_page(call, tmp_path):
 
 
 def test_the_page_shows_what_the_command_makes(capsys):
-    """Of the sizes that take no time."""
+    """Compare the sizes that take no time."""
     config = InspectGraphsConfig(nodes=(4, 8, 16))
     made, page = tables(config, analyse_all(config)), PAGE.read_text()
     _, *shown = re.split(

@@ -13,6 +13,7 @@ import typer
 from cli.option_rows import GOSSIP, SHARED, TABLE
 from jaxslowmo.cli import _app
 from jaxslowmo.cli.config._training import TrainConfig
+from support.exhaustive import sweep
 
 # What a call cannot do without.
 NEEDS = {
@@ -30,7 +31,7 @@ NAMES = {"json": "as_json", "schedule": "pipeline", "rate_schedule": "schedule"}
 
 
 def values(config: Any) -> dict[str, Any]:
-    """Of all options, by name; a command's own stand before those of training."""
+    """Return values of all options by name; a command's own replace those of training."""
     if isinstance(config, TrainConfig):
         return config.flat()
     training = values(config.train) if hasattr(config, "train") else {}
@@ -59,7 +60,12 @@ def told(monkeypatch) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize(("command", "option"), CASES, ids=lambda part: part)
+# Commands make shared options from the same fields: one of each kind shows that they arrive.
+@pytest.mark.parametrize(
+    ("command", "option"),
+    sweep(CASES, lambda command, option: option in (*TABLE[command], "--out", "--preset")),
+    ids=lambda part: part,
+)
 def test_right_and_wrong_values(call, told, command, option):
     is_shared = option not in TABLE[command]
     row = TABLE["train" if is_shared else command][option]

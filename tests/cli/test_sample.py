@@ -58,7 +58,7 @@ def test_the_model_of_a_checkpoint_is_what_was_exported(gossip, copied):
 
 
 def test_an_export_that_does_not_say_what_it_is(call, copied):
-    """As those of before 0.2: the configuration of its run says it."""
+    """Read exports from before 0.2: the configuration of their run describes the model."""
     record = copied / "model" / "record" / "metadata"
     value = json_of(record)
     assert value["extra"]["model"]["num_layers"] == 1
@@ -76,7 +76,7 @@ def test_the_command_is_deterministic_and_says_the_prompt(call, gossip):
     first = call(ask)
     assert (first.code, first.err) == (0, "")
     assert first.out.startswith("File 3 says")
-    assert call(ask).out == call(ask, "--step 5").out == first.out
+    assert call(ask, "--step 5").out == first.out
     assert call(ask, "--seed 1").out != first.out
     assert call(ask, "--step 3").out != first.out
     call("sample", gossip, "--step 4").is_refused("step 4", "3, 5")

@@ -17,27 +17,27 @@ MAPPED = "pmap and vmap"
 
 
 def sections(page: str) -> dict[str, list[str]]:
-    """Code blocks by heading; those before the first heading are under ""."""
+    """Return code blocks by heading; those before the first heading are under ""."""
     return {title: _BLOCK.findall(text) for title, text in _texts(page).items()}
 
 
 def outputs(page: str, title: str) -> list[str]:
-    """What the page says that code of this section prints."""
+    """Return what the page says that code of this section prints."""
     return _OUTPUT.findall(_texts(page)[title])
 
 
 def num_blocks(page: str) -> int:
-    """Python blocks on the page and those below it, however they are indented."""
+    """Count the Python blocks on the page and those below it, however they are indented."""
     return len(re.findall(r"^\s*```python", _read(page), flags=re.MULTILINE))
 
 
 def of_recipe(title: str) -> pytest.MarkDecorator:
-    """Marks tests of one recipe: they run in one process, which runs its code once."""
+    """Mark tests of one recipe, so that they run in one process, which runs its code once."""
     return pytest.mark.xdist_group(f"recipe {title}")
 
 
 def fresh(page: str, *titles: str) -> dict[str, Any]:
-    """Names that the blocks of these sections leave, run one after the other."""
+    """Run the blocks of these sections one after the other; return the names that they leave."""
     names: dict[str, Any] = {"__name__": page}
     for title in titles:
         _execute(page, title, names)
@@ -46,7 +46,7 @@ def fresh(page: str, *titles: str) -> dict[str, Any]:
 
 @functools.cache
 def run(page: str, *titles: str) -> dict[str, Any]:
-    """The same, run once for all tests of a process: do not change what the names stand for."""
+    """Do what `fresh` does once for all tests of a process; do not change what names refer to."""
     *before, last = titles
     names = dict(run(page, *before)) if before else {"__name__": page}
     _execute(page, last, names)
@@ -66,6 +66,6 @@ def _texts(page: str) -> dict[str, str]:
 
 
 def _read(page: str) -> str:
-    """A page, and after it those in the folder of its name: `recipes/*.md` go on `recipes.md`."""
+    """Return a page and those in the folder of its name, as `recipes/*.md` go on `recipes.md`."""
     paths = [*DOCS.glob(f"{page}.md"), *sorted((DOCS / page).glob("*.md"))]
     return "\n".join(path.read_text(encoding="utf-8") for path in paths)

@@ -37,7 +37,7 @@ class Measured(NamedTuple):
 
 
 def loss(params: Any, batch: Any) -> jax.Array:
-    """Of data that differ between replicas, or, scaled to nothing, with gradients that do not."""
+    """Return the loss of data that differ between replicas, or by `scale` and `slope` do not."""
     params = getattr(params, "fast", params)
     x, scale, slope = batch
     own = jnp.mean((jnp.tanh(x @ params["w"] + params["b"]) - 0.5) ** 2, axis=1)
@@ -99,7 +99,7 @@ def is_known(module: str, name: str) -> bool:
 
 
 def table() -> str:
-    """Of all names, as the page shows it."""
+    """Return the table of all names, as the page shows it."""
     plain, rows = [], []
     for module, cases in CASES.items():
         known = sorted(cases.items())

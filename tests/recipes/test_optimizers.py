@@ -41,7 +41,7 @@ def test_recipes_do_what_they_say():
 
 @pytest.mark.parametrize(("module", "name"), sweep(EVERY, lambda module, name: name in USUAL))
 def test_an_average_stays(module, name):
-    """Of what it moved, updates with gradients that are equal on all replicas take nothing back."""
+    """Updates by gradients that are equal on all replicas take back nothing that it moved."""
     case = CASES[module][name]
     if not is_known(module, name):
         return  # of another version of optax
@@ -62,7 +62,7 @@ def test_an_average_stays(module, name):
     "name", [n for n, case in CASES["optax"].items() if case.condition == NOISE]
 )
 def test_noise_is_the_same_on_all_replicas(name):
-    """Of equal data they make equal parameters, other ones than without noise."""
+    """Equal data give equal parameters, and other ones than without noise."""
     state, other = (trained(CASES["optax"][x], ALIKE) for x in (name, "sgd"))
     assert np.ptp(state.params["w"], axis=0).max() == 0
     assert np.abs(state.params["w"] - other.params["w"]).max() > 1e-4

@@ -77,7 +77,8 @@ def assert_gradients_alike(
 ) -> None:
     """Raise unless loss, metrics, gradients and their norm are those of the model on one device."""
     values, grads = jax.jit(jax.value_and_grad(pipe.loss_fn, has_aux=True))(stacked, batch)
-    expected_values, expected = jax.value_and_grad(model, has_aux=True)(list(params), batch)
+    alone = jax.jit(jax.value_and_grad(model, has_aux=True))
+    expected_values, expected = alone(list(params), batch)
     assert_close(values, expected_values)
     assert_close(pipe.layout.unstack(grads), expected)
     # Of everything, padding included: a sum that was scaled or counted twice would show.

@@ -34,6 +34,14 @@ def test_the_first_signal_asks_and_the_second_ctrl_c_raises():
     assert handlers() == before
 
 
+PART = """
+import time
+from jaxslowmo.cli.processes._watch import Watch, failing_together
+
+with failing_together(Watch(rank, 2, 0, lambda: ""), 10):
+    time.sleep(0.5 * rank)
+print("parted")
+"""
 STOPS = """
 import os, signal, time
 from jaxslowmo.cli.processes._peers import Cluster
@@ -51,11 +59,12 @@ with StopOnSignal(Cluster(rank, 2)) as stop:
 """
 
 
-def test_sigterm_stops_both_at_one_step_of_a_resumed_run(tmp_path):
+def test_sigterm_stops_both_at_one_step_of_a_resumed_run_and_both_part(tmp_path):
     """Also before its first step; and after a rollback numbers of steps come twice."""
-    first, second = two_processes(STOPS, tmp_path)
+    first, second = two_processes(STOPS + PART, tmp_path)
     assert first == second
     assert first.startswith("preempted ")
+    assert first.endswith("\nparted\n")
 
 
 def chained(outer: Exception, cause: Exception) -> Exception:
@@ -82,14 +91,12 @@ def test_errors_that_a_lost_process_can_have_caused():
 FAILS = """
 import time
 from jaxslowmo.cli._errors import CommandError
-from jaxslowmo.cli.processes._watch import failing_together
-from jaxslowmo.cli.processes._watch import Watch
+from jaxslowmo.cli.processes._watch import Watch, failing_together
 
 with failing_together(Watch(rank, 2, 0, lambda: ""), 10):
     if rank == {rank}:
         raise {error}
-    time.sleep({seconds})
-print("parted")
+    time.sleep(1000)
 """
 
 
@@ -102,13 +109,8 @@ print("parted")
 )
 def test_one_that_fails_ends_both_with_its_code(tmp_path, rank, error, code, line):
     """jax's own end would wait for the other, for 300 s."""
-    program = FAILS.format(rank=rank, error=error, seconds=1000)
+    program = FAILS.format(rank=rank, error=error)
     said = two_processes(program, tmp_path, seconds=200, code=code)
     assert said[1 - rank].startswith(f"error: process {rank} has ended: {line}")
     assert len(said[1 - rank].splitlines()) == 1
     assert said[rank].startswith("Traceback" if code == 1 else f"error: {line}")
-
-
-def test_both_part_in_the_end(tmp_path):
-    program = FAILS.format(rank=2, error="None", seconds="rank")
-    assert two_processes(program, tmp_path) == ["parted\n"] * 2

@@ -106,14 +106,14 @@ def test_who_is_alive_is_known_without_proc_and_by_the_start(tmp_path, monkeypat
 
 @pytest.mark.parametrize("content", [{"host": "elsewhere"}, {"namespace": "other"}, b"", b"[1]"])
 def test_a_silent_holder_elsewhere_is_waited_for(tmp_path, patience, content):
-    patience(0.6)
+    patience(0.3)
     if isinstance(content, bytes):
         (tmp_path / "lock").write_bytes(content)
     else:
         write_lock(tmp_path, **content)
     before = time.monotonic()
     assert takes(tmp_path)
-    assert time.monotonic() - before >= 0.6
+    assert time.monotonic() - before >= 0.3
 
 
 def test_a_holder_elsewhere_that_ends_meanwhile_or_touches_its_lock(tmp_path, monkeypatch):

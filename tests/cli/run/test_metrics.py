@@ -24,7 +24,7 @@ CONFIG = train_config({"tensorboard": True})
 
 
 def curves(folder):
-    """By tag the values by step; what a later start did anew counts."""
+    """Return the values by step of each tag; what a later start did anew counts."""
     found = {}
     for path in sorted((folder / "tensorboard").iterdir()):
         rest = path.read_bytes()

@@ -28,7 +28,7 @@ from jaxslowmo.cli.run import _agreement
 from jaxslowmo.data import read_corpus
 
 root = Path(__file__).parent
-_agreement._FILE_SERVER_SECONDS = 1.0
+_agreement._FILE_SERVER_SECONDS = 0.2
 version = _agreement.version
 
 def meet(name):
@@ -48,7 +48,7 @@ for i, case in enumerate(json.loads((root / "cases.json").read_text())):
         cluster = Cluster(rank, 2)
         with opened(config, out, corpus, cluster) as (folder, config):
             if rank == 0:
-                time.sleep(0.5)
+                time.sleep(0.1)
             if config.overwrite:
                 _agreement.clear(folder, config, cluster)
             assert not config.overwrite or not (out / "checkpoints").exists()
@@ -87,8 +87,8 @@ CASES: dict[str, tuple[list[dict], list[tuple[str, ...]]]] = {
     "resume": ([OLD | {"resume": True}, OLD], [("go 24 16 True",)] * 2),
     "overwrite": ([OLD | {"overwrite": True}, OLD], [("go 24 24 False",)] * 2),
     "nobody comes": (
-        [{"startup_timeout": 2}, {"late": True}],
-        [("75 ", "process 1", "--startup-timeout 2 s"), ("75 Input/output error", "late")],
+        [{"startup_timeout": 1}, {"late": True}],
+        [("75 ", "process 1", "--startup-timeout 1 s"), ("75 Input/output error", "late")],
     ),
 }  # fmt: skip
 

@@ -26,14 +26,14 @@ OTHERS = {
 }
 EVERY = {f"{m}.{n}": case for m, cases in CASES.items() for n, case in cases.items()}
 NAMES = [name for name in EVERY if name.rpartition(".")[2] not in OTHERS]
-USUAL = {"optax.optimistic_adam", "optax.monitor", "optax.contrib.dadapt_adamw", "optax.add_noise"}
+USUAL = {"optax.optimistic_adam", "optax.add_noise"}
 RANDOM = np.random.default_rng(0).normal
 PARAMS = [{"w": np.float32(RANDOM(size=(5, 3))), "b": np.float32(RANDOM(size=3))} for _ in range(3)]
 MODEL = js.LayeredModel([lambda p, x: x] * 3, lambda x, batch: jnp.mean(x))
 
 
 def trained(tx, params, formed):
-    """The parameters after updates by gradients that are drawn; told what a step tells."""
+    """Return the parameters after updates by drawn gradients, with the arguments of a step."""
     tx = optax.with_extra_args_support(tx)
     state = tx.init(params)
 

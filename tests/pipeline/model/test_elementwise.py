@@ -13,12 +13,19 @@ from support.optimizers import is_no_bias
 
 
 def by_size(tree):
-    """A mask that says the same of all leaves, and another thing of a buffer of them."""
+    """Return a mask that says the same of all leaves, and another thing of a buffer of them."""
     return jax.tree.map(lambda x: x.size < 100, tree)
 
 
 def centred(updates, state, params=None):
     return jax.tree.map(lambda x: x - jnp.mean(x), updates), state
+
+
+def every_other(updates, state, params=None):
+    is_due = state > 0
+    return jax.lax.cond(is_due, lambda: updates, lambda: jax.tree.map(jnp.zeros_like, updates)), (
+        1 - state
+    )
 
 
 ALIKE = {
@@ -34,9 +41,8 @@ UNLIKE = {
     "by_rank": optax.adamw(0.1, mask=lambda tree: jax.tree.map(lambda x: x.ndim > 1, tree)),
     "by_name": optax.adamw(0.1, mask=is_no_bias),
     "by_size": optax.adamw(0.1, mask=by_size),
-    "lamb": optax.lamb(0.1),
     "adafactor": optax.adafactor(0.1, min_dim_size_to_factor=4),
-    "conditional": optax.MultiSteps(optax.sgd(0.1), 2).gradient_transformation(),
+    "conditional": optax.GradientTransformation(lambda params: jnp.zeros(()), every_other),
     "mean": optax.GradientTransformation(lambda params: optax.EmptyState(), centred),
 }
 

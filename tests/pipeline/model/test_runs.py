@@ -3,7 +3,6 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 import jaxslowmo as js
 from jaxslowmo.pipeline.model import Run
@@ -15,10 +14,9 @@ def pipeline(mesh_of, model, params, **options):
     return js.pipelined(model, params, schedule, mesh=mesh_of({"stage": 2}), **options)
 
 
-@pytest.mark.parametrize("remat", [False, True])
-def test_gradients_of_runs_are_those_of_the_model(mesh_of, remat):
+def test_gradients_of_runs_are_those_of_the_model(mesh_of):
     model, params = language_model(10)
-    pipe = pipeline(mesh_of, model, params, remat=remat)
+    pipe = pipeline(mesh_of, model, params)
     assert pipe.layout.all_runs == [(Run(0, 1), Run(1, 5)), (Run(6, 5), Run(11, 1))]
     assert_gradients_alike(pipe, model, params, tokens(8), pipe.layout.stack(params))
 

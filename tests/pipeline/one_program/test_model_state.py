@@ -45,7 +45,7 @@ BATCH = {"x": RANDOM.normal(size=(16, WIDTH)).astype(np.float32)}
 
 
 def one_by_one(params, states, batch, microbatches):
-    """The model on one device, microbatch by microbatch."""
+    """Return loss, state and gradients of the model on one device, one microbatch at a time."""
 
     def whole(params):
         total, now = 0.0, states
@@ -54,15 +54,10 @@ def one_by_one(params, states, batch, microbatches):
             total = total + value / microbatches
         return total, now
 
-    return jax.value_and_grad(whole, has_aux=True)(params)
+    return jax.jit(jax.value_and_grad(whole, has_aux=True))(params)
 
 
-USUAL = [
-    ("zero_bubble", 2, False, "one_program"),
-    ("interleaved", 2, True, "one_program"),
-    ("gpipe", 1, False, "one_program"),
-    ("zbv", 2, False, "host"),
-]
+USUAL = [("zbv", 2, True, "one_program"), ("interleaved", 2, False, "host")]
 
 
 @pytest.mark.parametrize(
@@ -96,24 +91,30 @@ def test_state_goes_on_from_microbatch_to_microbatch(mesh_of, kind, stages, rema
     assert_close((value, pipe.state_layout.unstack(after)), (expected, known))
 
 
+def trained(loss_fn, mesh):
+    sync = js.local_sgd("replica", sync_every=2)
+    options = {"sync": sync, "mesh": mesh, "model_state": "sync_mean"}
+    step = js.make_train_step(loss_fn, optax.sgd(0.05), **options)
+    state = step.init(PARAMS, model_state=STATES)
+    for i in range(2):
+        state, metrics = step(state, {"x": BATCH["x"] * (i + 1)})
+    return state, metrics
+
+
+@pytest.fixture(scope="module")
+def without_stages():
+    return trained(MODEL, js.virtual_mesh({"replica": 2}))
+
+
 @pytest.mark.parametrize("executor", ["one_program", "host"])
-def test_steps_keep_model_state_together_as_without_stages(mesh_of, executor):
+def test_steps_keep_model_state_together_as_without_stages(mesh_of, executor, without_stages):
     mesh = mesh_of({"replica": 2, "stage": 2})
     # One microbatch: the whole batch gives the statistics, as without stages.
     options = {"model_state": STATES, "executor": executor}
     pipe = js.pipelined(MODEL, PARAMS, js.schedules.gpipe(2, 1), mesh=mesh, **options)
 
-    def trained(loss_fn, mesh):
-        sync = js.local_sgd("replica", sync_every=2)
-        options = {"sync": sync, "mesh": mesh, "model_state": "sync_mean"}
-        step = js.make_train_step(loss_fn, optax.sgd(0.05), **options)
-        state = step.init(PARAMS, model_state=STATES)
-        for i in range(3):
-            state, metrics = step(state, {"x": BATCH["x"] * (i + 1)})
-        return state, metrics
-
     found, metrics = trained(pipe, mesh)
-    known, expected = trained(MODEL, js.virtual_mesh({"replica": 2}))
+    known, expected = without_stages
     assert_close(metrics, expected)
     assert_close(pipe.layout.unstack_like(found.params), known.params)
     assert_close(pipe.state_layout.unstack_like(found.model_state), known.model_state)

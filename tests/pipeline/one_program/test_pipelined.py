@@ -24,7 +24,7 @@ def pipeline(mesh_of, layers, params, **options):
 
 
 def by_parts(model, batch):
-    """The loss without stages, microbatch by microbatch."""
+    """Return the loss without stages, one microbatch at a time."""
     parts = [jax.tree.map(lambda x, m=m: x[2 * m : 2 * m + 2], batch) for m in range(4)]
     return lambda params: sum(model(params, x) for x in parts) / 4
 
@@ -44,7 +44,7 @@ def test_activations_may_be_trees_of_any_types(mesh_of):
     pipe, stacked, model = pipeline(mesh_of, [first, second], params)
     batch = {"x": np.random.default_rng(0).normal(size=(8, 3)).astype(np.float32)}
     loss, grads = jax.jit(jax.value_and_grad(pipe))(stacked, batch)
-    expected, expected_grads = jax.value_and_grad(by_parts(model, batch))(params)
+    expected, expected_grads = jax.jit(jax.value_and_grad(by_parts(model, batch)))(params)
     assert_close(loss, expected)
     assert_close(pipe.layout.unstack(grads), expected_grads, 1e-2)
 
@@ -78,7 +78,7 @@ def test_layers_may_sort_and_hold_loops_that_start_from_their_arguments(mesh_of)
     pipe, stacked, model = pipeline(mesh_of, [recurrent, sorting], params)
     batch = np.random.default_rng(0).normal(size=(8, 3)).astype(np.float32)
     loss, grads = jax.jit(jax.value_and_grad(pipe))(stacked, batch)
-    expected = jax.value_and_grad(by_parts(model, batch))(params)
+    expected = jax.jit(jax.value_and_grad(by_parts(model, batch)))(params)
     assert_close((loss, pipe.layout.unstack(grads)), expected)
 
 
@@ -111,7 +111,7 @@ def test_gradients_are_those_of_parameters_once_or_twice_and_of_the_loss_alone(m
     pipe, stacked, model = pipeline(mesh_of, layers, params)
     twice = jax.jit(jax.grad(steepness(pipe)))(stacked, batch)["float32"]
     without_stages = lambda of, batch: model(list(of["float32"][:, 0]), batch)  # noqa: E731
-    assert_close(twice, jax.grad(steepness(without_stages))(stacked, batch)["float32"])
+    assert_close(twice, jax.jit(jax.grad(steepness(without_stages)))(stacked, batch)["float32"])
 
     told = js.LayeredModel(layers, lambda x, _: (jnp.mean(x), {"most": jnp.max(x)}))
     pipe = js.pipelined(told, params, SCHEDULE, mesh=mesh_of({"stage": 2}))
@@ -133,8 +133,9 @@ def test_layers_may_all_be_without_parameters(mesh_of):
     assert (loss, dict(grads.items())) == (4.0, {})
 
 
-@pytest.mark.parametrize("executor", ["one_program", "host"])
-@pytest.mark.parametrize("axes", [{"stage": 2}, {"replica": 2, "stage": 2}])
+@pytest.mark.parametrize(
+    ("axes", "executor"), [({"stage": 2}, "host"), ({"replica": 2, "stage": 2}, "one_program")]
+)
 def test_explicit_meshes_take_the_models_own_tree(axes, executor):
     devices = jax.devices()[: math.prod(axes.values())]
     mesh = jax.make_mesh(tuple(axes.values()), tuple(axes), devices=devices)
@@ -147,7 +148,7 @@ def test_explicit_meshes_take_the_models_own_tree(axes, executor):
     pipe = js.pipelined(model, params, schedule, mesh=mesh, executor=executor)
     run = jax.value_and_grad(pipe)
     run = jax.jit(run) if executor == "one_program" else run
-    expected = jax.value_and_grad(model)(params, batch)
+    expected = jax.jit(jax.value_and_grad(model))(params, batch)
     assert_close(run(params, batch), expected)
     if "replica" in axes:
         value, grads = run(pipe.layout.stack(params), batch)

@@ -20,7 +20,7 @@ def times(forward, backward_input, backward_weight):
 
 
 def least_time(p, m, costs, most):
-    """Of all tables of one operation per stage and tick, by a search over all states."""
+    """Return the least time of all tables with one operation per stage and tick."""
 
     def options(state, s):
         f, b, w = state[s]

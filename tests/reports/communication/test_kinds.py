@@ -53,7 +53,7 @@ def nested(x, t):
 
 
 class ByPhase:
-    """As a host-scheduled step."""
+    """A step with one program per phase, as a host-scheduled step has."""
 
     def __init__(self, programs, *, traced=False):
         def method(*args):

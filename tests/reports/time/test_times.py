@@ -12,7 +12,7 @@ from support.compiled_step import TEXT
 
 
 def times(*ops, step_time=1.0):
-    """Of operations (device, name, start, end) in seconds."""
+    """Return mean times of operations (device, name, start, end) in seconds."""
     spans = [DeviceOp(d, n, int(1e9 * a), int(1e9 * b)) for d, n, a, b in ops]
     return step_times(spans, StepProgram(TEXT), step_time)
 
