@@ -131,6 +131,10 @@ EXCHANGES = {"local_sgd": 2, "diloco": 2, "sgp": 1}  # plain averages, with two 
 GIVEN = BATCHES[:UPDATES, :16]
 
 
+def average(trees):
+    return [jax.tree.map(lambda *x: sum(x) / REPLICAS, *trees)] * REPLICAS
+
+
 @functools.cache
 def by_hand(loss, algorithm):
     """Yield the losses before, and the parameters after each update."""
@@ -140,7 +144,6 @@ def by_hand(loss, algorithm):
     for t, batch in enumerate(GIVEN, 1):
         results = [differentiate(*x) for x in zip(params, np.split(batch, REPLICAS), strict=True)]
         grads = [g for _, g in results]
-        average = lambda trees: [jax.tree.map(lambda *x: sum(x) / REPLICAS, *trees)] * REPLICAS  # noqa: E731
         if algorithm == "all_reduce":
             grads = average(grads)
         params = [
