@@ -15,6 +15,7 @@ import pytest
 
 import jaxslowmo as js
 from jaxslowmo.checkpoint import Checkpoints
+from jaxslowmo.models import GPTConfig, gpt_loss_fn, init_gpt
 from support.layered import assert_close, language_model, tokens
 
 pytestmark = pytest.mark.hardware
@@ -111,6 +112,20 @@ def test_losses_of_16_bits_are_near(dtype):
     _, _, losses = run(mesh, scaled, gradients=gradients, policy=js.Policy(dtype))
     _, _, exact = run(mesh, gradients=gradients)
     np.testing.assert_allclose(losses, exact, rtol=2e-2)
+
+
+@pytest.mark.skipif(jax.default_backend() != "gpu", reason="cuDNN is NVIDIA's")
+def test_attention_of_cudnn_is_near():
+    tokens = np.random.default_rng(0).integers(0, 256, (4, 65), np.uint8)
+    found = []
+    for attention in ("xla", "cudnn"):
+        shape = GPTConfig(2, 4, 128, 64, dtype="bfloat16", attention=attention)
+        loss = lambda params, shape=shape: gpt_loss_fn(shape)(params, tokens)  # noqa: E731
+        found.append(jax.jit(jax.value_and_grad(loss))(init_gpt(shape)))
+    (value, grads), (other, others) = found
+    np.testing.assert_allclose(value, other, rtol=1e-2)
+    for x, y in zip(jax.tree.leaves(grads), jax.tree.leaves(others), strict=True):
+        np.testing.assert_allclose(x, y, rtol=0.1, atol=0.1 * np.abs(y).max())
 
 
 def test_a_step_takes_over_the_memory_of_its_state():

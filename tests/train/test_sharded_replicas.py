@@ -159,3 +159,39 @@ def test_the_slow_state_is_divided_by_replicas_and_by_shards(mesh_of):
     whole = 2 * 4 * w.size // PARTS
     assert whole <= found[False] <= whole + 64
     assert whole / REPLICAS <= found[True] <= 1.02 * whole / REPLICAS
+
+
+FACTORED = optax.scale_by_factored_rms(min_dim_size_to_factor=32)
+OTHER_SHAPES = {
+    "adafactor": optax.adafactor(1e-2, min_dim_size_to_factor=32),
+    "sm3": optax.sm3(1e-2),
+    "factored": optax.chain(FACTORED, optax.scale(-1e-2)),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        *(("adafactor", AxisType.Auto), ("adafactor", AxisType.Explicit)),
+        *(("sm3", AxisType.Auto), ("factored", AxisType.Explicit)),
+    ],
+)
+def test_optimizers_whose_state_has_other_shapes(name, kind):
+    """By hand on one device."""
+    optimizer = OTHER_SHAPES[name]
+    mesh = jax.make_mesh((REPLICAS, 2), ("replica", "fsdp"), axis_types=(AxisType.Auto, kind))
+    one = {"w": PARAMS["in"]}
+    loss = lambda params, x: jnp.mean(jnp.tanh(x @ params["w"]) ** 2)  # noqa: E731
+    step = js.make_train_step(
+        loss, optimizer, sync=js.local_sgd("replica", sync_every=1), mesh=mesh
+    )
+    state = step.init({"w": jax.device_put(one["w"], NamedSharding(mesh, P(None, "fsdp")))})
+    params, states = one, [optimizer.init(one)] * REPLICAS
+    for batch in BATCHES[:2]:
+        state, _ = step(state, batch)
+        each = []
+        for r, part in enumerate(np.split(batch, REPLICAS)):
+            updates, states[r] = optimizer.update(jax.grad(loss)(params, part), states[r], params)
+            each.append(optax.apply_updates(params, updates))
+        params = jax.tree.map(lambda *x: sum(x) / REPLICAS, *each)
+    np.testing.assert_allclose(state.params["w"][0], params["w"], rtol=1e-4, atol=1e-5)

@@ -54,7 +54,10 @@ def make_train_step(
     Args:
       loss_fn: `loss_fn(params, batch, *, rng, model_state) -> (loss, (metrics, model_state))` for
         the examples of one device. Also allowed: `(params, batch) -> loss` or `(loss, metrics)`,
-        with an argument `rng` if needed. metrics is a dict of scalars. Optional attributes, which a
+        with an argument `rng` if needed. metrics is a dict, which may hold dicts, of numbers of any
+        dtype and shape under names other than "loss" and "weight"; half precision and booleans
+        become float32, as means of integers over devices or microbatches do. The loss may average
+        itself over axes of the mesh, as under `jax.pmap`. Optional attributes, which a
         loss function of `js.pipelined` has: `before_run` is called before every program that runs,
         and may raise, such as when compiled programs are out of date. `params_form` and
         `model_state_form` are called by `step.init` with parameters and model state, and return

@@ -35,7 +35,10 @@ OPTIMIZERS = {
 # Those that have another form in the step.
 OURS = {"every second": js.accumulate(optax.sgd(RATE), every=2)}
 OPTIONS = {
-    "kind": ["auto", "explicit", "virtual", "auto inner", "virtual inner", "auto fsdp"],
+    "kind": [
+        *("auto", "explicit", "virtual", "auto inner", "virtual two", "auto fsdp", "auto two"),
+        "virtual inner",
+    ],
     "reduce": ["none", "initial", "active", "early"],
     "clip": ["none", "gradients", "optimizer"],
     "scaled": [False, True],
@@ -51,13 +54,15 @@ OPTIONS = {
     "model_state": ["sync_mean", "broadcast", "local"],
 }
 RUNS = 8
+# Axes inside of a replica, by the last word of a kind.
+INSIDE = {"inner": {"device": 2}, "two": {"a": 2, "b": 2}, "fsdp": {"fsdp": 2}}
 SPECS = {"b": (), "w": ("fsdp",)}
 
 
 def possible(run):
     """Return the run, without what cannot stand beside the rest."""
     if run["reduce"] == "early":
-        run |= {"kind": run["kind"].removesuffix(" inner"), "sync": "late"}
+        run |= {"kind": run["kind"].removesuffix(" inner").removesuffix(" two"), "sync": "late"}
     if run["clip"] == "none" and not run["scaled"]:
         run["validate"] = "before"
     if run["optimizer"] == "every second" and run["reduce"] in ("none", "early"):
@@ -95,9 +100,10 @@ def made(run):
     """Return the step."""
     optimizer, clip = OPTIMIZERS[run["optimizer"]], js.clip_by_global_norm(MAX_NORM)
     optimizer = OURS.get(run["optimizer"], optimizer)
-    is_inner, parts = run["kind"].endswith("inner"), []
+    (kind, *inside), parts = run["kind"].split(), []
+    inner = INSIDE[inside[0]] if inside else {}
     if run["reduce"] != "none":
-        axes = ("replica", "device") if is_inner else "replica"
+        axes = ("replica", *(name for name in inner if name != "fsdp"))
         divide_by = "active" if run["reduce"] == "early" else run["reduce"]
         parts = [js.all_reduce_gradients(axes, divide_by=divide_by)]
     if run["reduce"] == "early":
@@ -118,9 +124,8 @@ def made(run):
         options |= {"optimizer": optimizer, "gradients": gradients, "sync": sync}
     if run["reduce"] == run["sync"] == "none":
         options["sync"] = "none"
-    inner = {"inner": {"device": 2}, "fsdp": {"fsdp": 2}}.get(run["kind"].split()[-1], {})
     axes = {"replica": REPLICAS} | inner
-    return js.make_train_step(fn, mesh=KINDS[run["kind"].split()[0]](axes), **options)
+    return js.make_train_step(fn, mesh=KINDS[kind](axes), **options)
 
 
 def mean_of(shares, trees):
@@ -133,7 +138,8 @@ def by_hand(run):
     params, states = [PARAMS] * REPLICAS, [optimizer.init(PARAMS)] * REPLICAS
     stats, scales = [np.zeros(8, np.float32)] * REPLICAS, [SCALE] * REPLICAS
     value_and_grad = jax.jit(jax.value_and_grad(lambda *a: fn(*a, model_state={"m": 0, "n": 0})[0]))
-    parts = (2 if run["kind"].endswith("inner") else 1), run["accumulate"]
+    devices = {"inner": 2, "two": 4}.get(run["kind"].split()[-1], 1)
+    parts = devices, run["accumulate"]
     for t, batches in enumerate(given(run), 1):
         averages = run["reduce"] != "none" and (run["reduce"] != "early" or t <= START)
         seen = [stats[0] if run["model_state"] == "broadcast" else s for s in stats]
