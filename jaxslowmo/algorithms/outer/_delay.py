@@ -57,7 +57,7 @@ def check_turn(owner: str, delay: int, count: int, schedule: Every) -> None:
 
 def nothing_in_flight(values: PyTree) -> InFlight:
     """Return the first state for a fragment with these leaves."""
-    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, at_least_float32(x.dtype)), values)
+    zeros = jax.tree.map(lambda x: jnp.zeros_like(x, at_least_float32(x.dtype)), values)
     one = jnp.ones([], jnp.float32)
     return InFlight(zeros, one, jnp.ones_like(one), jnp.full([], NOTHING, jnp.int32))
 
