@@ -3,7 +3,8 @@
     python benchmarks/bench_gpt_step.py --preset 124m --windows 8 --attention cudnn --out step.json
 
 AdamW, activations and products in bfloat16, gradients averaged over all devices, each of which is a
-replica. `tests/support/gpu_estimates.py` says what the estimate is; there is none for other devices.
+replica. `tests/support/gpu_estimates.py` says what the estimate is; there is none for other
+devices.
 
 Beside the step stands a product of bfloat16 matrices on the same device. The step's products are
 counted as 6 a parameter and token, and 12 a layer, width, token and token of the context before it

@@ -29,7 +29,7 @@ class Settings(NamedTuple):
 
 
 def records_settings(factory: Callable[_Args, _Made]) -> Callable[_Args, _Made]:
-    """Let what the decorated factory returns carry its `Settings`."""
+    """Let the spec of what the decorated factory returns hold its `Settings`."""
     signature = inspect.signature(factory)
 
     @functools.wraps(factory)
@@ -37,7 +37,9 @@ def records_settings(factory: Callable[_Args, _Made]) -> Callable[_Args, _Made]:
         made = factory(*args, **kwargs)
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
-        object.__setattr__(made, "settings", Settings(factory.__name__, bound.arguments))
+        spec: Any = made.spec  # pyright: ignore[reportAttributeAccessIssue]
+        settings = Settings(factory.__name__, bound.arguments)
+        object.__setattr__(made, "spec", dataclasses.replace(spec, settings=settings))
         return made
 
     return recorded
@@ -45,7 +47,7 @@ def records_settings(factory: Callable[_Args, _Made]) -> Callable[_Args, _Made]:
 
 def settings_of(made: Any) -> Settings | None:
     """Return the settings of what a factory has made; None for anything else."""
-    found = getattr(made, "__dict__", {}).get("settings")
+    found = getattr(getattr(made, "spec", None), "settings", None)
     return found if isinstance(found, Settings) else None
 
 

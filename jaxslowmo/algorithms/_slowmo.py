@@ -167,7 +167,6 @@ def slowmo(
     ).transform()
 
 
-@records_settings
 def slow_momentum(
     momentum: float = 0.5, slow_learning_rate: float = 1.0, *, nesterov: bool = False
 ) -> optax.GradientTransformationExtraArgs:

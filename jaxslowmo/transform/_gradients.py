@@ -10,7 +10,7 @@ import jax
 import optax
 
 from .._support.scopes import GRADIENT_TRANSFORM
-from .._support.settings import records_settings
+from .._support.settings import Settings, records_settings
 from .._support.types import AxisName, PyTree
 from ..mesh import axis_names
 from ..tree import Staged
@@ -55,6 +55,7 @@ class GradientSpec:
         None: one over `axes` if `due`.
       unknown: `unknown(state)`: the states of inner transforms without a spec, such as those of
         optax.
+      settings: the factory of this package that made it, and its arguments; None for other ones.
 
     Raises:
       ValueError: `takes` with another name.
@@ -69,6 +70,7 @@ class GradientSpec:
     of_rows: bool = False
     reductions: Callable[[PyTree], Sequence[Reduction]] | None = None
     unknown: Callable[[PyTree], list[PyTree]] = lambda state: []
+    settings: Settings | None = dataclasses.field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         """Raise `ValueError` for names of arguments that no step passes."""

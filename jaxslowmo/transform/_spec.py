@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple, Self, TypeVar
 import jax
 import optax
 
+from .._support.settings import Settings
 from .._support.types import Phase, PyTree
 from ._due import Every, as_schedule
 from ._transform_states import Carry, LikeOn, Shares, carry_plainly
@@ -224,6 +225,7 @@ class TransformSpec:
       exchange: what it exchanges, over which axes.
       checkpoint: how its state is converted for other meshes; by default leaf by leaf.
       layout: what depends on the mesh; by default nothing does.
+      settings: the factory of this package that made it, and its arguments; None for other ones.
       origin: internal: the transform whose spec this was first. The transforms that `sized` and
         `with_specs` make keep all differences from it.
 
@@ -235,6 +237,7 @@ class TransformSpec:
     exchange: ExchangeSpec
     checkpoint: CheckpointSpec = CheckpointSpec()
     layout: LayoutSpec = LayoutSpec()
+    settings: Settings | None = dataclasses.field(default=None, repr=False)
     origin: Origin | None = dataclasses.field(default=None, repr=False)
 
     def __post_init__(self) -> None:
@@ -247,7 +250,9 @@ class TransformSpec:
 
 
 _GROUPS: dict[str, Any] = {
-    f.name: f.type for f in dataclasses.fields(TransformSpec) if f.name != "origin"
+    f.name: f.type
+    for f in dataclasses.fields(TransformSpec)
+    if f.name not in ("settings", "origin")
 }
 
 

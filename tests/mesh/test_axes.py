@@ -13,6 +13,7 @@ import jaxslowmo as js
 from jaxslowmo.mesh import (
     axes_of,
     checks_varying,
+    device_keys,
     match_varying,
     only_over,
     own_keys,
@@ -102,17 +103,20 @@ def test_types_of_varying_values(check_vma):
     assert seen == {"tracked": check_vma, "asked": 2, **varying, **equal}
 
 
-def test_keys_of_positions_are_their_own_and_that_of_position_0_stays():
+@pytest.mark.parametrize("inside", [False, True])
+def test_keys_of_positions_are_their_own_and_that_of_position_0_stays(inside):
+    """One number is folded in; for devices inside of a replica another one before it."""
     key = jax.random.key(7)
+    change = device_keys if inside else own_keys
 
     def per_position(_):
-        return jax.random.key_data(own_keys({"k": key, "n": jnp.ones(2)}, ("a", "b"))["k"])
+        return jax.random.key_data(change({"k": key, "n": jnp.ones(2)}, ("a", "b"))["k"])
 
     found = jax.vmap(jax.vmap(per_position, axis_name="b"), axis_name="a")(jnp.ones((2, 3)))
+    start = jax.random.fold_in(key, 0x9E3779B9) if inside else key
     for i in range(2):
         for j in range(3):
-            wanted = jax.random.fold_in(key, i) if i else key
-            wanted = jax.random.fold_in(wanted, j) if j else wanted
+            wanted = jax.random.fold_in(start, 3 * i + j) if i or j else key
             np.testing.assert_array_equal(found[i, j], jax.random.key_data(wanted))
 
 

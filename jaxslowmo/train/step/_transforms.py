@@ -188,7 +188,8 @@ def check_transforms(
     if is_first:
         params = lookup.dense(state.params)
         of_model = model_axes(params, mesh, parts.axis_name)
-        inside = tuple(a for a in mesh.axis_names if a not in axes and a not in of_model)
+        others = (a for a in mesh.axis_names if a not in axes and a not in of_model)
+        inside = tuple(a for a in others if mesh.shape[a] > 1)
         differing = frozenset(inside).difference(parts.lacking(gradients, inside))
         leaves: PyTree = jax.tree.map(lambda _: differing, params)
         for name, (tx, tx_state) in members.items():
@@ -198,11 +199,11 @@ def check_transforms(
                 *(tx, params, tx_state), mesh=mesh, axis_name=parts.axis_name, differing=leaves
             )
             if facts is None:
-                break
+                leaves = jax.tree.map(lambda _: frozenset(), params)
+                continue
             _check_facts(name, facts, axes, inside)
             leaves = facts.updates
-        else:
-            _check_reduced(leaves, inside)
+        _check_reduced(leaves, inside)
     _check_gradients_state(gradients)
     if parts_of(optimizer, DynamicLossScaleState):
         check_place(optimizer)
