@@ -225,7 +225,8 @@ class Runner:
         if inputs.window is not None:
             room = self._counts.get(inputs.window.count) or Room(0, None)
         else:
-            room = Room(0 if self.embeddings is None else num_batches, share)
+            # For the first batch at least: jaxlib 0.11 fails on CPU devices with empty arrays.
+            room = Room(0 if self.embeddings is None else max(1, num_batches), share)
             first = StepInputs(inputs.batch, inputs.weight)
             window = self.run(open_window(room.num_batches), layout, state, first)
             inputs = inputs._replace(window=window)

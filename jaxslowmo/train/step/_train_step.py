@@ -186,7 +186,8 @@ class TrainStep:
             donates.
           num_batches: number of batches, all of one shape, that a window that begins here will
             hold. With tables, it then has room for their rows, and one program adds each batch; a
-            batch without room makes the window larger, by a program of its own. Default 0.
+            batch without room makes the window larger, by a program of its own. By default there is
+            room for the first one.
 
         Returns:
           `(window, metrics)`: the metrics of this batch, as a call returns them.
