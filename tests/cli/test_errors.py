@@ -32,6 +32,7 @@ REFUSED: dict[str, tuple[str, ...]] = {
     "train --mesh stage=2 --microbatches 3": ("--microbatches", "8"),
     "train --mesh fsdp=2 --microbatches 2": ("--microbatches", "stage", "2"),
     "train --mesh stage=2 --dtype float16": ("--dtype float16", "stage"),
+    "train --preset tiny --dtype bfloat16 --attention cudnn": ("--attention cudnn", "CPU device"),
     "train --algorithm sgp --graph ring --peers-per-step 3": ("--peers-per-step", "2"),
     "train --algorithm sgp --graph bipartite_linear --replicas 3": ("--replicas", "even"),
     # Options without an effect beside the others.

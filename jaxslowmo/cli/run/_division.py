@@ -61,7 +61,7 @@ def choose_mesh(config: TrainConfig, cluster: Cluster = ALONE) -> RunDevices:
 
     Raises:
       CommandError: there are fewer devices than "devices" needs, they cannot be divided evenly
-        among the processes, or the run does not allow several processes.
+        among the processes, the run does not allow several processes, or it needs other devices.
     """
     if cluster.count > 1:
         with usage_errors():
@@ -75,6 +75,8 @@ def choose_mesh(config: TrainConfig, cluster: Cluster = ALONE) -> RunDevices:
     devices = jax.devices()
     is_cpu = devices[0].platform == "cpu"
     kind = "CPU device" if is_cpu else devices[0].device_kind
+    if config.attention == "cudnn" and devices[0].platform not in ("gpu", "cuda"):
+        raise CommandError(f"--attention cudnn needs a GPU of NVIDIA, found {kind}")
     is_short, shares_model = len(devices) < needed, bool(config.model_axes)
     if config.execution == "virtual" and shares_model:
         raise CommandError(

@@ -221,8 +221,8 @@ def _check_sizes(config: TrainConfig, model: GPTConfig) -> None:
 
 
 def saved_config(extra: Mapping[str, Any]) -> TrainConfig:
-    """Return the configuration of a checkpoint, without the options about its processes."""
-    unused = {*options_of(ClusterConfig), "resume", "overwrite"}
+    """Return the configuration of a checkpoint, without options of its processes and devices."""
+    unused = {*options_of(ClusterConfig), "resume", "overwrite", "attention"}
     values = saved_values(extra["config"])
     return train_config({name: value for name, value in values.items() if name not in unused})
 
