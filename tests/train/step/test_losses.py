@@ -156,6 +156,7 @@ def by_hand(loss, algorithm):
     return history
 
 
+@pytest.mark.filterwarnings("ignore:`sync` keeps shards")  # diloco, over "fsdp"
 @pytest.mark.parametrize(
     ("seed", "number"), sweep(itertools.product(range(4), range(RUNS)), lambda seed, _: seed == 0)
 )
