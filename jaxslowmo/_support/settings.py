@@ -17,7 +17,7 @@ _Made = TypeVar("_Made")
 
 
 class Settings(NamedTuple):
-    """What a factory was called with.
+    """A factory of this package, and the arguments of a call of it.
 
     Attributes:
       factory: its public name.

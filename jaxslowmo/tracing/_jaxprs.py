@@ -136,7 +136,7 @@ def _settled(
 
 
 class UpdateFacts(NamedTuple):
-    """What the program of a transform's update says.
+    """The facts that are read from the program of a transform's update.
 
     Attributes:
       unnamed: the axes of the collectives that no transform of jaxslowmo has made.

@@ -1,4 +1,4 @@
-"""What programs of updates say: axes of collectives, and between which positions results differ."""
+"""Read programs of updates: the axes of their collectives, and those over which results differ."""
 
 import jax
 import jax.numpy as jnp

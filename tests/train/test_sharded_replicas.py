@@ -177,7 +177,7 @@ OTHER_SHAPES = {
     ],
 )
 def test_optimizers_whose_state_has_other_shapes(name, kind):
-    """By hand on one device."""
+    """Compare with a loop by hand on one device."""
     optimizer = OTHER_SHAPES[name]
     mesh = jax.make_mesh((REPLICAS, 2), ("replica", "fsdp"), axis_types=(AxisType.Auto, kind))
     one = {"w": PARAMS["in"]}

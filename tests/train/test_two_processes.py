@@ -1,4 +1,4 @@
-"""What several processes give and get: one run of two processes, with two devices each.
+"""Check what several processes give and get in one run of two, with two devices each.
 
 Devices 0 and 1 are the first process', 2 and 3 the second's.
 """
@@ -329,7 +329,7 @@ OWN = {
 
 
 def test_parts_make_the_batch(said):
-    """From NumPy, from one device and two; the same as an array over all, and as `"global"`.
+    """Parts make the batch that an array over all is: from NumPy, one device, two, and `"global"`.
 
     What does not fit names this process' share.
     """

@@ -207,7 +207,7 @@ class WithRows:
       rows: gradients of the tables, by name.
       inner_axes: axes inside a replica over which `rows` need no mean: they are means already, or
         devices hold different rows.
-      table_axes: those of `inner_axes` between whose devices the tables are divided.
+      table_axes: the axes in `inner_axes` over which the tables are sharded.
     """
 
     dense: PyTree

@@ -120,7 +120,7 @@ def test_a_clip_among_the_gradients_counts_it_once():
     ],
 )
 def test_in_stages(name, schedule, executor):
-    """On two devices, or both copies on one (zbv); each copy is compared."""
+    """Compare each copy; they lie on two devices, or both on one (zbv)."""
     mesh = js.make_mesh({"replica": 1, "stage": 2})
     schedule = getattr(js.schedules, schedule)(2, 2)
     pipe = js.pipelined(MODEL, PARAMS, schedule, mesh=mesh, executor=executor)

@@ -225,7 +225,7 @@ def with_tables(params, batch, *, embedded):
     ("shard", "algorithm", "mode"), [("row", "all_reduce", "traced"), ("column", "diloco", "host")]
 )
 def test_with_tables(shard, algorithm, mode):
-    """Beside the same loss without loops and averages."""
+    """Compare with the same loss without loops and averages."""
     ends = []
     for loss in (with_tables, tables.loss):
         options = {"sync": SYNC[algorithm], "mode": mode, "accumulate": 2}

@@ -84,7 +84,7 @@ class UpdateBeforeExchange(NamedTuple):
     model_state: PyTree
     weight: jax.Array | None  # this replica's weight in its batch
     weights: Weights  # and in what follows
-    follows: jax.Array | None  # `Weights.follows`
+    follows: jax.Array | None  # `Weights.follows`, which compares arrays that tables' map replaces
     rate: jax.Array | None  # learning rate that the optimizer used, if `sync` needs it
 
 
@@ -286,7 +286,7 @@ class StepParts:
     ) -> tuple[OptimizerResult, Weights]:
         """Run the optimizer on the gradients, with validation after it if `validate` says so.
 
-        `independent` says that nothing makes replicas agree. The second result are this replica's
+        `independent` says that nothing makes replicas agree. The second result holds this replica's
         weights after it.
         """
         before, weight, finite = state.opt_state[1], reduced.weights.update, None

@@ -179,7 +179,7 @@ def with_constants():
 
 @pytest.mark.parametrize("exchange", ["parameters", "gradients"])
 def test_a_chain_may_return_constants_from_a_branch(exchange):
-    """As it may on one device, in an optax.chain and in a js.chain."""
+    """An optax.chain and a js.chain of the same parts train alike."""
     still = optax.chain(optax.sgd(0.1), with_constants())
     sync = js.local_sgd("replica", sync_every=2)
     parts = (still, sync) if exchange == "parameters" else (average, still)
