@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from .._support.checks import as_int, warn_user
 from .._support.files import MAX_STEP, complete_steps, io_errno
 from .._support.types import PyTree
-from ..train import TrainState, TrainStep
+from ..train import TrainState, TrainStep, updates_of
 from ._arrays import first_line, prints_of
 from ._folder import (
     CheckpointError,
@@ -125,7 +125,7 @@ class Checkpoints:
         if the run was reset to an earlier one, and those that `restore` could not read.
 
         Args:
-          step: number of updates so far, 0 <= step < 2**31.
+          step: number of updates so far, 0 <= step < 2**31: the state's own, or a warning says so.
           state: the whole state.
           extra: plain JSON to save with it, such as data position and configuration. Process 0's is
             saved.
@@ -134,6 +134,7 @@ class Checkpoints:
         Raises:
           ValueError: step < 0 or >= 2**31, no `TrainState`, `extra` that is no JSON.
           CheckpointError: it cannot be written, or the previous save could not; on all processes.
+          UserWarning: the state counts another number of updates than `step`.
 
         Communication: one all-reduce of 8 bytes per array, over all devices, for fingerprints;
           with several processes three messages of each through the coordinator.
@@ -149,6 +150,12 @@ class Checkpoints:
                 f"{type(state).__name__}; orbax saves other trees."
             )
         step = number
+        if step != (done := updates_of(state)):
+            warn_user(
+                f"Checkpoints.save: `step` is {step} and the state counts {done} updates. A run that "
+                "resumes would be numbered by one and trained by the other, and checkpoints of later "
+                "steps are set aside: pass `int(state.step[0])`, or `result.step` of js.train_loop."
+            )
         record = record_of(step, state, checked_json("Checkpoints.save", extra))
         self.wait()
         stored = _safe_copies(as_stored(state))

@@ -198,10 +198,7 @@ def read_record(path: epath.Path) -> Record:
             axis_sizes=None if axes is None else dict(axes),
             automatic=tuple(value["automatic"]),
             shards=_shards_from_json(value),
-            leaves=tuple(
-                LeafRecord(key, name, tuple(shape), dtype, impl)
-                for key, name, shape, dtype, impl in value["leaves"]
-            ),
+            leaves=tuple(_leaf_from_json(*entry) for entry in value["leaves"]),
             prints=tuple((first, second) for first, second in value["prints"]),
             extra=value["extra"],
             layout=value.get("layout"),
@@ -250,6 +247,13 @@ def record_of(step: int, state: TrainState, extra: dict[str, Any]) -> Record:
         extra=extra,
         layout=layout_of(state),
     )
+
+
+def _leaf_from_json(key: str, name: str, shape: list[int], dtype: str, impl: str) -> LeafRecord:
+    if name == "rng" and impl:  # a typed key then, and its data, which is what was stored, now
+        words = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0, impl=impl))).shape
+        return LeafRecord(key, name, (*shape, *words), dtype)
+    return LeafRecord(key, name, tuple(shape), dtype, impl)
 
 
 def _shards_from_json(value: dict[str, Any]) -> tuple[P, ...] | None:

@@ -9,6 +9,7 @@ from ._loop import train_loop as train_loop
 from ._sweep import Sweep as Sweep
 from ._sweep import SweepState as SweepState
 from ._train_state import TrainState as TrainState
+from ._train_state import updates_of as updates_of
 from ._uneven import WeightedBatch as WeightedBatch
 from ._uneven import uneven_batches as uneven_batches
 from .input import InputPipelineReport as InputPipelineReport

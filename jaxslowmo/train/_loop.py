@@ -15,7 +15,7 @@ from ..algorithms import shares_of_gossip
 from ..mesh import AnyMesh, consensus
 from ..transform import Every, ParameterTransform, as_schedule
 from ..tree import at_least_float32, leaf_names
-from ._train_state import TrainState
+from ._train_state import TrainState, updates_of
 from .input import Partial, StepResult, TrainPipeline, at_most, check_accumulation
 from .step.update import averaged
 
@@ -179,7 +179,7 @@ def train_loop(
     *,
     num_steps: int | None = None,
     hooks: Sequence[Hook] = (),
-    start: int = 0,
+    start: int | None = None,
     prefetch: int | None = None,
     accumulate: int = 1,
     partial: Partial = "step",
@@ -194,7 +194,9 @@ def train_loop(
       num_steps: the number of the last step; None continues until `batches` ends.
       hooks: each is called in order with the `StepResult` when its `every` is due. A dict that it
         returns is merged into `reports`, so later hooks see it.
-      start: number of steps done before, in a run that is resumed: the next is `start + 1`.
+      start: number of steps done before: the next is `start + 1`. The default is the state's own
+        count of updates, so that a resumed run goes on with its numbers; 0 for a state that is no
+        `TrainState`.
       prefetch: number of batches that a thread loads and places on the devices ahead of their steps
         (`js.TrainPipeline`); never more than `num_steps` needs. 0 loads each batch when its step is
         next. None (the default) means 0 for an iterator, such as a generator, since the caller may
@@ -222,7 +224,7 @@ def train_loop(
       for result in js.train_loop(step, state, batches, num_steps=100): ...
     """
     end = None if num_steps is None else _count("num_steps", num_steps)
-    done = _count("start", start)
+    number = None if start is None else _count("start", start)
     check_accumulation(accumulate, partial)
     for hook in hooks:
         if not hasattr(hook, "every"):
@@ -243,6 +245,7 @@ def train_loop(
             raise ValueError(
                 "`step` is a js.TrainPipeline that evaluates: its results are no steps. Iterate it."
             )
+        done = updates_of(step.state) if number is None else number
         return _run(contextlib.nullcontext(step), end, tuple(hooks), done)
     if state is None or batches is None or isinstance(batches, TrainPipeline):
         raise ValueError(
@@ -251,6 +254,7 @@ def train_loop(
         )
     if prefetch is None:
         prefetch = 0 if isinstance(batches, Iterator) else _PREFETCH
+    done = updates_of(state) if number is None else number
     left = None if end is None else max(0, end - done)
     pipeline = TrainPipeline(
         step,

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from .._support.checks import warn_user
@@ -138,7 +139,9 @@ class TrainState(_Fields):
         `optax.chain(gradients, optimizer, sync)`.
       model_state: what the loss function carries from step to step, such as BatchNorm statistics;
         {} without any. PRNG keys in it differ between replicas.
-      rng: (replicas,) PRNG keys, different on every replica.
+      rng: (replicas, words) uint32, the data of a PRNG key of jax's default implementation for each
+        replica (`jax.random.wrap_key_data` makes keys of it), different on every replica. It is
+        plain data, so that any library that saves trees of arrays saves a `TrainState`.
     """
 
     # Both hold for this object only: a copy by `_replace` may have other fields, and lacks them.
@@ -184,6 +187,15 @@ class TrainState(_Fields):
         return started(
             stacked, tx, mesh=mesh, axis_name=axis_name, model_state=model_state, seed=seed
         )
+
+
+def updates_of(state: Any) -> int:
+    """Return the updates that a state counts, which waits for it; 0 if it is no `TrainState`."""
+    if not isinstance(state, TrainState):
+        return 0
+    count = state.step
+    local = count.addressable_data(0) if isinstance(count, jax.Array) else count
+    return int(np.ravel(local)[0])
 
 
 def started(
@@ -238,7 +250,7 @@ def _with_own_keys(stacked: PyTree, mesh: AnyMesh, axis_name: AxisName) -> PyTre
 
 
 def _replica_keys(seed: int, mesh: AnyMesh, axis_name: AxisName) -> jax.Array:
-    """Return a key per replica: the seed's key with the replica's index folded in."""
+    """Return the data of a key per replica: the seed's key with the replica's index folded in."""
     bits = jax.random.key_data(jax.random.key(seed))
     return _keys_fn(mesh, axis_name)(replicate_as("seed", bits, mesh=mesh, axis_name=axis_name))
 
@@ -247,6 +259,6 @@ def _replica_keys(seed: int, mesh: AnyMesh, axis_name: AxisName) -> jax.Array:
 def _keys_fn(mesh: AnyMesh, axis_name: AxisName) -> Callable[[jax.Array], jax.Array]:
     def per_replica(bits: jax.Array) -> jax.Array:
         key = jax.random.wrap_key_data(bits)
-        return jax.random.fold_in(key, jax.lax.axis_index(axis_name))
+        return jax.random.key_data(jax.random.fold_in(key, jax.lax.axis_index(axis_name)))
 
     return jax.jit(map_replicas(per_replica, mesh=mesh, axis_name=axis_name, in_roles=("stacked",)))

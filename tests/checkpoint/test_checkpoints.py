@@ -7,7 +7,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
-from checkpoint.runs import MODEL_STATE, PARAMS, leaf_bytes, rewrite_record
+from checkpoint.runs import MODEL_STATE, PARAMS, after, leaf_bytes, rewrite_record
 from jaxslowmo.checkpoint import CheckpointError, Checkpoints
 from jaxslowmo.checkpoint._record import FORMAT
 
@@ -24,20 +24,20 @@ def test_the_newest_are_kept_beside_other_files(step, state, tmp_path):
     with Checkpoints(tmp_path, keep=2, asynchronous=False) as checkpoints:
         assert checkpoints.steps() == ()
         for t in (1, 5, 10):
-            checkpoints.save(t, state, extra={"t": t})
+            checkpoints.save(t, after(state, t), extra={"t": t})
         assert checkpoints.steps() == (5, 10)
         assert [checkpoints.extra(step=t) for t in (None, 5)] == [{"t": 10}, {"t": 5}]
         # Back to 5, and on: what came after it is of another course of the run.
-        checkpoints.save(5, state, extra={"again": True})
+        checkpoints.save(5, after(state, 5), extra={"again": True})
         assert checkpoints.steps() == (5,)
         assert restore(tmp_path, step).extra == {"again": True}
         assert (tmp_path / "10.set-aside" / "record").exists()
         checkpoints.close()
-        checkpoints.save(11, state)
+        checkpoints.save(11, after(state, 11))
         assert checkpoints.steps() == (5, 11)
-        checkpoints.save(7, state)
-        checkpoints.save(11, state)
-        checkpoints.save(8, state)
+        checkpoints.save(7, after(state, 7))
+        checkpoints.save(11, after(state, 11))
+        checkpoints.save(8, after(state, 8))
         assert checkpoints.steps() == (7, 8)
         assert (tmp_path / "11.set-aside1").exists()
         assert (checkpoints.failure, checkpoints.written()) == (None, 0)
@@ -48,11 +48,11 @@ def test_the_newest_are_kept_beside_other_files(step, state, tmp_path):
 
 def test_one_that_is_not_complete_is_not_seen(step, state, tmp_path):
     with Checkpoints(tmp_path) as checkpoints:
-        checkpoints.save(1, state, wait=True)
+        checkpoints.save(1, after(state, 1), wait=True)
         shutil.copytree(tmp_path / "1", tmp_path / "2.orbax-checkpoint-tmp")
         assert checkpoints.steps() == (1,)
         assert restore(tmp_path, step).step == 1
-        checkpoints.save(2, state, wait=True)
+        checkpoints.save(2, after(state, 2), wait=True)
         assert checkpoints.steps() == (1, 2)
         assert not (tmp_path / "2.orbax-checkpoint-tmp").exists()
 
@@ -70,17 +70,19 @@ def test_of_another_library(step, tmp_path):
 
 def test_a_record_is_checked_but_may_lack_and_have_what_other_versions_note(step, state, tmp_path):
     with Checkpoints(tmp_path) as checkpoints:
-        checkpoints.save(3, state, extra={"position": 21})
+        checkpoints.save(3, after(state, 3), extra={"position": 21})
     record = tmp_path / "3" / "record" / "metadata"
 
     def of_other_versions(value):
         del value["shards"], value["layout"]
         value["of_tomorrow"] = [1]
+        (keys,) = (leaf for leaf in value["leaves"] if leaf[1] == "rng")
+        keys[2], keys[4] = keys[2][:1], "threefry2x32"  # typed keys, stored as their data
 
     rewrite_record(tmp_path / "3", of_other_versions)
     found = restore(tmp_path, step)
     assert (found.step, found.is_exact, found.extra) == (3, True, {"position": 21})
-    assert leaf_bytes(found.state) == leaf_bytes(state)
+    assert leaf_bytes(found.state) == leaf_bytes(after(state, 3))
     whole = record.read_text()
     record.write_text(whole.replace("21", "22"))
     with pytest.raises(CheckpointError, match="3 is damaged"):
@@ -98,7 +100,7 @@ def test_orbax_is_quiet(step, state, tmp_path, caplog, capfd):
     with caplog.at_level(logging.DEBUG):
         with Checkpoints(tmp_path) as checkpoints:
             for t in range(3):
-                checkpoints.save(t, state)
+                checkpoints.save(t, after(state, t))
         restore(tmp_path, step)
         logging.getLogger("absl").warning("not orbax")
     assert [r.message for r in caplog.records if r.name == "absl"] == ["not orbax"]

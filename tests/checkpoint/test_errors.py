@@ -8,7 +8,7 @@ import numpy as np
 import optax
 
 import jaxslowmo as js
-from checkpoint.runs import MODEL_STATE, PARAMS, make_step
+from checkpoint.runs import MODEL_STATE, PARAMS, after, make_step
 from jaxslowmo.checkpoint import (
     CheckpointError,
     Checkpoints,
@@ -29,7 +29,7 @@ def folder():
     state = step.init(PARAMS, model_state=MODEL_STATE)
     for name, one in (("run", state), ("inside", inside(7).init(PARAMS))):
         with Checkpoints(path / name) as checkpoints:
-            checkpoints.save(3, one)
+            checkpoints.save(3, after(one, 3))
     with Checkpoints(path / "diloco") as checkpoints:
         checkpoints.save(0, diloco(2, 0).init(PARAMS, model_state=MODEL_STATE))
     export_consensus(path / "model", state.params, mesh=step.mesh)
@@ -57,7 +57,7 @@ def restored(name="run", step=None, params=PARAMS, model_state=MODEL_STATE, **op
     return checkpoints.restore(step, params, model_state=model_state, **options)
 
 
-def save(number=1, extra=None, state=None):
+def save(number=0, extra=None, state=None):
     step = make_step("local_sgd", 2)
     state = state or step.init(PARAMS, model_state=MODEL_STATE)
     Checkpoints(folder() / "run").save(number, state, extra=extra)
@@ -83,6 +83,7 @@ ROWS = {
     "a state of no step": Refusal(lambda: save(state={"params": 1}), "`state`", "dict"),
     "a step below 0": Refusal(lambda: save(-1), "`step`", -1),
     "a step that no counter reaches": Refusal(lambda: save(2**31), "`step`", 2**31),
+    "another step than the state's": Refusal(lambda: save(5), "`step` is 5", "0", UserWarning),
     "an array as extra": Refusal(lambda: save(extra={"array": np.ones(1)}), "`extra`", "ndarray"),
     "no checkpoint": refused(lambda: restored("nowhere"), "nowhere"),
     "a file for a folder": refused(lambda: restored("file"), "file"),

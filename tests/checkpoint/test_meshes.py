@@ -151,7 +151,7 @@ def test_what_does_not_tell_how_it_was_cut_is_refused_where_that_matters(mesh_of
             with pytest.raises(CheckpointError, match=r"anchor.*fsdp"):
                 checkpoints.restore(other.step, other.params)
         # A step's own state tells, and so does one that was restored.
-        checkpoints.save(1, checkpoints.restore(run.step, run.params).state, wait=True)
+        checkpoints.save(0, checkpoints.restore(run.step, run.params).state, wait=True)
         found = checkpoints.restore(turned.step, turned.params)
         jax.tree.map(np.testing.assert_array_equal, turned.values(found.state), run.values(state))
 

@@ -129,7 +129,7 @@ def test_the_least_loss_scale_goes_on_with_its_counters(axes, tmp_path):
 
     opt_state = jax.tree.map(with_values, state.opt_state, is_leaf=is_scale)
     with Checkpoints(tmp_path) as checkpoints:
-        checkpoints.save(1, state._replace(opt_state=opt_state), wait=True)
+        checkpoints.save(0, state._replace(opt_state=opt_state), wait=True)
         for replicas in (1, 4, 6):
             found = checkpoints.restore(scaled_step(replicas, axes), params)
             leaves = jax.tree.leaves(found.state.opt_state, is_leaf=is_scale)

@@ -156,7 +156,7 @@ def test_old_names_in_the_state_of_another_transform_stay(tmp_path):
     steps = [make_step("slowmo over sgp", n, optimizer=keeping) for n in (2, 4)]
     state = steps[0].init(params, model_state=MODEL_STATE)
     with Checkpoints(tmp_path) as checkpoints:
-        checkpoints.save(1, state)
+        checkpoints.save(0, state)
         for step in steps:
             restored = checkpoints.restore(step, params, model_state=MODEL_STATE).state
             assert leaf_names(restored) == leaf_names(state)

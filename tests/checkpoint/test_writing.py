@@ -12,7 +12,7 @@ import orbax.checkpoint as ocp
 import pytest
 from etils import epath
 
-from checkpoint.runs import MODEL_STATE, PARAMS, leaf_bytes
+from checkpoint.runs import MODEL_STATE, PARAMS, after, leaf_bytes
 from jaxslowmo.checkpoint import CheckpointError, Checkpoints, _writing
 from jaxslowmo.checkpoint._folder import files_below
 from jaxslowmo.checkpoint._writing import FolderWrite
@@ -33,11 +33,11 @@ def failing(number: int):
 
 def test_a_save_that_fails_is_told_once_and_the_next_one_succeeds(state, tmp_path, monkeypatch):
     checkpoints = Checkpoints(tmp_path / "run")
-    checkpoints.save(1, state, wait=True)
-    for call in (checkpoints.wait, checkpoints.close, lambda: checkpoints.save(3, state)):
+    checkpoints.save(1, after(state, 1), wait=True)
+    for call in (checkpoints.wait, checkpoints.close, lambda: checkpoints.save(3, after(state, 3))):
         with monkeypatch.context() as patch:
             patch.setattr(ocp.PyTreeCheckpointHandler, "finalize", failing(errno.ENOSPC))
-            checkpoints.save(2, state)
+            checkpoints.save(2, after(state, 2))
             wait_until(lambda: checkpoints.failure is not None)
             assert checkpoints.failure.errno == errno.ENOSPC
             with pytest.raises(CheckpointError, match=r"run: .*step 2 .*No space left") as caught:
@@ -47,14 +47,14 @@ def test_a_save_that_fails_is_told_once_and_the_next_one_succeeds(state, tmp_pat
         assert checkpoints.failure is None
         assert [p.name for p in (tmp_path / "run").iterdir()] == ["1"]  # what was written is gone
         checkpoints.wait()
-    checkpoints.save(3, state, wait=True)
+    checkpoints.save(3, after(state, 3), wait=True)
     assert checkpoints.steps() == (1, 3)
     (tmp_path / "file").write_text("")
     with (
         Checkpoints(tmp_path / "file" / "below") as checkpoints,
         pytest.raises(CheckpointError, match=r"step 1 .*Not a directory"),
     ):
-        checkpoints.save(1, state)
+        checkpoints.save(1, after(state, 1))
 
 
 def test_files_that_are_deleted_meanwhile_are_missed(step, state, tmp_path, monkeypatch):
@@ -68,11 +68,11 @@ def test_files_that_are_deleted_meanwhile_are_missed(step, state, tmp_path, monk
     checkpoints = Checkpoints(tmp_path)
     with monkeypatch.context() as patch:
         patch.setattr(FolderWrite, "_check_files", delete_first)
-        checkpoints.save(1, state)
+        checkpoints.save(1, after(state, 1))
         with pytest.raises(CheckpointError, match=r"process 0 is not in"):
             checkpoints.wait()
-    checkpoints.save(2, state, wait=True)
-    assert leaf_bytes(restored(tmp_path, step).state) == leaf_bytes(state)
+    checkpoints.save(2, after(state, 2), wait=True)
+    assert leaf_bytes(restored(tmp_path, step).state) == leaf_bytes(after(state, 2))
 
 
 @pytest.mark.parametrize("late", [3, 10**6])
@@ -95,14 +95,14 @@ def test_a_folder_that_is_listed_as_it_was_is_waited_for(step, state, tmp_path, 
     monkeypatch.setattr(kind, "iterdir", remembered)
     monkeypatch.setattr(ocp.PyTreeCheckpointHandler, "finalize", finalize)
     checkpoints = Checkpoints(tmp_path)
-    checkpoints.save(1, state)
+    checkpoints.save(1, after(state, 1))
     if late > 100:
         with pytest.raises(CheckpointError, match=r"does not list ocdbt"):
             checkpoints.wait()
         return
     checkpoints.wait()
     assert listed == ["list"] * 4 + ["finalize"]
-    assert leaf_bytes(restored(tmp_path, step).state) == leaf_bytes(state)
+    assert leaf_bytes(restored(tmp_path, step).state) == leaf_bytes(after(state, 1))
 
 
 def test_what_a_file_server_does_not_remove_yet_is_in_nobodys_way(
@@ -116,11 +116,11 @@ def test_what_a_file_server_does_not_remove_yet_is_in_nobodys_way(
     with monkeypatch.context() as patch:
         patch.setattr(type(epath.Path(tmp_path)), "rmtree", failing(errno.EBUSY))
         for t in (1, 2, 2, 3):
-            checkpoints.save(t, state, wait=True)
+            checkpoints.save(t, after(state, t), wait=True)
     assert checkpoints.steps() == (3,)
     assert len(said) == 3 + 3  # when it is to be removed, and before the saves after that
     assert all("could not be removed: [Errno 16]" in message for message in said)
-    checkpoints.save(4, state, wait=True)
+    checkpoints.save(4, after(state, 4), wait=True)
     assert [path.name for path in tmp_path.iterdir()] == ["4"]
 
 
@@ -134,11 +134,11 @@ def test_a_kill_while_one_is_replaced_leaves_a_whole_one(step, state, tmp_path, 
         raise Killed
 
     checkpoints = Checkpoints(tmp_path)
-    checkpoints.save(1, state, wait=True)
+    checkpoints.save(1, after(state, 1), wait=True)
     seen = []
     monkeypatch.setattr(threading, "excepthook", lambda hook: seen.append(hook.exc_type))
     monkeypatch.setattr(type(epath.Path(tmp_path)), "rmtree", kill)
-    checkpoints.save(1, state, wait=True)
+    checkpoints.save(1, after(state, 1), wait=True)
     assert seen == [Killed]
 
 
@@ -153,7 +153,7 @@ def fail(*_):
     raise OSError(28, "as the test says")
 ocp.PyTreeCheckpointHandler.finalize = fail
 checkpoints = Checkpoints(sys.argv[1])
-checkpoints.save(7, step.init({"w": np.zeros(9, np.float32)}))
+checkpoints.save(0, step.init({"w": np.zeros(9, np.float32)}))
 """
 
 
@@ -185,6 +185,10 @@ mesh = js.make_mesh({"replica": 2})
 step = js.make_train_step(lambda p, b: (p["w"] * b.mean()).sum(), optax.sgd(0.1),
                           sync=js.local_sgd("replica", sync_every=2), mesh=mesh)
 state = step.init({"w": np.random.default_rng(0).normal(size=20_000).astype(np.float32)})
+
+def after(updates):
+    return state._replace(step=state.step + updates)
+
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 
 def limit(size):
@@ -192,10 +196,10 @@ def limit(size):
         resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
 
 with Checkpoints(folder, patience=600) as checkpoints:
-    checkpoints.save(1, state, wait=True)
+    checkpoints.save(1, after(1), wait=True)
     for t in (2, 3):
         limit(30_000)  # process 1 cannot write
-        checkpoints.save(t, state)
+        checkpoints.save(t, after(t))
         try:
             checkpoints.wait()
             print("no error")
@@ -203,7 +207,7 @@ with Checkpoints(folder, patience=600) as checkpoints:
             is_named = "(process 1: File too large" in str(error)
             print(error.errno, is_named)
         limit(resource.RLIM_INFINITY)
-    checkpoints.save(4, state)
+    checkpoints.save(4, after(4))
     checkpoints.wait()
     print(checkpoints.steps(), checkpoints.restore(step, {"w": np.zeros(20_000, np.float32)}).step)
 
@@ -212,14 +216,14 @@ with Checkpoints(folder, patience=600) as checkpoints:
     if rank == 0:
         link.write_text("")
     try:
-        Checkpoints(link, patience=600).save(1, state)
+        Checkpoints(link, patience=600).save(1, after(1))
         print("no error")
     except CheckpointError as error:
         print("(process 0: " in str(error), error.errno)
 
 impatient = Checkpoints(folder, patience=1)
 if rank == 0:
-    impatient.save(9, state)  # its collective for fingerprints needs both
+    impatient.save(9, after(9))  # its collective for fingerprints needs both
     try:
         impatient.wait()
     except CheckpointError as error:
@@ -228,7 +232,7 @@ if rank == 0:
 else:
     from jaxslowmo.checkpoint import _writing
     _writing.tell = lambda *_: None  # never says that it is done
-    impatient.save(9, state)
+    impatient.save(9, after(9))
     while not (folder / "over").exists():
         time.sleep(0.1)
     try:

@@ -47,6 +47,6 @@ def test_a_run_goes_on_to_the_bit(step, tmp_path):
         found = m.restore(m.latest_step(), args=ocp.args.StandardRestore(like))
     assert isinstance(found, js.TrainState)
     assert found.params["w"].sharding == result.state.params["w"].sharding
-    *_, last = js.train_loop(step, found, BATCHES[7:], start=7)
+    *_, last = js.train_loop(step, found, BATCHES[7:])
     assert last.step == 14
     same_bits(last.state, result.state)

@@ -117,8 +117,8 @@ class Sharded(abc.ABC):
         )
         lies = NamedSharding(mesh, P("replica"))
         count = jax.ShapeDtypeStruct((self.replicas,), jnp.int32, sharding=lies)
-        key = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), self.replicas))
-        rng = jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=lies)
+        words = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0))).shape
+        rng = jax.ShapeDtypeStruct((self.replicas, *words), jnp.uint32, sharding=lies)
         return js.TrainState(count, params, opt_state, {}, rng)
 
     def batch(self) -> jax.ShapeDtypeStruct:

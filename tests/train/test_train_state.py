@@ -28,7 +28,7 @@ def test_replicas_start_alike_but_for_their_keys(kind):
         np.testing.assert_array_equal(state.params[name], np.stack([x] * 4))
     assert state.model_state["n"].shape == (4, 2)
     assert jax.tree.leaves(state.opt_state)[0].shape[0] == 4
-    bits = [np.asarray(jax.random.key_data(s.rng)) for s in (state, again, other)]
+    bits = [np.asarray(s.rng) for s in (state, again, other)]
     assert len({row.tobytes() for row in (*bits[0], *bits[2])}) == 8
     np.testing.assert_array_equal(bits[0], bits[1])
 

@@ -39,12 +39,12 @@ def test_the_loop_around_a_pipeline():
     calls, pipeline = [], pipeline_of(BATCHES, stages=[jax.jit(lambda b: b)])
     hooks = [Note("a", calls, every=2)]
     losses = losses_of(js.train_loop(pipeline, num_steps=4, hooks=hooks))
-    more = [(r.step, np.asarray(r.metrics["loss"])) for r in js.train_loop(pipeline, start=4)]
+    more = [(r.step, np.asarray(r.metrics["loss"])) for r in js.train_loop(pipeline)]
     assert [t for t, _ in more] == [5, 6, 7, 8, 9]
     assert_same(losses + [loss for _, loss in more], plain())
     assert [step for _, step, _ in calls] == [2, 4]
-    with pytest.raises(ValueError, match="after 10 of `num_steps`=11"):
-        list(js.train_loop(pipeline, num_steps=11, start=10))
+    with pytest.raises(ValueError, match="after 9 of `num_steps`=11"):
+        list(js.train_loop(pipeline, num_steps=11))
 
 
 def test_an_error_in_a_hook_ends_the_thread():

@@ -286,13 +286,13 @@ class Differentiation:
         batch = jax.eval_shape(self.lookup.seen, batch, state.params)
         params, batch, key, model_state = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype),
-            (state.params, batch, state.rng, state.model_state),
+            (state.params, batch, jax.eval_shape(self._device_key, state), state.model_state),
         )
         return ready_order(self.loss, params, batch, rng=key, model_state=model_state)
 
     def _device_key(self, state: TrainState) -> jax.Array:
         """Return this device's PRNG key, made from that of the replica."""
-        return place_key(state.rng, self.inner_axes)
+        return place_key(jax.random.wrap_key_data(state.rng), self.inner_axes)
 
     def _seen(self, state: TrainState) -> tuple[PyTree, PyTree]:
         """Return the model state before an update, and that which the loss function sees.

@@ -280,5 +280,5 @@ class ReplicaStep:
 
 def keyed(state: TrainState) -> tuple[TrainState, TrainState]:
     """Return `state` with the key of its update, and with the key for the state after it."""
-    rng, key = jax.random.split(state.rng)
+    rng, key = jax.random.key_data(jax.random.split(jax.random.wrap_key_data(state.rng)))
     return state._replace(rng=key), state._replace(rng=rng)
