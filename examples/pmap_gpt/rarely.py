@@ -102,7 +102,7 @@ def train(steps: int, config: Config, text: np.ndarray) -> tuple[dict[str, Any],
         params, opt_state, loss = train_step(params, opt_state, tokens)
         if step % 10 == 0:
             losses.append(float(loss.mean()))
-    params = jax.tree.map(lambda p: p.mean(0), params)
+    params = js.consensus(params)
     return params, losses
 
 

@@ -9,9 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import Tracer
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from .._support.types import AxisName, PyTree
-from ..tree import at_least_float32, in_model_form
+from ..tree import at_least_float32, in_model_form, leaf_names
 from ._axes import axis_names, from_first
 from ._meshes import AnyMesh, map_replicas, model_axes
 from ._replicas import check_stacked, on_mesh
@@ -23,7 +26,7 @@ Shares = Sequence[tuple[Any, PyTree | None]]
 def consensus(
     params: PyTree,
     *,
-    mesh: AnyMesh,
+    mesh: AnyMesh | None = None,
     axis_name: AxisName = "replica",
     shares: Shares | None = None,
     whole: bool = True,
@@ -37,8 +40,10 @@ def consensus(
 
     Args:
       params: stacked tree, leaves `(replicas, *s)`.
-      mesh: mesh with `axis_name`, or a `VirtualMesh`.
-      axis_name: the replica axis, or several.
+      mesh: mesh with `axis_name`, or a `VirtualMesh`. None (the default) is for arrays that hold one
+        replica on each of their devices, as `jax.pmap` returns them: the mesh is that of the
+        devices. With several processes these are all devices of all processes.
+      axis_name: the replica axis, or several; of no account without `mesh`.
       shares: the terms of the mean: pairs (w, x), where w is an array (replicas,) of weights, or
         one number for all replicas, and x is a stacked tree like `params`, or None for `params`.
         The default, None, weighs all replicas equally.
@@ -52,12 +57,16 @@ def consensus(
       state) are replica 0's.
 
     Raises:
-      ValueError: unknown axis, leaves without the leading axis (all named), or shares that are no
-        such pairs.
+      ValueError: unknown axis, leaves without the leading axis (all named), shares that are no
+        such pairs, or without `mesh` leaves that do not hold one replica on each device (named).
 
     Communication: one all-reduce of the tree over `axis_name` per call (the compiler may merge the
       leaves), and with weights one of their sum, 4 bytes (8 for float64).
     """
+    if mesh is None:
+        if not jax.tree.leaves(params):
+            return params
+        params, mesh, axis_name = _on_own_mesh(params)
     replicas = check_stacked("consensus", params, mesh, axis_name)
     pairs = [(1.0, None)] if shares is None else _checked(shares, params, replicas)
     values = tuple(params if x is None else x for _, x in pairs)
@@ -67,6 +76,54 @@ def consensus(
     placed = on_mesh((weights, values), mesh, axis_name)
     mean = _consensus_fn(mesh, axis_name, model_axes(placed, mesh, axis_name))(*placed)
     return in_model_form(mean) if whole else mean
+
+
+def _on_own_mesh(params: PyTree) -> tuple[PyTree, Mesh, str]:
+    """Return arrays that hold one replica on each device with a mesh of the devices, and its axis.
+
+    `jax.pmap` over several processes returns to each of them an array of its own replicas. These
+    become parts of arrays over all devices.
+    """
+    own = [_device_of_each(x) for x in jax.tree.leaves(params)]
+    devices = next(filter(None, own), None)
+    names = zip(leaf_names(params), own, strict=True)
+    wrong = [name for name, its in names if its is None or its != devices]
+    if devices is None or wrong:  # the first is so only if all are wrong
+        raise ValueError(
+            "consensus: `mesh` must be given unless every leaf holds one replica on each of the "
+            f"same devices, as jax.pmap returns it. Not so: {', '.join(wrong)}. "
+            'For jax.vmap it is js.virtual_mesh({"replica": number of replicas}).'
+        )
+    is_local = all(d.process_index == jax.process_index() for d in devices)
+    if jax.process_count() == 1 or not is_local:
+        return params, Mesh(np.array(devices), "replica"), "replica"
+    if set(devices) != set(jax.local_devices()):
+        raise ValueError(
+            "consensus: `mesh` must be given with several processes unless the replicas of each "
+            f"are on all of its devices; process {jax.process_index()} has {len(devices)} on "
+            f"{len(jax.local_devices())}."
+        )
+    mesh = Mesh(np.array(jax.devices()), "replica")
+    sharding = NamedSharding(mesh, P("replica"))
+
+    def over_all(x: jax.Array) -> jax.Array:
+        shape = (mesh.size, *x.shape[1:])
+        parts = [shard.data for shard in x.addressable_shards]
+        return jax.make_array_from_single_device_arrays(shape, sharding, parts)
+
+    return jax.tree.map(over_all, params), mesh, "replica"
+
+
+def _device_of_each(x: Any) -> tuple[Any, ...] | None:
+    """Return the device of each entry of a stacked array; None if not every device holds one."""
+    if not isinstance(x, jax.Array) or isinstance(x, Tracer) or x.ndim == 0:
+        return None
+    entries = {
+        index[0].start or 0: device
+        for device, index in x.sharding.devices_indices_map(x.shape).items()
+    }
+    is_one_each = len(entries) == x.shape[0] == len(x.sharding.device_set)
+    return tuple(entries[i] for i in sorted(entries)) if is_one_each else None
 
 
 @functools.lru_cache(maxsize=64)

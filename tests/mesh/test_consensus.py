@@ -14,6 +14,7 @@ import jaxslowmo as js
 from jaxslowmo.checkpoint._convert import _consensus as host_consensus
 from jaxslowmo.mesh._consensus import _consensus_fn
 from jaxslowmo.transform import StatePlacement
+from support.pairs import two_processes
 
 REPLICAS, RATE, STEPS = 4, 0.25, 7
 STAR = js.topology.star(REPLICAS)
@@ -174,3 +175,28 @@ def test_regular_gossip_of_several_groups_has_the_plain_mean():
     step, state = step_and_state_of_groups(js.sgp("replica"), js.sgp("replica"))
     plain = js.consensus(state.params, mesh=step.mesh)
     jax.tree.map(np.testing.assert_array_equal, step.consensus(state), plain)
+
+
+def test_what_pmap_returns_needs_no_mesh():
+    devices = jax.devices()[4:7]
+    stacked = {"h": np.ones((3, 2), jnp.bfloat16), "w": np.arange(12.0).reshape(3, 4)}
+    copied = jax.pmap(lambda x: {**x, "count": jnp.int32(7)}, axis_name="i", devices=devices)
+    one = js.consensus(copied(stacked))
+    assert all(x.sharding.device_set == set(devices) for x in one.values())
+    assert one["w"].tolist() == [4, 5, 6, 7]
+    assert (one["h"].dtype, one["count"].tolist()) == (jnp.bfloat16, 7)
+    assert js.consensus({}) == {}
+    assert js.consensus(np.ones((1, 2)) + jnp.zeros(2)).tolist() == [1, 1]  # one device, one replica
+
+
+OF_PMAP = """
+import numpy as np
+import jaxslowmo as js
+
+params = jax.pmap(lambda x: {"w": x}, axis_name="devices")(4.0 * rank + np.arange(4.0).reshape(2, 2))
+print(params["w"].shape, np.asarray(js.consensus(params)["w"]).tolist())
+"""
+
+
+def test_what_pmap_returns_in_two_processes_is_averaged_over_both(tmp_path):
+    assert two_processes(OF_PMAP, tmp_path, devices=2) == ["(2, 2) [3.0, 4.0]\n"] * 2

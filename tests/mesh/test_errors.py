@@ -35,6 +35,7 @@ ROWS = {
     "weights of three replicas": shares([(np.ones(3), None)], "(3,)"),
     "parameters of other names": shares([(1.0, None), (1.0, {"v": PARAMS["w"]})], "number 1"),
     "parameters of other shapes": shares([(1.0, {"w": np.ones((2, 4))})], "number 0"),
+    "arrays of no devices without a mesh": Refusal(lambda: js.consensus(PARAMS), "`mesh`", "w"),
     "a tolerance below 0": in_sync("`tolerance`", -1.0, tolerance=-1.0),
     "a tolerance without end": in_sync("`tolerance`", np.inf, tolerance=np.inf),
     "NaN as a tolerance": in_sync("`tolerance`", np.nan, tolerance=np.nan),
