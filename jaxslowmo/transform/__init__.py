@@ -57,6 +57,7 @@ from ._spec import NoExchangeState as NoExchangeState
 from ._spec import Others as Others
 from ._spec import ScheduleSpec as ScheduleSpec
 from ._spec import TransformSpec as TransformSpec
+from ._spec import counters_in as counters_in
 from ._spec import gradient_state as gradient_state
 from ._spec import holds_state as holds_state
 from ._spec import no_exchange as no_exchange

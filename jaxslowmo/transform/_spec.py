@@ -327,6 +327,16 @@ def holds_state(tree: PyTree, moves: Moves, *, needs_owner: bool = False) -> boo
     return any(map(is_match, jax.tree.leaves(tree, is_leaf=is_match)))
 
 
+def counters_in(tree: PyTree) -> list[tuple[str, jax.Array]]:
+    """Return the class and the counter of every state of a transform that exchanges in `tree`.
+
+    All replicas count alike: in what a program returns, a counter has the same value everywhere.
+    """
+    is_one = lambda x: type(x) in _OWNERS and isinstance(getattr(x, "count", None), jax.Array)  # noqa: E731
+    states = filter(is_one, jax.tree.leaves(tree, is_leaf=is_one))
+    return [(type(x).__name__, x.count) for x in states]
+
+
 class NoExchangeState(NamedTuple):
     """The state of `no_exchange`; not `optax.EmptyState`, which also optimizers' states hold."""
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from ..._support.types import PyTree
 from .._uneven import WeightedBatch
-from ..step import bounded
+from ..step import BoundedStep
 from ._changed import refuse_changed
 from ._input_report import Clock
 from ._loader import Direct, EndOfBatches, Loaded, Loader, SharedIterator, shared
@@ -47,7 +47,7 @@ class InputStages:
         self._place = step_method(step, "place")
         if stages is None:
             stages = () if self._place or jax.process_count() > 1 else (put_arrays,)
-        self._stages = [bounded(stage) for stage in stages]
+        self._stages = [BoundedStep(stage) for stage in stages]
         # Stages may make the ids of tables, so ids are checked after the last stage.
         self._options = {"check_ids": False} if stages else {}
         names = ["place"] if self._place else []

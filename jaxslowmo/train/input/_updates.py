@@ -10,7 +10,7 @@ import jax
 from ..._support.types import Phase, PyTree
 from .._train_state import TrainState
 from ..batches import count_here
-from ..step import bounded
+from ..step import BoundedStep
 from ._feed import Prepared, step_method
 
 Partial = Literal["step", "discard", "error"]
@@ -179,7 +179,7 @@ def _arguments(batch: Prepared) -> tuple[Any, ...]:
 
 def _bounded(step: Callable[..., Any]) -> Callable[..., Any]:
     """Return a step that limits how many calls run at once; a `TrainStep` does so by itself."""
-    return step if step_method(step, "place") else bounded(step)
+    return step if step_method(step, "place") else BoundedStep(step)
 
 
 _MAX_COUNTS = 32  # steps whose counts stay on the devices, so that reading them does not wait

@@ -17,11 +17,11 @@ from .._hyperparams import NumberPlaces, number_places, replace_numbers
 from .._train_state import StateLayout, TrainState, refuse_raw_keys
 from ..batches import Comparison, HostBatch, Placing, is_of_processes
 from ._beside_steps import BesideSteps
+from ._in_flight import StepsInFlight
 from ._step_programs import (
     EVALUATE,
     Programs,
     Share,
-    StepsInFlight,
     Task,
     add_to_window,
     arguments,

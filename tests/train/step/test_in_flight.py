@@ -1,4 +1,4 @@
-"""How many steps are unfinished at once on CPU devices: eight, of a step's and of one's own."""
+"""Eight steps are unfinished at once on CPU, a step's own or a loop's, and their counters equal."""
 
 import functools
 
@@ -10,6 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jaxslowmo as js
+from support.pairs import two_processes
 
 MOST = 8
 
@@ -107,3 +108,67 @@ def test_it_stands_for_its_step_and_may_be_a_method(mesh_of, waits):
 
     assert Trainer().step(jnp.float32(2.0)) == 6.0
     assert Trainer.step(Trainer(), jnp.float32(2.0)) == 6.0
+
+
+def keeping_old_states(place):
+    """A loop in which a replica whose batch is not finite keeps its old optimizer state."""
+    tx = js.chain(optax.adam(0.1), js.slowmo("replica", base=js.sgp("replica"), sync_every=20))
+
+    def update(params, state, x):
+        updates, new = tx.update(x, state, params)
+        ok = jnp.isfinite(x).all()
+        new = jax.tree.map(lambda a, b: jnp.where(ok, a, b), new, state)
+        return optax.apply_updates(params, updates), new
+
+    mapped = {
+        "pmap": functools.partial(jax.pmap, axis_name="replica"),
+        "vmap": lambda fn: jax.jit(jax.vmap(fn, axis_name="replica")),
+    }[place]
+    params = jnp.ones((4, 3))
+    return js.bounded(mapped(update)), params, mapped(tx.init)(params)
+
+
+@pytest.mark.parametrize("place", ["pmap", "vmap"])
+def test_a_counter_that_falls_behind_is_told_before_an_exchange_waits_for_it(place):
+    for bad, last in ((None, 3 * MOST), (2, MOST), (MOST + 3, 2 * MOST)):
+        step, params, state = keeping_old_states(place)
+        for t in range(1, last + 1):
+            batch = np.ones((4, 3), np.float32)
+            if t == bad:
+                batch[2] = np.nan
+            if bad and t == last:
+                with pytest.raises(ValueError, match=rf"{last - 1} updates on replica 2 .*{last} on"):
+                    step(params, state, batch)
+            else:
+                params, state = step(params, state, batch)
+
+
+ON_TWO = """
+import functools
+import jax.numpy as jnp
+import numpy as np
+import optax
+import jaxslowmo as js
+
+tx = js.chain(optax.sgd(0.1), js.local_sgd("replica", sync_every=50))
+
+@js.bounded
+@functools.partial(jax.pmap, axis_name="replica")
+def step(params, state, keeps):
+    updates, new = tx.update(params, state, params)
+    new = jax.tree.map(lambda a, b: jnp.where(keeps, b, a), new, state)
+    return optax.apply_updates(params, updates), new
+
+params = jnp.ones((1, 3))
+state = jax.pmap(tx.init, axis_name="replica")(params)
+try:
+    for t in range(30):
+        params, state = step(params, state, np.array([t == 10 and rank == 1]))
+except ValueError as error:
+    print(t, str(error).partition(" updates on ")[2].partition(", so")[0])
+"""
+
+
+def test_counters_are_compared_between_processes(tmp_path):
+    told = "15 replica 0 of process 1 and 16 on replica 0 of process 0\n"
+    assert two_processes(ON_TWO, tmp_path) == [told] * 2
