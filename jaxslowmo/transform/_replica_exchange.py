@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 from .._support.checks import checked_int
 from .._support.types import AxisName, PyTree
 from ..collectives.codecs import Codec
-from ..mesh import axis_names, specs_of_leaves
+from ..mesh import axis_names, axis_size, is_bound, only_over, specs_of_leaves
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ class BlockGroup:
       axis_sizes: sizes of those axes by name; empty for leaves that are whole on every device, or
         are local blocks already.
       indices: positions of the leaves in flattening order.
-      specs: a spec for each leaf.
+      specs: a spec for each leaf, over those axes.
       shapes: shapes of the leaves.
     """
 
@@ -152,12 +152,10 @@ class BlockGroup:
     def _part(self, shape: tuple[int, ...], spec: P, where: Mapping[str, int]) -> Slices:
         slices = []
         for size, entry in zip(shape, (*spec, *[None] * (len(shape) - len(spec))), strict=True):
-            # Manual axes do not count: `shape` is that of a block along them already.
             index, count = 0, 1
             for name in axis_names(entry or ()):
-                if name in where:
-                    index = index * self.axis_sizes[name] + where[name]
-                    count *= self.axis_sizes[name]
+                index = index * self.axis_sizes[name] + where[name]
+                count *= self.axis_sizes[name]
             step = size // count
             slices.append(slice(index * step, (index + 1) * step))
         return tuple(slices)
@@ -187,10 +185,13 @@ def block_groups(tree: PyTree, param_specs: PyTree | None) -> list[BlockGroup]:
             f"or a prefix of it: {error}"
         ) from None
     mesh = jax.sharding.get_abstract_mesh()
+    specs = [_automatic(spec, mesh) for spec in specs]
     # Groups keep the order of first appearance, which is part of the layout of sharded states.
     members: dict[tuple[str, ...], list[int]] = {}
     for i, spec in enumerate(specs):
-        members.setdefault(_automatic_axes(spec, mesh), []).append(i)
+        # Sorted: P("a", "b") and P("b", "a") split leaves over the same devices.
+        over = tuple(sorted({name for entry in spec for name in axis_names(entry or ())}))
+        members.setdefault(over, []).append(i)
     return [
         BlockGroup(
             {name: mesh.shape[name] for name in axes},
@@ -202,17 +203,18 @@ def block_groups(tree: PyTree, param_specs: PyTree | None) -> list[BlockGroup]:
     ]
 
 
-def _automatic_axes(spec: P, mesh: Any) -> tuple[str, ...]:
-    """Return the axes in `spec` that are automatic; along manual ones leaves are blocks already."""
-    named = dict.fromkeys(name for entry in spec for name in axis_names(entry or ()))
-    if not named:
-        return ()
+def _automatic(spec: P, mesh: Any) -> P:
+    """Return `spec` over the automatic axes that split a leaf: it is a block along manual ones."""
     types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    for name in named:
-        if name not in types:
+    splits = set()
+    for name in {name for entry in spec for name in axis_names(entry or ())}:
+        if name not in types and not (is_bound(name) and axis_size(name) == 1):
             raise ValueError(
                 f"`param_specs` names axis {name!r}, which the mesh here does not have "
                 f"(axes: {', '.join(map(repr, mesh.axis_names)) or 'none'})."
             )
-    # Sorted: P("a", "b") and P("b", "a") split leaves over the same devices.
-    return tuple(sorted(name for name in named if types[name] != AxisType.Manual))
+        kind = types.get(name, AxisType.Manual)
+        # The type of an array names an Explicit axis also where its size is 1.
+        if kind == AxisType.Explicit or (kind == AxisType.Auto and mesh.shape[name] > 1):
+            splits.add(name)
+    return only_over(spec, frozenset(splits))

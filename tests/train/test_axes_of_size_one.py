@@ -1,0 +1,102 @@
+"""An axis of size 1 is as if it were not there, whatever names it."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxslowmo as js
+from support.exhaustive import sweep
+
+RANDOM = np.random.default_rng(0)
+PARAMS = {
+    "w": RANDOM.normal(size=(6, 4)).astype(np.float32),
+    "table": RANDOM.normal(size=(2, 4)).astype(np.float32),
+}
+BATCHES = RANDOM.normal(size=(3, 16, 6)).astype(np.float32)
+# Over "one" alone, beside an axis that splits, and together with it.
+SPECS = {"w": P("one", "fsdp"), "table": P(None, ("fsdp", "one"))}
+ALONE = {"w": P("one"), "table": P(None, "one")}
+
+
+def loss(params, batch):
+    return jnp.mean((jnp.tanh(batch @ params["w"]) + params["table"].sum(0)) ** 2)
+
+
+def without(specs, axis):
+    kept = lambda e: tuple(n for n in (e if isinstance(e, tuple) else (e,)) if n != axis)  # noqa: E731
+    return {name: P(*((kept(e) or (None,))[0] for e in spec)) for name, spec in specs.items()}
+
+
+SYNCS = {
+    "local_sgd": lambda **of: js.local_sgd("replica", sync_every=2, **of),
+    "sgp": lambda **of: js.sgp("replica", overlap=1, **of),
+    "slowmo": lambda **of: js.slowmo(
+        "replica", base=js.local_sgd("replica", sync_every=1, **of), sync_every=2, **of
+    ),
+    "fragments": lambda **of: js.diloco("replica", sync_every=2, fragments=2, **of),
+}
+
+
+def trained(sync, axes, places, specs, *, is_virtual, gradients, mode):
+    """The mean after three steps, and the axes over which the step communicates."""
+    mesh = (js.virtual_mesh if is_virtual else js.make_mesh)(axes)
+    params = PARAMS
+    if not is_virtual:
+        laid = {name: NamedSharding(mesh, places[name]) for name in PARAMS}
+        params = jax.device_put(PARAMS, laid)
+    reduced = js.all_reduce_gradients(gradients) if gradients else None
+    sync = SYNCS[sync](param_specs=specs)
+    step = js.make_train_step(
+        loss, optax.adam(0.1), sync=sync, gradients=reduced, mesh=mesh, mode=mode
+    )
+    state = step.init(params)
+    rows = js.comm_report(step, state, BATCHES[0]).rows
+    for batch in BATCHES:
+        state, _ = step(state, batch)
+    return jax.tree.map(np.asarray, step.consensus(state)), {row.axis for row in rows}
+
+
+CHOSEN = {
+    ("local_sgd", "fsdp", "named", "traced"), ("slowmo", "fsdp", "lies", "host"),
+    ("slowmo", "fsdp", "named", "traced"), ("sgp", "virtual", "named", "traced"),
+    ("fragments", "alone", "lies", "traced"), ("sgp", "alone", "averaged", "host"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "sync, place, what, mode",
+    sweep(
+        [
+            (sync, place, what, mode)
+            for sync in SYNCS
+            for place in ("alone", "fsdp", "virtual")
+            for what in ("named", "lies", "averaged")
+            for mode in ("traced", "host")
+        ],
+        lambda *case: case in CHOSEN,
+    ),
+)
+def test_a_step_trains_as_without_it(sync, place, what, mode):
+    """Named in `param_specs`, in the layout of the parameters, or in the average of gradients."""
+    specs = SPECS if place == "fsdp" else ALONE
+    plain, inner = without(specs, "one"), {"fsdp": 2} if place == "fsdp" else {}
+    options = {"is_virtual": place == "virtual", "mode": mode}
+    averaged = ("replica", "one") if what == "averaged" else None
+    wanted, over = trained(
+        sync, {"replica": 2, **inner}, plain, plain, gradients=averaged and "replica", **options
+    )
+    found, also_over = trained(
+        sync,
+        {"replica": 2, "one": 1, **inner},
+        plain if what == "named" else specs,
+        specs if what == "named" else plain,
+        gradients=averaged,
+        **options,
+    )
+    jax.tree.map(np.testing.assert_array_equal, found, wanted)
+    assert not any("one" in str(axis) for axis in also_over), also_over
+    assert len(over) == len(also_over)
