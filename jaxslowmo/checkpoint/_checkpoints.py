@@ -152,21 +152,22 @@ class Checkpoints:
         step = number
         if step != (done := updates_of(state)):
             warn_user(
-                f"Checkpoints.save: `step` is {step} and the state counts {done} updates. A run that "
-                "resumes would be numbered by one and trained by the other, and checkpoints of later "
-                "steps are set aside: pass `int(state.step[0])`, or `result.step` of js.train_loop."
+                f"Checkpoints.save: `step` is {step} and the state counts {done} updates. A run "
+                "that resumes would be numbered by one and trained by the other, and checkpoints "
+                "of later steps are set aside: pass `result.step` of js.train_loop, which is the "
+                "state's own."
             )
         record = record_of(step, state, checked_json("Checkpoints.save", extra))
         self.wait()
         stored = _safe_copies(as_stored(state))
         record = replace(record, prints=prints_of(stored))
-        keys = [leaf.key for leaf in record.leaves]
+        keys, described = [leaf.key for leaf in record.leaves], record.to_json()
         try:
             writing = FolderWrite(
                 self._folder / str(step),
                 # Arrays of size 0 are not written: the record has their shapes.
                 {key: x for key, x in zip(keys, stored, strict=True) if x.size},
-                record.to_json(),
+                described,
                 seconds=self._patience,
                 before=lambda: self._make_way(step),
                 after=self._remove_old,
@@ -368,11 +369,13 @@ class Checkpoints:
     def _not_written(self, step: int, error: Exception) -> CheckpointError:
         reason = str(error) if isinstance(error, CheckpointError) else ""
         reason = reason or f"{type(error).__name__}: {first_line(error)}"
+        number = io_errno(error)
+        advice = "" if number is None else " Is there space, and may this user write there?"
         kind = UnansweredError if isinstance(error, UnansweredError) else CheckpointError
         return kind(
             f"{self.folder}: the checkpoint of step {step} could not be written ({reason}); "
-            "those before it are as they were. Is there space, and may this user write there?",
-            io_errno(error),
+            f"those before it are as they were.{advice}",
+            number,
             f"the checkpoint of step {step} could not be written: {reason}",
         )
 

@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from .._support.types import PyTree
+from .._version import __version__
 from ..mesh import model_axes, only_over, specs_of_leaves
 from ..train import TrainState
 from ..transform import ParameterTransform, SavedForm, StatePlacement
@@ -101,7 +102,8 @@ class Record:
             "prints": [list(p) for p in self.prints],
             "extra": self.extra,
             "layout": self.layout,
-            "versions": {p: version(p) for p in ("jaxslowmo", "jax", "orbax-checkpoint")},
+            "versions": {"jaxslowmo": __version__}
+            | {package: version(package) for package in ("jax", "orbax-checkpoint")},
         }
         return {_MARK: FORMAT, "crc32": _crc32(content), **content}
 

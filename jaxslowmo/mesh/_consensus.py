@@ -40,9 +40,9 @@ def consensus(
 
     Args:
       params: stacked tree, leaves `(replicas, *s)`.
-      mesh: mesh with `axis_name`, or a `VirtualMesh`. None (the default) is for arrays that hold one
-        replica on each of their devices, as `jax.pmap` returns them: the mesh is that of the
-        devices. With several processes these are all devices of all processes.
+      mesh: mesh with `axis_name`, or a `VirtualMesh`. None (the default) is for arrays that hold
+        one replica on each of their devices, as `jax.pmap` returns them, with several processes on
+        all devices of each: the mean is over all replicas of all processes.
       axis_name: the replica axis, or several; of no account without `mesh`.
       shares: the terms of the mean: pairs (w, x), where w is an array (replicas,) of weights, or
         one number for all replicas, and x is a stacked tree like `params`, or None for `params`.

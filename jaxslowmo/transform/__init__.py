@@ -40,6 +40,7 @@ from ._gradients import is_identity as is_identity
 from ._gradients import joined as joined
 from ._gradients import over_stages as over_stages
 from ._gradients import spec_of as spec_of
+from ._loss_program import LossProgram as LossProgram
 from ._parameter_transform import ParameterTransform as ParameterTransform
 from ._parameter_transform import parameter_transform as parameter_transform
 from ._parameter_transform import phase_name as phase_name

@@ -1,7 +1,10 @@
 """A folder of checkpoints: what is kept, what is seen, and what a record must say."""
 
 import logging
+import os
 import shutil
+import subprocess
+import sys
 
 import numpy as np
 import orbax.checkpoint as ocp
@@ -105,3 +108,42 @@ def test_orbax_is_quiet(step, state, tmp_path, caplog, capfd):
         logging.getLogger("absl").warning("not orbax")
     assert [r.message for r in caplog.records if r.name == "absl"] == ["not orbax"]
     assert capfd.readouterr().out == ""
+
+
+NOT_INSTALLED = """
+import sys
+from importlib import metadata
+known = metadata.version
+def version(name):
+    if name == "jaxslowmo":
+        raise metadata.PackageNotFoundError(name)
+    return known(name)
+metadata.version = version
+import numpy as np, optax
+import jaxslowmo as js
+from jaxslowmo.checkpoint import Checkpoints
+step = js.make_train_step(lambda p, b: (p["w"] * b).sum(), optax.sgd(0.1), sync="none",
+                          mesh=js.virtual_mesh({"replica": 2}))
+with Checkpoints(sys.argv[1]) as checkpoints:
+    checkpoints.save(0, step.init({"w": np.zeros(9, np.float32)}))
+print(js.__version__, checkpoints.restore(step, {"w": np.zeros(9, np.float32)}).is_exact)
+"""
+
+
+def test_a_checkout_that_is_not_installed_saves(tmp_path):
+    command = [sys.executable, "-c", NOT_INSTALLED, tmp_path / "run"]
+    env = os.environ | {"JAX_PLATFORMS": "cpu"}
+    ended = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
+    assert ended.stdout == "0+checkout True\n"
+
+
+def test_only_what_the_operating_system_refuses_is_blamed_on_the_disk(state, tmp_path, monkeypatch):
+    for error, blamed in ((KeyError("of ours"), False), (OSError(28, "full"), True)):
+
+        def fail(*_, error=error, **__):
+            raise error
+
+        monkeypatch.setattr("jaxslowmo.checkpoint._checkpoints.FolderWrite", fail)
+        with pytest.raises(CheckpointError) as caught:
+            Checkpoints(tmp_path).save(1, after(state, 1))
+        assert ("Is there space" in str(caught.value)) == blamed

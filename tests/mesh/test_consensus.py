@@ -186,14 +186,18 @@ def test_what_pmap_returns_needs_no_mesh():
     assert one["w"].tolist() == [4, 5, 6, 7]
     assert (one["h"].dtype, one["count"].tolist()) == (jnp.bfloat16, 7)
     assert js.consensus({}) == {}
-    assert js.consensus(np.ones((1, 2)) + jnp.zeros(2)).tolist() == [1, 1]  # one device, one replica
+    assert js.consensus(np.ones((1, 2)) + jnp.zeros(2)).tolist() == [
+        1,
+        1,
+    ]  # one device, one replica
 
 
 OF_PMAP = """
 import numpy as np
 import jaxslowmo as js
 
-params = jax.pmap(lambda x: {"w": x}, axis_name="devices")(4.0 * rank + np.arange(4.0).reshape(2, 2))
+rows = 4.0 * rank + np.arange(4.0).reshape(2, 2)
+params = jax.pmap(lambda x: {"w": x}, axis_name="devices")(rows)
 print(params["w"].shape, np.asarray(js.consensus(params)["w"]).tolist())
 """
 

@@ -68,7 +68,7 @@ CHOSEN = {
 
 
 @pytest.mark.parametrize(
-    "sync, place, what, mode",
+    ("sync", "place", "what", "mode"),
     sweep(
         [
             (sync, place, what, mode)

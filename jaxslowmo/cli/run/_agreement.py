@@ -9,6 +9,7 @@ from jaxslowmo.data import Contents
 
 from ..._support.coordinator import NoNoteError, tell, wait_for
 from ..._support.files import PASSING, io_errno
+from ..._version import __version__
 from .._errors import TRY_AGAIN, USAGE_ERROR, CommandError, usage_errors
 from ..config._cluster import ClusterConfig
 from ..config._fields import flag_of, options_of
@@ -37,7 +38,6 @@ _FREE_OF_A_PROCESS = frozenset({"data", "resume", "overwrite", *options_of(Clust
 _MOST_NAMES = 5  # in a message
 _KEY = "jaxslowmo/start"
 _DECIDED = ("resume", "overwrite", *KEPT)  # process 0 decides these for all
-_PACKAGES = ("jaxslowmo", "jax", "jaxlib")
 _FILE_SERVER_SECONDS = 10.0  # until another host sees a file that one host writes
 _MOST_DIFFERENCES = 3  # in a message
 
@@ -161,7 +161,7 @@ def _facts(config: TrainConfig, corpus: Contents) -> dict[str, Any]:
     """Return what all processes must share; of the text only a digest, since lists can be long."""
     return {
         "options": option_values(config),
-        "versions": {package: version(package) for package in _PACKAGES},
+        "versions": {"jaxslowmo": __version__, "jax": version("jax"), "jaxlib": version("jaxlib")},
         "corpus": corpus.fingerprint,
         "counts": f"{corpus.num_documents} files of {corpus.num_bytes} bytes",
     }

@@ -10,6 +10,7 @@ from jax import lax
 
 from ..._support.types import PyTree
 from ...mesh import match_varying
+from ...transform import LossProgram
 from ...tree import leaf_names
 from ._calls import Keyed, LayerCall, call_signature, check_leaves, loss_terms
 from ._ties import TiedLeaf, Ties, as_one, as_ties, check_ties, tied_transform
@@ -84,7 +85,7 @@ def without_state(x: PyTree) -> PyTree:
     return x.x if isinstance(x, WithState) else x
 
 
-class LayeredModel:
+class LayeredModel(LossProgram):
     """A model as a list of layers, which can be cut into stages between any two layers.
 
         model = js.LayeredModel([embed, block, block, head], loss)

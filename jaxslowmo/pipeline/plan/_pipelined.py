@@ -13,13 +13,14 @@ from jax.sharding import PartitionSpec as P
 
 from ..._support.types import PyTree
 from ...mesh import axis_size
+from ...transform import LossProgram
 from ...tree import Staged, leaf_names
 from ..model import LayeredModel, Loss, StageLayout, call_signature, keyed_microbatch
 from ..schedules import Schedule
 from ._plan import Plan
 
 
-class Pipelined:
+class Pipelined(LossProgram):
     """A loss function that runs a model in stages; made by `js.pipelined`.
 
     Attributes:

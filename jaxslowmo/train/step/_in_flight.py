@@ -151,14 +151,16 @@ def _compare_counters(results: PyTree, calls: int) -> None:
         process, other = values[:, 0, 0].argmin(), values[:, 1, 0].argmax()
         (least, replica), (most, its) = values[process, 0], values[other, 1]
         if least != most:
-            where = [f"replica {i}" for i in (replica, its)]
+            of = ["", ""]
             if jax.process_count() > 1:
-                where = [f"{w} of process {p}" for w, p in zip(where, (process, other), strict=True)]
+                of = [f" of process {p}" for p in (process, other)]
             raise ValueError(
-                f"bounded: after {calls} calls {name} has counted {least} updates on {where[0]} and "
-                f"{most} on {where[1]}, so that the next exchange would wait for ever. Does the step "
-                "keep a replica's old optimizer state, for example where its gradient is not finite? "
-                "Let only parameters and model state be selected there: docs/before-you-move-pmean.md."
+                f"bounded: after {calls} calls {name} has counted {least} updates on replica "
+                f"{replica}{of[0]} and {most} on replica {its}{of[1]}, so that the next exchange "
+                "would wait for ever. Does the step keep a replica's old optimizer state, for "
+                "example where its gradient is not finite? Put optax.apply_if_finite around the "
+                "optimizer inside js.chain, and select nothing but model state: "
+                "docs/before-you-move-pmean.md."
             )
 
 

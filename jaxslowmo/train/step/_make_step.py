@@ -11,7 +11,7 @@ from ...embedding import Embeddings, lookup_of
 from ...gradients.precision import Policy, computing_in
 from ...mesh import AnyMesh, replica_count
 from ...tracing import FullLoss, as_full_loss
-from ...transform import ParameterTransform, over_stages, spec_of
+from ...transform import LossProgram, ParameterTransform, over_stages, spec_of
 from .._train_state import with_raw_keys
 from ..batches import HostBatch
 from ._compiler_options import checked_compiler_options
@@ -61,10 +61,7 @@ def make_train_step(
         loss function of `js.pipelined` has: `before_run` is called before every program that runs,
         and may raise, such as when compiled programs are out of date. `params_form` and
         `model_state_form` are called by `step.init` with parameters and model state, and return
-        them in the form that the loss function takes. `param_specs` says how these parameters are
-        sharded, and is passed to `sync`. A loss function with `dispatch`, such as a pipeline with
-        `executor="host"`, runs outside of the step's programs, which take its results in place of
-        the batch.
+        them in the form that the loss function takes.
       optimizer: any optax transform; its state stays local to each replica. A `js.chain` is split:
         everything up to the last transform that reduces gradients, with this library's clipping
         right after it, becomes `gradients`; a parameter transform at its end becomes `sync`; the
@@ -234,18 +231,18 @@ def make_train_step(
         return loss if policy is None else computing_in(policy, loss)
 
     loss, dispatched = completed(loss_fn), None
-    if hasattr(loss_fn, "dispatch"):
-        loss_fn.check_mesh(mesh)  # pyright: ignore[reportFunctionMemberAccess]
+    program = loss_fn if isinstance(loss_fn, LossProgram) else LossProgram()
+    if program.dispatch is not None:
+        program.check_mesh(mesh)
         is_cast = policy is not None
         dispatched = Dispatched(loss_fn, completed, num_microbatches, is_cast=is_cast)
         loss, num_microbatches = dispatched.loss, 1
     if lookup.embeddings is not None:
         loss, sync_transform = lookup.of_loss(loss), lookup.of_sync(sync_transform)
-    if (tied := getattr(loss_fn, "tied_transform", None)) is not None:
-        optimizer = tied(optimizer)
-        if gradients is not None and spec_of(gradients).clips:
-            gradients = tied(gradients)
-    specs = getattr(loss_fn, "param_specs", None)
+    optimizer = program.tied_transform(optimizer)
+    if gradients is not None and spec_of(gradients).clips:
+        gradients = program.tied_transform(gradients)
+    specs = program.param_specs
     if specs is not None and sync_transform is not None and sync_transform.shards_whole_leaves:
         sync_transform = sync_transform.with_specs(specs, of_state=True)
     parts = StepParts(

@@ -1,0 +1,32 @@
+"""What a step asks of a loss function that is more than a function: `LossProgram`."""
+
+from collections.abc import Callable
+from typing import Any
+
+import optax
+
+from .._support.types import PyTree
+
+
+class LossProgram:
+    """Base class of loss functions with parameters, programs or optimizers in a form of their own.
+
+    A step asks instances of this class alone: a user's loss function may have attributes of the
+    same names.
+
+    Attributes:
+      param_specs: a `PartitionSpec` for each leaf of the parameters, over axes inside a replica;
+        None: they are whole there.
+      dispatch: function that runs the programs of the loss before those of the step, which take its
+        results in place of the batch (see `HostPipeline.dispatch`); None: it has no programs.
+    """
+
+    param_specs: PyTree | None = None
+    dispatch: Callable[..., Any] | None = None
+
+    def check_mesh(self, mesh: Any) -> None:
+        """Raise `ValueError` if the step's `mesh` cannot run the programs of `dispatch`."""
+
+    def tied_transform(self, tx: optax.GradientTransformation) -> optax.GradientTransformation:
+        """Return `tx` for the parameters, of which tied leaves are one parameter."""
+        return tx
