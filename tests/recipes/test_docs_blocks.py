@@ -16,8 +16,8 @@ from recipes.doc_blocks import (
     sections,
 )
 
-PAGES = """accumulation checkpoints choosing ddp embeddings gpu graphs index input-pipeline
-    mixed-precision model-parallel outer reading-state start your-data"""
+PAGES = """accumulation before-you-move-pmean checkpoints choosing ddp embeddings gpu graphs index
+    input-pipeline mixed-precision model-parallel outer reading-state start your-data"""
 # tests/torch_compat and tests/on_jax run what needs torch, in environments of their own; one mesh
 # has 64 chips.
 ELSEWHERE = {

@@ -198,6 +198,77 @@ def test_flax_optimizers_train_replicas_that_end_together():
     for leaves in ((kernel, bias), (state.params["kernel"], state.params["bias"])):
         np.testing.assert_allclose(leaves[0].reshape(4, 3), [[1, -2, 3]] * 4, atol=1.5)
         assert max(map(spread, leaves)) < 2e-6  # after the last slow step
+    assert_close(found["train_linen"](mapper=found["vmap"]).params, state.params)
+
+
+TOKENS = "Tokens as weights"
+
+
+def trained_on_whole_batches(found, batches, loss, *, accumulate=1):
+    """Plain jax: parameters after Adam on the whole batches, and the losses."""
+    params, optimizer, losses = found["words"], optax.adam(0.01), []
+    state = optimizer.init(params)
+    for rows in np.reshape(batches, (-1, accumulate * batches.shape[1], batches.shape[2])):
+        value, grads = jax.value_and_grad(loss)(params, rows)
+        updates, state = optimizer.update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+        losses.append(float(value))
+    return params, losses
+
+
+@of_recipe(TOKENS)
+def test_with_tokens_as_weights_replicas_train_as_plain_jax_does_on_the_whole_batch():
+    found = recipe(TOKENS)
+    text, loss = found["text"], found["token_loss"]
+    expected, losses = trained_on_whole_batches(found, text, loss)
+    np.testing.assert_allclose(found["token_losses"], losses, rtol=1e-5)
+    states = found["token_state"], found["inner_state"]
+    for stacked in (found["token_params"], *(state.params for state in states)):
+        assert_close(jax.tree.map(lambda leaf: leaf[0], stacked), expected, atol=1e-5)
+    expected, _ = trained_on_whole_batches(found, text, loss, accumulate=3)
+    stacked = found["collected_result"].state.params
+    assert_close(jax.tree.map(lambda leaf: leaf[0], stacked), expected, atol=1e-5)
+
+
+@of_recipe(TOKENS)
+@pytest.mark.parametrize("without", ["weight", "active", "one batch"])
+def test_each_part_of_the_recipe_for_tokens_counts(without):
+    """Plain jax on the whole batch is missed by more than rounding without any one of them."""
+    found = recipe(TOKENS)
+    divide_by = "initial" if without == "active" else "active"
+    step = js.make_train_step(
+        found["token_loss"],
+        optax.adam(0.01),
+        gradients=js.all_reduce_gradients("replica", divide_by=divide_by),
+        mesh=found["mesh"],
+        accumulate=2 if without == "one batch" else 1,
+    )
+    state = step.init(found["words"])
+    for rows in found["text"]:
+        state, _ = step(state, rows, None if without == "weight" else found["tokens_of"](rows))
+    expected, _ = trained_on_whole_batches(found, found["text"], found["token_loss"])
+    assert np.abs(np.asarray(state.params["out"][0] - expected["out"])).max() > 1e-3
+
+
+@of_recipe(TOKENS)
+def test_a_rare_exchange_weighs_replicas_by_the_tokens_of_its_own_step():
+    found = recipe(TOKENS)
+    replicas, optimizer = [found["words"]] * 4, optax.adam(0.01)
+    states = [optimizer.init(found["words"])] * 4
+    for t, rows in enumerate(found["text"], start=1):
+        for r, share in enumerate(rows.reshape(4, 8, 9)):
+            if found["tokens_of"](share, 1)[0] == 0:
+                continue  # a replica of weight 0 keeps its parameters and its optimizer's state
+            grads = jax.grad(found["token_loss"])(replicas[r], share)
+            updates, states[r] = optimizer.update(grads, states[r], replicas[r])
+            replicas[r] = optax.apply_updates(replicas[r], updates)
+        if t % 3 == 0:
+            tokens = found["tokens_of"](rows)
+            leaves = {name: [params[name] for params in replicas] for name in replicas[0]}
+            mean = {name: np.average(x, axis=0, weights=tokens) for name, x in leaves.items()}
+            replicas = [jax.tree.map(np.float32, mean)] * 4
+    stacked = found["result"].state.params
+    assert_close(jax.tree.map(lambda leaf: leaf[0], stacked), replicas[0], atol=1e-5)
 
 
 DUE = [6, 12, 18, 24]
@@ -281,6 +352,51 @@ def test_fsdp_agrees_with_whole_leaves_and_keeps_leaves_sharded():
             assert leaf.sharding.is_equivalent_to(wanted, leaf.ndim), (name, leaf.sharding)
         one = NamedSharding(found["fsdp_mesh"], spec)
         assert found["model"][name].sharding.is_equivalent_to(one, found["model"][name].ndim)
+
+
+@of_recipe(FSDP)
+@pytest.mark.parametrize("sizes", [{"data": 2, "fsdp": 4}, {"data": 2}], ids=["fsdp", "whole"])
+def test_replicas_are_along_the_axis_that_a_jit_step_has(sizes):
+    found = recipe(FSDP)
+    mesh = js.make_mesh(sizes)
+    specs = found["specs"] if "fsdp" in sizes else dict.fromkeys(found["specs"], P())
+    params = {
+        name: jax.device_put(np.asarray(leaf), NamedSharding(mesh, specs[name]))
+        for name, leaf in found["sharded"].items()
+    }
+    sync = js.local_sgd("data", sync_every=3)
+    step = js.make_train_step(
+        found["autoencoder_loss"], found["optimizer"], sync=sync, mesh=mesh, axis_name="data"
+    )
+    state = step.init(params)
+    for batch in found["inputs"]:
+        state, _ = step(state, jax.device_put(batch, NamedSharding(mesh, P(tuple(sizes)))))
+    assert_close(state.params, found["trained"]["local_sgd"].params, rtol=1e-4, atol=1e-5)
+
+
+@of_recipe(FSDP)
+def test_partitioned_parameters_train_without_their_boxes():
+    found = recipe(FSDP)
+    base = js.local_sgd("replica", sync_every=3)
+    whole = js.make_train_step(
+        found["boxed_loss"],
+        optax.adam(1e-2),
+        sync=js.slowmo("replica", base=base, sync_every=6, learning_rate=1e-2),
+        mesh=js.virtual_mesh({"replica": 2}),
+    )
+    state = whole.init(jax.tree.map(np.asarray, found["unboxed"]))
+    for batch in found["inputs"]:
+        state, _ = whole(state, batch)
+    params = found["boxed_state"].params
+    assert_close(params, state.params, rtol=1e-4, atol=1e-5)
+    assert params["Dense_1"]["kernel"].sharding.spec == P("replica", None, "fsdp")
+
+    # Boxes: axes that the mesh does not have, and parameters that are whole on every device.
+    for mesh in (js.make_mesh({"replica": 4}), found["fsdp_mesh"]):
+        step = js.make_train_step(found["boxed_loss"], optax.adam(1e-2), sync="none", mesh=mesh)
+        with pytest.raises(ValueError, match="fsdp") as raised:
+            step(step.init(found["boxed"]), found["inputs"][0])
+        assert any("flax" in str(frame.path) for frame in raised.traceback)
 
 
 @of_recipe(FSDP)

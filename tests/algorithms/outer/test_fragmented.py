@@ -1,9 +1,7 @@
-"""Outer steps in fragments, late and merged: torchft's recorded runs, and an oracle in NumPy."""
+"""Outer steps in fragments, late and merged, against an oracle in NumPy."""
 
 import functools
 import itertools
-import json
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -17,37 +15,6 @@ import jaxslowmo as js
 from jaxslowmo.tree import Staged
 from support import outer_oracle
 from support.oracle import Gossip
-
-RECORDED = json.loads(
-    (Path(__file__).parents[2] / "golden" / "peers" / "torchft_streaming.json").read_text()
-)["cases"]
-
-
-@pytest.mark.parametrize("number", range(len(RECORDED)))
-def test_torchft_recorded_runs(number):
-    case = RECORDED[number]
-    tx = js.diloco(
-        "replica",
-        sync_every=case["sync_every"],
-        outer_optimizer=optax.sgd(case["outer_learning_rate"]),
-        fragments=case["fragments"],
-        delay=case["delay"],
-        merge=case["alpha"],
-        shard_state=number % 2 == 0,
-    )
-    params = {name: jnp.full((2, 1), case["start"]) for name in "ab"}
-    state = jax.vmap(tx.init, axis_name="replica")(params)
-    update = jax.jit(jax.vmap(tx.update, axis_name="replica"))
-    move = -case["inner_learning_rate"] * case["gradient"]
-    for t in range(1, len(case["local"])):
-        u, state = update(jax.tree.map(lambda x: jnp.full_like(x, move), params), state, params)
-        params = optax.apply_updates(params, u)
-        for replica in range(2):
-            assert [float(params[name][replica, 0]) for name in "ab"] == case["local"][str(t)]
-        if str(t) in case["global"]:
-            whole = jax.vmap(tx.anchor, axis_name="replica")(state, params)
-            assert [float(whole[name][0, 0]) for name in "ab"] == case["global"][str(t)]
-
 
 # Against NumPy in float64. Leaves in their order are a vector of 12; of three layers.
 
