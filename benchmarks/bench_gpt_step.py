@@ -3,7 +3,7 @@
     python benchmarks/bench_gpt_step.py --preset 124m --windows 8 --attention cudnn --out step.json
 
 AdamW, activations and products in bfloat16, gradients averaged over all devices, each of which is a
-replica. `tests/support/gpu_estimates.py` says what the estimate is; there is none for other
+replica. `benchmarks/gpu_estimates.py` says what the estimate is; there is none for other
 devices.
 
 Beside the step stands a product of bfloat16 matrices on the same device. The step's products are
@@ -29,7 +29,8 @@ import jaxslowmo as js
 from jaxslowmo.models import gpt_loss_fn, gpt_preset, init_gpt
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
-from support.gpu_estimates import read_estimate, text_with_estimates
+from gpu_estimates import read_estimate, text_with_estimates
+
 from support.gpu_hosts import memory_bandwidth
 
 

@@ -25,8 +25,9 @@ import jaxslowmo as js
 from jaxslowmo.models import gpt_preset
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
+from gpu_estimates import read_estimate, text_with_estimates
+
 from support.gpu_buckets import lowered_gpt, what_runs_beside
-from support.gpu_estimates import read_estimate, text_with_estimates
 from support.gpu_hosts import gpu_mesh, memory_bandwidth
 from support.gpu_schedule import read_gpu_schedule
 
@@ -49,7 +50,7 @@ split over them.
 - *backward*: share of the bytes that travel beside at least one product of the backward pass.
 - *other*, *nothing*: MiB that travel beside other kernels alone (mostly the optimizer's), and
   beside no kernel.
-- *estimated ms*: XLA's own estimates (`tests/support/gpu_estimates.py`) of the time of all
+- *estimated ms*: XLA's own estimates (`benchmarks/gpu_estimates.py`) of the time of all
   collectives; of the time for which kernels wait for them; and of the step. "-" where it makes
   none.
 """

@@ -4,7 +4,7 @@
 
 Compiles only (jax 0.10.2 with its CUDA plugin, no GPU): `make test-aot` makes the environment. What
 the estimates are, and what they leave out, is in the page that it writes and in
-`tests/support/gpu_estimates.py`. All rows take 30 minutes on two cores, `--models mlp` takes two.
+`benchmarks/gpu_estimates.py`. All rows take 30 minutes on two cores, `--models mlp` takes two.
 """
 
 import os
@@ -28,8 +28,9 @@ import jaxslowmo as js
 from jaxslowmo.models import gpt_loss_fn, gpt_preset, gpt_types
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
+from gpu_estimates import Estimate, read_estimate, text_with_estimates
+
 from support.described import lowered_step
-from support.gpu_estimates import Estimate, read_estimate, text_with_estimates
 from support.gpu_hosts import gpu_mesh, memory_bandwidth
 
 GPU = "H100"

@@ -1,29 +1,17 @@
-"""The readers of what XLA compiles for described GPUs: of schedules, bytes and estimated times.
+"""The readers of what XLA compiles for described GPUs: of schedules, and of estimated times."""
 
-And `js.comm_report` agrees with them on every program of this folder.
-"""
-
-from collections import Counter
-from math import prod
+import runpy
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import pytest
 
 import jaxslowmo as js
-from support import gpu_programs, gpu_steps
 from support.described import lowered_step
-from support.gpu_estimates import Estimate, read_estimate, text_with_estimates
-from support.gpu_hosts import SPECIFICATIONS, gpu_mesh, memory_bandwidth
-from support.gpu_schedule import (
-    Schedule,
-    collectives_run,
-    read_gpu_schedule,
-    read_loops,
-    share_beside_backward,
-)
+from support.gpu_hosts import SPECIFICATIONS, gpu_mesh
+from support.gpu_schedule import read_gpu_schedule, read_loops
 from support.outer_programs import BYTES, LAYERS, PARAMS, PRODUCTS, WIDTH, loss
-from support.steps_of_algorithms import Facts, kinds
 
 
 @pytest.mark.parametrize("gpu", SPECIFICATIONS)
@@ -128,21 +116,14 @@ def test_reading_the_order():
     assert scatter.beside == ("custom-call", "fusion", "fusion")
     assert schedule.select("reduce-scatter", name="bucket_0") == (scatter,)
     assert schedule.select("all-gather", name="bucket_0") == ()
-    assert share_beside_backward(schedule.transfers) == 32 / (32 + 3 * 256)
     (loop,) = read_loops(HLO)
     assert loop.transfers[0].beside == ("conditional",)
     assert loop.in_branches == 1
 
 
-def test_counting_what_is_sent():
-    """In the loop five turns, each with a permute and the larger of two branches."""
-    sent = {"all-to-all": (1, 256), "all-gather": (2, 512), "reduce-scatter": (1, 32)}
-    sent |= {"collective-permute": (5, 5 * 256), "all-reduce": (5, 5 * 256)}
-    assert collectives_run(HLO) == {
-        (kind, what): amount
-        for kind, amounts in sent.items()
-        for what, amount in zip(("count", "bytes"), amounts, strict=True)
-    }
+# Of scripts, which stand in no package.
+BENCHMARK = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "gpu_estimates.py"))
+Estimate, read_estimate = BENCHMARK["Estimate"], BENCHMARK["read_estimate"]
 
 
 def test_estimated_times_add_up_in_the_order_of_the_schedule():
@@ -166,55 +147,3 @@ def test_estimated_times_add_up_in_the_order_of_the_schedule():
 def test_a_collective_without_an_estimate_is_an_error(placeholder):
     with pytest.raises(AssertionError, match="blocks"):
         read_estimate(HLO.replace(sol(7), sol(placeholder)), 1e12)
-
-
-def estimate(sync, num_hosts, kind):
-    mesh = gpu_mesh({"replica": 8 * num_hosts}, num_hosts=num_hosts)
-    weights = jax.ShapeDtypeStruct((1024, 1024), jnp.float32)
-    batch = jax.ShapeDtypeStruct((1024 * mesh.size, 1024), jnp.float32)
-    program = lowered_step(loss, sync, {"a": weights, "b": weights}, batch, mesh)[kind]
-    return read_estimate(text_with_estimates(program), memory_bandwidth("H100"))
-
-
-def test_estimates_of_a_described_h100():
-    """Of every kernel; a slow step is estimated to take longer between hosts."""
-    times = estimate(js.local_sgd("replica"), 1, "local")
-    assert times.collectives == times.exposed == 0
-    # Five products of 2 GFLOP; an H100 computes 495 TFLOP/s of TF32 at most.
-    assert 5 * 2 * 1024**3 / 495e6 < times.kernels < 1000
-    assert times.by_bytes < 0.1 * times.kernels
-    slow = js.slowmo("replica", base=js.local_sgd("replica"))
-    if jax.__version_info__ >= (0, 12):  # its compiler estimates kernels alone
-        with pytest.raises(AssertionError, match="reduce_scatter"):
-            estimate(slow, 1, "slow")
-        return
-    one, four = (estimate(slow, hosts, "slow") for hosts in (1, 4))
-    assert 0 < one.exposed <= one.collectives
-    assert four.collectives > 2 * one.collectives
-
-
-def check_agreement(facts: Facts[Schedule], mesh: jax.sharding.Mesh) -> None:
-    """The same number of collectives of each kind, with the same bytes; loops included.
-
-    The reader counts what comes out of a collective, and the report what all devices together put
-    into a reduce-scatter. So the sizes of the axes that the report names are checked, too.
-    """
-    reported: Counter[tuple[str, str]] = Counter()
-    for row in facts.rows:
-        group = prod(mesh.shape[name] for name in row.axis.split(","))
-        parts = group if row.collective == "reduce-scatter" else 1
-        reported[row.collective, "count"] += row.count
-        reported[row.collective, "bytes"] += row.bytes // parts
-    assert reported == collectives_run(facts.text)
-
-
-@gpu_steps.each_of(gpu_steps.CASES)
-def test_comm_report_agrees_on_steps_of_algorithms(algorithm, place):
-    for kind in kinds(algorithm, place):
-        check_agreement(gpu_steps.facts(algorithm, place, kind), place.mesh)
-
-
-@gpu_programs.each_of(*(name for programs in gpu_programs.KINDS.values() for name in programs))
-def test_comm_report_agrees_on_all_other_programs(name):
-    one = gpu_programs.program(name)
-    check_agreement(one.facts, one.mesh)

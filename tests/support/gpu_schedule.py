@@ -6,7 +6,6 @@ If that is nothing, the compiler marks the collective as synchronous, on the str
 """
 
 import re
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -25,7 +24,6 @@ _COLLECTIVES = (
 # Libraries' kernels for matrix products, which other instructions of this kind are not.
 _PRODUCT_CALLS = re.compile(r"__cublas|__cudnn")
 _SYNCHRONOUS = '"is_sync":true'
-_TURNS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
 
 
@@ -104,12 +102,6 @@ class Schedule:
         )
 
 
-def share_beside_backward(transfers: tuple[Transfer, ...]) -> float:
-    """Return the share of the bytes that travel beside a product of the backward pass."""
-    beside = sum(t.bytes for t in transfers if any(p.is_backward for p in t.products))
-    return beside / sum(t.bytes for t in transfers)
-
-
 def read_gpu_schedule(text: str) -> Schedule:
     """Return the schedule of a compiled program, from `compiled.as_text()`."""
     module = scheduled_module(text)
@@ -120,34 +112,6 @@ def read_loops(text: str) -> list[Schedule]:
     """Return the schedules of the bodies of all loops, in program order, outer ones first."""
     module = scheduled_module(text)
     return [schedule_of(module, body) for body in _loop_bodies(module, module.entry)]
-
-
-def collectives_run(text: str) -> Counter[tuple[str, str]]:
-    """Return what a program exchanges: by kind the "count" of collectives, and the "bytes".
-
-    Bytes are those of the results. What stands in a loop counts once for each turn. Of branches of
-    a conditional, one of which runs, the largest amounts count.
-    """
-    module = scheduled_module(text)
-    return _amounts(module, module.entry)
-
-
-def _amounts(module: HloModule, computation: str) -> Counter[tuple[str, str]]:
-    ops = instructions(module, computation)
-    total: Counter[tuple[str, str]] = Counter()
-    for place, op in enumerate(ops):
-        if (kind := _kind(module, op)) is not None:
-            total[kind, "count"] += 1
-            total[kind, "bytes"] += _transfer(ops, [], place, kind).bytes
-        elif op.opcode in ("conditional", "while", "call"):
-            largest: Counter[tuple[str, str]] = Counter()
-            for name in called(module, op):
-                largest |= _amounts(module, name)
-            turns = _TURNS.search(op.attributes.get("backend_config", ""))
-            for key, amount in largest.items():
-                assert op.opcode != "while" or turns, f"{op.name} may have any number of turns"
-                total[key] += amount * int(turns[1]) if turns else amount
-    return total
 
 
 def _loop_bodies(module: HloModule, computation: str) -> Iterator[str]:

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import slowmo_here as here
 import torch
-from fairscale_runs import wrapped
 from slowmo_models import take_step
 from slowmo_spawned import spawned
+
+from torch_compat.slowmo import SlowMoDistributedDataParallel as SlowMo
 
 SLOW = {"nprocs_per_node": 1, "slowmo_momentum": 0.5, "slowmo_frequency": 1}
 CASES = {
@@ -32,7 +33,7 @@ def _extra(options: dict[str, Any]) -> float:
     module = torch.nn.Linear(64, 64, bias=False)
     with torch.no_grad():
         module.weight.copy_(torch.eye(64))
-    net = wrapped(module.to(device), options)
+    net = SlowMo(module.to(device), **options)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.5)
     x = torch.full((2, 64), 1.0 + here.rank()).to(device)
     for _ in range(3):
