@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 import jaxslowmo as js
-from jaxslowmo.checkpoint import Checkpoints
 from support.refusals import Refusal
 from torch_compat import on_jax
 
@@ -139,22 +138,3 @@ def test_random_numbers_differ_between_steps_replicas_and_microbatches(mesh, mod
     seen = run()
     assert len({number for number, _ in seen}) == len({code for _, code in seen}) == 4 * REPLICAS
     assert seen == run()
-
-
-def test_it_starts_again_from_a_checkpoint(mesh, tmp_path):
-    batches = models.images(6, 2 * REPLICAS)
-    sync = js.local_sgd("replica", sync_every=2)
-    step, state = step_of(models.Convolutions(), mesh, sync=sync)
-    for batch in batches[:3]:
-        state, _ = step(state, batch)
-    with Checkpoints(tmp_path / "run") as checkpoints:
-        checkpoints.save(3, state)
-    for batch in batches[3:]:
-        state, _ = step(state, batch)
-    _, params, model_state = on_jax.as_loss(models.Convolutions(), models.loss)
-    with Checkpoints(tmp_path / "run") as checkpoints:
-        other = checkpoints.restore(step, params, model_state=model_state).state
-    for batch in batches[3:]:
-        other, _ = step(other, batch)
-    models.assert_close(other.params, state.params, 0)
-    models.assert_close(other.model_state, state.model_state, 0)

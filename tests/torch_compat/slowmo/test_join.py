@@ -175,33 +175,6 @@ def state_of(net) -> dict[str, np.ndarray]:
     return {key: value.numpy().copy() for key, value in net.module.state_dict().items()}
 
 
-def beside_ddp(by_all: bool):
-    ours = SlowMo(batch_norm(), 2, slowmo_momentum=0.0)
-    theirs = DistributedDataParallel(batch_norm())
-    for net in (ours, theirs):
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
-        with net.join(divide_by_initial_world_size=by_all):
-            for step in range(3 + 4 * here.rank()):
-                loss_of(net, step).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                if net is ours:
-                    net.perform_slowmo(optimizer)
-    return state_of(ours), state_of(theirs)
-
-
-def beside_ddp_both_ways():
-    return [beside_ddp(by_all) for by_all in (True, False)]
-
-
-def test_one_node_is_distributed_data_parallel():
-    for (first, _), (second, theirs) in zip(*spawned(2, beside_ddp_both_ways), strict=True):
-        for key, value in first.items():
-            assert np.array_equal(value, second[key]), key
-            if not key.startswith("1.running"):  # those are another process' there
-                np.testing.assert_allclose(value, theirs[key], rtol=1e-5, atol=1e-6, err_msg=key)
-
-
 def in_windows(beside: bool):
     """Windows of two batches, of which process 1 ends in the middle of one; buffers, nodes of two.
 

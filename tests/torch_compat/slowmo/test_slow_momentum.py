@@ -1,4 +1,4 @@
-"""Slow momentum: rates that change, its parts in all processes, modules of one parameter."""
+"""Slow momentum: rates that change, as in recorded cases."""
 
 import json
 
@@ -10,61 +10,6 @@ from slowmo_spawned import spawned
 
 from golden import slow_momentum as recorded
 from torch_compat.slowmo import SlowMoDistributedDataParallel as SlowMo
-
-
-def one_parameter(memory_efficient: bool):
-    """What is kept for slow momentum must survive in-place optimizers."""
-    device, rank = here.device(), here.rank()
-    module = torch.nn.Linear(5, 1, bias=False).to(device)
-    torch.nn.init.constant_(module.weight, 1.0)
-    net = SlowMo(
-        module,
-        nprocs_per_node=1,
-        slowmo_frequency=2,
-        localsgd_frequency=1,
-        slowmo_memory_efficient=memory_efficient,
-    )
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
-    empty = {**optimizer.param_groups[0], "params": [], "lr": 9.0}  # of no effect
-    optimizer.param_groups.insert(0, empty)
-    seen = []
-    for t in range(6):
-        take_step(net, optimizer, net(torch.full((2, 5), 0.1 * (rank + t)).to(device)).sum())
-        seen.append(module.weight.detach().cpu().numpy().ravel().copy())
-    kept = net.old_params, net.global_momentum_buffer
-    return seen, *(part.cpu().numpy().copy() for part in kept)
-
-
-def sharded_and_whole():
-    return one_parameter(True), one_parameter(False)
-
-
-def by_hand(world: int):
-    """The weight, all elements alike: its gradient does not depend on it; and m after step 6."""
-    weight, velocity, anchor, slow = 1.0, 0.0, 1.0, 0.0
-    for t in range(6):
-        velocity = 0.9 * velocity + 2 * 0.1 * (t + (world - 1) / 2)
-        weight -= 0.1 * velocity
-        if t % 2:
-            slow = 0.5 * slow + (anchor - weight) / 0.1
-            weight = anchor = anchor - 0.1 * slow
-    return weight, slow
-
-
-def test_a_module_of_one_parameter_and_the_parts_of_all_processes():
-    for world in (1, 4):
-        weight, slow = by_hand(world)
-        results = spawned(world, sharded_and_whole)
-        for rank, (sharded, whole) in enumerate(results):
-            for seen, _, _ in (sharded, whole):
-                np.testing.assert_allclose(seen[-1], weight, rtol=1e-5)
-            size = -(-5 // world)
-            own = min(max(5 - rank * size, 0), size)  # the last parts are padded
-            for parts, count, length in ((sharded, own, size), (whole, 5, 5)):
-                for part, value in zip(parts[1:], (weight, slow), strict=True):
-                    assert part.shape == (length,)
-                    np.testing.assert_allclose(part[:count], value, rtol=1e-5)
-                    assert not part[count:].any()
 
 
 def rates_of_zero():

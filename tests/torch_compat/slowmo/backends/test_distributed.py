@@ -11,7 +11,6 @@ from slowmo_models import Perceptron, train_step, values
 from slowmo_spawned import spawned
 
 from torch_compat.slowmo import SlowMoDistributedDataParallel as SlowMo
-from torch_compat.slowmo.backends._distributed import DistributedBackend
 from torch_compat.slowmo.backends._waiting import backend_on
 
 WIDTH = 8
@@ -88,38 +87,6 @@ def test_arguments_that_do_not_fit_are_named():
         assert ("`global_group`" in alone) == (rank == 0), "process 1 is in it"
         assert "`local_node_group` must hold the 2 processes of this node, ranks [0, 1]" in node
         assert f"got ranks [{rank}]" in node
-
-
-def exchanged():
-    """Every collective on a vector of known numbers."""
-    backend, rank = DistributedBackend(), here.rank()
-    value = torch.arange(6.0) + 10 * rank
-    sums = backend.all_reduce([value[:2], value[2:].reshape(2, 2)])
-    assert torch.equal(value, torch.arange(6.0) + 10 * rank), "what is sent stays"
-    found = (
-        [part.tolist() for part in sums],
-        backend.reduce_scatter(value).tolist(),
-        backend.all_gather(value[:1]).tolist(),
-        backend.permute(value[:1], [(0, 1), (1, 2)]).tolist(),
-        backend.permute(value[:1], [(0, 2), (2, 1), (1, 0)]).tolist(),
-        backend.all_reduce([torch.tensor([rank == 1, True]), torch.tensor([False])])[0].tolist(),
-    )
-    # What gloo refuses is told as it is.
-    with pytest.raises(RuntimeError, match="Invalid scalar type") as caught:
-        backend.all_reduce([torch.ones(2, dtype=torch.float8_e4m3fn)])
-    assert type(caught.value) is RuntimeError
-    return found
-
-
-def test_collectives():
-    for rank, result in enumerate(spawned(3, exchanged)):
-        sums, part, gathered, chain, circle, flags = result
-        assert sums == [[30.0, 33.0], [[36.0, 39.0], [42.0, 45.0]]]
-        assert part == [30.0 + 6 * rank, 33.0 + 6 * rank]
-        assert gathered == [0.0, 10.0, 20.0]
-        assert chain == [[0.0], [0.0], [10.0]][rank]
-        assert circle == [[10.0], [20.0], [0.0]][rank]
-        assert flags == [True, True]
 
 
 def by_two_wrappers(address: str):
