@@ -1,4 +1,4 @@
-"""Slow momentum: rates that change, as in recorded cases."""
+"""Slow momentum: rates that change, modules of one parameter."""
 
 import json
 
@@ -10,6 +10,39 @@ from slowmo_spawned import spawned
 
 from golden import slow_momentum as recorded
 from torch_compat.slowmo import SlowMoDistributedDataParallel as SlowMo
+
+
+def one_parameter(memory_efficient: bool) -> np.ndarray:
+    """What is kept for slow momentum must survive in-place optimizers."""
+    module = torch.nn.Linear(5, 1, bias=False).to(here.device())
+    torch.nn.init.constant_(module.weight, 1.0)
+    options = {"slowmo_memory_efficient": memory_efficient}
+    net = SlowMo(module, 1, slowmo_frequency=2, localsgd_frequency=1, **options)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    empty = {**optimizer.param_groups[0], "params": [], "lr": 9.0}  # of no effect
+    optimizer.param_groups.insert(0, empty)
+    for t in range(6):
+        x = torch.full((2, 5), 0.1 * (here.rank() + t)).to(here.device())
+        take_step(net, optimizer, net(x).sum())
+    return module.weight.detach().cpu().numpy().ravel()
+
+
+def sharded_and_whole():
+    return one_parameter(True), one_parameter(False)
+
+
+def test_a_module_of_one_parameter():
+    """All elements are alike: their gradient does not depend on the weight."""
+    for world in (1, 4):
+        weight, velocity, anchor, slow = 1.0, 0.0, 1.0, 0.0
+        for t in range(6):
+            velocity = 0.9 * velocity + 2 * 0.1 * (t + (world - 1) / 2)
+            weight -= 0.1 * velocity
+            if t % 2:
+                slow = 0.5 * slow + (anchor - weight) / 0.1
+                weight = anchor = anchor - 0.1 * slow
+        for found in spawned(world, sharded_and_whole):
+            np.testing.assert_allclose(found, np.full((2, 5), weight), rtol=1e-5)
 
 
 def rates_of_zero():
