@@ -2,8 +2,12 @@
 
 import json
 import shlex
+import struct
 from pathlib import Path
 from typing import Any
+
+from tensorboardX.proto.event_pb2 import Event, SessionLog
+from tensorboardX.record_writer import masked_crc32c
 
 from jaxslowmo.cli import main
 
@@ -42,3 +46,27 @@ def trajectory(out: Path) -> list[dict[str, Any]]:
 def json_of(path: Path) -> Any:
     """Return what a file of JSON holds."""
     return json.loads(path.read_text())
+
+
+def curves(folder: Path) -> dict[str, dict[int, float]]:
+    """Return the values by step of each tag of TensorBoard; what a later start did anew counts.
+
+    Events are read back as TensorBoard does, their checksums compared.
+    """
+    found: dict[str, dict[int, float]] = {}
+    for path in sorted((folder / "tensorboard").iterdir()):
+        rest = path.read_bytes()
+        while rest:
+            (size,) = struct.unpack("<Q", rest[:8])
+            data = rest[12 : 12 + size]
+            checks = struct.unpack("<I", rest[8:12]) + struct.unpack("<I", rest[12 + size :][:4])
+            assert checks == (masked_crc32c(rest[:8]), masked_crc32c(data))
+            event, rest = Event.FromString(data), rest[16 + size :]
+            if event.session_log.status == SessionLog.START:
+                found = {
+                    tag: {step: x for step, x in curve.items() if step < event.step}
+                    for tag, curve in found.items()
+                }
+            for value in event.summary.value:
+                found.setdefault(value.tag, {})[event.step] = value.simple_value
+    return found

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import jaxslowmo as js
-from cli.commands import TINY, json_of, records, trajectory
+from cli.commands import TINY, curves, json_of, records, trajectory
 from jaxslowmo.checkpoint import load_consensus
 from jaxslowmo.cli.run import _job
 from support.waiting import PATIENCE_SECONDS, wait_until
@@ -24,19 +24,22 @@ def test_a_run_leaves_metrics_config_and_summary(call, text, tmp_path, algorithm
     out = tmp_path / "out"
     outcome = call(
         TINY, periods, "--algorithm", algorithm, "--data", text, "--out", out,
-        "--steps 9 --eval-every 4 --log-every 2 --learning-rate 0.2",
+        "--steps 9 --eval-every 4 --log-every 2 --learning-rate 0.2 --tensorboard",
     )  # fmt: skip
     assert (outcome.code, outcome.err) == (0, "")
     assert "validation loss of the consensus" in outcome.out
     assert outcome.out.rstrip().endswith(f"Results in {out}")
     assert {path.name for path in out.iterdir()} == {
-        "config.json", "corpus.json", "metrics.jsonl", "summary.json",
+        "config.json", "corpus.json", "metrics.jsonl", "summary.json", "tensorboard",
     }  # fmt: skip
 
     found = records(out)
     assert [record["step"] for record in found] == [0, 1, 2, 4, 6, 8, 9]
     assert [r["step"] for r in found if "validation_loss" in r] == [0, 4, 8, 9]
     assert found[-1]["validation_loss"] < found[0]["validation_loss"]
+    shown = curves(out)
+    assert shown["loss"] == {r["step"]: pytest.approx(r["loss"]) for r in found[1:]}
+    assert sorted(shown["validation_loss"]) == [0, 4, 8, 9]
     # Cosine from the peak at the first step, without a warm-up, down to a tenth after the last.
     cosine = [0.02 + 0.09 * (1 + np.cos(np.pi * t / 9)) for t in (0, 1, 3, 5, 7, 8)]
     np.testing.assert_allclose([r["learning_rate"] for r in found[1:]], cosine, rtol=1e-5)

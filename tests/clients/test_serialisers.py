@@ -7,6 +7,7 @@ import flax.serialization
 import jax
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 import pytest
 
 import jaxslowmo as js
@@ -21,27 +22,38 @@ def noisy_loss(params, batch, *, rng):
     return ((batch * kept) @ params["w"]).var()
 
 
-def by_flax(state, like):
+def by_flax(state, like, folder):
     return flax.serialization.from_bytes(like, flax.serialization.to_bytes(state))
 
 
-def by_equinox(state, like):
+def by_equinox(state, like, folder):
     file = io.BytesIO()
     eqx.tree_serialise_leaves(file, state)
     file.seek(0)
     return eqx.tree_deserialise_leaves(file, like)
 
 
-def by_numpy(state, like):
+def by_numpy(state, like, folder):
     file = io.BytesIO()
     np.savez(file, *jax.tree.leaves(state))
     file.seek(0)
     return jax.tree.structure(like).unflatten(np.load(file).values())
 
 
-@pytest.mark.parametrize("saved", [by_flax, by_equinox, by_numpy])
+def by_orbax(state, like, folder):
+    """A manager of checkpoints that the user has."""
+    with ocp.CheckpointManager(folder, options=ocp.CheckpointManagerOptions(max_to_keep=2)) as m:
+        m.save(3, args=ocp.args.StandardSave(state))
+        m.wait_until_finished()
+        types = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
+        found = m.restore(m.latest_step(), args=ocp.args.StandardRestore(types))
+    assert found.params["w"].sharding == state.params["w"].sharding
+    return found
+
+
+@pytest.mark.parametrize("saved", [by_flax, by_equinox, by_numpy, by_orbax])
 @pytest.mark.parametrize("kind", ["mesh", "virtual"])
-def test_a_run_goes_on_from_what_was_saved(kind, saved):
+def test_a_run_goes_on_from_what_was_saved(kind, saved, tmp_path):
     make = js.make_mesh if kind == "mesh" else js.virtual_mesh
     sync = js.slowmo("replica", base=js.local_sgd("replica", sync_every=2), sync_every=4)
     step = js.make_train_step(
@@ -49,7 +61,7 @@ def test_a_run_goes_on_from_what_was_saved(kind, saved):
     )
     *_, middle = js.train_loop(step, step.init(PARAMS, seed=3), BATCHES[:3])
     *_, last = js.train_loop(step, middle.state, BATCHES[3:])
-    found = saved(middle.state, step.init(PARAMS))
+    found = saved(middle.state, step.init(PARAMS), tmp_path)
     assert isinstance(found, js.TrainState)
     *_, again = js.train_loop(step, found, BATCHES[3:])
     assert (last.step, again.step) == (6, 6)

@@ -1,9 +1,7 @@
 """Where a run lies: model, batches and bytes of the devices, of one process or of several."""
 
-import dataclasses
 import typing
 
-import jax
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
@@ -15,10 +13,10 @@ from jaxslowmo.cli.config._training import PRESET_DEFAULTS, TrainConfig, train_c
 from jaxslowmo.cli.processes._peers import Cluster
 from jaxslowmo.cli.run import _division
 from jaxslowmo.cli.run._division import choose_mesh
-from jaxslowmo.cli.run._model import form_of, saved_form
+from jaxslowmo.cli.run._model import form_of
 from jaxslowmo.cli.run._recorder import ByteLedger
 from jaxslowmo.data import read_corpus
-from jaxslowmo.models import GPT_PRESETS, init_gpt
+from jaxslowmo.models import GPT_PRESETS
 from jaxslowmo.pipeline import Executor
 from support.refusals import Refusal, each
 
@@ -97,45 +95,6 @@ def test_what_is_given_goes_before_the_preset_and_that_before_the_defaults():
     assert found[2].not_given == ("warmup",)
 
 
-def test_parameters_go_into_stages_and_back():
-    for values in ({}, {"tied": True}, {"pipeline": "zbv"}):
-        found = form_of(config("stage=2,fsdp=2", **values))
-        params = jax.tree.map(np.asarray, init_gpt(found.config))
-        stacked = found.stack(params)
-        assert {x.shape[0] for x in stacked.values()} == {2}
-        assert all(spec[0] == "stage" for spec in found.layout.specs.values())
-        jax.tree.map(np.testing.assert_array_equal, found.unstack(stacked), params)
-    # A norm counts a tied table once.
-    tied = form_of(config("stage=2", tied=True))
-    params, clip, norms = (
-        jax.tree.map(np.asarray, init_gpt(tied.config)),
-        js.clip_by_global_norm,
-        [],
-    )
-    for tree in (params, tied.stack(params)):
-        norms.append(clip(1.0).update(tree, clip(1.0).init(tree))[1].norm)
-    np.testing.assert_allclose(*norms, rtol=1e-6)
-    alone = form_of(config("replica=2,device=2"))
-    assert (alone.specs, alone.layout) == (None, None)
-    specs = form_of(config("fsdp=2,tensor=2")).specs
-    assert specs["blocks"][0]["qkv"]["kernel"] == P("fsdp", "tensor")
-
-
-def test_a_saved_form_is_told_where_names_are_other_ones():
-    def extra(run):
-        return {"config": dataclasses.asdict(run)}
-
-    plain, two = form_of(config("fsdp=2")), form_of(config("stage=2"))
-    assert saved_form(extra(config()), plain) is None
-    assert saved_form(extra(config("replica=2,stage=2")), two) is None
-    found = saved_form(extra(config()), two)
-    params = jax.tree.map(np.asarray, init_gpt(plain.config, seed=3))
-    jax.tree.map(np.testing.assert_array_equal, found.convert(params), two.stack(params))
-    # Which layers lie in which stages is what a checkpoint tells by itself.
-    other = form_of(config("stage=2", pipeline="zbv"))
-    assert saved_form(extra(config("stage=2", pipeline="interleaved")), other) is None
-
-
 @pytest.mark.parametrize(
     ("parts", "replicas", "rows"),
     [
@@ -173,3 +132,10 @@ def test_bytes_of_events_that_no_kind_holds_together_add_up():
     assert [gossip.add(p) for p in (("round 0",), ("any round",))] == [11, 32]
     joined = ByteLedger({"local": 0, "average": 10, "slow": 100, "average+slow": 105})
     assert joined.add(("slow", "average")) == 105
+
+
+def test_leaves_lie_by_the_axes_of_the_model():
+    alone = form_of(config("replica=2,device=2"))
+    assert (alone.specs, alone.layout) == (None, None)
+    specs = form_of(config("fsdp=2,tensor=2")).specs
+    assert specs["blocks"][0]["qkv"]["kernel"] == P("fsdp", "tensor")

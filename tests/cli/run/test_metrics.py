@@ -1,47 +1,20 @@
-"""metrics.jsonl and the events of TensorBoard: resumed, deleted, on a full disk; nothing is lost.
-
-Events are read back as TensorBoard does, their checksums compared.
-"""
+"""metrics.jsonl and events of TensorBoard: resumed, deleted, on a full disk; nothing is lost."""
 
 import errno
 import io
 import json
 import os
 import shutil
-import struct
 
 import pytest
-from tensorboardX.proto.event_pb2 import Event, SessionLog
-from tensorboardX.record_writer import masked_crc32c
 
-from cli.commands import TINY, records
+from cli.commands import curves, records
 from jaxslowmo.cli._errors import code_of
 from jaxslowmo.cli.config._training import train_config
 from jaxslowmo.cli.run._metrics import RunFiles
 from jaxslowmo.cli.run._run_folder import RunFolder
 
 CONFIG = train_config({"tensorboard": True})
-
-
-def curves(folder):
-    """Return the values by step of each tag; what a later start did anew counts."""
-    found = {}
-    for path in sorted((folder / "tensorboard").iterdir()):
-        rest = path.read_bytes()
-        while rest:
-            (size,) = struct.unpack("<Q", rest[:8])
-            data = rest[12 : 12 + size]
-            checks = struct.unpack("<I", rest[8:12]) + struct.unpack("<I", rest[12 + size :][:4])
-            assert checks == (masked_crc32c(rest[:8]), masked_crc32c(data))
-            event, rest = Event.FromString(data), rest[16 + size :]
-            if event.session_log.status == SessionLog.START:
-                found = {
-                    tag: {step: x for step, x in curve.items() if step < event.step}
-                    for tag, curve in found.items()
-                }
-            for value in event.summary.value:
-                found.setdefault(value.tag, {})[event.step] = value.simple_value
-    return found
 
 
 def opened(folder, after=0, config=CONFIG, writes=True):
@@ -173,17 +146,3 @@ def test_a_disk_that_stays_full_ends_the_run(tmp_path, monkeypatch, part):
     assert (tmp_path / "metrics.jsonl").read_text() == (whole if part == "tfevents" else whole[:7])
     write(tmp_path, {"step": 2}, after=1)
     assert steps(tmp_path) == ([1, 2] if part == "tfevents" else [2])
-
-
-def test_train_writes_events_and_overwrite_deletes_them(call, text, tmp_path):
-    out = tmp_path / "out"
-    options = f"--replicas 2 --algorithm local_sgd --log-every 1 --steps 2 --data {text}"
-    assert call(TINY, options, "--tensorboard --out", out).code == 0
-    found = curves(out)
-    assert [*found["loss"].items()] == [
-        (r["step"], pytest.approx(r["loss"])) for r in records(out)[1:]
-    ]
-    assert sorted(found["validation_loss"]) == [0, 2]
-    (name,) = os.listdir(out / "tensorboard")
-    assert call(TINY, options, "--tensorboard --overwrite --out", out).code == 0
-    assert os.listdir(out / "tensorboard") != [name]

@@ -57,46 +57,6 @@ def test_steps_equal_plain_torch(nprocs: int, accumulate: int):
     assert manager.exitcode == 0
 
 
-def test_the_usage_of_the_original_trainer():
-    """hivemind's run_trainer_tpu.py, with SGD in the place of its collaborative optimizer."""
-    model = regressor(width=64)
-    data = samples(32)
-    plain = PlainTorch(model)
-    manager = TPUManager(
-        model,
-        dataset=data,
-        collate_fn=torch.utils.data.default_collate,
-        grad_accumulation_steps=2,
-        batch_size_per_device=1,
-        nprocs=2,
-        start=True,
-    )
-    model = manager._synchronizer.master_model
-    manager.step()
-    manager.update_model_parameters(model.parameters())
-    manager.zero_grad()
-
-    ours = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    theirs = torch.optim.SGD(plain.model.parameters(), lr=0.1, momentum=0.9)
-    for number in range(1, 8):
-        loss, count = manager.step()
-        assert count == 4
-        with torch.no_grad():
-            for parameter, gradient in zip(
-                model.parameters(), manager.get_aggregated_gradients(), strict=True
-            ):
-                parameter.grad[...] = gradient
-        ours.step()
-        manager.update_model_parameters(model.parameters())
-        manager.zero_grad()
-        theirs.zero_grad()
-        assert math.isclose(loss, plain.step(data[number * 4 : number * 4 + 4]), abs_tol=1e-5)
-        theirs.step()
-    assert largest_difference(list(model.parameters()), list(plain.model.parameters())) <= 1e-5
-    manager.shutdown()
-    assert manager.exitcode == 0
-
-
 def test_compressed_gradients_are_rounded_once_and_added_in_float32():
     data, model = samples(6), regressor(width=64)
     plain = PlainTorch(model)

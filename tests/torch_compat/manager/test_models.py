@@ -125,20 +125,6 @@ def test_tied_weights_stay_tied_after_updates():
             manager.update_model_parameters(model.parameters())
 
 
-def test_unused_and_frozen_parameters_have_zero_gradients():
-    model = regressor(width=32)
-    model.out.bias.requires_grad_(False)
-    plain = PlainTorch(model)
-    with manager_of(model) as manager:
-        loss, _ = manager.step()
-        assert math.isclose(loss, plain.step(DATA[:4]), abs_tol=1e-6)
-        assert largest_difference(manager.get_aggregated_gradients(), plain.gradients()) <= 1e-6
-    named = {name: p.grad for name, p in model.named_parameters()}
-    assert not named["unused"].any()
-    assert not named["out.bias"].any()
-    assert named["out.weight"].any()
-
-
 class Tempered(nn.Module):
     """A model that computes by its mode, by a number and by a name; half of it is frozen."""
 
