@@ -71,6 +71,22 @@ def test_months_are_apart_and_what_is_rare_or_new_shares_row_0(tmp_path, rows):
     assert split.train.dense[0, flights.DENSE.index("wind_gust")] == 7  # without gusts: the wind
 
 
+def test_earlier_holds_the_destinations_of_that_day_newest_first(tmp_path):
+    import flights
+
+    rows = [flight(1, hour, "N1", "AB"[hour % 2], 0, day=2) for hour in range(5, 15)]
+    rows += [flight(1, 6, "N1", "A", 0, day=3), flight(1, 7, "N2", "A", 0, day=3)]
+    write(tmp_path, rows)
+    train = flights.split(tmp_path).train
+    a, b = train.ids["dest"][1], train.ids["dest"][0]
+    assert {a, b} == {1, 2}
+    earlier = train.ids["earlier"].tolist()
+    assert earlier[0] == [-1] * 6
+    assert earlier[2] == [a, b, -1, -1, -1, -1]
+    assert earlier[9] == [b, a, b, a, b, a]
+    assert earlier[10] == earlier[11] == [-1] * 6  # another day, another aircraft
+
+
 def test_no_input_knows_how_the_flight_ended(tmp_path, rows):
     """Other delays and times, equal inputs; and a cancelled flight stays in the schedule."""
     import flights

@@ -5,17 +5,16 @@ import os
 import shutil
 import signal
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
 from cli.commands import TINY, json_of, records, run, trajectory, write_text
-from jaxslowmo.checkpoint import CheckpointError, Checkpoints, load_consensus
+from jaxslowmo.checkpoint import CheckpointError, Checkpoints
 from jaxslowmo.cli.config._training import train_config
 from jaxslowmo.cli.run import _job
-from jaxslowmo.cli.run._agreement import option_values, other_files, other_options
+from jaxslowmo.cli.run._agreement import other_files
 from jaxslowmo.cli.run._keeper import Progress
 from jaxslowmo.cli.run._recipes import learning_rate_schedule
 from jaxslowmo.cli.run._recorder import Best
@@ -186,17 +185,7 @@ def test_options_that_one_of_the_versions_does_not_know(resume, saved, monkeypat
     assert rates(saved / "out") == rates_of(range(1, 11), 11)
 
 
-def test_options_and_files_that_differ_are_named():
-    first = option_values(train_config({"steps": 9, "learning_rate": 0.1}))
-    free = {"data": "/a", "process_id": 1, "num_processes": 2, "coordinator": "a:1"}
-    free |= {"resume": True, "startup_timeout": 5, "process_logs": True, "restarts": 3}
-    same = option_values(train_config({"steps": 9, "learning_rate": 0.1} | free))
-    assert other_options(same, first) == ""
-    other = option_values(train_config({"steps": 10, "learning_rate": 0.01, "log_every": 3}))
-    assert other_options(other, first) == (
-        "--steps is 10, is 9 there; --log-every is 3, is 10 there; "
-        "--learning-rate is 0.01, is 0.1 there; --warmup is 1, is 0 there"
-    )
+def test_files_that_differ_are_named():
     there = {"a": "3 xyz", "c": "binary", "": "1 x"}
     here = {"a": "3 abc", "b": "a duplicate of a", "c": "1 y", "d": "empty"}
     assert other_files(here, there) == (
@@ -244,13 +233,6 @@ def test_rolling_back_leaves_out_the_batches(call, text, tmp_path, monkeypatch):
     assert np.isfinite(lines[-1]["loss"])
     # Of those loaded ahead none was left out: 7 steps and the one that was taken back.
     assert Checkpoints(out / "checkpoints").extra()["progress"]["next_batch"] == 8
-
-
-def test_export(finished):
-    params = load_consensus(finished / "out" / "model")
-    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(params))
-    summary = json_of(finished / "out" / "summary.json")
-    assert sum(leaf.size for leaf in jax.tree.leaves(params)) == summary["parameters"]
 
 
 def test_sigterm_saves_and_is_no_failure(call, text, tmp_path, monkeypatch):

@@ -81,6 +81,9 @@ def test_loss_and_gradients_are_those_of_numpy(way):
     params = jax.tree.map(lambda x: x + rng.normal(size=x.shape) * 0.4, init_gpt(config))
     params = jax.tree.map(jnp.float32, params)
     parts = gpt_layers(config)
+    blocks = parts.layers[1:-1]
+    assert all(block is blocks[0] for block in blocks)  # so stages as long share a program
+    assert parts.tied == (((0, "embed/kernel"), (len(blocks) + 1, "embed/kernel")),) * config.tied
     model = js.LayeredModel(parts.layers, parts.loss, tied=parts.tied)
     loss_fn = gpt_loss_fn(config)
 

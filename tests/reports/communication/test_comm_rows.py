@@ -42,13 +42,6 @@ def test_an_axis_covers_collectives_that_cross_it_among_others():
     assert REPORT.count(kind="local", axis="?") == 0
 
 
-def test_select():
-    assert REPORT.select() == REPORT.rows
-    assert REPORT.select(kind="local") == REPORT.rows[:2]
-    assert REPORT.select(level="compiled") == REPORT.rows[1:2]
-    assert REPORT.select(collective="all-to-all") == ()
-
-
 def test_level_that_was_not_made():
     emitted = CommReport(REPORT.rows[:1], ("local",), ("device",), levels=("emitted",))
     assert emitted.count() == 6
