@@ -10,7 +10,6 @@ from collections.abc import Sequence
 import jax
 import pytest
 
-from support.bytes_of_steps import PADDED_TO, bytes_sent, saved_by_sharding
 from support.gpu_steps import (
     A100S,
     CASES,
@@ -26,15 +25,14 @@ from support.gpu_steps import (
     group_of,
 )
 from support.steps_of_algorithms import (
-    NUM_PARAMETERS,
     NUM_PRODUCTS,
     OPTION,
+    SHARDED,
+    check_bytes,
+    check_memory_of_sharded_state,
     check_what_is_left_out,
     kinds,
 )
-
-NUM_BYTES = 4 * NUM_PARAMETERS
-SHARDED = ("slowmo(local_sgd)", "diloco")
 
 
 def places(*usual: Hosts, seldom: Sequence[Hosts] = ()) -> pytest.MarkDecorator:
@@ -49,16 +47,9 @@ each_case = each_of(CASES)
 
 @each_case
 def test_bytes_are_as_computed(algorithm, place):
-    """Exactly, the stated padding included; over no other axes and for no other purpose."""
     for kind in kinds(algorithm, place):
         found = facts(algorithm, place, kind)
-        expected = bytes_sent(formula(kind, place), NUM_PARAMETERS, place.replicas, place.devices)
-        assert (found.bytes_sent("replica"), found.bytes_sent("device")) == (
-            expected.replica,
-            expected.device,
-        )
-        assert all(row.axis in ("replica", "device", "replica,device") for row in found.rows)
-        assert all(row.dtypes == ("float32",) for row in found.rows)
+        check_bytes(found, formula(kind, place), place, "replica,device")
 
 
 @each_case
@@ -136,15 +127,7 @@ def test_slow_step_is_a_true_reduce_scatter(algorithm, place):
 
 @each_of(itertools.product(SHARDED, PLACES))
 def test_memory_of_sharded_state(algorithm, place):
-    """Anchor and momentum take 2 N (1 - 1/R) bytes less per GPU, but for the shards' padding."""
-    sharded = facts(algorithm, place, "local").argument_bytes
-    whole = facts(f"{algorithm}, unsharded", place, "local").argument_bytes
-    sizes = (NUM_PARAMETERS, place.replicas, place.devices)
-    assert whole - sharded == saved_by_sharding(*sizes, with_padding=True)
-    ideal = 2 * NUM_BYTES * (1 - 1 / place.replicas)
-    assert 0 <= ideal - (whole - sharded) <= 2 * place.devices * 4 * PADDED_TO
-    # A slow step holds the same state.
-    assert facts(algorithm, place, "slow").argument_bytes == sharded
+    check_memory_of_sharded_state(facts, algorithm, place)
 
 
 @places(ONE_HOST, FOUR_HOSTS)

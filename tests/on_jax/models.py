@@ -5,10 +5,12 @@ from typing import Any
 
 import jax
 import numpy as np
+import optax
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+import jaxslowmo as js
 from torch_compat import on_jax
 
 TOLERANCE = 1e-5
@@ -155,6 +157,16 @@ def assert_as_torch(
         np.testing.assert_allclose(found[name], gradient, rtol=0, atol=atol, err_msg=name)
     holds = held(module)
     assert_close(state, {n: holds[n] for n in state}, tolerance)
+
+
+def step_of(
+    module: nn.Module, of_batch: Callable[..., Any] = loss, *, replicas: int = 2, **options: Any
+) -> tuple[js.TrainStep, js.TrainState]:
+    """A step with SGD for the module on so many devices, and its first state."""
+    loss_fn, params, model_state = on_jax.as_loss(module, of_batch)
+    mesh = js.make_mesh({"replica": replicas}, devices=jax.devices()[:replicas])
+    step = js.make_train_step(loss_fn, optax.sgd(0.1), mesh=mesh, **options)
+    return step, step.init(params, model_state=model_state)
 
 
 def trained_by_torch(

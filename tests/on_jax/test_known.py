@@ -5,7 +5,6 @@ from collections.abc import Callable
 import jax
 import models
 import numpy as np
-import optax
 import pytest
 import torch
 from torch import nn
@@ -109,10 +108,8 @@ def test_in_a_step_over_replicas():
         return (module(x, x, tgt_mask=mask) ** 2).mean()
 
     batch = np.random.default_rng(0).normal(size=(4, 3, 8)).astype(np.float32)
-    loss_fn, params, _ = on_jax.as_loss(module, loss)
-    mesh = js.make_mesh({"replica": 2}, devices=jax.devices()[:2])
-    step = js.make_train_step(loss_fn, optax.sgd(0.1), sync=js.local_sgd("replica"), mesh=mesh)
-    _, metrics = step(step.init(params), batch)
+    step, state = models.step_of(module, loss, sync=js.local_sgd("replica"))
+    _, metrics = step(state, batch)
     values = [loss(module, torch.from_numpy(half)) for half in (batch[:2], batch[2:])]
     np.testing.assert_allclose(metrics["loss"], [value.item() for value in values], atol=1e-5)
 

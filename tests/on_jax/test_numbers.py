@@ -4,8 +4,8 @@ import copy
 import pickle
 
 import jax
+import models
 import numpy as np
-import optax
 import pytest
 import torch
 from torch import nn
@@ -34,10 +34,7 @@ def loss(module, x):
 
 
 def step_of(module):
-    loss_fn, params, model_state = on_jax.as_loss(module, loss)
-    mesh = js.make_mesh({"replica": 2}, devices=jax.devices()[:2])
-    step = js.make_train_step(loss_fn, optax.sgd(0.1), sync=js.local_sgd("replica"), mesh=mesh)
-    return step, step.init(params, model_state=model_state)
+    return models.step_of(module, loss, sync=js.local_sgd("replica"))
 
 
 # What is set, and what a step says of it.

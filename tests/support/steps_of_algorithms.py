@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 import jaxslowmo as js
+from support.bytes_of_steps import PADDED_TO, bytes_sent, saved_by_sharding
 from support.described import compiled_rows, lowered_step
 
 # An MLP of uneven layers with biases, 1.13 M float32 parameters.
@@ -43,6 +44,7 @@ ALGORITHMS = (
     "diloco",
     "diloco, unsharded",
 )
+SHARDED = ("slowmo(local_sgd)", "diloco")
 # Ends the name of an algorithm that is compiled with an option of the compiler.
 OPTION = ", option"
 
@@ -244,3 +246,26 @@ def read_facts(
         argument_bytes=memory.argument_size_in_bytes,
         temporary_bytes=memory.temp_size_in_bytes,
     )
+
+
+def check_bytes(found: Facts[Any], formula: str, place: Place, *together: str) -> None:
+    """Assert that bytes are as computed, padding included, over each axis or both `together`."""
+    expected = bytes_sent(formula, NUM_PARAMETERS, place.replicas, place.devices)
+    sent = found.bytes_sent("replica"), found.bytes_sent("device")
+    assert sent == (expected.replica, expected.device)
+    assert {row.axis for row in found.rows} <= {"replica", "device", *together}
+    assert all(row.dtypes == ("float32",) for row in found.rows)
+
+
+def check_memory_of_sharded_state(
+    facts: Callable[[str, Any, str], Facts[Any]], algorithm: str, place: Place
+) -> None:
+    """Assert that anchor and momentum take 2 N (1 - 1/R) bytes less, but for shards' padding."""
+    sharded = facts(algorithm, place, "local").argument_bytes
+    saved = facts(f"{algorithm}, unsharded", place, "local").argument_bytes - sharded
+    sizes = (NUM_PARAMETERS, place.replicas, place.devices)
+    assert saved == saved_by_sharding(*sizes, with_padding=True)
+    ideal = 2 * 4 * NUM_PARAMETERS * (1 - 1 / place.replicas)
+    assert 0 <= ideal - saved <= 2 * place.devices * 4 * PADDED_TO
+    # A slow step holds the same state.
+    assert facts(algorithm, place, "slow").argument_bytes == sharded

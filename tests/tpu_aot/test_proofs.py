@@ -9,14 +9,18 @@ from collections.abc import Iterable
 
 import pytest
 
-from support.bytes_of_steps import PADDED_TO, bytes_sent, saved_by_sharding
-from support.steps_of_algorithms import NUM_PARAMETERS, Place, check_what_is_left_out, kinds
+from support.bytes_of_steps import PADDED_TO, bytes_sent
+from support.steps_of_algorithms import (
+    NUM_PARAMETERS,
+    SHARDED,
+    Place,
+    check_bytes,
+    check_memory_of_sharded_state,
+    check_what_is_left_out,
+    kinds,
+)
 from support.table_of_steps import formula_kind
 from support.tpu_steps import CASES, FOUR_SLICES, NUM_BUCKETS, ONE_SLICE, PLACES, TABLE, facts
-
-NUM_BYTES = 4 * NUM_PARAMETERS
-SHARDED = ("slowmo(local_sgd)", "diloco")
-
 
 # Between slices in `make test-all` alone: parts of others, or as inside of a slice.
 SELDOM = ("local_sgd", "sgp overlap=0", "slowmo(local_sgd)")
@@ -50,18 +54,10 @@ each_case = each_of(CASES)
 
 @each_case
 def test_bytes_are_as_computed(algorithm, place):
-    """Exactly, the stated padding included; over no other axes and for no other purpose."""
     for kind in kinds(algorithm, place):
-        found = facts(algorithm, place, kind)
-        if kind == "every" and place is FOUR_SLICES:
-            continue  # its parts are the compiler's: the next test
-        expected = bytes_sent(formula_kind(kind), NUM_PARAMETERS, place.replicas, place.devices)
-        assert (found.bytes_sent("replica"), found.bytes_sent("device")) == (
-            expected.replica,
-            expected.device,
-        )
-        assert all(row.axis in ("replica", "device") for row in found.rows)
-        assert all(row.dtypes == ("float32",) for row in found.rows)
+        # Parts of an all-reduce over both levels are the compiler's: the next test.
+        if (kind, place) != ("every", FOUR_SLICES):
+            check_bytes(facts(algorithm, place, kind), formula_kind(kind), place)
 
 
 @at(FOUR_SLICES)
@@ -138,15 +134,7 @@ def test_slow_step_is_a_true_reduce_scatter(algorithm, place):
 
 @each_of(itertools.product(SHARDED, PLACES))
 def test_memory_of_sharded_state(algorithm, place):
-    """Anchor and momentum take 2 N (1 - 1/R) bytes less per chip, but for the shards' padding."""
-    sharded = facts(algorithm, place, "local").argument_bytes
-    whole = facts(f"{algorithm}, unsharded", place, "local").argument_bytes
-    sizes = (NUM_PARAMETERS, place.replicas, place.devices)
-    assert whole - sharded == saved_by_sharding(*sizes, with_padding=True)
-    ideal = 2 * NUM_BYTES * (1 - 1 / place.replicas)
-    assert 0 <= ideal - (whole - sharded) <= 2 * place.devices * 4 * PADDED_TO
-    # A slow step holds the same state.
-    assert facts(algorithm, place, "slow").argument_bytes == sharded
+    check_memory_of_sharded_state(facts, algorithm, place)
 
 
 @places()

@@ -68,7 +68,12 @@ OLD = {
 # By name: options of both, and what each must print.
 CASES: dict[str, tuple[list[dict], list[tuple[str, ...]]]] = {
     "alike": (
-        [{"learning_rate": 0.1, "process_logs": True}, {"learning_rate": 0.1, "restarts": 3}],
+        [
+            {"learning_rate": 0.1, "process_logs": True},
+            # What is each process's own, too.
+            {"learning_rate": 0.1, "restarts": 3, "data": "/a", "process_id": 1,
+             "num_processes": 2, "coordinator": "a:1", "startup_timeout": 5},
+        ],
         [(GO,)] * 2,
     ),
     "options": (
@@ -80,7 +85,7 @@ CASES: dict[str, tuple[list[dict], list[tuple[str, ...]]]] = {
     "the same files elsewhere": ([{}, {"text": "copy"}], [(GO,)] * 2),
     "folder": ([{}, {"out": "another"}], [("2 ", "--out ROOT/another of process 1")] * 2),
     "version": (
-        [{}, {"version": "0.0.1"}], [("2 ", "process 1", "0.0.1", version("jaxslowmo"))] * 2
+        [{}, {"version": "0.0.1"}], [("2 ", "process 1", "0.0.1", version("jax"))] * 2
     ),
     # Process 0 decides: the other may have been started again before it.
     "resume of another": ([{}, {"resume": True}], [(GO,)] * 2),

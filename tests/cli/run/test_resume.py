@@ -15,9 +15,7 @@ from jaxslowmo.checkpoint import CheckpointError, Checkpoints
 from jaxslowmo.cli.config._training import train_config
 from jaxslowmo.cli.run import _job
 from jaxslowmo.cli.run._agreement import other_files
-from jaxslowmo.cli.run._keeper import Progress
 from jaxslowmo.cli.run._recipes import learning_rate_schedule
-from jaxslowmo.cli.run._recorder import Best
 
 # One run, which most tests copy: all on one worker.
 pytestmark = pytest.mark.xdist_group("resumed")
@@ -193,20 +191,6 @@ def test_files_that_differ_are_named():
     )
     many = {str(i): "1 x" for i in range(7)}
     assert other_files(many, {}) == "".join(f"{i} is new, " for i in range(5)) + "and 2 more"
-
-
-def test_the_best_evaluation_is_the_first_of_the_smallest_and_a_checkpoint_tells_of_it():
-    best = Best()
-    for step, loss in enumerate((3.0, 2.0, 2.0, float("nan"), 2.5)):
-        best = best.after(step, loss)
-    assert best == Best(1, 2.0, since=3)
-    assert [best.has_lasted(n) for n in (0, 1, 3, 4)] == [False, True, True, False]
-    assert best.after(5, 1.0) == Best(5, 1.0)
-    extra = Progress(4, 5, 6, best).extra()
-    assert extra["progress"] == {"step": 4, "next_batch": 5, "bytes_sent": 6}
-    assert Progress.of(extra) == Progress(4, 5, 6, best)
-    del extra["best"]  # as one of an older version
-    assert Progress.of(extra) == Progress(4, 5, 6)
 
 
 def test_rolling_back_leaves_out_the_batches(call, text, tmp_path, monkeypatch):

@@ -5,7 +5,6 @@ import copy
 import jax
 import models
 import numpy as np
-import optax
 import pytest
 import torch
 from torch import nn
@@ -18,16 +17,8 @@ REPLICAS, RATE = 4, 0.1
 MODES = ("traced", "host")
 
 
-@pytest.fixture(scope="module")
-def mesh():
-    return js.make_mesh({"replica": REPLICAS}, devices=jax.devices()[:REPLICAS])
-
-
-def step_of(module, mesh, of_batch=models.loss, **options):
-    """A step with SGD for the module, and its first state."""
-    loss_fn, params, model_state = on_jax.as_loss(module, of_batch)
-    step = js.make_train_step(loss_fn, optax.sgd(RATE), mesh=mesh, **options)
-    return step, step.init(params, model_state=model_state)
+def step_of(module, of_batch=models.loss, **options):
+    return models.step_of(module, of_batch, replicas=REPLICAS, **options)
 
 
 def parts(batch):
@@ -53,9 +44,9 @@ def average(modules):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_local_sgd(mesh, mode):
+def test_local_sgd(mode):
     module = models.Convolutions()
-    step, state = step_of(module, mesh, sync=js.local_sgd("replica", sync_every=3), mode=mode)
+    step, state = step_of(module, sync=js.local_sgd("replica", sync_every=3), mode=mode)
     twins = [copy.deepcopy(module) for _ in range(REPLICAS)]
     for number, batch in enumerate(models.images(8, 4 * REPLICAS), 1):
         state, _ = step(state, batch)
@@ -72,10 +63,10 @@ def test_local_sgd(mesh, mode):
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_averaged_gradients_are_those_of_the_whole_batch(mesh, accumulate):
+def test_averaged_gradients_are_those_of_the_whole_batch(accumulate):
     module = models.TiedLanguageModel()
     buckets = js.all_reduce_gradients("replica", bucket_bytes=512, first_bucket_bytes=256)
-    step, state = step_of(module, mesh, gradients=buckets, accumulate=accumulate)
+    step, state = step_of(module, gradients=buckets, accumulate=accumulate)
     twin = copy.deepcopy(module)
     for batch in models.tokens(5, 4 * REPLICAS):
         state, metrics = step(state, batch)
@@ -85,17 +76,17 @@ def test_averaged_gradients_are_those_of_the_whole_batch(mesh, accumulate):
     models.assert_close(models.held(module), models.held(twin))
 
 
-def test_push_sum_and_back_without_the_step(mesh):
+def test_push_sum_and_back_without_the_step():
     """The state tells the mesh and how replicas count; where it lies on no mesh, that is said."""
     module, other = models.Convolutions(), models.Convolutions()
-    step, state = step_of(module, mesh, sync=js.sgp("replica"), mode="host")
+    step, state = step_of(module, sync=js.sgp("replica"), mode="host")
     first = None
     for batch in models.images(10, 4 * REPLICAS):
         state, metrics = step(state, {"x": batch["x"], "y": (batch["x"].mean((1, 2, 3)) > 0) * 1})
         first = metrics["loss"].mean() if first is None else first
     assert metrics["loss"].mean() < first - 0.1
     shares = step.sync.shares(state.opt_state[-1])
-    wanted = js.consensus(state.params, mesh=mesh, shares=shares)
+    wanted = js.consensus(state.params, mesh=step.mesh, shares=shares)
     on_jax.load_back(module, state, step)
     models.assert_close(models.held(module), {**models.held(module), **wanted}, 0)
     on_jax.load_back(other, state)
@@ -122,11 +113,11 @@ def fingerprints(module, batch):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_random_numbers_differ_between_steps_replicas_and_microbatches(mesh, mode):
+def test_random_numbers_differ_between_steps_replicas_and_microbatches(mode):
     options = {"sync": js.local_sgd("replica"), "mode": mode, "accumulate": 2}
 
     def run():
-        step, state = step_of(Fingerprint(), mesh, fingerprints, **options)
+        step, state = step_of(Fingerprint(), fingerprints, **options)
         seen = []
         for batch in models.rows(4, 2 * REPLICAS):
             state, metrics = step(state, batch)

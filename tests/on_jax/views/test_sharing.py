@@ -5,7 +5,6 @@ import copy
 import jax
 import models
 import numpy as np
-import optax
 import pytest
 import torch
 from torch import nn
@@ -237,11 +236,8 @@ def test_writes_through_views_in_a_training_step_over_replicas():
     torch.manual_seed(0)
     module = nn.Linear(4, 4)
     x = np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32)[:, :4]
-    loss_fn, params, _ = on_jax.as_loss(module, loss)
-    mesh = js.make_mesh({"replica": 2}, devices=jax.devices()[:2])
-    sync = js.local_sgd("replica", sync_every=1)
-    step = js.make_train_step(loss_fn, optax.sgd(0.1), sync=sync, mesh=mesh)
-    state, _ = step(step.init(params), x)
+    step, state = models.step_of(module, loss, sync=js.local_sgd("replica", sync_every=1))
+    state, _ = step(state, x)
     weights = []
     for half in np.split(x, 2):
         module.zero_grad()
