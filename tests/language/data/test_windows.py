@@ -64,6 +64,12 @@ def test_a_process_makes_the_batches_of_its_own_replicas(replicas):
     np.testing.assert_array_equal(own.batch(7), every[list(replicas)].reshape(-1, 5))
 
 
+def test_an_iterator_begins_with_batch_0_and_goes_on_with_the_next():
+    batches = batches_of(40, 50)
+    for index in range(3):
+        np.testing.assert_array_equal(next(batches), batches_of(40, 50).batch(index))
+
+
 def test_a_run_resumes_where_it_stopped():
     whole = batches_of(40, 50)
     expected = [next(whole) for _ in range(6)]

@@ -67,6 +67,18 @@ def complex_numbers(x):
     return (torch.view_as_real(c) ** 3).sum()
 
 
+def histories(x):
+    """What is detached has a history of its own, which the values do not have."""
+    y = x * 2
+    d = y.detach()
+    d.mul_(x)
+    with torch.no_grad():
+        d.add_(x)
+        y[1] = x[0]
+    y.add_(x)
+    return (y**3).sum() + (d * d).sum()
+
+
 def shapes_in_place(x):
     y = x * 2
     row, flat = y[0], y.view(-1)
@@ -119,6 +131,7 @@ def in_inference_mode(x):
         lists_as_indices,
         integers_and_booleans,
         complex_numbers,
+        histories,
         shapes_in_place,
         data_is_set,
         not_contiguous,
