@@ -5,19 +5,27 @@ import torch
 from torch import nn
 from views.differentiated import X, all_read, assert_as_torch
 
-# Besides those of test_random_programs.py.
 VIEWS = {
     "view": lambda x: x.view(4, 3),
+    "reshape": lambda x: x.reshape(2, 6),
     "flatten": lambda x: x.flatten(),
     "ravel": lambda x: x.ravel(),
     "unflatten": lambda x: x.unflatten(1, (2, 2)),
+    "transpose": lambda x: x.transpose(0, 1),
     "t": lambda x: x.t(),
     "T": lambda x: x.T,
+    "permute": lambda x: x.permute(1, 0),
     "movedim": lambda x: x.movedim(0, 1),
+    "unsqueeze": lambda x: x.unsqueeze(1),
+    "squeeze": lambda x: x.narrow(1, 2, 1).squeeze(1),
+    "select": lambda x: x.select(1, -1),
+    "narrow": lambda x: x.narrow(1, 1, 2),
+    "slice": lambda x: x[1:, ::2],
     "integer": lambda x: x[1],
     "integer tensor": lambda x: x[torch.tensor(1)],
     "element": lambda x: x[1, 2],
     "new axis": lambda x: x[:, None, 1:3],
+    "diagonal": lambda x: x.diagonal(1),
     "unfold": lambda x: x.unfold(1, 2, 2),
     "as_strided": lambda x: x.as_strided((2, 2), (5, 1), 1),
     "as_strided of a slice": lambda x: x[1].as_strided((2, 2), (2, 1)),
@@ -25,6 +33,7 @@ VIEWS = {
     "slice from": lambda x: torch.ops.aten.slice(x, 1, 1),
     "as_strided of detach": lambda x: x.detach()[1:].as_strided((2, 2), (2, 1)),
     "row of expand": lambda x: x.unsqueeze(0).expand(2, 3, 4)[1],
+    "detach": lambda x: x.detach(),
     "torch.detach": lambda x: torch.detach(x),
     "data": lambda x: x.data,
     "view of data": lambda x: x.data.view(-1)[2:],
@@ -67,16 +76,20 @@ def unrecorded(write):
 
 WRITES = {
     "mul_": lambda v: v.mul_(2.0),
+    "add_": lambda v: v.add_(v.clone() * 0.5),
     "zero_": lambda v: v.zero_(),
     "fill_": lambda v: v.fill_(3.0),
     "index": set_all,
     "copy_": lambda v: v.copy_(v.detach() * 3),
     "copy_ of a number": lambda v: v.copy_(torch.tensor(0.5)),
+    "masked_fill_": lambda v: v.masked_fill_(v > 1, 0.5),
+    "sin_": lambda v: v.sin_(),
     "unrecorded add_": unrecorded(lambda v: v.add_(3.0)),
     "unrecorded index": unrecorded(set_all),
     "unrecorded out": unrecorded(lambda v: torch.mul(v.clone(), 2.0, out=v)),
     "init": lambda v: nn.init.constant_(v, 2.0),
     "through data": lambda v: v.data.mul_(2.0),
+    "through detach": lambda v: v.detach().mul_(2.0),
 }
 
 
