@@ -31,6 +31,7 @@ VIEWS = {
     "as_strided of a slice": lambda x: x[1].as_strided((2, 2), (2, 1)),
     "view_as": lambda x: x.view_as(torch.zeros(2, 6)),
     "slice from": lambda x: torch.ops.aten.slice(x, 1, 1),
+    "slice with a step": lambda x: torch.ops.aten.slice(x, 1, 0, 4, 2),
     "as_strided of detach": lambda x: x.detach()[1:].as_strided((2, 2), (2, 1)),
     "row of expand": lambda x: x.unsqueeze(0).expand(2, 3, 4)[1],
     "detach": lambda x: x.detach(),
