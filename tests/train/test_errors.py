@@ -105,6 +105,9 @@ OF_STEPS = {
     ),
     "axis of optimizer": Refusal(lambda: made(js.all_reduce_gradients("node")), "`optimizer`"),
     "no state": Refusal(lambda: made(**none)(PARAMS, BATCHES[0]), "`state`", "dict"),
+    "loss of a dtype": Refusal(
+        lambda: stepped(fn=lambda p, b: jnp.sum(b > 0), **none), "`loss_fn`", "int32"
+    ),
     "loss of a shape": Refusal(lambda: stepped(fn=lambda p, b: p["b"], **none), "loss", "(3,)"),
     "no model state": Refusal(
         lambda: (s := made(**none))(s.init(PARAMS, model_state=np.zeros(2)), BATCHES[0]),
