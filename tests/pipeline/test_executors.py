@@ -40,7 +40,11 @@ def trained(step: Any, params: Any = PARAMS, steps: int = 5) -> Any:
     """Return the state after some steps, and the metrics of each."""
     state, losses = step.init(params), []
     for t in range(steps):
-        state, metrics = step(state, tokens(16, seed=t))
+        batch = {
+            **tokens(16, seed=t),
+            "update": np.float32(t),
+        }  # the number is that of all examples
+        state, metrics = step(state, batch)
         losses.append(jax.tree.map(np.asarray, metrics))
     return state, losses
 

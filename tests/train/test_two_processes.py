@@ -87,6 +87,28 @@ compare("replicas over processes", spans, ("replica", "device"), weighted=True, 
 model = jax.sharding.Mesh(grid([0, 2], [1, 3]), ("replica", "model"))
 compare("same parts", model, ("replica",), spec=(None, "model"), globally=True)
 
+# What all examples share is given by each process.
+def scaled(params, batch):
+    return loss(params, batch["x"] * batch["gate"]) * batch["rate"]
+
+mine = lambda x: np.split(x, 2)[rank]
+own = {"gate": np.array([[2, 1, 0]], np.float32), "rate": np.float32(0.5), "key": jax.random.key(1)}
+train_shared = lambda give, shared, **options: train(
+    js.make_train_step(scaled, optax.sgd(0.1), sync="none", mesh=two, **options),
+    START, lambda x: {"x": give(x), **shared},
+)
+everywhere = {name: over(two)(own[name]) for name in ("gate", "rate")}
+wanted = train_shared(over(two, ("replica", "device")), everywhere)
+said["shared"] = [
+    train_shared(mine, own) == wanted,
+    train_shared(mine, {**own, "rate": 0.5}) == wanted,
+    train_shared(lambda x: x, own, host_batch="global") == wanted,
+]
+try:
+    train_shared(mine, {**own, "rate": np.float32(rank)})
+except ValueError as error:
+    said["shared"].append("all examples share" in str(error))
+
 # Nothing waits for the other process: process 0 does its local steps before process 1 begins.
 sync = js.local_sgd("replica", sync_every=99)
 for mode, host_batch in (("host", "local"), ("traced", "global")):
@@ -331,13 +353,14 @@ OWN = {
 def test_parts_make_the_batch(said):
     """Parts make the batch that an array over all is: from NumPy, one device, two, and `"global"`.
 
-    What does not fit names this process' share.
+    What does not fit names this process' share. What all examples share is given by each process.
     """
     draws = set()
     for process, told in enumerate(said[0]):
         for name, parts in OWN.items():
             assert told[name] == [parts[process], True], name
         assert all(told["looks"].values()), told["looks"]
+        assert told["shared"] == [True] * 4, told["shared"]
         draws.add(told["drawn"])
         assert "multiple of 2, this process' share of 4" in told["rows"]
         assert "(3, 3)" in told["rows"]

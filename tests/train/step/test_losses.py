@@ -275,3 +275,20 @@ def test_in_stages(executor):
             np.testing.assert_allclose(metrics["loss"], evaluated, rtol=1e-5)
         ends.append((np.mean(metrics["loss"]), step.consensus(state)))
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6), *ends)
+
+
+@pytest.mark.parametrize("kind", ["plain", "one_program", "host"])
+def test_a_number_of_python_is_a_float32_loss(kind):
+    """Where jax counts in float64, too."""
+    params = [{"w": np.eye(8, dtype=np.float32)}] * 2
+    with jax.enable_x64(True):
+        if kind == "plain":
+            mesh, fn = js.make_mesh({"replica": 2}), lambda params, batch: 0.5
+        else:
+            mesh, layer = js.make_mesh({"replica": 2, "stage": 2}), lambda own, x: x @ own["w"]
+            model = js.LayeredModel([layer] * 2, lambda y, batch: 0.5)
+            schedule = js.schedules.gpipe(2, 2)
+            fn = js.pipelined(model, params, schedule, mesh=mesh, executor=kind)
+        step = js.make_train_step(fn, optax.sgd(RATE), sync="none", mesh=mesh)
+        _, metrics = step(step.init(params), np.ones((8, 8), np.float32))
+    assert (metrics["loss"].dtype, metrics["loss"].tolist()) == (np.float32, [0.5, 0.5])
