@@ -13,7 +13,15 @@ from .._support.types import AxisName, PyTree
 from ..mesh import AnyMesh, Shares, consensus
 from ..tree import leaf_names
 from ._arrays import check_prints, first_line, host_print, prints_of, read_arrays
-from ._folder import ARRAYS, CheckpointError, ocp, quiet_orbax, remove_unfinished, resolved
+from ._folder import (
+    ARRAYS,
+    CheckpointError,
+    advice_on,
+    ocp,
+    quiet_orbax,
+    remove_unfinished,
+    resolved,
+)
 from ._record import as_stored, checked_json, is_key, read_json
 from ._writing import FolderWrite
 
@@ -78,8 +86,7 @@ def export_consensus(
     except Exception as error:
         reason = str(error) if isinstance(error, CheckpointError) else repr(error)
         raise CheckpointError(
-            f"{path} could not be written ({reason}). Is there space, and may this user write "
-            "there?",
+            f"{path} could not be written ({reason}).{advice_on(error)}",
             io_errno(error),
         ) from error
 
