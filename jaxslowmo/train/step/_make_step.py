@@ -160,7 +160,8 @@ def make_train_step(
         in the state of `optimizer`.
       UserWarning: once, for an `optimizer` that undoes what `sync` does (an optimizer of another
         library is tried on a few numbers), for `optax.contrib.sam` or `optax.MultiSteps` with a
-        period that `sync` cuts, and for `js.Policy("float16")` without a `js.dynamic_loss_scale` in `optimizer`.
+        period that `sync` cuts, and for `js.Policy("float16")` without a `js.dynamic_loss_scale` in
+        `optimizer`.
 
     Communication: what `gradients` and `sync` state, once per update whatever `accumulate`; model
       state as above (one all-reduce of its bytes); over inner axes one all-reduce each of metrics
