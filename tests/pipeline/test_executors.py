@@ -66,12 +66,6 @@ def executor(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-def test_steps_are_those_without_stages(executor: str) -> None:
-    run, whole = run_of(executor), run_of("")
-    assert_close(run.metrics, whole.metrics)
-    assert_close(run.consensus, whole.consensus)
-
-
 @functools.cache
 def updated_by_windows(executor: str) -> Any:
     """Return what a step gives for two windows of batches, and the consensus behind them."""
@@ -96,14 +90,10 @@ BY_LOSS = optax.GradientTransformationExtraArgs(
         state,
     ),
 )
-CLIPPED = js.chain(js.clip_by_global_norm(10.0), optax.adam(0.02))
-OVERFLOWING = js.dynamic_loss_scale(optax.adam(0.02), initial=2.0**126, max_scale=2.0**126)
 ALL = js.all_reduce_gradients("replica")
 POLICY = js.Policy("bfloat16", keep=("tokens",))
 BESIDE = {
-    "validated late": (CLIPPED, {"sync": "none", "mode": "host", "validate": "after"}, 1e-5),
     "the loss is told": (BY_LOSS, {"sync": "none"}, 1e-5),
-    "an overflow": (OVERFLOWING, {"gradients": ALL}, 1e-5),
     "gossip in 16 bits": (optax.sgd(0.1), {"sync": js.sgp("replica"), "policy": POLICY}, 0.03),
 }
 
@@ -112,9 +102,7 @@ BESIDE = {
     ("name", "executor"),
     sweep(
         [(name, executor) for name in BESIDE for executor in EXECUTORS],
-        lambda name, executor: (
-            (name in ("the loss is told", "an overflow")) == (executor == "one_program")
-        ),
+        lambda name, executor: (name == "the loss is told") == (executor == "one_program"),
     ),
 )
 def test_what_stands_beside_acts_as_without_stages(name: str, executor: str) -> None:
@@ -169,19 +157,6 @@ def test_keys_are_those_of_the_microbatches(executor: str) -> None:
     assert_close(jit(pipe)(MATRICES, batch, rng=jax.random.key_data(rng)), found[0])
 
 
-def test_both_draw_the_same_keys_in_parts_of_a_batch_and_in_windows() -> None:
-    def results(executor: str) -> Any:
-        step = step_of(pipeline(executor, NOISY, MATRICES), sync="none", accumulate=2)
-        state = step.init(MATRICES)
-        window, first = step.collect(state, rows(16, 7))
-        _, others = step.collect(step.init(MATRICES, seed=1), rows(16, 7))
-        assert not np.allclose(first["loss"], others["loss"])
-        state, second = step(state, rows(16, 8), window=window)
-        return first, second, step.consensus(state)
-
-    assert_close(results("host"), results("one_program"))
-
-
 def test_microbatches_may_wait_on_the_host_and_backward_passes_be_split() -> None:
     """Test the host alone: `one_program/` has these for one program and each schedule."""
     options = {"schedule": js.schedules.zero_bubble(2, 4), "axes": {"stage": 2}, "remat": True}
@@ -193,8 +168,8 @@ def test_microbatches_may_wait_on_the_host_and_backward_passes_be_split() -> Non
     assert_close(pipe(PARAMS, batch), expected[0])
 
 
-def test_checkpoints_resume_with_either_executor(executor: str, tmp_path: Any) -> None:
-    step, batch, results = run_of(executor).step, tokens(16, seed=9), []
+def test_checkpoints_resume_with_either_executor(tmp_path: Any) -> None:
+    step, batch, results = run_of("host").step, tokens(16, seed=9), []
     state, _ = trained(step, steps=3)
     with Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(3, state, wait=True)
@@ -207,8 +182,8 @@ def test_checkpoints_resume_with_either_executor(executor: str, tmp_path: Any) -
     assert_close(results[2], results[1])
 
 
-def test_an_export_is_of_the_models_own_tree(executor: str, tmp_path: Any) -> None:
-    step = run_of(executor).step
+def test_an_export_is_of_the_models_own_tree(tmp_path: Any) -> None:
+    step = run_of("host").step
     state, _ = trained(step, steps=1)
     export_consensus(tmp_path / "model", state.params, mesh=step.mesh)
     exported = load_consensus(tmp_path / "model", like=PARAMS)
@@ -216,11 +191,11 @@ def test_an_export_is_of_the_models_own_tree(executor: str, tmp_path: Any) -> No
     assert_close(exported, step.consensus(state), 0)
     assert_close(js.consensus(state.params, mesh=step.mesh), step.consensus(state), 0)
     buffers = step.consensus(state, whole=False)
-    assert_close(pipeline(executor)(buffers, tokens(8)), MODEL(exported, tokens(8)))
+    assert_close(pipeline("host")(buffers, tokens(8)), MODEL(exported, tokens(8)))
 
 
-def test_a_train_pipeline_feeds_the_same_batches(executor: str) -> None:
-    step, _, expected = run_of(executor)
+def test_a_train_pipeline_feeds_the_same_batches() -> None:
+    step, _, expected = run_of("host")
     batches = [tokens(16, seed=t) for t in range(5)]
     with js.TrainPipeline(step, step.init(PARAMS), batches, depth=2) as feed:
         results = list(js.train_loop(feed))

@@ -37,7 +37,6 @@ def assert_equal(a, b):
 
 
 INNER = {
-    "adam": optax.adam(0.1),
     "MultiSteps": optax.MultiSteps(optax.sgd(1.0), 2).gradient_transformation(),
     "partition": optax.partition({"a": optax.adam(0.1), "b": optax.sgd(0.1)}, {"w": "a", "b": "b"}),
 }
@@ -133,13 +132,6 @@ def test_replicas_that_exchange_gradients_or_have_an_axis_skip_together(name, ex
     steps = 1 if name == "collected" else 2
     np.testing.assert_allclose(params["b"], np.full((REPLICAS, 3), 1.0 - steps))
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(state))
-
-
-def test_each_replica_has_its_own_scale_without_axes():
-    params, state = params_and_state_after_overflow(scaled(optax.sgd(1.0)), "shard_map")
-    np.testing.assert_array_equal(state.skipped, [0, 1, 0, 0])
-    np.testing.assert_array_equal(state.scale, [8, 4, 8, 8])
-    np.testing.assert_array_equal(params["b"][:, 0], [-2, -1, -2, -2])
 
 
 def test_a_window_around_it_is_skipped_as_a_whole():

@@ -1,7 +1,6 @@
 """Parameters of all stages in one tree and back: arrays, types, states that mirror them."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -49,15 +48,6 @@ def stacked(layout):
     return layout.stack(PARAMS)
 
 
-def test_a_norm_counts_a_shared_parameter_once(stacked, layout):
-    wanted = np.sqrt(sum((np.float64(x) ** 2).sum() for x in jax.tree.leaves(PARAMS[:4])))
-    for counted in (None, layout.counted):
-        clip = js.clip_by_global_norm(1.0, counted=counted)
-        _, state = jax.jit(clip.update)(stacked, clip.init(stacked))
-        np.testing.assert_allclose(state.norm, wanted, rtol=1e-6)
-    assert layout.counted[NAME].sum() == 2 * 32 - 12  # half of the table is on each device
-
-
 def test_arrays_wherever_they_are_traced_ones_and_types_are_stacked_alike(stacked, layout):
     buffer = stacked[NAME]
     assert buffer.sharding == NamedSharding(buffer.sharding.mesh, P("stage", "fsdp", None))
@@ -84,11 +74,3 @@ def test_moments_of_a_run_go_to_another_cut_and_back(mesh_of, stacked, layout):
     alike(layout.unstack_like(layout.stack_like(layers)), layers)
     other = layout_on(mesh_of({"stage": 2, "fsdp": 4}))
     alike(other.unstack_like(other.stack_like(jax.tree.map(np.asarray, layers))), layers)
-
-
-def test_replicas_may_lead(stacked, layout):
-    replicas = js.replicate(stacked, mesh=stacked[NAME].sharding.mesh, axis_name="replica")
-    layers = layout.unstack_like({"params": replicas, "step": 3})
-    alike(layers["params"], jax.tree.map(lambda x: jnp.stack([x, x]), TIED))
-    assert layers["params"][0]["table"].sharding.spec[0] == "replica"
-    alike(layout.stack_like(layers)["params"], replicas)
