@@ -21,9 +21,20 @@ from train.input.small import (
     losses_of,
     pipeline_of,
     plain,
+    rest_of,
     small_step,
     start,
 )
+
+
+def test_another_iterator_comes_after_what_is_held():
+    pipeline, first, second = pipeline_of(depth=3), Counted(BATCHES[:6]), iter(BATCHES[6:])
+    losses = losses_of([pipeline.progress(first), pipeline.progress(first)])
+    losses += losses_of(rest_of(pipeline, second))
+    # What had been loaded of the first by then is trained, in its order, and the rest is left.
+    taken = first.next_index
+    assert 3 <= taken <= 6
+    assert_same(losses, plain("virtual", (*range(taken), 6, 7, 8)))
 
 
 def test_an_iterator_that_goes_on_after_its_end_is_asked_again():

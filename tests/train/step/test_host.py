@@ -1,4 +1,4 @@
-"""The host counts updates itself, after one read of a device's counter."""
+"""The host counts updates and gossip rounds itself, after one read of a device's counter."""
 
 import jax
 import jax.numpy as jnp
@@ -9,14 +9,18 @@ import pytest
 import jaxslowmo as js
 
 BATCH = np.random.default_rng(0).normal(size=(4, 3)).astype(np.float32)
+MESH = js.virtual_mesh({"replica": 4})
+
+
+def step_of(sync, mode):
+    fn = lambda p, b: (p["w"] * b).sum()  # noqa: E731
+    step = js.make_train_step(fn, optax.sgd(0.1), sync=sync, mesh=MESH, mode=mode, donate=False)
+    return step, step.init({"w": np.ones(3, np.float32)})
 
 
 def test_a_run_reads_the_counter_once():
     """Those of later states follow from it; of a state that comes from elsewhere it is read."""
-    sync, mesh = js.local_sgd("replica", sync_every=3), js.virtual_mesh({"replica": 4})
-    fn = lambda p, b: (p["w"] * b).sum()  # noqa: E731
-    step = js.make_train_step(fn, optax.sgd(0.1), sync=sync, mesh=mesh, mode="host", donate=False)
-    state, phases = step.init({"w": np.ones(3, np.float32)}), []
+    (step, state), phases = step_of(js.local_sgd("replica", sync_every=3), "host"), []
     for _ in range(6):
         phases.append(step.next_phase(state))
         state, _ = step(state, BATCH)
@@ -32,3 +36,29 @@ def test_a_run_reads_the_counter_once():
     fresh = jax.tree.map(jnp.copy, state)
     assert step.next_phase(fresh) == ()
     assert step.next_phase(step(fresh, BATCH)[0]) == ()
+
+
+def after_update_without_exchange(sync, state):
+    """Return the state after an update of zeros by `sync` alone, with its exchange skipped."""
+
+    def one(params, opt_state):
+        zeros = jax.tree.map(jnp.zeros_like, params)
+        return sync.update(zeros, opt_state, params, communicate=False)[1]
+
+    after = jax.vmap(one, axis_name="replica")(state.params, state.opt_state[-1])
+    return state._replace(opt_state=(*state.opt_state[:2], after))
+
+
+def test_both_modes_take_the_same_phases_after_a_skipped_exchange():
+    """Each exchange is a round of the graph's rotation, and a skipped one is none."""
+    sync = js.sgp("replica", graph=js.topology.directed_exponential(4))
+    sync, ends = js.slowmo("replica", base=sync, sync_every=4), []
+    for mode in ("traced", "host"):
+        step, state = step_of(sync, mode)
+        state, phases = after_update_without_exchange(sync, step(state, BATCH)[0]), []
+        for _ in range(5):
+            phases.append(step.next_phase(state))
+            state, _ = step(state, BATCH)
+        assert phases == [("round 1",), ("slow",), ("round 2",), ("round 3",), ("round 0",)]
+        ends.append(np.asarray(state.params["w"]))
+    np.testing.assert_allclose(*ends, rtol=1e-6)
