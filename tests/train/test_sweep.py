@@ -53,8 +53,8 @@ SYNCS = {
 }
 
 
-# The others have no hyperparameters that are settings.
-USUAL = {"all_reduce", "slowmo, not exact", "diloco, spread"}
+# Most of the others have no hyperparameters that are settings.
+USUAL = {"slowmo, not exact", "diloco, spread"}
 
 
 def chain_of(name):

@@ -1,4 +1,6 @@
-"""What a loss is given to compute in and what it gives back; scaled gradients."""
+"""What a loss is given to compute in and what it gives back; scaled gradients; who is asked."""
+
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -7,6 +9,7 @@ import pytest
 
 import jaxslowmo as js
 from jaxslowmo.gradients.precision import computing_in, scaled_value_and_grad
+from jaxslowmo.gradients.precision._mixed_precision import anywhere
 
 TREE = {
     "decoder": {"norm": jnp.ones(2), "dense": [jnp.ones(2), jnp.ones(2, jnp.bfloat16)]},
@@ -89,3 +92,13 @@ def test_gradients_of_a_scaled_loss_are_those_of_the_loss():
     np.testing.assert_allclose(value, (x**2).sum(), rtol=1e-3)
     # 2 * 2 times the scale is infinite in float16: so is the gradient, and the update is skipped.
     np.testing.assert_array_equal(np.isfinite(grads), [True, True, True, True, False])
+
+
+def test_replicas_without_data_are_asked_only_among_themselves():
+    """Three replicas, all of their flags and weights."""
+    cases = np.asarray(list(itertools.product([0, 1], repeat=6)), bool)
+    found, active = cases[:, :3].T, cases[:, 3:].T
+    ask = jax.vmap(lambda f, w: jax.vmap(lambda f, w: anywhere(f, ["r"], w))(f, w), axis_name="r")
+    heard = np.asarray(ask(jnp.asarray(found), jnp.asarray(active, jnp.float32)))
+    want = np.where(active.any(0), (found & active).any(0), found.any(0))
+    np.testing.assert_array_equal(heard, np.tile(want, (3, 1)))
