@@ -22,6 +22,19 @@ def plan(graph, mixing=None, overlap=0):
     return gossip_plan("sgp", graph, mixing, push_sum=True, overlap=overlap)
 
 
+def doubly_stochastic(graph, step):
+    """Nodes keep other shares, and what a node keeps and receives sums to 1 all the same."""
+    return np.array([[0.5, 0.25, 0.25], [0.25, 0.4, 0.35], [0.25, 0.35, 0.4]])
+
+
+def test_weights_travel_where_what_is_in_flight_differs():
+    """`test_communication.py` has the graphs on which they always differ, and never."""
+    all_of_three = js.topology.from_phone_book([[1, 2], [0, 2], [0, 1]], None)
+    for overlap in (1, 2):
+        found = plan(all_of_three, doubly_stochastic, overlap)
+        assert found.weight_moves == found.weight_differs == (overlap == 2)
+
+
 def test_weights_that_float32_cannot_hold_are_refused():
     with pytest.raises(ValueError, match=r"1e-30.*star\(128\)"):
         plan(js.topology.star(128, peers_per_step=1))

@@ -18,7 +18,7 @@ WIDTH, STEPS, TWO_CHUNKS = 4, 6, ("interleaved", "zbv")
 
 
 def embed(params, batch):
-    return {"x": params["table"][batch["tokens"]], "place": batch["tokens"]}
+    return {"x": params["table"][batch["tokens"]], "place": batch["places"]}
 
 
 def dense(params, x):
@@ -144,7 +144,8 @@ def batches(case):
         drawn = np.random.default_rng(seed).integers(0, 8, (3, examples)).astype(np.int32)
         # Of parts of equal weight: a mean over parts is then one over examples.
         mask = (np.arange(examples) % 4 < 2).astype(np.float32) * 2
-        yield {"tokens": drawn[0], "next": drawn[1], "mask": mask}
+        # Of these forward passes alone read `places`.
+        yield {"tokens": drawn[0], "next": drawn[1], "places": drawn[2], "mask": mask}
 
 
 def trained(case, loss_fn, params, mesh, counted=None):
