@@ -20,10 +20,15 @@ def scaled(optimizer, axes=(), **options):
 
 def updates_of(tx, gradients, **extra):
     """Return (updates, state) of each call, with gradients that are scaled as by a scaled loss."""
+
+    @jax.jit
+    def update(gradient, state):
+        big = jax.tree.map(lambda x: x * js.loss_scale_of(state), gradient)
+        return tx.update(big, state, PARAMS, **extra)
+
     state, results = tx.init(PARAMS), []
-    for g in gradients:
-        big = jax.tree.map(lambda x: x * js.loss_scale_of(state), g)  # noqa: B023
-        updates, state = tx.update(big, state, PARAMS, **extra)
+    for gradient in gradients:
+        updates, state = update(gradient, state)
         results.append((updates, state))
     return results
 
@@ -45,13 +50,14 @@ INNER = {
 @pytest.mark.parametrize("name", INNER)
 def test_an_overflow_is_skipped_and_the_rest_is_the_optimizer(name):
     plain, state = INNER[name], INNER[name].init(PARAMS)
+    update = jax.jit(plain.update)
     bad = like_params(1.0) | {"b": jnp.asarray([1.0, jnp.nan, 1.0])}
     gradients = [like_params(0.3), bad, like_params(-1.7), bad, like_params(5.0)]
     results = updates_of(scaled(plain), gradients)
     for t, (updates, after) in enumerate(results):
         want = like_params(0.0)
         if t % 2 == 0:
-            want, state = plain.update(gradients[t], state, PARAMS)
+            want, state = update(gradients[t], state, PARAMS)
         assert_equal(updates, want)
         jax.tree.map(np.testing.assert_array_equal, after.inner, state)
     assert [int(s.skipped) for _, s in results] == [0, 1, 1, 2, 2]
