@@ -131,8 +131,8 @@ def dropped(params: Any, x: jax.Array, *, key: Any = None) -> jax.Array:
     return y if key is None else y * jax.random.bernoulli(key, 0.5, y.shape) * 2
 
 
-NOISY = js.LayeredModel([dropped] * 2, lambda y, x: jnp.mean((y - x) ** 2))
-MATRICES = [np.random.default_rng(i).normal(size=(4, 4)).astype(np.float32) for i in range(2)]
+NOISY = js.LayeredModel([dropped] * 4, lambda y, x: jnp.mean((y - x) ** 2))
+MATRICES = [np.random.default_rng(i).normal(size=(4, 4)).astype(np.float32) for i in range(4)]
 
 
 def rows(count: int, seed: int = 0) -> np.ndarray:
@@ -140,7 +140,9 @@ def rows(count: int, seed: int = 0) -> np.ndarray:
 
 
 def test_keys_are_those_of_the_microbatches(executor: str) -> None:
-    pipe = pipeline(executor, NOISY, MATRICES, axes={"stage": 2})
+    """Test four stages: of these the second and the third share a branch."""
+    options = {"axes": {"stage": 4}, "schedule": js.schedules.one_f_one_b(4, 2)}
+    pipe = pipeline(executor, NOISY, MATRICES, **options)
     rng, batch = jax.random.key(3), rows(4)
     jit: Any = jax.jit if executor == "one_program" else lambda fn: fn
     found = jit(jax.value_and_grad(pipe))(MATRICES, batch, rng=rng)
