@@ -131,7 +131,10 @@ def dropped(params: Any, x: jax.Array, *, key: Any = None) -> jax.Array:
     return y if key is None else y * jax.random.bernoulli(key, 0.5, y.shape) * 2
 
 
-NOISY = js.LayeredModel([dropped] * 4, lambda y, x: jnp.mean((y - x) ** 2))
+def noisy(layers: int) -> js.LayeredModel:
+    return js.LayeredModel([dropped] * layers, lambda y, x: jnp.mean((y - x) ** 2))
+
+
 MATRICES = [np.random.default_rng(i).normal(size=(4, 4)).astype(np.float32) for i in range(4)]
 
 
@@ -142,14 +145,14 @@ def rows(count: int, seed: int = 0) -> np.ndarray:
 def test_keys_are_those_of_the_microbatches(executor: str) -> None:
     """Test four stages: of these the second and the third share a branch."""
     options = {"axes": {"stage": 4}, "schedule": js.schedules.one_f_one_b(4, 2)}
-    pipe = pipeline(executor, NOISY, MATRICES, **options)
+    pipe = pipeline(executor, noisy(4), MATRICES, **options)
     rng, batch = jax.random.key(3), rows(4)
     jit: Any = jax.jit if executor == "one_program" else lambda fn: fn
     found = jit(jax.value_and_grad(pipe))(MATRICES, batch, rng=rng)
 
     def by_hand(params: Any) -> Any:
         each = [
-            NOISY(params, batch[2 * i : 2 * i + 2], rng=jax.random.fold_in(rng, i))
+            noisy(4)(params, batch[2 * i : 2 * i + 2], rng=jax.random.fold_in(rng, i))
             for i in range(2)
         ]
         return sum(each) / 2
@@ -157,6 +160,19 @@ def test_keys_are_those_of_the_microbatches(executor: str) -> None:
     assert_close(found, jax.jit(jax.value_and_grad(by_hand))(MATRICES))
     # The words of a key without a type are one, too.
     assert_close(jit(pipe)(MATRICES, batch, rng=jax.random.key_data(rng)), found[0])
+
+
+def test_both_draw_the_same_keys_in_parts_of_a_batch_and_in_windows() -> None:
+    def losses(executor: str) -> Any:
+        pipe = pipeline(executor, noisy(2), MATRICES[:2])
+        step = step_of(pipe, sync="none", accumulate=2)
+        state = step.init(MATRICES[:2])
+        window, first = step.collect(state, rows(16))
+        return first, step.collect(state, rows(16), window=window)[1]
+
+    first, second = losses("host")
+    assert not np.allclose(first["loss"], second["loss"])
+    assert_close((first, second), losses("one_program"))
 
 
 def test_microbatches_may_wait_on_the_host_and_backward_passes_be_split() -> None:
