@@ -48,6 +48,15 @@ def stacked(layout):
     return layout.stack(PARAMS)
 
 
+def test_a_norm_counts_a_shared_parameter_once(stacked, layout):
+    wanted = np.sqrt(sum((np.float64(x) ** 2).sum() for x in jax.tree.leaves(PARAMS[:4])))
+    for counted in (None, layout.counted):
+        clip = js.clip_by_global_norm(1.0, counted=counted)
+        _, state = jax.jit(clip.update)(stacked, clip.init(stacked))
+        np.testing.assert_allclose(state.norm, wanted, rtol=1e-6)
+    assert layout.counted[NAME].sum() == 2 * 32 - 12  # half of the table is on each device
+
+
 def test_arrays_wherever_they_are_traced_ones_and_types_are_stacked_alike(stacked, layout):
     buffer = stacked[NAME]
     assert buffer.sharding == NamedSharding(buffer.sharding.mesh, P("stage", "fsdp", None))
