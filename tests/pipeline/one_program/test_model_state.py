@@ -97,7 +97,8 @@ def trained(loss_fn, mesh):
     step = js.make_train_step(loss_fn, optax.sgd(0.05), **options)
     state = step.init(PARAMS, model_state=STATES)
     for i in range(2):
-        state, metrics = step(state, {"x": BATCH["x"] * (i + 1)})
+        window, _ = step.collect(state, BATCH)
+        state, metrics = step(state, {"x": BATCH["x"] * (i + 1)}, window=window)
     return state, metrics
 
 
