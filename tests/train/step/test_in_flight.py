@@ -137,9 +137,7 @@ def test_a_counter_that_falls_behind_is_told_before_an_exchange_waits_for_it(pla
             if t == bad:
                 batch[2] = np.nan
             if bad and t == last:
-                with pytest.raises(
-                    ValueError, match=rf"{last - 1} updates on replica 2 .*{last} on"
-                ):
+                with pytest.raises(ValueError, match=rf"{last - 1} updates on replica 2 .*{last} on"):
                     step(params, state, batch)
             else:
                 params, state = step(params, state, batch)
