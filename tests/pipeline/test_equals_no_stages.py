@@ -19,7 +19,7 @@ WIDTH, STEPS, TWO_CHUNKS = 4, 6, ("interleaved", "zbv")
 
 def embed(params, batch):
     x = params["table"][batch["tokens"]] * batch["scale"] + batch["shift"]
-    return {"x": x, "place": batch["tokens"]}
+    return {"x": x, "place": batch["places"]}
 
 
 def dense(params, x):
@@ -147,7 +147,9 @@ def batches(case):
         mask = (np.arange(examples) % 4 < 2).astype(np.float32) * 2
         # Those of all examples.
         shared = {"scale": 1 + seed / 8, "shift": np.full((1, WIDTH), seed / 8, np.float32)}
-        yield {"tokens": drawn[0], "next": drawn[1], "mask": mask, **shared}
+        # Of these forward passes alone read `places`.
+        split = {"tokens": drawn[0], "next": drawn[1], "places": drawn[2], "mask": mask}
+        yield {**split, **shared}
 
 
 def trained(case, loss_fn, params, mesh, counted=None):

@@ -187,9 +187,6 @@ OF_CHAINS = {
     "scaled gradients": Refusal(lambda: started(gradients=scale(mean)), "`gradients`"),
     "two scales": Refusal(lambda: started(optax.chain(scale(sgd), scale(sgd)), **whole), "found 2"),
     "axis of a scale": Refusal(lambda: stepped(scale(sgd, "fsdp"), **whole), "`axes`", "fsdp"),
-    "leaves to keep": Refusal(
-        lambda: stepped(scale(sgd), policy=js.Policy("float16", keep="x"), **whole), "`keep`"
-    ),
     "search": Refusal(lambda: stepped(js.chain(mean, optax.lbfgs())), "`value_fn`", "('replica',)"),
     "search inside": Refusal(
         lambda: stepped(optax.lbfgs(), mesh=INNER, sync=local), "`value_fn`", "('device',)"
@@ -366,13 +363,6 @@ OF_RATES = {
     ),
     "a schedule": Refusal(lambda: set_rate(INJECTED(lambda t: 0.1)), "`learning_rate`"),
     "a shape": Refusal(lambda: set_rate(learning_rate=np.ones(3)), "`learning_rate`", "(3,)"),
-    "no rate for slowmo": Refusal(
-        lambda: stepped(
-            sync=js.slowmo("replica", base=local, sync_every=6, learning_rate="optimizer")
-        ),
-        "optax.inject_hyperparams",
-        "none",
-    ),
 }
 
 

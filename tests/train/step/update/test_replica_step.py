@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxslowmo as js
 from support.exhaustive import sweep
-from train.step.problem import BATCHES, KINDS, PARAMS, RATE, assert_close, covering, loss, train
+from train.step.problem import KINDS, PARAMS, RATE, covering
 
 REPLICAS, ROWS, UPDATES, START = 2, 16, 6, 3
 RNG = np.random.default_rng(0)
@@ -236,15 +236,3 @@ def test_updates_are_those_of_a_loop_by_hand(seed, number):
         np.testing.assert_allclose(metrics["loss"], told, **close)
         if run["scaled"]:
             np.testing.assert_array_equal(metrics["loss_scale"], scales, where)
-
-
-def test_gossip_of_two_replicas_equals_one_big_batch():
-    """Two nodes that keep one half and send the other one have averaged after every update."""
-    optimizer, mesh = optax.sgd(RATE, momentum=0.9), KINDS["explicit"]({"replica": 2})
-    step = js.make_train_step(loss, optimizer, sync=js.sgp("replica"), mesh=mesh)
-    state, _ = train(step, step.init(PARAMS))
-    params, momentum = PARAMS, optimizer.init(PARAMS)
-    for batch in BATCHES[:4]:
-        updates, momentum = optimizer.update(jax.grad(loss)(params, batch), momentum, params)
-        params = optax.apply_updates(params, updates)
-    assert_close(state.params, params)
