@@ -147,14 +147,6 @@ def test_leaves_without_cotangents_pass_along() -> None:
     assert not np.any(dw["k"])
 
 
-def test_it_says_which_leaves_of_a_microbatch_are_read() -> None:
-    def shifted(w: Any, x: Any, microbatch: Any) -> Any:
-        return {"x": dense(w, x["x"], None), "place": x["place"] + microbatch["shift"]}
-
-    x, microbatch = {"x": normal(2, 3, 4), "place": jnp.arange(3)}, {"shift": 2, "unused": 1}
-    assert split_stage(shifted, SMALL, x, microbatch).reads == (True, False)
-
-
 def embed(w: Any, x: Any, microbatch: Any) -> jax.Array:
     tokens = microbatch if x is None else x
     return w["table"][tokens] @ w["k"]
