@@ -53,7 +53,7 @@ def _spec(path: epath.Path, key: str) -> dict[str, Any]:
     base = str(path) if "://" in str(path) else path.resolve().as_uri()
     return {
         "driver": "zarr",
-        "kvstore": {"driver": "ocdbt", "base": f"{base}/", "path": f"{key}/"},
+        "kvstore": {"driver": "ocdbt", "base": f"{base}/", "path": key},
     }
 
 

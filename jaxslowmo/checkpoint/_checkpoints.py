@@ -19,6 +19,7 @@ from ._folder import (
     CheckpointError,
     UnansweredError,
     UnreadableError,
+    advice_on,
     quiet_orbax,
     remove,
     remove_unfinished,
@@ -369,13 +370,11 @@ class Checkpoints:
     def _not_written(self, step: int, error: Exception) -> CheckpointError:
         reason = str(error) if isinstance(error, CheckpointError) else ""
         reason = reason or f"{type(error).__name__}: {first_line(error)}"
-        number = io_errno(error)
-        advice = "" if number is None else " Is there space, and may this user write there?"
         kind = UnansweredError if isinstance(error, UnansweredError) else CheckpointError
         return kind(
             f"{self.folder}: the checkpoint of step {step} could not be written ({reason}); "
-            f"those before it are as they were.{advice}",
-            number,
+            f"those before it are as they were.{advice_on(error)}",
+            io_errno(error),
             f"the checkpoint of step {step} could not be written: {reason}",
         )
 

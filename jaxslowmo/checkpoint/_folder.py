@@ -14,7 +14,7 @@ import jax
 
 from .._support.checks import warn_user
 from .._support.extras import needed_by
-from .._support.files import can_rename
+from .._support.files import can_rename, io_errno
 
 # The extra `train` installs all of these; the other files of this package import them from here.
 with needed_by("jaxslowmo.checkpoint"):
@@ -61,6 +61,13 @@ class UnansweredError(CheckpointError):
         self, message: str, errno: int | None = ETIMEDOUT, reason: str | None = None
     ) -> None:
         super().__init__(message, errno, reason)
+
+
+def advice_on(error: BaseException) -> str:
+    """Return what to look at after a failed write: the disk, if the operating system refused it."""
+    if io_errno(error) is None:
+        return ""
+    return " Is there space, and may this user write there?"
 
 
 def resolved(folder: str | PathLike[str]) -> epath.Path:

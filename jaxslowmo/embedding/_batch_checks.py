@@ -7,6 +7,7 @@ import jax
 import numpy as np
 
 from .._support.checks import checked_int
+from ..mesh import is_shared
 from ._bags import Bags
 from ._requests import BagsByTable, Requests
 from ._stores import TableLayout, TablePlace
@@ -90,6 +91,8 @@ def check_capacities(
 
 def _in_parts(table: str, ids: np.ndarray, num_parts: int) -> np.ndarray:
     number = checked_int(f"{OWNER}: `num_parts`", num_parts, 1)
+    if is_shared(ids):
+        ids = np.repeat(ids, number, axis=0)
     if ids.shape[0] % number:
         raise ValueError(
             f"{OWNER}: the batch of table {table!r} is split into {number} equal parts, a "

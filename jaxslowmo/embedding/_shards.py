@@ -18,6 +18,7 @@ from ..mesh import (
     map_replicas,
     replica_count,
     replicate,
+    roles_of_batch,
     vary_over,
 )
 from ..tree import reshaped
@@ -27,7 +28,9 @@ Kinds = Any
 """How arguments or results are split over the devices of a replica: a tree prefix of kinds.
 
 `"whole"`: equal on all devices. `"device"`: different on each device, stacked along a leading axis
-outside. `"batch"`: split along the leading dimension. Or a `PartitionSpec` over the axis.
+outside. `"batch"`: a batch, whose leaves are split along the leading dimension; those that all
+examples share are equal on all devices. `"shared"`: such a leaf. Or a `PartitionSpec` over the
+axis.
 """
 
 
@@ -49,14 +52,19 @@ def on_shards(
     if axis is None:
         return fn(*args)
 
-    kinds = tuple("whole" if x is None else kind for x, kind in zip(args, kinds, strict=True))
+    def kind_of(x: Any, kind: Kinds) -> Kinds:
+        if x is None:
+            return "whole"
+        return roles_of_batch(x) if kind == "batch" else kind
+
+    kinds = tuple(map(kind_of, args, kinds))
 
     def on_one(*args: Any) -> Any:
         local = _reshaped(args, kinds, lambda x: x.shape[1:])
         return _reshaped(fn(*local), out, lambda x: (1, *x.shape))
 
     def specs(kinds: Kinds) -> Any:
-        spec_of_kind = {"whole": P(), "device": P(axis), "batch": P(axis)}
+        spec_of_kind = {"whole": P(), "shared": P(), "device": P(axis), "batch": P(axis)}
         return jax.tree.map(
             lambda kind: kind if isinstance(kind, P) else spec_of_kind[kind],
             kinds,

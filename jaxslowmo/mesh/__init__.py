@@ -34,11 +34,13 @@ from ._in_sync import check_in_sync as check_in_sync
 from ._in_sync import fingerprint as fingerprint
 from ._meshes import AnyMesh as AnyMesh
 from ._meshes import VirtualMesh as VirtualMesh
+from ._meshes import is_shared as is_shared
 from ._meshes import kept_with as kept_with
 from ._meshes import make_mesh as make_mesh
 from ._meshes import map_replicas as map_replicas
 from ._meshes import model_axes as model_axes
 from ._meshes import replica_count as replica_count
+from ._meshes import roles_of_batch as roles_of_batch
 from ._meshes import virtual_mesh as virtual_mesh
 from ._replicas import Description as Description
 from ._replicas import Layouts as Layouts

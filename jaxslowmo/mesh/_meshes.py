@@ -203,6 +203,22 @@ Roles = Any
 """A `Role`, or a tree of them that is a prefix of the argument's or result's tree."""
 
 
+def is_shared(x: Any) -> bool:
+    """Return whether all examples share a leaf of a batch: it has no dimension, or one row.
+
+    Args:
+      x: a leaf of a batch that is split over several devices or microbatches.
+    """
+    return np.ndim(x) == 0 or np.shape(x)[0] == 1
+
+
+def roles_of_batch(batch: PyTree) -> Roles:
+    """Return the role of each leaf of a batch: `"shared"` where all examples share it."""
+    if not jax.tree.leaves(batch):
+        return "batch"
+    return jax.tree.map(lambda x: "shared" if is_shared(x) else "batch", batch)
+
+
 def replica_count(owner: str, mesh: AnyMesh, axis_name: AxisName) -> int:
     """Return the number of replicas of `mesh`; raise `ValueError` for an axis it does not have."""
     count = 1

@@ -20,6 +20,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from .._support.checks import warn_user
 from .._support.types import AxisName, PyTree
 from ..tree import check_arrays, leaf_names
 from ._axes import axis_names, only_over, vary_over
@@ -175,6 +176,13 @@ def _abridged(lines: list[str]) -> list[str]:
     return [*lines[:_NUM_VALUES], *more, "all must start from the same seed or file"]
 
 
+def _axes_of(x: Any, mesh: AnyMesh) -> set[str]:
+    """Return the axes of `mesh` over which an array on it is sharded."""
+    if not isinstance(mesh, Mesh) or not _is_on(x, mesh):
+        return set()
+    return {name for entry in x.sharding.spec for name in axis_names(entry or ())}
+
+
 def _is_on(x: Any, mesh: Mesh) -> bool:
     sharding = getattr(x, "sharding", None)
     return isinstance(sharding, NamedSharding) and sharding.mesh == mesh
@@ -265,6 +273,7 @@ def replicate(params: PyTree, *, mesh: AnyMesh, axis_name: AxisName = "replica")
       ValueError: `axis_name` is not an axis of `mesh`, leaves are no arrays (named), `params` are
         stacked already, or trees differ between processes in names, shapes or dtypes (every
         difference listed), or in values.
+      UserWarning: leaves that are sharded over `axis_name`, which are gathered.
 
     Communication: none between replicas; host to device, each device receives one copy. With
       several processes one exchange of names, shapes, dtypes and digests of 8 bytes per leaf
@@ -283,6 +292,14 @@ def replicate_as(name: str, params: PyTree, *, mesh: AnyMesh, axis_name: AxisNam
             "copy of what was trained, `js.consensus(...)`."
         )
     check_arrays("replicate", params)
+    leaves = zip(leaf_names(params), jax.tree.leaves(params), strict=True)
+    if split := [n for n, x in leaves if _axes_of(x, mesh) & set(axis_names(axis_name))]:
+        warn_user(
+            f"replicate: `{name}` are sharded over the axis of the replicas, {axis_name!r}: "
+            f"{', '.join(split[:_NUM_VALUES])}. Each replica holds a whole copy, so they are "
+            "gathered. To keep them sharded, divide the axis into one of replicas and one inside "
+            'them: {"replica": 2, "fsdp": 4} in place of {"data": 8}.'
+        )
     compare_trees(params, with_values=True, name=name)
     placed = _place(params, mesh)
     automatic = model_axes(placed, mesh, axis_name)

@@ -175,7 +175,7 @@ def as_full_loss(loss_fn: Callable[..., Any]) -> FullLoss:
 
     Raises:
       ValueError: `loss_fn` is not callable; at trace time, there is model state and the function
-        takes none, or it returns results of another shape.
+        takes none, or it returns results of another shape, or a loss that is not floating.
     """
     if not callable(loss_fn):
         raise ValueError(f"`loss_fn` must be callable, got {type(loss_fn).__name__}.")
@@ -217,9 +217,25 @@ def as_full_loss(loss_fn: Callable[..., Any]) -> FullLoss:
                 "`loss_fn` must return a scalar loss, (loss, metrics dict) or (loss, (metrics "
                 f"dict, model_state)), got {jax.tree.map(jnp.shape, out)}."
             )
-        return loss, (metrics, model_state)
+        check_loss("loss_fn", loss)
+        # A Python float is a float32 loss, also where jax counts in float64.
+        return jnp.float32(loss) if type(loss) is float else loss, (metrics, model_state)
 
     return full
+
+
+def check_loss(argument: str, loss: Any) -> None:
+    """Raise `ValueError` for a loss that has no gradients: an integer, a bool, a complex number.
+
+    Args:
+      argument: the public argument that has returned the loss, for the message.
+      loss: a scalar.
+    """
+    if not jnp.issubdtype(jnp.result_type(loss), jnp.floating):
+        raise ValueError(
+            f"`{argument}` must return a loss of a real floating dtype, since no other has "
+            f"gradients, got {jnp.result_type(loss)}."
+        )
 
 
 def gradient_facts(

@@ -240,6 +240,9 @@ def _problem(
             f"replicas {local_replicas} of this process have no batch at all, or one without arrays"
         )
     for replica, batch in zip(local_replicas, batches, strict=True):
+        named = zip(leaf_names(batch), jax.tree.leaves(batch), strict=True)
+        if numbers := [name for name, x in named if np.ndim(x) == 0]:
+            return f"every leaf must have a dimension of samples, got none in {', '.join(numbers)}"
         if batch is not None and _describe(batch) != reference:
             return (
                 f"batches must have the same leaves and shapes throughout, got {reference} first "

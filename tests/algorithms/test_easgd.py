@@ -4,7 +4,6 @@ import ast
 
 import numpy as np
 import optax
-import pytest
 
 import jaxslowmo as js
 from support.easgd import BLOCK, EASGDState, easgd
@@ -66,20 +65,16 @@ def test_it_is_short_and_uses_public_names():
     assert not any("jaxslowmo" in str(name) for name in imported)
 
 
-@pytest.mark.parametrize(
-    ("make_mesh", "mode"), [(js.make_mesh, "traced"), (js.virtual_mesh, "host")]
-)
-def test_training_steps(make_mesh, mode):
-    step = step_of(make_mesh({"replica": REPLICAS}), mode)
+def test_training_steps():
+    step = step_of(js.virtual_mesh({"replica": REPLICAS}), "host")
     state = step.init(START)
     for t, batch in enumerate(BATCHES, start=1):
         state, _ = step(state, batch)
         check(state.params, state.opt_state[-1].centre, t)
     assert isinstance(state.opt_state[-1], EASGDState)
-    if mode == "traced":
-        rows = js.comm_report(step, state, batch).select(level="emitted")
-        sent = [(row.kind, row.collective, row.count, row.bytes) for row in rows if row.count]
-        assert sent == [("elastic", "all-reduce", 1, 16)]
+    rows = js.comm_report(step, state, batch).select(level="emitted")
+    sent = [(row.kind, row.collective, row.count, row.bytes) for row in rows if row.count]
+    assert sent == [("elastic", "all-reduce", 1, 16)]
 
 
 def test_an_idle_replica_is_drawn_and_does_not_draw(mesh_of):

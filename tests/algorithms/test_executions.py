@@ -7,11 +7,9 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec as P
 
 import jaxslowmo as js
 from support import oracle
-from support.executions import gossip_state
 from support.side_by_side import RATES, check_oracle, compare, run_together, schedule
 from support.transforms import IRREGULAR
 
@@ -144,46 +142,3 @@ def test_leaves_of_half_precision_agree_to_the_bit_after_an_average():
     for name in ("local_sgd", "slowmo", "slowmo whole", "diloco", "slow irregular"):
         before, after = ours[name]["half"][2:4].astype(np.float32)
         assert np.ptp(after, axis=0).max() == 0 < np.ptp(before, axis=0).max(), name
-
-
-@pytest.mark.parametrize(
-    ("names", "paused", "skipped", "scheduled", "exchanges"),
-    [
-        (("sgp irregular later", "slow late"), {3}, None, "traced", [5, 4]),
-        # An exact slow step never gossips: nothing is skipped where it is paused.
-        (("slow late",), {2, 4}, {2}, "host", [4]),
-    ],
-)
-def test_a_paused_update_exchanges_nothing_and_does_not_rotate(
-    names, paused, skipped, scheduled, exchanges
-):
-    parts = {name: CASES[name].sync(None) for name in names}
-    ours, state = run_together(
-        parts, NODES, 1, "vmap", scheduled, steps=HOST_STEPS, paused=paused, skipped=skipped,
-        pause="array",
-    )  # fmt: skip
-    for name, number in zip(names, exchanges, strict=True):
-        check_oracle(ours, name, NODES, 1, paused=paused, **CASES[name].oracle())
-        assert gossip_state(state[name]).exchanges.tolist() == [number] * NODES
-
-
-@pytest.mark.parametrize("order", [("node", "replica"), ("replica", "node")])
-def test_nodes_of_several_axes_count_as_they_are_named(order, mesh_of):
-    graph = js.topology.star(8, peers_per_step=1)
-    x = np.random.default_rng(0).normal(size=(8, 3)).astype(np.float32)
-
-    def updated(tx, params):
-        updates, state = tx.update(params, tx.init(params), params, phase=("round 1",))
-        return params + updates, state.weight
-
-    def per_device(params):
-        return jax.tree.map(lambda v: v[None], updated(js.sgp(order, graph=graph), params[0]))
-
-    mesh = mesh_of({"node": 2, "replica": 4})
-    mapped = jax.shard_map(per_device, mesh=mesh, in_specs=P(order), out_specs=P(order))
-    found_x, found_w = jax.jit(mapped)(x)
-    matrix = js.topology.mixing_matrix(graph, None, 1)
-    weight = matrix.sum(1)
-    assert np.ptp(weight) > 0.1
-    np.testing.assert_allclose(found_w, weight, rtol=1e-6)
-    np.testing.assert_allclose(found_x, matrix @ (2 * x) / weight[:, None], rtol=1e-5, atol=1e-6)

@@ -1,4 +1,7 @@
-"""`js.slowmo(learning_rate="optimizer")`: the rate is read from the optimizer's state."""
+"""`js.slowmo(learning_rate="optimizer")`: the rate is read from the optimizer's state.
+
+`tests/train/test_hyperparams.py` changes it between steps.
+"""
 
 from typing import NamedTuple
 
@@ -96,18 +99,6 @@ def test_it_trains_as_with_the_schedule_of_the_optimizer(where, optimizer, wrap,
     if where == "sharded":
         without, _ = trained(step_of(slow(None, **WHERE[where])))
         assert np.abs(without[-1]["w"] - with_schedule[-1]["w"]).max() > 1e-3
-
-
-def test_a_rate_that_is_changed_between_steps_counts_from_the_next_step():
-    step = step_of(slow("optimizer"), optax.inject_hyperparams(optax.sgd)(learning_rate=1.0))
-    plain = optax.inject_hyperparams(optax.sgd)(learning_rate=schedule)
-    wanted, _ = trained(step_of(slow(schedule), plain))
-    state = step.init(START)
-    for t, batch in enumerate(BATCHES):
-        rate = np.full(REPLICAS, RATES[t])
-        state = state._replace(opt_state=optax.tree.set(state.opt_state, learning_rate=rate))
-        state, _ = step(state, batch)
-        assert_same(state.params, wanted[t])
 
 
 # Replicas without data, whose optimizers have not counted on

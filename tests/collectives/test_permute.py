@@ -6,8 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 import jaxslowmo as js
@@ -62,16 +60,6 @@ def test_receives_what_the_source_sends_or_zeros(execution, strict_promotion):
     if execution != "vmap":
         wanted = [sorted(permutation) for _, permutation in cases if permutation]
         assert [pairs for pairs in emitted(lowered.as_text()) if pairs] == wanted
-
-
-@given(st.integers(1, 6), st.data())
-def test_any_partial_permutation_of_virtual_nodes(size, data):
-    count = data.draw(st.integers(0, size))
-    sources, destinations = (data.draw(st.permutations(range(size)))[:count] for _ in range(2))
-    partial = list(zip(sources, destinations, strict=True))
-    x = np.arange(1.0, 1 + size, dtype=np.float32)
-    found = jax.vmap(lambda v: permute(v, "node", partial), axis_name="node")(x)
-    np.testing.assert_array_equal(found, expected(x, partial))
 
 
 def test_nodes_of_several_axes_count_in_the_order_of_the_names():

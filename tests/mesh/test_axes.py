@@ -13,10 +13,7 @@ import jaxslowmo as js
 from jaxslowmo.mesh import (
     axes_of,
     checks_varying,
-    device_keys,
     match_varying,
-    only_over,
-    own_keys,
     uniform,
     vary_over,
     varying_axes,
@@ -37,18 +34,6 @@ def test_a_cond_stays_a_cond_under_vmap():
     text = jax.jit(fn).lower(x, t).as_text()
     assert "stablehlo.case" in text or "stablehlo.if" in text
     assert "stablehlo.select" not in text
-
-
-def test_values_in_a_scan_under_nested_vmap():
-    both = functools.partial(step, axes=("replica", "inner"))
-
-    def run(x):
-        return lax.scan(lambda carry, t: (both(carry, t), None), x, jnp.arange(3, 6))[0]
-
-    fn = jax.jit(jax.vmap(jax.vmap(run, axis_name="inner"), axis_name="replica"))
-    x = np.arange(12, dtype=np.float32).reshape(2, 2, 3)
-    # One more, the mean, one more.
-    assert np.array_equal(fn(x), np.broadcast_to(x.mean(0) + 2, (2, 2, 3)))
 
 
 def test_runs_that_differ_under_an_outer_vmap():
@@ -101,27 +86,3 @@ def test_types_of_varying_values(check_vma):
     )
     equal = dict.fromkeys(("mean", "traced mean"), frozenset())
     assert seen == {"tracked": check_vma, "asked": 2, **varying, **equal}
-
-
-@pytest.mark.parametrize("inside", [False, True])
-def test_keys_of_positions_are_their_own_and_that_of_position_0_stays(inside):
-    """One number is folded in; for devices inside of a replica another one before it."""
-    key = jax.random.key(7)
-    change = device_keys if inside else own_keys
-
-    def per_position(_):
-        return jax.random.key_data(change({"k": key, "n": jnp.ones(2)}, ("a", "b"))["k"])
-
-    found = jax.vmap(jax.vmap(per_position, axis_name="b"), axis_name="a")(jnp.ones((2, 3)))
-    start = jax.random.fold_in(key, 0x9E3779B9) if inside else key
-    for i in range(2):
-        for j in range(3):
-            wanted = jax.random.fold_in(start, 3 * i + j) if i or j else key
-            np.testing.assert_array_equal(found[i, j], jax.random.key_data(wanted))
-
-
-def test_specs_are_restricted_to_axes():
-    spec = P(("a", "b"), None, "c", ("a", "d"), "b")
-    assert only_over(spec, frozenset("ac")) == P("a", None, "c", "a")
-    assert only_over(spec, frozenset("ab")) == P(("a", "b"), None, None, "a", "b")
-    assert only_over(spec, frozenset("e")) == P()

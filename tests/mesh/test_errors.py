@@ -5,6 +5,8 @@ from types import SimpleNamespace
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import jaxslowmo as js
 from support.refusals import Refusal, each
@@ -27,6 +29,13 @@ def of_slices(axes, value, *slices):
     return Refusal(lambda: js.make_mesh(axes, devices), "`axes`", value)
 
 
+def over_replicas():
+    """Replicate parameters of which one is sharded over the axis of the replicas."""
+    mesh = js.make_mesh({"replica": 2})
+    split = jax.device_put(PARAMS["w"], NamedSharding(mesh, P("replica")))
+    return js.replicate({"w": split, "b": np.ones(3)}, mesh=mesh)
+
+
 ROWS = {
     "no shares": shares([], []),
     "a function as shares": shares(lambda state: [], "function"),
@@ -43,6 +52,7 @@ ROWS = {
     "leaves of three replicas": in_sync("2 replicas", "w (3,)", {"w": jnp.ones(3)}),
     "leaves without replicas": in_sync("2 replicas", "s ()", {**PARAMS, "s": jnp.ones([])}),
     "an axis of no mesh": in_sync("`axis_name` 'node'", "'replica'", axis_name="node"),
+    "sharded over the replicas": Refusal(over_replicas, "'replica'", "w", UserWarning),
     "a function as a leaf": Refusal(
         lambda: js.replicate({"w": np.ones(2), "f": jnp.sin}, mesh=MESH), "replicate", "f ("
     ),

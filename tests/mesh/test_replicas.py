@@ -12,7 +12,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxslowmo as js
-from jaxslowmo.mesh._replicas import describe, differences, digest
+from jaxslowmo.mesh._replicas import differences
 from support.limits import TAKES_EMPTY_ARRAYS
 from support.meshes import MESHES
 from support.pairs import two_processes
@@ -112,20 +112,6 @@ def test_leaves_sharded_inside_a_replica_keep_their_layout(kinds):
     assert found == [("b", 1, 10.0), ("v", 1, 46.0), ("w", 1, 94.0)]
 
 
-def test_trees_are_described_by_names_types_and_digests_of_values():
-    tree = {"b": np.ones((2, 3), np.float32), "a": {"n": np.ones((), np.int32)}, "a/n": 1.0}
-    names = [("a/n", "int32[]"), ("a/n (no. 2)", "float32[]"), ("b", "float32[2,3]")]
-    assert describe(tree) == names
-    of_values = describe(tree, with_values=True)
-    assert of_values[2] == ("b", f"float32[2,3] of values {digest([tree['b']])}")
-    struct = jax.ShapeDtypeStruct((2,), np.float32)
-    assert describe({"w": struct}, with_values=True) == [("w", "float32[2]")]
-    x, y = np.arange(12.0).reshape(4, 3), np.ones(4, np.int32)
-    assert digest([x, y]) == digest([np.asfortranarray(x), jnp.asarray(y)])
-    others = [x[:2], y], [y], [x], [jax.random.key(0)], [jax.random.key(1)]
-    assert len({digest([x, y]), *map(digest, others)}) == 6
-
-
 def test_every_difference_is_listed_with_its_processes():
     reference = [("a", "float32[2]"), ("w", "float32[3,4]")]
     other = [("a", "float32[2]"), ("w", "float32[3,5]"), ("c", "int32[]")]
@@ -181,28 +167,14 @@ for _ in range(4):
     state, _ = step(state, batch)
 one = js.consensus(state.params, mesh=mesh)
 found["one"] = np.asarray(one["w"].addressable_data(0)).tolist()
-
-# Process 0 has two batches, process 1 only one; an odd shape on one process is an error on both.
-average = js.all_reduce_gradients("replica", divide_by="active")
-uneven = js.make_train_step(
-    lambda p, batch: ((batch @ p["w"]) ** 2).mean(), optax.sgd(0.1), gradients=average, mesh=mesh
-)
-last, share = uneven.init(params), [rows[rank * 4 : rank * 4 + 4], rows[:4]][: 2 - rank]
-for batch, weight in js.uneven_batches([share], mesh=mesh):
-    last, _ = uneven(last, batch, weight)
-found["uneven"] = np.asarray(last.params["w"].addressable_data(0))[0].tolist()
-odd = said(lambda: list(js.uneven_batches([[rows[:4], rows[: 4 - rank]]], mesh=mesh)))
-print({**found, "odd": odd}, flush=True)
+print(found, flush=True)
 """
 
 
 @pytest.mark.usefixtures("quick_processes")
 def test_two_processes_compare_their_trees_and_train_as_one(tmp_path):
     first, second = map(ast.literal_eval, two_processes(PROGRAM, tmp_path))
-    odd = first.pop("odd"), second.pop("odd")
     assert first == second
-    assert "on another process" in odd[0]
-    assert odd[1] is not None
     assert "b: float32[2] on process 0, float32[4] on process 1" in first["differ"]
     assert "c: missing on process 0, float32[2] on process 1" in first["differ"]
     whole = [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
@@ -229,7 +201,3 @@ def test_two_processes_compare_their_trees_and_train_as_one(tmp_path):
     for _ in range(4):
         state, _ = step(state, rows)
     np.testing.assert_allclose(first["one"], np.asarray(state.params["w"])[0], rtol=1e-6)
-    w = np.ones(3)
-    for batch in (rows, rows[:4]):
-        w = w - 0.1 * 2 * batch.T @ (batch @ w) / len(batch)
-    np.testing.assert_allclose(first["uneven"], w, rtol=1e-5)

@@ -18,7 +18,8 @@ WIDTH, STEPS, TWO_CHUNKS = 4, 6, ("interleaved", "zbv")
 
 
 def embed(params, batch):
-    return {"x": params["table"][batch["tokens"]], "place": batch["tokens"]}
+    x = params["table"][batch["tokens"]] * batch["scale"] + batch["shift"]
+    return {"x": x, "place": batch["places"]}
 
 
 def dense(params, x):
@@ -144,7 +145,11 @@ def batches(case):
         drawn = np.random.default_rng(seed).integers(0, 8, (3, examples)).astype(np.int32)
         # Of parts of equal weight: a mean over parts is then one over examples.
         mask = (np.arange(examples) % 4 < 2).astype(np.float32) * 2
-        yield {"tokens": drawn[0], "next": drawn[1], "mask": mask}
+        # Those of all examples.
+        shared = {"scale": 1 + seed / 8, "shift": np.full((1, WIDTH), seed / 8, np.float32)}
+        # Of these forward passes alone read `places`.
+        split = {"tokens": drawn[0], "next": drawn[1], "places": drawn[2], "mask": mask}
+        yield {**split, **shared}
 
 
 def trained(case, loss_fn, params, mesh, counted=None):

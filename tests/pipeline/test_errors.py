@@ -145,6 +145,15 @@ X = np.ones((4, 2), np.float32)
 WEIGHTS = [{"w": np.ones((n, 3), np.float32)} for n in (2, 3, 3)]
 
 
+def counting(executor):
+    """Take a step with a loss that counts, which would train nothing."""
+    mesh = js.make_mesh({"replica": 2, "stage": 2})
+    model = js.LayeredModel([dense] * 2, lambda y, x: jnp.sum(y > 0))
+    made = js.pipelined(model, WEIGHTS[:2], js.schedules.gpipe(2, 2), mesh=mesh, executor=executor)
+    step = js.make_train_step(made, optax.sgd(0.1), sync="none", mesh=mesh)
+    step(step.init(WEIGHTS[:2]), np.ones((8, 2), np.float32))
+
+
 def layered(*, layers=(dense, dense, dense), loss=mean, **options):
     return js.LayeredModel(layers, loss, **options)
 
@@ -191,6 +200,16 @@ MODELS = {
     "too few trees": Refusal(lambda: layered()(WEIGHTS[:2], X), "`params`", 2),
     "a dict of trees": Refusal(lambda: layered()({"a": 1}, X), "`params`", "dict"),
     "an array as loss": Refusal(lambda: valued(jnp.ones(1)), "`loss`", "float32[1]"),
+    **{
+        f"{x!r} as loss": Refusal(functools.partial(valued, x), "`loss`", dtype)
+        for x, dtype in [(2, "int32"), (True, "bool"), (1j, "complex64"), ((2, 4.0), "int32")]
+    },
+    **{
+        f"an integer as loss, {executor}": Refusal(
+            functools.partial(counting, executor), "`loss`", "int32"
+        )
+        for executor in ("one_program", "host")
+    },
     "None as loss": Refusal(lambda: valued(None), "`loss`", None),
     "a list as loss": Refusal(lambda: valued([1.0]), "`loss`", ["float"]),
     "None as weight": Refusal(lambda: valued((1.0, None)), "`loss`", ("float", "None")),

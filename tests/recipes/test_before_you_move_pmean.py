@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax.training.dynamic_scale import DynamicScale
 
 import jaxslowmo as js
 from recipes.doc_blocks import run, sections
@@ -159,6 +160,35 @@ def test_each_replica_lowers_its_own_loss_scale(page):
         assert scale.tolist() == [2.0 ** (15 if r == BAD else 16) for r in range(REPLICAS)]
     for state in (scaled, page["flax_state"]):
         assert_equal_counts(state[-1])
+
+
+@pytest.mark.parametrize("axis_name", ["devices", None])
+def test_a_reduction_after_flax_dynamic_scale_comes_after_its_check(page, axis_name):
+    """With its `axis_name` flax averages before the check, and trains as the program did before."""
+    reduce, adam = page["reduce"], page["adam"]
+
+    def step(params, state, batch):
+        opt_state, scale = state
+        scaled = scale.value_and_grad(page["loss_fn"], axis_name=axis_name)
+        scale, finite, _, grads = scaled(params, batch)
+        if axis_name is None:
+            grads, _ = reduce.update(grads, reduce.init(params))
+        updates, new_state = adam.update(grads, opt_state, params)
+        new = optax.apply_updates(params, updates), new_state
+        params, opt_state = page["select"](finite, new, (params, opt_state))
+        return params, (opt_state, scale)
+
+    init = functools.partial(_with_scale, adam)
+    params, _ = page["train"](init, step, steps=UPDATES if axis_name else AT + 1)
+    if axis_name:
+        assert_close(params, page["old_params"])
+    else:
+        finite = np.isfinite(params["w"]).all(axis=1)
+        assert finite.tolist() == [r == BAD for r in range(REPLICAS)]
+
+
+def _with_scale(adam: optax.GradientTransformation, params: Any) -> Any:
+    return adam.init(params), DynamicScale()
 
 
 def test_with_averaged_gradients_all_replicas_skip_together(page):

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.flatten_util
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -17,6 +18,7 @@ from safetensors import safe_open
 from tensorboardX.proto.event_pb2 import Event
 
 import jaxslowmo as js
+from jaxslowmo.tree import leaf_names
 from recipes.doc_blocks import DOCS, LOOP, MAPPED, SETTING, fresh, of_recipe, run, sections
 from support.waiting import wait_until
 
@@ -434,3 +436,43 @@ def test_a_gpt_by_rules_trains_as_a_whole_one():
     assert_close(found["gpt_state"].params, state.params, rtol=1e-4, atol=1e-4)
     kernel = found["gpt_state"].params["blocks"][0]["expand"]["kernel"]
     assert kernel.sharding.spec == P("replica", "fsdp", "tensor")
+
+
+STAGED = ["flax linen in stages", "flax nnx in stages", "Hugging Face in stages"]
+
+
+@pytest.mark.parametrize("title", [pytest.param(t, marks=of_recipe(t)) for t in STAGED])
+def test_models_in_stages_are_the_models(title):
+    """With a mask; dropout is drawn in training alone, and a tied table stays one."""
+    found = recipe(title)
+    (mask,) = {"mask", "attention_mask"} & set(found["text"])
+    drawn = np.random.default_rng(3).random(found["text"][mask].shape) < 0.7
+    text = {**found["text"], mask: drawn.astype(found["text"][mask].dtype)}
+    params, options = found.get("weights") or found["layers"], {}
+    if "statistics" in found:
+        options = {"model_state": found["statistics"]}
+        assert not np.allclose(*map(ravelled, (found["statistics"], found["averages"])))
+    losses = [jax.jit(fn)(params, text, **options) for fn in (found["pipe"], found["model"])]
+    assert_close(*[x[0] if isinstance(x, tuple) else x for x in losses])
+    trained = found["trained"]
+    assert not np.allclose(*map(ravelled, (params, trained)))
+    for group in found["model"].tied:
+        first, other = [
+            dict(zip(leaf_names(trained[i]), jax.tree.leaves(trained[i]), strict=True))[name]
+            for i, name in group
+        ]
+        np.testing.assert_array_equal(first, other)
+
+
+def ravelled(tree: Any) -> Any:
+    return jax.flatten_util.ravel_pytree(tree)[0]
+
+
+@of_recipe(STAGED[2])
+def test_a_tree_of_hugging_face_is_put_together_again():
+    found = recipe(STAGED[2])
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        found["together"](found["apart"](found["whole"])),
+        found["whole"],
+    )

@@ -99,3 +99,11 @@ def test_what_iterates_as_tf_data_does(of_two):
     params = names["train"](names["tf_batches"](names["Dataset"]((names["x"], names["y"]))))
     for found in (flat(params), of_two[TF]):
         np.testing.assert_allclose(found, WANTED, atol=0.15)
+
+
+def test_a_run_goes_on_where_it_was_saved(tmp_path):
+    names = run(PAGE, SETTING, "grain", "Resuming")
+    result, whole = names["result"], names["run"](tmp_path / "whole", 20)
+    assert result.step == whole.step == 20
+    np.testing.assert_array_equal(result.state.params["w"], whole.state.params["w"])
+    np.testing.assert_array_equal(result.state.step, [20] * 4)

@@ -105,6 +105,9 @@ OF_STEPS = {
     ),
     "axis of optimizer": Refusal(lambda: made(js.all_reduce_gradients("node")), "`optimizer`"),
     "no state": Refusal(lambda: made(**none)(PARAMS, BATCHES[0]), "`state`", "dict"),
+    "loss of a dtype": Refusal(
+        lambda: stepped(fn=lambda p, b: jnp.sum(b > 0), **none), "`loss_fn`", "int32"
+    ),
     "loss of a shape": Refusal(lambda: stepped(fn=lambda p, b: p["b"], **none), "loss", "(3,)"),
     "no model state": Refusal(
         lambda: (s := made(**none))(s.init(PARAMS, model_state=np.zeros(2)), BATCHES[0]),
@@ -170,7 +173,9 @@ OF_CHAINS = {
     "apart on two axes": Refusal(
         lambda: started(mesh=INNER, axis_name=("replica", "device")), "('replica', 'device')", 4
     ),
-    "left apart on devices": Refusal(lambda: started(mesh=INNER, **whole), "w (", "('device',)"),
+    "left apart on devices": Refusal(
+        lambda: started(mesh=INNER, **whole), "w (", "all_reduce_gradients(('replica', 'device'))"
+    ),
     "if finite": Refusal(lambda: started(gradients=optax.apply_if_finite(mean, 3)), "if_finite"),
     "MultiSteps": Refusal(lambda: started(gradients=optax.MultiSteps(mean, 2)), "MultiSteps"),
     "sync in gradients": Refusal(
@@ -182,9 +187,6 @@ OF_CHAINS = {
     "scaled gradients": Refusal(lambda: started(gradients=scale(mean)), "`gradients`"),
     "two scales": Refusal(lambda: started(optax.chain(scale(sgd), scale(sgd)), **whole), "found 2"),
     "axis of a scale": Refusal(lambda: stepped(scale(sgd, "fsdp"), **whole), "`axes`", "fsdp"),
-    "leaves to keep": Refusal(
-        lambda: stepped(scale(sgd), policy=js.Policy("float16", keep="x"), **whole), "`keep`"
-    ),
     "search": Refusal(lambda: stepped(js.chain(mean, optax.lbfgs())), "`value_fn`", "('replica',)"),
     "search inside": Refusal(
         lambda: stepped(optax.lbfgs(), mesh=INNER, sync=local), "`value_fn`", "('device',)"
@@ -361,13 +363,6 @@ OF_RATES = {
     ),
     "a schedule": Refusal(lambda: set_rate(INJECTED(lambda t: 0.1)), "`learning_rate`"),
     "a shape": Refusal(lambda: set_rate(learning_rate=np.ones(3)), "`learning_rate`", "(3,)"),
-    "no rate for slowmo": Refusal(
-        lambda: stepped(
-            sync=js.slowmo("replica", base=local, sync_every=6, learning_rate="optimizer")
-        ),
-        "optax.inject_hyperparams",
-        "none",
-    ),
 }
 
 
@@ -416,6 +411,7 @@ OF_BATCHES = {
     "too few shares": Refusal(lambda: uneven((2, 3)), "`shares`", "1 shares"),
     "another shape": Refusal(lambda: uneven((2, 3), (1, 3)), "`shares`", "(1, 3)"),
     "no batch": Refusal(lambda: uneven(None, None), "`shares`", "[0, 1]"),
+    "a number": Refusal(lambda: uneven((), None), "`shares`", "(root)"),
     "on_exhausted": Refusal(lambda: uneven((2, 3), None, on_exhausted="x"), "`on_exhausted`", "x"),
     "run out": Refusal(
         lambda: uneven((2, 3), None, on_exhausted="raise"), "`on_exhausted`", "[1]", RuntimeError
@@ -425,6 +421,10 @@ OF_BATCHES = {
         for x in (np.ones((5, 8)), np.ones((0, 8)), np.ones(()))
     },
     "lists": Refusal(lambda: placed({"x": [[1.0] * 8] * 4}), "np.asarray", "24 more"),
+    "a list beside examples": Refusal(
+        lambda: placed({"x": np.ones((4, 8)), "y": [1, 2]}), "np.asarray", "y/0 (), y/1 ()"
+    ),
+    "no examples": Refusal(lambda: placed({"x": np.ones((1, 8)), "y": 1}), "`batch`", "x (1, 8)"),
     "microbatches": Refusal(
         lambda: stepped(batch=np.ones((8, 8)), accumulate=3, **none), "`accumulate`", 3
     ),

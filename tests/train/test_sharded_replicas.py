@@ -171,10 +171,10 @@ OTHER_SHAPES = {
 
 @pytest.mark.parametrize(
     ("name", "kind"),
-    [
-        *(("adafactor", AxisType.Auto), ("adafactor", AxisType.Explicit)),
-        *(("sm3", AxisType.Auto), ("factored", AxisType.Explicit)),
-    ],
+    sweep(
+        itertools.product(OTHER_SHAPES, (AxisType.Auto, AxisType.Explicit)),
+        lambda *case: case in [("adafactor", AxisType.Explicit), ("sm3", AxisType.Auto)],
+    ),
 )
 def test_optimizers_whose_state_has_other_shapes(name, kind):
     """Compare with a loop by hand on one device."""

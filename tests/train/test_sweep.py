@@ -7,6 +7,7 @@ import optax
 import pytest
 
 import jaxslowmo as js
+from support.exhaustive import sweep
 
 REPLICAS, STEPS, SEEDS = 4, 10, 2
 SETTINGS = {"rate": [0.1, 0.02, 0.1], "momentum": [0.0, 0.4, 0.6], "outer": [1.0, 0.7, 0.5]}
@@ -52,6 +53,10 @@ SYNCS = {
 }
 
 
+# Most of the others have no hyperparameters that are settings.
+USUAL = {"slowmo, not exact", "diloco, spread"}
+
+
 def chain_of(name):
     def make(s):
         if name == "all_reduce":
@@ -86,7 +91,7 @@ def trained(transform, seed):
 
 
 @pytest.mark.filterwarnings("ignore:.*no multiple", "ignore:slowmo without")
-@pytest.mark.parametrize("name", ["all_reduce", *[name for name in SYNCS if name != "slowmo"]])
+@pytest.mark.parametrize("name", sweep(["all_reduce", *SYNCS], lambda name: name in USUAL))
 def test_each_run_equals_a_training_step_of_its_setting(name):
     """Other settings and seeds than the first; in several calls of `run`."""
     models, losses = swept(chain_of(name), parts=(5, 5), at_once=2)

@@ -68,7 +68,8 @@ def compare(name, mesh, axes, spec=None, weighted=False, globally=False):
     known = None if weight is None else over(mesh, "replica")(weight)
     wanted = train(step, params, over(mesh, axes), known)
     one = lambda x: jax.device_put(mine(x), jax.local_devices()[0])
-    found = [train(step, params, give, part) for give in (mine, one, lambda x: here_split(mine(x)))]
+    gives = (mine,) if spec or weighted else (mine, one, lambda x: here_split(mine(x)))
+    found = [train(step, params, give, part) for give in gives]
     if globally:
         step = make(host_batch="global")
         found += [train(step, params, give, weight) for give in (lambda x: x, here_split)]
@@ -81,11 +82,32 @@ grid = lambda *rows: np.array([[devices[i] for i in row] for row in rows])
 one_axis = lambda *row: jax.sharding.Mesh(grid(row)[0], ("replica",))
 compare("apart", one_axis(0, 2, 1, 3), ("replica",))
 two = jax.sharding.Mesh(grid([0, 1], [2, 3]), ("replica", "device"))
-compare("whole replicas", two, ("replica", "device"), weighted=True)
 spans = jax.sharding.Mesh(grid([0, 2], [1, 3]), ("replica", "device"))
 compare("replicas over processes", spans, ("replica", "device"), weighted=True, globally=True)
 model = jax.sharding.Mesh(grid([0, 2], [1, 3]), ("replica", "model"))
 compare("same parts", model, ("replica",), spec=(None, "model"), globally=True)
+
+# What all examples share is given by each process.
+def scaled(params, batch):
+    return loss(params, batch["x"] * batch["gate"]) * batch["rate"]
+
+mine = lambda x: np.split(x, 2)[rank]
+own = {"gate": np.array([[2, 1, 0]], np.float32), "rate": np.float32(0.5), "key": jax.random.key(1)}
+train_shared = lambda give, shared, **options: train(
+    js.make_train_step(scaled, optax.sgd(0.1), sync="none", mesh=two, **options),
+    START, lambda x: {"x": give(x), **shared},
+)
+everywhere = {name: over(two)(own[name]) for name in ("gate", "rate")}
+wanted = train_shared(over(two, ("replica", "device")), everywhere)
+said["shared"] = [
+    train_shared(mine, own) == wanted,
+    train_shared(mine, {**own, "rate": 0.5}) == wanted,
+    train_shared(lambda x: x, own, host_batch="global") == wanted,
+]
+try:
+    train_shared(mine, {**own, "rate": np.float32(rank)})
+except ValueError as error:
+    said["shared"].append("all examples share" in str(error))
 
 # Nothing waits for the other process: process 0 does its local steps before process 1 begins.
 sync = js.local_sgd("replica", sync_every=99)
@@ -134,13 +156,8 @@ print(json.dumps(said))
 """
 # Replicas with different amounts of data; on each process lies a part of both replicas.
 UNEVEN = """
-import json
 import threading
-import numpy as np
-import optax
-import jaxslowmo as js
 
-devices = sorted(jax.devices(), key=lambda d: d.id)
 spans = jax.sharding.Mesh(np.array([[devices[i] for i in row] for row in ((0, 2), (1, 3))]),
     ("replica", "device"))
 apart = jax.sharding.Mesh(np.array([devices[i] for i in (0, 2, 1, 3)]), ("replica",))
@@ -210,11 +227,7 @@ print(json.dumps(said))
 # Pipelines and the loop.
 PIPELINES = """
 import itertools
-import json
 import time
-import numpy as np
-import optax
-import jaxslowmo as js
 
 here = jax.process_index()
 BATCHES = np.random.default_rng(1).normal(size=(7, 8, 3)).astype(np.float32)
@@ -263,17 +276,61 @@ def wrong(depth):
 print(json.dumps({"same": run(0) == run(3), "wrong": wrong(2),
     "accumulated": accumulated(0) == accumulated(2) and [w for _, w in accumulated(1)]}))
 """
+# Processes whose settings differ are told which, on all of them, before anything is sent.
+SETTINGS = """
+mesh = jax.sharding.Mesh(np.array([devices[0], devices[2]]), ("replica",))
+loss = lambda p, batch: ((batch @ p["w"]) ** 2).mean()
+stateful = lambda p, batch, *, model_state: (loss(p, batch), ({}, model_state))
+params = {"w": np.ones(3, np.float32)}
+average, every = (js.local_sgd("replica", sync_every=k) for k in (2, 1))
+two = js.slowmo("replica", base=average, sync_every=4)
+decayed = lambda rate: optax.adamw(optax.linear_schedule(rate, 0.0, 100), weight_decay=0.1)
+gradients = js.all_reduce_gradients("replica", hook=js.hooks.int8())
+smaller = js.hooks.int8(block_size=128)
+# What the second process is given instead.
+cases = {
+    "equal": ({}, {}),
+    "period": ({}, {"sync": js.slowmo("replica", base=average, sync_every=8)}),
+    "base": ({}, {"sync": js.slowmo("replica", base=every, sync_every=4)}),
+    "algorithm": ({}, {"sync": js.diloco("replica", sync_every=4)}),
+    "whole": ({}, {"sync": js.slowmo("replica", base=average, shard_state=False, sync_every=4)}),
+    "codec": (
+        {"sync": js.local_sgd("replica", codec=js.codecs.bfloat16())},
+        {"sync": js.local_sgd("replica", codec=js.codecs.float16())},
+    ),
+    "hook": (
+        {"sync": None, "gradients": gradients},
+        {"sync": None, "gradients": js.all_reduce_gradients("replica", hook=smaller)},
+    ),
+    "rate": ({"optimizer": decayed(0.1)}, {"optimizer": decayed(0.2)}),
+    "optimizer": ({}, {"optimizer": optax.adam(0.1)}),
+    "mode": ({}, {"mode": "host"}),
+    "in a chain": (
+        {"sync": None, "optimizer": js.chain(js.clip_by_global_norm(1.0), optax.sgd(0.1), two)},
+        {"sync": None, "optimizer": js.chain(js.clip_by_global_norm(2.0), optax.sgd(0.1), two)},
+    ),
+    "seed": ({}, {"seed": 1}),
+    "model_state": ({"model_state": {"m": np.zeros(2)}}, {"model_state": {"m": np.ones(2)}}),
+    "params": ({}, {"params": {"w": np.zeros(3, np.float32)}}),
+}
+found = {}
+for name, both in cases.items():
+    options = {"optimizer": optax.sgd(0.1), "sync": two, "params": params, **both[rank]}
+    initial = {key: options.pop(key) for key in ("seed", "model_state") if key in options}
+    start = options.pop("params")
+    step = js.make_train_step(stateful if "model_state" in initial else loss, mesh=mesh, **options)
+    try:
+        step.init(start, **initial)
+        found[name] = None
+    except ValueError as error:
+        found[name] = str(error)
+print(json.dumps(found))
+"""
 # Do the batches of several processes fit together? The last one: it changes how long they wait.
 FIT = """
-import json
-import time
 import warnings
-import numpy as np
-import optax
-import jaxslowmo as js
 from jaxslowmo.train.batches import _processes
 
-devices = sorted(jax.devices(), key=lambda d: d.id)
 mesh = jax.sharding.Mesh(np.array([devices[0], devices[2]]), ("replica",))
 said = {}
 
@@ -314,7 +371,7 @@ print(json.dumps(said))
 @pytest.fixture(scope="module")
 def said(tmp_path_factory):
     """Return what each process has said in each of the programs, in their order."""
-    programs = "".join((PARTS, UNEVEN, PIPELINES, FIT))
+    programs = "".join((PARTS, UNEVEN, PIPELINES, SETTINGS, FIT))
     printed = two_processes(programs, tmp_path_factory.mktemp("pair"), devices=2)
     each = [[json.loads(x) for x in text.splitlines() if x.startswith("{")] for text in printed]
     return list(zip(*each, strict=True))
@@ -322,7 +379,6 @@ def said(tmp_path_factory):
 
 OWN = {
     "apart": [[0, 2], [1, 3]],
-    "whole replicas": [[0, 1], [2, 3]],
     "replicas over processes": [[0, 2], [1, 3]],
     "same parts": [[0, 1], [0, 1]],
 }
@@ -331,13 +387,14 @@ OWN = {
 def test_parts_make_the_batch(said):
     """Parts make the batch that an array over all is: from NumPy, one device, two, and `"global"`.
 
-    What does not fit names this process' share.
+    What does not fit names this process' share. What all examples share is given by each process.
     """
     draws = set()
     for process, told in enumerate(said[0]):
         for name, parts in OWN.items():
             assert told[name] == [parts[process], True], name
         assert all(told["looks"].values()), told["looks"]
+        assert told["shared"] == [True] * 4, told["shared"]
         draws.add(told["drawn"])
         assert "multiple of 2, this process' share of 4" in told["rows"]
         assert "(3, 3)" in told["rows"]
@@ -396,7 +453,7 @@ MATCHES = {
 
 def test_what_both_say_of_batches_that_do_not_fit(said):
     """The same on both, in one line; of one that is late, or alone with a shape, a warning."""
-    both = said[3]
+    both = said[4]
     for told in both:
         assert told["different"] == told["global"] == []
         (warning,) = told["alike"]
@@ -410,3 +467,35 @@ def test_what_both_say_of_batches_that_do_not_fit(said):
     assert re.match("`batch`: in step 2 .*process 1 .*0.1 s", early)
     assert "process 1 did not report within 0.5 s" in late
     assert both[1]["one has that shape"] == []
+
+
+# What the message names, and what it does not.
+NAMED = {
+    "equal": None,
+    "period": "`sync`.sync_every",
+    "base": "`sync`.base.sync_every: 2 on process 0, 1 on process 1",
+    "algorithm": "`sync`: slowmo on process 0, diloco on process 1",
+    "whole": "`sync`.shard_state",
+    "codec": "`sync`.codec",
+    "hook": "`gradients`.hook",
+    "rate": "`optimizer`",
+    "optimizer": "`optimizer`",
+    "mode": "`mode`: 'traced' on process 0, 'host' on process 1",
+    "in a chain": "`optimizer`.transforms[0].max_norm: 1.0 on process 0, 2.0 on process 1",
+    "seed": "`seed`: 0 on process 0, 1 on process 1",
+    "model_state": "model_state: ",
+    "params": "params: ",
+}
+
+
+def test_settings_are_compared(said):
+    first, second = said[3]
+    assert first == second
+    assert first.keys() == NAMED.keys()
+    for name, wanted in NAMED.items():
+        if wanted is None:
+            assert first[name] is None
+        else:
+            assert wanted in first[name], first[name]
+            others = {"`sync`", "`optimizer`", "`gradients`", "`mode`", "params: "}
+            assert not any(x in first[name] for x in others if not wanted.startswith(x))

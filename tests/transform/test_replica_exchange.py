@@ -63,17 +63,6 @@ def test_blocks_are_those_that_jax_places(found):
                 assert x[block[place]].shape == group.block_shapes()[place]
 
 
-def test_leaves_that_are_sharded_alike_stand_together():
-    """By their axes, whichever dimensions these split."""
-    specs = [P("a"), P(), P(None, "a"), P("b", "a"), P(("a", "b")), P(None)]
-    groups = groups_of([(8, 8)] * 6, specs)
-    assert [(set(group.axis_sizes), group.indices) for group in groups] == [
-        ({"a"}, (0, 2)),
-        (set(), (1, 5)),
-        ({"a", "b"}, (3, 4)),
-    ]
-
-
 def test_leaves_over_manual_axes_are_blocks_already():
     (group,) = groups_of([(8, 8), (4,)], [P("a", "b"), P()], (MANUAL, MANUAL))
     assert (group.axis_sizes, group.blocks()) == (

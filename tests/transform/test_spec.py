@@ -1,6 +1,5 @@
 """What a transform says of itself: to whom a state belongs, what must come last in a chain."""
 
-import dataclasses
 from typing import NamedTuple
 
 import jax
@@ -42,23 +41,6 @@ def transform_of(kind, **told) -> js.ParameterTransform:
 def step_of(optimizer, replicas=2, **options):
     mesh = js.virtual_mesh({"replica": replicas})
     return js.make_train_step(lambda p, b: (p["w"] * b).sum(), optimizer, mesh=mesh, **options)
-
-
-def test_the_schedule_of_one_event():
-    schedule = js.ScheduleSpec.of("average", 3)
-    assert [schedule.phase(t, 1) for t in (2, 3)] == [(), ("average",)]
-    assert [schedule.due(t) for t in (2, 3)] == [False, True]
-    assert (schedule.schedules, schedule.events) == ((js.every(3),), ("average",))
-
-
-def test_names_of_all_groups_differ_and_two_groups_are_required():
-    """Each may be given and read by its name alone."""
-    groups = (js.ScheduleSpec, js.ExchangeSpec, js.CheckpointSpec, js.LayoutSpec)
-    names = [field.name for group in groups for field in dataclasses.fields(group)]
-    assert len(names) == len(set(names))
-    assert all(hasattr(AVERAGE, name) for name in names)
-    fields = dataclasses.fields(js.TransformSpec)
-    assert {f.name for f in fields if f.default is f.default_factory} == {"schedule", "exchange"}
 
 
 # The order of a chain

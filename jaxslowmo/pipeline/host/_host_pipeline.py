@@ -248,7 +248,7 @@ class Execution:
         views = self._stages.views_by_name(buffers, lambda name: shardings[name].spec)
         leaves, structure = jax.tree.flatten(batch)
         memory = "pinned_host" if setting.plan.batch_memory == "host" else None
-        rows = [self._stages.views(x, setting.batch.spec, memory) for x in leaves]
+        rows = [self._stages.views(x, setting.batch.specs(x), memory) for x in leaves]
         words: list[Any] = [None] * len(views)
         if keys is not None:
             words = self._stages.views(keys, setting.batch.spec)

@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ..._support.types import CompilerOptions, PyTree
-from ...mesh import only_over, place_key
+from ...mesh import is_shared, only_over, place_key
 from ...tree import at_least_float32
 from ..model import LossTerms, without_state
 from ..plan import (
@@ -52,6 +52,12 @@ class Role:
 
     spec: P
     num_lead: int
+
+    def specs(self, tree: PyTree) -> Any:
+        """Return the specs of the leaves of a value; those of a batch may be shared by its rows."""
+        if self.num_lead or not jax.tree.leaves(tree):
+            return self.spec
+        return jax.tree.map(lambda x: P() if is_shared(x) else self.spec, tree)
 
 
 SHARED = Role(P(), 0)
@@ -135,14 +141,17 @@ class HostSetting(NamedTuple):
 
         # `check_vma=False`, so that layers work as on one device: with types of varying axes, a
         # loop in a layer could not start from constants.
-        program = jax.shard_map(
-            per_device,
-            mesh=mesh,
-            in_specs=jax.tree.map(_spec, ins),
-            out_specs=jax.tree.map(_spec, outs),
-            axis_names={*self.spread.all, self.plan.axis_name},
-            check_vma=False,
-        )
+        def program(*args: PyTree) -> PyTree:
+            mapped = jax.shard_map(
+                per_device,
+                mesh=mesh,
+                in_specs=jax.tree.map(lambda role, tree: role.specs(tree), ins, args),
+                out_specs=jax.tree.map(lambda role: role.spec, outs),
+                axis_names={*self.spread.all, self.plan.axis_name},
+                check_vma=False,
+            )
+            return mapped(*args)
+
         return jax.jit(program, compiler_options=dict(self.compiler_options), **options)
 
     def shardings(self, mesh: Mesh, role: Role, *, but: Iterable[str] = ()) -> Any:
@@ -150,10 +159,6 @@ class HostSetting(NamedTuple):
         specs = self.plan.layout.specs
         axes = [name for name in mesh.axis_names if name not in but]
         return {n: NamedSharding(mesh, self.of_buffer(n, role, axes).spec) for n in specs}
-
-
-def _spec(role: Role) -> P:
-    return role.spec
 
 
 class StagePrograms:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..._support.types import PyTree
+from ...tracing import check_loss
 from ...tree import leaf_names
 
 Metrics = dict[str, jax.Array]
@@ -254,7 +255,7 @@ def loss_terms(value: Any) -> LossTerms:
 
     Raises:
       ValueError: a value that is not a scalar, a pair (sum, weight), or one of these with a dict
-        of metrics of these two forms.
+        of metrics of these two forms; a loss, or the sum of one, that is not floating.
     """
     has_metrics = isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], dict)
     loss, metrics = value if has_metrics else (value, None)
@@ -265,6 +266,7 @@ def loss_terms(value: Any) -> LossTerms:
             "`loss` must return a scalar, (sum, weight) whose quotient it is, or one of these with "
             f"a dict of metrics that are such, got {kinds}."
         )
+    check_loss("loss", loss[0] if isinstance(loss, tuple) else loss)
     total, weight = _pair(loss) if isinstance(loss, tuple) else (_floating(loss), None)
     if metrics is not None:
         metrics = {

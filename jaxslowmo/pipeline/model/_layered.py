@@ -99,10 +99,10 @@ class LayeredModel(LossProgram):
         names a keyword `state` gets its part of the model state, such as BatchNorm's statistics,
         and returns (x, new state); no gradient passes through the state.
       loss: function `loss(output, microbatch)`. It returns a scalar, the mean over the examples of
-        the microbatch; or a pair (sum, weight), such as a sum over unmasked tokens and their
-        number: the loss is then sum of sums / sum of weights, however examples are divided into
-        microbatches. Either may come with a dict of metrics, each a scalar or a pair:
-        `(loss, metrics)`. Metrics have no gradient.
+        the microbatch, of a real floating dtype (float32 for a Python float); or a pair
+        (sum, weight), such as a sum over unmasked tokens and their number: the loss is then sum of
+        sums / sum of weights, however examples are divided into microbatches. Either may come with
+        a dict of metrics, each a scalar or a pair: `(loss, metrics)`. Metrics have no gradient.
       tied: groups of leaves that are one parameter, each leaf as (layer, path in its parameters):
         `[((0, "table"), (9, "table"))]`. All leaves of a group have the value of the first, and the
         gradient of each is the sum over its group, so that any optimizer that works leaf by leaf

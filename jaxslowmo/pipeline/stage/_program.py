@@ -11,7 +11,7 @@ from jax.extend.core import JaxprEqn, Var
 from ..._support.types import PyTree
 from ...mesh import cast_varying, varying_axes
 from ...tracing import Atom, flattened, run
-from ._flat import FlatProgram, Origin, is_loop, struct_of, type_of, used_by
+from ._flat import FlatProgram, Origin, is_loop, struct_of, type_of
 from ._loops import needed_first, weights_first
 
 
@@ -254,13 +254,11 @@ class WholeStage:
       stash: types of the arrays that F stores for the backward pass. They contain no leaf of
         weights or microbatch, and nothing that is cheap to compute from one of these alone.
       kept: types of the arrays that B stores for W in addition to the stash; () without B and W.
-      reads: per leaf of the microbatch, whether any operation reads it.
     """
 
     y: PyTree
     stash: tuple[jax.ShapeDtypeStruct, ...]
     kept: tuple[jax.ShapeDtypeStruct, ...]
-    reads: tuple[bool, ...]
     _weights: Argument = field(repr=False)
     _x: Argument = field(repr=False)
     _microbatch: Argument = field(repr=False)
@@ -340,14 +338,11 @@ def traced(
     outputs, gradients = (*front.y, *back.stash), (*back.dx, *back.dweights)
     forward = front.program.and_effects(front.program.cut(outputs).equations)
     both = back.program.and_effects(back.program.cut(gradients).equations)
-    read = used_by(forward, outputs) | used_by(both, gradients)
-    again = back.inputs[len(front.weights) :][: len(front.microbatch)]
     inputs = *front.weights, *front.x, *front.microbatch
     stage = WholeStage(
         y=jax.tree.map(struct_of, front.result.tree.unflatten(front.result.types)),
         stash=tuple(struct_of(v.aval) for v in back.stash),
         kept=(),
-        reads=tuple(a in read or b in read for a, b in zip(front.microbatch, again, strict=True)),
         _weights=of_weights,
         _x=of_x,
         _microbatch=of_data,

@@ -25,7 +25,6 @@ class StageProgram(WholeStage):
       stash: types of the arrays that F stores for the backward pass. They contain no leaf of
         weights or microbatch, and nothing that is cheap to compute from one of these alone.
       kept: types of the arrays that B stores for W in addition to the stash.
-      reads: per leaf of the microbatch, whether any operation reads it.
 
     Communication: only that of the stage's function.
     """

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from ..._support.types import AxisName, PyTree
 from ...embedding import Lookup
-from ...mesh import AnyMesh, VirtualMesh, axis_names, is_of_host
+from ...mesh import AnyMesh, VirtualMesh, axis_names, is_of_host, is_shared
 from ...tree import leaf_names
 from .._train_state import StateLayout
 
@@ -93,7 +93,12 @@ def from_whole(x: Any, mesh: Mesh, axes: tuple[str, ...]) -> jax.Array:
     Communication: none; nothing checks that the arrays are the same.
     """
     x = _cuttable(x)
-    return jax.make_array_from_callback(x.shape, NamedSharding(mesh, P(axes)), x.__getitem__)
+    return jax.make_array_from_callback(x.shape, _split_over(axes, mesh), x.__getitem__)
+
+
+def _split_over(axes: tuple[str, ...], mesh: Mesh) -> NamedSharding:
+    """Return the sharding of an array whose leading dimension is split; () if it is whole."""
+    return NamedSharding(mesh, P(axes) if axes else P())
 
 
 def _cuttable(x: Any) -> Any:
@@ -112,15 +117,24 @@ _MAX_NAMED = 8  # leaves that an error message lists
 def uneven(
     batch: PyTree, mesh: AnyMesh, axes: tuple[str, ...], host_batch: HostBatch
 ) -> str | None:
-    """Return a message that lists leading dimensions that do not split evenly; None for none."""
+    """Return a message that lists leaves that are neither split evenly nor shared; None for none.
+
+    One leaf at least must be split: a batch of one example is none for several devices.
+    """
     leaves = jax.tree.leaves(batch)
     parts = [num_parts_in(x, mesh, axes, host_batch) for x in leaves]
-    if all(map(_divides, parts, leaves)):
+    divides = list(map(_divides, parts, leaves))
+    in_lists = _in_lists_of_numbers(batch)
+    is_right = [
+        splits or (is_shared(x) and not in_list)
+        for splits, x, in_list in zip(divides, leaves, in_lists, strict=True)
+    ]
+    if all(is_right) and (any(divides) or not leaves):
         return None
-    named = zip(leaf_names(batch), parts, leaves, strict=True)
-    wrong = [f"{name} {np.shape(x)}" for name, count, x in named if not _divides(count, x)]
+    named = zip(leaf_names(batch), is_right, leaves, strict=True)
+    wrong = [f"{name} {np.shape(x)}" for name, right, x in named if not right or all(is_right)]
     more = f" and {len(wrong) - _MAX_NAMED} more" if len(wrong) > _MAX_NAMED else ""
-    if not all(map(np.shape, leaves)):
+    if any(in_lists):
         more += "; lists of numbers are not arrays, np.asarray makes one"
     every = num_parts(mesh, axes)
     size = f"{every}, the size of axes {axes} together"
@@ -129,8 +143,25 @@ def uneven(
         size = f'{num_local}, this process\' share of {size} (`host_batch`="local")'
     return (
         "`batch`: the leading dimension of every leaf must be a positive multiple of "
-        f"{size}, got {', '.join(wrong[:_MAX_NAMED])}{more}."
+        f"{size}, or 1 (or none at all) for a leaf that all examples share, got "
+        f"{', '.join(wrong[:_MAX_NAMED])}{more}."
     )
+
+
+def _in_lists_of_numbers(batch: PyTree) -> list[bool]:
+    """Return for each leaf whether a list holds it in which all elements are numbers."""
+
+    def is_list_of_numbers(x: Any) -> bool:
+        is_flat = isinstance(x, list) and len(x) > 1 and jax.tree_util.all_leaves(x)
+        return is_flat and not any(map(np.ndim, x))
+
+    nodes = jax.tree.leaves(batch, is_leaf=is_list_of_numbers)
+    return [is_list_of_numbers(x) for x in nodes for _ in jax.tree.leaves(x)]
+
+
+def is_split(x: Any, mesh: AnyMesh, axes: tuple[str, ...], host_batch: HostBatch) -> bool:
+    """Return whether a leaf of a batch that is not `uneven` is split over `axes`, not shared."""
+    return _divides(num_parts_in(x, mesh, axes, host_batch), x)
 
 
 def _divides(parts: int, x: Any) -> bool:
@@ -178,6 +209,8 @@ def placed_batch(
 ) -> PyTree:
     """Return the batch with leading dimensions split over `axes`; keep arrays that already are.
 
+    Leaves that all examples share are whole on every device.
+
     Args:
       batch: tree of arrays, as `TrainStep` takes it.
       mesh: mesh of the step.
@@ -197,11 +230,12 @@ def placed_batch(
         return batch
 
     def place(x: Any) -> Any:
-        if _is_split(x, mesh, axes):
+        if _lies_split(x, mesh, axes):
             return x
+        over = axes if is_split(x, mesh, axes, host_batch) else ()
         if isinstance(x, jax.ShapeDtypeStruct):
-            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, P(axes)))
-        return _placed(x, mesh, axes, host_batch)
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=_split_over(over, mesh))
+        return _placed(x, mesh, over, host_batch)
 
     return jax.tree.map(place, batch)
 
@@ -220,6 +254,8 @@ def _is_array(x: Any) -> bool:
 def _as_array(x: Any) -> Any:
     if _is_array(x):
         return x
+    if isinstance(x, bool | int | float | complex):
+        return jnp.asarray(x)  # as weakly typed as in a program of one device
     return x.__jax_array__() if hasattr(x, "__jax_array__") else np.asarray(x)
 
 
@@ -227,21 +263,25 @@ def _placed(x: Any, mesh: Mesh, axes: tuple[str, ...], host_batch: HostBatch) ->
     # In several processes, `device_put` of a host array with such a sharding gathers it from all
     # processes to check that they agree: communication, and an error for different parts.
     if not mesh.is_multi_process or isinstance(x, Tracer) or not is_of_host(x):
-        return jax.device_put(x, NamedSharding(mesh, P(axes)))
-    if host_batch == "local":
+        return jax.device_put(x, _split_over(axes, mesh))
+    if host_batch == "local" and axes:
         return from_parts(x, mesh, axes)
     return from_whole(x, mesh, axes)
 
 
 def is_placed(x: Any, mesh: Mesh, axes: tuple[str, ...]) -> bool:
-    """Return whether `x` is a non-empty jax array that is already split over `axes` of `mesh`.
+    """Return whether `x` is a non-empty jax array that is on `mesh` as a step needs it.
+
+    It is split over `axes`, or it is shared by all examples and whole on every device.
 
     Communication: none.
     """
-    return isinstance(x, jax.Array) and x.size > 0 and _is_split(x, mesh, axes)
+    if not isinstance(x, jax.Array) or x.size == 0:
+        return False
+    return _lies_split(x, mesh, axes) or (is_shared(x) and x.sharding == _split_over((), mesh))
 
 
-def _is_split(x: Any, mesh: Mesh, axes: tuple[str, ...]) -> bool:
+def _lies_split(x: Any, mesh: Mesh, axes: tuple[str, ...]) -> bool:
     """Return whether the leading dimension of `x` is split over at least `axes` of `mesh`."""
     sharding = getattr(x, "sharding", None)
     if not isinstance(sharding, NamedSharding) or sharding.mesh != mesh or not sharding.spec:
@@ -348,8 +388,10 @@ class Placing:
         """Return the shapes and dtypes of one device's part of a batch of arrays."""
 
         def share(x: Any) -> jax.ShapeDtypeStruct:
-            rows = x.shape[0] // self._num_parts(x, layout)
-            return jax.ShapeDtypeStruct((rows, *x.shape[1:]), jnp.result_type(x))
+            shape = x.shape
+            if is_split(x, self._mesh, layout.data_axes, self._host_batch):
+                shape = (shape[0] // self._num_parts(x, layout), *shape[1:])
+            return jax.ShapeDtypeStruct(shape, jnp.result_type(x))
 
         return jax.tree.map(share, batch)
 

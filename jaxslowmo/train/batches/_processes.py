@@ -13,7 +13,7 @@ from ..._support.checks import warn_user
 from ..._support.coordinator import NoNoteError, forget, tell, wait_for
 from ..._support.types import PyTree
 from ...mesh import Description, describe, differences, digest, is_of_host, name_processes
-from ._placing import HostBatch, num_parts, num_parts_in, own_parts, uneven
+from ._placing import HostBatch, is_split, num_parts, num_parts_in, own_parts, uneven
 
 
 def processes_of(mesh: Mesh) -> list[int]:
@@ -45,6 +45,7 @@ PATIENCE_SECONDS = 120.0
 # after 30 s).
 HINT_SECONDS = 15.0
 _MAX_DIFFERENCES = 3
+_SHARED = "shared"  # in `Note.digests`, in place of a part
 
 
 class Note(NamedTuple):
@@ -54,7 +55,8 @@ class Note(NamedTuple):
       call: number of the call with a batch in host arrays, from 1.
       problem: error message if the batch of this process is wrong by itself, else None.
       leaves: names, shapes and dtypes of the whole batch, as this process infers it.
-      digests: checksum of the data of each part, at the first step only.
+      digests: checksum of the data of each part, and of what all examples share under "shared", at
+        the first step only.
     """
 
     call: int
@@ -115,8 +117,10 @@ class Comparison:
         count = num_parts(self._mesh, axes)
 
         def whole(x: Any) -> jax.ShapeDtypeStruct:
-            num_held = num_parts_in(x, self._mesh, axes, self._host_batch)
-            shape = (x.shape[0] // num_held * count, *x.shape[1:])
+            shape = x.shape
+            if is_split(x, self._mesh, axes, self._host_batch):
+                num_held = num_parts_in(x, self._mesh, axes, self._host_batch)
+                shape = (shape[0] // num_held * count, *shape[1:])
             return jax.ShapeDtypeStruct(shape, jax.typeof(x).dtype)
 
         digests = self._digests(batch, axes) if is_first else {}
@@ -127,12 +131,15 @@ class Comparison:
         if self._host_batch == "global":
             return {"whole": digest(arrays)}
         parts = own_parts(self._mesh, axes)
+        split = [x for x in arrays if is_split(x, self._mesh, axes, self._host_batch)]
+        shared = [x for x in arrays if not is_split(x, self._mesh, axes, self._host_batch)]
 
         def rows(x: Any, i: int) -> Any:
             size = x.shape[0] // len(parts)
             return x[i * size : (i + 1) * size]
 
-        return {str(part): digest([rows(x, i) for x in arrays]) for i, part in enumerate(parts)}
+        digests = {str(part): digest([rows(x, i) for x in split]) for i, part in enumerate(parts)}
+        return digests | ({_SHARED: digest(shared)} if shared else {})
 
     def _agree(self, local_note: Note) -> Verdict:
         """Send all notes to the first process, which compares them and sends back the verdict."""
@@ -205,11 +212,15 @@ def _same_values(notes: Mapping[int, Note], host_batch: HostBatch) -> Verdict:
     for process, note in notes.items():
         for part, value in note.digests.items():
             holders.setdefault(part, {}).setdefault(value, []).append(process)
-    differ = next(
-        (list(digests.values()) for digests in holders.values() if len(digests) > 1), None
-    )
+    differ = next(((part, digests) for part, digests in holders.items() if len(digests) > 1), None)
     if differ:
-        one, other = differ[0][0], differ[1][0]
+        part, (one, other, *_) = differ[0], [which[0] for which in differ[1].values()]
+        if part == _SHARED:
+            return Verdict(
+                error="`batch`: a leaf that all examples share, without a dimension or with a "
+                "leading one of 1, must be the same on every process, and processes "
+                f"{one} and {other} give different ones."
+            )
         if host_batch == "global":
             return Verdict(
                 error='`batch`: `host_batch`="global" takes the same whole batch on every process, '

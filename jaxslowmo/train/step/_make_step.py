@@ -56,12 +56,12 @@ def make_train_step(
         the examples of one device. Also allowed: `(params, batch) -> loss` or `(loss, metrics)`,
         with an argument `rng` if needed. metrics is a dict, which may hold dicts, of numbers of any
         dtype and shape under names other than "loss" and "weight"; half precision and booleans
-        become float32, as means of integers over devices or microbatches do. The loss may average
-        itself over axes of the mesh, as under `jax.pmap`. Optional attributes, which a
-        loss function of `js.pipelined` has: `before_run` is called before every program that runs,
-        and may raise, such as when compiled programs are out of date. `params_form` and
-        `model_state_form` are called by `step.init` with parameters and model state, and return
-        them in the form that the loss function takes.
+        become float32, as means of integers over devices or microbatches do. The loss has a real
+        floating dtype, float32 for a Python float. It may average itself over axes of the mesh, as
+        under `jax.pmap`. Optional attributes, which a loss function of `js.pipelined` has:
+        `before_run` is called before every program that runs, and may raise, such as when compiled
+        programs are out of date. `params_form` and `model_state_form` are called by `step.init`
+        with parameters and model state, and return them in the form that the loss function takes.
       optimizer: any optax transform; its state stays local to each replica. A `js.chain` is split:
         everything up to the last transform that reduces gradients, with this library's clipping
         right after it, becomes `gradients`; a parameter transform at its end becomes `sync`; the
@@ -154,13 +154,14 @@ def make_train_step(
         clipping nor loss scale of this library, one hidden in an `optax.chain`, several clippings,
         one in `gradients` that is not last, or one with an `optimizer` that exchanges by itself;
         with `order="ready"`, a reduction hidden in an `optax.chain`. At the first step: a `value`
-        that the step cannot average. At trace time: batches that do not split evenly, gradients not
-        averaged over the inner axes, a line search with averaged gradients,
-        `js.slowmo(learning_rate="optimizer")` without exactly one learning rate in the state of
-        `optimizer`.
+        that the step cannot average. At trace time: batches that do not split evenly, a loss
+        that is not floating, gradients not averaged over the inner axes, a line search with
+        averaged gradients, `js.slowmo(learning_rate="optimizer")` without exactly one learning rate
+        in the state of `optimizer`.
       UserWarning: once, for an `optimizer` that undoes what `sync` does (an optimizer of another
-        library is tried on a few numbers), for `optax.contrib.sam` with a period that `sync` cuts,
-        and for `js.Policy("float16")` without a `js.dynamic_loss_scale` in `optimizer`.
+        library is tried on a few numbers), for `optax.contrib.sam` or `optax.MultiSteps` with a
+        period that `sync` cuts, and for `js.Policy("float16")` without a `js.dynamic_loss_scale` in
+        `optimizer`.
 
     Communication: what `gradients` and `sync` state, once per update whatever `accumulate`; model
       state as above (one all-reduce of its bytes); over inner axes one all-reduce each of metrics

@@ -23,6 +23,20 @@ _BEFORE = (4, 5, 6)  # updates before the displacement; several, since SAM has a
 _AFTER = 3  # updates after the displacement
 _LEFT = 0.9  # warn if less is left: allows a decay of 3 % per update
 _MAX_PERIOD = 64
+# By the class of its state, an optimizer that updates in some of its calls only: its name, the
+# counter of calls since an update, and what happens in between.
+COUNTING = {
+    "SAMState": (
+        "optax.contrib.sam",
+        "steps_since_sync",
+        "parameters are where SAM has pushed them: replicas then keep different displacements",
+    ),
+    "MultiStepsState": (
+        "optax.MultiSteps",
+        "mini_step",
+        "gradients at the parameters of before are being collected",
+    ),
+}
 
 
 def check_remembered(
@@ -32,9 +46,9 @@ def check_remembered(
     warn: Callable[[str], None],
     *,
     unknown: Sequence[str],
-    has_sam: bool,
+    counting: Sequence[str],
 ) -> None:
-    """Warn if an optimizer undoes exchanges of parameters, or if they fall between SAM's updates.
+    """Warn if an optimizer undoes exchanges of parameters, or if they fall between its updates.
 
     Args:
       optimizer: the optimizer of the training step.
@@ -42,7 +56,7 @@ def check_remembered(
       sync: the parameter transform, which exchanges.
       warn: a function that issues each message once.
       unknown: names of the unknown classes in the optimizer's state, for the message.
-      has_sam: whether the optimizer holds `optax.contrib.sam`.
+      counting: the classes in the optimizer's state that are in `COUNTING`.
 
     Communication: none.
     """
@@ -57,14 +71,13 @@ def check_remembered(
                 "are copies of the parameters, as in js.remembers_parameters(MyState, "
                 'moves=("start",)), and they will move along.'
             )
-    if has_sam:
-        period = _sam_period(optimizer, params)
+    for kind in counting:
+        name, field, meanwhile = COUNTING[kind]
+        period = _period(optimizer, params, kind, field)
         if period is not None and _falls_between(sync, period):
             warn(
-                f"`optimizer` holds optax.contrib.sam with a period of {period}, and `sync` also "
-                "averages in between, while parameters are where SAM has pushed them: replicas "
-                "then keep different displacements. Make `sync_every` a multiple of "
-                f"{period}."
+                f"`optimizer` holds {name} with a period of {period}, and `sync` also averages in "
+                f"between, while {meanwhile}. Make `sync_every` a multiple of {period}."
             )
 
 
@@ -93,15 +106,17 @@ def _left(optimizer: optax.GradientTransformationExtraArgs, params: PyTree) -> f
 
 
 @_unless_it_fails
-def _sam_period(optimizer: optax.GradientTransformationExtraArgs, params: PyTree) -> int | None:
-    """Return after how many updates SAM is back from its adversarial steps."""
+def _period(
+    optimizer: optax.GradientTransformationExtraArgs, params: PyTree, kind: str, field: str
+) -> int | None:
+    """Return after how many calls the counters of all states of a class are 0 again."""
 
     def steps(state: PyTree) -> list[int]:
-        def is_sam(x: Any) -> bool:
-            return type(x).__name__ == "SAMState" and x.cache is not None
+        def is_one(x: Any) -> bool:
+            return type(x).__name__ == kind
 
-        states = jax.tree.leaves(state, is_leaf=is_sam)
-        return [int(x.steps_since_sync) for x in states if is_sam(x)]
+        states = jax.tree.leaves(state, is_leaf=is_one)
+        return [int(getattr(x, field)) for x in states if is_one(x)]
 
     trial = _Trial(optimizer, params)
     now = trial.start()

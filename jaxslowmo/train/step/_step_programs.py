@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from ..._support.types import Phase, PyTree
 from ...embedding import Ahead
 from ...gradients.precision import scale_metrics
-from ...mesh import AnyMesh, VirtualMesh, laid_out, map_replicas
+from ...mesh import AnyMesh, VirtualMesh, laid_out, map_replicas, roles_of_batch
 from .._train_state import StateLayout, TrainState
 from .update import INPUT_ROLES, ROLES, GradientWindow, ReplicaStep, StepInputs, StepParts, joined
 
@@ -26,7 +26,6 @@ _ROLES: Any = {
     "metrics": "stacked",
     "carry": "device",
     "window": ROLES,
-    "arguments": ("stacked", "batch", "device", "device"),
 }
 
 
@@ -176,17 +175,24 @@ class Programs:
             return task.fn(step, state, StepInputs(*inputs))
 
         input_roles = INPUT_ROLES if task.windowed else INPUT_ROLES._replace(window="shared")
-        mapped = map_replicas(
-            per_replica,
-            mesh=mesh,
-            axis_name=self._parts.axis_name,
-            in_roles=self._roles(("stacked", *input_roles)),
-            out_roles=self._roles(jax.tree.map(_ROLES.__getitem__, task.results)),
-            automatic=layout.axes,
-        )
+        dispatched = self._parts.differentiation.dispatched
 
         def program(*, state: TrainState, **inputs: Any) -> Any:
-            return mapped(state, *StepInputs(**inputs))
+            given = StepInputs(**inputs)
+            batch, upcoming = roles_of_batch(given.batch), roles_of_batch(given.upcoming)
+            roles = input_roles._replace(batch=batch, upcoming=upcoming)
+            # The batch of a dispatched loss function is a result only if it is cast.
+            seen = batch if dispatched is not None and dispatched.is_cast else "batch"
+            results = _ROLES | {"arguments": ("stacked", seen, "device", "device")}
+            mapped = map_replicas(
+                per_replica,
+                mesh=mesh,
+                axis_name=self._parts.axis_name,
+                in_roles=self._roles(("stacked", *roles)),
+                out_roles=self._roles(jax.tree.map(results.__getitem__, task.results)),
+                automatic=layout.axes,
+            )
+            return mapped(state, *given)
 
         donated = task.donated if self.donate and task.donated else ()
         return jax.jit(

@@ -17,7 +17,7 @@ from ...mesh import AnyMesh, VirtualMesh, axis_names, inner_specs, model_axes, s
 from ...transform import NoExchangeState, ParameterTransform, has_origin
 from ...tree import leaf_names, not_floating
 from .._train_state import KnownLayout, StateLayout, TrainState
-from ._probe import check_remembered
+from ._probe import COUNTING, check_remembered
 from ._transforms import check_transforms
 from .update import AnyLookup, GradientWindow, StepParts
 
@@ -60,10 +60,10 @@ def check_state(
         unknown = sorted(kind.__name__ for kind in kinds if _is_unknown_class(kind))
         if not all(map(_has_class, jax.tree.leaves(optimizer_state, is_leaf=_has_class))):
             unknown = unknown or ["arrays without a class"]
-        has_sam = any(kind.__name__ == "SAMState" for kind in kinds)
-        if unknown or has_sam:
+        counting = sorted(COUNTING.keys() & {kind.__name__ for kind in kinds})
+        if unknown or counting:
             arguments = parts.optimizer, params, sync, warn
-            check_remembered(*arguments, unknown=unknown, has_sam=has_sam)
+            check_remembered(*arguments, unknown=unknown, counting=counting)
 
 
 def of_one_replica(x: Any) -> Any:

@@ -128,7 +128,9 @@ class TrainStep:
 
         Args:
           state: a `TrainState`; its buffers are donated if the step was made with `donate`.
-          batch: leaves with leading dimension replicas * local batch, replica-major. With several
+          batch: leaves with leading dimension replicas * local batch, replica-major. Leaves without
+            a dimension, or with a leading dimension of 1 where others have more, are shared by all
+            examples: the loss function receives them as they are, in every microbatch. With several
             processes NumPy arrays, arrays of other libraries on the CPU and jax arrays of this
             process hold what `host_batch` says; an array over all processes is the whole batch.
           weight: (replicas,) each replica's weight in averages, >= 0, such as its number of

@@ -203,7 +203,9 @@ def check_transforms(
                 continue
             _check_facts(name, facts, axes, inside)
             leaves = facts.updates
-        _check_reduced(leaves, inside)
+        averaged = _axes_of(parts.gradients) | _axes_of(parts.optimizer)
+        needed = tuple(a for a in mesh.axis_names if a in averaged.union(inside))
+        _check_reduced(leaves, inside, needed)
     _check_gradients_state(gradients)
     if parts_of(optimizer, DynamicLossScaleState):
         check_place(optimizer)
@@ -265,13 +267,16 @@ def _check_facts(
         )
 
 
-def _check_reduced(updates: PyTree, inside: tuple[str, ...]) -> None:
-    """Raise `ValueError` for updates that differ between the devices of a replica."""
+def _check_reduced(updates: PyTree, inside: tuple[str, ...], needed: tuple[str, ...]) -> None:
+    """Raise `ValueError` for updates that differ between the devices of a replica.
+
+    `needed` are the axes over which gradients are averaged now, and those in `inside`.
+    """
     if wrong := _differing(updates, inside):
         raise ValueError(
             f"`gradients` must average over the inner axes {inside} of the mesh, between whose "
             f"devices the batch is split; updates still differ there: {wrong}. Leave `gradients` "
-            f"out, or pass js.all_reduce_gradients({inside!r})."
+            f"out, or pass js.all_reduce_gradients({needed!r})."
         )
 
 

@@ -55,27 +55,6 @@ def numbered(shapes) -> dict[str, np.ndarray]:
     }
 
 
-@given(
-    shapes=st.lists(st.lists(st.integers(0, 9), max_size=3).map(tuple), max_size=4),
-    replicas=st.integers(1, 9),
-    local=st.integers(1, 3),
-    bucket_bytes=st.sampled_from([None, 0, 100]),
-)
-def test_split_and_joined_is_the_same_tree(shapes, replicas, local, bucket_bytes):
-    tree = numbered(shapes)
-    shards = ShardedAnchor(Exchange("replica", "device", None, bucket_bytes))
-    at = StatePlacement(replicas, {"replica": replicas, "device": local})
-    split = shards.split(tree, tree, at)
-    assert all(x.shape[0] == replicas and x.ndim == 3 for x in split)
-    types = [(x.shape, x.dtype) for x in shards.types_on(tree, at)]
-    assert types == [(x.shape, x.dtype) for x in split]
-    jax.tree.map(np.testing.assert_array_equal, shards.join(split, tree, at), tree)
-    if split:
-        for wrong in (split[1:], (*split, split[0])):
-            with pytest.raises(ValueError, match="shards"):
-                shards.join(wrong, tree, at)
-
-
 @pytest.mark.parametrize("local", [None, "device"])
 def test_devices_lay_them_out_likewise(local, mesh_of):
     """Leaves sharded over an automatic axis have blocks of their own."""

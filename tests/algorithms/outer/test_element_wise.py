@@ -22,7 +22,6 @@ WHOLE = {
     "adafactor, factors alone": lambda: optax.adafactor(
         0.1, multiply_by_parameter_scale=False, clipping_threshold=None
     ),
-    "muon": lambda: optax.contrib.muon(0.1),
     "matrices only": lambda: optax.masked(
         optax.sgd(0.1), lambda tree: jax.tree.map(lambda x: x.ndim > 1 and x.shape[0] > 1, tree)
     ),

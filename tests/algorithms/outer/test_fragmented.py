@@ -129,15 +129,6 @@ def test_equals_the_oracle(algorithm, base, fragments, delay, merge, shard_state
 # Replicas without data, skipped exchanges, stages
 
 
-def test_a_replica_without_data_is_left_out_of_what_is_taken():
-    """With weights (1, 1, 0, 2) the anchor becomes the weighted mean of update 10."""
-    tx, weight = js.local_sgd("replica", sync_every=PERIOD, delay=2), np.float32([1, 1, 0, 2])
-    start, updates = drawn(1)
-    history = [now for now, _ in run(tx, start, updates[:PERIOD], weight=weight)]
-    taken = np.average(history[PERIOD - 3], axis=0, weights=weight)
-    np.testing.assert_allclose(history[-1], np.broadcast_to(taken, (4, 12)), rtol=1e-5)
-
-
 @pytest.mark.parametrize("skipped", [4, 6])
 def test_a_displacement_that_has_not_travelled_whole_is_dropped(skipped):
     """Fragment 0 is taken in update 4, travels in 5 and 6: without one of these no slow step."""

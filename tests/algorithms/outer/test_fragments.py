@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import jaxslowmo as js
-from jaxslowmo.algorithms.outer._fragments import Fragment, fragments_named
 from jaxslowmo.checkpoint import Checkpoints
 from jaxslowmo.tree import Staged
 from support.layered import language_model, tokens
@@ -56,26 +55,6 @@ def test_a_function_names_the_fragment_of_each_leaf():
     assert [tx.phase(t) for t in (1, 2, 4)] == [(), ("slow 0",), ("slow 1",)]
     tx.init({"stem": jnp.ones(2)})  # a single one has no number
     assert [tx.phase(t) for t in (2, 4)] == [(), ("slow",)]
-
-
-@given(st.lists(st.integers(0, 11), min_size=2, max_size=30), st.integers(1, 12))
-def test_names_in_a_state_tell_the_fragments(numbers, count):
-    """Whichever leaves a fragment has, and if all have a part of each leaf."""
-    members = {number: [i for i, n in enumerate(numbers) if n == number] for number in numbers}
-    fragments = tuple(
-        Fragment(number, tuple(places))
-        for number, places in enumerate(members[n] for n in sorted(members))
-    )
-    parts = tuple(Fragment(i, tuple(range(len(numbers))), count) for i in range(count))
-    for divided in (fragments, parts if count > 1 else fragments):
-        names = [f"{fragment.key}/w" for fragment in reversed(divided)]
-        found = fragments_named(names, len(numbers))
-        assert found == divided
-
-
-@pytest.mark.parametrize("names", [["0:0/w", "1:2/w"], ["0:0/w", "w"], ["w", "b"], ["0:0-1@2/w"]])
-def test_other_names_are_of_a_single_fragment(names):
-    assert fragments_named(names, 2) == (Fragment(),)
 
 
 def pipeline(**options):

@@ -26,11 +26,9 @@ DIVISIONS = [
     {},
     {"fragments": 3, "delay": 2},
     {"fragments": by_hand, "delay": 1, "merge": 0.5},
-    {"delay": 3},
-    {"fragments": 4, "delay": 2},
 ]
 # From one to another, on how many replicas, whether sharded; the last is the same.
-MOVES = [(0, 2, 2, False), (4, 3, 4, True), (1, 1, 2, True)]
+MOVES = [(0, 2, 2, False), (1, 1, 2, True)]
 
 
 @pytest.mark.parametrize(("then", "now", "replicas", "shard_state"), MOVES)

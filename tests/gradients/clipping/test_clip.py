@@ -64,8 +64,8 @@ def test_norms_are_those_of_the_gathered_model(specs, norm, factor, typed):
 TIED = [{0: "embed", 1: "head"}, {0: "scale", 1: "scale"}]
 
 
-@pytest.mark.parametrize("typed", [True, False])
-def test_tied_parameters_count_once(typed):
+@pytest.mark.parametrize(("typed", "norm"), [(True, 2), (False, np.inf)])
+def test_tied_parameters_count_once(typed, norm):
     rng = np.random.default_rng(3)
     table, scale = (rng.normal(size=shape).astype("f4") for shape in [(4, 6), (3,)])
     untied = rng.normal(size=(2, 5)).astype("f4")
@@ -81,25 +81,14 @@ def test_tied_parameters_count_once(typed):
         name: P("stage", None, "tensor") for name in ("embed", "head")
     }
     options = {} if typed else {"param_specs": specs}
-    for norm in (2, np.inf):
-        tx = js.clip_by_global_norm(1e-3, MODEL, norm, tied=TIED, **options)
-        _, state = clipped_and_norms(tx, grads, specs, check_vma=typed)
-        np.testing.assert_allclose(state.norm, norm_of([table, scale, untied], norm), rtol=1e-6)
+    tx = js.clip_by_global_norm(1e-3, MODEL, norm, tied=TIED, **options)
+    _, state = clipped_and_norms(tx, grads, specs, check_vma=typed)
+    np.testing.assert_allclose(state.norm, norm_of([table, scale, untied], norm), rtol=1e-6)
     # Copies in one array, whose axis the compiler has or nobody.
     counted = {"embed": None, "head": np.zeros(()), "scale": np.array([[1], [0]]), "own": None}
     stacked = js.clip_by_global_norm(1e-3, counted=counted)
     _, state = stacked.update(grads, stacked.init(grads))
     np.testing.assert_allclose(state.norm, norm_of([table, scale, untied], 2), rtol=1e-6)
-
-
-@pytest.mark.parametrize(("norm", "bad"), [(2, np.inf), (np.inf, np.nan)])
-def test_one_bad_value_on_one_device_is_seen_on_all(norm, bad):
-    grads = {"parts": np.ones((4, 4), "f4"), "whole": np.ones(3, "f4")}
-    grads["parts"][3, 1] = bad
-    specs = {"parts": P(MODEL), "whole": P()}
-    clipped, state = clipped_and_norms(js.clip_by_global_norm(1.0, MODEL, norm), grads, specs)
-    assert not np.isfinite(state.norm).any()
-    assert all(np.isnan(x).all() for x in jax.tree.leaves(clipped))
 
 
 def test_a_loss_scale_around_it_skips_on_all_devices():

@@ -4,11 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AbstractMesh, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxslowmo as js
-from jaxslowmo.gradients.reducer._reduce_buckets import BucketLayout
 
 AXES = {"replica": 2, "fsdp": 2, "tensor": 2}
 SPECS = {"bias": P(), "in": P("fsdp", "tensor"), "out": P("tensor", "fsdp"), "table": P("fsdp")}
@@ -134,31 +133,6 @@ def test_a_hook_keeps_a_state_for_each_block(mesh_of, explicit):
         for name, mean in means.items():
             np.testing.assert_array_equal(np.asarray(mean)[0], count * np.mean(values[name], 0))
     np.testing.assert_array_equal(state.hook[-2]["calls"], np.full((2, 4), 2))
-
-
-def planned(layout, ready_order=None):
-    types = {k: jax.ShapeDtypeStruct(shape, jnp.float32) for k, shape in SHAPES.items()}
-    mesh = AbstractMesh(tuple(AXES.values()), tuple(AXES))
-    with jax.sharding.use_abstract_mesh(mesh):
-        found = layout.planned(types, SPECS, ready_order)
-    firsts, groups, plans = zip(*found.numbered(), strict=True)
-    assert list(firsts) == list(np.cumsum([0, *(len(plan.buffers) for plan in plans)])[:-1])
-    return [
-        [found.names[group.indices[i]] for i in buffer.leaves]
-        for group, plan in zip(groups, plans, strict=True)
-        for buffer in plan.buffers
-    ]
-
-
-def test_leaves_share_a_bucket_with_those_that_are_sharded_alike():
-    assert planned(BucketLayout((2**20,))) == [["bias"], ["out", "in"], ["table"]]
-    assert planned(BucketLayout((2**20,), order="forward"))[1] == ["in", "out"]
-    assert planned(BucketLayout((2**20,)), ready_order=(1, 0, 2, 3))[1] == ["in", "out"]
-    # Sizes are those of blocks: 24 bytes of each matrix.
-    assert planned(BucketLayout((30,)))[1] == ["out", "in"]
-    assert planned(BucketLayout((24,)))[1:3] == [["out"], ["in"]]
-    own = BucketLayout((1,), buckets=(("in", "bias"), (2, "table")))
-    assert planned(own) == [["bias"], ["in"], ["out"], ["table"]]
 
 
 def test_a_loop_that_tells_nothing_is_warned(mesh_of):

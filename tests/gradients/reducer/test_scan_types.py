@@ -32,12 +32,9 @@ HOOKS = {
     "bf16_compress": js.hooks.bf16_compress(),
     "fp16_compress": js.hooks.fp16_compress(),
     "int8": js.hooks.int8(block_size=4, stochastic_rounding=True),
-    "int8 forgetful": js.hooks.int8(error_feedback=False),
     "fp8": js.hooks.fp8(),
     "top_k": js.hooks.top_k(0.2),
-    "top_k forgetful": js.hooks.top_k(k=1, error_feedback=False),
     "powersgd": low_rank(),
-    "powersgd cold": low_rank(warm_start=False),
     "powersgd forgetful": low_rank(0, error_feedback=False, warm_start=False),
     "powersgd in bf16": js.hooks.bf16_compress(low_rank()),
 }
@@ -45,16 +42,12 @@ HOOKS = {
 INNER = optax.chain(optax.trace(0.9), optax.scale_by_schedule(lambda _: 0.1))
 TRANSFORMS = {
     "all_reduce_gradients": reduce(),
-    "all_reduce_gradients merged": reduce(bucket_bytes=8, split_large=True, max_buckets=3),
     **{f"all_reduce_gradients {name}": reduce(hook) for name, hook in HOOKS.items()},
-    "accumulate": js.accumulate(optax.chain(reduce(), INNER), every=2),
     "accumulate int8": js.accumulate(optax.chain(reduce(js.hooks.int8()), INNER), every=2),
     "accumulate alone": js.accumulate(INNER, every=2),
-    "post_local_gradients": js.post_local_gradients(js.every(2, start=1), reduce()),
     "post_local_gradients twice": js.post_local_gradients(
         js.every(2, start=1), reduce(js.hooks.int8()), reduce(low_rank())
     ),
-    "all_reduce_rows": js.all_reduce_rows("replica", tables=("m",), path="rows"),
     "all_reduce_rows beside": js.all_reduce_rows(
         "replica", tables=("m",), dense=reduce(js.hooks.int8()), capacity=1
     ),
@@ -63,10 +56,6 @@ TRANSFORMS = {
     "skip_unused": js.skip_unused(
         optax.chain(reduce(js.hooks.int8()), INNER), ("replica", "model")
     ),
-    "skip_unused sticky": js.skip_unused(
-        optax.chain(reduce(), optax.sgd(0.1, momentum=0.9)), ("replica", "model"), sticky=True
-    ),
-    "skip_unused over replicas": js.skip_unused(optax.chain(reduce(), INNER), "replica"),
     "skip_unused alone": js.skip_unused(INNER, "replica"),
     "slow_momentum": js.slow_momentum(),
     "gradient_transform": js.gradient_transform(optax.chain(reduce(), INNER)),

@@ -4,7 +4,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
@@ -58,24 +57,23 @@ def of_array(axis_name="replica", **options):
 
 
 # What each sends in the first place, and whether some replica has more rows than that.
+ACTIVE = {"divide_by": "active"}
 WAYS = {
     "rows": (reduced, {"path": "rows"}, False),
     "table": (reduced, {"path": "dense"}, False),
-    "capacity": (reduced, {"path": "rows", "capacity": 5}, False),
-    "overflow to rows": (reduced, {"path": "rows", "capacity": 2}, True),
+    "table, active": (reduced, {"path": "dense", **ACTIVE}, False),
+    "capacity": (reduced, {"path": "rows", "capacity": 5, **ACTIVE}, False),
+    "overflow to rows": (reduced, {"path": "rows", "capacity": 2, **ACTIVE}, True),
     "overflow to the table": (reduced, {"path": "auto", "capacity": 2}, True),
     "array overflows": (of_array, {"capacity": 2}, True),
-    "array as rows": (of_array, {"capacity": 5, "output": "rows"}, False),
+    "array as rows": (of_array, {"capacity": 5, "output": "rows", **ACTIVE}, False),
     "as rows overflow": (reduced, {"output": "rows", "capacity": 1}, True),
 }
 
 
-def all_ways(divide_by):
-    def run(rows, values, weight):
-        ways = {n: make(divide_by=divide_by, **o) for n, (make, o, _) in WAYS.items()}
-        return {name: step(rows, values, weight) for name, step in ways.items()}
-
-    return run
+def all_ways(rows, values, weight):
+    ways = {name: make(**options) for name, (make, options, _) in WAYS.items()}
+    return {name: step(rows, values, weight) for name, step in ways.items()}
 
 
 def as_arrays(mean):
@@ -91,31 +89,24 @@ def as_arrays(mean):
     return dense_of(rows, values)
 
 
-def check_all_ways(found, rows, wanted):
-    distinct = max(len(set(r[r < NUM_ROWS].tolist())) for r in rows)
-    for name, (*_, overflows) in WAYS.items():
-        mean, state = found[name]
-        tables = as_arrays(mean)
-        np.testing.assert_allclose(tables, np.broadcast_to(wanted, tables.shape), **CLOSE)
-        assert (tables == tables[0]).all()
-        assert np.asarray(state.overflows).tolist() == [int(overflows)] * len(rows), name
-        if name != "table":
-            assert np.asarray(state.needed).tolist() == [distinct] * len(rows), name
-
-
-@pytest.mark.parametrize("divide_by", ["initial", "active"])
-def test_every_way_gives_the_weighted_mean(divide_by):
+def test_every_way_gives_the_weighted_mean():
     """The second replica has run out: whatever it holds is ignored."""
     rows, values = entries(seed=1)
     weight = np.array([3.0, 0.0, 1.0, 2.0], np.float32)
     tables = dense_of(rows, values)
     wanted = np.einsum("r,r...->...", weight, tables) / weight.sum()
-    if divide_by == "initial":
-        wanted = wanted * 3 / 4
     values[1] = np.nan
-    run = lift(all_ways(divide_by), {"replica": REPLICAS}, "shard_map", (False,) * 3)
+    run = lift(all_ways, {"replica": REPLICAS}, "shard_map", (False,) * 3)
     found = run(rows, values, weight)
-    check_all_ways(found, rows, wanted)
+    distinct = max(len(set(r[r < NUM_ROWS].tolist())) for r in rows)
+    for name, (_, options, overflows) in WAYS.items():
+        mean, state = found[name]
+        tables, share = as_arrays(mean), 1 if "divide_by" in options else 3 / 4
+        np.testing.assert_allclose(tables, np.broadcast_to(share * wanted, tables.shape), **CLOSE)
+        assert (tables == tables[0]).all()
+        assert np.asarray(state.overflows).tolist() == [int(overflows)] * len(rows), name
+        if options.get("path") != "dense":
+            assert np.asarray(state.needed).tolist() == [distinct] * len(rows), name
     # An optimizer may decay the rows that a mean names: those of an idle replica alone are not.
     used = {*rows[weight > 0].ravel().tolist(), NUM_ROWS}
     named = [np.asarray(x.rows) for x, _ in found.values() if isinstance(x, js.RowGradient)]

@@ -14,7 +14,6 @@ from flax import linen as nn
 import jaxslowmo as js
 from support.layered import assert_close
 
-EXECUTORS = ["one_program", "host"]
 WIDTH = 3
 PARAMS = [jnp.full((2, WIDTH), 0.5), jnp.full((WIDTH, WIDTH), 0.3)]
 BATCH = np.arange(8.0, dtype=np.float32).reshape(4, 2) / 8
@@ -124,26 +123,6 @@ def test_builtins_without_a_signature_get_two_arguments():
     assert js.LayeredModel([max], lambda x, _: x)([2.0], 3.0) == 3
 
 
-def test_layers_behind_kwargs_train_on_stages_with_their_keys(mesh_of):
-    """Use dropout behind `**kwargs` in a loop of layers, and flax, which takes no key."""
-    modules = [nn.Dense(WIDTH), nn.Dense(2)]
-    weights = [modules[0].init(jax.random.key(0), BATCH)]
-    weights += [PARAMS[1]] * 5
-    weights.append(modules[1].init(jax.random.key(1), jnp.ones((1, WIDTH))))
-    model, named = (
-        js.LayeredModel([modules[0].apply, *[layer] * 5, modules[1].apply], mean)
-        for layer in (wrapped(noisy), noisy)
-    )
-    key = jax.random.key(1)
-
-    def by_hand(params):
-        halves = [(BATCH[:2], jax.random.fold_in(key, 0)), (BATCH[2:], jax.random.fold_in(key, 1))]
-        return sum(named(params, half, rng=own) for half, own in halves) / 2
-
-    found = on_stages(mesh_of, model, weights, "one_program", rng=key)
-    assert_close(found, jax.jit(jax.value_and_grad(by_hand))(weights))
-
-
 def test_kwargs_are_tried_once_and_keep_a_key_that_is_dropped_while_none():
     seen = []
 
@@ -227,14 +206,13 @@ def test_losses_may_be_numbers_of_any_kind(name):
     assert_close(found, jax.tree.map(np.float32, expected))
 
 
-@pytest.mark.parametrize("executor", EXECUTORS)
-def test_stages_add_up_losses_of_all_kinds(mesh_of, executor):
+def test_stages_add_up_losses_of_all_kinds(mesh_of):
     def of_pair(x, _):
         metrics = {"a": 0.5, "b": np.int64(4), "c": jnp.sum(x > 2), "d": (jnp.sum(x > 0.2), x.size)}
         return (jnp.sum(x), np.int32(x.size)), {**metrics, "e": True}
 
     model = js.LayeredModel([dense, dense], of_pair)
-    found = on_stages(mesh_of, model, PARAMS, executor)
+    found = on_stages(mesh_of, model, PARAMS, "one_program")
     assert_close(found, jax.jit(jax.value_and_grad(model, has_aux=True))(PARAMS, BATCH))
     assert all(x.dtype == jnp.float32 for x in jax.tree.leaves(found))
 

@@ -44,21 +44,6 @@ def test_the_model_is_its_layers_one_after_the_other_and_the_loss():
     assert whole.stage(1, 3)(PARAMS[1:], x, BATCH).value(1) == found
 
 
-def test_tied_leaves_have_the_first_ones_value_and_the_sum_of_the_gradients():
-    def head(params, x):
-        return (x @ params["inner"]["table"].T)[:, 0]
-
-    model = js.LayeredModel([first, head], squared, tied=[((0, "w"), (1, "inner/table"))])
-    params = [{"w": PARAMS[0]["w"]}, {"inner": {"table": jnp.zeros((2, 3))}}]
-    grads = jax.grad(lambda p: model(p, BATCH)[0])(params)
-
-    def one_parameter(table):
-        return squared(head({"inner": {"table": table}}, first({"w": table}, BATCH)), BATCH)[0]
-
-    expected = jax.grad(one_parameter)(PARAMS[0]["w"])
-    assert_close(grads, [{"w": expected}, {"inner": {"table": expected}}])
-
-
 def test_layers_with_a_key_draw_their_own_and_the_same_again():
     def noisy(params, x, *, key):
         return x if key is None else x + jax.random.normal(key, x.shape)

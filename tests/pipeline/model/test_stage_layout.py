@@ -1,7 +1,6 @@
 """Parameters of all stages in one tree and back: arrays, types, states that mirror them."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -84,11 +83,3 @@ def test_moments_of_a_run_go_to_another_cut_and_back(mesh_of, stacked, layout):
     alike(layout.unstack_like(layout.stack_like(layers)), layers)
     other = layout_on(mesh_of({"stage": 2, "fsdp": 4}))
     alike(other.unstack_like(other.stack_like(jax.tree.map(np.asarray, layers))), layers)
-
-
-def test_replicas_may_lead(stacked, layout):
-    replicas = js.replicate(stacked, mesh=stacked[NAME].sharding.mesh, axis_name="replica")
-    layers = layout.unstack_like({"params": replicas, "step": 3})
-    alike(layers["params"], jax.tree.map(lambda x: jnp.stack([x, x]), TIED))
-    assert layers["params"][0]["table"].sharding.spec[0] == "replica"
-    alike(layout.stack_like(layers)["params"], replicas)

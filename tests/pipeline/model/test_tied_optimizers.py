@@ -52,12 +52,11 @@ def labels(params):
     return jax.tree.map(lambda is_head: "b" if is_head else "a", named("lm_head", params))
 
 
-# What differs between the names of the copies, what clips, and what treats all alike.
+# What differs between the names of the copies, and what clips.
 OPTIMIZERS = {
     "mask": optax.adamw(0.05, weight_decay=0.3, mask=functools.partial(named, "lm_head")),
     "partition": optax.partition({"a": optax.adam(0.05), "b": optax.sgd(0.3)}, labels),
     "clip": optax.chain(optax.clip_by_global_norm(0.05), optax.sgd(0.1, momentum=0.9)),
-    "alike": optax.adam(0.05),
 }
 OURS = {"clip": js.chain(js.clip_by_global_norm(0.05), optax.sgd(0.1, momentum=0.9))}
 
@@ -69,10 +68,15 @@ def by_hand(name):
         return cross_entropy(x @ params[0]["embed"].T, batch)
 
     params, optimizer = [*PARAMS[:3], {}], OPTIMIZERS[name]
+
+    @jax.jit
+    def update(params, state, batch):
+        updates, state = optimizer.update(jax.grad(loss)(params, batch), state, params)
+        return optax.apply_updates(params, updates), state
+
     state = optimizer.init(params)
     for batch in batches():
-        updates, state = optimizer.update(jax.grad(loss)(params, batch), state, params)
-        params = optax.apply_updates(params, updates)
+        params, state = update(params, state, batch)
     return [*params[:3], {"lm_head": params[0]["embed"]}]
 
 
@@ -114,9 +118,9 @@ def test_a_clip_among_the_gradients_counts_it_once():
 @pytest.mark.parametrize(
     ("name", "schedule", "executor"),
     [
-        *(("mask", "zbv", "one_program"), ("mask", "gpipe", "host")),
-        *(("partition", "gpipe", "one_program"), ("partition", "zbv", "host")),
-        *(("clip", "gpipe", "one_program"), ("alike", "zbv", "one_program")),
+        ("mask", "zbv", "one_program"),
+        ("partition", "zbv", "host"),
+        ("clip", "gpipe", "one_program"),
     ],
 )
 def test_in_stages(name, schedule, executor):

@@ -11,7 +11,10 @@ from support.exhaustive import sweep
 from support.layered import assert_gradients_alike, language_model, tokens
 
 schedules = js.schedules
-USUAL = [("one_f_one_b", 4, True, False), ("zbv", 2, False, True)]
+USUAL = [
+    ("one_f_one_b", 4, True, False), ("zbv", 2, False, True), ("interleaved", 2, True, False),
+    ("lockstep", 2, False, False),
+]  # fmt: skip
 
 
 @pytest.fixture(autouse=True)

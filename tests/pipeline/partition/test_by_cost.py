@@ -36,16 +36,6 @@ def test_no_split_is_better(data):
     assert blocks == best_of_all(costs, num_blocks)
 
 
-@given(st.lists(st.integers(1, 20), min_size=5, max_size=12), st.integers(2, 4))
-def test_the_heaviest_block_is_that_of_the_balanced_rule(weights, num_stages):
-    def loads(parts):
-        return [sum(weights[a:b]) for ((a, b),) in parts]
-
-    ours, theirs = (f(weights, num_stages) for f in (js.partition_by_cost, js.partition_balanced))
-    assert max(loads(ours)) == max(loads(theirs))
-    assert sum(x**2 for x in loads(ours)) <= sum(x**2 for x in loads(theirs))
-
-
 def test_hundreds_of_layers():
     parts = js.partition_by_cost([1 + i % 7 for i in range(300)], 16, 2)
     loads = [sum(1 + i % 7 for i in range(a, b)) for blocks in parts for a, b in blocks]

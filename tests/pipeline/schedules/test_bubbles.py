@@ -1,4 +1,4 @@
-"""Bubbles: published ones, those of the formulas, and those worked by hand."""
+"""Bubbles: published ones, and those of the formulas."""
 
 import json
 
@@ -70,32 +70,3 @@ def test_formulas(p, rounds, v, forward, backward_input, backward_weight):
         if idle >= 0 and backward_weight <= forward and rounds >= memory:
             got = bubble(js.schedules.zero_bubble(p, m, memory=memory))
             assert got == pytest.approx(idle / (work + idle), abs=1e-12)
-
-
-def test_worked_by_hand():
-    """Two stages, two microbatches, B and W of 1, F of 2, half a unit on the way."""
-    schedule = js.schedules.one_f_one_b(2, 2)
-    apart = schedule.simulate(forward=2, send=0.5)
-    # Stage 0: F0 0..2, F1 2..4, B0 7..9, B1 11..13. Stage 1: F0 2.5..4.5, B0 4.5..6.5, ...
-    first, second = apart.timeline
-    assert [(t.start, t.end) for t in first] == [(0, 2), (2, 4), (7, 9), (11, 13)]
-    assert [(t.start, t.end) for t in second] == [(2.5, 4.5), (4.5, 6.5), (6.5, 8.5), (8.5, 10.5)]
-    assert apart.bubble == pytest.approx(1 - 8 / 13)
-    assert (apart.stash, apart.sends) == ((2, 1), (2, 2))
-    # F0 | F1 F0 | B0 | B0 F1 | B1 | B1: six ticks of 2 and half a unit each.
-    assert schedule.simulate(forward=2, send=0.5, lockstep=True).time == 15
-    forward = js.schedules.gpipe(4, 8, forward_only=True).simulate(forward=3, lockstep=True)
-    assert forward.time == (8 + 3) * 3
-    assert forward.bubble == pytest.approx(3 / 11)
-    assert forward.sends == (8, 8, 8, 0)
-
-
-def test_costs_per_stage_and_per_stage_of_the_model():
-    schedule = js.schedules.interleaved(2, 2, 2)
-    whole = schedule.simulate(forward=2.0)
-    assert schedule.simulate(forward=[2.0, 2.0]) == whole
-    assert schedule.simulate(forward=(1.0, 1.0, 1.0, 1.0)) == whole
-    uneven = schedule.simulate(forward=[2.0, 1.0, 2.0, 1.0])
-    assert uneven == schedule.simulate(forward=[4.0, 2.0])
-    # Stage 0: 2 microbatches of 4 + 1 + 1, stage 1 of 2 + 1 + 1.
-    assert uneven.bubble == pytest.approx(1 - (12 + 8) / 2 / uneven.time)

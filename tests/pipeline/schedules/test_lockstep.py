@@ -107,14 +107,6 @@ def test_without_times_it_is_good_for_many():
             assert time <= (m + p - 1) * sum(costs) + 1e-9
 
 
-def test_times_of_each_stage():
-    """A first and a last stage that take longer, as with an embedding and a loss."""
-    costs = times([1.5, 1, 1, 2], [1.5, 1, 1, 2], 1.0)
-    made = js.schedules.lockstep(4, 12, **costs).simulate(**costs, lockstep=True).time
-    for other in (js.schedules.lockstep(4, 12), js.schedules.zero_bubble(4, 12, memory=2)):
-        assert made <= other.simulate(**costs, lockstep=True).time
-
-
 def test_a_column_of_f_and_one_of_b_are_one_tick():
     """Where W takes no time of its own, nothing beats ticks of one F and one B."""
     table = js.schedules.lockstep(3, 5, send=1.0, backward_weight=0.0)

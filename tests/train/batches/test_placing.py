@@ -46,6 +46,23 @@ def test_what_is_placed_ahead_is_what_a_call_would_place(kind):
     assert step.place({"x": batch}, None)[1] is None
 
 
+@pytest.mark.parametrize("kind", ["auto", "explicit", "virtual"])
+def test_what_all_examples_share_is_whole_everywhere(kind):
+    """A key, too; a batch that is placed is placed, and one row for each part is not shared."""
+    step = step_of(KINDS[kind]({"replica": 4}))
+    shared = {"gate": np.ones((1, 8)), "rate": 0.5, "count": np.int64(3), "key": jax.random.key(7)}
+    placed, _ = step.place({"x": np.ones((8, 8)), "own": np.arange(4), **shared})
+    types = [f"{placed[name].dtype}{list(placed[name].shape)}" for name in ("x", "own", *shared)]
+    assert types[:3] == ["float32[8, 8]", "int32[4]", "float32[1, 8]"]
+    assert types[3:] == ["float32[]", "int32[]", "key<fry>[]"]
+    assert placed["rate"].weak_type, "as in a program of one device"
+    if kind != "virtual":
+        assert {placed[name].sharding for name in shared} == {NamedSharding(step.mesh, P())}
+        assert placed["own"].sharding.spec == P(("replica",))
+        again = step.place(placed)[0]
+        assert all(again[name] is x for name, x in placed.items())
+
+
 def test_a_batch_is_split_over_all_axes_but_those_of_the_parameters(mesh_of):
     """Before the first call a step knows of no layout: a state tells it."""
     mesh = mesh_of({"replica": 2, "model": 2})

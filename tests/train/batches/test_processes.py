@@ -20,10 +20,15 @@ def test_what_is_said_of_notes():
     assert alike.error is None
     assert "processes 0, 2 give the same data" in alike.warning
     same_part = notes({"0": "a", "1": "b"}, {"1": "c", "2": "d"})
+    shared = notes({"0": "a", "shared": "s"}, {"1": "b", "shared": "t"})
+    assert (
+        compared(notes({"0": "a", "shared": "s"}, {"1": "b", "shared": "s"}), "local") == Verdict()
+    )
     other_shape = {7: Note(1, None, [("x", "float32[4,3]")], {})}
     many = {7: Note(1, None, [(f"x{i}", "float32[1]") for i in range(40)], {})}
     for given, how, wanted in (
         (same_part, "local", "processes 0 and 1 hold the same part"),
+        (shared, "local", "all examples share"),
         (notes(*({"whole": x} for x in "aab")), "global", "processes 0 and 2"),
         (
             notes({}, {}) | other_shape,

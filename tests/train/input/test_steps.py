@@ -1,4 +1,4 @@
-"""Steps and batches of every kind, wrapped, by grain; and the loop."""
+"""The loop around a pipeline, and threads of loops that end in an error."""
 
 import itertools
 
@@ -18,20 +18,6 @@ from train.input.small import (
     start,
 )
 from train.small_loop import Note
-
-
-@pytest.mark.parametrize("prefetch", [0, 30])
-def test_the_loop_with_and_without(prefetch):
-    step, calls = small_step(), []
-    hooks = [Note("a", calls, every=4)]
-    loop = js.train_loop(
-        step, start(step), iter(BATCHES), num_steps=9, start=2, hooks=hooks, prefetch=prefetch
-    )
-    results = [(r.step, r.reports, np.asarray(r.metrics["loss"])) for r in loop]
-    assert [r[0] for r in results] == list(range(3, 10))
-    assert [step for _, step, _ in calls] == [4, 8]
-    assert results[1][1] == {"a": 4}
-    assert_same([r[2] for r in results], plain()[:7])
 
 
 def test_the_loop_around_a_pipeline():

@@ -27,28 +27,13 @@ from train.input.small import (
 )
 
 
-@pytest.mark.parametrize(("kind", "depth"), [("virtual", 0), ("devices", 2), ("virtual", 12)])
-def test_results_are_those_of_the_plain_loop(kind, depth):
-    step = small_step(kind)
-    pipeline = js.TrainPipeline(step, start(step), iter(BATCHES), depth=depth)
-    results = []
-    for result in pipeline:
-        assert result.state is pipeline.state
-        results.append((result.step, result.phase, np.asarray(result.metrics["loss"])))
-    assert [r[0] for r in results] == list(range(1, 10))
-    assert [bool(r[1]) for r in results] == [t % 2 == 0 for t in range(1, 10)]
-    assert_same([r[2] for r in results], plain(kind))
-    assert loaders() == []
-    assert next(pipeline, None) is None
-
-
 def test_another_iterator_comes_after_what_is_held():
     pipeline, first, second = pipeline_of(depth=3), Counted(BATCHES[:6]), iter(BATCHES[6:])
     losses = losses_of([pipeline.progress(first), pipeline.progress(first)])
     losses += losses_of(rest_of(pipeline, second))
     # What had been loaded of the first by then is trained, in its order, and the rest is left.
     taken = first.next_index
-    assert 3 <= taken <= 6
+    assert 3 <= taken <= 5
     assert_same(losses, plain("virtual", (*range(taken), 6, 7, 8)))
 
 
@@ -66,6 +51,7 @@ def test_position_and_state_go_on_together():
     assert pipeline.position == {"next_index": 0}
     for result in itertools.islice(pipeline, 3):
         assert result.position == pipeline.position == {"next_index": result.step}
+        assert bool(result.phase) == (result.step % 2 == 0)
     state, again = jax.tree.map(jnp.copy, pipeline.state), Counted()
     again.set_state({"next_index": 3})
     wanted = losses_of(pipeline)

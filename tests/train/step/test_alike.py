@@ -65,6 +65,7 @@ OPTIONS = {
     "apply": [False, True],
     "half": [False, True],
     "overflow": [False, True],
+    "one user": [False, True],  # of all examples
 }
 RUNS = 5
 
@@ -85,8 +86,9 @@ def possible(run):
 
 def with_factor(params, batch, *, embedded):
     """Add a factor that is in the gradients of rows alone, not in those of dense parameters."""
-    value = loss(params, batch, embedded=embedded)
-    return value + jnp.mean(embedded["user"][:, 0] * batch["factor"])
+    users = jnp.broadcast_to(embedded["user"], embedded["item"].shape)
+    value = loss(params, batch, embedded={**embedded, "user": users})
+    return value * batch["scale"] + jnp.mean(users[:, 0] * batch["factor"])
 
 
 def dense_loss(params, batch):
@@ -130,7 +132,9 @@ def given(run):
     updates = [batches(size, seed) for seed, size in enumerate(sizes)]
     for i, update in enumerate(updates):
         for batch in update:
-            batch["factor"] = np.zeros_like(batch["y"])
+            batch |= {"factor": np.zeros_like(batch["y"]), "scale": np.float32(1 + i / 8)}
+            if run["one user"]:
+                batch["user"] = batch["user"][:1]
             if run["weighted"]:
                 batch["y"][np.repeat(WEIGHTS[i] == 0, len(batch["y"]) // 2)] = np.nan
     if run["overflow"]:

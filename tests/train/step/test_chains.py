@@ -1,4 +1,7 @@
-"""A `js.chain` as the optimizer is its parts given by name; an `optax.chain` is called as it is."""
+"""Chains as the optimizer: what is behind one in a `js.chain`, and an `optax.chain`.
+
+`update/test_replica_step.py` has a `js.chain` beside its parts given by name.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -33,23 +36,10 @@ def assert_equal(found, expected, **close):
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, **close), found, expected)
 
 
-# By name: the chain, and its parts.
-SPLIT = {
-    "copies": (js.chain(optax.contrib.cocob(), local), (optax.contrib.cocob(), {"sync": local})),
-    "optax, scaled": (
-        optax.chain(mean, js.dynamic_loss_scale(sgd)),
-        (js.dynamic_loss_scale(sgd), {"gradients": mean}),
-    ),
-    # Behind an optimizer a clipping clips its updates: it is no gradient transform.
-    "clipped updates": (js.chain(FREE, clip, local), (optax.chain(FREE, clip), {"sync": local})),
-}
-
-
-@pytest.mark.parametrize("name", SPLIT)
-def test_a_chain_equals_its_parts(name):
-    chain, (optimizer, options) = SPLIT[name]
-    mesh = js.make_mesh({"replica": 2}) if name == "copies" else VIRTUAL
-    assert_equal(trained(chain, mesh), trained(optimizer, mesh, **options))
+def test_behind_an_optimizer_a_clipping_clips_its_updates():
+    """It is no gradient transform there."""
+    chain = js.chain(FREE, clip, local)
+    assert_equal(trained(chain), trained(optax.chain(FREE, clip), sync=local))
 
 
 OPAQUE = {

@@ -8,7 +8,6 @@ import pytest
 
 import jaxslowmo as js
 from train.step.problem import BATCHES, KINDS, PARAMS, loss
-from train.step.tables import DENSE, batches, embeddings, step_of
 
 
 def make_step(options, kind="virtual", **arguments):
@@ -71,21 +70,4 @@ def test_every_program_of_a_step_is_compiled_with_them(kind, mode, dump):
     window, _ = step.collect(state, BATCHES[0])
     assert dump.new() == ["jit_program"] * 2  # one opens the window
     state, _ = step.apply(state, window)
-    assert dump.new() == ["jit_program"]
-
-
-def test_lookups_ahead_are_compiled_with_them(dump):
-    step = step_of(
-        1,
-        mesh=js.virtual_mesh({"replica": 2}),
-        embeddings=embeddings(axis=None),
-        gradients=js.all_reduce_gradients("replica"),
-        compiler_options=dump.options,
-    )
-    state, (first, second) = step.init(DENSE), batches(2)
-    ahead = step.ahead("patched")
-    dump.new()
-    asked = ahead.prime(state, first)
-    assert dump.new() == ["jit_program"]
-    ahead(state, first, asked, second)
     assert dump.new() == ["jit_program"]

@@ -86,6 +86,10 @@ def sam(period=2):
     return optax.contrib.sam(optax.adam(0.1), adversary, sync_period=period)
 
 
+def several(k):
+    return optax.MultiSteps(optax.adam(0.1), k).gradient_transformation()
+
+
 SUMS = optax.MultiSteps(dual_averaging(Sums), 1).gradient_transformation()
 LOST = "undone 100% after 3 updates"
 # What exchanges, and what the message says; None for no message.
@@ -105,6 +109,11 @@ CASES = {
         sam(), {"sync": js.local_sgd("replica", sync_every=3)}, ("period of 2,", "multiple of 2.")
     ),
     "sam in a chain": (optax.chain(optax.clip(1.0), sam(3)), {"sync": EVERY_4}, ("period of 3,",)),
+    "collecting fits": (several(2), {"sync": EVERY_4}, None),
+    "collecting does not": (
+        several(4), {"sync": js.local_sgd("replica", sync_every=6)},
+        ("optax.MultiSteps with a period of 4,", "multiple of 4."),
+    ),
     "sam and gossip": (sam(), {"sync": js.sgp("replica")}, ("period of 2,",)),
 }  # fmt: skip
 

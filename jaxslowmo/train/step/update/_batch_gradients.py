@@ -22,7 +22,7 @@ from ....embedding import (
 )
 from ....gradients.precision import scaled_value_and_grad
 from ....gradients.sparse import Rows
-from ....mesh import replicate
+from ....mesh import is_shared, replicate
 from ....tracing import FullLoss
 from ....tree import added, at_least_float32, by_dtype, cast, kept_if, zeros_like
 from ._metrics import Metrics, averaged, with_loss
@@ -190,9 +190,16 @@ def wide_zeros(kind: Any) -> jax.Array:
 
 
 def split_batch(batch: PyTree, parts: int) -> PyTree:
-    """Split the batch into equal parts, stacked along a new leading axis."""
+    """Split the batch into equal parts, stacked along a new leading axis.
+
+    A leaf that all examples share, which has no dimension or one row where others have more, is the
+    same in each part.
+    """
+    examples = max((x.shape[0] for x in jax.tree.leaves(batch) if x.ndim), default=1)
 
     def split(x: jax.Array) -> jax.Array:
+        if is_shared(x) and (x.ndim == 0 or examples > 1):
+            return lax.broadcast(x, (parts,))
         if x.shape[0] % parts:
             raise ValueError(
                 f"`accumulate`={parts} must divide the batch on each device, got {x.shape[0]} "
@@ -262,10 +269,14 @@ def value_and_gradients(
 
     (totals, model_state), embedded_grads = lax.scan(add, (totals, model_state), (parts, keys))
     metrics, grads = jax.tree.map(lambda t, s: (t / accumulate).astype(s.dtype), totals, kinds)
-    # An example has a gradient in its own microbatch only, so these are divided, not summed.
-    embedded_grads = jax.tree.map(
-        lambda g: (g / accumulate).reshape(-1, *g.shape[2:]), embedded_grads
-    )
+
+    def joined(g: jax.Array, embedded: jax.Array) -> jax.Array:
+        # An example has a gradient in its own microbatch only. One that all share has one in each.
+        g = g / accumulate
+        return g.sum(0) if is_shared(embedded) else g.reshape(embedded.shape)
+
+    if isinstance(batch, WithVectors):
+        embedded_grads = jax.tree.map(joined, embedded_grads, batch.embedded)
     return (metrics, model_state), grads, embedded_grads
 
 

@@ -62,7 +62,7 @@ def bits(x):
     return np.where(np.isnan(x), np.float32(np.nan), x).astype(np.float32).view(np.int32)
 
 
-@pytest.mark.parametrize("execution", ["vmap", "pmap", "shard_map"])
+@pytest.mark.parametrize("execution", ["vmap", "shard_map"])
 @pytest.mark.parametrize("case", CASES)
 def test_recorded_runs(case, execution):
     meta, arrays = CASES[case]

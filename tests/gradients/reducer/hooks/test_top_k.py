@@ -42,25 +42,6 @@ def test_against_numpy(replicas, size, dtype, data):
     assert all(np.array_equal(row, mean[0]) for row in mean)
 
 
-def test_over_several_axes():
-    """Counted along the first name first, as the devices of a mesh are."""
-    x, sizes = draw(4, 50), {"a": 2, "b": 2}
-    fn = functools.partial(top_k_mean, axis_name=("b", "a"), k=5, dtype=jnp.dtype("float32"))
-    nested = jax.vmap(jax.vmap(fn, axis_name="b"), axis_name="a")
-    spec = jax.sharding.PartitionSpec(tuple(sizes))
-    mapped = jax.shard_map(
-        lambda v: [y[None] for y in fn(v[0])],
-        mesh=js.make_mesh(sizes),
-        in_specs=spec,
-        out_specs=spec,
-    )
-    mean, lost = oracle(x[[0, 2, 1, 3]], 5)
-    for program, stacked in ((nested, x.reshape(2, 2, 50)), (mapped, x)):
-        found = [np.asarray(y).reshape(4, 50) for y in jax.jit(program)(stacked)]
-        np.testing.assert_array_equal(found[0], np.broadcast_to(mean, (4, 50)))
-        np.testing.assert_array_equal(found[1], lost[[0, 2, 1, 3]])
-
-
 def test_what_is_not_finite_is_sent_first_and_passes():
     x = np.tile(draw(2, 12)[:, None], (1, 2, 1))
     x[0, 0, 3], x[1, 0, 7] = np.nan, -np.inf

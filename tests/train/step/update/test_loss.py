@@ -22,12 +22,12 @@ def trained(loss, params, batch, *, accumulate):
     return step(step.init(params), batch)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_equal_microbatches_give_the_gradient_of_one(dtype):
-    """One after the other in bfloat16, ones stop adding at 256, in float16 at 2048.
+def test_equal_microbatches_give_the_gradient_of_one():
+    """One after the other in float16, ones stop adding at 2048.
 
     So they would in a window of batches, of which totals are float32.
     """
+    dtype = "float16"
     params, ones = {"w": np.zeros(2, dtype)}, np.ones((2 * PARTS * 6, 1), dtype)
 
     def loss(params, batch):

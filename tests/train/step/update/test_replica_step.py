@@ -1,7 +1,8 @@
 """Updates against loops written by hand with optax, whatever a step is made of.
 
 Each run draws a value of every option: who averages, windows, microbatches, weights, clipping, loss
-scales, model state, devices inside of a replica. `by_hand` shares no code with the step.
+scales, model state, devices inside of a replica. `by_hand` shares no code with the step. Two leaves
+of each batch are those of all examples: a Python number, and an array of one row.
 """
 
 import itertools
@@ -16,11 +17,12 @@ from jax.sharding import PartitionSpec as P
 
 import jaxslowmo as js
 from support.exhaustive import sweep
-from train.step.problem import BATCHES, KINDS, PARAMS, RATE, assert_close, covering, loss, train
+from train.step.problem import KINDS, PARAMS, RATE, covering
 
 REPLICAS, ROWS, UPDATES, START = 2, 16, 6, 3
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(UPDATES, 3, ROWS, 8)).astype(np.float32)
+GATES = RNG.uniform(0.5, 1.5, size=(UPDATES, 3, 1, 8)).astype(np.float32)
 WEIGHTS = RNG.integers(0, 4, (UPDATES, 3, REPLICAS)).astype(np.float32)
 WEIGHTS[4, :, 1], WEIGHTS[1, 0, 1] = 0, 2
 WEIGHTS[:, :, 0] += WEIGHTS.sum(2) == 0  # somebody has data
@@ -74,22 +76,26 @@ def possible(run):
 
 def fn(params, batch, *, model_state):
     """Use no statistics, so gradients are by example; an infinite factor is an overflow."""
-    x, factor = batch
-    values = jnp.sum(jnp.tanh(x @ params["w"] + params["b"]) ** 2, axis=1) * factor
+    (x, factor), (gate, strength) = batch
+    assert (gate.shape, jnp.shape(strength)) == ((1, 8), ())
+    hidden = jnp.tanh((x * gate) @ params["w"] + params["b"])
+    values = jnp.sum(hidden**2, axis=1) * factor * strength
     new = {"m": 0.5 * model_state["m"] + x.mean(0), "n": model_state["n"] + 1}
     return values.mean(), ({}, new)
 
 
 def given(run):
-    """(x, factor) of each batch of each update; the second update overflows on replica 1."""
+    """(x, factor) of each batch, and what all share; the second update overflows on replica 1."""
     factors = np.ones(X.shape[:3], np.float32)
     if run["scaled"]:
         factors[1, 0, -1] = np.inf
     xs = X.copy()
     if run["weighted"]:  # whatever an idle replica's batch holds
         xs[np.repeat(WEIGHTS == 0, ROWS // REPLICAS, axis=2)] = np.nan
-    updates = zip(xs, factors, strict=True)
-    return [list(zip(x, f, strict=True))[: run["window"] + 1] for x, f in updates]
+    return [
+        [((x[i], f[i]), (GATES[t, i], 1 + t / 8)) for i in range(run["window"] + 1)]
+        for t, (x, f) in enumerate(zip(xs, factors, strict=True))
+    ]
 
 
 def weight_of(run, update, batch):
@@ -146,12 +152,12 @@ def by_hand(run):
         grads, values, weights, told, used = [], [], [], [], list(scales)
         for r in range(REPLICAS):
             sums, value, total, before = jax.tree.map(np.zeros_like, PARAMS), 0.0, 0.0, seen[r]
-            for i, (x, factor) in enumerate(batches):
+            for i, ((x, factor), shared) in enumerate(batches):
                 weight = weight_of(run, t - 1, i)
                 w = 1.0 if weight is None else weight[r]
                 own = np.split(x, REPLICAS)[r], np.split(factor, REPLICAS)[r]
                 if w:
-                    last, g = value_and_grad(params[r], own)
+                    last, g = value_and_grad(params[r], (own, shared))
                     sums = jax.tree.map(lambda s, g, w=w: s + w * np.asarray(g), sums, g)
                     value, total = value + w * float(last), total + w
                     for part in own[0].reshape(*parts, -1, 8).mean((0, 2)):
@@ -230,15 +236,3 @@ def test_updates_are_those_of_a_loop_by_hand(seed, number):
         np.testing.assert_allclose(metrics["loss"], told, **close)
         if run["scaled"]:
             np.testing.assert_array_equal(metrics["loss_scale"], scales, where)
-
-
-def test_gossip_of_two_replicas_equals_one_big_batch():
-    """Two nodes that keep one half and send the other one have averaged after every update."""
-    optimizer, mesh = optax.sgd(RATE, momentum=0.9), KINDS["explicit"]({"replica": 2})
-    step = js.make_train_step(loss, optimizer, sync=js.sgp("replica"), mesh=mesh)
-    state, _ = train(step, step.init(PARAMS))
-    params, momentum = PARAMS, optimizer.init(PARAMS)
-    for batch in BATCHES[:4]:
-        updates, momentum = optimizer.update(jax.grad(loss)(params, batch), momentum, params)
-        params = optax.apply_updates(params, updates)
-    assert_close(state.params, params)
