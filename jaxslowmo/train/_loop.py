@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._support.checks import as_int
+from .._support.checks import as_int, warn_user
 from .._support.types import AxisName, Phase, PyTree
 from ..algorithms import shares_of_gossip
 from ..mesh import AnyMesh, consensus
@@ -217,6 +217,7 @@ def train_loop(
         evaluates, or one together with state, batches, prefetch or accumulate; no state or batches;
         `batches` ended before `num_steps`, or with `partial="error"` in the middle of a step; ids
         that are in no table, by `step.refuse_ids`, also after the last step.
+      UserWarning: the state has done `num_steps` steps already, so that nothing runs.
 
     Communication: the step's; hooks state their own.
 
@@ -245,7 +246,7 @@ def train_loop(
             raise ValueError(
                 "`step` is a js.TrainPipeline that evaluates: its results are no steps. Iterate it."
             )
-        done = updates_of(step.state) if number is None else number
+        done = _done(step.state, number, end)
         return _run(contextlib.nullcontext(step), end, tuple(hooks), done)
     if state is None or batches is None or isinstance(batches, TrainPipeline):
         raise ValueError(
@@ -254,7 +255,7 @@ def train_loop(
         )
     if prefetch is None:
         prefetch = 0 if isinstance(batches, Iterator) else _PREFETCH
-    done = updates_of(state) if number is None else number
+    done = _done(state, number, end)
     left = None if end is None else max(0, end - done)
     pipeline = TrainPipeline(
         step,
@@ -265,6 +266,19 @@ def train_loop(
         partial=partial,
     )
     return _run(pipeline, end, tuple(hooks), done)
+
+
+def _done(state: Any, start: int | None, end: int | None) -> int:
+    """Return the number of steps done before: `start`, or else the state's own."""
+    if start is not None:
+        return start
+    done = updates_of(state)
+    if end is not None and done >= end > 0:
+        warn_user(
+            f"train_loop: the state has done {done} steps and `num_steps`={end} is the number of "
+            f"the last one, so nothing runs: for n more steps pass `num_steps`={done} + n."
+        )
+    return done
 
 
 def _count(argument: str, value: Any) -> int:

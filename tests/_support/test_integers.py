@@ -119,6 +119,6 @@ def test_tables_steps_meshes_and_checkpoints_take_them(tmp_path):
     )
     state = step.init({"w": np.ones(3, np.float32)})
     with Checkpoints(tmp_path, keep=two) as checkpoints:
-        checkpoints.save(np.int8(100), state, wait=True)
-        assert checkpoints.restore(step, {"w": np.ones(3)}, step=jnp.int32(100)).step == 100
+        checkpoints.save(np.int8(0), state, wait=True)
+        assert checkpoints.restore(step, {"w": np.ones(3)}, step=jnp.int32(0)).step == 0
     assert js.measured(step, rate=two)

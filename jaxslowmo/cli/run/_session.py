@@ -78,7 +78,7 @@ class Session:
     def _train_until_end(self, state: js.TrainState, done: int) -> tuple[str, js.TrainState, int]:
         status = "interrupted"
         pipeline = js.TrainPipeline(self.step, state, self.batches, depth=self.config.prefetch)
-        loop = js.train_loop(pipeline, num_steps=self.config.steps)
+        loop = js.train_loop(pipeline, num_steps=self.config.steps, start=done)
         # A second Ctrl-C raises in the middle of a step.
         with contextlib.suppress(KeyboardInterrupt), pipeline:
             for result in loop:
