@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -43,7 +43,7 @@ def consensus(
       mesh: mesh with `axis_name`, or a `VirtualMesh`. None (the default) is for arrays that hold
         one replica on each of their devices, as `jax.pmap` returns them, with several processes on
         all devices of each: the mean is over all replicas of all processes.
-      axis_name: the replica axis, or several; of no account without `mesh`.
+      axis_name: the replica axis, or several; ignored without `mesh`.
       shares: the terms of the mean: pairs (w, x), where w is an array (replicas,) of weights, or
         one number for all replicas, and x is a stacked tree like `params`, or None for `params`.
         The default, None, weighs all replicas equally.
@@ -66,7 +66,10 @@ def consensus(
     if mesh is None:
         if not jax.tree.leaves(params):
             return params
-        params, mesh, axis_name = _on_own_mesh(params)
+        mesh, axis_name, joined = _own_mesh(params)
+        params = jax.tree.map(joined, params)
+        if shares is not None:
+            shares = jax.tree.map(joined, shares)
     replicas = check_stacked("consensus", params, mesh, axis_name)
     pairs = [(1.0, None)] if shares is None else _checked(shares, params, replicas)
     values = tuple(params if x is None else x for _, x in pairs)
@@ -78,11 +81,11 @@ def consensus(
     return in_model_form(mean) if whole else mean
 
 
-def _on_own_mesh(params: PyTree) -> tuple[PyTree, Mesh, str]:
-    """Return arrays that hold one replica on each device with a mesh of the devices, and its axis.
+def _own_mesh(params: PyTree) -> tuple[Mesh, str, Callable[[Any], Any]]:
+    """Return a mesh and an axis for arrays that hold one replica on each device.
 
-    `jax.pmap` over several processes returns to each of them an array of its own replicas. These
-    become parts of arrays over all devices.
+    `jax.pmap` over several processes returns to each of them an array of its own replicas. The
+    function that is returned, too, makes it a part of an array over all devices.
     """
     own = [_device_of_each(x) for x in jax.tree.leaves(params)]
     devices = next(filter(None, own), None)
@@ -96,7 +99,7 @@ def _on_own_mesh(params: PyTree) -> tuple[PyTree, Mesh, str]:
         )
     is_local = all(d.process_index == jax.process_index() for d in devices)
     if jax.process_count() == 1 or not is_local:
-        return params, Mesh(np.array(devices), "replica"), "replica"
+        return Mesh(np.array(devices), "replica"), "replica", lambda x: x
     if set(devices) != set(jax.local_devices()):
         raise ValueError(
             "consensus: `mesh` must be given with several processes unless the replicas of each "
@@ -106,12 +109,14 @@ def _on_own_mesh(params: PyTree) -> tuple[PyTree, Mesh, str]:
     mesh = Mesh(np.array(jax.devices()), "replica")
     sharding = NamedSharding(mesh, P("replica"))
 
-    def over_all(x: jax.Array) -> jax.Array:
+    def over_all(x: Any) -> Any:
+        if not isinstance(x, jax.Array) or x.ndim == 0:  # one weight for all replicas
+            return x
         shape = (mesh.size, *x.shape[1:])
         parts = [shard.data for shard in x.addressable_shards]
         return jax.make_array_from_single_device_arrays(shape, sharding, parts)
 
-    return jax.tree.map(over_all, params), mesh, "replica"
+    return mesh, "replica", over_all
 
 
 def _device_of_each(x: Any) -> tuple[Any, ...] | None:

@@ -214,7 +214,7 @@ def is_shared(x: Any) -> bool:
 
 def roles_of_batch(batch: PyTree) -> Roles:
     """Return the role of each leaf of a batch: `"shared"` where all examples share it."""
-    if not jax.tree.leaves(batch):
+    if not any(map(is_shared, jax.tree.leaves(batch))):
         return "batch"
     return jax.tree.map(lambda x: "shared" if is_shared(x) else "batch", batch)
 

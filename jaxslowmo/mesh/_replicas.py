@@ -177,10 +177,11 @@ def _abridged(lines: list[str]) -> list[str]:
 
 
 def _axes_of(x: Any, mesh: AnyMesh) -> set[str]:
-    """Return the axes of `mesh` over which an array on it is sharded."""
+    """Return the axes of `mesh`, of sizes above 1, over which an array on it is sharded."""
     if not isinstance(mesh, Mesh) or not _is_on(x, mesh):
         return set()
-    return {name for entry in x.sharding.spec for name in axis_names(entry or ())}
+    names = {name for entry in x.sharding.spec for name in axis_names(entry or ())}
+    return {name for name in names if mesh.shape[name] > 1}
 
 
 def _is_on(x: Any, mesh: Mesh) -> bool:

@@ -1,7 +1,7 @@
 """The state of a run, and the conversion of raw PRNG keys (uint32 pairs) to typed ones.
 
-Keras and `jax.random.PRNGKey` make raw keys. A state holds typed keys instead. By their type the
-step knows that each replica and device needs a key of its own and that keys are never averaged,
+Keras and `jax.random.PRNGKey` make raw keys. Model state holds typed keys instead. By their type
+the step knows that each replica and device needs a key of its own and that keys are never averaged,
 and a checkpoint knows what to give to other replicas.
 """
 

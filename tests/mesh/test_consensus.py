@@ -199,8 +199,12 @@ import jaxslowmo as js
 rows = 4.0 * rank + np.arange(4.0).reshape(2, 2)
 params = jax.pmap(lambda x: {"w": x}, axis_name="devices")(rows)
 print(params["w"].shape, np.asarray(js.consensus(params)["w"]).tolist())
+weights = jax.pmap(lambda x: x[0], axis_name="devices")(rows)  # 0, 2, 4, 6
+shares = [(weights, None), (0.0, params)]
+print([round(float(x), 4) for x in js.consensus(params, shares=shares)["w"]])
 """
 
 
 def test_what_pmap_returns_in_two_processes_is_averaged_over_both(tmp_path):
-    assert two_processes(OF_PMAP, tmp_path, devices=2) == ["(2, 2) [3.0, 4.0]\n"] * 2
+    printed = "(2, 2) [3.0, 4.0]\n[4.6667, 5.6667]\n"
+    assert two_processes(OF_PMAP, tmp_path, devices=2) == [printed] * 2

@@ -55,7 +55,7 @@ class Role:
 
     def specs(self, tree: PyTree) -> Any:
         """Return the specs of the leaves of a value; those of a batch may be shared by its rows."""
-        if self.num_lead or not jax.tree.leaves(tree):
+        if self.num_lead or not any(map(is_shared, jax.tree.leaves(tree))):
             return self.spec
         return jax.tree.map(lambda x: P() if is_shared(x) else self.spec, tree)
 

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import jax
 
 from ..._support.types import Phase, PyTree
-from .._train_state import TrainState
+from .._train_state import TrainState, updates_of
 from ..batches import count_here
 from ..step import BoundedStep
 from ._feed import Prepared, step_method
@@ -21,7 +21,8 @@ class StepResult:
     """The result of one step.
 
     Attributes:
-      step: number of this step in the loop, from 1.
+      step: number of updates so far, this one included: the state's own count, unless `start` of
+        `js.train_loop` says otherwise.
       state: state after the step. The next step donates its buffers, so read it before that.
       metrics: arrays on the devices, stacked per replica; reading them waits for the step.
       phase: what the step exchanged, `()` for a local step; see `js.phase_name`.
@@ -69,7 +70,7 @@ class Training:
         self.state, self.position = state, None
         self.partial_update: StepResult | None = None
         self._step: Any = _bounded(step)
-        self._num_updates = 0
+        self._num_updates = updates_of(state)
         self._next_phase = getattr(step, "next_phase", None)
         self._accumulate, self._partial = accumulate, partial
         self._window: Any = None

@@ -65,7 +65,9 @@ def bounded(step: Callable[..., Any]) -> "BoundedStep":
     counter fall behind, for example by keeping that replica's old optimizer state where a gradient
     is not finite, the others wait for it in their next exchange for ever. Therefore every eighth
     call, on all platforms, compares the counters in its results between the replicas. On TPU and
-    GPU the host waits for that call, and the devices for the host until it has started the next.
+    GPU this makes the host wait for that call, so that the devices are idle until the next one
+    starts. In results over the devices of all processes, as of `jax.shard_map`, all replicas are
+    compared; `jax.pmap` returns to each process its own replicas, and these alone are compared.
 
     A step of `js.make_train_step` needs no `bounded`.
 
@@ -74,20 +76,22 @@ def bounded(step: Callable[..., Any]) -> "BoundedStep":
 
     Returns:
       A function with the arguments and attributes of `step` (`lower`, `trace`, ...), so
-      `js.comm_report` and `js.measured` take it. Inside of a trace it only calls `step`, and on
-      other devices than CPUs, too, if its results hold no state of a transform of this library.
+      `js.comm_report` and `js.measured` take it. Inside of a trace it only calls `step`. So it
+      does on TPU and GPU if the results hold no state of a transform of this library.
 
     Raises:
       ValueError: `step` cannot be called; by a call, counters that differ between replicas.
 
-    Communication: the step's; with several processes one gather of 16 bytes per counter in every
-      eighth call whose results hold counters.
+    Communication: the step's; one gather of 16 bytes per counter in every eighth call whose
+      results hold counters over the devices of all processes.
     """
     return BoundedStep(step, compares=True)
 
 
 class BoundedStep:
-    """A step that waits for every eighth of its results on CPU; made by `bounded`.
+    """A step that looks at every eighth of its results; made by `bounded`.
+
+    On CPU it waits for them.
 
     Args:
       step: the step.
@@ -138,26 +142,25 @@ def _is_on_cpu(x: jax.Array) -> bool:
 
 
 def _compare_counters(results: PyTree, calls: int) -> None:
-    """Raise `ValueError`, on all processes, if a counter in `results` differs between replicas."""
+    """Raise `ValueError` if a counter in `results` differs between replicas."""
     counters = counters_in(results)
     if not counters:
         return
     ends = [[min(_by_replica(x)), max(_by_replica(x))] for _, x in counters]
     both = np.array(ends, np.int32)  # (counters, 2, 2): least and largest, as value and replica
-    if jax.process_count() > 1:
+    # A step over the devices of all processes is called by all of them, equally often.
+    processes = {d.process_index for _, x in counters for d in x.sharding.device_set}
+    if 1 < len(processes) == jax.process_count():
         both = multihost_utils.process_allgather(both)
     for n, (name, _) in enumerate(counters):
         values = both.reshape(-1, len(counters), 2, 2)[:, n]
-        process, other = values[:, 0, 0].argmin(), values[:, 1, 0].argmax()
-        (least, replica), (most, its) = values[process, 0], values[other, 1]
+        least, replica = values[values[:, 0, 0].argmin(), 0]
+        most, its = values[values[:, 1, 0].argmax(), 1]
         if least != most:
-            of = ["", ""]
-            if jax.process_count() > 1:
-                of = [f" of process {p}" for p in (process, other)]
             raise ValueError(
                 f"bounded: after {calls} calls {name} has counted {least} updates on replica "
-                f"{replica}{of[0]} and {most} on replica {its}{of[1]}, so that the next exchange "
-                "would wait for ever. Does the step keep a replica's old optimizer state, for "
+                f"{replica} and {most} on replica {its}, so that the next exchange would wait for "
+                "ever. Does the step keep a replica's old optimizer state, for "
                 "example where its gradient is not finite? Put optax.apply_if_finite around the "
                 "optimizer inside js.chain, and select nothing but model state: "
                 "docs/before-you-move-pmean.md."

@@ -121,9 +121,9 @@ def agree_inside(tree: PyTree, inner_axes: tuple[str, ...]) -> PyTree:
 class Differentiation:
     """The loss function, and the options of the step that say how it is differentiated.
 
-    Methods are traced for one device: `state` is its part of the state, and `state.rng` the key of
-    its replica for this update. An update of several batches collects their gradients in a window:
-    `opened` makes it, `collected` adds a batch, and `closed` or `gathered` ends it.
+    Methods are traced for one device: `state` is its part of the state, and `state.rng` the data of
+    its replica's key for this update. An update of several batches collects their gradients in a
+    window: `opened` makes it, `collected` adds a batch, and `closed` or `gathered` ends it.
 
     Attributes:
       loss: the loss function.
