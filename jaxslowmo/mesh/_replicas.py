@@ -176,14 +176,6 @@ def _abridged(lines: list[str]) -> list[str]:
     return [*lines[:_NUM_VALUES], *more, "all must start from the same seed or file"]
 
 
-def _axes_of(x: Any, mesh: AnyMesh) -> set[str]:
-    """Return the axes of `mesh`, of sizes above 1, over which an array on it is sharded."""
-    if not isinstance(mesh, Mesh) or not _is_on(x, mesh):
-        return set()
-    names = {name for entry in x.sharding.spec for name in axis_names(entry or ())}
-    return {name for name in names if mesh.shape[name] > 1}
-
-
 def _is_on(x: Any, mesh: Mesh) -> bool:
     sharding = getattr(x, "sharding", None)
     return isinstance(sharding, NamedSharding) and sharding.mesh == mesh
@@ -294,7 +286,8 @@ def replicate_as(name: str, params: PyTree, *, mesh: AnyMesh, axis_name: AxisNam
         )
     check_arrays("replicate", params)
     leaves = zip(leaf_names(params), jax.tree.leaves(params), strict=True)
-    if split := [n for n, x in leaves if _axes_of(x, mesh) & set(axis_names(axis_name))]:
+    over = {axis for axis in axis_names(axis_name) if mesh.shape[axis] > 1}
+    if split := [n for n, x in leaves if over & model_axes(x, mesh, ())]:
         warn_user(
             f"replicate: `{name}` are sharded over the axis of the replicas, {axis_name!r}: "
             f"{', '.join(split[:_NUM_VALUES])}. Each replica holds a whole copy, so they are "

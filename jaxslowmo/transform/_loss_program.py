@@ -1,4 +1,4 @@
-"""What a step asks of a loss function that is more than a function: `LossProgram`."""
+"""`LossProgram`, which says what a step asks of a loss function that is more than a function."""
 
 from collections.abc import Callable
 from typing import Any

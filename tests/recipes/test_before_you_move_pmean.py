@@ -164,7 +164,7 @@ def test_each_replica_lowers_its_own_loss_scale(page):
 
 @pytest.mark.parametrize("axis_name", ["devices", None])
 def test_a_reduction_after_flax_dynamic_scale_comes_after_its_check(page, axis_name):
-    """With its `axis_name` flax averages before the check, and trains as the program did before."""
+    """If it has an `axis_name`, flax averages before the check and trains as before."""
     reduce, adam = page["reduce"], page["adam"]
 
     def step(params, state, batch):

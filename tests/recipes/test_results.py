@@ -443,7 +443,7 @@ STAGED = ["flax linen in stages", "flax nnx in stages", "Hugging Face in stages"
 
 @pytest.mark.parametrize("title", [pytest.param(t, marks=of_recipe(t)) for t in STAGED])
 def test_models_in_stages_are_the_models(title):
-    """With a mask; dropout is drawn in training alone, and a tied table stays one."""
+    """Masks count, dropout is drawn in training alone, and a tied table stays one."""
     found = recipe(title)
     (mask,) = {"mask", "attention_mask"} & set(found["text"])
     drawn = np.random.default_rng(3).random(found["text"][mask].shape) < 0.7

@@ -1,4 +1,4 @@
-"""What every table keeps, against a replay."""
+"""Every table keeps what a replay of its operations needs."""
 
 import ast
 from collections import Counter

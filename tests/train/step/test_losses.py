@@ -273,7 +273,7 @@ def test_in_stages(executor):
 
 @pytest.mark.parametrize("kind", ["plain", "one_program", "host"])
 def test_a_number_of_python_is_a_float32_loss(kind):
-    """Where jax counts in float64, too."""
+    """It is one where jax counts in float64, too."""
     params = [{"w": np.eye(8, dtype=np.float32)}] * 2
     with jax.enable_x64(True):
         if kind == "plain":
