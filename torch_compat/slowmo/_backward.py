@@ -1,78 +1,111 @@
-"""A hook that runs when a backward pass through a module's output has finished."""
+"""Hooks that run a wrapper's part of each backward pass, at its begin and at its end."""
 
-import dataclasses
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, Protocol
+from weakref import ReferenceType, finalize, ref
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from ._graphs import driving
 
 
-class AfterBackward:
-    """A function that is called once at the end of every backward pass through a watched output.
+class TakesPart(Protocol):
+    """An object that does something at the begin and the end of backward passes."""
 
-    The autograd engine calls the function on its own thread for the device, which is bound to the
-    device during the call; `backward()` raises an exception of the function.
+    def _begin_backward(self) -> None:
+        """Run when a backward pass comes to a watched output."""
+
+    def _finish_backward(
+        self, device: torch.device, *, averages: bool, reached_parameters: bool
+    ) -> None:
+        """Run after a backward pass.
+
+        Args:
+          device: the device of this process.
+          averages: whether any watched output that the pass went through was watched with
+            `averages`; if it went through none, whether the last one was.
+          reached_parameters: whether the pass has added to the gradient of a parameter.
+        """
+
+
+class BackwardHooks:
+    """The hooks of one wrapper on its parameters and on the outputs of its forward passes.
+
+    They notice a backward pass that goes through the output of a forward pass, and one that reaches
+    a parameter in any other way, such as a loss of its own on a part of the module. When autograd
+    has done all of the pass, its thread for the device, bound to that device, calls the wrapper;
+    `backward()` raises exceptions of this call. Hooks do not keep the wrapper alive, and are
+    removed with it.
     """
 
-    def __init__(self, call: Callable[[torch.device, bool], None]) -> None:
-        self._call = call
-        self._is_queued = False
-        self._averages = False
-        self._on_leaves: list[Any] = []
+    def __init__(self) -> None:
+        self._hooked: dict[int, ReferenceType[torch.Tensor]] = {}
+        # The last forward pass decides for backward passes through no output that is known.
+        self._last_averages = False
+        self._forget()
 
-    def watch(self, output: Any, device: torch.device, *, averages: bool = True) -> bool:
-        """Watch all tensors in `output` that require gradients; return whether there are any.
+    def __reduce__(self) -> Any:
+        return BackwardHooks, ()  # a copy of the wrapper has hooks of its own
 
-        The function's arguments are `device`, and whether any output that the backward pass went
-        through was watched with `averages`.
+    def _forget(self) -> None:
+        self._is_queued = self._has_reached = False
+        self._seen: set[bool] = set()  # the `averages` of the outputs that the pass went through
 
-        `output` may nest tuples, lists, mappings, dataclasses and plain objects; the parameters of
-        a module in it are not watched.
+    def on_parameters(self, owner: TakesPart, params: Iterable[torch.nn.Parameter]) -> None:
+        """Let backward passes that reach `params` end with a call of `owner`."""
+        reference = ref(owner)
+
+        def reached(param: torch.Tensor) -> None:
+            if (net := reference()) is not None:
+                self._has_reached = True
+                self._queue(net, param.device)
+
+        for param in params:
+            known = self._hooked.get(id(param))
+            if param.requires_grad and (known is None or known() is not param):
+                handle = param.register_post_accumulate_grad_hook(reached)
+                self._hooked[id(param)] = ref(param)
+                finalize(owner, handle.remove)
+
+    def on_output(
+        self, owner: TakesPart, output: Any, device: torch.device, *, averages: bool
+    ) -> None:
+        """Watch the tensors in `output`, in any nesting that torch's pytrees know.
+
+        Args:
+          owner: the wrapper.
+          output: result of a forward pass.
+          device: the device of this process.
+          averages: whether backward passes through it average gradients in the node.
         """
-        self._is_queued = self._averages = False  # a failed backward pass leaves them set
-        requires_grad = False
-        # Hooks on results are freed with the graph of the pass. A parameter that the module returns
-        # outlives the pass, and would collect one hook per pass.
-        for handle in self._on_leaves:
-            handle.remove()
-        self._on_leaves = []
-        for tensor in _tensors(output, set()):
-            if tensor.requires_grad:
-                requires_grad = True
-                handle = tensor.register_hook(lambda _: self._queue(device, averages))
-                if tensor.is_leaf:
-                    self._on_leaves.append(handle)
-        return requires_grad
+        self._forget()  # a failed backward pass leaves something behind
+        self._last_averages = averages
+        reference = ref(owner)
 
-    def _queue(self, device: torch.device, averages: bool) -> None:
-        self._averages |= averages
-        if not self._is_queued:
-            self._is_queued = True
-            torch.autograd.Variable._execution_engine.queue_callback(lambda: self._finish(device))
+        def begun(gradient: torch.Tensor) -> None:
+            del gradient
+            if (net := reference()) is not None:
+                if not self._seen:
+                    net._begin_backward()
+                self._seen.add(averages)
+                self._queue(net, device)
 
-    def _finish(self, device: torch.device) -> None:
-        averages = self._averages
-        self._is_queued = self._averages = False
-        with driving(device):
-            self._call(device, averages)
+        for tensor in tree_leaves(output):
+            # A leaf is a parameter that the module returns; it would collect a hook in each pass.
+            if isinstance(tensor, torch.Tensor) and tensor.requires_grad and not tensor.is_leaf:
+                tensor.register_hook(begun)
 
+    def _queue(self, owner: TakesPart, device: torch.device) -> None:
+        if self._is_queued:
+            return
+        self._is_queued = True
 
-def _tensors(value: Any, seen: set[int]) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-        return
-    if id(value) in seen or isinstance(value, str | int | float | torch.nn.Module | None):
-        return
-    seen.add(id(value))
-    if isinstance(value, Mapping):
-        parts = list(value.values())
-    elif isinstance(value, list | tuple | set | frozenset):
-        parts = list(value)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        parts = [getattr(value, field.name) for field in dataclasses.fields(value)]
-    else:
-        parts = list(getattr(value, "__dict__", {}).values())
-    for part in parts:
-        yield from _tensors(part, seen)
+        def finish() -> None:
+            averages = any(self._seen) if self._seen else self._last_averages
+            reached = self._has_reached
+            self._forget()
+            with driving(device):
+                owner._finish_backward(device, averages=averages, reached_parameters=reached)
+
+        torch.autograd.Variable._execution_engine.queue_callback(finish)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from ._flat import by_dtype
-from ._graphs import Writes, device_data, launch, own_graph
+from ._graphs import Writes, device_data, launch, own_graph, write_between_passes
 from ._places import Places
 from .backends import Backend, Exchange, Kind
 
@@ -293,12 +293,16 @@ def broadcast(
 ) -> None:
     """Overwrite `buffers` with those of rank 0; with another `kind` they are other tensors.
 
+    As with DDP, graphs of earlier forward passes that have saved them can still be differentiated.
+
     Communication: one all-reduce of their bytes.
     """
     with own_graph(device):
         sent = collectives.only_first(buffers, device)
-    with collectives.graph(device, kind, sent) as writes:
-        writes.extend(zip(buffers, collectives.total(sent), strict=True))
+    with collectives.graph(device, kind, sent):
+        sums = collectives.total(sent)
+    write_between_passes(zip(buffers, sums, strict=True))
+    launch(device)
 
 
 def average_buffers(
@@ -315,19 +319,19 @@ def average_buffers(
 
 
 def average_gradients(
-    trained: Sequence[torch.nn.Parameter], collectives: Collectives, device: torch.device
+    params: Iterable[torch.nn.Parameter], collectives: Collectives, device: torch.device
 ) -> None:
-    """Overwrite gradients with their mean over the processes of the node.
+    """Overwrite gradients of the parameters that require one with their mean over the node.
 
     A missing gradient counts as zero if another process of the node has one. If none has, `grad`
     stays None; in a graph in which values cannot be read (`torch_xla.compile(full_graph=True)`) it
     becomes zero.
 
-    Communication: one all-reduce inside every node, of the bytes of `trained` and of two numbers
-      per parameter; sparse gradients are sent whole. A process that lacks a gradient then reads
+    Communication: one all-reduce inside every node, of their bytes and of two numbers per
+      parameter; sparse gradients are sent whole. A process that lacks a gradient then reads
       these numbers, and waits for an XLA device.
     """
-    trained = [param for param in trained if param.numel()]
+    trained = [param for param in params if param.requires_grad and param.numel()]
     if not trained:
         return
     # Another process may have a gradient where this one has none, and all must send the same.

@@ -41,6 +41,17 @@ def write(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
             target.copy_(value)
 
 
+def write_between_passes(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Write as `write` does, and let graphs of earlier forward passes still be differentiated.
+
+    Autograd refuses a graph if a tensor that it has saved was written since. The caller guarantees
+    that derivatives are right: by DDP's rule for buffers, or since values return before the pass.
+    """
+    writes = [*pairs]
+    with torch.autograd._unsafe_preserve_version_counter(tuple(target for target, _ in writes)):
+        write(writes)
+
+
 def launch(device: torch.device) -> None:
     """Launch what an XLA device has traced so far, unless a caller forbids it."""
     if device.type == "xla" and _runtime().may_launch():

@@ -1,7 +1,7 @@
-"""Half-precision parameters with float32 masters: averages that lose nothing by rounding."""
+"""The parameters that one call updates, and float32 masters of half-precision ones."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,15 +19,21 @@ class Masters:
     stays in this process and is added to the average: error feedback.
 
     Args:
-      params: the module's parameters.
+      sizes: number of elements of each parameter of the module, by name, in its order.
+      exchanged: names of the parameters that are exchanged.
       fp32_params: one float32 vector of all parameters in their order, or a list with a float32
-        tensor for each, or a dict with one such value.
+        tensor for each, or a dict with one such value; or the same for the exchanged ones alone.
+
+    Attributes:
+      held: maps the id of each master tensor to the names of the parameters in it.
 
     Raises:
       ValueError: masters of another form, length, size or dtype; a dict without exactly one entry.
     """
 
-    def __init__(self, params: Sequence[torch.Tensor], fp32_params: Any) -> None:
+    def __init__(
+        self, sizes: Mapping[str, int], exchanged: Collection[str], fp32_params: Any
+    ) -> None:
         if isinstance(fp32_params, dict):
             if len(fp32_params) != 1:
                 raise ValueError(
@@ -35,69 +41,51 @@ class Masters:
                     f"{', '.join(map(repr, fp32_params))}."
                 )
             (fp32_params,) = fp32_params.values()
-        self.is_flat = isinstance(fp32_params, torch.Tensor)
-        self.tensors = [fp32_params] if self.is_flat else _as_list(fp32_params)
-        self.params = list(params)
-        self._check()
+        is_flat = isinstance(fp32_params, torch.Tensor)
+        self.tensors = [fp32_params] if is_flat else _as_list(fp32_params)
+        fewer = {name: size for name, size in sizes.items() if name in exchanged}
+        is_fewer = self._count(is_flat) == (sum(fewer.values()) if is_flat else len(fewer))
+        self._sizes = fewer if is_fewer else sizes
+        self._check(is_flat)
+        names = [*self._sizes]
+        self.held = {id(t): names if is_flat else [names[i]] for i, t in enumerate(self.tensors)}
 
-    def residuals(self, sent: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return master minus the value sent for it, float32, for each parameter."""
-        return [
-            master - value.float().reshape(-1)
-            for master, value in zip(self._per_param(), sent, strict=True)
-        ]
+    def by_name(self) -> dict[str, torch.Tensor]:
+        """Return the float32 vector of each parameter, a view of its master."""
+        flats = [master.detach().reshape(-1) for master in self.tensors]
+        if len(flats) == 1:
+            flats = flats[0].split([*self._sizes.values()])
+        return dict(zip(self._sizes, flats, strict=True))
 
-    def restored(self, residuals: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> Writes:
-        """Return writes: masters become residual + value, parameters the rounded masters."""
-        pairs = zip(residuals, values, strict=True)
-        flat = flatten([residual + value.float().reshape(-1) for residual, value in pairs])
-        targets = [*self.tensors, *self.params]
-        values = [part for half in (self.tensors, self.params) for part in unflatten(half, flat)]
-        return [*zip(targets, values, strict=True)]
+    def become(self, names: Sequence[str], flat: torch.Tensor) -> Writes:
+        """Return writes: the masters of the named parameters become the elements of `flat`."""
+        sizes = [self._sizes[name] for name in names]
+        new = dict(zip(names, flat[: sum(sizes)].split(sizes), strict=True))
+        flat = flatten([*(self.by_name() | new).values()])
+        return [*zip(self.tensors, unflatten(self.tensors, flat), strict=True)]
 
-    def rounded(self, new: Mapping[int, torch.Tensor]) -> Writes:
-        """Return writes: parameters become the rounded masters; `new` holds changed ones by id."""
-        masters = [new.get(id(master), master.detach()) for master in self.tensors]
-        return [*zip(self.params, unflatten(self.params, flatten(masters)), strict=True)]
+    def _count(self, is_flat: bool) -> int:
+        return self.tensors[0].numel() if is_flat else len(self.tensors)
 
-    def initial(self, values: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
-        """Return the masters of parameters `values`, by `id` of the master tensor."""
-        if self.is_flat:
-            return {id(self.tensors[0]): flatten([value.float() for value in values])}
-        return {
-            id(master): value.float() for master, value in zip(self.tensors, values, strict=True)
-        }
-
-    def _per_param(self) -> list[torch.Tensor]:
-        sizes = [param.numel() for param in self.params]
-        if self.is_flat:
-            return list(self.tensors[0].detach().reshape(-1).split(sizes))
-        return [master.detach().reshape(-1) for master in self.tensors]
-
-    def _check(self) -> None:
+    def _check(self, is_flat: bool) -> None:
         wrong = [i for i, t in enumerate(self.tensors) if t.dtype != torch.float32]
         if wrong:
             raise ValueError(
                 f"`fp32_params` must be float32, got {self.tensors[wrong[0]].dtype} at {wrong[0]}."
             )
-        sizes = [param.numel() for param in self.params]
-        master_sizes = [master.numel() for master in self.tensors]
-        if self.is_flat and master_sizes != [sum(sizes)]:
+        total = sum(self._sizes.values()) if is_flat else len(self._sizes)
+        if self._count(is_flat) != total:
+            what = "the elements of all" if is_flat else "one tensor for each of the"
             raise ValueError(
-                "`fp32_params` as one tensor must have the elements of all parameters, "
-                f"{sum(sizes)}, got {master_sizes[0]}."
+                f"`fp32_params` must have {what} parameters of the module, {total}, got "
+                f"{self._count(is_flat)}."
             )
-        if not self.is_flat and len(master_sizes) != len(sizes):
-            raise ValueError(
-                "`fp32_params` as a list must have one tensor per parameter of the module, "
-                f"{len(sizes)}, got {len(master_sizes)}."
-            )
-        bad = [] if self.is_flat else [i for i, n in enumerate(sizes) if master_sizes[i] != n]
-        if bad:
-            raise ValueError(
-                f"`fp32_params`[{bad[0]}] must have the {sizes[bad[0]]} elements of parameter "
-                f"{bad[0]} of the module, got {master_sizes[bad[0]]}."
-            )
+        for tensor, (name, size) in zip(self.tensors, self._sizes.items(), strict=False):
+            if not is_flat and tensor.numel() != size:
+                raise ValueError(
+                    f"`fp32_params` must have {size} elements for parameter {name!r} of the "
+                    f"module, got {tensor.numel()}."
+                )
 
 
 @dataclass(frozen=True)
@@ -105,24 +93,57 @@ class Parameters:
     """The parameters that one call of `perform_slowmo` updates.
 
     Attributes:
-      tensors: the module's parameters, in their order.
-      masters: their float32 copies, or None.
+      by_name: those of the module that are exchanged, in its order.
+      masters: float32 copies of the module's parameters, or None.
       device: device of both.
+      held: maps the id of each tensor that an optimizer may hold, a parameter of the module or a
+        master, to the names of the parameters that it stands for.
     """
 
-    tensors: list[torch.nn.Parameter]
+    by_name: Mapping[str, torch.nn.Parameter]
     masters: Masters | None
     device: torch.device
+    held: Mapping[int, Sequence[str]]
+
+    @property
+    def tensors(self) -> list[torch.nn.Parameter]:
+        """The parameters that are exchanged."""
+        return [*self.by_name.values()]
+
+    def frozen_without(self, names: Collection[str]) -> "Parameters":
+        """Return those that require no gradient and have none of these names."""
+        frozen = {
+            name: param
+            for name, param in self.by_name.items()
+            if name not in names and not param.requires_grad
+        }
+        return replace(self, by_name=frozen)
+
+    def trained(self) -> Mapping[str, torch.Tensor]:
+        """Return what the optimizer trains, by name: the masters, or the parameters themselves."""
+        return self.by_name if self.masters is None else self.masters.by_name()
 
     def residuals(self, sent: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the masters minus `sent`; nothing without masters."""
-        return [] if self.masters is None else self.masters.residuals(sent)
+        """Return masters minus `sent`, float32 vectors; nothing without masters."""
+        if self.masters is None:
+            return []
+        masters = self.masters.by_name()
+        pairs = zip(self.by_name, sent, strict=True)
+        return [masters[name] - value.float().reshape(-1) for name, value in pairs]
 
     def become(self, values: Sequence[torch.Tensor], residuals: Sequence[torch.Tensor]) -> Writes:
         """Return writes: parameters become `values`, or with masters `values` plus residuals."""
         if self.masters is None:
             return [*zip(self.tensors, values, strict=True)]
-        return self.masters.restored(residuals, values)
+        pairs = zip(residuals, values, strict=True)
+        new = flatten([residual + value.float().reshape(-1) for residual, value in pairs])
+        return self.become_flat([*self.by_name], new)
+
+    def become_flat(self, names: Sequence[str], flat: torch.Tensor) -> Writes:
+        """Return writes: the named parameters and their masters become the elements of `flat`."""
+        params = [self.by_name[name] for name in names]
+        writes = [] if self.masters is None else self.masters.become(names, flat)
+        return [*writes, *zip(params, unflatten(params, flat), strict=True)]
 
 
 def _as_list(value: Any) -> list[torch.Tensor]:

@@ -2,11 +2,13 @@
 
 import logging
 import warnings
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from ._places import Places, check_count, check_node_size
 from .backends import Backend, choose
@@ -17,6 +19,28 @@ _OVERLAP = (
     "run during the next step, and here one follows the other. In JAX, "
     "jaxslowmo.sgp(..., overlap=1) does it."
 )
+# The arguments of DistributedDataParallel beside `module` and `broadcast_buffers`: what to do
+# instead, "" where they mean nothing here.
+_OF_DDP = {
+    "device_ids": "",
+    "output_device": "",
+    "dim": "",
+    "bucket_cap_mb": "",
+    "bucket_cap_mb_list": "",
+    "find_unused_parameters": "",
+    "check_reduction": "",
+    "gradient_as_bucket_view": "",
+    "batched_grad_copy": "",
+    "static_graph": "",
+    "skip_all_reduce_unused_params": "",
+    "process_group": "pass `global_group`, the processes of the run",
+    "init_sync": "pass `broadcast_parameters` or `check_start`",
+    "forward_sync_buffers": "pass `broadcast_buffers`",
+    "delay_all_reduce_named_params": "parameters are exchanged in perform_slowmo()",
+    "param_to_hook_all_reduce": "parameters are exchanged in perform_slowmo()",
+    "mixed_precision": "use torch.autocast, or a half-precision module with `fp32_params`",
+    "device_mesh": "pass `global_group`, the processes of the run, and `nprocs_per_node`",
+}
 
 
 class SlowMoBaseAlgorithm(str, Enum):  # noqa: UP042  FairScale's prints its name
@@ -70,6 +94,7 @@ class Options:
     master_group: Any = None
     local_node_group: Any = None
     comm_device: Any = None
+    ddp: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def has_slow_momentum(self) -> bool:
@@ -98,8 +123,15 @@ def settle(options: Options) -> tuple[Places, Backend, SlowMoBaseAlgorithm | Non
     module = options.module
     if not isinstance(module, torch.nn.Module) or not any(True for _ in module.parameters()):
         raise ValueError(f"`module` must be a torch.nn.Module with parameters, got {module!r}.")
+    lazy = [name for name, param in module.named_parameters() if is_lazy(param)]
+    if lazy:
+        raise ValueError(
+            f"`module` must have initialised parameters, and {lazy[0]!r} is not: run a forward "
+            "pass of the module before it is wrapped."
+        )
     if options.overlap:
         raise ValueError(_OVERLAP)
+    _check_ddp(options.ddp)
     _check_numbers(options)
     base = SlowMoBaseAlgorithm.of(options.slowmo_base_algorithm)
     is_averaged = base == SlowMoBaseAlgorithm.LOCALSGD or options.has_slow_momentum
@@ -142,6 +174,25 @@ def _check_numbers(options: Options) -> None:
         raise ValueError(f"`slowmo_momentum` must lie in [0, 1), got {momentum!r}.")
     if not (_is_number(slow_lr) and 0 <= slow_lr < float("inf")):
         raise ValueError(f"`slowmo_lr` must be a finite number >= 0, got {slow_lr!r}.")
+
+
+def _check_ddp(arguments: Mapping[str, Any]) -> None:
+    """Raise `ValueError` for arguments of DistributedDataParallel that cannot be followed here.
+
+    Raises:
+      TypeError: an argument that neither class has.
+    """
+    for name, value in arguments.items():
+        if name not in _OF_DDP:
+            raise TypeError(
+                f"SlowMoDistributedDataParallel.__init__() got an unexpected keyword argument "
+                f"{name!r}"
+            )
+        if _OF_DDP[name] and value is not None:
+            raise ValueError(
+                f"`{name}` of DistributedDataParallel is not available, got {value!r}: "
+                f"{_OF_DDP[name]}."
+            )
 
 
 def _check_buffers(mode: object, *, is_averaged: bool) -> None:

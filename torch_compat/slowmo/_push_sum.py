@@ -7,7 +7,7 @@ import torch
 from ._collectives import Collectives
 from ._flat import pack, times, unpack
 from ._gossip import Gossip
-from ._graphs import own_graph, to_device, write
+from ._graphs import own_graph, to_device, write, write_between_passes
 from ._half import Parameters
 from .backends import Kind
 
@@ -57,13 +57,18 @@ class PushSum:
     def make_numerators(self, params: Sequence[torch.Tensor]) -> None:
         """Overwrite parameters with x, on which optimizer and exchange work."""
         if not self.is_numerator and self.moves:
-            write(zip(params, self.numerators(params), strict=True))
+            write_between_passes(zip(params, self.numerators(params), strict=True))
         self.is_numerator = self.is_on
 
+    def follow(self, params: Sequence[torch.Tensor]) -> None:
+        """Overwrite estimates with x if the parameters exchanged so far hold x."""
+        if params and self.is_numerator and self.moves:
+            write((param, times(param.detach(), self.weight)) for param in params)
+
     def make_estimates(self, params: Sequence[torch.Tensor]) -> None:
-        """Overwrite parameters with x / w, which a forward pass needs."""
+        """Overwrite parameters with x / w, which forward and backward passes need."""
         if self.is_numerator and self.moves:
-            write(zip(params, self.estimates(params), strict=True))
+            write_between_passes(zip(params, self.estimates(params), strict=True))
         self.is_numerator = False
 
 

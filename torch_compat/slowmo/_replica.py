@@ -1,7 +1,6 @@
 """The state of one process' replica, and the operations on its module."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,7 +25,9 @@ class State:
       num_updates: number of calls of `perform_slowmo`.
       exchanges: number of exchanges with peers.
       momentum: anchor and velocity; None before there is an anchor.
-      initial: (N + 1,) float32, the initial parameters, until they have become the anchor.
+      initial: the first values of parameters that have no anchor yet, float32 vectors by name.
+      frozen: names of parameters that are exchanged although they require no gradient, see
+        `Replica.exchanged`; None: of all that require none.
       weight: (1,) float32, the push-sum weight.
       is_numerator: whether the module's parameters are x rather than x / w.
     """
@@ -34,7 +35,8 @@ class State:
     num_updates: int
     exchanges: int
     momentum: SlowMomentum | None
-    initial: torch.Tensor | None
+    initial: dict[str, torch.Tensor]
+    frozen: frozenset[str] | None
     weight: torch.Tensor
     is_numerator: bool
 
@@ -44,13 +46,13 @@ class Whole:
     """The replicas of all processes, combined into one; equal on every process.
 
     Attributes:
-      params: their mean over nodes, sum x / sum w.
+      params: their mean over nodes, sum x / sum w; only those that are exchanged, by name.
       buffers: rank 0's, or their mean over processes.
-      slow: whole "anchor" and "velocity", or "initial", the initial parameters, or nothing. If
-        slow momentum is not sharded they are means over nodes.
+      slow: whole "anchor" and "velocity", and "initial.<name>" for parameters that have no anchor
+        yet. If slow momentum is not sharded they are means over nodes.
     """
 
-    params: list[torch.Tensor]
+    params: dict[str, torch.Tensor]
     buffers: list[torch.Tensor]
     slow: dict[str, torch.Tensor]
 
@@ -97,6 +99,9 @@ class Replica:
             self.collectives, self.push_sum, is_sharded=is_sharded, is_bounded=is_bounded
         )
         self._averages_buffers = averages_buffers
+        self._exchanged: frozenset[str] = frozenset()
+        self._frozen: frozenset[str] = frozenset()
+        self._compared: frozenset[str] | None = None
 
     @property
     def num_updates(self) -> int:
@@ -119,31 +124,63 @@ class Replica:
         if tensors and self.places.world_size > 1:
             broadcast(tensors, self.collectives, device, kind)
 
-    def check_start(self, params: Mapping[str, torch.Tensor], device: torch.device) -> None:
-        """Call `check_equal` in a new run; in a resumed one replicas may differ.
+    def exchanged(self, module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+        """Return the parameters that are exchanged, by name, in the module's order.
+
+        They are those that require a gradient, or have required one since the replicas last took
+        an exact mean.
+        """
+        named = dict(module.named_parameters())
+        before = self._exchanged
+        new = [p for name, p in named.items() if p.requires_grad and name not in before]
+        self.push_sum.follow(new)
+        params = {n: p for n, p in named.items() if p.requires_grad or n in before}
+        self._exchanged = frozenset(params)
+        self._frozen = frozenset(name for name, p in params.items() if not p.requires_grad)
+        return params
+
+    def forget(self, names: Collection[str]) -> None:
+        """Exchange these again only if they require a gradient: replicas took an exact mean."""
+        self._exchanged -= set(names)
+
+    def compare(
+        self,
+        module: torch.nn.Module,
+        device: torch.device,
+        *,
+        values: bool,
+        must: bool = False,
+    ) -> None:
+        """Call `check_equal` if other parameters are exchanged than at the last call.
+
+        Args:
+          module: the module.
+          device: the device of this process.
+          values: whether to compare values, too; not in a resumed run, where replicas may differ.
+          must: whether to compare in any case, as other processes do.
 
         Communication: one all-gather of 16 bytes per process.
         """
+        names = frozenset(self.exchanged(module))
         is_new = self.num_updates == 0 and self._averaging.exchanges == 0
-        if is_new and self.places.world_size > 1:
-            check_equal(params, self.collectives, device)
+        if self.places.world_size > 1 and (must or values or names != self._compared):
+            params = dict(module.named_parameters())
+            values = values and is_new
+            check_equal(params, names, self.collectives, device, values=values)
+        self._compared = names
 
     @property
     def waits_for_backward(self) -> bool:
         """True if `after_backward` changes anything."""
         return self.places.nprocs_per_node > 1 or self.push_sum.moves
 
-    def after_backward(
-        self, params: Sequence[torch.nn.Parameter], device: torch.device, *, averages: bool
-    ) -> None:
-        """Make parameters numerators; with `averages` average gradients over the node first.
+    def average_gradients(self, params: Iterable[torch.nn.Parameter], device: torch.device) -> None:
+        """Average gradients over the node.
 
         Communication: one all-reduce inside the nodes, where they have several processes.
         """
-        if averages and self.places.nprocs_per_node > 1:
-            trained = [param for param in params if param.requires_grad]
-            average_gradients(trained, self.collectives, device)
-        self.push_sum.make_numerators(params)
+        if self.places.nprocs_per_node > 1:
+            average_gradients(params, self.collectives, device)
 
     # For a join context, in which some processes have no more data.
 
@@ -156,16 +193,15 @@ class Replica:
             pass
 
     def add_no_gradients(self, params: Sequence[torch.nn.Parameter], device: torch.device) -> None:
-        """Take part in `after_backward` of others in the node; gradients here stay as they are.
+        """Take part in `average_gradients` of others in the node; gradients here stay as they are.
 
-        Communication: that of `after_backward`.
+        Communication: that of `average_gradients`.
         """
-        trained = [param for param in params if param.requires_grad]
-        grads = [param.grad for param in trained]
-        for param in trained:
+        grads = [param.grad for param in params]
+        for param in params:
             param.grad = None
-        average_gradients(trained, self.collectives, device)
-        for param, grad in zip(trained, grads, strict=True):
+        average_gradients(params, self.collectives, device)
+        for param, grad in zip(params, grads, strict=True):
             param.grad = grad
 
     def share_in_node(
@@ -187,49 +223,39 @@ class Replica:
             with self.collectives.graph(device, Kind.NODE, sent) as writes:
                 writes.extend(zip(tensors, self.collectives.total_in_node(sent), strict=True))
 
-    def share_optimizer_in_node(
-        self, optimizer: torch.optim.Optimizer | None, device: torch.device
+    def share_optimizers_in_node(
+        self, optimizers: Sequence[torch.optim.Optimizer], device: torch.device
     ) -> None:
-        """Load the optimizer's state of the node's process that had data for longest.
+        """Load the optimizers' state of the node's process that had data for longest.
 
         Communication: one broadcast inside the nodes, where they have several processes.
         """
         if self.places.nprocs_per_node > 1:
-            local_state = None if optimizer is None else optimizer.state_dict()
+            local = [optimizer.state_dict() for optimizer in optimizers]
             with self.collectives.graph(device, Kind.OPTIMIZER, []):
-                state = self.collectives.of_first_of_node(local_state and local_state["state"])
-            if optimizer is not None and local_state is not None and state is not None:
-                optimizer.load_state_dict({**local_state, "state": state})
+                states = self.collectives.of_first_of_node([state["state"] for state in local])
+            for optimizer, own, state in zip(optimizers, local, states, strict=False):
+                optimizer.load_state_dict({**own, "state": state})
 
-    @contextmanager
-    def rates_of_those_with_data(
-        self, optimizer: torch.optim.Optimizer, momentum: SlowMomentum
-    ) -> Iterator[None]:
-        """Run the block with `optimizer` at the learning rates of a process that has data.
+    def rates(self, groups: Groups, momentum: SlowMomentum, device: torch.device) -> list[float]:
+        """Return the learning rate of each parameter in slow momentum, of a process with data.
 
-        `momentum` has that process' learning rates of the updates since the last slow step.
+        `momentum` takes that process' learning rates of the updates since the last slow step.
 
-        Communication: one all-reduce of 16 bytes per group; nothing while all have data.
+        Communication: one all-reduce of 16 bytes per parameter; nothing while all have data.
         """
+        rates = groups.rates(device)
         if not self.collectives.absent:
-            yield
-            return
+            return rates
         host = torch.device("cpu")
-        groups = [group for group in optimizer.param_groups if group["params"]]
-        rates = [Groups(optimizer).rates(host), momentum.rates.since]
-        sent = self.collectives.only_first([torch.tensor(rates, dtype=torch.float64)], host)
+        both = torch.tensor([rates, momentum.rates.since], dtype=torch.float64)
+        sent = self.collectives.only_first([both], host)
         with self.collectives.graph(host, Kind.RATES, sent):
             current, since = self.collectives.total(sent)[0].tolist()
-        before = [group["lr"] for group in groups]
-        if self.places.rank in self.collectives.absent:
-            momentum.rates.since = since
-            for group, rate in zip(groups, current, strict=True):
-                group["lr"] = rate
-        try:
-            yield
-        finally:
-            for group, rate in zip(groups, before, strict=True):
-                group["lr"] = rate
+        if self.places.rank not in self.collectives.absent:
+            return rates
+        momentum.rates.since = since
+        return current
 
     # The parts of a step.
 
@@ -241,7 +267,7 @@ class Replica:
         """Return the `buffers` that are averaged; the others keep this process' values."""
         if not self._averages_buffers:
             return []
-        return [b for b in buffers if b.is_floating_point() and b.numel()]
+        return [b for b in buffers if _is_continuous(b) and b.numel()]
 
     def average_buffers(self, buffers: Sequence[torch.Tensor], device: torch.device) -> None:
         """Average floating `buffers` in a step whose average of parameters does not include them.
@@ -264,22 +290,29 @@ class Replica:
             exchanges=self._averaging.exchanges,
             momentum=self.slow.momentum,
             initial=self.slow.initial,
+            frozen=self._frozen,
             weight=self.push_sum.weight,
             is_numerator=self.push_sum.is_numerator,
         )
 
-    def take_over(self, state: State) -> None:
+    def take_over(self, state: State, module: torch.nn.Module) -> None:
         """Resume from `state`; its tensors may stay on the host until they are needed."""
         self.num_updates = state.num_updates
         self._averaging.exchanges = state.exchanges
-        self.slow.momentum, self.slow.initial = state.momentum, state.initial
+        self._exchanged = frozenset(
+            name
+            for name, param in module.named_parameters()
+            if param.requires_grad
+            or (_is_continuous(param) if state.frozen is None else name in state.frozen)
+        )
+        self.slow.resume(state.momentum, state.initial)
         if self.push_sum.is_on:
             self.push_sum.weight = state.weight
             self.push_sum.is_numerator = state.is_numerator
 
     def whole(
         self,
-        params: Sequence[torch.Tensor],
+        params: Mapping[str, torch.Tensor],
         buffers: Sequence[torch.Tensor],
         device: torch.device,
     ) -> Whole:
@@ -289,30 +322,35 @@ class Replica:
           velocity if they are sharded, otherwise they are part of the all-reduce.
         """
         collectives, push_sum, momentum = self.collectives, self.push_sum, self.slow.momentum
-        slow = [] if self.slow.initial is None else [self.slow.initial]
+        slow = {f"initial.{name}": value for name, value in self.slow.initial.items()}
         if momentum is not None and not self.slow.is_sharded:
-            slow = [momentum.anchor, momentum.velocity]
+            slow |= {"anchor": momentum.anchor, "velocity": momentum.velocity}
         with own_graph(device):
-            shares = collectives.shares([*push_sum.numerators(params), *slow, push_sum.weight])
-            shares = collectives.only_masters(shares)
+            tensors = [*push_sum.numerators([*params.values()]), *slow.values(), push_sum.weight]
+            shares = collectives.only_masters(collectives.shares(tensors))
             sent = collectives.only_first(buffers, device)
             averaged = self.averaged(buffers)
             shares_of_all = collectives.shares_of_all(averaged, device)
             parts = dict(zip(map(id, averaged), shares_of_all, strict=True))
             sent = [parts.get(id(b), value) for b, value in zip(buffers, sent, strict=True)]
+        gathered: list[torch.Tensor] = []
         with collectives.graph(device, Kind.CONSOLIDATION, [*shares, *sent]):
-            *means, weight = collectives.total(shares)
+            *sums, weight = collectives.total(shares)
             sent = collectives.total(sent)
             if momentum is not None and self.slow.is_sharded:
-                slow = [collectives.gather(p) for p in (momentum.anchor, momentum.velocity)]
+                gathered = [collectives.gather(p) for p in (momentum.anchor, momentum.velocity)]
         with own_graph(device):
-            slow = means[len(params) :] or slow
+            means, of_slow = sums[: len(params)], dict(zip(slow, sums[len(params) :], strict=True))
+            of_slow |= dict(zip(("anchor", "velocity"), gathered, strict=False))
             if momentum is not None:
-                # A copy: reading a view would launch a separate graph, in no fixed order.
-                slow = [value[: momentum.span.total].clone() for value in slow]
-            means = means[: len(params)]
+                for name in ("anchor", "velocity"):
+                    # A copy: reading a view would launch a separate graph, in no fixed order.
+                    of_slow[name] = of_slow[name][: momentum.span.total].clone()
             if push_sum.moves:
                 means = [times(mean, 1 / weight) for mean in means]
             copies = [value.to(b.dtype) for b, value in zip(buffers, sent, strict=True)]
-        names = ("initial",) if momentum is None else ("anchor", "velocity")
-        return Whole(means, copies, dict(zip(names, slow, strict=False)))
+        return Whole(dict(zip(params, means, strict=True)), copies, of_slow)
+
+
+def _is_continuous(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()

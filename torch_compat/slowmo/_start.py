@@ -1,6 +1,7 @@
 """Equal parameters at the start: broadcast from rank 0, or checked."""
 
-from collections.abc import Mapping
+import zlib
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -47,24 +48,35 @@ def broadcast_parameters(
 
 
 def check_equal(
-    params: Mapping[str, torch.Tensor], collectives: Collectives, device: torch.device
+    params: Mapping[str, torch.Tensor],
+    chosen: Collection[str],
+    collectives: Collectives,
+    device: torch.device,
+    *,
+    values: bool,
 ) -> None:
-    """Raise `ValueError` unless all processes hold the same bits; call it in all of them.
+    """Raise `ValueError` unless all processes hold the same parameters; call it in all of them.
 
     Args:
       params: parameters, by name.
+      chosen: names of those that are exchanged, or that the optimizers hold.
       collectives: collectives of this process.
       device: device of `params`.
+      values: whether to compare the bits of the parameters, beside their names and what is chosen.
 
     Raises:
       ValueError: in all processes; it names the processes that differ from process 0, and the
         parameters.
 
     Communication: one all-gather of 16 bytes per process; if they differ, another of 8 bytes per
-      parameter and process. On XLA devices the parameters are copied to the host once.
+      parameter and process. With `values` parameters on XLA devices are copied to the host once.
     """
-    launch(device)  # otherwise reading a parameter would launch a separate graph
-    prints = torch.stack([fingerprint(tensor).cpu() for tensor in params.values()])
+    if values:
+        launch(device)  # otherwise reading a parameter would launch a separate graph
+    texts = [f"{name} {tuple(p.shape)} {name in chosen}" for name, p in params.items()]
+    prints = torch.tensor([zlib.crc32(text.encode()) for text in texts], dtype=torch.int64)
+    if values:
+        prints = prints + torch.stack([fingerprint(p).cpu() for p in params.values()])
     summary = [int(fingerprint(prints)), len(params)]
     totals = _gathered(summary, collectives, device)
     unequal = [rank for rank, total in enumerate(totals) if not torch.equal(total, totals[0])]
@@ -75,11 +87,16 @@ def check_equal(
         rows = _gathered(prints.tolist(), collectives, device)
         names = [name for name, row in zip(params, rows.T, strict=True) if (row != row[0]).any()]
         which = ", ".join(map(repr, names[:3])) + (", ..." if len(names) > 3 else "")
+    lists = f"processes {', '.join(map(str, unequal))} of {len(totals)} do not have ({which})"
+    if values:
+        raise ValueError(
+            f"`module` must start with equal parameters in all processes, which {lists}. Load the "
+            "same, seed alike before the module is made, or pass broadcast_parameters=True; with "
+            "check_start=False they may differ."
+        )
     raise ValueError(
-        "`module` must start with equal parameters in all processes, which processes "
-        f"{', '.join(map(str, unequal))} of {len(totals)} do not have ({which}). Load the same, "
-        "seed alike before the module is made, or pass broadcast_parameters=True; with "
-        "check_start=False they may differ."
+        "`module` must have parameters of the same names and shapes in all processes, of which the "
+        f"same require a gradient and are in the optimizers, which {lists}."
     )
 
 

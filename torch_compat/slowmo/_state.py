@@ -1,6 +1,6 @@
 """The state dict of a wrapper: its entries besides the parameters, and loading them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -12,8 +12,9 @@ from .slow_momentum import Rates, SlowMomentum, SlowSteps
 # Names of FairScale; all other entries have `_PREFIX`. All values are tensors.
 _FAIRSCALE = ("ps_weight", "is_sgp_ps_numerator")
 _PREFIX = "slowmo."
+_INITIAL = "initial."
 _RATES = ("rates", "made_at", "since")  # the fields of `Rates`
-_SLOW = ("anchor", "velocity", *_RATES, "ends", "whole_anchor", "whole_velocity", "initial")
+_SLOW = ("anchor", "velocity", *_RATES, "names", "whole_anchor", "whole_velocity")
 _WEIGHT_TOLERANCE = 1e-5
 
 
@@ -23,9 +24,10 @@ def entries_of(replica: Replica) -> dict[str, torch.Tensor]:
     Returns:
       With SGP ps_weight (1,) float32 and is_sgp_ps_numerator () bool. Always slowmo.num_updates,
       .exchanges, .rank, .world_size () int64. With slow momentum slowmo.anchor and .velocity
-      (shard,) float32, .rates, .made_at and .since (groups,) float64, .ends (groups,) int64. Before
-      slow momentum starts, but after a forward pass, slowmo.initial (N + 1,) float32, the initial
-      parameters.
+      (shard,) float32, .rates, .made_at and .since (parameters,) float64, and .names, the names of
+      the parameters in it as text in UTF-8, (bytes,) uint8, one name per line. For parameters that
+      have no anchor yet slowmo.initial.<name> (n,) float32, their first values. If parameters are
+      exchanged although they require no gradient slowmo.frozen, their names as text.
     """
     state = replica.state()
     entries: dict[str, Any] = {
@@ -34,14 +36,15 @@ def entries_of(replica: Replica) -> dict[str, torch.Tensor]:
         "rank": replica.places.rank,
         "world_size": replica.places.world_size,
     }
+    if state.frozen:
+        entries["frozen"] = _text(sorted(state.frozen))
     slow = state.momentum
     if slow is not None:
         rates = (slow.rates.last, slow.rates.made_at, slow.rates.since)
         rates = [torch.tensor(value, dtype=torch.float64) for value in rates]
-        entries |= {"ends": slow.span.ends, **dict(zip(_RATES, rates, strict=True))}
+        entries |= {"names": _text(slow.span.names), **dict(zip(_RATES, rates, strict=True))}
         entries |= {"anchor": slow.anchor, "velocity": slow.velocity}
-    elif state.initial is not None:
-        entries["initial"] = state.initial
+    entries |= {_INITIAL + name: value for name, value in state.initial.items()}
     named = {_PREFIX + key: _tensor(value) for key, value in entries.items()}
     if replica.push_sum.is_on:
         named["ps_weight"] = state.weight
@@ -50,38 +53,46 @@ def entries_of(replica: Replica) -> dict[str, torch.Tensor]:
 
 
 def consolidated(
-    state_dict: Mapping[str, Any],
-    params: Sequence[torch.Tensor],
-    buffers: Sequence[torch.Tensor],
-    whole: Whole,
+    state_dict: Mapping[str, Any], module: torch.nn.Module, whole: Whole, *, for_resuming: bool
 ) -> dict[str, Any]:
     """Return a state dict that fits every rank of any number of processes.
 
     Args:
       state_dict: the wrapper's state dict, made with `keep_vars=True`.
-      params: parameters in it, in the order of `whole.params`.
-      buffers: buffers in it, in the order of `whole.buffers`.
-      whole: the values that replace both.
+      module: the wrapper's module.
+      whole: the values that replace those of this process.
+      for_resuming: whether it is for the wrapper, else for the module.
     """
-    values = [*whole.params, *whole.buffers]
-    replaced = dict(zip(map(id, [*params, *buffers]), values, strict=True))
+    params, buffers = dict(module.named_parameters()), module.buffers()
+    replaced = {id(params[name]): value for name, value in whole.params.items()}
+    replaced |= dict(zip(map(id, buffers), whole.buffers, strict=True))
     state = {}
     for key, value in state_dict.items():
         value = replaced.get(id(value), value)
-        state[key] = value.detach() if isinstance(value, torch.Tensor) else value
-    for name in ("rank", "world_size", "anchor", "velocity"):
-        state.pop(_PREFIX + name, None)
+        state[key] = value.detach().cpu() if isinstance(value, torch.Tensor) else value
+    if not for_resuming:
+        inner = {key: value for key, value in state.items() if key.startswith("module.")}
+        return {key.removeprefix("module."): value for key, value in inner.items()}
+    local = ("rank", "world_size", "anchor", "velocity", "frozen")
+    state = {key: value for key, value in state.items() if key.removeprefix(_PREFIX) not in local}
     if "ps_weight" in state:
         state |= {"ps_weight": torch.ones(1), "is_sgp_ps_numerator": torch.tensor(False)}
     for name, value in whole.slow.items():
-        state[_PREFIX + (name if name == "initial" else f"whole_{name}")] = value
+        state[_PREFIX + (name if name.startswith(_INITIAL) else f"whole_{name}")] = value.cpu()
     return state
 
 
 def take(
-    state_dict: Mapping[str, Any], prefix: str, replica: Replica, *, has_slow_momentum: bool
+    state_dict: Mapping[str, Any],
+    prefix: str,
+    replica: Replica,
+    sizes: Mapping[str, int],
+    *,
+    has_slow_momentum: bool,
 ) -> tuple[dict[str, Any], State, list[str]]:
     """Split a state dict into entries of others and the wrapper's own state, and check the latter.
+
+    `sizes` are the numbers of elements of the module's parameters, by name.
 
     `state_dict` is not changed. The wrapper's entries may be missing: FairScale's dicts hold no
     counters and no slow momentum; both then start from zero.
@@ -103,7 +114,8 @@ def take(
     is_sgp = replica.push_sum.is_on
     unexpected = [] if is_sgp else [name for name in _FAIRSCALE if name in saved]
     if not has_slow_momentum:
-        unexpected += [_PREFIX + key for key in _SLOW if _PREFIX + key in saved]
+        own = tuple(_PREFIX + key for key in (*_SLOW, _INITIAL))
+        unexpected += [name for name in saved if name.startswith(own)]
     entries = {
         name.removeprefix(_PREFIX): value
         for name, value in saved.items()
@@ -116,13 +128,23 @@ def take(
             f"`state_dict` holds a push-sum weight of {float(weight):.6g}, but with this `graph` "
             "and `mixing` weights are always 1; it belongs to others."
         )
-    if weight_differs or "anchor" in entries or "initial" in entries:
+    initial = {
+        name.removeprefix(_INITIAL): _copy(value)
+        for name, value in entries.items()
+        if name.startswith(_INITIAL)
+    }
+    if weight_differs or "anchor" in entries or initial:
         _check_place(entries, replica.places)
+    has_momentum = "anchor" in entries or "whole_anchor" in entries
     state = State(
         num_updates=int(entries.get("num_updates", 0)),
         exchanges=int(entries.get("exchanges", 0)),
-        momentum=_read_momentum(entries, replica.slow) if "ends" in entries else None,
-        initial=_copy(entries["initial"]) if "initial" in entries else None,
+        momentum=_read_momentum(entries, replica.slow, sizes) if has_momentum else None,
+        initial=initial,
+        # FairScale exchanges all parameters.
+        frozen=frozenset(_names(entries["frozen"]) if "frozen" in entries else ())
+        if entries
+        else None,
         weight=weight.cpu().clone(),
         is_numerator=bool(saved.get("is_sgp_ps_numerator", False)),
     )
@@ -148,13 +170,18 @@ def _check_place(entries: Mapping[str, Any], places: Places) -> None:
         )
 
 
-def _read_momentum(entries: Mapping[str, Any], slow: SlowSteps) -> SlowMomentum:
-    span = slow.span(tuple(entries["ends"].tolist()))
-    # Older dicts have no rates before the first slow step, and no rates for the bound. With an
-    # unknown rate the next slow step carries at most the whole velocity.
-    unknown = [0.0] * len(span.ends)
-    saved = (entries[name].tolist() if name in entries else [] for name in _RATES)
-    rates = Rates(*(values or unknown for values in saved))
+def _read_momentum(
+    entries: Mapping[str, Any], slow: SlowSteps, sizes: Mapping[str, int]
+) -> SlowMomentum:
+    names = _names(entries["names"]) if "names" in entries else []
+    foreign = [name for name in names if name not in sizes]
+    if foreign or not names:
+        raise ValueError(
+            "`state_dict` must hold slow momentum of parameters of this module, got "
+            + (f"that of {foreign[0]!r}." if foreign else "some without `slowmo.names`.")
+        )
+    span = slow.span({name: sizes[name] for name in names})
+    rates = Rates(*(entries[name].tolist() for name in _RATES))
     if "anchor" in entries:
         anchor, velocity = entries["anchor"], entries["velocity"]
         if anchor.numel() != span.length:
@@ -174,6 +201,14 @@ def _copy(value: torch.Tensor) -> torch.Tensor:
     return value.detach().to("cpu", torch.float32, copy=True)
 
 
+def _text(names: Iterable[str]) -> torch.Tensor:
+    return torch.tensor([*"\n".join(names).encode()], dtype=torch.uint8)
+
+
+def _names(text: torch.Tensor) -> list[str]:
+    return bytes(text.tolist()).decode().splitlines()
+
+
 def _tensor(value: Any) -> torch.Tensor:
     return value.detach() if isinstance(value, torch.Tensor) else torch.tensor(value)
 
@@ -181,6 +216,7 @@ def _tensor(value: Any) -> torch.Tensor:
 class SavesReplica(torch.nn.Module):
     """A module whose state dict contains its replica's state."""
 
+    module: torch.nn.Module
     _replica: Replica
     slowmo: bool
 
@@ -201,11 +237,12 @@ class SavesReplica(torch.nn.Module):
         error_msgs: list[str],
     ) -> None:
         """Load; raise `ValueError` for the state of another rank or number of processes."""
+        sizes = {name: param.numel() for name, param in self.module.named_parameters()}
         others, state, unexpected = take(
-            state_dict, prefix, self._replica, has_slow_momentum=self.slowmo
+            state_dict, prefix, self._replica, sizes, has_slow_momentum=self.slowmo
         )
         unexpected_keys.extend(prefix + key for key in unexpected if strict)
         super()._load_from_state_dict(
             others, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
-        self._replica.take_over(state)
+        self._replica.take_over(state, self.module)

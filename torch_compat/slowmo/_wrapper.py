@@ -6,7 +6,7 @@ from typing import Any, Literal
 import torch
 from torch.distributed.algorithms.join import Joinable
 
-from ._backward import AfterBackward
+from ._backward import BackwardHooks
 from ._gossip import plan_gossip
 from ._half import HALF, Masters, Parameters
 from ._options import LOG, Options, SlowMoBaseAlgorithm, settle, show_log
@@ -23,7 +23,8 @@ class SlowMoDistributedDataParallel(SavesReplica, NamesOfFairScale, LikeDDP):
     It has the constructor of FairScale's class of this name, and works for the processes of
     `torch.distributed` and for scripts under torch_xla's `xmp.spawn`. Every process holds a replica
     of `module` on its device and trains it with its own optimizer; `perform_slowmo(optimizer)`
-    after `optimizer.step()` brings the replicas together:
+    after `optimizer.step()` brings the replicas together, in all parameters that require a
+    gradient:
 
     - LOCALSGD: every `localsgd_frequency` steps the parameters become their mean over nodes.
     - SGP: in every step a node sends its parameters to a few peers and mixes in those it receives.
@@ -34,14 +35,20 @@ class SlowMoDistributedDataParallel(SavesReplica, NamesOfFairScale, LikeDDP):
       training mode (`_init_global_momentum_buffers` takes the current ones instead).
 
     A node is a group of `nprocs_per_node` processes whose gradients are averaged after every
-    backward pass (None if none of them has one, as in DDP with find_unused_parameters) and whose
-    parameters stay equal. All processes must start from equal parameters, which the first forward
-    pass in training mode checks, and make the same calls in the same order, including forward
-    passes in training mode if there are buffers to broadcast. If their calls differ, all raise an
-    error that names each process' call. In eval() mode a forward pass exchanges nothing, so that
-    one process may evaluate alone, with its own buffers. The others wait for a late process, and
-    log a warning after 30 s. `no_sync()` accumulates gradients and `join()` trains on uneven data,
-    as in DistributedDataParallel.
+    backward pass that reaches a parameter (None if none of them has one, as in DDP with
+    find_unused_parameters) and whose parameters stay equal. All processes must start from equal
+    parameters, which the first forward pass in training mode checks, and make the same calls in the
+    same order, including forward passes in training mode if there are buffers to broadcast. If
+    their calls differ, all raise an error that names each process' call. In eval() mode forward
+    passes, and backward passes through them, exchange nothing, so that one process may evaluate
+    alone, with its own buffers. The others wait for a late process, and log a warning after 30 s.
+    `no_sync()` accumulates gradients and `join()` trains on uneven data, as in
+    DistributedDataParallel.
+
+    Parameters are known by their names in the module, so optimizers may hold them in any order. A
+    parameter that does not require a gradient is compared once and then neither sent nor written;
+    frozen later, it is sent until the replicas have taken their next exact mean. One that is
+    unfrozen is sent from then on, and slow momentum starts at its value before.
 
     Args:
       module: module to train; it must be on its device before the first forward pass.
@@ -95,6 +102,9 @@ class SlowMoDistributedDataParallel(SavesReplica, NamesOfFairScale, LikeDDP):
         `js.slowmo`. Every `perform_slowmo` reads the rates, and waits for one that is a tensor on
         an XLA device. False is FairScale's formula, which can diverge after a small rate.
 
+      **ddp: keyword arguments of DistributedDataParallel that mean nothing here are taken, such as
+        device_ids and find_unused_parameters; the error of another one names what to use instead.
+
     Attributes:
       num_updates: number of calls of `perform_slowmo` so far.
       ps_weight: (1,) float32, the push-sum weight w. After `perform_slowmo` the module holds the
@@ -106,8 +116,9 @@ class SlowMoDistributedDataParallel(SavesReplica, NamesOfFairScale, LikeDDP):
     Raises:
       ValueError: invalid arguments (the text names argument, rule and value): numbers out of range,
         a node size that does not divide the world or would split hosts, a rank or world size that
-        is not the backend's, overlap=True, an invalid graph or mixing, a module without parameters;
-        in the first forward pass processes that start from different parameters.
+        is not the backend's, overlap=True, an invalid graph or mixing, a module without parameters
+        or with uninitialised ones, an argument of DistributedDataParallel without meaning here; in
+        the first forward pass processes that start from different parameters.
       RuntimeError: neither torch_xla nor an initialised `torch.distributed`.
       UnlikeCallsError: in an exchange, with gloo and on CPU devices: processes have made different
         calls.
@@ -115,7 +126,8 @@ class SlowMoDistributedDataParallel(SavesReplica, NamesOfFairScale, LikeDDP):
       UserWarning: arguments without effect, a base algorithm that is off, frequencies that are not
         multiples, half precision without masters.
 
-    Communication, N the bytes of the parameters, over XLA in a fixed number of separate graphs:
+    Communication, N the bytes of the parameters that require a gradient, over XLA in a fixed number
+      of separate graphs:
       local SGD: when due one all-reduce of N. SGP: per step one collective-permute of N
       (`torch.distributed`: an all-to-all in which each process sends N to one other) for each
       permutation of the round, and 4 bytes if weights can differ from 1; an all-reduce of N inside
@@ -124,12 +136,13 @@ class SlowMoDistributedDataParallel(SavesReplica, NamesOfFairScale, LikeDDP):
       of N). Gradients: one all-reduce of N inside the nodes per backward pass, with several
       processes per node. Buffers: one all-reduce of their bytes per forward pass in training mode;
       with "average" they are part of the all-reduce of the parameters if there is one, otherwise
-      they need another one. Once: an all-gather of 16 bytes per process (check_start), an
-      all-reduce of N (broadcast_parameters), an all-gather of the hosts (several processes per
-      node). Steps in which nothing is due trace and send nothing. Over gloo each of these begins
-      with a header of 32 bytes (kind, bytes, updates, wrapper) from every process that takes part
-      to each other one: in the node for gradients, along the edges of the graph and in the node for
-      SGP, else to all. It takes one network latency, no round trip.
+      they need another one. Once: an all-reduce of all parameters (broadcast_parameters), an
+      all-gather of the hosts (several processes per node). At the start, and when parameters are
+      frozen or unfrozen: an all-gather of 16 bytes per process, another one for slow momentum, and
+      two of N if it is sharded and has begun. Steps in which nothing is due trace and send nothing.
+      Over gloo each of these begins with a header of 32 bytes (kind, bytes, updates, wrapper) from
+      every process that takes part to each other one: in the node for gradients, along the edges of
+      the graph and in the node for SGP, else to all. It takes one network latency, no round trip.
 
     Source: Wang et al., "SlowMo", ICLR 2020 (arXiv:1910.00643), algorithm 1; Stich, "Local SGD
       Converges Fast and Communicates Little", ICLR 2019 (arXiv:1808.07217); Assran et al.,
@@ -176,6 +189,7 @@ class SlowMoDistributedDataParallel(SavesReplica, NamesOfFairScale, LikeDDP):
         check_start: bool = True,
         backend: str | None = None,
         bound_momentum: bool = True,
+        **ddp: Any,
     ) -> None:
         super().__init__()
         Joinable.__init__(self)
@@ -201,6 +215,7 @@ class SlowMoDistributedDataParallel(SavesReplica, NamesOfFairScale, LikeDDP):
             local_node_group=local_node_group,
             comm_device=comm_device,
             backend=backend,
+            ddp=ddp,
         )
         places, self._backend, base = settle(options)
         if verbose:
@@ -234,53 +249,93 @@ class SlowMoDistributedDataParallel(SavesReplica, NamesOfFairScale, LikeDDP):
             is_bounded=bound_momentum,
             averages_buffers=broadcast_buffers == "average",
         )
-        self._after_backward = AfterBackward(self._finish_backward)
+        self._hooks = BackwardHooks()
+        if self._replica.waits_for_backward:
+            self._hooks.on_parameters(self, module.parameters())
+        self._was_numerator = False
         self._must_broadcast, self._must_check = broadcast_parameters, check_start
+        self._others: str | None = None
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Return the module's output, computed from de-biased parameters.
 
         Communication: by default rank 0's buffers in training mode; see the class.
         """
+        device = self._before_forward()
+        output = self.module(*inputs, **kwargs)
+        self._after_forward(output, device)
+        return output
+
+    # What torch.compile must not trace, since it exchanges data or sets hooks, is disabled for it.
+
+    @torch.compiler.disable
+    def _before_forward(self) -> torch.device:
         replica, device = self._replica, self._device()
         if self.training:
             self._open_round()
             if self._broadcasts_next:
                 self._broadcast_buffers(device)
-        params = list(self.module.parameters())
-        if self.training and torch.is_grad_enabled():
+        params = replica.exchanged(self.module)
+        trains = self.training and torch.is_grad_enabled()
+        if trains:
             self._broadcasts_next = self._averages_gradients
             self._start(device)
-            if self.slowmo:
-                replica.slow.remember(params, device)
-        replica.push_sum.make_estimates(params)
-        output = self.module(*inputs, **kwargs)
-        if (
-            replica.waits_for_backward
-            and torch.is_grad_enabled()
-            and not self._after_backward.watch(output, device, averages=self._averages_gradients)
-            and self.training
-        ):
-            warnings.warn(
-                "SlowMoDistributedDataParallel: the output of the module holds no tensor that "
-                "requires gradients, so nothing is done after a backward pass.",
-                stacklevel=2,
-            )
-        return output
+        replica.push_sum.make_estimates([*params.values()])
+        if trains and self.slowmo:
+            replica.slow.remember(params, device)
+        return device
 
-    def perform_slowmo(self, optimizer: torch.optim.Optimizer, fp32_params: Any = None) -> None:
+    @torch.compiler.disable
+    def _after_forward(self, output: Any, device: torch.device) -> None:
+        if self._replica.waits_for_backward and torch.is_grad_enabled():
+            averages = self.training and self._averages_gradients
+            self._hooks.on_parameters(self, self.module.parameters())
+            self._hooks.on_output(self, output, device, averages=averages)
+
+    def _begin_backward(self) -> None:
+        """Restore the estimates of the forward pass, if another backward pass came in between."""
+        push_sum = self._replica.push_sum
+        self._was_numerator = push_sum.is_numerator
+        push_sum.make_estimates([*self._replica.exchanged(self.module).values()])
+
+    def _finish_backward(
+        self, device: torch.device, *, averages: bool, reached_parameters: bool
+    ) -> None:
+        push_sum = self._replica.push_sum
+        if push_sum.moves and push_sum.is_numerator:
+            raise RuntimeError(
+                "With push-sum weights that move, each backward pass after the first one must go "
+                "through the output of forward(), where parameters become again what the forward "
+                "pass has seen: add an auxiliary loss to the other, and call backward() once, or "
+                "return it from forward()."
+            )
+        if averages and reached_parameters:
+            self._replica.average_gradients(self.module.parameters(), device)
+        if reached_parameters or self._was_numerator:
+            push_sum.make_numerators([*self._replica.exchanged(self.module).values()])
+        self._was_numerator = False
+
+    @torch.compiler.disable
+    def perform_slowmo(
+        self, optimizer: Any, fp32_params: Any = None, others: Literal["fairscale"] | None = None
+    ) -> None:
         """Bring the replicas together; call it after every `optimizer.step()`, in all processes.
 
         Args:
-          optimizer: optimizer of the parameters; slow momentum applies to those that it holds,
-            which must be float32, at the current learning rates of their groups.
+          optimizer: the optimizer of the parameters, or a list of several, whose groups slow
+            momentum takes its learning rates from. Its parameters must be float32.
           fp32_params: the float32 masters of a half-precision module: one vector of all parameters
-            in the module's order, a list with a tensor for each, or a dict with one such value.
-            The exchange then runs in half precision; rounding errors are kept in the masters.
+            in the module's order, a list with a tensor for each, or a dict with one such value;
+            those of frozen parameters may be left out. The exchange then runs in half precision;
+            rounding errors are kept in the masters.
+          others: what slow steps do with parameters that require a gradient and are in none of the
+            optimizers. None refuses them; "fairscale" leaves them as they are in each process, as
+            FairScale does.
 
         Raises:
-          ValueError: no optimizer, masters that do not fit, half-precision parameters under slow
-            momentum, optimizer parameters other than those of the first call.
+          ValueError: no optimizer, one that leaves out parameters or holds one twice, masters that
+            do not fit, half-precision parameters under slow momentum, other parameters on other
+            processes.
           UserWarning: half precision without masters; no anchor from a forward pass.
 
         Communication: see the class. Nothing is traced in steps in which nothing is due.
@@ -291,18 +346,24 @@ class SlowMoDistributedDataParallel(SavesReplica, NamesOfFairScale, LikeDDP):
                 "`fp32_params` cannot be given inside of join(), since a process without data has "
                 "no masters of this step; end the data of all processes at the same step."
             )
-        replica, groups = self._replica, Groups(optimizer)
-        self._remember(optimizer)
-        tensors = list(self.module.parameters())
-        masters = None if fp32_params is None else Masters(tensors, fp32_params)
-        if self.num_updates == 0 and masters is None and any(p.dtype in HALF for p in tensors):
+        replica = self._replica
+        params = self._params_of_step(fp32_params)
+        groups = self._groups(optimizer, params)
+        if self.slowmo:
+            self._check_covered(groups, params, others)
+        if (
+            self.num_updates == 0
+            and not params.masters
+            and any(p.dtype in HALF for p in params.tensors)
+        ):
             warnings.warn(
                 "Set `fp32_params` in perform_slowmo() for half-precision parameters; accuracy is "
                 "lost without.",
-                stacklevel=2,
+                stacklevel=3,  # torch.compiler.disable adds a call
             )
-        params = Parameters(tensors, masters, self._device())
         self._start(params.device, may_check=False)  # parameters differ after local steps
+        if replica.collectives.absent:
+            replica.announce_step(params.device)
         momentum = replica.slow.ready(groups, params) if self.slowmo else None
 
         update = self.num_updates + 1
@@ -315,10 +376,8 @@ class SlowMoDistributedDataParallel(SavesReplica, NamesOfFairScale, LikeDDP):
         gossip = self.sgp and self.training and not exact and not average
         also_buffers = slow or not (self.sgp or update % self.localsgd_frequency)
         buffers = replica.averaged(self.module.buffers()) if also_buffers else []
-        if replica.collectives.absent:
-            replica.announce_step(params.device)
-            if average or gossip or slow or buffers:
-                replica.share_in_node(tensors, params.device, buffers)
+        if replica.collectives.absent and (average or gossip or slow or buffers):
+            replica.share_in_node(params.tensors, params.device, buffers)
         if average:
             replica.average(params, buffers)
         else:
@@ -326,8 +385,14 @@ class SlowMoDistributedDataParallel(SavesReplica, NamesOfFairScale, LikeDDP):
         if gossip:
             replica.exchange(params)
         if momentum is not None and slow:
-            with replica.rates_of_those_with_data(optimizer, momentum):
-                replica.slow.step(momentum, groups, params, self.slowmo_momentum, self.slowmo_lr)
+            rates = replica.rates(groups, momentum, params.device)
+            replica.slow.step(momentum, rates, params, self.slowmo_momentum, self.slowmo_lr)
+            if exact and (frozen := params.frozen_without(groups.names)).by_name:
+                replica.average(frozen, [])
+        if average or self.logical_world_size == 1:
+            replica.forget(params.by_name)
+        elif exact:
+            replica.forget(groups.names)
         LOG.debug(
             "rank %d, step %d: average %r, gossip %r, slow step %r",
             *(self.process_rank, self.num_updates, average, gossip, slow),
@@ -335,41 +400,82 @@ class SlowMoDistributedDataParallel(SavesReplica, NamesOfFairScale, LikeDDP):
         self.num_updates = update
         self._is_round_open = False
 
-    def consolidated_state_dict(self) -> dict[str, Any]:
-        """Return one state for all, which loads on any rank of any number of processes.
+    def consolidated_state_dict(self, *, for_resuming: bool = False) -> dict[str, Any]:
+        """Return one state for all, equal in all processes.
 
         Parameters are the mean over nodes (sum x / sum w), buffers rank 0's (with "average" their
-        mean), anchor and momentum whole (not memory efficient: their mean over nodes). Call it in
-        all processes; it changes nothing. Loaded right after a slow or averaging step it continues
-        as if undisturbed, up to rounding; elsewhere the differences between replicas are lost.
+        mean). Call it in all processes; it changes nothing.
+
+        Args:
+          for_resuming: False returns a state dict of the module, for
+            `module.load_state_dict(state)` in any program. True returns one of this wrapper, which
+            loads on any rank of any number of processes: it also holds counters, and anchor and
+            momentum whole (not memory efficient: their mean over nodes). Loaded right after a slow
+            or averaging step it continues as if undisturbed, up to rounding; elsewhere the
+            differences between replicas are lost.
 
         Returns:
-          A dict like that of `state_dict()`, on the host, equal in all processes.
+          A dict on the host.
 
         Communication: one all-reduce of parameters and buffers; memory efficient one all-gather of
           8 bytes per parameter, otherwise one all-reduce of that.
         """
         self._open_round()
-        params = [p for p in self.module.parameters() if p.is_floating_point()]
-        buffers = list(self.module.buffers())
-        whole = self._replica.whole(params, buffers, self._device())
-        state = consolidated(self.state_dict(keep_vars=True), params, buffers, whole)
-        return {k: v.cpu() if isinstance(v, torch.Tensor) else v for k, v in state.items()}
+        params = self._replica.exchanged(self.module)
+        whole = self._replica.whole(params, list(self.module.buffers()), self._device())
+        state = self.state_dict(keep_vars=True)
+        return consolidated(state, self.module, whole, for_resuming=for_resuming)
 
-    def _init_global_momentum_buffers(self, optimizer: torch.optim.Optimizer) -> None:
+    def _init_global_momentum_buffers(self, optimizer: Any, fp32_params: Any = None) -> None:
         """Anchor slow momentum at the current parameters, each process its own part.
 
-        Without this call the anchor starts as the initial parameters.
+        Without this call the anchor starts as the initial parameters. The arguments are those of
+        `perform_slowmo`; an optimizer of one tensor that is no parameter of the module holds the
+        vector of all masters.
 
         Raises:
           ValueError: parameters in half precision.
         """
-        self._remember(optimizer)
+        params = self._params_of_step(fp32_params)
+        groups = self._groups(optimizer, params)
+        if not groups.names and groups.foreign == 1:
+            (flat,) = (p for o in groups.optimizers for g in o.param_groups for p in g["params"])
+            params = self._params_of_step(flat)
+            groups = self._groups(optimizer, params)
         if self.slowmo:
-            device = self._device()
             self._open_round()
-            self._start(device)
-            self._replica.slow.anchor_now(Groups(optimizer), device)
+            self._start(params.device)
+            self._replica.slow.anchor_now(groups, params)
+
+    def _params_of_step(self, fp32_params: Any) -> Parameters:
+        named = dict(self.module.named_parameters())
+        exchanged = self._replica.exchanged(self.module)
+        masters = None
+        if fp32_params is not None:
+            sizes = {name: param.numel() for name, param in named.items()}
+            masters = Masters(sizes, exchanged, fp32_params)
+        held = {id(param): [name] for name, param in named.items()}
+        return Parameters(exchanged, masters, self._device(), masters.held if masters else held)
+
+    def _groups(self, optimizer: Any, params: Parameters) -> Groups:
+        groups = Groups(optimizer, params.held, params.by_name)
+        self._remember(groups.optimizers)
+        return groups
+
+    def _check_covered(self, groups: Groups, params: Parameters, others: object) -> None:
+        """Raise `ValueError` for parameters that require a gradient and are in no optimizer."""
+        if others not in (None, "fairscale"):
+            raise ValueError(f'`others` must be None or "fairscale", got {others!r}.')
+        self._others = "fairscale" if others else None
+        left = [n for n, p in params.by_name.items() if p.requires_grad and n not in groups.names]
+        if left and not others:
+            raise ValueError(
+                "`optimizer` must hold every parameter that requires a gradient, as slow steps "
+                f"bring no other together; it leaves out {', '.join(map(repr, left[:3]))}"
+                f"{', ...' if len(left) > 3 else ''} ({len(left)} of {len(params.by_name)}). Pass "
+                "a list of all optimizers (with `fp32_params` those of the masters), or "
+                'others="fairscale" to leave them as they are in each process.'
+            )
 
     def _device(self) -> torch.device:
         """Return the device of this process, on which all parameters must be."""
@@ -382,19 +488,18 @@ class SlowMoDistributedDataParallel(SavesReplica, NamesOfFairScale, LikeDDP):
         if self.broadcast_buffers is True:
             self._replica.broadcast([b for b in self.module.buffers() if b.numel()], device)
 
-    def _start(self, device: torch.device, *, may_check: bool = True) -> None:
-        """Make the parameters of all processes equal, or check that they are, once."""
+    def _start(self, device: torch.device, *, may_check: bool = True, must: bool = False) -> None:
+        """Make the parameters of all processes equal once, and check that they are.
+
+        Whether names are the same is checked whenever other parameters are exchanged than before.
+        """
         if self._must_broadcast:
             everything = (*self.module.parameters(), *self.module.buffers())
             tensors = [tensor for tensor in everything if tensor.numel()]
             self._replica.broadcast(tensors, device, Kind.PARAMETERS)
-        if self._must_check and may_check:
-            if self._backend.may_read():
-                self._replica.check_start(dict(self.module.named_parameters()), device)
-            else:
-                warnings.warn("check_start: values cannot be read in this graph.", stacklevel=3)
+        values = self._must_check and may_check
+        if self._backend.may_read():
+            self._replica.compare(self.module, device, values=values, must=must)
+        elif values:
+            warnings.warn("check_start: values cannot be read in this graph.", stacklevel=5)
         self._must_broadcast = self._must_check = False
-
-    def _finish_backward(self, device: torch.device, averages: bool) -> None:
-        params = list(self.module.parameters())
-        self._replica.after_backward(params, device, averages=averages)

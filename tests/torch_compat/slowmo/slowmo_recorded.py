@@ -132,7 +132,7 @@ def replay(name: str) -> dict[str, np.ndarray]:
         optimizer.zero_grad(set_to_none=True)
         if t == 0 and recording.takes_anchor_late:
             net._init_global_momentum_buffers(optimizer)
-        net.perform_slowmo(optimizer, fp32_params=master)
+        net.perform_slowmo(optimizer, fp32_params=master, others="fairscale")
         here.launch()
         record = {f"params_{i}": p for i, p in enumerate(module.values)}
         record |= out["seen"]

@@ -104,7 +104,7 @@ class Counting(torch.nn.Module):
     def __init__(self, rank: int) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(torch.ones(3))
-        self.light = torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16), requires_grad=False)
+        self.light = torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
         self.register_buffer("means", torch.zeros(2))
         self.register_buffer("halves", torch.zeros((), dtype=torch.bfloat16))
         self.register_buffer("number", torch.tensor(rank))
@@ -130,11 +130,11 @@ def counted(nprocs_per_node: int, options: dict, mode: object):
         module.means.fill_(t + rank)
         module.on_host.fill_(t + rank)
         module.halves.fill_(2 * t + rank)
-        take_step(net, optimizer, net())
+        take_step(net, optimizer, net(), others="fairscale")
         assert module.on_host.tolist() == module.means.tolist()
         seen.append((len(calls), module.means.tolist(), module.halves.float().item()))
     state = net.consolidated_state_dict()
-    return seen, module.number.item(), [state[f"module.{k}"].tolist() for k in ("means", "number")]
+    return seen, module.number.item(), [state[k].tolist() for k in ("means", "number")]
 
 
 def noted(collective, calls: list):
@@ -166,5 +166,5 @@ def test_buffers_are_averaged_with_the_parameters(by, world):
             assert {t + 1: int(n) for t, n in enumerate(sent) if n} == dict.fromkeys(alone, 2), name
             assert (ours[1], ours[2]) == (rank, [[6 + mean] * 2, 0]), "whole numbers stay"
             assert plain[2] == [[6, 6], 0], "rank 0's"
-            if name == "nodes of two":  # the start, gradients, parameters of two dtypes
-                assert plain[0][-1][0] == 1 + 6 + 3 * 2
+            if name == "nodes of two":  # the start, gradients and parameters of two dtypes
+                assert plain[0][-1][0] == 1 + 6 * 2 + 3 * 2

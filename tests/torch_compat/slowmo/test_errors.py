@@ -85,8 +85,8 @@ def with_anchor(net):
     return net.state_dict() | {
         "slowmo.anchor": torch.arange(2.0),
         "slowmo.velocity": torch.ones(2),
-        "slowmo.rates": torch.tensor([0.1], dtype=torch.float64),
-        "slowmo.ends": torch.tensor([8]),
+        **{f"slowmo.{k}": torch.tensor([0.1, 0.1]).double() for k in ("rates", "made_at", "since")},
+        "slowmo.names": torch.tensor([*b"weight\nbias"], dtype=torch.uint8),
     }
 
 

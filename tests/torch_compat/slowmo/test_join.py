@@ -49,7 +49,7 @@ def trained(lengths: list[list[int]], by_all: bool, options: dict):
             for step in range(steps[here.rank()]):
                 step_on_batch(net, optimizer, epoch, step)
         found.append((net.module.weight.detach().numpy()[0].copy(), net.num_updates))
-    whole = net.consolidated_state_dict()["module.weight"].numpy()[0]
+    whole = net.consolidated_state_dict()["weight"].numpy()[0]
     return found, whole, net.state_dict()["slowmo.num_updates"].item()
 
 

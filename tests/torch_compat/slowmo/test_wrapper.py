@@ -53,6 +53,7 @@ def one_device_troubles() -> dict[str, list[str]]:
     found["fine"] = messages(lambda: step(net, optimizer))
     add(optimizer)
     found["more parameters"] = messages(lambda: net.perform_slowmo(optimizer))
+    found["more parameters again"] = messages(lambda: net.perform_slowmo(optimizer))
     net, optimizer = built()
     add(optimizer)
     found["others"] = messages(lambda: step(net, optimizer))
@@ -73,9 +74,9 @@ TROUBLES = {
     "elsewhere": "ValueError: `module`",
     "no forward": "parameters of this moment",
     "eval only": "parameters of this moment",
-    "more parameters": "ValueError: `optimizer`",
-    "others": "`optimizer`",
-    "no rate": "ValueError: `optimizer.param_groups[0]`",
+    "more parameters": "`optimizer` holds 1",
+    "others": "`optimizer` holds 1",
+    "no rate": "ValueError: `optimizer`",
     "half": "ValueError: `optimizer` must hold float32",
     "half without masters": "`fp32_params`",
 }

@@ -7,6 +7,7 @@ import functools
 import socket
 from collections.abc import Hashable, Sequence
 from typing import Any
+from weakref import finalize
 
 import torch
 import torch.distributed as dist
@@ -87,11 +88,16 @@ class DistributedBackend(Backend):
         if self._node_group is None and len(members) == len(ranks):
             self._node_group = self._group
         elif self._node_group is None and len(ranks) < dist.get_world_size():
-            # Processes outside of the run do not call this. torch_xla, once imported, replaces
-            # `dist.new_group` by a function without this option.
-            self._node_group = distributed_c10d.new_group(members, use_local_synchronization=True)
+            # Processes outside of the run do not call this. torch derives the group's name from its
+            # ranks, and hangs if a name comes again: such a group lives as long as the run's.
+            kept, key = self._waiting.node_groups, tuple(members)
+            if key not in kept:
+                # torch_xla, once imported, replaces `dist.new_group` by one without this option.
+                kept[key] = distributed_c10d.new_group(members, use_local_synchronization=True)
+            self._node_group = kept[key]
         elif self._node_group is None:
             self._node_group = [dist.new_group(node) for node in nodes][places.node]
+            finalize(self, _destroy, self._node_group)
         node_ranks = dist.get_process_group_ranks(self._node_group)
         if node_ranks != members:
             raise ValueError(
@@ -201,3 +207,9 @@ class DistributedBackend(Backend):
     def _wait(self, collective: Any, *tensors: torch.Tensor, in_node: bool = False) -> None:
         group = self._node_group if in_node else self._group
         self._waiting.until_done(lambda: collective(*tensors, group=group, async_op=True), *tensors)
+
+
+def _destroy(group: Any) -> None:
+    """Close the connections of a group, unless `destroy_process_group()` has closed all."""
+    if dist.is_initialized() and group in distributed_c10d._world.pg_map:
+        dist.destroy_process_group(group)

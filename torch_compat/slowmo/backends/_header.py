@@ -5,6 +5,7 @@ from collections import deque
 from collections.abc import Sequence
 from enum import IntEnum
 from typing import Any, NamedTuple
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -28,6 +29,7 @@ class Kind(IntEnum):
     SLOW_STEP = 8
     CONSOLIDATION = 9
     BUFFER_AVERAGE = 17
+    REARRANGEMENT = 18
     # Kinds in a join context.
     ROUND = 10
     NO_DATA = 11
@@ -44,12 +46,13 @@ class Kind(IntEnum):
 _DESCRIPTIONS = {
     Kind.HOSTS: "the exchange of host names in the constructor",
     Kind.PARAMETERS: "the broadcast of the parameters of process 0",
-    Kind.START: "the check that processes start from equal parameters",
+    Kind.START: "the check that processes have equal parameters",
     Kind.BUFFERS: "the broadcast of buffers before a forward pass",
     Kind.GRADIENTS: "the average of gradients in the node after a backward pass",
     Kind.AVERAGE: "the average of parameters in perform_slowmo()",
     Kind.GOSSIP: "the exchange of parameters with peers in perform_slowmo()",
     Kind.SLOW_STEP: "the slow step in perform_slowmo()",
+    Kind.REARRANGEMENT: "the exchange of slow momentum of other parameters in perform_slowmo()",
     Kind.BUFFER_AVERAGE: "the average of buffers in perform_slowmo()",
     Kind.CONSOLIDATION: "the exchange of consolidated_state_dict()",
     Kind.ROUND: "the first exchange of a step in a join context",
@@ -93,12 +96,16 @@ class Headers:
     """
 
     def __init__(self, group: Any, size: int) -> None:
-        self._group = group
+        self._group_ref = ref(group)  # a group ends with its connections
         self._arriving = torch.full((size, len(Exchange._fields)), _NOTHING)
         self._view = self._arriving.numpy()
         self._receives: dict[int, Any] = {}
         # A send may end after the exchange: its buffer must stay alive until then.
         self._sends: dict[int, deque[Any]] = {}
+
+    @property
+    def _group(self) -> Any:
+        return self._group_ref()
 
     def send(self, header: Exchange, targets: Sequence[int], sources: Sequence[int]) -> None:
         """Begin to send `header` to `targets`, and to receive the headers of `sources`.

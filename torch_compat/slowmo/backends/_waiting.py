@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
+from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as dist
@@ -22,8 +23,8 @@ NOTICE_SECONDS = 30.0
 _POLL_SECONDS = 1.0
 # Time in which the other processes must answer once a connection has broken.
 _ANSWER_SECONDS = 3.0
-# Keyed by the group's name, which is equal in all its processes, and the id of the store.
-_of_groups: dict[tuple[str, int], "Waiting"] = {}
+# An object ends with its group: it holds no reference to it.
+_of_groups: WeakKeyDictionary[Any, "Waiting"] = WeakKeyDictionary()
 # Number of groups made so far per name; equal in all of their processes.
 _made: Counter[str] = Counter()
 
@@ -45,24 +46,27 @@ class Waiting:
     """
 
     def __init__(self, group: Any) -> None:
-        self._group = group
+        self._group_ref = ref(group)
         self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
         self._store = dist.PrefixStore(  # pyright: ignore[reportPrivateImportUsage]
             f"torch_compat.slowmo/{group.group_name}/{_made[group.group_name]}",
-            distributed_c10d._get_default_store(),
+            distributed_c10d._get_default_store(),  # torch has no public name for it
         )
         _made[group.group_name] += 1
         self._headers = Headers(group, self._size)
         self.wrappers = itertools.count()  # the next number for a wrapper of the group
+        self.node_groups: dict[tuple[int, ...], Any] = {}  # groups that cannot be made twice
 
     @classmethod
     def of(cls, group: Any) -> "Waiting":
         """Return the object of a group; all its wrappers share it: their calls have one order."""
-        # torch has no public name for the store of the default group.
-        key = group.group_name, id(distributed_c10d._get_default_store())
-        if key not in _of_groups or _of_groups[key]._group is not group:
-            _of_groups[key] = cls(group)
-        return _of_groups[key]
+        if group not in _of_groups:
+            _of_groups[group] = cls(group)
+        return _of_groups[group]
+
+    @property
+    def _group(self) -> Any:
+        return self._group_ref()
 
     def meet(
         self, exchange: Exchange, targets: Sequence[int], sources: Sequence[int]

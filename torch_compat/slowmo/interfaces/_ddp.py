@@ -1,6 +1,6 @@
 """The context managers of torch's DistributedDataParallel: `no_sync` and `join`."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, ref
@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from .._replica import Replica
 
 
-# The optimizer of the last call, by wrapper; a process that shadows `perform_slowmo` needs it. It
-# is no attribute, so that copies and pickles of a wrapper do not contain it.
-_OPTIMIZERS: WeakKeyDictionary["LikeDDP", "ref[torch.optim.Optimizer]"] = WeakKeyDictionary()
+# The optimizers of the last call, by wrapper; a process that shadows `perform_slowmo` needs them.
+# They are no attribute, so that copies and pickles of a wrapper do not contain them.
+_OPTIMIZERS: WeakKeyDictionary["LikeDDP", "list[ref[torch.optim.Optimizer]]"] = WeakKeyDictionary()
 
 
 class LikeDDP(Joinable):
@@ -82,7 +82,7 @@ class LikeDDP(Joinable):
         Communication: per call of `perform_slowmo` one all-reduce of 4 bytes and a header. As long
           as some have no more data: headers to all processes; another header per call of
           `perform_slowmo`; one all-reduce of N inside the nodes before an exchange of parameters,
-          with several processes per node; one of 16 bytes per optimizer group before a slow step.
+          with several processes per node; one of 16 bytes per parameter before a slow step.
           At the end one all-reduce of the buffers (with broadcast_buffers=True), and inside the
           nodes one of N and a broadcast of the optimizer's state.
         """
@@ -127,8 +127,8 @@ class LikeDDP(Joinable):
         """The processes of the run."""
         return self._backend.join_group()
 
-    def _remember(self, optimizer: torch.optim.Optimizer) -> None:
-        _OPTIMIZERS[self] = ref(optimizer)
+    def _remember(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        _OPTIMIZERS[self] = [ref(optimizer) for optimizer in optimizers]
 
     def _open_round(self) -> None:
         """Exchange which processes have data, once per round of a join context."""
@@ -167,16 +167,16 @@ class _Shadow(JoinHook):
         """Take part in one round of the processes with data."""
         net = self._net
         net._is_round_open = True
-        optimizer = self._optimizer()
-        if optimizer is None and not net.slowmo and net.nprocs_per_node == 1:
+        optimizers = self._optimizers()
+        if not optimizers and not net.slowmo and net.nprocs_per_node == 1:
             # Averages need no optimizer; this one takes no steps.
-            optimizer = torch.optim.SGD(net.module.parameters(), lr=0.0)
+            optimizers = [torch.optim.SGD(net.module.parameters(), lr=0.0)]
         collectives = net._replica.collectives
-        collectives.open_round(has_data=False, can_step=optimizer is not None)
+        collectives.open_round(has_data=False, can_step=bool(optimizers))
         while net._is_round_open:
             kind, device = collectives.hear(), net._device()
             if kind == Kind.STEP:
-                net.perform_slowmo(optimizer)
+                net.perform_slowmo(optimizers, others=net._others)
             elif kind == Kind.ROUND_ENDS:
                 net._end_round()
             elif kind == Kind.BUFFERS:
@@ -186,7 +186,7 @@ class _Shadow(JoinHook):
             elif kind == Kind.CONSOLIDATION:
                 net.consolidated_state_dict()
             else:
-                net._start(device)
+                net._start(device, must=True)
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """Make state equal that the last rounds left unequal, when all have left their loops."""
@@ -194,13 +194,13 @@ class _Shadow(JoinHook):
         net = self._net
         if net._replica.collectives.absent:
             device = net._device()
-            params = list(net.module.parameters())
+            params = list(net._replica.exchanged(net.module).values())
             net._replica.share_in_node(params, device)
             net._replica.push_sum.make_estimates(params)
-            net._replica.share_optimizer_in_node(self._optimizer(), device)
+            net._replica.share_optimizers_in_node(self._optimizers(), device)
             net._broadcast_buffers(device)
         net._leave_join_context()
 
-    def _optimizer(self) -> torch.optim.Optimizer | None:
-        reference = _OPTIMIZERS.get(self._net)
-        return None if reference is None else reference()
+    def _optimizers(self) -> list[torch.optim.Optimizer]:
+        alive = (reference() for reference in _OPTIMIZERS.get(self._net, []))
+        return [optimizer for optimizer in alive if optimizer is not None]

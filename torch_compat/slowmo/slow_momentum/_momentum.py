@@ -1,7 +1,7 @@
-"""The slow step: anchor and velocity on the flat vector of all optimizer parameters."""
+"""The slow step: anchor and velocity on the flat vector of named parameters."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,22 +14,27 @@ from ._rates import Rates
 
 @dataclass(frozen=True)
 class Span:
-    """The part of the flat vector of all optimizer parameters that a process keeps.
+    """The part of the flat vector of named parameters that a process keeps.
 
     Attributes:
-      ends: end of each optimizer group's parameters in the vector.
+      sizes: number of elements of each parameter, by name, in the module's order.
       num_parts: number of equal parts; the last ones may reach beyond the end of the vector.
       index: index of this part.
     """
 
-    ends: tuple[int, ...]
+    sizes: Mapping[str, int]
     num_parts: int = 1
     index: int = 0
 
     @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the parameters."""
+        return tuple(self.sizes)
+
+    @property
     def total(self) -> int:
         """The number of elements of the vector."""
-        return self.ends[-1]
+        return sum(self.sizes.values())
 
     @property
     def length(self) -> int:
@@ -41,27 +46,43 @@ class Span:
         """The number of elements of all parts together."""
         return self.num_parts * self.length
 
+    def split(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return the elements of each parameter in a whole vector, padded or not."""
+        parts = flat[: self.total].split(list(self.sizes.values()))
+        return dict(zip(self.names, parts, strict=True))
+
     def part_of(self, flat: torch.Tensor) -> torch.Tensor:
         """Return this part of a whole vector (total,), padded with zeros."""
         part = flat[self.index * self.length : (self.index + 1) * self.length]
         return torch.nn.functional.pad(part, (0, self.length - part.numel()))
 
-    def started_at(self, values: Sequence[torch.Tensor]) -> "SlowMomentum":
-        """Return slow momentum anchored at `values`, those of all optimizer parameters in order.
+    def part(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return this part of the vector of `values`, those of all names in order; a copy.
 
         Call it inside `own_graph`. The index of the part is data, so that the graph is the same on
         all processes.
         """
-        rows = self.num_parts + 1  # one more, so that the anchor is never a view of a parameter
+        rows = self.num_parts + 1  # one more, so that the result is never a view of a parameter
         flat = flatten(values, rows * self.length).reshape(rows, self.length)
         index = device_data([self.index], torch.int64, flat.device)
-        return SlowMomentum(self, flat.index_select(0, index).reshape(-1))
+        return flat.index_select(0, index).reshape(-1)
+
+    def per_element(self, values: Sequence[float], device: torch.device) -> torch.Tensor:
+        """Return the value of each element's parameter, (length,)."""
+        begin, spans, end = self.index * self.length, [], 0
+        for size in self.sizes.values():
+            end += size
+            spans.append(min(max(end - begin, 0), self.length))
+        spans[-1] = self.length  # the padding takes the last value
+        counts = torch.tensor([0, *spans]).diff()
+        each = torch.tensor(values, dtype=torch.float32).repeat_interleave(counts)
+        return to_device([each], device)[0]
 
 
 class SlowMomentum:
-    """The slow step on the flat vector of all optimizer parameters.
+    """The slow step on the flat vector of named parameters.
 
-    With D = anchor - average, gamma the learning rate of the group now:
+    With D = anchor - average, gamma the learning rate of the parameter now:
 
         m <- momentum * m + D / gamma;   anchor <- anchor - slow_lr * gamma * m;   params = anchor
 
@@ -73,7 +94,8 @@ class SlowMomentum:
       span: the part that this process keeps.
       anchor: (span.length,) float32, the parameters after the last slow step.
       velocity: (span.length,) float32, v.
-      rates: the learning rates that the carried part depends on.
+      rates: the learning rates that the carried part depends on, one for each name.
+      has_one_rate: whether all parameters are in one group of an optimizer.
 
     Source: Wang et al., "SlowMo: Improving Communication-Efficient Distributed SGD with Slow
       Momentum", ICLR 2020 (arXiv:1910.00643), algorithm 1.
@@ -89,7 +111,8 @@ class SlowMomentum:
         self.span = span
         self.anchor = anchor
         self.velocity = torch.zeros_like(anchor) if velocity is None else velocity
-        self.rates = Rates.unknown(len(span.ends)) if rates is None else rates
+        self.rates = Rates.unknown(len(span.names)) if rates is None else rates
+        self.has_one_rate = False
 
     def to(self, device: torch.device) -> None:
         """Move tensors that were loaded on the host to the device of the parameters."""
@@ -110,9 +133,9 @@ class SlowMomentum:
         Call it inside `Collectives.graph`.
 
         Args:
-          flat: all optimizer parameters, in the order of the groups, with zeros up to the end of
-            the last part.
-          carry: factor of the velocity in every group, see `Rates.carry`.
+          flat: the parameters, in the order of the names, with zeros up to the end of the last
+            part.
+          carry: factor of the velocity of every parameter, see `Rates.carry`.
           slow_lr: step size of the slow step.
           collectives: the collectives for an average over all processes; None: no average.
           scale: factor of the average, (1,); None is 1.
@@ -127,29 +150,19 @@ class SlowMomentum:
         average = flat if collectives is None else collectives.scatter_mean(flat)
         if scale is not None:
             average = average * scale
-        factors = device_data(carry, torch.float32, average.device)
-        self.velocity = self._per_element(factors) * self.velocity + (self.anchor - average)
+        factors = self._factors(carry, average.device)
+        self.velocity = factors * self.velocity + (self.anchor - average)
         self.anchor = self.anchor - slow_lr * self.velocity
         new = self.anchor if collectives is None else collectives.gather(self.anchor)
         return new if unscale is None else new * unscale
 
     def momentum_buffer(self) -> torch.Tensor:
         """Return m = v / gamma, as FairScale keeps it; v if gamma was 0."""
-        rates = [rate or 1.0 for rate in self.rates.last]
-        divisors = device_data(rates, torch.float32, self.velocity.device)
-        return self.velocity / self._per_element(divisors)
+        return self.velocity / self._factors(
+            [rate or 1.0 for rate in self.rates.last], self.velocity.device
+        )
 
-    def _per_element(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the value of each element's group, (length,), or (1,) with a single group.
-
-        The begin of the part is data, so that all processes trace the same graph.
-        """
-        if len(self.span.ends) == 1:
-            return values
-        length, device = self.span.length, values.device
-        start = device_data([self.span.index * length], torch.int64, device)
-        position = torch.arange(length, device=device) + start
-        result = values[:1].expand(length)
-        for group, end in enumerate(self.span.ends[:-1], start=1):
-            result = torch.where(position >= end, values[group : group + 1], result)
-        return result
+    def _factors(self, values: Sequence[float], device: torch.device) -> torch.Tensor:
+        if self.has_one_rate:
+            return device_data(values[:1], torch.float32, device)
+        return self.span.per_element(values, device)

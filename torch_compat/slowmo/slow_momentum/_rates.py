@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 
 class Rates:
-    """The learning rates that the carried part of slow momentum depends on, per optimizer group.
+    """The learning rates that the carried part of slow momentum depends on, per parameter.
 
     Attributes:
       last: gamma of the last slow step; 0 before the first.
@@ -20,17 +20,22 @@ class Rates:
         self.last, self.made_at, self.since = list(last), list(made_at), list(since)
 
     @classmethod
-    def unknown(cls, num_groups: int) -> "Rates":
+    def unknown(cls, num: int) -> "Rates":
         """Return the rates of slow momentum that has taken no step."""
-        nothing = [0.0] * num_groups
+        nothing = [0.0] * num
         return cls(nothing, nothing, nothing)
+
+    def of(self, places: Sequence[int | None]) -> "Rates":
+        """Return the rates of the parameters at `places` in these; None is a new parameter."""
+        fields = (self.last, self.made_at, self.since)
+        return Rates(*([0.0 if i is None else rates[i] for i in places] for rates in fields))
 
     def observe(self, rates: Sequence[float]) -> None:
         """Note the rates of an update, slow or not: the velocity will hold its displacement."""
         self.since = list(map(max, self.since, rates))
 
     def carry(self, rates: Sequence[float], momentum: float, *, is_bounded: bool) -> list[float]:
-        """Return the factor of the velocity in a slow step at `rates`, per group, and note `rates`.
+        """Return the factor of the velocity in a slow step at `rates`, and note `rates`.
 
         It is momentum * gamma_now / gamma_before, with 1 for a ratio whose divisor is 0. If
         bounded, it is at most gamma_now / r, or momentum if that is more.

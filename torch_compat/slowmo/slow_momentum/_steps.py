@@ -1,15 +1,16 @@
 """The start of slow momentum, and its steps, in one process."""
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 
 from .._collectives import Collectives
-from .._flat import flatten, unflatten
+from .._flat import flatten
 from .._graphs import own_graph
 from .._half import Parameters
 from .._push_sum import PushSum
+from .._start import check_equal
 from ..backends import Kind
 from ._groups import Groups
 from ._momentum import SlowMomentum, Span
@@ -26,8 +27,8 @@ class SlowSteps:
 
     Attributes:
       momentum: anchor and velocity; None before there is an anchor.
-      initial: (N + 1,) float32, the parameters that the first forward pass in training mode saw,
-        until they have become the anchor.
+      initial: float32 vectors by name: values of parameters that have no anchor yet, which the
+        first forward pass in training mode saw after they were to be trained.
     """
 
     def __init__(
@@ -38,58 +39,77 @@ class SlowSteps:
         self.is_sharded = is_sharded
         self._is_bounded = is_bounded
         self.momentum: SlowMomentum | None = None
-        self.initial: torch.Tensor | None = None
+        self.initial: dict[str, torch.Tensor] = {}
+        self._remembered: Collection[str] = ()
+        self._compared: tuple[str, ...] | None = None
+        self._foreign = 0
 
-    def span(self, ends: tuple[int, ...]) -> Span:
-        """Return the part of slow momentum that this process keeps."""
+    def span(self, sizes: Mapping[str, int]) -> Span:
+        """Return the part of slow momentum of these parameters that this process keeps."""
         places = self._collectives.places
-        return Span(ends, places.world_size, places.rank) if self.is_sharded else Span(ends)
+        return Span(sizes, places.world_size, places.rank) if self.is_sharded else Span(sizes)
 
-    def remember(self, params: Sequence[torch.Tensor], device: torch.device) -> None:
-        """Keep the initial parameters until there is an optimizer, unless they are kept already."""
-        if self.momentum is None and self.initial is None:
+    def resume(self, momentum: SlowMomentum | None, initial: Mapping[str, torch.Tensor]) -> None:
+        """Continue from saved values."""
+        self.momentum, self.initial, self._compared = momentum, dict(initial), None
+        self._remembered = {*initial, *(momentum.span.names if momentum else ())}
+
+    def remember(self, params: Mapping[str, torch.Tensor], device: torch.device) -> None:
+        """Keep the values of parameters that are new among those exchanged."""
+        new = {name: param for name, param in params.items() if name not in self._remembered}
+        if new:
             with own_graph(device):
-                # One extra element, so that the result is never a view of a parameter.
-                length = 1 + sum(param.numel() for param in params)
-                self.initial = flatten([param.detach().float() for param in params], length)
+                floats = {n: p.detach().float() for n, p in new.items() if p.is_floating_point()}
+                self.initial |= {name: flatten([value]) for name, value in floats.items()}
+        self._remembered = {*params}
 
-    def anchor_now(self, groups: Groups, device: torch.device) -> None:
+    def anchor_now(self, groups: Groups, params: Parameters) -> None:
         """Anchor slow momentum at the current parameters.
 
         Raises:
           ValueError: parameters in half precision.
+
+        Communication: that of `ready`.
         """
-        self.initial = None
-        self._anchor_at(groups, dict, device)
+        self.momentum, self.initial = None, {}
+        self._arrange(groups, params)
 
     def ready(self, groups: Groups, params: Parameters) -> SlowMomentum:
-        """Return slow momentum of these parameters on their device; the first call starts it.
+        """Return slow momentum of the optimizers' parameters on their device.
 
-        The `stacklevel` of warnings is that of the caller of `perform_slowmo`, which calls this.
+        The first call starts it. If the optimizers hold other parameters than before, it keeps
+        anchor and velocity of those that stay, and starts those that are new. The `stacklevel` of
+        warnings is that of the caller of `perform_slowmo`, which calls this.
 
         Raises:
-          ValueError: parameters in half precision, or others than at the start.
-          UserWarning: slow momentum starts at current values, since no initial ones were kept.
+          ValueError: parameters that are not float32, or different ones on other processes.
+          UserWarning: slow momentum starts at current values, since no initial ones were kept; or
+            optimizers hold parameters of other modules.
+
+        Communication: for other parameters than in the call before one all-gather of 16 bytes per
+          process, and if sharded two of anchor and velocity.
         """
-        if self.momentum is None:
-            if self.initial is None:
-                warnings.warn(
-                    "Slow momentum is anchored at the parameters of this moment, since no forward "
-                    "pass in training mode came before the first perform_slowmo(). To anchor it at "
-                    "the initial ones call _init_global_momentum_buffers(optimizer) before "
-                    "training.",
-                    stacklevel=3,
-                )
-            momentum = self._anchor_at(groups, lambda: self._initial_by_id(params), params.device)
-            self.initial = None
-        else:
-            momentum = self.momentum
-        if groups.ends != momentum.span.ends:
-            raise ValueError(
-                "`optimizer` must hold the parameters that slow momentum was started with, in "
-                f"groups that end at elements {momentum.span.ends}, got {groups.ends}; after "
-                "adding parameters call _init_global_momentum_buffers(optimizer)."
+        if self.momentum is None and not self.initial:
+            warnings.warn(
+                "Slow momentum is anchored at the parameters of this moment, since no forward "
+                "pass in training mode came before the first perform_slowmo(). To anchor it at "
+                "the initial ones call _init_global_momentum_buffers(optimizer) before "
+                "training.",
+                stacklevel=4,
             )
+        momentum = self.momentum
+        if momentum is None or momentum.span.names != groups.names:
+            momentum = self._arrange(groups, params)
+        self._compare(groups, params)
+        self.initial = {}
+        if groups.foreign > self._foreign:
+            warnings.warn(
+                f"`optimizer` holds {groups.foreign} parameters that are not those of the module: "
+                "they are neither exchanged nor part of slow momentum.",
+                stacklevel=4,
+            )
+        self._foreign = groups.foreign
+        momentum.has_one_rate = groups.are_one
         momentum.to(params.device)
         if self._is_bounded:
             momentum.rates.observe(groups.rates(params.device))
@@ -98,16 +118,16 @@ class SlowSteps:
     def step(
         self,
         slow: SlowMomentum,
-        groups: Groups,
+        rates: Sequence[float],
         params: Parameters,
         decay: float,
         slow_lr: float,
     ) -> None:
-        """Take a step of slow momentum on the optimizer's parameters.
+        """Take a step of slow momentum on the optimizers' parameters.
 
         Args:
           slow: result of `ready`.
-          groups: groups of the optimizer.
+          rates: learning rate of each parameter in slow momentum.
           params: parameters of the module.
           decay: factor of the slow momentum, in [0, 1).
           slow_lr: step size of the slow step.
@@ -115,29 +135,29 @@ class SlowSteps:
         Communication: the collectives of `SlowMomentum.step`, and an all-reduce of 4 bytes if
           push-sum weights can differ from 1; nothing if it is not sharded.
         """
-        push_sum = self._push_sum
-        rates = groups.rates(params.device)
+        push_sum, names = self._push_sum, slow.span.names
         carry = slow.rates.carry(rates, decay, is_bounded=self._is_bounded)
         weights: list[torch.Tensor] = []
         with own_graph(params.device) as writes:
             scale = unscale = None
-            present = {id(param): param.detach() for param in params.tensors}
+            present = [param.detach() for param in params.tensors]
             if push_sum.moves and self.is_sharded:
                 # The average is sum x / sum w.
-                present = dict(zip(present, push_sum.numerators(params.tensors), strict=True))
+                present = push_sum.numerators(present)
                 weights = self._collectives.shares([push_sum.weight])
                 weights = self._collectives.only_masters(weights)
                 # w becomes 1, so parameters without slow momentum must become estimates.
-                estimates = push_sum.estimates(list(present.values()))
+                estimates = push_sum.estimates(present)
                 writes.extend(zip(params.tensors, estimates, strict=True))
             elif push_sum.moves and params.masters:
                 # Masters stay numerators; the step is computed on their estimates.
                 scale, unscale = 1 / push_sum.weight, push_sum.weight
             elif push_sum.moves and push_sum.is_numerator:
-                present = dict(zip(present, push_sum.estimates(params.tensors), strict=True))
-                writes.extend(zip(params.tensors, present.values(), strict=True))
-            values = [present.get(id(param), param.detach()) for param in groups.params]
-            flat = flatten(values, slow.span.padded)
+                present = push_sum.estimates(present)
+                writes.extend(zip(params.tensors, present, strict=True))
+            by_name: Mapping[str, torch.Tensor] = dict(zip(params.by_name, present, strict=True))
+            trained = params.trained() if params.masters else by_name
+            flat = flatten([trained[name] for name in names], slow.span.padded)
         exchange = own_graph(params.device)
         if self.is_sharded:
             exchange = self._collectives.graph(params.device, Kind.SLOW_STEP, [flat])
@@ -148,45 +168,45 @@ class SlowSteps:
             collectives = self._collectives if self.is_sharded else None
             flat = slow.step(flat, carry, slow_lr, collectives, scale, unscale)
         with own_graph(params.device) as writes:
-            new = unflatten(groups.params, flat)
-            writes.extend(zip(groups.params, new, strict=True))
-            if params.masters:
-                by_id = dict(zip(map(id, groups.params), new, strict=True))
-                writes.extend(params.masters.rounded(by_id))
+            writes.extend(params.become_flat(names, flat))
         push_sum.is_numerator = unscale is not None
 
-    def _initial_by_id(self, params: Parameters) -> dict[int, torch.Tensor]:
-        """Return initial values of parameters and masters, by the tensors' ids; {} without any."""
-        if self.initial is None:
-            return {}
-        sizes = [param.numel() for param in params.tensors]
-        values = self.initial.to(params.device)[: sum(sizes)].split(sizes)
-        by_id = {id(param): value for param, value in zip(params.tensors, values, strict=True)}
-        return by_id | (params.masters.initial(values) if params.masters else {})
+    def _compare(self, groups: Groups, params: Parameters) -> None:
+        """Raise `ValueError` unless the optimizers of all processes hold the same parameters."""
+        if self._compared != groups.names and self._collectives.places.world_size > 1:
+            names, collectives = groups.names, self._collectives
+            check_equal(params.by_name, names, collectives, params.device, values=False)
+        self._compared = groups.names
 
-    def _anchor_at(
-        self,
-        groups: Groups,
-        initial: Callable[[], dict[int, torch.Tensor]],
-        device: torch.device,
-    ) -> SlowMomentum:
-        """Start slow momentum at `initial()`, by id; other parameters at their current values."""
-        wrong = next((p for p in groups.params if p.dtype != torch.float32), None)
-        if wrong is not None:
+    def _arrange(self, groups: Groups, params: Parameters) -> SlowMomentum:
+        """Start slow momentum of the optimizers' parameters, or rearrange what there is of it."""
+        trained, device, before = params.trained(), params.device, self.momentum
+        wrong = [name for name in groups.names if trained[name].dtype != torch.float32]
+        if wrong:
             raise ValueError(
-                "`optimizer` must hold float32 parameters under slow momentum, got "
-                f"{wrong.dtype}: give it float32 masters, and those to perform_slowmo as "
-                "`fp32_params`; or set slowmo_momentum=0 and slowmo_lr=1."
+                f"`optimizer` must hold float32 parameters under slow momentum, {wrong[0]!r} is "
+                f"{trained[wrong[0]].dtype}: give it float32 masters, and those to perform_slowmo "
+                "as `fp32_params`; or set slowmo_momentum=0 and slowmo_lr=1."
             )
-        span = self.span(groups.ends)
+        self._compare(groups, params)
+        anchors: dict[str, torch.Tensor] = {}
+        velocities: dict[str, torch.Tensor] = {}
+        if before is not None:
+            before.to(device)
+            anchor, velocity = before.anchor, before.velocity
+            if self.is_sharded:
+                with self._collectives.graph(device, Kind.REARRANGEMENT, [anchor, velocity]):
+                    anchor, velocity = map(self._collectives.gather, (anchor, velocity))
+            anchors, velocities = before.span.split(anchor), before.span.split(velocity)
+        span = self.span({name: trained[name].numel() for name in groups.names})
         with own_graph(device):
-            values = initial()
-            momentum = span.started_at([values.get(id(p), p) for p in groups.params])
-        self.momentum = momentum
-        if values and any(id(param) not in values for param in groups.params):
-            warnings.warn(
-                "`optimizer` holds parameters that are not those of the module: slow momentum is "
-                "anchored at their values of this moment.",
-                stacklevel=4,
-            )
-        return momentum
+            initial = {name: value.to(device) for name, value in self.initial.items()}
+            start = {**trained, **initial, **anchors}
+            carried = [velocities.get(n, torch.zeros_like(start[n])) for n in groups.names]
+            rates = None
+            if before is not None:
+                places = {name: i for i, name in enumerate(before.span.names)}
+                rates = before.rates.of([places.get(name) for name in groups.names])
+            anchor = span.part([start[name] for name in groups.names])
+            self.momentum = SlowMomentum(span, anchor, span.part(carried), rates)
+        return self.momentum

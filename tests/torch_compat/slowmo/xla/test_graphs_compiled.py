@@ -59,12 +59,12 @@ def trained(options: dict, with_buffers: bool) -> list[int]:
 # the processes at the start, two of slow momentum's beginning (copy of the initial parameters,
 # anchor), then those of each kind of exchange: an average is prepared and summed, an exchange with
 # peers packed, sent by one graph per round (here 2) and unpacked, a slow step packed, made and
-# unpacked.
+# unpacked; a whole one is packed and unpacked as an exchange with peers is, by the same graphs.
 CASES = {
     "slowmo": ({"nprocs_per_node": 1}, False, 3 + 2 + 2 + 3),
     "sgp slowmo": (
         {"slowmo_base_algorithm": "sgp", "nprocs_per_node": 1, "slowmo_memory_efficient": False},
-        *(False, 3 + 2 + 4 + 3),
+        *(False, 3 + 2 + 4 + 1),
     ),
     # Buffers before the step (2), gradients in the middle of it (2).
     "two levels": ({"nprocs_per_node": 2}, True, 3 + 2 + 2 + 3 + 4),
