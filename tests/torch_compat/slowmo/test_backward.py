@@ -1,14 +1,17 @@
-"""After a backward pass: outputs of any form, gradients inside a node."""
+"""Backward passes: of any form and number, gradients inside a node, numerators in between."""
 
+import contextlib
+import copy
 import dataclasses
 
 import numpy as np
 import pytest
 import slowmo_here as here
 import torch
-from slowmo_models import values
+from slowmo_models import take_step, values
 from slowmo_spawned import spawned
 
+from jaxslowmo import topology
 from torch_compat.slowmo import SlowMoDistributedDataParallel as SlowMo
 
 
@@ -16,6 +19,15 @@ from torch_compat.slowmo import SlowMoDistributedDataParallel as SlowMo
 class Output:
     loss: torch.Tensor
     other: object = None
+
+
+class Slots:
+    """An output that holds its tensor where neither torch nor Python's `vars` finds it."""
+
+    __slots__ = ("loss",)
+
+    def __init__(self, loss: torch.Tensor) -> None:
+        self.loss = loss
 
 
 # Forms of an output, and how its loss is taken.
@@ -26,6 +38,8 @@ FORMS = {
         lambda out: out["nested"]["loss"][0],
     ),
     "tuple": (lambda loss: (None, "text", (loss,)), lambda out: out[2][0]),
+    "slots": (Slots, lambda out: out.loss),
+    "closure": (lambda loss: lambda: loss, lambda out: out()),
     "dataclass": (lambda loss: Output(loss.detach(), Output(loss)), lambda out: out.other.loss),
 }
 
@@ -225,3 +239,182 @@ def test_sparse_gradients_stay_sparse_and_may_be_missing():
         assert readable[0][0] == torch.sparse_coo
         assert readable[2] is None
         assert not unreadable[2][1].any(), "zero, where nobody knows that there is none"
+
+
+class Several(torch.nn.Module):
+    """A module with a loss of its own beside its output, and buffers that every pass changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(3, 3)
+        # torch_xla cannot differentiate batch norm in eval().
+        self.norm = torch.nn.BatchNorm1d(3) if here.by_gloo() else torch.nn.LayerNorm(3)
+        self.register_buffer("scale", torch.ones(3))
+        self.second = torch.nn.Linear(3, 1)
+        generator = torch.Generator().manual_seed(0)  # devices may be threads
+        with torch.no_grad():
+            for param in self.parameters():
+                param.copy_(torch.randn(param.shape, generator=generator))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.first(x) * self.scale)
+        self.auxiliary = hidden.square().mean()
+        return self.second(self.norm(hidden))
+
+
+def inputs(number: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(10 * number + here.rank())
+    return torch.randn(4, 3, generator=generator).to(here.device())
+
+
+def by_turns(net) -> None:
+    net(inputs(0)).mean().backward()
+    net(inputs(1)).square().mean().backward()
+
+
+def two_then_two(net) -> None:
+    first, second = net(inputs(0)).mean(), net(inputs(1)).square().mean()
+    first.backward()
+    second.backward()
+
+
+def two_then_one(net) -> None:
+    (net(inputs(0)).mean() + net(inputs(1)).square().mean()).backward()
+
+
+def twice(net) -> None:
+    loss = net(inputs(0)).square().mean()
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def penalised(net) -> None:
+    x = inputs(0).requires_grad_()
+    out = net(x)
+    (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+    (out.mean() + slope.square().mean()).backward()
+
+
+def apart(net) -> None:
+    net(inputs(0)).mean().backward(retain_graph=True)
+    inner_of(net).auxiliary.backward()
+
+
+def in_no_sync(net) -> None:
+    with net.no_sync():
+        net(inputs(0)).mean().backward(retain_graph=True)
+        inner_of(net).auxiliary.backward()
+    net(inputs(1)).mean().backward()
+
+
+def inner_of(net) -> torch.nn.Module:
+    return getattr(net, "module", net)
+
+
+PASSES = {f.__name__: f for f in (by_turns, two_then_two, two_then_one, twice, penalised)}
+IN_NODES = PASSES | {"apart": apart, "in_no_sync": in_no_sync}
+
+
+class Plain(torch.nn.Module):
+    """The module without a wrapper, under the same calls."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.module(x)
+
+    def no_sync(self):
+        return contextlib.nullcontext()
+
+
+def gradients_of(wrap, run) -> list[np.ndarray]:
+    module = Several().to(here.device())
+    run(wrap(module))
+    here.launch()
+    return [param.grad.cpu().numpy() for param in module.parameters()]
+
+
+def in_a_node() -> dict[str, tuple]:
+    def wrap(module):
+        return SlowMo(module, nprocs_per_node=2, slowmo_momentum=0.0)
+
+    return {n: (gradients_of(wrap, f), gradients_of(Plain, f)) for n, f in IN_NODES.items()}
+
+
+def test_every_backward_pass_is_averaged_in_the_node(by):
+    """Beside the mean of what each process has without a wrapper."""
+    first, second = spawned(2, in_a_node, by=by)
+    for name in IN_NODES:
+        means = [(a + b) / 2 for a, b in zip(first[name][1], second[name][1], strict=True)]
+        for ours, _ in (first[name], second[name]):
+            for mine, mean in zip(ours, means, strict=True):
+                np.testing.assert_allclose(mine, mean, rtol=1e-4, atol=1e-6, err_msg=name)
+
+
+def with_moving_weights() -> dict[str, tuple]:
+    """Gradients where parameters become numerators after a backward pass."""
+    mixing = topology.self_weighted([0.3, 0.6])
+    options = {"slowmo_base_algorithm": "sgp", "mixing": mixing, "slowmo_momentum": 0.0}
+    found = {}
+    for name, run in PASSES.items():
+        module = Several().to(here.device())
+        net = SlowMo(module, nprocs_per_node=1, broadcast_buffers=False, **options)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        for _ in range(2):
+            net(inputs(5)).sum().backward()
+            optimizer.step()
+            net.zero_grad()
+            net.perform_slowmo(optimizer)
+        assert abs(float(net.ps_weight) - 1) > 0.1
+        module.auxiliary = None
+        beside = copy.deepcopy(module)
+        run(net)
+        assert net.is_sgp_ps_numerator
+        run(Plain(beside))
+        grads = [[p.grad.numpy().copy() for p in m.parameters()] for m in (module, beside)]
+        found[name] = (*grads, float(net.ps_weight))
+    net(inputs(0)).mean().backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="backward"):
+        module.auxiliary.backward()
+    return found
+
+
+def test_gradients_are_those_of_estimates_where_weights_move():
+    for found in spawned(2, with_moving_weights):
+        for name, (ours, plain, _) in found.items():
+            for mine, other in zip(ours, plain, strict=True):
+                np.testing.assert_allclose(mine, other, rtol=1e-4, atol=1e-5, err_msg=name)
+
+
+def evaluating_alone(alone: bool):
+    """In some steps process 0 alone takes gradients in eval(), through both kinds of output."""
+    module = Several().to(here.device())
+    net = SlowMo(module, nprocs_per_node=2, slowmo_frequency=2)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    slopes = []
+    for step in range(4):
+        if alone and step % 2 and here.rank() == 0:
+            net.eval()
+            x = inputs(7).requires_grad_()
+            for through_output in (True, False):
+                out = net(x).sum()
+                (out if through_output else module.auxiliary).backward()
+                slopes.append(x.grad.norm().item())
+            net.zero_grad()
+            net.train()
+        take_step(net, optimizer, net(inputs(step)).square().mean())
+    return [param.detach().cpu().numpy() for param in module.parameters()], slopes
+
+
+def evaluating_and_not():
+    return evaluating_alone(True), evaluating_alone(False)
+
+
+def test_in_eval_nothing_is_exchanged(by):
+    for rank, ((ours, slopes), (plain, _)) in enumerate(spawned(2, evaluating_and_not, by=by)):
+        assert all(slopes)
+        assert len(slopes) == (4 if rank == 0 else 0)
+        for mine, other in zip(ours, plain, strict=True):
+            np.testing.assert_array_equal(mine, other)

@@ -107,7 +107,30 @@ def loaded_inside(state, **options) -> None:
     outer.load_state_dict({f"net.{key}": value for key, value in state.items()})
 
 
+def renamed(state):
+    text = bytes(state["slowmo.names"].tolist()).replace(b"bias", b"axis")
+    return state | {"slowmo.names": torch.tensor([*text], dtype=torch.uint8)}
+
+
+# Arguments of DistributedDataParallel that cannot be followed.
+OF_DDP = {
+    "process_group": object(),
+    "mixed_precision": object(),
+    "init_sync": False,
+    "delay_all_reduce_named_params": [],
+    "device_mesh": object(),
+}
+
+
 ROWS = {
+    **{f"{k} of DDP": Refusal(partial(build, **{k: v}), f"`{k}`", v) for k, v in OF_DDP.items()},
+    "an argument of nobody": Refusal(lambda: build(momentum=1), "'momentum'", error=TypeError),
+    "a lazy module": Refusal(
+        lambda: build(module=torch.nn.Sequential(torch.nn.LazyLinear(2))), "`module`", "'0.weight'"
+    ),
+    "slow momentum of others": Refusal(
+        lambda: loaded(renamed(with_anchor(build()))), "`state_dict`", "'axis'"
+    ),
     **{k: Refusal(partial(build, **{k: value}), f"`{k}`", value) for k, value in BAD.items()},
     "a momentum below": Refusal(lambda: build(slowmo_momentum=-0.1), "`slowmo_momentum`", -0.1),
     "no number": Refusal(lambda: build(slowmo_lr=float("inf")), "`slowmo_lr`", "inf"),
@@ -172,6 +195,8 @@ def test_refused(refusal):
 def test_what_is_not_refused():
     """The values beside those above."""
     build(slowmo_lr=0, slowmo_frequency=1, localsgd_frequency=1)
+    build(device_ids=[0], output_device=0, find_unused_parameters=True, static_graph=True)
+    build(gradient_as_bucket_view=True, bucket_cap_mb=25, process_group=None, mixed_precision=None)
     state = with_anchor(build())
     loaded(state)
     build(slowmo_momentum=0.0).load_state_dict(state, strict=False)

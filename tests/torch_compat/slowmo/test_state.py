@@ -186,6 +186,63 @@ def check_part(state, whole, name: str, rank: int) -> None:
     np.testing.assert_array_equal(part[: expected.size], expected)
 
 
+class Waves(torch.nn.Module):
+    """A module of every kind of parameter and buffer, of which two are one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waves = torch.nn.Parameter(torch.ones(3, dtype=torch.complex64))
+        self.tied = self.waves
+        self.weight = torch.nn.Parameter(torch.ones(2, 3))
+        self.base = torch.nn.Parameter(torch.ones(2).bfloat16(), requires_grad=False)
+        self.register_buffer("phase", torch.zeros(2, dtype=torch.complex64))
+        self.register_buffer("count", torch.tensor(0))
+        self.register_buffer("scratch", torch.zeros(2), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        turned = self.weight * (self.waves * x * (1 + 2j)).real
+        return turned.square().sum() + (self.tied * (1 - 1j)).imag.sum()
+
+
+def plain(base: str):
+    """The state of all, and what each process holds."""
+    module = Waves()
+    options = {"slowmo_base_algorithm": base, "slowmo_momentum": 0.0, "localsgd_frequency": 2}
+    averaged = True if base == "sgp" else "average"
+    net = SlowMo(module, 1, broadcast_buffers=averaged, **options)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for _ in range(3):  # the last step leaves replicas apart
+        net(torch.tensor(1.0 + here.rank())).backward()
+        optimizer.step()
+        net.perform_slowmo(optimizer)
+    module.phase += complex(here.rank(), 1)
+    state = net.consolidated_state_dict()
+    again = Waves()
+    again.load_state_dict(state, strict=True)
+    return {k: v.numpy() for k, v in state.items() if k != "base"}, values_of(module)
+
+
+def values_of(module) -> dict[str, np.ndarray]:
+    return {k: v.detach().numpy() for k, v in module.state_dict().items() if k != "base"}
+
+
+def plain_of_both():
+    return plain("localsgd"), plain("sgp")
+
+
+def test_a_plain_module_loads_the_state_of_all():
+    results = spawned(3, plain_of_both)
+    for number, base in enumerate(("localsgd", "sgp")):
+        states, own = zip(*(result[number] for result in results), strict=True)
+        for key in ("waves", "weight"):
+            assert not np.array_equal(own[0][key], own[1][key])
+            mean = np.mean([values[key] for values in own], axis=0)
+            for state in states:
+                np.testing.assert_allclose(state[key], mean, rtol=1e-5, err_msg=f"{base} {key}")
+        phase = {"localsgd": 1 + 1j, "sgp": 1j}[base]  # a mean, or rank 0's
+        assert all(np.allclose(state["phase"], phase) for state in states)
+
+
 # Without devices.
 
 

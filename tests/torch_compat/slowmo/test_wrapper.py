@@ -58,8 +58,11 @@ def one_device_troubles() -> dict[str, list[str]]:
     add(optimizer)
     found["others"] = messages(lambda: step(net, optimizer))
     net, optimizer = built()
-    del optimizer.param_groups[0]["lr"]
+    optimizer.param_groups[0]["lr"] = None  # as Adafactor's with relative_step
     found["no rate"] = messages(lambda: step(net, optimizer))
+    net, optimizer = built(slowmo_momentum=0.0)
+    del optimizer.param_groups[0]["lr"]
+    found["no rate without slow momentum"] = messages(lambda: step(net, optimizer))
     light = torch.nn.Linear(2, 2).to(device, torch.bfloat16)
     net, optimizer = built(light)
     found["half"] = messages(lambda: step(net, optimizer))

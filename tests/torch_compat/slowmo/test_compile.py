@@ -1,0 +1,40 @@
+"""`torch.compile` of a wrapper: what it exchanges stays outside of the compiled graphs."""
+
+import numpy as np
+import pytest
+import slowmo_here as here
+import torch
+from slowmo_spawned import spawned
+
+from torch_compat.slowmo import SlowMoDistributedDataParallel as SlowMo
+
+pytest.importorskip("torch._dynamo")
+
+
+def trained(compiles: bool, algorithm: str):
+    torch.manual_seed(0)
+    module = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Tanh())
+    options = {"slowmo_frequency": 2, "localsgd_frequency": 1, "slowmo_base_algorithm": algorithm}
+    net = SlowMo(module, nprocs_per_node=2, **options)
+    called = torch.compile(net, backend="aot_eager") if compiles else net
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for step in range(4):
+        generator = torch.Generator().manual_seed(10 * step + here.rank())
+        called(torch.randn(5, 3, generator=generator)).square().mean().backward()
+        optimizer.step()
+        net.zero_grad(set_to_none=True)
+        net.perform_slowmo(optimizer)
+    return [param.detach().numpy() for param in module.parameters()]
+
+
+def compiled_and_not():
+    ways = ("localsgd", "sgp")
+    return [[trained(compiles, way) for compiles in (True, False)] for way in ways]
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_a_compiled_wrapper_trains_as_without(world):
+    for result in spawned(world, compiled_and_not):
+        for compiled, plain in result:
+            for mine, other in zip(compiled, plain, strict=True):
+                np.testing.assert_allclose(mine, other, rtol=1e-5, atol=1e-6)

@@ -1,0 +1,318 @@
+"""Parameters are known by name: optimizers in any order and number, frozen and unfrozen ones."""
+
+import numpy as np
+import pytest
+import slowmo_here as here
+import torch
+from slowmo_alone import build
+from slowmo_models import take_step, values
+from slowmo_spawned import spawned
+
+from support.refusals import Refusal, each
+from torch_compat.slowmo import SlowMoDistributedDataParallel as SlowMo
+
+NAMES = ("a", "b", "c", "d", "e")  # of equal sizes, so that an order by sizes would mix them
+RATES = {"a": 0.1, "b": 0.2, "c": 0.1, "d": 0.3, "e": 0.2}
+STEPS, LOCAL, SLOW, MOMENTUM, SLOW_LR = 9, 2, 4, 0.6, 0.7
+
+
+def start(name: str) -> np.ndarray:
+    return 10.0 * NAMES.index(name) + np.arange(3.0)
+
+
+def gradient(name: str, step: int, rank: int) -> np.ndarray:
+    return np.random.default_rng([NAMES.index(name), step, rank]).normal(size=3)
+
+
+class Case:
+    """A drawn run: which parameters train in which step, and how slow steps are kept."""
+
+    def __init__(self, seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        self.seed = seed
+        self.is_sharded = seed % 2 == 0
+        self.has_masters = seed % 3 == 0
+        self.local = LOCAL if seed % 4 < 2 else 100
+        self.frozen = {}  # by name the steps in which it requires no gradient
+        for name in NAMES[1:]:
+            begin, end = sorted(rng.integers(1, STEPS + 2, size=2).tolist())
+            if rng.random() < 0.6:
+                self.frozen[name] = range(1 if rng.random() < 0.4 else begin, end)
+        self.forgets_frozen = bool(rng.random() < 0.5)  # new optimizers, of what trains
+
+    def trains(self, name: str, step: int) -> bool:
+        return step not in self.frozen.get(name, ())
+
+    def exact(self, step: int) -> bool:
+        return step % SLOW == 0 if self.is_sharded else step % self.local == 0
+
+
+def expected(case: Case, world: int) -> list[dict[str, np.ndarray]]:
+    """The parameters of each process at the end, by the documented rules."""
+    params = {n: np.tile(start(n), (world, 1)) for n in NAMES}
+    slow: dict[str, list] = {}  # anchor and velocity of what slow momentum knows
+    sent: set[str] = set()
+    for step in range(1, STEPS + 1):
+        now = {n for n in NAMES if case.trains(n, step)}
+        new = {n: params[n].copy() for n in now - sent}
+        sent |= now
+        for n in now:
+            params[n] -= RATES[n] * np.stack([gradient(n, step, r) for r in range(world)])
+        known = {n for n in sent if n in now or not case.forgets_frozen}
+        fresh = {n: [new.get(n, params[n]).copy(), 0.0] for n in known}
+        slow = {n: slow.get(n, fresh[n]) for n in known}
+        is_slow, average = step % SLOW == 0, step % case.local == 0
+        if average or (is_slow and case.is_sharded):
+            for n in sent:
+                params[n][:] = params[n].mean(0)
+        if is_slow:
+            for n in known:
+                anchor, velocity = slow[n]
+                velocity = MOMENTUM * velocity + (anchor - params[n])
+                anchor = anchor - SLOW_LR * velocity
+                slow[n], params[n] = [anchor, velocity], anchor.copy()
+        if average or (is_slow and case.is_sharded):
+            sent = set()
+    return [{n: params[n][rank] for n in NAMES} for rank in range(world)]
+
+
+class Prescribed(torch.nn.Module):
+    """Its gradients are those of `gradient`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in NAMES:
+            setattr(self, name, torch.nn.Parameter(torch.tensor(start(name)).float()))
+
+    def forward(self, step: int) -> torch.Tensor:
+        losses = [
+            (param * torch.tensor(gradient(name, step, here.rank())).float().to(param)).sum()
+            for name, param in self.named_parameters()
+            if param.requires_grad
+        ]
+        return sum(losses)
+
+
+def optimizers_of(trained: dict[str, torch.Tensor], rng) -> list[torch.optim.Optimizer]:
+    """One to three optimizers that hold the tensors in an order that is not the module's."""
+    # With an order that changes, in time or between devices of one process, torch_xla confuses
+    # tensors of equal shape, without a wrapper, too.
+    names = rng.permutation(list(trained)).tolist() if here.by_gloo() else [*trained][::-1]
+    parts = [part for part in np.array_split(names, rng.integers(1, 4)) if len(part)]
+    groups = [[{"params": [trained[n]], "lr": RATES[n]} for n in part] for part in parts]
+    return [torch.optim.SGD(group, lr=1.0) for group in groups]
+
+
+def trained(seed: int) -> dict[str, np.ndarray]:
+    case, device = Case(seed), here.device()
+    rng = np.random.default_rng([seed, here.rank()])
+    module = Prescribed().to(device)
+    net = SlowMo(
+        module,
+        nprocs_per_node=1,
+        slowmo_memory_efficient=case.is_sharded,
+        slowmo_momentum=MOMENTUM,
+        slowmo_lr=SLOW_LR,
+        slowmo_frequency=SLOW,
+        localsgd_frequency=case.local,
+    )
+    named = dict(module.named_parameters())
+    masters = {n: torch.nn.Parameter(p.detach().clone()) for n, p in named.items()}
+    held = masters if case.has_masters else named
+    optimizers = optimizers_of(held, rng)
+    for step in range(1, STEPS + 1):
+        for name, param in named.items():
+            param.requires_grad_(case.trains(name, step))
+        if case.forgets_frozen:
+            now = {n: held[n] for n in NAMES if case.trains(n, step)}
+            optimizers = optimizers_of(now, rng)
+        if step == 6:  # a new program, whose optimizers hold parameters in another order
+            state = net.state_dict()
+            net = SlowMo(
+                module,
+                nprocs_per_node=1,
+                slowmo_memory_efficient=case.is_sharded,
+                slowmo_momentum=MOMENTUM,
+                slowmo_lr=SLOW_LR,
+                slowmo_frequency=SLOW,
+                localsgd_frequency=case.local,
+            )
+            net.load_state_dict(state)
+            if not case.forgets_frozen:
+                optimizers = optimizers_of(held, rng)
+        net(step).backward()
+        for name, master in masters.items():
+            master.grad = named[name].grad if case.has_masters else None
+        for optimizer in optimizers:
+            optimizer.step()
+        if case.has_masters:
+            with torch.no_grad():
+                for name, master in masters.items():
+                    named[name].copy_(master)
+        net.zero_grad(set_to_none=True)
+        given = [*masters.values()] if case.has_masters else None
+        net.perform_slowmo(optimizers, fp32_params=given)
+        here.launch()
+    return values(module)
+
+
+SEEDS = range(12)
+
+
+def all_trained(seeds) -> list[dict[str, np.ndarray]]:
+    return [trained(seed) for seed in seeds]
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_any_order_and_number_of_optimizers_frozen_and_unfrozen(by, world):
+    seeds = SEEDS if by == "gloo" else SEEDS[::4]
+    results = spawned(world, all_trained, seeds, by=by)
+    for i, seed in enumerate(seeds):
+        wanted = expected(Case(seed), world)
+        for rank, result in enumerate(results):
+            for name in NAMES:
+                where = f"case {seed}, {name} in process {rank}"
+                np.testing.assert_allclose(
+                    result[i][name], wanted[rank][name], rtol=1e-5, atol=1e-5, err_msg=where
+                )
+
+
+def test_the_draw_holds_what_it_should():
+    cases = [Case(seed) for seed in SEEDS]
+    ever = [(case, name, steps) for case in cases for name, steps in case.frozen.items()]
+    assert any(1 in steps and len(steps) < STEPS for _, _, steps in ever), "unfrozen later"
+    assert any(1 not in steps and len(steps) and steps[-1] >= STEPS for _, _, steps in ever)
+    assert len({(c.is_sharded, c.has_masters, c.forgets_frozen) for c in cases}) >= 6
+
+
+class Adapted(torch.nn.Module):
+    """A small adapter over a base that is frozen, in dtypes of which a mean would change values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        base = torch.randn(64, 64, generator=generator)
+        self.base = torch.nn.Parameter(base.bfloat16(), requires_grad=False)
+        self.large = torch.nn.Parameter(torch.full((4,), 2**24 + 1), requires_grad=False)
+        self.flags = torch.nn.Parameter(torch.tensor([True, False]), requires_grad=False)
+        self.adapter = torch.nn.Parameter(torch.zeros(64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x @ self.base.float() + self.adapter).square().mean()
+
+
+WAYS = {
+    "local sgd": {"slowmo_momentum": 0.0, "localsgd_frequency": 1},
+    "slowmo": {"slowmo_frequency": 2, "localsgd_frequency": 1},
+    "whole": {"slowmo_frequency": 2, "localsgd_frequency": 1, "slowmo_memory_efficient": False},
+    "sgp": {"slowmo_momentum": 0.0, "slowmo_base_algorithm": "sgp"},
+}
+
+
+def adapted(way: str):
+    """Whether the base has kept its bits, and the most bytes that an exchange has sent."""
+    module = Adapted().to(here.device())
+    before = {n: p.detach().clone() for n, p in module.named_parameters()}
+    net = SlowMo(module, nprocs_per_node=1, **WAYS[way])
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    sent = []
+    for name in ("all_reduce", "reduce_scatter", "all_gather", "permute"):
+        setattr(net._backend, name, weighed(getattr(net._backend, name), sent))
+    for step in range(4):
+        x = torch.full((2, 64), 1.0 + here.rank() + step).to(here.device())
+        take_step(net, optimizer, net(x))
+    kept = [torch.equal(p, before[n]) for n, p in module.named_parameters() if n != "adapter"]
+    state = net.consolidated_state_dict()
+    kept += [torch.equal(state[n], before[n].cpu()) for n in before if n != "adapter"]
+    return kept, max(sent), module.adapter.detach().cpu().numpy()
+
+
+def weighed(collective, sent: list):
+    def call(first, *args):
+        tensors = first if isinstance(first, list) else [first]
+        sent.append(sum(t.numel() * t.element_size() for t in tensors))
+        return collective(first, *args)
+
+    return call
+
+
+def adapted_in_all_ways():
+    return {way: adapted(way) for way in WAYS}
+
+
+def test_frozen_parameters_are_neither_sent_nor_written(by):
+    results = spawned(3, adapted_in_all_ways, by=by)
+    for way in WAYS:
+        for kept, most, adapter in (result[way] for result in results):
+            assert kept == [True] * 6, way
+            assert most <= 4 * (3 * 64 + 3), f"{way}: three of the adapter's size"
+            assert np.abs(adapter).max() > 0
+            if way != "sgp":
+                np.testing.assert_array_equal(adapter, results[0][way][2])
+
+
+def trained_otherwise(what: str) -> str:
+    """The error of processes that do not train the same."""
+    module = Prescribed()
+    first = here.rank() == 0
+    if what == "frozen":
+        (module.b if first else module.c).requires_grad_(False)
+    net = SlowMo(module, 1, slowmo_momentum=0.0 if what == "frozen" else 0.5)
+    held = [p for n, p in module.named_parameters() if what == "frozen" or n in ("ab", "ac")[first]]
+    optimizer = torch.optim.SGD(held, lr=0.1)
+    try:
+        net(1).backward()
+        net.perform_slowmo(optimizer, others="fairscale")
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def all_otherwise():
+    return trained_otherwise("frozen"), trained_otherwise("held")
+
+
+def test_processes_that_train_different_parameters_are_named():
+    for texts in spawned(2, all_otherwise):
+        for text in texts:
+            assert "`module`" in text
+            assert "'b', 'c'" in text
+            assert "processes 1 of 2" in text
+
+
+def left_as_fairscale_does():
+    module = Prescribed()
+    net = SlowMo(module, 1, slowmo_frequency=1)
+    optimizer = torch.optim.SGD([module.c, module.a], lr=0.1)
+    outside = torch.optim.SGD([module.b, module.d, module.e], lr=0.1)
+    net(1).backward()
+    optimizer.step()
+    outside.step()
+    net.perform_slowmo(optimizer, others="fairscale")
+    return values(module)
+
+
+def test_others_stay_in_each_process():
+    first, second = spawned(2, left_as_fairscale_does)
+    assert {n for n in NAMES if np.array_equal(first[n], second[n])} == {"a", "c"}
+
+
+def performed(groups, **options) -> None:
+    net = build(world=1, rank=0, module=Prescribed())
+    named = dict(net.module.named_parameters())
+    optimizers = [torch.optim.SGD([named[n] for n in names], lr=0.1) for names in groups]
+    net.perform_slowmo(optimizers, **options)
+
+
+REFUSED = {
+    "parameters left out": Refusal(lambda: performed(["ab", "c"]), "`optimizer`", "'d', 'e' (2 of"),
+    "one twice": Refusal(lambda: performed(["abc", "cde"]), "`optimizer`", "'c'"),
+    "others": Refusal(lambda: performed(["abcde"], others="none"), "`others`", "'none'"),
+    "no optimizers": Refusal(lambda: performed([]), "`optimizer`", "[]"),
+}
+
+
+@each(REFUSED)
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_refused(refusal):
+    refusal.check()
