@@ -34,9 +34,10 @@ class TracingEnvironment(Environment):
     """The environment of torchax with eight differences.
 
     New tensors are arrays of jax, whichever device a module requests. Plain torch tensors among the
-    arguments of an operation are constants. Gradients stop where torch's do, and are torch's at
-    kinks. Random numbers come from one key. Views share memory. A tensor that depends only on constants has a value if torch
-    needs it. An operation that torchax and jax lack raises an error that names the layer.
+    arguments of an operation are constants. Gradients stop where torch's do, and at kinks they are
+    torch's. Random numbers come from one key. Views share memory. A tensor that depends only on
+    constants has a value if torch needs it. An operation that torchax and jax lack raises an error
+    that names the layer.
     """
 
     has_views = True
@@ -178,7 +179,9 @@ class TracingEnvironment(Environment):
     def _differentiated(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         """Run an operation as torchax does, with torch's derivative if jax has another one."""
         run = functools.partial(super().dispatch, func, types)
-        return differentiated(self, func, run, args, kwargs) if has_kink(func) else run(args, kwargs)
+        return (
+            differentiated(self, func, run, args, kwargs) if has_kink(func) else run(args, kwargs)
+        )
 
     def _get_op_or_decomp(self, func: Any) -> Any:
         """Return torchax's operation, or else torch's decomposition."""

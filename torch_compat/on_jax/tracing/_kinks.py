@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.graph import CodeGen
@@ -17,19 +16,21 @@ from jaxslowmo.mesh import vary_over, varying_axes
 
 from ._torchax import Tensor
 
-_DETACH: Any = torch.ops.aten.detach.default
+_ATEN: Any = torch.ops.aten
+# The position of a tensor for which torch has no gradient, and refuses to look for one.
+_CONSTANT = {_ATEN.binary_cross_entropy.default: 2}
 
 # Operations of aten, without their overloads, whose derivative in jax is another one than in torch
 # at some point: the slope of a corner, the choice between equal elements, NaN where a factor is
 # infinite. Operations that torch composes of these need no entry.
-_NAMES = frozenset(
+_NAMES = set(
     """
-    _euclidean_dist _safe_softmax abs angle atan2 binary_cross_entropy clamp clamp_max clamp_min
-    copysign cummax cummin digamma dist elu fmax fmin hardsigmoid hardswish hardtanh i0 kthvalue
+    _euclidean_dist _safe_softmax abs atan2 binary_cross_entropy celu clamp clamp_max clamp_min
+    copysign cummax cummin digamma elu fmax fmin hardsigmoid hardswish hardtanh i0 kthvalue
     leaky_relu lgamma linalg_vector_norm log_sigmoid_forward logit max median min mish mode
     nanmedian norm pow renorm scatter_reduce sinc smooth_l1_loss softplus sort special_entr
     special_erfcx special_log_ndtr special_ndtri special_xlog1py std std_mean topk xlogy
-    """.split()
+    """.split()  # noqa: SIM905
 )
 
 
@@ -62,41 +63,33 @@ def differentiated(
     """
     leaves, structure = torch_tree.tree_flatten((args, kwargs))
     arrays = [x.jax() for x in leaves if isinstance(x, Tensor)]
-    if any(map(jnp.iscomplexobj, arrays)):
+    if any(map(jnp.iscomplexobj, arrays)) or not any(map(_is_floating, arrays)):
         return run(args, kwargs)
+    # Under shard_map a gradient varies over the axes of its array, which are then those of all.
+    axes = frozenset[str]().union(*map(varying_axes, arrays))
 
     def result(*arrays: jax.Array) -> Any:
         rest = iter(arrays)
         filled = [Tensor(next(rest), env) if isinstance(x, Tensor) else x for x in leaves]
         return env.t2j_iso(run(*torch_tree.tree_unflatten(filled, structure)))
 
-    def jvp(primals: Any, tangents: Any) -> Any:
-        out = operation(*primals)
-        outputs, kind = jax.tree.flatten(out)
+    def forward(*arrays: jax.Array) -> Any:
+        out = result(*arrays)
+        return out, (arrays, out)
+
+    def backward(residuals: Any, cotangents: Any) -> Any:
+        arrays, out = residuals
+        moves = filter(_is_floating, jax.tree.leaves(cotangents))
         formula = _formula(func, structure, *map(_described, leaves))
-
-        def pulled_back(cotangents: list[jax.Array]) -> list[jax.Array]:
-            with env, torch.enable_grad():
-                gradients = formula(*map(env.j2t_iso, (*primals, *cotangents, out)))
-            likes = [x for x in primals if _is_floating(x)]
-            return [
-                vary_over(jnp.zeros_like(x) if g is None else g.jax().astype(x.dtype), axes)
-                for g, x in zip(gradients, likes, strict=True)
-            ]
-
-        likes = [vary_over(jnp.zeros_like(x), axes) for x in outputs if _is_floating(x)]
-        pushed = jax.linear_transpose(pulled_back, likes)(
-            [t for t, x in zip(tangents, primals, strict=True) if _is_floating(x)]
-        )
-        moves = iter(pushed[0])
-        nothing = jax.dtypes.float0
-        return out, jax.tree.unflatten(
-            kind, [next(moves) if _is_floating(x) else np.zeros(x.shape, nothing) for x in outputs]
+        with env, torch.enable_grad():
+            gradients = formula(*map(env.j2t_iso, (*arrays, *moves, out)))
+        return tuple(
+            None if gradient is None else vary_over(gradient.jax().astype(x.dtype), axes)
+            for gradient, x in zip(gradients, arrays, strict=True)
         )
 
-    axes = frozenset().union(*map(varying_axes, arrays))
-    operation = jax.custom_jvp(result)
-    operation.defjvp(jvp)
+    operation = jax.custom_vjp(result)
+    operation.defvjp(forward, backward)
     return env.j2t_iso(operation(*(vary_over(x, axes) for x in arrays)))
 
 
@@ -116,7 +109,7 @@ def _formula(func: Any, structure: Any, *leaves: Any) -> Any:
     """Return torch's backward pass of an operation as a program of torch.
 
     Its arguments are the tensors among `leaves`, cotangents of the floating results, and what the
-    operation returned. It returns the gradients of the floating tensors, None where there is none.
+    operation returned. It returns the gradients of the tensors, None where there is none.
     """
 
     def outputs(inputs: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -127,11 +120,16 @@ def _formula(func: Any, structure: Any, *leaves: Any) -> Any:
         return [x for x in results if x.is_floating_point()]
 
     def gradients(inputs: list[torch.Tensor], cotangents: list[torch.Tensor]) -> Any:
-        inputs = [x.detach().requires_grad_(x.is_floating_point()) for x in inputs]
+        constant = _CONSTANT.get(func)
+        inputs = [
+            x.detach().requires_grad_(x.is_floating_point() and i != constant)
+            for i, x in enumerate(inputs)
+        ]
         pairs = zip(outputs(inputs), cotangents, strict=True)
         results, cotangents = zip(*((y, g) for y, g in pairs if y.requires_grad), strict=True)
-        floating = [x for x in inputs if x.requires_grad]
-        return torch.autograd.grad(results, floating, cotangents, allow_unused=True)
+        variables = [x for x in inputs if x.requires_grad]
+        found = iter(torch.autograd.grad(results, variables, cotangents, allow_unused=True))
+        return [next(found) if x.requires_grad else None for x in inputs]
 
     def trace() -> Any:
         tensors = [x for x in leaves if isinstance(x, _Description)]
@@ -146,7 +144,7 @@ def _formula(func: Any, structure: Any, *leaves: Any) -> Any:
     with graph.inserting_after(last):
         forward.replace_all_uses_with(graph.placeholder("result"))
     for node in graph.nodes:
-        if node.target is _DETACH:  # it would stop second derivatives
+        if node.target is _ATEN.detach.default:  # it would stop second derivatives
             node.replace_all_uses_with(node.args[0])
     graph.eliminate_dead_code()
     graph.set_codegen(CodeGen())  # flat arguments and results
