@@ -5,6 +5,8 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 from torch import nn
 
+from .memory import separate
+
 
 class MasterModel:
     """The master model in shared memory, which all processes access.
@@ -40,6 +42,7 @@ class MasterModel:
         parameters = list(model.parameters())
         if not parameters:
             raise ValueError("`model` has no parameters.")
+        separate([*parameters, *model.buffers()])
         try:
             self.master_model = model.share_memory()
             self._gradients = _shared_like(parameters)

@@ -198,8 +198,9 @@ class MeshProgram:
             sizes = [self._likes[name].numel() for name in names]
             for name, part in zip(names, host.split(sizes), strict=True):
                 by_name[name] = part.view(self._likes[name].shape)
-        frozen = torch.zeros(())
-        gradients = [by_name.get(name, frozen) for name in self._all_parameters]
+        for name in self._all_parameters:
+            by_name.setdefault(name, torch.zeros((), dtype=self._likes[name].dtype))
+        gradients = [by_name[name] for name in self._all_parameters]
         return float(loss.addressable_data(0)), gradients
 
     def buffers(self, names: Iterable[str]) -> list[torch.Tensor]:

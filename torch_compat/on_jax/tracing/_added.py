@@ -36,7 +36,6 @@ def define(env: Any) -> None:
         aten.put.default: _safe.put,
         aten.special_erfcx.default: jax.scipy.special.erfcx,
         aten.special_log_ndtr.default: jax.scipy.special.log_ndtr,
-        aten.multi_margin_loss.default: _safe.multi_margin_loss,
         aten.multilabel_margin_loss_forward.default: _safe.multilabel_margin_loss,
         torch.take_along_dim: _safe.take_along_dim,
         torch.Tensor.take_along_dim: _safe.take_along_dim,
@@ -46,7 +45,6 @@ def define(env: Any) -> None:
         by_torchax = env._get_op_or_decomp(name).func
         env.override_op_definition(name, of_arrays(_safe.max_pool(by_torchax)))
     for name, function in {
-        aten.dist.default: _safe.dist,
         torch.cdist: _safe.cdist,
         aten.cdist.default: _safe.cdist,
         aten._cdist_forward.default: _safe.cdist,

@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,7 @@ from torch.utils import _pytree as torch_tree
 
 from jaxslowmo.mesh import vary_over, varying_axes
 
+from ._layouts import Description, described
 from ._torchax import Tensor
 
 _ATEN: Any = torch.ops.aten
@@ -26,19 +27,12 @@ _CONSTANT = {_ATEN.binary_cross_entropy.default: 2}
 _NAMES = set(
     """
     _euclidean_dist _safe_softmax abs atan2 binary_cross_entropy celu clamp clamp_max clamp_min
-    copysign cummax cummin digamma elu fmax fmin hardsigmoid hardswish hardtanh i0 kthvalue
+    copysign cummax cummin digamma dist elu fmax fmin hardsigmoid hardswish hardtanh i0 kthvalue
     leaky_relu lgamma linalg_vector_norm log_sigmoid_forward logit max median min mish mode
     nanmedian norm pow renorm scatter_reduce sinc smooth_l1_loss softplus sort special_entr
     special_erfcx special_log_ndtr special_ndtri special_xlog1py std std_mean topk xlogy
     """.split()  # noqa: SIM905
 )
-
-
-class _Description(NamedTuple):
-    """A tensor's shape and dtype in torch, which has 64 bits where an index in jax has 32."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
 
 
 def has_kink(func: Any) -> bool:
@@ -50,20 +44,21 @@ def has_kink(func: Any) -> bool:
 def differentiated(
     env: Any, func: Any, run: Callable[[Any, Any], Any], args: Any, kwargs: Any
 ) -> Any:
-    """Run an operation whose derivative is torch's.
+    """Run an operation, with torch's derivative if jax has another one.
 
     Derivatives of complex numbers are jax's.
 
     Args:
       env: the environment.
-      func: an operation of aten that is not in place.
+      func: the operation.
       run: function of `(args, kwargs)` that runs it by torchax.
       args: its arguments.
       kwargs: its keyword arguments.
     """
     leaves, structure = torch_tree.tree_flatten((args, kwargs))
     arrays = [x.jax() for x in leaves if isinstance(x, Tensor)]
-    if any(map(jnp.iscomplexobj, arrays)) or not any(map(_is_floating, arrays)):
+    is_real = any(map(_is_floating, arrays)) and not any(map(jnp.iscomplexobj, arrays))
+    if not (has_kink(func) and is_real):
         return run(args, kwargs)
     # Under shard_map a gradient varies over the axes of its array, which are then those of all.
     axes = frozenset[str]().union(*map(varying_axes, arrays))
@@ -80,7 +75,7 @@ def differentiated(
     def backward(residuals: Any, cotangents: Any) -> Any:
         arrays, out = residuals
         moves = filter(_is_floating, jax.tree.leaves(cotangents))
-        formula = _formula(func, structure, *map(_described, leaves))
+        formula = _formula(func, structure, *map(described, leaves))
         with env, torch.enable_grad():
             gradients = formula(*map(env.j2t_iso, (*arrays, *moves, out)))
         return tuple(
@@ -97,10 +92,9 @@ def _is_floating(x: Any) -> bool:
     return jnp.issubdtype(x.dtype, jnp.floating)
 
 
-def _described(x: Any) -> Any:
-    if not isinstance(x, Tensor):
-        return x
-    return _Description(tuple(x.shape), torch.int64 if x.dtype == torch.int32 else x.dtype)
+def _as_index(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype that torch requires of indices, which have 32 bits in jax."""
+    return torch.int64 if dtype == torch.int32 else dtype
 
 
 # Tracing takes 20 ms, and a deep model has the same operation in every layer.
@@ -114,7 +108,7 @@ def _formula(func: Any, structure: Any, *leaves: Any) -> Any:
 
     def outputs(inputs: list[torch.Tensor]) -> list[torch.Tensor]:
         rest = iter(inputs)
-        filled = [next(rest) if isinstance(x, _Description) else x for x in leaves]
+        filled = [next(rest) if isinstance(x, Description) else x for x in leaves]
         args, kwargs = torch_tree.tree_unflatten(filled, structure)
         results = torch_tree.tree_leaves(func(*args, **kwargs))
         return [x for x in results if x.is_floating_point()]
@@ -132,8 +126,8 @@ def _formula(func: Any, structure: Any, *leaves: Any) -> Any:
         return [next(found) if x.requires_grad else None for x in inputs]
 
     def trace() -> Any:
-        tensors = [x for x in leaves if isinstance(x, _Description)]
-        inputs = [torch.empty(x.shape, dtype=x.dtype, device="meta") for x in tensors]
+        tensors = [x for x in leaves if isinstance(x, Description)]
+        inputs = [torch.empty(x.shape, dtype=_as_index(x.dtype), device="meta") for x in tensors]
         return make_fx(gradients)(inputs, outputs(inputs))
 
     with ThreadPoolExecutor(1) as another:  # a thread without the modes of the trace

@@ -61,11 +61,6 @@ def vector_norm(
     return norm.astype(narrow)
 
 
-def dist(x: torch.Tensor, y: torch.Tensor, p: float = 2) -> torch.Tensor:
-    """Compute `aten.dist`."""
-    return torch.linalg.vector_norm(x - y, p)
-
-
 def cdist(
     x: torch.Tensor, y: torch.Tensor, p: float = 2.0, compute_mode: Any = None
 ) -> torch.Tensor:
@@ -95,24 +90,6 @@ def put(x: jax.Array, index: jax.Array, values: jax.Array, accumulate: bool = Fa
     return (elements.add if accumulate else elements.set)(values.ravel()).reshape(x.shape)
 
 
-def multi_margin_loss(
-    x: jax.Array,
-    labels: jax.Array,
-    p: int = 1,
-    margin: float = 1.0,
-    weight: jax.Array | None = None,
-    reduction: int = _MEAN,
-) -> jax.Array:
-    """Compute `aten.multi_margin_loss`; a margin that is just kept has no gradient."""
-    rows, row_labels = jnp.atleast_2d(x), jnp.atleast_1d(labels)[:, None]
-    of_labels = jnp.take_along_axis(rows, row_labels, axis=1)
-    margins = jax.nn.relu(margin - of_labels + rows) ** p
-    if weight is not None:
-        margins = margins * weight[row_labels]
-    margins = jnp.where(row_labels == jnp.arange(rows.shape[1]), 0, margins)
-    return _reduced(jnp.mean(margins, axis=1).reshape(labels.shape), reduction)
-
-
 def multilabel_margin_loss(
     x: jax.Array, labels: jax.Array, reduction: int = _MEAN
 ) -> tuple[jax.Array, jax.Array]:
@@ -125,7 +102,10 @@ def multilabel_margin_loss(
     margins = jax.nn.relu(1 - of_labels[..., None] + rows[..., None, :])
     pairs = counts[..., None] & ~is_target[..., None, :]
     losses = jnp.sum(jnp.where(pairs, margins, 0), (-2, -1)) / rows.shape[-1]
-    loss = _reduced(losses.reshape(x.shape[:-1]), reduction)
+    if reduction == _NONE:
+        loss = losses.reshape(x.shape[:-1])
+    else:
+        loss = jnp.mean(losses) if reduction == _MEAN else jnp.sum(losses)
     return loss, is_target.reshape(x.shape).astype(x.dtype)
 
 
@@ -136,61 +116,20 @@ def take_along_dim(x: jax.Array, indices: jax.Array, dim: int | None = None) -> 
     return jnp.take_along_axis(x, indices, axis=dim)
 
 
-def _reduced(losses: Any, reduction: int) -> Any:
-    if reduction == _NONE:
-        return losses
-    return losses.mean() if reduction == _MEAN else losses.sum()
-
-
 def max_pool(by_torchax: Callable[..., Any]) -> Callable[..., Any]:
-    """Return torchax's max pooling with indices, and with a gradient where it is dilated.
-
-    jax has none for dilated windows.
-    """
+    """Return torchax's max pooling with indices, with a gradient where windows are dilated."""
 
     def operation(
-        x: jax.Array,
-        kernel_size: Any,
-        stride: Any = (),
-        padding: Any = 0,
-        dilation: Any = 1,
-        ceil_mode: bool = False,
+        x: jax.Array, kernel: Any, stride: Any = (), padding: Any = 0, dilation: Any = 1, *mode: Any
     ) -> tuple[jax.Array, jax.Array]:
-        options = kernel_size, stride or kernel_size, padding, dilation
         if np.all(np.equal(dilation, 1)):
-            return by_torchax(x, *options, ceil_mode)
-        count = len(kernel_size)
-        sizes = x.shape[-count:]
-        per_axis = zip(sizes, *(np.broadcast_to(o, count) for o in options), strict=True)
-        windows = [_windows(*axis, ceil_mode) for axis in per_axis]
-        outputs = [len(window) for window in windows]
-        # All outputs' axes, and then all windows'.
-        axes = [
-            np.expand_dims(w, [j for j in range(2 * count) if j % count != i])
-            for i, w in enumerate(windows)
-        ]
-        grids = np.broadcast_arrays(*axes)
-        places = np.ravel_multi_index(grids, sizes, mode="clip").reshape(np.prod(outputs), -1)
-        inside = [(grid >= 0) & (grid < size) for grid, size in zip(grids, sizes, strict=True)]
-        is_inside = np.all(inside, axis=0).reshape(places.shape)
-        flat = x.reshape(*x.shape[:-count], -1)
-        least = -jnp.inf if jnp.issubdtype(x.dtype, jnp.floating) else jnp.iinfo(x.dtype).min
-        values = jnp.where(is_inside, jax.lax.stop_gradient(flat)[..., places], least)
-        indices = jnp.asarray(places)[np.arange(len(places)), jnp.argmax(values, axis=-1)]
-        shape = *x.shape[:-count], *outputs
-        out = jnp.take_along_axis(flat, indices, axis=-1)
-        return out.reshape(shape), indices.reshape(shape)
+            return by_torchax(x, kernel, stride, padding, dilation, *mode)
+        # jax has no gradient of these windows, so the elements are read at the indices.
+        fixed = jax.lax.stop_gradient(x)
+        _, indices = by_torchax(fixed, kernel, stride, padding, dilation, *mode)
+        kept = x.shape[: -len(kernel)]
+        elements = x.reshape(*kept, -1)
+        out = jnp.take_along_axis(elements, indices.reshape(*kept, -1), axis=-1)
+        return out.reshape(indices.shape), indices
 
     return operation
-
-
-def _windows(
-    size: int, kernel: int, stride: int, padding: int, dilation: int, ceil_mode: bool
-) -> np.ndarray:
-    """Return the positions of pooling windows along an axis, (outputs, kernel)."""
-    excess = size + 2 * padding - dilation * (kernel - 1) - 1
-    outputs = (-(-excess // stride) if ceil_mode else excess // stride) + 1
-    if ceil_mode and (outputs - 1) * stride >= size + padding:
-        outputs -= 1  # the last window must start inside
-    starts = np.arange(outputs) * stride - padding
-    return starts[:, None] + np.arange(kernel) * dilation
