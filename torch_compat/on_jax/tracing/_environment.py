@@ -179,9 +179,7 @@ class TracingEnvironment(Environment):
     def _differentiated(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         """Run an operation as torchax does, with torch's derivative if jax has another one."""
         run = functools.partial(super().dispatch, func, types)
-        return (
-            differentiated(self, func, run, args, kwargs) if has_kink(func) else run(args, kwargs)
-        )
+        return differentiated(self, func, run, args, kwargs)
 
     def _get_op_or_decomp(self, func: Any) -> Any:
         """Return torchax's operation, or else torch's decomposition."""

@@ -1,8 +1,11 @@
 """Derivatives where functions have kinks, ties or singularities: torch's formulas, not jax's."""
 
+import contextlib
 import functools
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import ContextVar
 from typing import Any
 
 import jax
@@ -30,7 +33,7 @@ _NAMES = set(
     copysign cummax cummin digamma dist elu fmax fmin hardsigmoid hardswish hardtanh i0 kthvalue
     leaky_relu lgamma linalg_vector_norm log_sigmoid_forward logit max median min mish mode
     nanmedian norm pow renorm scatter_reduce sinc smooth_l1_loss softplus sort special_entr
-    special_erfcx special_log_ndtr special_ndtri special_xlog1py std std_mean topk xlogy
+    special_erfcx special_ndtri special_xlog1py std std_mean topk xlogy
     """.split()  # noqa: SIM905
 )
 
@@ -58,7 +61,7 @@ def differentiated(
     leaves, structure = torch_tree.tree_flatten((args, kwargs))
     arrays = [x.jax() for x in leaves if isinstance(x, Tensor)]
     is_real = any(map(_is_floating, arrays)) and not any(map(jnp.iscomplexobj, arrays))
-    if not (has_kink(func) and is_real):
+    if _is_inside.get() or not (has_kink(func) and is_real):
         return run(args, kwargs)
     # Under shard_map a gradient varies over the axes of its array, which are then those of all.
     axes = frozenset[str]().union(*map(varying_axes, arrays))
@@ -66,7 +69,8 @@ def differentiated(
     def result(*arrays: jax.Array) -> Any:
         rest = iter(arrays)
         filled = [Tensor(next(rest), env) if isinstance(x, Tensor) else x for x in leaves]
-        return env.t2j_iso(run(*torch_tree.tree_unflatten(filled, structure)))
+        with _inside():
+            return env.t2j_iso(run(*torch_tree.tree_unflatten(filled, structure)))
 
     def forward(*arrays: jax.Array) -> Any:
         out = result(*arrays)
@@ -76,7 +80,8 @@ def differentiated(
         arrays, out = residuals
         moves = filter(_is_floating, jax.tree.leaves(cotangents))
         formula = _formula(func, structure, *map(described, leaves))
-        with env, torch.enable_grad():
+        with warnings.catch_warnings(), env, torch.enable_grad(), _inside():
+            warnings.filterwarnings("ignore", message="Explicitly requested dtype .*64")
             gradients = formula(*map(env.j2t_iso, (*arrays, *moves, out)))
         return tuple(
             None if gradient is None else vary_over(gradient.jax().astype(x.dtype), axes)
@@ -86,6 +91,20 @@ def differentiated(
     operation = jax.custom_vjp(result)
     operation.defvjp(forward, backward)
     return env.j2t_iso(operation(*(vary_over(x, axes) for x in arrays)))
+
+
+# jax has no forward mode through custom_vjp: within an operation and its backward pass, which
+# Hessians differentiate forwards, derivatives are jax's.
+_is_inside = ContextVar("_is_inside", default=False)
+
+
+@contextlib.contextmanager
+def _inside() -> Iterator[None]:
+    token = _is_inside.set(True)
+    try:
+        yield
+    finally:
+        _is_inside.reset(token)
 
 
 def _is_floating(x: Any) -> bool:
