@@ -568,4 +568,4 @@ SMOOTH = (
     "_native_batch_norm_legit_no_training _scaled_dot_product_flash_attention_for_cpu "
     "_softmax_backward_data cdist cudnn_batch_norm embedding_renorm masked_select "
     "native_batch_norm nll_loss2d_forward scaled_dot_product_attention"
-).split()  # noqa: SIM905
+)
