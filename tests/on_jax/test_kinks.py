@@ -2,11 +2,14 @@
 
 import jax
 import kinks
+import models
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
+import jaxslowmo as js
 from torch_compat import on_jax
 from torch_compat.on_jax.tracing import TracingEnvironment, environment
 
@@ -59,6 +62,49 @@ def test_values_and_gradients_are_torchs(group):
         if not all(is_close(found, wanted) for found, wanted in pairs):
             wrong.append(name)
     assert not wrong
+
+
+def curved(module, x):
+    y = module(x)
+    norms = torch.linalg.vector_norm(y, dim=1, keepdim=True)
+    return (F.softplus(y).pow(3) + F.elu(y) * y.clamp(-1, 1) + norms + y.std(1, keepdim=True)).sum()
+
+
+def test_second_derivatives_are_torchs():
+    module, x = nn.Linear(3, 3, bias=False), torch.linspace(-1, 1, 12).reshape(4, 3)
+    loss_fn, params, _ = on_jax.as_loss(module, curved)
+    found = jax.jit(jax.hessian(lambda params: loss_fn(params, x.numpy())[0]))(params)
+
+    def of_weight(weight):
+        return curved(lambda x: x @ weight.T, x)
+
+    wanted = torch.autograd.functional.hessian(of_weight, module.weight).numpy()
+    np.testing.assert_allclose(found["weight"]["weight"], wanted, atol=1e-5 * np.abs(wanted).max())
+
+
+class Bounded(nn.Module):
+    """Bounds are the same on all replicas, and the numbers between them are not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.low = nn.Parameter(torch.zeros(8))
+        self.register_buffer("high", torch.ones(8))
+
+    def forward(self, x):
+        return x.clamp(self.low, self.high).sort(-1)[0] * torch.linspace(0, 1, 8)
+
+
+def test_in_a_step_over_replicas():
+    def loss(module, x):
+        return module(x).square().mean()
+
+    module = Bounded()
+    x = np.random.default_rng(0).normal(size=(4, 8)).round().astype(np.float32)
+    step, state = models.step_of(module, loss, sync=js.local_sgd("replica"))
+    state, _ = step(state, x)
+    for i, half in enumerate((x[:2], x[2:])):
+        (gradient,) = torch.autograd.grad(loss(module, torch.from_numpy(half)), [module.low])
+        np.testing.assert_allclose(state.params["low"][i], -0.1 * gradient, atol=1e-6)
 
 
 def names_of(functions):

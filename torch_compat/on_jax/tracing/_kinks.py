@@ -111,11 +111,6 @@ def _is_floating(x: Any) -> bool:
     return jnp.issubdtype(x.dtype, jnp.floating)
 
 
-def _as_index(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype that torch requires of indices, which have 32 bits in jax."""
-    return torch.int64 if dtype == torch.int32 else dtype
-
-
 # Tracing takes 20 ms, and a deep model has the same operation in every layer.
 @functools.lru_cache(maxsize=1024, typed=True)
 def _formula(func: Any, structure: Any, *leaves: Any) -> Any:
@@ -138,15 +133,16 @@ def _formula(func: Any, structure: Any, *leaves: Any) -> Any:
             x.detach().requires_grad_(x.is_floating_point() and i != constant)
             for i, x in enumerate(inputs)
         ]
-        pairs = zip(outputs(inputs), cotangents, strict=True)
-        results, cotangents = zip(*((y, g) for y, g in pairs if y.requires_grad), strict=True)
-        variables = [x for x in inputs if x.requires_grad]
+        results, variables = outputs(inputs), [x for x in inputs if x.requires_grad]
+        cotangents = [g for y, g in zip(results, cotangents, strict=True) if y.requires_grad]
+        results = [y for y in results if y.requires_grad]
         found = iter(torch.autograd.grad(results, variables, cotangents, allow_unused=True))
         return [next(found) if x.requires_grad else None for x in inputs]
 
     def trace() -> Any:
-        tensors = [x for x in leaves if isinstance(x, Description)]
-        inputs = [torch.empty(x.shape, dtype=_as_index(x.dtype), device="meta") for x in tensors]
+        shapes = [(x.shape, x.dtype) for x in leaves if isinstance(x, Description)]
+        wide = {torch.int32: torch.int64}  # torch requires 64 bits of indices
+        inputs = [torch.empty(n, dtype=wide.get(t, t), device="meta") for n, t in shapes]
         return make_fx(gradients)(inputs, outputs(inputs))
 
     with ThreadPoolExecutor(1) as another:  # a thread without the modes of the trace
