@@ -12,8 +12,9 @@ class MasterModel:
     """The master model in shared memory, which all processes access.
 
     The model itself becomes the master: its parameters, gradients and buffers move into shared
-    memory in place. Every parameter has a gradient there, initially zero; those of frozen and
-    unused parameters stay zero. `tie_weights()` is called again if the model has it.
+    memory in place. Tensors whose elements share memory, such as expanded ones, become contiguous.
+    Every parameter has a gradient there, initially zero; those of frozen and unused parameters stay
+    zero. `tie_weights()` is called again if the model has it.
 
     Args:
       model: module on the CPU.

@@ -82,6 +82,13 @@ def test_second_derivatives_are_torchs():
     np.testing.assert_allclose(found["weight"]["weight"], wanted, atol=1e-5 * np.abs(wanted).max())
 
 
+def test_forward_mode_is_refused():
+    module, x = nn.Linear(3, 3, bias=False), np.ones((4, 3), np.float32)
+    loss_fn, params, _ = on_jax.as_loss(module, lambda m, x: m(x).clamp(0, 1).sum())
+    with pytest.raises(TypeError, match=r"aten\.clamp\.default.*jax\.jvp"):
+        jax.jvp(lambda params: loss_fn(params, x)[0], (params,), (params,))
+
+
 class Bounded(nn.Module):
     """Bounds are the same on all replicas, and the numbers between them are not."""
 

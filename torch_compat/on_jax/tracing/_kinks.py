@@ -57,6 +57,9 @@ def differentiated(
       run: function of `(args, kwargs)` that runs it by torchax.
       args: its arguments.
       kwargs: its keyword arguments.
+
+    Raises:
+      TypeError: jax differentiates it forwards.
     """
     leaves, structure = torch_tree.tree_flatten((args, kwargs))
     arrays = [x.jax() for x in leaves if isinstance(x, Tensor)]
@@ -70,7 +73,9 @@ def differentiated(
         rest = iter(arrays)
         filled = [Tensor(next(rest), env) if isinstance(x, Tensor) else x for x in leaves]
         with _inside():
-            return env.t2j_iso(run(*torch_tree.tree_unflatten(filled, structure)))
+            out = env.t2j_iso(run(*torch_tree.tree_unflatten(filled, structure)))
+        has_run.append(True)
+        return out
 
     def forward(*arrays: jax.Array) -> Any:
         out = result(*arrays)
@@ -90,7 +95,16 @@ def differentiated(
 
     operation = jax.custom_vjp(result)
     operation.defvjp(forward, backward)
-    return env.j2t_iso(operation(*(vary_over(x, axes) for x in arrays)))
+    has_run: list[bool] = []
+    try:
+        return env.j2t_iso(operation(*(vary_over(x, axes) for x in arrays)))
+    except TypeError as error:
+        if not has_run:
+            raise
+        raise TypeError(
+            f"{func} has torch's derivative, which has no forward mode (jax.jvp, jax.jacfwd): use "
+            "jax.grad, of which jax.jvp works."
+        ) from error
 
 
 # jax has no forward mode through custom_vjp: within an operation and its backward pass, which
