@@ -49,8 +49,6 @@ def differentiated(
 ) -> Any:
     """Run an operation, with torch's derivative if jax has another one.
 
-    Derivatives of complex numbers are jax's.
-
     Args:
       env: the environment.
       func: the operation.
@@ -63,8 +61,7 @@ def differentiated(
     """
     leaves, structure = torch_tree.tree_flatten((args, kwargs))
     arrays = [x.jax() for x in leaves if isinstance(x, Tensor)]
-    is_real = any(map(_is_floating, arrays)) and not any(map(jnp.iscomplexobj, arrays))
-    if _is_inside.get() or not (has_kink(func) and is_real):
+    if _is_inside.get() or not (has_kink(func) and any(map(_is_floating, arrays))):
         return run(args, kwargs)
     # Under shard_map a gradient varies over the axes of its array, which are then those of all.
     axes = frozenset[str]().union(*map(varying_axes, arrays))
@@ -83,13 +80,14 @@ def differentiated(
 
     def backward(residuals: Any, cotangents: Any) -> Any:
         arrays, out = residuals
-        moves = filter(_is_floating, jax.tree.leaves(cotangents))
+        # Gradients of complex numbers are conjugate in torch.
+        moves = [g.conj() for g in jax.tree.leaves(cotangents) if _is_floating(g)]
         formula = _formula(func, structure, *map(described, leaves))
         with warnings.catch_warnings(), env, torch.enable_grad(), _inside():
             warnings.filterwarnings("ignore", message="Explicitly requested dtype .*64")
             gradients = formula(*map(env.j2t_iso, (*arrays, *moves, out)))
         return tuple(
-            None if gradient is None else vary_over(gradient.jax().astype(x.dtype), axes)
+            None if gradient is None else vary_over(gradient.jax().conj().astype(x.dtype), axes)
             for gradient, x in zip(gradients, arrays, strict=True)
         )
 
@@ -122,7 +120,7 @@ def _inside() -> Iterator[None]:
 
 
 def _is_floating(x: Any) -> bool:
-    return jnp.issubdtype(x.dtype, jnp.floating)
+    return jnp.issubdtype(x.dtype, jnp.inexact)
 
 
 # Tracing takes 20 ms, and a deep model has the same operation in every layer.
@@ -139,12 +137,12 @@ def _formula(func: Any, structure: Any, *leaves: Any) -> Any:
         filled = [next(rest) if isinstance(x, Description) else x for x in leaves]
         args, kwargs = torch_tree.tree_unflatten(filled, structure)
         results = torch_tree.tree_leaves(func(*args, **kwargs))
-        return [x for x in results if x.is_floating_point()]
+        return [x for x in results if x.is_floating_point() or x.is_complex()]
 
     def gradients(inputs: list[torch.Tensor], cotangents: list[torch.Tensor]) -> Any:
         constant = _CONSTANT.get(func)
         inputs = [
-            x.detach().requires_grad_(x.is_floating_point() and i != constant)
+            x.detach().requires_grad_((x.is_floating_point() or x.is_complex()) and i != constant)
             for i, x in enumerate(inputs)
         ]
         results, variables = outputs(inputs), [x for x in inputs if x.requires_grad]
