@@ -5,13 +5,16 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 from torch import nn
 
+from .memory import separate
+
 
 class MasterModel:
     """The master model in shared memory, which all processes access.
 
     The model itself becomes the master: its parameters, gradients and buffers move into shared
-    memory in place. Every parameter has a gradient there, initially zero; those of frozen and
-    unused parameters stay zero. `tie_weights()` is called again if the model has it.
+    memory in place. Tensors whose elements share memory, such as expanded ones, become contiguous.
+    Every parameter has a gradient there, initially zero; those of frozen and unused parameters stay
+    zero. `tie_weights()` is called again if the model has it.
 
     Args:
       model: module on the CPU.
@@ -40,6 +43,7 @@ class MasterModel:
         parameters = list(model.parameters())
         if not parameters:
             raise ValueError("`model` has no parameters.")
+        separate([*parameters, *model.buffers()])
         try:
             self.master_model = model.share_memory()
             self._gradients = _shared_like(parameters)

@@ -201,6 +201,14 @@ def test_everything_comes_back_in_place():
     models.assert_close(models.held(other), models.held(module), 0)
 
 
+def test_elements_that_shared_memory_are_written_apart():
+    module = nn.Linear(2, 2)
+    module.register_buffer("counts", torch.zeros(1).expand(3))
+    params, _ = of(module)
+    on_jax.load_arrays(module, params, {"counts": jnp.arange(3.0)})
+    assert module.counts.tolist() == [0.0, 1.0, 2.0]
+
+
 def test_ties_dtypes_and_what_is_frozen_stay():
     module = models.TiedLanguageModel().to(torch.bfloat16)
     module.hidden.requires_grad_(False)

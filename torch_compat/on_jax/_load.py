@@ -10,6 +10,7 @@ from jax.sharding import NamedSharding
 import jaxslowmo as js
 from jaxslowmo.algorithms import shares_of_gossip
 
+from ..memory import separate
 from ._arrays import jax_dtype, to_torch
 from ._checks import check_module
 
@@ -86,6 +87,7 @@ def load_arrays(module: torch.nn.Module, params: Any, model_state: Any = None) -
             f"need js.consensus): {'; '.join(problems)}."
         )
     host = jax.device_get(arrays)
+    separate(tensors.values())
     with torch.no_grad():
         for name, tensor in tensors.items():
             tensor.copy_(to_torch(host[name], tensor))

@@ -203,6 +203,52 @@ def test_buffers_come_back_from_device_0_and_go_out_with_the_parameters():
         assert int(model.norm.num_batches_tracked) == 3
 
 
+INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64, torch.bool)
+
+
+class Frozen(nn.Module):
+    """Frozen parameters of all kinds, and tensors some elements of which share memory."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(64, 64)
+        whole = {str(dtype)[6:]: torch.ones(64).to(dtype) for dtype in INTEGERS}
+        rows = torch.arange(128.0) / 128
+        views = {
+            "expanded": rows[5:6].expand(64),
+            "strided": rows[::2],
+            "transposed": rows.view(64, 2).t(),
+            "overlapping": rows.as_strided((32, 64), (1, 1)),
+        }
+        for name, value in {**whole, **views}.items():
+            self.register_parameter(f"of_{name}", nn.Parameter(value, requires_grad=False))
+            self.register_buffer(f"with_{name}", value.clone() if name in whole else value)
+        self.register_buffer("counts", torch.zeros(1).expand(64))
+
+    def forward(self, x, y):
+        self.counts = self.counts + torch.arange(64.0, device=x.device)
+        parts = [p for p in [*self.parameters(), *self.buffers()] if not p.requires_grad]
+        scale = sum(part.float().reshape(-1, 64).sum(0) for part in parts)
+        return {"loss": (self.linear(x) * scale - y).square().mean()}
+
+
+def test_frozen_integers_and_tensors_whose_elements_share_memory():
+    model = Frozen()
+    plain = PlainTorch(model)
+    with manager_of(model, nprocs=1) as manager:
+        for number in range(2):
+            loss, _ = manager.step()
+            expected = plain.step(DATA[2 * number : 2 * number + 2])
+            assert math.isclose(loss, expected, rel_tol=1e-5)
+            for ours, theirs in zip(model.parameters(), plain.model.parameters(), strict=True):
+                expected = theirs.grad if theirs.requires_grad else torch.zeros_like(theirs)
+                torch.testing.assert_close(ours.grad, expected, rtol=1e-4, atol=1e-3)
+            manager.update_model_parameters(model.parameters())
+        ours, theirs = model.state_dict(), plain.model.state_dict()
+        torch.testing.assert_close(ours, theirs)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_other_precisions(dtype: torch.dtype):
     model = OfOneTensor().to(dtype)

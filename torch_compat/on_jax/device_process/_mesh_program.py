@@ -198,9 +198,8 @@ class MeshProgram:
             sizes = [self._likes[name].numel() for name in names]
             for name, part in zip(names, host.split(sizes), strict=True):
                 by_name[name] = part.view(self._likes[name].shape)
-        frozen = torch.zeros(())
-        gradients = [by_name.get(name, frozen) for name in self._all_parameters]
-        return float(loss.addressable_data(0)), gradients
+        frozen = {n: torch.zeros((), dtype=self._likes[n].dtype) for n in self._all_parameters}
+        return float(loss.addressable_data(0)), list({**frozen, **by_name}.values())
 
     def buffers(self, names: Iterable[str]) -> list[torch.Tensor]:
         """Return buffers of device 0, on the host."""

@@ -31,20 +31,27 @@ def define(env: Any) -> None:
         aten._embedding_bag.default: _embedding_bag,
         aten._embedding_bag_forward_only.default: _embedding_bag,
         torch.linalg.solve: _solve,
-        aten._safe_softmax.default: _safe.safe_softmax,
+        aten.angle.default: _safe.angle,
         aten.linalg_vector_norm.default: _safe.vector_norm,
-        aten.dist.default: _safe.dist,
-        torch.cdist: _safe.cdist,
-        aten.cdist.default: _safe.cdist,
-        aten._cdist_forward.default: _safe.cdist,
-        aten._pdist_forward.default: _safe.pdist,
-        aten.std.correction: _safe.std,
-        aten.std_mean.correction: _safe.std_mean,
+        aten.put.default: _safe.put,
+        aten.special_erfcx.default: jax.scipy.special.erfcx,
+        aten.special_log_ndtr.default: jax.scipy.special.log_ndtr,
         aten.multilabel_margin_loss_forward.default: _safe.multilabel_margin_loss,
         torch.take_along_dim: _safe.take_along_dim,
         torch.Tensor.take_along_dim: _safe.take_along_dim,
     }.items():
         env.override_op_definition(name, of_arrays(function))
+    for name in (aten.max_pool2d_with_indices.default, aten.max_pool3d_with_indices.default):
+        by_torchax = env._get_op_or_decomp(name).func
+        env.override_op_definition(name, of_arrays(_safe.max_pool(by_torchax)))
+    for name, function in {
+        torch.cdist: _safe.cdist,
+        aten.cdist.default: _safe.cdist,
+        aten._cdist_forward.default: _safe.cdist,
+        aten._pdist_forward.default: _safe.pdist,
+    }.items():
+        env.override_op_definition(name, function)
+    del env._ops[torch.angle], env._ops[F.max_pool2d]  # torch calls those of aten
     function: Any = F.scaled_dot_product_attention
     by_torchax = env._get_op_or_decomp(function).func
     for name in (function, aten.scaled_dot_product_attention.default):

@@ -15,6 +15,7 @@ from torch.utils._mode_utils import no_dispatch
 from . import _added, _batch_norm, _known, _random, _sharing
 from ._errors import is_of_this_package, raise_translated, values_refused
 from ._gradients import functions_refused, without_gradient
+from ._kinks import differentiated, has_kink
 from ._known import VALUE_NEEDED, constants_evaluated
 from ._layouts import laid_out
 from ._operations import changes_first, is_fixed, out_of_place, plain_index
@@ -30,12 +31,13 @@ _IS_META: Any = vars(torch._C.TensorBase)["is_meta"].__get__
 
 
 class TracingEnvironment(Environment):
-    """The environment of torchax with seven differences.
+    """The environment of torchax with eight differences.
 
     New tensors are arrays of jax, whichever device a module requests. Plain torch tensors among the
-    arguments of an operation are constants. Gradients stop where torch's do. Random numbers come
-    from one key. Views share memory. A tensor that depends only on constants has a value if torch
-    needs it. An operation that torchax and jax lack raises an error that names the layer.
+    arguments of an operation are constants. Gradients stop where torch's do, and at kinks they are
+    torch's. Random numbers come from one key. Views share memory. A tensor that depends only on
+    constants has a value if torch needs it. An operation that torchax and jax lack raises an error
+    that names the layer.
     """
 
     has_views = True
@@ -148,7 +150,7 @@ class TracingEnvironment(Environment):
                 run = functools.partial(super().dispatch, func, types)
                 return _sharing.change_shape(func, run, args, kwargs)
         if not (isinstance(first, Tensor) and changes_first(func)):
-            result = super().dispatch(func, types, args, kwargs)
+            result = self._differentiated(func, types, args, kwargs)
             return laid_out(func, args, kwargs, tensors, result)
         key = self.param.prng
         result = self._changed(func, types, args, kwargs)
@@ -161,6 +163,8 @@ class TracingEnvironment(Environment):
 
     def _changed(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         """Run an operation that changes its first argument, and return the argument."""
+        if has_kink(out_of_place(func)):
+            func = out_of_place(func)
         try:
             if self._get_op_or_decomp(func).is_view_op:  # it writes itself
                 return super().dispatch(func, types, args, kwargs)
@@ -168,9 +172,14 @@ class TracingEnvironment(Environment):
             func = out_of_place(func)
         target: Any = args[0]
         old = target.jax()
-        new = super().dispatch(func, types, (Tensor(old, self), *args[1:]), kwargs).jax()
+        new = self._differentiated(func, types, (Tensor(old, self), *args[1:]), kwargs).jax()
         target._elem = new.astype(old.dtype)
         return target
+
+    def _differentiated(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operation as torchax does, with torch's derivative if jax has another one."""
+        run = functools.partial(super().dispatch, func, types)
+        return differentiated(self, func, run, args, kwargs)
 
     def _get_op_or_decomp(self, func: Any) -> Any:
         """Return torchax's operation, or else torch's decomposition."""

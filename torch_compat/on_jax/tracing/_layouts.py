@@ -32,17 +32,6 @@ def empty_tensor(kind: Any, layout: torch.Tensor) -> Any:
     )
 
 
-def overlaps(layout: torch.Tensor) -> bool:
-    """Return whether elements may share memory: a stride within the extent of smaller ones."""
-    end = 0
-    for stride, size in sorted(zip(layout.stride(), layout.shape, strict=True)):
-        if size > 1:
-            if stride <= end:
-                return True
-            end += stride * (size - 1)
-    return False
-
-
 def on_layouts(func: Any, args: Any, kwargs: Any) -> Any:
     """Run an operation of torch on tensors of the meta device."""
     with no_dispatch(), torch._C.DisableTorchFunction():
@@ -58,7 +47,7 @@ def laid_out(func: Any, args: Any, kwargs: Any, tensors: list[Any], result: Any)
         return result
     leaves, structure = torch_tree.tree_flatten((args, kwargs))
     try:
-        layouts = _layouts(func, structure, *(_described(x) for x in leaves))
+        layouts = _layouts(func, structure, *(described(x) for x in leaves))
     except Exception:  # torch's operation needs values; torchax's has given a result
         return result
     results, structure = torch_tree.tree_flatten(result)
@@ -74,14 +63,17 @@ def is_contiguous(x: Any) -> bool:
     return layout is None or layout.is_contiguous()
 
 
-def _described(x: Any) -> Any:
+def described(x: Any) -> Any:
+    """Return a hashable description of a tensor of torchax; anything else itself."""
     if not isinstance(x, Tensor):
         return x
     layout = layout_of(x)
-    return _Description(tuple(layout.shape), layout.stride(), layout.dtype)
+    return Description(tuple(layout.shape), layout.stride(), layout.dtype)
 
 
-class _Description(NamedTuple):
+class Description(NamedTuple):
+    """The shape, strides and dtype of a tensor in torch."""
+
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
@@ -93,7 +85,7 @@ def _layouts(func: Any, structure: Any, *leaves: Any) -> list[Any]:
     """Return an operation's results for tensors of the meta device."""
 
     def meta(x: Any) -> Any:
-        if not isinstance(x, _Description):
+        if not isinstance(x, Description):
             return x
         return torch.empty_strided(x.shape, x.stride, dtype=x.dtype, device="meta")
 

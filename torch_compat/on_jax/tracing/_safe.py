@@ -1,11 +1,12 @@
 """Operations whose values or gradients in torchax or torch's decompositions differ from torch."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import torch
 
 from ._torchax import torchax_tensor
@@ -37,13 +38,6 @@ def attention(by_torchax: Any) -> Any:
     return operation
 
 
-def safe_softmax(x: jax.Array, dim: int, dtype: Any = None) -> jax.Array:
-    """Compute `aten._safe_softmax`, used by `nn.MultiheadAttention`: zeros for no key."""
-    x = _converted(x, dtype)
-    has_none = jnp.all(x == -jnp.inf, axis=dim, keepdims=True)
-    return jnp.where(has_none, 0, jax.nn.softmax(jnp.where(has_none, 0, x), axis=dim))
-
-
 def vector_norm(
     x: jax.Array,
     ord: float = 2,
@@ -51,63 +45,49 @@ def vector_norm(
     keepdim: bool = False,
     dtype: Any = None,
 ) -> jax.Array:
-    """Compute `aten.linalg_vector_norm`; the gradient of a norm that is zero is zero."""
-    sizes = jnp.abs(_converted(x, dtype))
+    """Compute `aten.linalg_vector_norm`."""
+    sizes = jnp.abs(x if dtype is None else x.astype(torchax_tensor.mappings.t2j_dtype(dtype)))
     narrow = sizes.dtype
     if jnp.finfo(narrow).bits < 32:
         sizes = sizes.astype(jnp.float32)  # the dtype of torch's sums
-    axes: dict[str, Any] = {"axis": _axes(dim), "keepdims": keepdim}
+    dim = (dim,) if isinstance(dim, int) else tuple(dim or ()) or None
+    axes: dict[str, Any] = {"axis": dim, "keepdims": keepdim}
     if ord == 0:
-        norm = jnp.sum(sizes != 0, **axes).astype(sizes.dtype)
+        norm = jnp.sum(sizes != 0, **axes)
     elif math.isinf(ord):
         norm = (jnp.max if ord > 0 else jnp.min)(sizes, **axes)
-    elif ord == 1:
-        norm = jnp.sum(sizes, **axes)
-    elif ord < 0:
-        norm = jnp.sum(sizes**ord, **axes) ** (1 / ord)
     else:
-        norm = _power(jnp.sum(_power(sizes, ord), **axes), 1 / ord)
+        norm = jnp.sum(sizes**ord, **axes) ** (1 / ord)
     return norm.astype(narrow)
 
 
-def dist(x: jax.Array, y: jax.Array, p: float = 2) -> jax.Array:
-    """Compute `aten.dist`."""
-    return vector_norm(x - y, p)
-
-
-def cdist(x: jax.Array, y: jax.Array, p: float = 2.0, compute_mode: Any = None) -> jax.Array:
-    """Compute `torch.cdist`; the gradient of a distance that is zero is zero."""
+def cdist(
+    x: torch.Tensor, y: torch.Tensor, p: float = 2.0, compute_mode: Any = None
+) -> torch.Tensor:
+    """Compute `torch.cdist`."""
     is_many = max(x.shape[-2], y.shape[-2]) > _MANY_ROWS and compute_mode not in _NEVER_BY_PRODUCTS
     if p == 2 and (is_many or compute_mode in _ALWAYS_BY_PRODUCTS):
-        squares = jnp.sum(x**2, -1)[..., :, None] + jnp.sum(y**2, -1)[..., None, :]
-        return _power(jnp.maximum(squares - 2 * x @ jnp.swapaxes(y, -1, -2), 0), 0.5)
-    return vector_norm(x[..., :, None, :] - y[..., None, :, :], p, -1)
+        return torch.ops.aten._euclidean_dist.default(x, y)
+    return torch.linalg.vector_norm(x[..., :, None, :] - y[..., None, :, :], p, -1)
 
 
-def pdist(x: jax.Array, p: float = 2.0) -> jax.Array:
+def pdist(x: torch.Tensor, p: float = 2.0) -> torch.Tensor:
     """Compute `aten._pdist_forward`."""
-    first, second = jnp.triu_indices(x.shape[0], k=1)
-    return vector_norm(x[first] - x[second], p, -1)
+    first, second = torch.triu_indices(len(x), len(x), 1)
+    return torch.linalg.vector_norm(x[first] - x[second], p, -1)
 
 
-def std(
-    x: jax.Array,
-    dim: int | Sequence[int] | None = None,
-    *,
-    correction: int | None = None,
-    keepdim: bool = False,
-) -> jax.Array:
-    """Compute `aten.std.correction`; the gradient of a deviation that is zero is zero."""
-    correction = 1 if correction is None else correction
-    return _power(jnp.var(x, _axes(dim), ddof=correction, keepdims=keepdim), 0.5)
+def angle(x: jax.Array) -> jax.Array:
+    """Compute `aten.angle`: without a gradient for real numbers and for zero, and 0 for -0.0."""
+    if jnp.iscomplexobj(x):
+        return jnp.angle(jnp.where(x == 0, 1, x))
+    return jnp.where(jnp.isnan(x), x, jnp.where(x < 0, jnp.pi, 0.0))
 
 
-def std_mean(
-    x: jax.Array, dim: int | Sequence[int] | None = None, *, keepdim: bool = False, **options: Any
-) -> tuple[jax.Array, jax.Array]:
-    """Compute `aten.std_mean.correction`."""
-    mean = jnp.mean(x, _axes(dim), keepdims=keepdim)
-    return std(x, dim, keepdim=keepdim, **options), mean
+def put(x: jax.Array, index: jax.Array, values: jax.Array, accumulate: bool = False) -> jax.Array:
+    """Compute `aten.put`; with `accumulate` a position that occurs twice has both values added."""
+    elements = x.ravel().at[index.ravel()]
+    return (elements.add if accumulate else elements.set)(values.ravel()).reshape(x.shape)
 
 
 def multilabel_margin_loss(
@@ -119,7 +99,7 @@ def multilabel_margin_loss(
     of_labels = jnp.take_along_axis(rows, jnp.where(counts, row_labels, 0), axis=-1)
     is_label = row_labels[..., None] == jnp.arange(rows.shape[-1])
     is_target = jnp.any(is_label & counts[..., None], axis=-2)
-    margins = jnp.maximum(1 - of_labels[..., None] + rows[..., None, :], 0)
+    margins = jax.nn.relu(1 - of_labels[..., None] + rows[..., None, :])
     pairs = counts[..., None] & ~is_target[..., None, :]
     losses = jnp.sum(jnp.where(pairs, margins, 0), (-2, -1)) / rows.shape[-1]
     if reduction == _NONE:
@@ -136,20 +116,20 @@ def take_along_dim(x: jax.Array, indices: jax.Array, dim: int | None = None) -> 
     return jnp.take_along_axis(x, indices, axis=dim)
 
 
-def _converted(x: jax.Array, dtype: torch.dtype | None) -> jax.Array:
-    return x if dtype is None else x.astype(torchax_tensor.mappings.t2j_dtype(dtype))
+def max_pool(by_torchax: Callable[..., Any]) -> Callable[..., Any]:
+    """Return torchax's max pooling with indices, with a gradient where windows are dilated."""
 
+    def operation(
+        x: jax.Array, kernel: Any, stride: Any = (), padding: Any = 0, dilation: Any = 1, *mode: Any
+    ) -> tuple[jax.Array, jax.Array]:
+        if np.all(np.equal(dilation, 1)):
+            return by_torchax(x, kernel, stride, padding, dilation, *mode)
+        # jax has no gradient of these windows, so the elements are read at the indices.
+        fixed = jax.lax.stop_gradient(x)
+        _, indices = by_torchax(fixed, kernel, stride, padding, dilation, *mode)
+        kept = x.shape[: -len(kernel)]
+        elements = x.reshape(*kept, -1)
+        out = jnp.take_along_axis(elements, indices.reshape(*kept, -1), axis=-1)
+        return out.reshape(indices.shape), indices
 
-def _axes(dim: int | Sequence[int] | None) -> tuple[int, ...] | None:
-    """Return the axes that torch reduces; None for all of them."""
-    if isinstance(dim, int):
-        return (dim,)
-    return tuple(dim or ()) or None
-
-
-def _power(x: jax.Array, exponent: float) -> jax.Array:
-    """Return powers of numbers >= 0, with zero as the gradient at zero."""
-    is_zero = x == 0
-    positive = jnp.where(is_zero, 1, x)
-    powers = jnp.sqrt(positive) if exponent == 0.5 else positive**exponent
-    return jnp.where(is_zero, 0, powers)
+    return operation

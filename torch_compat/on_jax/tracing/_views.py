@@ -10,7 +10,8 @@ import torch
 
 from jaxslowmo.mesh import vary_over, varying_axes
 
-from ._layouts import empty_tensor, layout_of, overlaps
+from ...memory import overlaps
+from ._layouts import empty_tensor, layout_of
 from ._torchax import Tensor
 
 # Maps the viewed tensor's array and the view's new one to the viewed tensor's new array.

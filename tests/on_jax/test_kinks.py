@@ -1,0 +1,137 @@
+"""Values and gradients are torch's where functions have kinks, ties, branches and singularities."""
+
+import jax
+import kinks
+import models
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import jaxslowmo as js
+from torch_compat import on_jax
+from torch_compat.on_jax.tracing import TracingEnvironment
+
+
+class Rows(nn.Module):
+    """All rows of a group, each with parameters of its own."""
+
+    def __init__(self, group: str) -> None:
+        super().__init__()
+        make, *inputs = kinks.GROUPS[group]
+        self.functions = make()
+        self.points = nn.ModuleList(
+            nn.ParameterList(nn.Parameter(x.clone()) for x in inputs) for _ in self.functions
+        )
+
+    def forward(self):
+        pairs = zip(self.functions.items(), self.points, strict=True)
+        return {name: function(*points) for (name, function), points in pairs}
+
+
+def weights(y):
+    size = int(np.prod(y.shape))
+    return np.linspace(0.7, 1.9, size, dtype=np.float32).reshape(y.shape)
+
+
+def is_close(found, wanted):
+    size = np.abs(wanted[np.isfinite(wanted)]).max(initial=1)
+    return np.allclose(found, wanted, rtol=1e-4, atol=1e-5 * size, equal_nan=True)
+
+
+@pytest.mark.parametrize("group", kinks.GROUPS)
+def test_values_and_gradients_are_torchs(group):
+    rows = Rows(group)
+    apply = on_jax.as_apply(rows)
+    _, params, state = on_jax.as_loss(rows, lambda module, batch: 0)
+
+    def summed(params):
+        results = apply(params, state)
+        return sum((y * weights(y)).sum() for y in results.values()), results
+
+    gradients, results = jax.jit(jax.grad(summed, has_aux=True))(params)
+    wrong = []
+    for i, (name, y) in enumerate(rows().items()):
+        if y.requires_grad:
+            (y * torch.from_numpy(weights(y))).sum().backward()
+        pairs = [(np.asarray(results[name]), y.detach().numpy())]
+        for j, x in enumerate(rows.points[i]):
+            wanted = torch.zeros_like(x) if x.grad is None else x.grad
+            pairs.append((np.asarray(gradients[f"points.{i}.{j}"]), wanted.numpy(force=True)))
+        if not all(is_close(found, wanted) for found, wanted in pairs):
+            wrong.append(name)
+    assert not wrong
+
+
+def curved(module, x):
+    y = module(x)
+    norms = torch.linalg.vector_norm(y, dim=1, keepdim=True)
+    return (F.softplus(y).pow(3) + F.elu(y) * y.clamp(-1, 1) + norms + y.std(1, keepdim=True)).sum()
+
+
+def test_second_derivatives_are_torchs():
+    module, x = nn.Linear(3, 3, bias=False), torch.linspace(-1, 1, 12).reshape(4, 3)
+    loss_fn, params, _ = on_jax.as_loss(module, curved)
+    found = jax.jit(jax.hessian(lambda params: loss_fn(params, x.numpy())[0]))(params)
+
+    def of_weight(weight):
+        return curved(lambda x: x @ weight.T, x)
+
+    wanted = torch.autograd.functional.hessian(of_weight, module.weight).numpy()
+    np.testing.assert_allclose(found["weight"]["weight"], wanted, atol=1e-5 * np.abs(wanted).max())
+
+
+def test_forward_mode_is_refused():
+    module, x = nn.Linear(3, 3, bias=False), np.ones((4, 3), np.float32)
+    loss_fn, params, _ = on_jax.as_loss(module, lambda m, x: m(x).clamp(0, 1).sum())
+    with pytest.raises(TypeError, match=r"aten\.clamp\.default.*jax\.jvp"):
+        jax.jvp(lambda params: loss_fn(params, x)[0], (params,), (params,))
+
+
+class Bounded(nn.Module):
+    """Bounds are the same on all replicas, and the numbers between them are not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.low = nn.Parameter(torch.zeros(8))
+        self.register_buffer("high", torch.ones(8))
+
+    def forward(self, x):
+        return x.clamp(self.low, self.high).sort(-1)[0] * torch.linspace(0, 1, 8)
+
+
+def test_in_a_step_over_replicas():
+    def loss(module, x):
+        return module(x).square().mean()
+
+    module = Bounded()
+    x = np.random.default_rng(0).normal(size=(4, 8)).round().astype(np.float32)
+    step, state = models.step_of(module, loss, sync=js.local_sgd("replica"))
+    state, _ = step(state, x)
+    for i, half in enumerate((x[:2], x[2:])):
+        (gradient,) = torch.autograd.grad(loss(module, torch.from_numpy(half)), [module.low])
+        np.testing.assert_allclose(state.params["low"][i], -0.1 * gradient, atol=1e-6)
+
+
+def names_of(functions):
+    aten = [f for f in functions if "aten" in str(f).partition(".")[0]]
+    return {str(f).split(".")[1].removesuffix("_") for f in aten}
+
+
+def test_every_operation_of_torchax_is_in_the_table_or_has_no_kink(monkeypatch):
+    tried = set()
+    dispatch = TracingEnvironment.dispatch
+
+    def noted(env, func, types, args, kwargs):
+        tried.add(func)
+        return dispatch(env, func, types, args, kwargs)
+
+    monkeypatch.setattr(TracingEnvironment, "dispatch", noted)
+    for group in kinks.GROUPS:
+        rows = Rows(group)
+        _, params, state = on_jax.as_loss(rows, lambda module, batch: 0)
+        jax.eval_shape(on_jax.as_apply(rows), params, state)
+    env = TracingEnvironment()  # a new one, without what other tests had torch decompose
+    missing = names_of([*env._ops, *env._decomps]) - names_of(tried) - set(kinks.SMOOTH.split())
+    assert {name for name in missing if not name.endswith(("_backward", "_copy"))} == set()
