@@ -42,18 +42,20 @@ def count(text: str) -> tuple[int, int]:
 
 
 def print_table(checkout: Path) -> None:
-    """Print one row per package of a checkout."""
-    package = checkout / "jaxslowmo"
+    """Print one row per package of a checkout, and one each for jaxslowmo and torch_compat."""
     code, comments, files = Counter(), Counter(), Counter()
-    for path in package.rglob("*.py"):
-        first, *rest = path.relative_to(package).parts
-        for name in ("all", first if rest else "top level"):
-            lines, with_comment = count(path.read_text(encoding="utf-8"))
-            code[name] += lines
-            comments[name] += with_comment
-            files[name] += 1
+    for top in ("jaxslowmo", "torch_compat"):
+        for path in (checkout / top).rglob("*.py"):
+            first, *rest = path.relative_to(checkout / top).parts
+            package = first if rest else "top level"
+            for name in (top,) if top == "torch_compat" else (package, "jaxslowmo, all"):
+                lines, with_comment = count(path.read_text(encoding="utf-8"))
+                code[name] += lines
+                comments[name] += with_comment
+                files[name] += 1
     print("package | files | lines of code | comments per 100")
-    for name in sorted(code, key=lambda name: (name == "all", name)):
+    wholes = ("jaxslowmo, all", "torch_compat")
+    for name in sorted(code, key=lambda name: (name in wholes, name)):
         print(f"{name} | {files[name]} | {code[name]} | {100 * comments[name] / code[name]:.1f}")
 
 

@@ -1,32 +1,13 @@
 """Hooks that run a wrapper's part of each backward pass, at its begin and at its end."""
 
 from collections.abc import Iterable
-from typing import Any, Protocol
+from typing import Any
 from weakref import ReferenceType, finalize, ref
 
 import torch
 from torch.utils._pytree import tree_leaves
 
 from ._graphs import driving
-
-
-class TakesPart(Protocol):
-    """An object that does something at the begin and the end of backward passes."""
-
-    def _begin_backward(self) -> None:
-        """Run when a backward pass comes to a watched output."""
-
-    def _finish_backward(
-        self, device: torch.device, *, averages: bool, reached_parameters: bool
-    ) -> None:
-        """Run after a backward pass.
-
-        Args:
-          device: the device of this process.
-          averages: whether any watched output that the pass went through was watched with
-            `averages`; if it went through none, whether the last one was.
-          reached_parameters: whether the pass has added to the gradient of a parameter.
-        """
 
 
 class BackwardHooks:
@@ -37,6 +18,11 @@ class BackwardHooks:
     has done all of the pass, its thread for the device, bound to that device, calls the wrapper;
     `backward()` raises exceptions of this call. Hooks do not keep the wrapper alive, and are
     removed with it.
+
+    A wrapper has two methods: `_begin_backward()`, called when a pass comes to a watched output,
+    and `_finish_backward(device, *, averages, reached_parameters)`. `averages` is whether any
+    watched output that the pass went through was watched with `averages`, or the last one if it
+    went through none; `reached_parameters` whether the pass has added to a parameter's gradient.
     """
 
     def __init__(self) -> None:
@@ -52,7 +38,7 @@ class BackwardHooks:
         self._is_queued = self._has_reached = False
         self._seen: set[bool] = set()  # the `averages` of the outputs that the pass went through
 
-    def on_parameters(self, owner: TakesPart, params: Iterable[torch.nn.Parameter]) -> None:
+    def on_parameters(self, owner: Any, params: Iterable[torch.nn.Parameter]) -> None:
         """Let backward passes that reach `params` end with a call of `owner`."""
         reference = ref(owner)
 
@@ -68,9 +54,7 @@ class BackwardHooks:
                 self._hooked[id(param)] = ref(param)
                 finalize(owner, handle.remove)
 
-    def on_output(
-        self, owner: TakesPart, output: Any, device: torch.device, *, averages: bool
-    ) -> None:
+    def on_output(self, owner: Any, output: Any, device: torch.device, *, averages: bool) -> None:
         """Watch the tensors in `output`, in any nesting that torch's pytrees know.
 
         Args:
@@ -96,7 +80,7 @@ class BackwardHooks:
             if isinstance(tensor, torch.Tensor) and tensor.requires_grad and not tensor.is_leaf:
                 tensor.register_hook(begun)
 
-    def _queue(self, owner: TakesPart, device: torch.device) -> None:
+    def _queue(self, owner: Any, device: torch.device) -> None:
         if self._is_queued:
             return
         self._is_queued = True

@@ -3,7 +3,6 @@
 import logging
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import Any
 
@@ -19,27 +18,21 @@ _OVERLAP = (
     "run during the next step, and here one follows the other. In JAX, "
     "jaxslowmo.sgp(..., overlap=1) does it."
 )
-# The arguments of DistributedDataParallel beside `module` and `broadcast_buffers`: what to do
-# instead, "" where they mean nothing here.
-_OF_DDP = {
-    "device_ids": "",
-    "output_device": "",
-    "dim": "",
-    "bucket_cap_mb": "",
-    "bucket_cap_mb_list": "",
-    "find_unused_parameters": "",
-    "check_reduction": "",
-    "gradient_as_bucket_view": "",
-    "batched_grad_copy": "",
-    "static_graph": "",
-    "skip_all_reduce_unused_params": "",
+# The arguments of DistributedDataParallel beside those of this class: what means nothing here, and
+# what to do in place of others.
+_MEANINGLESS = (
+    *("device_ids", "output_device", "dim", "bucket_cap_mb", "bucket_cap_mb_list"),
+    *("find_unused_parameters", "check_reduction", "gradient_as_bucket_view", "batched_grad_copy"),
+    *("static_graph", "skip_all_reduce_unused_params"),
+)
+_INSTEAD = {
     "process_group": "pass `global_group`, the processes of the run",
+    "device_mesh": "pass `global_group`, the processes of the run, and `nprocs_per_node`",
     "init_sync": "pass `broadcast_parameters` or `check_start`",
     "forward_sync_buffers": "pass `broadcast_buffers`",
+    "mixed_precision": "use torch.autocast, or a half-precision module with `fp32_params`",
     "delay_all_reduce_named_params": "parameters are exchanged in perform_slowmo()",
     "param_to_hook_all_reduce": "parameters are exchanged in perform_slowmo()",
-    "mixed_precision": "use torch.autocast, or a half-precision module with `fp32_params`",
-    "device_mesh": "pass `global_group`, the processes of the run, and `nprocs_per_node`",
 }
 
 
@@ -66,49 +59,21 @@ class SlowMoBaseAlgorithm(str, Enum):  # noqa: UP042  FairScale's prints its nam
             ) from None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """The arguments of `SlowMoDistributedDataParallel` that this module checks.
-
-    Fields that have no effect with one of the backends have the constructor's defaults.
-    """
-
-    module: torch.nn.Module
-    nprocs_per_node: int
-    broadcast_buffers: object
-    slowmo_base_algorithm: object
-    slowmo_momentum: float
-    slowmo_memory_efficient: bool
-    slowmo_frequency: int
-    slowmo_lr: float
-    localsgd_frequency: int
-    overlap: bool
-    process_rank: int | None
-    process_world_size: int | None
-    backend: str | None
-    slowmo_num_shards: int = 32
-    synch_freq: int = 0
-    use_streams: bool = True
-    profile_mode: bool = False
-    global_group: Any = None
-    master_group: Any = None
-    local_node_group: Any = None
-    comm_device: Any = None
-    ddp: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def has_slow_momentum(self) -> bool:
-        """True if slow steps change anything."""
-        return self.slowmo_lr != 1 or self.slowmo_momentum != 0
+def has_slow_momentum(options: Any) -> bool:
+    """Return whether slow steps change anything."""
+    return options.slowmo_lr != 1 or options.slowmo_momentum != 0
 
 
-def settle(options: Options) -> tuple[Places, Backend, SlowMoBaseAlgorithm | None]:
+def settle(
+    options: Any, defaults: Mapping[str, Any]
+) -> tuple[Places, Backend, SlowMoBaseAlgorithm | None]:
     """Check the arguments of the constructor, and warn about those without effect.
 
     The `stacklevel` of warnings is that of the caller of the constructor.
 
     Args:
-      options: the arguments of the constructor.
+      options: the arguments of the constructor, as attributes.
+      defaults: the defaults of its arguments, by name.
 
     Returns:
       The place of this process, the backend, and the base algorithm; None if it is off.
@@ -134,7 +99,7 @@ def settle(options: Options) -> tuple[Places, Backend, SlowMoBaseAlgorithm | Non
     _check_ddp(options.ddp)
     _check_numbers(options)
     base = SlowMoBaseAlgorithm.of(options.slowmo_base_algorithm)
-    is_averaged = base == SlowMoBaseAlgorithm.LOCALSGD or options.has_slow_momentum
+    is_averaged = base == SlowMoBaseAlgorithm.LOCALSGD or has_slow_momentum(options)
     _check_buffers(options.broadcast_buffers, is_averaged=is_averaged)
     groups = {
         "global_group": options.global_group,
@@ -149,7 +114,7 @@ def settle(options: Options) -> tuple[Places, Backend, SlowMoBaseAlgorithm | Non
     places = Places(rank, world, size, backend.hosts() if 1 < size < world else None)
     backend.join_nodes(places)
 
-    _mention_unused(options, places, backend)
+    _mention_unused(options, defaults, places, backend)
     if world == 1:
         _mention("SlowMoDistributedDataParallel: there is one process, so nothing is exchanged.")
     if size > 1 and places.num_nodes == 1:
@@ -157,15 +122,15 @@ def settle(options: Options) -> tuple[Places, Backend, SlowMoBaseAlgorithm | Non
             f"`nprocs_per_node`={size} makes one node of all processes: LocalSGD and SGP are off, "
             "since averaging gradients inside the node does all."
         )
-        if options.has_slow_momentum:
+        if has_slow_momentum(options):
             _mention("SlowMo is used without LocalSGD and SGP.")
         return places, backend, None
-    if options.has_slow_momentum and base == SlowMoBaseAlgorithm.LOCALSGD:
+    if has_slow_momentum(options) and base == SlowMoBaseAlgorithm.LOCALSGD:
         _mention_schedule(options.slowmo_frequency, options.localsgd_frequency)
     return places, backend, base
 
 
-def _check_numbers(options: Options) -> None:
+def _check_numbers(options: Any) -> None:
     """Raise `ValueError` unless frequencies are >= 1, momentum in [0, 1), slow lr >= 0."""
     for name in ("slowmo_frequency", "localsgd_frequency", "slowmo_num_shards"):
         check_count(name, getattr(options, name))
@@ -183,16 +148,13 @@ def _check_ddp(arguments: Mapping[str, Any]) -> None:
       TypeError: an argument that neither class has.
     """
     for name, value in arguments.items():
-        if name not in _OF_DDP:
-            raise TypeError(
-                f"SlowMoDistributedDataParallel.__init__() got an unexpected keyword argument "
-                f"{name!r}"
-            )
-        if _OF_DDP[name] and value is not None:
+        if name in _INSTEAD and value is not None:
             raise ValueError(
                 f"`{name}` of DistributedDataParallel is not available, got {value!r}: "
-                f"{_OF_DDP[name]}."
+                f"{_INSTEAD[name]}."
             )
+        if name not in (*_INSTEAD, *_MEANINGLESS):
+            raise TypeError(f"SlowMoDistributedDataParallel has no argument {name!r}.")
 
 
 def _check_buffers(mode: object, *, is_averaged: bool) -> None:
@@ -220,12 +182,13 @@ def _check_place(name: str, stated: int | None, actual: int, backend: Backend) -
         )
 
 
-def _mention_unused(options: Options, places: Places, backend: Backend) -> None:
+def _mention_unused(
+    options: Any, defaults: Mapping[str, Any], places: Places, backend: Backend
+) -> None:
     """Warn once with the names of arguments that have no effect here but are not defaults."""
     names, reason = backend.unused
     if options.slowmo_memory_efficient and options.slowmo_num_shards < places.world_size:
         names = (*names, "slowmo_num_shards")
-    defaults = {field.name: field.default for field in fields(options)}
     unused = [f"`{name}`" for name in names if getattr(options, name) is not defaults[name]]
     if unused:
         _mention(

@@ -9,7 +9,6 @@ from ._collectives import Collectives, average_buffers, average_gradients, broad
 from ._flat import times
 from ._gossip import Gossip, GossipPlan
 from ._graphs import own_graph
-from ._half import Parameters
 from ._places import Places
 from ._push_sum import Averaging, PushSum
 from ._start import check_equal
@@ -76,6 +75,7 @@ class Replica:
       places: the place of this process.
       collectives: the collectives between this process and the others.
       push_sum: the push-sum weight, and whether the module holds numerators.
+      averaging: averages of parameters with others.
       slow: slow momentum.
     """
 
@@ -94,7 +94,7 @@ class Replica:
         self.collectives = Collectives(places, backend)
         self.push_sum = PushSum(is_sgp, plan.weight_moves)
         gossip = Gossip(plan, self.collectives)
-        self._averaging = Averaging(self.collectives, gossip, self.push_sum)
+        self.averaging = Averaging(self.collectives, gossip, self.push_sum)
         self.slow = SlowSteps(
             self.collectives, self.push_sum, is_sharded=is_sharded, is_bounded=is_bounded
         )
@@ -162,7 +162,7 @@ class Replica:
         Communication: one all-gather of 16 bytes per process.
         """
         names = frozenset(self.exchanged(module))
-        is_new = self.num_updates == 0 and self._averaging.exchanges == 0
+        is_new = self.num_updates == 0 and self.averaging.exchanges == 0
         if self.places.world_size > 1 and (must or values or names != self._compared):
             params = dict(module.named_parameters())
             values = values and is_new
@@ -259,10 +259,6 @@ class Replica:
 
     # The parts of a step.
 
-    def average(self, params: Parameters, buffers: Sequence[torch.Tensor]) -> None:
-        """Average over nodes; see `Averaging.average`."""
-        self._averaging.average(params, buffers)
-
     def averaged(self, buffers: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         """Return the `buffers` that are averaged; the others keep this process' values."""
         if not self._averages_buffers:
@@ -277,17 +273,13 @@ class Replica:
         if buffers and self.places.world_size > 1:
             average_buffers(buffers, self.collectives, device)
 
-    def exchange(self, params: Parameters) -> None:
-        """Exchange with peers; see `Averaging.exchange`."""
-        self._averaging.exchange(params)
-
     # State.
 
     def state(self) -> State:
         """Return the current state; its tensors are not copied."""
         return State(
             num_updates=self.num_updates,
-            exchanges=self._averaging.exchanges,
+            exchanges=self.averaging.exchanges,
             momentum=self.slow.momentum,
             initial=self.slow.initial,
             frozen=self._frozen,
@@ -298,7 +290,7 @@ class Replica:
     def take_over(self, state: State, module: torch.nn.Module) -> None:
         """Resume from `state`; its tensors may stay on the host until they are needed."""
         self.num_updates = state.num_updates
-        self._averaging.exchanges = state.exchanges
+        self.averaging.exchanges = state.exchanges
         self._exchanged = frozenset(
             name
             for name, param in module.named_parameters()

@@ -1,6 +1,8 @@
 """The wrapper that brings the replicas of a module together by SlowMo."""
 
+import inspect
 import warnings
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import torch
@@ -9,7 +11,7 @@ from torch.distributed.algorithms.join import Joinable
 from ._backward import BackwardHooks
 from ._gossip import plan_gossip
 from ._half import HALF, Masters, Parameters
-from ._options import LOG, Options, SlowMoBaseAlgorithm, settle, show_log
+from ._options import LOG, SlowMoBaseAlgorithm, has_slow_momentum, settle, show_log
 from ._replica import Replica
 from ._state import SavesReplica, consolidated
 from .backends import Kind
@@ -191,33 +193,12 @@ class SlowMoDistributedDataParallel(SavesReplica, NamesOfFairScale, LikeDDP):
         bound_momentum: bool = True,
         **ddp: Any,
     ) -> None:
+        options = SimpleNamespace(**locals())
         super().__init__()
         Joinable.__init__(self)
-        options = Options(
-            module=module,
-            nprocs_per_node=nprocs_per_node,
-            broadcast_buffers=broadcast_buffers,
-            slowmo_base_algorithm=slowmo_base_algorithm,
-            slowmo_momentum=slowmo_momentum,
-            slowmo_memory_efficient=slowmo_memory_efficient,
-            slowmo_frequency=slowmo_frequency,
-            slowmo_lr=slowmo_lr,
-            slowmo_num_shards=slowmo_num_shards,
-            localsgd_frequency=localsgd_frequency,
-            overlap=overlap,
-            synch_freq=synch_freq,
-            use_streams=use_streams,
-            profile_mode=profile_mode,
-            process_rank=process_rank,
-            process_world_size=process_world_size,
-            global_group=global_group,
-            master_group=master_group,
-            local_node_group=local_node_group,
-            comm_device=comm_device,
-            backend=backend,
-            ddp=ddp,
-        )
-        places, self._backend, base = settle(options)
+        parameters = inspect.signature(SlowMoDistributedDataParallel).parameters
+        defaults = {name: parameter.default for name, parameter in parameters.items()}
+        places, self._backend, base = settle(options, defaults)
         if verbose:
             show_log()
         self.module = module
@@ -227,7 +208,7 @@ class SlowMoDistributedDataParallel(SavesReplica, NamesOfFairScale, LikeDDP):
         self.nprocs_per_node = nprocs_per_node
         self.logical_rank = places.node
         self.logical_world_size = places.num_nodes
-        self.slowmo = options.has_slow_momentum
+        self.slowmo = has_slow_momentum(options)
         self.slowmo_lr = slowmo_lr
         self.slowmo_momentum = slowmo_momentum
         self.slowmo_memory_efficient = slowmo_memory_efficient
@@ -379,16 +360,16 @@ class SlowMoDistributedDataParallel(SavesReplica, NamesOfFairScale, LikeDDP):
         if replica.collectives.absent and (average or gossip or slow or buffers):
             replica.share_in_node(params.tensors, params.device, buffers)
         if average:
-            replica.average(params, buffers)
+            replica.averaging.average(params, buffers)
         else:
             replica.average_buffers(buffers, params.device)
         if gossip:
-            replica.exchange(params)
+            replica.averaging.exchange(params)
         if momentum is not None and slow:
             rates = replica.rates(groups, momentum, params.device)
             replica.slow.step(momentum, rates, params, self.slowmo_momentum, self.slowmo_lr)
             if exact and (frozen := params.frozen_without(groups.names)).by_name:
-                replica.average(frozen, [])
+                replica.averaging.average(frozen, [])
         if average or self.logical_world_size == 1:
             replica.forget(params.by_name)
         elif exact:
