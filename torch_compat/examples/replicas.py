@@ -53,9 +53,8 @@ def run(net: Wrapper, options: argparse.Namespace, step: Callable[[Tensor], Tens
         state = net.consolidated_state_dict()  # an exchange: all replicas call it
         if rank != 0:
             return 0.0
-        model, prefix = LanguageModel(options.config), "module."
-        parts = {k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)}
-        model.load_state_dict(parts)
+        model = LanguageModel(options.config)
+        model.load_state_dict(state)
         return mean_loss(model, validation)
 
     first_loss, begin = validation_loss(), time.perf_counter()
