@@ -345,7 +345,8 @@ class SlowMoDistributedDataParallel(SavesReplica, NamesOfFairScale, LikeDDP):
         self._start(params.device, may_check=False)  # parameters differ after local steps
         if replica.collectives.absent:
             replica.announce_step(params.device)
-        momentum = replica.slow.ready(groups, params) if self.slowmo else None
+        has_momentum = self.slowmo and groups.names  # none if all is frozen
+        momentum = replica.slow.ready(groups, params) if has_momentum else None
 
         update = self.num_updates + 1
         slow = momentum is not None and update % self.slowmo_frequency == 0

@@ -280,6 +280,28 @@ def test_processes_that_train_different_parameters_are_named():
             assert "processes 1 of 2" in text
 
 
+def all_frozen_for_a_while() -> dict[str, np.ndarray]:
+    module = Prescribed()
+    net = SlowMo(module, 1, slowmo_frequency=1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for step in range(4):
+        module.requires_grad_(step != 2)
+        if step != 2:
+            net(step).backward()
+        optimizer.step()
+        net.zero_grad(set_to_none=True)
+        before = values(module)
+        net.perform_slowmo(optimizer)
+        if step == 2:
+            assert all(np.array_equal(before[n], v) for n, v in values(module).items())
+    return values(module)
+
+
+def test_all_may_be_frozen_for_a_while():
+    first, second = spawned(2, all_frozen_for_a_while)
+    assert all(np.array_equal(first[n], second[n]) for n in NAMES)
+
+
 def left_as_fairscale_does():
     module = Prescribed()
     net = SlowMo(module, 1, slowmo_frequency=1)
