@@ -9,7 +9,7 @@ from .._support.settings import records_settings
 from .._support.types import AxisName, PyTree
 from ..collectives.codecs import Codec
 from ..transform import Every, ParameterTransform, as_schedule, checked_exchange
-from .outer import Fragmented, Fragments, Outer, element_wise, shards_state
+from .outer import Fragmented, Fragments, Outer, Placement, shards_state
 
 
 @records_settings
@@ -71,8 +71,8 @@ def diloco(
     """
     owner = "diloco"
     exchange = checked_exchange(owner, axis_name, local_axis_name, param_specs, bucket_bytes, codec)
-    shard_state = shards_state(owner, shard_state, exchange)
-    is_default = outer_optimizer is None
+    if shards_state(owner, shard_state, exchange) is False:
+        shard_state = False
     if outer_optimizer is None:
         outer_optimizer = optax.sgd(0.7, momentum=0.9, nesterov=True)
     if not isinstance(outer_optimizer, optax.GradientTransformation) or isinstance(
@@ -82,9 +82,7 @@ def diloco(
             "diloco: `outer_optimizer` must be an optax gradient transform such as optax.sgd(...), "
             f"got {type(outer_optimizer).__name__}."
         )
-    # Nesterov SGD is known to be element-wise; trying it would cost a compilation.
-    if shard_state and not is_default:
-        outer_optimizer = element_wise(owner, "outer_optimizer", outer_optimizer)
+    outer_optimizer = optax.with_extra_args_support(outer_optimizer)
 
     # Douillard et al., algorithm 1, with theta^(t-1) the anchor and theta_i^(t) worker i's y:
     #   Delta^(t) = 1/k sum_i (theta^(t-1) - theta_i^(t)) = theta^(t-1) - mean_i theta_i^(t)
@@ -97,6 +95,6 @@ def diloco(
         owner,
         exchange,
         as_schedule(sync_every),
-        optax.with_extra_args_support(outer_optimizer),
-        shard_state=shard_state,
+        outer_optimizer,
+        placement=Placement(owner, shard_state, outer_optimizer),
     ).transform()
