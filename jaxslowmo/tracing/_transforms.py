@@ -56,16 +56,15 @@ class Reading(NamedTuple):
       leaves: for each leaf a key of its results: with equal keys of two readings by one reader,
         both compute the same from this leaf and from what leaves share.
       shared: for each array of the state that belongs to no leaf a key of how it is computed; None
-        for one that is computed from leaves.
-      keeps_structure: whether `update` returns a state of the structure that `init` makes.
+        for one that is computed from leaves. One tuple for the state that `init` makes; if an
+        update gives the state another structure, another one for that.
     """
 
     kind: Kind
     why: str
     by_element: bool = False
     leaves: tuple[Any, ...] = ()
-    shared: tuple[Any, ...] = ()
-    keeps_structure: bool = True
+    shared: tuple[tuple[Any, ...], ...] = ()
 
     def equals_on_buffers(self, buffers: "Reading", buffer_of: Sequence[int]) -> bool:
         """Return whether a transform has the same results on buffers as on the leaves in them.
@@ -436,6 +435,7 @@ class _OfParams:
         results = [*zip(self._placed(state=state), values, strict=True)]
         facts = self._facts(results, _Shared([], [], []))
         first = [x for at, x in results if at.leaf is None]
+        shared: list[tuple[Any, ...]] = []
         for number in range(2):  # a state may begin empty, and get its structure by an update
             before = state
             program, updates, state = _traced_update(tx, self.params, before, extra)
@@ -447,8 +447,10 @@ class _OfParams:
             keeps = jax.tree.structure(state) == jax.tree.structure(before)
             known = _Shared.of(first, later if keeps else None)
             facts += self._facts(results, known)
+            pairs = zip(known.leaves, known.keys, strict=True)
+            shared.append(tuple(None if leaves else key for leaves, key in pairs))
             if keeps:
-                return self._reading(facts, known, keeps_structure=number == 0)
+                return self._reading(facts, tuple(shared))
             first = [x._replace(leaves=known.leaves_of(x), reads=0) for x in later]
         return Reading("mixing", "every update changes the structure of its state")
 
@@ -496,18 +498,15 @@ class _OfParams:
                 facts.append(_Fact(at.leaf, known.leaves_of(x), combined, key))
         return facts
 
-    def _reading(self, facts: list[_Fact], known: _Shared, *, keeps_structure: bool) -> Reading:
+    def _reading(self, facts: list[_Fact], shared: tuple[tuple[Any, ...], ...]) -> Reading:
         names = leaf_names(self.structure.unflatten(range(self.structure.num_leaves)))
         keys: list[list[Any]] = [[] for _ in names]
         for fact in facts:
             keys[fact.leaf].append(fact.key)
             for other in _bits(fact.leaves & ~(1 << fact.leaf)):
-                why = f"its result for {names[fact.leaf]!r} depends on {names[other]!r}"
+                why = f"its result for {names[fact.leaf]!r} is computed from {names[other]!r}, too"
                 return Reading("mixing", why)
         leaves = tuple(map(tuple, keys))
-        shared = tuple(
-            None if depends else key for depends, key in zip(known.leaves, known.keys, strict=True)
-        )
         combining = next((fact for fact in facts if fact.combined), None)
         first_of = {dtype: i for i, (_, dtype) in reversed(self.types.items())}
         pairs = [(first_of[dtype], i) for i, (_, dtype) in self.types.items()]
@@ -517,12 +516,12 @@ class _OfParams:
             why = f"it combines elements of {names[combining.leaf]!r} ({combining.combined})"
         elif differing is not None:
             why = "it treats {!r} and {!r} differently".format(*(names[i] for i in differing))
-        elif None in shared:
+        elif any(None in each for each in shared):
             why = "its state has a value of all leaves"
-        elif not keeps_structure:
+        elif len(shared) > 1:
             why = "its first update changes the structure of its state"
         kind: Kind = "leaf-wise" if why else "element-wise"
-        return Reading(kind, why, combining is None, leaves, shared, keeps_structure)
+        return Reading(kind, why, combining is None, leaves, shared)
 
 
 def _traced_update(

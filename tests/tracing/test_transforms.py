@@ -353,7 +353,7 @@ def test_extra_arguments_are_followed():
     assert read(plateau, extra=EXTRA).kind == "element-wise"
     assert read(polyak, extra=EXTRA).kind == "mixing"
     searches = optax.scale_by_backtracking_linesearch(3)
-    assert "depends on" in read(searches, extra=EXTRA).why
+    assert "is computed from" in read(searches, extra=EXTRA).why
 
 
 def test_programs_with_equal_keys_compute_the_same():

@@ -213,7 +213,7 @@ class Outer:
     def stepper(self) -> optax.GradientTransformationExtraArgs:
         """The optimizer of the anchor: on stages of a pipeline it sees the model's own leaves."""
         is_own = self.is_sharded or self.placement.optimizer is None
-        return self.optimizer if is_own else over_stages(self.optimizer)
+        return self.optimizer if is_own else over_stages(self.optimizer, "outer_optimizer")
 
     def whole_anchor(self, state: OuterState, params: PyTree) -> PyTree:
         """Return the anchor as a tree like `params`; see `LayoutSpec.anchor`."""

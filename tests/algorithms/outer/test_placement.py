@@ -55,10 +55,10 @@ WHOLE = {
     "by label": (by_label, "'bias' and 'head' differently"),
     "by size": (by_size, "buffers"),
     "far global norm": (
-        lambda: optax.chain(optax.clip_by_global_norm(1e6), optax.sgd(0.7)), "depends on"
+        lambda: optax.chain(optax.clip_by_global_norm(1e6), optax.sgd(0.7)), "is computed from"
     ),
     "lamb": (lambda: optax.lamb(0.1), "combines elements of 'bias'"),
-    "all finite": (lambda: optax.apply_if_finite(optax.sgd(0.1), 5), "depends on"),
+    "all finite": (lambda: optax.apply_if_finite(optax.sgd(0.1), 5), "is computed from"),
     "noise": (lambda: optax.chain(optax.add_noise(0.1, 0.5, 0), optax.sgd(0.1)), "random_bits"),
 }  # fmt: skip
 OPTIMIZERS = {**ELEMENT_WISE, **{name: make for name, (make, _) in WHOLE.items()}}
