@@ -66,18 +66,18 @@ class Reading(NamedTuple):
     leaves: tuple[Any, ...] = ()
     shared: tuple[tuple[Any, ...], ...] = ()
 
-    def equals_on_buffers(self, buffers: "Reading", buffer_of: Sequence[int]) -> bool:
+    def equals_on_buffers(self, buffers: "Reading", leaf_of: Sequence[int]) -> bool:
         """Return whether a transform has the same results on buffers as on the leaves in them.
 
         Args:
           buffers: the reading for the buffers as parameters, by the same reader.
-          buffer_of: the position of the buffer that holds each leaf.
+          leaf_of: the position of a leaf in each buffer.
         """
-        pairs = zip(self.leaves, buffer_of, strict=True)
+        pairs = zip(buffers.leaves, leaf_of, strict=True)
         return (
             {self.kind, buffers.kind} == {"element-wise"}
             and self.shared == buffers.shared
-            and all(key == buffers.leaves[i] for key, i in pairs)
+            and all(key == self.leaves[i] for key, i in pairs)
         )
 
 

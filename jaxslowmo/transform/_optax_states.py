@@ -160,8 +160,9 @@ def remembers_parameters(
 ) -> None:
     """Register the fields of an optimizer's state that are copies of the parameters.
 
-    Call it for your own optimizers; those of optax are registered. `js.make_train_step(sync=...)`
-    and `js.chain` then add to the fields in `moves` what an exchange adds to the parameters.
+    Call it for your own optimizers; those of optax are known. `js.make_train_step(sync=...)` and
+    `js.chain` then add to the fields in `moves` what an exchange adds to the parameters. Other
+    copies stay behind: the optimizer undoes exchanges, and nothing warns of it.
 
     Args:
       kind: the state class, a NamedTuple, at any depth of the optimizer's state.

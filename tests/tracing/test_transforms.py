@@ -267,7 +267,7 @@ def test_what_is_read_of_optax_is_true(name):
         shards = tuple(DRAWN[0].reshape(2, 2, 7))
         reader = ProgramReader()
         whole, cut = reader.read(tx, TREES[0]), reader.read(tx, shards)
-        assert not whole.equals_on_buffers(cut, [0, 0, 1]) or equals_on_shards(tx)
+        assert not whole.equals_on_buffers(cut, [0, 2]) or equals_on_shards(tx)
 
 
 PARTS = {
@@ -322,8 +322,8 @@ def test_a_mask_that_says_another_thing_of_buffers_is_seen():
     leaves = reader.read(tx, TREES[0])
     buffers = reader.read(tx, (DRAWN[0],))
     assert leaves.kind == buffers.kind == "element-wise"
-    assert not leaves.equals_on_buffers(buffers, [0, 0, 0])
-    assert leaves.equals_on_buffers(reader.read(tx, (DRAWN[0][:9],)), [0, 0, 0])
+    assert not leaves.equals_on_buffers(buffers, [0])
+    assert leaves.equals_on_buffers(reader.read(tx, (DRAWN[0][:9],)), [0])
 
 
 def test_a_part_of_the_leaves_is_told_from_all():

@@ -193,19 +193,24 @@ class Outer:
         outer = self.on(params)
         if outer.is_sharded:  # a whole anchor can be initialised outside of the axis
             require_bound(self.owner, self.exchange)
-        return outer.first_state(params, lambda anchor, params: anchor.store(params))
+        return outer._checked(params, lambda anchor, params: anchor.store(params))
 
     def like_init(self, params: PyTree) -> OuterState:
         """Return a state like that of `init`, of which only shapes and dtypes matter."""
-        return self.on(params).first_state(params, lambda anchor, p: anchor.like_stored(p))
+        return self.on(params)._checked(params, lambda anchor, params: anchor.like_stored(params))
+
+    def _checked(self, params: PyTree, store: Callable[[Anchor, PyTree], Any]) -> OuterState:
+        """Return the first state; refuse an optimizer that treats its shards in a way of theirs."""
+        state = self.first_state(params, store)
+        if self.is_sharded:
+            self.placement.check_shards(params, jax.tree.leaves(state.anchor))
+        return state
 
     def first_state(self, params: PyTree, store: Callable[[Anchor, PyTree], Any]) -> OuterState:
         """Return the first state, with an anchor that `store` makes."""
         with layouts_known():  # the base has the same specs, so it need not warn about layouts
             base = self.base.init(params)
         anchor = store(self.anchor, params)
-        if self.is_sharded:
-            self.placement.check_shards(params, anchor)
         outer = self.anchor.pin(self.stepper.init(anchor), params)
         return OuterState(jnp.zeros([], jnp.int32), anchor, outer, base)
 

@@ -56,8 +56,9 @@ def read_on_stages(
     state = jax.eval_shape(tx.init, model)
     read = functools.partial(reader.read, tx, extra=_EXTRA if takes_extra(state) else ())
     reading = read(model)
-    buffer_of = [[*types].index(leaf.buffer) for group in packing.leaves for leaf in group]
-    if reading.equals_on_buffers(read(packing.staged(types)), buffer_of):
+    buffer_of = [leaf.buffer for group in packing.leaves for leaf in group]
+    leaf_of = [buffer_of.index(name) for name in types]
+    if reading.equals_on_buffers(read(packing.staged(types)), leaf_of):
         return StageReading("", on_buffers=True)
 
     def read_held(tree: PyTree, held: Collection[int]) -> Reading:

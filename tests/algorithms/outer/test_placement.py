@@ -120,6 +120,19 @@ def test_what_is_asked_for_is_done_or_refused(name, shard_state):
     assert isinstance(state.anchor, tuple) == is_sharded
 
 
+def test_an_optimizer_that_tells_shards_from_leaves_is_refused():
+    """The shard of a replica is smaller than every leaf, and all leaves together are larger."""
+
+    def large(tree):
+        return jax.tree.map(lambda x: x.size > 2, tree)
+
+    tx = optax.chain(optax.masked(optax.scale(3.0), large), optax.sgd(0.3))
+    sync = js.diloco("replica", sync_every=EVERY, outer_optimizer=tx)
+    params = {name: np.ones((16, 3), np.float32) for name in "ab"}
+    with pytest.raises(ValueError, match="`outer_optimizer`"):
+        jax.vmap(sync.init, axis_name="replica")(params)
+
+
 @pytest.mark.parametrize("name", ["by name", "by label", "adamw"])
 @pytest.mark.parametrize("shard_state", [None, False])
 def test_a_fragment_has_the_names_of_the_model(name, shard_state):
