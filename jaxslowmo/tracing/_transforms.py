@@ -420,13 +420,19 @@ class _OfParams:
         if self.like is not None:
             return self.like(x)
         try:
-            parts = [*map(jax.tree.leaves, self.structure.flatten_up_to(x))]
+            parts = self.structure.flatten_up_to(x)
         except (ValueError, TypeError):
             return False
+        # The state of a chain is a tuple, as parameters may be: the tree is the one inside of it.
+        if any(part is not x and self._holds_like(part) for part in parts):
+            return False
+        arrays = [(i, y) for i, part in enumerate(parts) for y in jax.tree.leaves(part)]
         shapes = {i: shape for i, (shape, _) in self.types.items()}
-        return any(parts) and all(
-            y.shape == shapes.get(i) for i, part in enumerate(parts) for y in part
-        )
+        return bool(arrays) and all(y.shape == shapes.get(i) for i, y in arrays)
+
+    def _holds_like(self, part: PyTree) -> bool:
+        nodes = jax.tree.leaves(part, is_leaf=self.is_like)
+        return not jax.tree_util.all_leaves([part]) and any(map(self.is_like, nodes))
 
     def reading(self, tx: optax.GradientTransformationExtraArgs, extra: Iterable[str]) -> Reading:
         """Return what `init`, and `update` with the states that it makes, prove together."""

@@ -340,11 +340,10 @@ def test_a_part_of_the_leaves_is_told_from_all():
 
 def test_parameters_may_be_a_tuple_or_one_array():
     """A chain's state is a tuple, too, and a counter an array."""
-    for params in ((np.ones(3), np.ones((2, 2))), np.ones(3), [np.ones(2)]):
-        for tx in (
-            optax.chain(optax.identity(), optax.sgd(lambda n: 0.1 / (1 + n))),
-            optax.adam(1),
-        ):
+    chain = optax.chain(optax.identity(), optax.sgd(lambda count: 0.1 / (1 + count)))
+    same, other = (np.ones(3), np.ones(3)), (np.ones(3), np.ones((2, 2)))
+    for params in (same, other, (np.ones(3),), np.ones(3), [np.ones(2)]):
+        for tx in (chain, optax.adam(0.1), ELEMENTS["nesterov"]):
             assert read(tx, params).kind == "element-wise"
 
 

@@ -151,12 +151,15 @@ class StagePacking(BufferPacking):
         """Return the state with buffers split over the stages; fresh zeros would be replicated."""
         if not jax.sharding.get_abstract_mesh().empty:
             return state  # the caller has mapped axes, and places the state
+        automatic = frozenset(self.mesh.abstract_mesh.auto_axes)
+        if self.axis_name not in automatic:
+            return state  # zeros like parameters have their type, which holds the sharding
 
         def place(x: Any) -> Any:
             if not isinstance(x, Staged):
                 return x
             specs = x.packing.specs
-            shardings = {name: NamedSharding(self.mesh, specs[name]) for name in x}
+            shardings = {n: NamedSharding(self.mesh, only_over(specs[n], automatic)) for n in x}
             return x.packing.staged(
                 {n: lax.with_sharding_constraint(y, shardings[n]) for n, y in x.items()}
             )
