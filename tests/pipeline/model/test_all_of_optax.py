@@ -17,7 +17,7 @@ MIXES = {
     *["normalize_by_update_norm", "polyak_sgd", "scale_by_backtracking_linesearch"],
     *["scale_by_lbfgs", "scale_by_polyak"],
     *["scale_by_zoom_linesearch", "dadapt_adamw", "dog", "dowg", "mechanize", "momo", "momo_adam"],
-    *["normalize", "prodigy", "sam"],
+    *["hutchinson_estimator_diag_hessian", "normalize", "prodigy", "sam", "sophia"],
 }
 # Those of the table that are made for parameters of another form, or for gradients per example.
 OTHERS = {
