@@ -9,7 +9,7 @@ from .._support.settings import records_settings
 from .._support.types import AxisName, PyTree
 from ..collectives.codecs import Codec
 from ..transform import Every, ParameterTransform, as_schedule, checked_exchange
-from .outer import Fragmented, Fragments, Outer, element_wise, shards_state
+from .outer import Fragmented, Fragments, Outer, Placement, shards_state
 
 
 @records_settings
@@ -37,12 +37,13 @@ def diloco(
       axis_name: mapped axis of the replicas.
       sync_every: inner steps per outer step, or `js.every(...)`.
       outer_optimizer: any complete optax optimizer (with learning rate and sign); the default is
-        `optax.sgd(0.7, momentum=0.9, nesterov=True)`. With `shard_state=True` it receives flat
-        shards, so it must be element-wise (SGD, Adam, ...; no global norm, no per-layer scaling,
-        no masks by leaf).
-      shard_state: True keeps 1/R of the anchor and of the outer state per replica. False keeps
-        trees like the parameters, for outer optimizers that are not element-wise. None means True
-        without a codec and False with one. Save sharded state from all replicas; see `js.slowmo`.
+        `optax.sgd(0.7, momentum=0.9, nesterov=True)`.
+      shard_state: True keeps 1/R of the anchor and of the outer state per replica, as shards of
+        flat buffers; the outer optimizer must then be element-wise (SGD, Adam, ...; no global norm,
+        no scaling by leaf, no masks by name). False keeps trees like the parameters. None shards
+        where there is no codec and the program of the outer optimizer proves, on the model's tree,
+        that it is element-wise. `repr` and `js.comm_report` say which it is, and why. Save sharded
+        state from all replicas; see `js.slowmo`.
       local_axis_name: axis of the devices inside a replica, as in `js.slowmo`.
       param_specs: specs of leaves sharded over automatic axes, as in `js.slowmo`.
       bucket_bytes: size of the exchanged buffers, as in `js.slowmo`.
@@ -57,9 +58,9 @@ def diloco(
 
     Raises:
       ValueError: sync_every < 1, an invalid `codec` or one together with shard_state=True, an
-        outer optimizer that is no optax transform, or, when sharded, one that is not element-wise
-        (tried on a small tree; if jax has no device yet, when a state is made); at trace time an
-        unbound axis, missing params, non-float leaves.
+        outer optimizer that is no optax transform; when a state is made, shard_state=True with an
+        outer optimizer that is not element-wise, or, for a model in stages, one that mixes leaves;
+        at trace time an unbound axis, missing params, non-float leaves.
       UserWarning: once, if the axis has size 1.
 
     Communication: every `sync_every` updates, over `axis_name`, one reduce-scatter and one
@@ -71,8 +72,8 @@ def diloco(
     """
     owner = "diloco"
     exchange = checked_exchange(owner, axis_name, local_axis_name, param_specs, bucket_bytes, codec)
-    shard_state = shards_state(owner, shard_state, exchange)
-    is_default = outer_optimizer is None
+    if shards_state(owner, shard_state, exchange) is False:
+        shard_state = False
     if outer_optimizer is None:
         outer_optimizer = optax.sgd(0.7, momentum=0.9, nesterov=True)
     if not isinstance(outer_optimizer, optax.GradientTransformation) or isinstance(
@@ -82,9 +83,7 @@ def diloco(
             "diloco: `outer_optimizer` must be an optax gradient transform such as optax.sgd(...), "
             f"got {type(outer_optimizer).__name__}."
         )
-    # Nesterov SGD is known to be element-wise; trying it would cost a compilation.
-    if shard_state and not is_default:
-        outer_optimizer = element_wise(owner, "outer_optimizer", outer_optimizer)
+    outer_optimizer = optax.with_extra_args_support(outer_optimizer)
 
     # Douillard et al., algorithm 1, with theta^(t-1) the anchor and theta_i^(t) worker i's y:
     #   Delta^(t) = 1/k sum_i (theta^(t-1) - theta_i^(t)) = theta^(t-1) - mean_i theta_i^(t)
@@ -97,6 +96,6 @@ def diloco(
         owner,
         exchange,
         as_schedule(sync_every),
-        optax.with_extra_args_support(outer_optimizer),
-        shard_state=shard_state,
+        outer_optimizer,
+        placement=Placement(owner, shard_state, outer_optimizer),
     ).transform()

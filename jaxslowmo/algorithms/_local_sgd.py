@@ -32,7 +32,7 @@ from ..transform import (
     run_one_of,
 )
 from ..tree import apply_exactly, updates_to, widen_updates
-from .outer import Fragmented, Fragments
+from .outer import Fragmented, Fragments, Placement
 
 
 class LocalSGDState(NamedTuple):
@@ -109,7 +109,7 @@ def local_sgd(
             exchange,
             schedule,
             take_average,
-            shard_state=False,
+            placement=Placement(owner, False),
             fragments=fragments,
             delay=delay,
             merge=merge,

@@ -18,7 +18,7 @@ from .._support.types import AxisName, PyTree
 from ..collectives.codecs import Codec
 from ..mesh import match_varying
 from ..transform import Every, ParameterTransform, as_schedule, checked_exchange
-from .outer import ALONE, NO_RATE, Fragmented, Fragments, Outer, OuterRate, shards_state
+from .outer import ALONE, NO_RATE, Fragmented, Fragments, Outer, OuterRate, Placement, shards_state
 
 LearningRate = float | optax.Schedule | Literal["optimizer"] | None
 
@@ -150,6 +150,7 @@ def slowmo(
             "sharded; got shard_state=True. Leave `shard_state` out or set it to False."
         )
     base = ALONE if base is None else base
+    shard_state = shards_state(owner, shard_state, exchange, exact_average=exact_average)
     # Wang et al., algorithm 1: tau steps of the base algorithm, the exact average (line 6), and the
     # slow momentum update (lines 7 and 8), which is the outer optimizer here.
     make: Callable[..., Outer] = Outer
@@ -162,7 +163,7 @@ def slowmo(
         slow_momentum(momentum, slow_learning_rate, nesterov=nesterov),
         base=base if param_specs is None else base.with_specs(param_specs),
         exact_average=exact_average,
-        shard_state=shards_state(owner, shard_state, exchange, exact_average=exact_average),
+        placement=Placement(owner, shard_state),
         rate=_outer_rate(learning_rate),
     ).transform()
 

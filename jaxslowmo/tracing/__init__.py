@@ -1,4 +1,4 @@
-"""Facts from traced programs: the gradients of a loss, and what a transform communicates."""
+"""Facts from traced programs: gradients of a loss, what a transform sends and what it mixes."""
 
 from ._jaxprs import UpdateFacts as UpdateFacts
 from ._jaxprs import axes_sent_over as axes_sent_over
@@ -22,3 +22,5 @@ from ._programs import programs_in as programs_in
 from ._programs import run as run
 from ._programs import scan_operands as scan_operands
 from ._programs import scan_options as scan_options
+from ._transforms import ProgramReader as ProgramReader
+from ._transforms import Reading as Reading

@@ -108,7 +108,7 @@ def called_program(eqn: Any) -> Any:
 # Calls that may be replaced by their equations, and the parameter that holds these. A checkpointed
 # function is one of them: both parts of a backward pass need values that it computes again, and
 # only its equations tell which part needs which.
-_CALLS = {
+CALLS = {
     "jit": "jaxpr",
     "pjit": "jaxpr",
     "closed_call": "call_jaxpr",
@@ -184,7 +184,7 @@ def _run(program: Any, inputs: Sequence[Any], instead: Instead) -> list[Any]:
 def _opened(equation: JaxprEqn, operands: list[Any]) -> list[Any] | None:
     """Return the results of a call, computed by its equations if these may replace the call."""
     params = equation.params
-    called = params.get(_CALLS.get(equation.primitive.name, ""))
+    called = params.get(CALLS.get(equation.primitive.name, ""))
     placed = (*params.get("in_shardings", ()), *params.get("out_shardings", ()))
     laid_out = any(type(sharding).__name__ != "UnspecifiedValue" for sharding in placed)
     # A call says more than its equations where it places arrays or has a compiler's options.

@@ -2,13 +2,8 @@
 
 from ._chain import Chain as Chain
 from ._chain import chain as chain
-from ._chain import has_origin as has_origin
 from ._chain import init as init
-from ._chain import moved_copies as moved_copies
-from ._chain import moving_states as moving_states
 from ._chain import note_followed as note_followed
-from ._chain import remembers_parameters as remembers_parameters
-from ._chain import shifted_copies as shifted_copies
 from ._checks import LayoutNotice as LayoutNotice
 from ._checks import check_weight as check_weight
 from ._checks import inside as inside
@@ -41,6 +36,13 @@ from ._gradients import joined as joined
 from ._gradients import over_stages as over_stages
 from ._gradients import spec_of as spec_of
 from ._loss_program import LossProgram as LossProgram
+from ._optax_states import instead_of as instead_of
+from ._optax_states import known_states as known_states
+from ._optax_states import moved_copies as moved_copies
+from ._optax_states import moving_states as moving_states
+from ._optax_states import remembers_parameters as remembers_parameters
+from ._optax_states import shifted_copies as shifted_copies
+from ._optax_states import takes_extra as takes_extra
 from ._parameter_transform import ParameterTransform as ParameterTransform
 from ._parameter_transform import parameter_transform as parameter_transform
 from ._parameter_transform import phase_name as phase_name

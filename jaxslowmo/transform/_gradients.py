@@ -296,16 +296,22 @@ def gradient_transform(
     return GradientTransform(init_fn, update_fn, spec)
 
 
-def over_stages(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+def over_stages(
+    tx: optax.GradientTransformation, argument: str = "optimizer"
+) -> optax.GradientTransformationExtraArgs:
     """Return a transform that, for parameters in stages, applies `tx` to the model's leaves.
 
     `tx` then runs on each stage with the leaves of that stage, instead of buffers. Transforms of
     this package are returned as they are: they work on the buffers of all stages, compute norms
     from these, and call `over_stages` for inner transforms. Other trees reach `tx` unchanged.
 
+    Args:
+      tx: the transform.
+      argument: the public argument that it was, for messages.
+
     Raises:
-      ValueError: at `init` for parameters in stages, if results of `tx` for a leaf depend on leaves
-        of other stages.
+      ValueError: at `init` for parameters in stages, if the program of `tx` does not prove that its
+        result for a leaf depends on no leaves of other stages.
     """
     transform = optax.with_extra_args_support(tx)
     if isinstance(tx, GradientTransform | ParameterTransform):
@@ -314,7 +320,7 @@ def over_stages(tx: optax.GradientTransformation) -> optax.GradientTransformatio
     @functools.wraps(transform.init)
     def init(params: PyTree) -> PyTree:
         if isinstance(params, Staged):
-            return params.packing.init(transform, params)
+            return params.packing.init(transform, params, argument)
         return transform.init(params)
 
     @functools.wraps(transform.update)

@@ -17,11 +17,14 @@ class LossProgram:
     Attributes:
       param_specs: a `PartitionSpec` for each leaf of the parameters, over axes inside a replica;
         None: they are whole there.
+      param_types: types of the parameters in the form in which a step keeps them; None: those of
+        the trees that `init` is given.
       dispatch: function that runs the programs of the loss before those of the step, which take its
         results in place of the batch (see `HostPipeline.dispatch`); None: it has no programs.
     """
 
     param_specs: PyTree | None = None
+    param_types: PyTree | None = None
     dispatch: Callable[..., Any] | None = None
 
     def check_mesh(self, mesh: Any) -> None:

@@ -97,6 +97,16 @@ class ParameterTransform(WithSpec):
         kind = type(self).__name__
         raise AttributeError(f"{kind!r} object has no attribute {name!r}", name=name, obj=self)
 
+    def __repr__(self) -> str:
+        """Return the factory, its arguments, and where the state is stored."""
+        settings, stored = self.spec.settings, self.spec.layout.stored()
+        text = f"a {type(self).__name__}"
+        if settings is not None:
+            given = {name: x for name, x in settings.arguments.items() if x is not None}
+            arguments = ", ".join(f"{name}={x!r}" for name, x in given.items())
+            text = f"js.{settings.factory}({arguments})"
+        return f"<{text}; state: {stored}>" if stored else f"<{text}>"
+
     def sized(self, axis_sizes: Mapping[str, int]) -> "ParameterTransform":
         """Return the transform for axes of these sizes; see `LayoutSpec.sized`."""
         sized = self.spec.layout.sized

@@ -194,6 +194,8 @@ class LayoutSpec:
         shards, or None. It is part of the layout of its state.
       anchor: `anchor(state, params)`: the anchor as a tree like the parameters, gathered from its
         shards; called inside the mapped axes. None: there is no anchor.
+      stored: `stored()`: where its state is stored, and why, for `repr` and reports; "" if every
+        replica has all of it in any case.
     """
 
     sized: Callable[[Mapping[str, int]], Any] | None = None
@@ -201,6 +203,7 @@ class LayoutSpec:
     shards_whole_leaves: bool = False
     shard_specs: PyTree | None = None
     anchor: Callable[[PyTree, PyTree], PyTree] | None = None
+    stored: Callable[[], str] = lambda: ""
 
 
 class Origin(NamedTuple):

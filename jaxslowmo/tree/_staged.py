@@ -20,7 +20,8 @@ class Staged:
       packing: hashable layout of the leaves; trees with equal layouts have equal structure. It
         applies optax transforms to the leaves of each stage (`init`, `update`), and knows which
         elements of a buffer are copies of tied parameters in another stage (`repeated`).
-        `axis_name` is the stage axis, and `model_tree(buffers)` returns the model's own tree.
+        `axis_name` is the stage axis, `model_tree(buffers)` returns the model's own tree, and
+        `model_types(buffers)` its types.
     """
 
     def __init__(self, buffers: dict[str, Any], packing: Any) -> None:

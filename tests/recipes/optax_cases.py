@@ -303,7 +303,7 @@ CONTRIB: dict[str, Case] = {
     "sam": Case(
         _sam,
         condition=f"{MOVES}; `sync_every` a multiple of `sync_period`, else replicas stay apart by "
-        "what SAM pushed them, with a warning; `opaque_mode` wants a `grad_fn` that the step has "
+        "what SAM pushed them; `opaque_mode` wants a `grad_fn` that the step has "
         "not",
     ),
     "scale_by_cocob": Case(lambda: contrib.scale_by_cocob(), condition=MOVES),

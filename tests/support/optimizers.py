@@ -57,7 +57,6 @@ def per_leaf(params: Any) -> dict[str, optax.GradientTransformation]:
         "schedule_free": contrib.schedule_free_adamw(0.005, eps=_EPS),
         "sm3": optax.sm3(0.01),
         "adaptive_grad_clip": optax.chain(optax.adaptive_grad_clip(0.1), optax.sgd(0.02)),
-        "flatten": optax.flatten(optax.adam(0.005, eps=_EPS)),
         "lookahead_of_rates": optax.adam(optax.cosine_decay_schedule(0.005, 20), eps=_EPS),
     }
 
@@ -71,6 +70,7 @@ def of_all_leaves() -> dict[str, optax.GradientTransformation]:
         "apply_if_finite": optax.apply_if_finite(optax.adam(0.1), 3),
         "prodigy": contrib.prodigy(),
         "hidden_clip": optax.chain(js.clip_by_global_norm(0.1), optax.adam(0.1)),
+        "flatten": optax.flatten(optax.adam(0.1)),  # does not, but that is not proved
         "normalize": optax.chain(optax.normalize_by_update_norm(), optax.sgd(0.1)),
         "skip_not_finite": optax.MultiSteps(
             optax.adam(0.1), 2, should_skip_update_fn=optax.skip_not_finite

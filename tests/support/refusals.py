@@ -30,7 +30,7 @@ class Refusal(NamedTuple):
         """Make the call; fail unless it raises as stated."""
         with pytest.raises(self.error) as caught:
             self.call()
-        message = str(caught.value)
+        message = "\n".join([str(caught.value), *getattr(caught.value, "__notes__", ())])
         assert self.argument in message, message
         assert str(self.value) in message, message
 

@@ -54,15 +54,6 @@ def own_average(by_gather=False):
     return optax.GradientTransformation(optax.init_empty_state, update)
 
 
-def comparing():
-    """A transform that compares the loss."""
-
-    def update(grads, state, params=None, *, value, **extra):
-        return jax.tree.map(lambda g: g * jnp.float32(value == 0.0), grads), state
-
-    return optax.GradientTransformationExtraArgs(optax.init_empty_state, update)
-
-
 def stateful(params, batch, *, model_state):
     return loss(params, batch), ({}, model_state)
 
@@ -133,8 +124,6 @@ OF_OPTIONS = {
     ]
 }
 HIDDEN = {  # behind an optax.chain: the message names js.chain
-    "value": lambda: stepped(optax.chain(mean, optax.polyak_sgd())),
-    "value, compared": lambda: stepped(optax.chain(mean, comparing())),
     "order": lambda: started(optax.chain(mean, sgd), order="ready"),
     "sync": lambda: started(optax.chain(sgd, optax.masked(local, ALL)), mode="host"),
     "scale": lambda: started(optax.chain(mean, optax.add_decayed_weights(0.1), scale(sgd))),
@@ -158,6 +147,10 @@ APART = [  # nobody averages over the replicas
 ]
 OF_CHAINS = {
     **{f"hidden {name}": Refusal(call, "js.chain") for name, call in HIDDEN.items()},
+    # What the optimizer raises, with a note.
+    "hidden value": Refusal(
+        lambda: stepped(optax.chain(mean, optax.polyak_sgd())), "js.chain", "'value'", TypeError
+    ),
     **{
         f"by hand {i}": Refusal(functools.partial(started, **options), "axes=('replica',)")
         for i, options in enumerate(BY_HAND)

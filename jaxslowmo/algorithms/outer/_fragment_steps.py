@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from ..._support.types import Phase, PyTree
 from ...mesh import match_varying
@@ -33,6 +34,11 @@ class FragmentSteps(Outer):
     fragment: Fragment
     delay: int
     merge: float
+
+    @property
+    def stepper(self) -> optax.GradientTransformationExtraArgs:
+        """The optimizer; parts of the buffers of stages are stepped as they are."""
+        return super().stepper if self.fragment.places is None else self.optimizer
 
     def options(self, phase: Phase | None) -> tuple[tuple[str, ...], ...]:
         """Return the events that may be due in one update, or with a phase those that are."""

@@ -16,9 +16,9 @@ from ...transform import (
     run_if,
     run_one_of,
 )
+from ...tree import Staged, parts_of
 from ._anchor import Anchor
 from ._delay import average_all, check_delay, check_turn, nothing_in_flight
-from ._element_wise import element_wise
 from ._fragment_steps import FragmentSteps, dropped
 from ._fragments import (
     SEND,
@@ -206,8 +206,8 @@ class Fragmented(Outer):
     def first_state(self, params: PyTree, store: Callable[[Anchor, PyTree], Any]) -> OuterState:
         """Return the first state, with anchors that `store` makes."""
         turns, states = self.turns(params), []
-        if turns[0].fragment.count > 1 and not self.anchor.is_sharded:
-            self._check_element_wise()
+        if turns[0].fragment.places is not None and parts_of(params, Staged):
+            self._check_element_wise(params)
         for one in turns:
             leaves = one.fragment.of(params)
             # The base has all leaves, and one state.
@@ -218,20 +218,17 @@ class Fragmented(Outer):
             state = states[0]._replace(base=self.base.init(params))
         return joined(state, keys_of(turns), states)
 
-    def _check_element_wise(self) -> None:
+    def _check_element_wise(self, params: PyTree) -> None:
         """Raise `ValueError` unless the outer optimizer can step parts of flat buffers."""
-        try:
-            element_wise(self.owner, "outer_optimizer", self.optimizer).init({})
-        except ValueError as error:
+        if why := self.placement.why_whole(params):
             raise ValueError(
                 f"{self.owner}: `fragments` of a model in stages are parts of its flat buffers, so "
-                "the outer optimizer must treat every element by itself. Use fragments=1 with "
-                "this one."
-            ) from error
+                f"`outer_optimizer` must be element-wise, and {why}. Use fragments=1 with this one."
+            )
 
     def whole_anchor(self, state: OuterState, params: PyTree) -> PyTree:
         """Return the anchor of all fragments as a tree like `params`; see `LayoutSpec.anchor`."""
-        whole, turns = params, self.turns(params)
+        whole, turns = params, self.on(params).turns(params)
         for one, part in zip(turns, views(keys_of(turns), state), strict=True):
             anchor = one.anchor.restore(part.anchor, one.fragment.of(params))
             whole = one.fragment.put(whole, anchor)

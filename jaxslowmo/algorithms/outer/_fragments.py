@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import optax
 
 from ..._support.checks import checked_int
 from ..._support.types import PyTree
@@ -38,11 +39,26 @@ class Fragment:
     count: int = 1
 
     def of(self, tree: PyTree) -> Any:
-        """Return the fragment's leaves of a tree, as a list; the tree if all leaves are its own."""
+        """Return the fragment's leaves of a tree.
+
+        The result has the structure of `tree`, with `optax.MaskedNode()` in the place of leaves of
+        other fragments, so that an optimizer sees the names of the leaves. Of buffers of stages,
+        whose names say nothing, it is a list.
+        """
         if self.places is None:
             return tree
         leaves = jax.tree.leaves(tree)
-        return [self.cut(leaves[place]) for place in self.places]
+        return self.like(tree, [self.cut(leaves[place]) for place in self.places])
+
+    def like(self, tree: PyTree, leaves: list[Any]) -> Any:
+        """Return these values, one for each of the fragment's leaves, in the form of `of(tree)`."""
+        if self.places is None or parts_of(tree, Staged):
+            return leaves
+        structure = jax.tree.structure(tree)
+        nodes: list[Any] = [optax.MaskedNode()] * structure.num_leaves
+        for place, leaf in zip(self.places, leaves, strict=True):
+            nodes[place] = leaf
+        return structure.unflatten(nodes)
 
     def cut(self, x: Any) -> Any:
         """Return the fragment's part of a leaf, an array or its type."""
@@ -63,7 +79,7 @@ class Fragment:
         if self.places is None:
             return leaves
         all_leaves, treedef = jax.tree.flatten(tree)
-        for place, leaf in zip(self.places, leaves, strict=True):
+        for place, leaf in zip(self.places, jax.tree.leaves(leaves), strict=True):
             whole = all_leaves[place]
             if self.count > 1:
                 # XLA writes it into the donated buffer.
@@ -163,7 +179,7 @@ def exchange_of(fragment: Fragment, exchange: Exchange, params: PyTree) -> Excha
     if fragment.places is None or exchange.param_specs is None:
         return exchange
     specs = specs_of_leaves(exchange.param_specs, params)
-    return replace(exchange, param_specs=[specs[i] for i in fragment.places])
+    return replace(exchange, param_specs=fragment.like(params, [specs[i] for i in fragment.places]))
 
 
 def of_fragment(owner: str, fragment: Fragment, at: StatePlacement) -> StatePlacement:

@@ -6,7 +6,7 @@ SlowMo and DiLoCo are this transform with different outer optimizers.
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +31,7 @@ from ...transform import (
     is_due,
     layouts_known,
     mean_and_residual,
+    over_stages,
     parameter_transform,
     phase_scope,
     replica_mean,
@@ -41,6 +42,7 @@ from ...tree import added, apply_exactly, landing, subtracted, updates_to
 from ._anchor import Anchor, ShardedAnchor
 from ._fragments import ALL_LEAVES, Fragment, exchange_of
 from ._moved import carried, like_on
+from ._placement import Placement
 from ._state import ALONE, NO_RATE, SLOW, Now, Operand, OuterRate, OuterState
 
 
@@ -53,10 +55,13 @@ class Outer:
       exchange: the axes of slow steps, and the pieces in which they exchange.
       schedule: the updates in which slow steps are due.
       optimizer: the outer optimizer.
+      placement: whether each replica keeps only 1/R of the anchor.
       base: the transform that runs between slow steps.
       exact_average: whether a slow step takes the replicas' mean and skips the base's exchange;
         else each replica continues with its parameters after that exchange.
-      shard_state: whether each replica keeps only 1/R of the anchor.
+      specs: layout of the parameters that was given later than the exchange's; shards do not follow
+        it, since how they are cut is part of the state.
+      is_sharded: what was decided for the parameters in use; None before.
       rate: source of the inner learning rate; None if the optimizer does not use it.
     """
 
@@ -64,17 +69,32 @@ class Outer:
     exchange: Exchange
     schedule: Every
     optimizer: optax.GradientTransformationExtraArgs
+    placement: Placement
     base: ParameterTransform = ALONE
     exact_average: bool = True
-    shard_state: bool = True
+    specs: PyTree | None = None
+    is_sharded: bool | None = None
     rate: OuterRate | None = None
 
     @functools.cached_property
     def anchor(self) -> Anchor:
         """The anchor's storage: whole on each replica, or sharded over the replicas."""
-        if self.exact_average and self.shard_state:
+        assert self.is_sharded is not None, "`on` decides it from the parameters"
+        if self.is_sharded:
             return ShardedAnchor(self.exchange)
         return Anchor(self.exchange if self.exact_average else None)
+
+    def on(self, params: PyTree) -> Self:
+        """Return this outer optimizer for these parameters, of which only the types matter.
+
+        Raises:
+          ValueError: sharded state was asked for, and the optimizer is not element-wise.
+        """
+        if self.is_sharded is not None:
+            return self
+        is_sharded = self.placement.is_sharded(params)
+        exchange = self.exchange if is_sharded else self.exchange.with_specs(self.specs)
+        return replace(self, exchange=exchange, is_sharded=is_sharded)
 
     @property
     def replaces_base(self) -> bool:
@@ -88,7 +108,7 @@ class Outer:
 
     def transform(self) -> ParameterTransform:
         """Return this outer optimizer as a `ParameterTransform`."""
-        base, cuts = self.base, self.anchor.is_sharded
+        base, cuts = self.base, self.placement.shard_state is not False
         return parameter_transform(
             self.owner,
             self.init,
@@ -114,6 +134,7 @@ class Outer:
             carry=self.carry,
             like_on=self.like_on,
             shares=lambda state: base.shares(state.base),
+            stored=self.placement.text,
         )
 
     @property
@@ -152,7 +173,7 @@ class Outer:
 
     def shards(self, state: OuterState) -> list[Any]:
         """Return the arrays that are sharded over replicas; see `CheckpointSpec.shards`."""
-        shards = jax.tree.leaves(state.anchor) if self.anchor.is_sharded else []
+        shards = jax.tree.leaves(state.anchor) if self.placement.last() else []
         return [*shards, *self.base.shards(state.base)]
 
     def sized(self, axis_sizes: Mapping[str, int]) -> ParameterTransform:
@@ -162,31 +183,46 @@ class Outer:
     def with_specs(self, specs: PyTree, *, of_state: bool = False) -> ParameterTransform:
         """Return the transform with `param_specs`; see `LayoutSpec.with_specs`."""
         # The layout of shards is part of the state, so only the argument `param_specs` decides it.
-        keeps = self.anchor.is_sharded and not of_state
+        keeps = self.placement.shard_state is not False and not of_state
         exchange = self.exchange if keeps else self.exchange.with_specs(specs)
-        return replace(self, base=self.base.with_specs(specs), exchange=exchange).transform()
+        base = self.base.with_specs(specs)
+        return replace(self, base=base, exchange=exchange, specs=specs).transform()
 
     def init(self, params: PyTree) -> OuterState:
         """Return the first state for `params`."""
-        if self.anchor.is_sharded:  # a whole anchor can be initialised outside of the axis
+        outer = self.on(params)
+        if outer.is_sharded:  # a whole anchor can be initialised outside of the axis
             require_bound(self.owner, self.exchange)
-        return self.first_state(params, lambda anchor, params: anchor.store(params))
+        return outer._checked(params, lambda anchor, params: anchor.store(params))
 
     def like_init(self, params: PyTree) -> OuterState:
         """Return a state like that of `init`, of which only shapes and dtypes matter."""
-        return self.first_state(params, lambda anchor, params: anchor.like_stored(params))
+        return self.on(params)._checked(params, lambda anchor, params: anchor.like_stored(params))
+
+    def _checked(self, params: PyTree, store: Callable[[Anchor, PyTree], Any]) -> OuterState:
+        """Return the first state; refuse an optimizer that treats its shards in a way of theirs."""
+        state = self.first_state(params, store)
+        if self.is_sharded:
+            self.placement.check_shards(params, jax.tree.leaves(state.anchor))
+        return state
 
     def first_state(self, params: PyTree, store: Callable[[Anchor, PyTree], Any]) -> OuterState:
         """Return the first state, with an anchor that `store` makes."""
         with layouts_known():  # the base has the same specs, so it need not warn about layouts
             base = self.base.init(params)
         anchor = store(self.anchor, params)
-        outer = self.anchor.pin(self.optimizer.init(anchor), params)
+        outer = self.anchor.pin(self.stepper.init(anchor), params)
         return OuterState(jnp.zeros([], jnp.int32), anchor, outer, base)
+
+    @property
+    def stepper(self) -> optax.GradientTransformationExtraArgs:
+        """The optimizer of the anchor: on stages of a pipeline it sees the model's own leaves."""
+        is_own = self.is_sharded or self.placement.optimizer is None
+        return self.optimizer if is_own else over_stages(self.optimizer, "outer_optimizer")
 
     def whole_anchor(self, state: OuterState, params: PyTree) -> PyTree:
         """Return the anchor as a tree like `params`; see `LayoutSpec.anchor`."""
-        return self.anchor.restore(state.anchor, params)
+        return self.on(params).anchor.restore(state.anchor, params)
 
     def step(
         self,
@@ -227,7 +263,7 @@ class Outer:
             return updates, others, state._replace(base=base_state)
 
         now = Now(weight, rate, communicate, phase)
-        return self.around(based, params, now, base_phase, (updates, others, state))
+        return self.on(params).around(based, params, now, base_phase, (updates, others, state))
 
     def around(
         self,
@@ -357,7 +393,7 @@ class Outer:
                 outer, rate = self.rate.agree(outer, rate, axis_names(self.exchange.axis_name))
             options = {"learning_rate": rate}
         # Any optax optimizer, with D as its gradient; it runs on shards of a sharded anchor.
-        step, outer = self.optimizer.update(displacement, outer, state.anchor, **options)
+        step, outer = self.stepper.update(displacement, outer, state.anchor, **options)
         anchor = jax.tree.map(added, state.anchor, step)
         # The anchor replaces the parameters. Adding a step to them instead would let the replicas
         # drift apart by rounding, a little with every slow step.
@@ -389,8 +425,8 @@ class Outer:
         self, state: OuterState, params: PyTree, old: StatePlacement, new: StatePlacement
     ) -> Carried:
         """Return the state on another placement; see `CheckpointSpec.carry`."""
-        return carried(self, state, params, old, new)
+        return carried(self.on(params), state, params, old, new)
 
     def like_on(self, state: OuterState, params: PyTree, at: StatePlacement) -> OuterState:
         """Return the types of the state on placement `at`; see `CheckpointSpec.like_on`."""
-        return like_on(self, state, params, at)
+        return like_on(self.on(params), state, params, at)

@@ -13,7 +13,7 @@ from ..._support.scopes import LOSS_SCALE
 from ..._support.types import PyTree
 from ...mesh import vary_over
 from ...tracing import FullLoss
-from ...transform import remembered
+from ...transform import known_states, remembered
 from ...tree import all_finite, at_least_float32, by_dtype, cast, kept_if, parts_of
 
 COMPUTE_DTYPES = ("float32", "bfloat16", "float16")
@@ -189,25 +189,13 @@ def was_skipped(before: PyTree, after: PyTree) -> jax.Array | None:
     return None if old is None or new is None else new.skipped != old.skipped
 
 
-# States of optax wrappers around which a loss scale does not work, and the reason.
-_NOT_AROUND = {
-    "ApplyIfFiniteState": "optax.apply_if_finite, which keeps every overflow from it, so that the "
-    "scale never falls",
-    "MultiStepsState": "optax.MultiSteps, whose sum of gradients stays NaN after an overflow",
-}
-
-
 def check_place(opt_state: PyTree) -> None:
-    """Raise `ValueError` for a loss scale inside of a wrapper in `_NOT_AROUND`, or for several."""
+    """Raise `ValueError` for a loss scale inside of a wrapper that defeats it, or for several."""
     scale_state(opt_state)
-
-    def wraps_badly(x: object) -> bool:
-        return type(x).__name__ in _NOT_AROUND
-
-    for x in jax.tree.leaves(opt_state, is_leaf=wraps_badly):
-        if wraps_badly(x) and parts_of(tuple(x), DynamicLossScaleState):
+    for x, known in known_states(opt_state):
+        if known.around_scale and parts_of(tuple(x), DynamicLossScaleState):
             raise ValueError(
-                f"dynamic_loss_scale: is inside of {_NOT_AROUND[type(x).__name__]}: put it "
+                f"dynamic_loss_scale: is inside of {known.name}, {known.around_scale}: put it "
                 "inside of js.dynamic_loss_scale instead, or leave it out."
             )
 

@@ -241,6 +241,17 @@ class BufferPacking:
             return False
         return True
 
+    def model_types(self, buffers: Mapping[str, Any]) -> PyTree:
+        """Return the types of the tree of the whole model, from buffers or their types."""
+        return self.outer.unflatten(
+            [
+                subtree.unflatten(
+                    [jax.ShapeDtypeStruct(x.shape, buffers[x.buffer].dtype) for x in leaves]
+                )
+                for subtree, leaves in zip(self.subtrees, self.leaves, strict=True)
+            ]
+        )
+
     def types(self, stage: int, dtypes: Mapping[str, Any]) -> PyTree:
         """Return the types of one stage's tree, from the dtype of each buffer."""
         return jax.eval_shape(

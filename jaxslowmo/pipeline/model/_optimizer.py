@@ -9,19 +9,18 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
-from jax.extend.core import Literal, jaxpr_as_fun
+from jax.extend.core import jaxpr_as_fun
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ..._support.types import PyTree
 from ...mesh import only_over, vary_over, varying_axes
-from ...tracing import equations_in
+from ...tracing import ProgramReader, has_side_effects
 from ...tree import Staged
 from ._buffer_packing import BufferPacking, Leaf, buffer_name
-from ._elementwise import is_elementwise
 from ._stacking import unstacked
+from ._stage_reading import StageReading, read_on_stages
 from ._ties import for_each_copy, seen_once
-from ._trial import trial_of
 
 Buffers = dict[str, Any]
 Branch = Callable[[int, list[Buffers], list[Any]], tuple[list[Buffers], list[Any]]]
@@ -34,29 +33,30 @@ class StagePacking(BufferPacking):
     Communication: none, except what the compiler exchanges over axes inside a stage.
     """
 
-    def init(self, tx: optax.GradientTransformation, params: Staged) -> PyTree:
+    def init(
+        self, tx: optax.GradientTransformationExtraArgs, params: Staged, argument: str = "optimizer"
+    ) -> PyTree:
         """Return the initial state of `tx`, made from each stage's own leaves.
 
         Args:
           tx: a transform whose result for a leaf depends on this leaf alone.
           params: the parameters.
+          argument: the public argument that `tx` was, for the message.
 
         Returns:
           The state that `tx` has without stages, with a `Staged` tree in the place of each tree
           like the parameters. Leaves that are equal on all stages, such as counters, are unchanged.
 
         Raises:
-          ValueError: `tx` mixes leaves: in a trial on small arrays its results differ between the
-            whole model and single stages.
+          ValueError: `tx` mixes leaves, or its program does not prove that it doesn't.
         """
-        if is_elementwise(self, tx):
+        reading = self._read(tx, params, argument)
+        if reading.on_buffers:
             return self._on_mesh(tx.init(params))  # type: ignore[arg-type]
         kinds = {name: x.dtype for name, x in params.items()}
         stages = range(self.num_stages)
         every = [jax.eval_shape(self._seen(tx.init, s), self.types(s, kinds)) for s in stages]
-        trial = trial_of(self, tx)
-        form = _form(self, every, trial.is_shared)
-        keeps = trial.is_elementwise and form.is_like(self)
+        form, keeps = _form(self, every, reading.shared[0]), reading.by_element
 
         def branch(stage: int, staged: list[Buffers], _: list[Any]) -> Any:
             tree = self.tree(staged[0], stage, keeps)
@@ -73,11 +73,11 @@ class StagePacking(BufferPacking):
         extra: Mapping[str, Any],
     ) -> tuple[Staged, PyTree]:
         """Return updates and the new state, from `tx.update` on each stage's own leaves."""
-        if is_elementwise(self, tx):
+        reading = self._read(tx, updates if params is None else params)
+        if reading.on_buffers:
             return tx.update(updates, state, params, **extra)  # type: ignore[return-value]
         before, staged, shared = _Form.of(self, state)
-        trial = trial_of(self, tx)
-        keeps = trial.is_elementwise and before.is_like(self)
+        keeps = reading.by_element
         names = ["updates"] + ["params"] * (params is not None)
         names += [name for name, x in extra.items() if isinstance(x, Staged)]
         trees = {"updates": updates, "params": params, **extra}
@@ -94,12 +94,12 @@ class StagePacking(BufferPacking):
         operands = [*(trees[name].buffers for name in names), *staged]
         equal = [*(extra[name] for name in arrays), *shared]
         form = before
-        if not trial.keeps_structure:  # such as that of optax.monitor, which begins empty
+        if len(reading.shared) > 1:  # such as that of optax.monitor, which begins empty
             local = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), operands)
             every = [
                 jax.eval_shape(partial(updated, s), local, equal)[1] for s in range(self.num_stages)
             ]
-            form = _form(self, every, trial.is_shared)
+            form = _form(self, every, reading.shared[1])
 
         def branch(stage: int, staged: list[Buffers], shared: list[Any]) -> Any:
             new_updates, after = updated(stage, staged, shared)
@@ -108,6 +108,20 @@ class StagePacking(BufferPacking):
 
         results, equal = _per_stage(self, branch, operands, equal)
         return self.staged(results[0]), form.state(results[1:], equal)
+
+    def _read(
+        self, tx: optax.GradientTransformationExtraArgs, tree: Staged, argument: str = "optimizer"
+    ) -> StageReading:
+        """Read a transform; raise `ValueError` unless its result for a leaf depends on it alone."""
+        dtypes = tuple((name, np.dtype(x.dtype)) for name, x in sorted(tree.items()))
+        reading = read_on_stages(self, tx, dtypes)
+        if reading.refusal:
+            raise ValueError(
+                f"`{argument}` must not hold a transform whose result for a leaf depends on leaves "
+                "of other stages, since each stage of a pipeline updates its own leaves, and its "
+                f"program does not prove that none does: {reading.refusal}"
+            )
+        return reading
 
     def _seen(self, fn: Callable[..., PyTree], stage: int) -> Callable[..., PyTree]:
         """Return `fn`, of a transform, that sees each tied parameter of a stage once."""
@@ -137,12 +151,15 @@ class StagePacking(BufferPacking):
         """Return the state with buffers split over the stages; fresh zeros would be replicated."""
         if not jax.sharding.get_abstract_mesh().empty:
             return state  # the caller has mapped axes, and places the state
+        automatic = frozenset(self.mesh.abstract_mesh.auto_axes)
+        if self.axis_name not in automatic:
+            return state  # zeros like parameters have their type, which holds the sharding
 
         def place(x: Any) -> Any:
             if not isinstance(x, Staged):
                 return x
             specs = x.packing.specs
-            shardings = {name: NamedSharding(self.mesh, specs[name]) for name in x}
+            shardings = {n: NamedSharding(self.mesh, only_over(specs[n], automatic)) for n in x}
             return x.packing.staged(
                 {n: lax.with_sharding_constraint(y, shardings[n]) for n, y in x.items()}
             )
@@ -219,17 +236,6 @@ class _Form(NamedTuple):
             [x for x in nodes if not isinstance(x, Staged)],
         )
 
-    def is_like(self, packing: BufferPacking) -> bool:
-        """Return whether all arrays of the state have the shapes of their parameters.
-
-        Those of a factored second moment do not: it combines the elements of rows and columns.
-        """
-        for node in (p for p in self.nodes if p is not None and p.outer == packing.outer):
-            for leaves, (leaf,) in zip(node.leaves, packing.leaves, strict=True):
-                if any(x.shape != leaf.shape for x in leaves):
-                    return False
-        return True
-
     def packed(
         self, state: PyTree, stage: int, keeps_parts: bool
     ) -> tuple[list[Buffers], list[Any]]:
@@ -294,16 +300,13 @@ def _is_array(x: Any) -> bool:
     return isinstance(x, jax.Array | np.ndarray | np.generic)
 
 
-def _form(
-    packing: StagePacking, states: Sequence[PyTree], is_shared: Callable[[int], bool]
-) -> _Form:
+def _form(packing: StagePacking, states: Sequence[PyTree], shared: Sequence[bool]) -> _Form:
     """Return the form of the states of all stages.
 
     Args:
       packing: the packing of the parameters.
       states: one state of types for each stage.
-      is_shared: tells by the number of a leaf, among those that do not mirror the parameters,
-        whether it is equal on all stages.
+      shared: for each array that does not mirror the parameters, whether it is equal on all stages.
     """
     flat = [jax.tree.flatten(state, is_leaf=packing.mirrors) for state in states]
     structure = flat[0][1]
@@ -313,14 +316,12 @@ def _form(
             f"{', '.join(str(other) for _, other in flat)}."
         )
     nodes: list[Any] = []
-    number = 0
+    are_shared = iter(shared)
     for values in zip(*(nodes_of_stage for nodes_of_stage, _ in flat), strict=True):
         if packing.mirrors(values[0]):
             nodes.append(packing.like(values))
             continue
-        same = len({(x.shape, x.dtype) for x in values}) == 1
-        nodes.append(None if same and is_shared(number) else _packing_of_values(packing, values))
-        number += 1
+        nodes.append(None if next(are_shared, True) else _packing_of_values(packing, values))
     return _Form(structure, tuple(nodes))
 
 
@@ -381,20 +382,19 @@ def _per_stage(
 def _branches(branches: Sequence[Callable[..., Any]], *operands: PyTree) -> Callable[..., Any]:
     """Return a function (number of a branch, *operands) that runs this branch.
 
-    Branches with equal programs, such as those of stages with equal layers, become one branch,
+    Branches that compute the same, such as those of stages with equal layers, become one branch,
     which is compiled once. Each result has the dtype to which those of all branches promote.
     """
     programs: dict[Any, Any] = {}
+    reader = ProgramReader()
     numbers, kinds = [], []
     structure: Any = None
     for branch in branches:
         closed, results = jax.make_jaxpr(branch, return_shape=True)(*operands)
         leaves, structure = jax.tree.flatten(results)
         kinds.append([x.dtype for x in leaves])
-        # The text of a program abbreviates arrays that are literals, so they are added to the key.
-        atoms = (v for equation in equations_in(closed) for v in equation.invars)
-        arrays = [v.val for v in atoms if isinstance(v, Literal) and np.ndim(v.val)]
-        key = str(closed.jaxpr), tuple(map(_constant, (*closed.consts, *arrays)))
+        prints = any(map(has_side_effects, closed.jaxpr.eqns))
+        key = len(programs) if prints else reader.key(closed)
         numbers.append(programs.setdefault(key, (len(programs), closed))[0])
     # `jnp.result_type` refuses PRNG keys, so equal dtypes are kept without it.
     widest = [x[0] if len(set(x)) == 1 else jnp.result_type(*x) for x in zip(*kinds, strict=True)]
@@ -408,9 +408,3 @@ def _branches(branches: Sequence[Callable[..., Any]], *operands: PyTree) -> Call
     if len(every) == 1:
         return lambda index, *operands: every[0](*operands)
     return lambda index, *operands: lax.switch(jnp.asarray(numbers)[index], every, *operands)
-
-
-def _constant(x: Any) -> Any:
-    """Return a key that distinguishes constants of programs: the value of small arrays."""
-    is_small = isinstance(x, np.ndarray | np.generic) and x.size < 4096
-    return (str(x.dtype), x.shape, x.tobytes()) if is_small else id(x)

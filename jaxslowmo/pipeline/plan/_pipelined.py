@@ -33,6 +33,7 @@ class Pipelined(LossProgram):
       data_axes: the axes over which each microbatch is split.
       remat: whether forward passes are computed again in the backward pass.
       param_specs: a `PartitionSpec` for each buffer of the parameters.
+      param_types: the type of each buffer.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -45,6 +46,7 @@ class Pipelined(LossProgram):
         self.data_axes: tuple[str, ...] = plan.data_axes
         self.remat: bool = plan.remat
         self.param_specs: Staged = plan.layout.specs
+        self.param_types: Staged = plan.layout.types
         self._run = jax.custom_vjp(self._evaluated)
         # `symbolic_zeros` tells whether a gradient of the batch is requested, which is an error.
         self._run.defvjp(self._differentiated, self._pulled_back, symbolic_zeros=True)

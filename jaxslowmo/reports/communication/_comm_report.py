@@ -1,10 +1,12 @@
 """`comm_report`: what a step communicates, found without running it."""
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 
+from ...transform import ParameterTransform
 from ._collectives import ProgramCollectives
 from ._comm_rows import LEVELS, CommReport, CommRow
 from ._hlo import read_hlo
@@ -53,7 +55,7 @@ def comm_report(fn: Callable[..., Any] | Any, *args: Any, **kwargs: Any) -> Comm
       fn: a function (it is jitted), a jitted function, or a step object with a method
         `lowered_by_phase(*args, **kwargs)` that returns a dict of `jax.stages.Lowered` by kind (key
         None, or the program alone: one program for all kinds); or `traced_by_phase`, the same with
-        `jax.stages.Traced`.
+        `jax.stages.Traced`. Of the `sync` of a step object the report says where its state is.
       *args: arguments of `fn`: arrays or `jax.ShapeDtypeStruct`s.
       **kwargs: its keyword arguments.
 
@@ -72,7 +74,10 @@ def comm_report(fn: Callable[..., Any] | Any, *args: Any, **kwargs: Any) -> Comm
     meshes = meshes_of_arguments((args, kwargs))
     for method in ("lowered_by_phase", "traced_by_phase"):
         if hasattr(fn, method):
-            return _report(getattr(fn, method)(*args, **kwargs), meshes, compile=True)
+            report = _report(getattr(fn, method)(*args, **kwargs), meshes, compile=True)
+            sync = getattr(fn, "sync", None)
+            stored = sync.spec.layout.stored() if isinstance(sync, ParameterTransform) else ""
+            return dataclasses.replace(report, state=stored)
     if not callable(fn):
         raise TypeError(
             "`fn` must be a function, a jitted function or a step object with "

@@ -62,12 +62,15 @@ class CommReport:
       levels: ("emitted", "compiled"), or only the first if nothing was compiled: on request, or
         because the program was traced for an abstract mesh; only the second of programs that were
         compiled already.
+      state: where the step's parameter transform stores its state, sharded or whole, and why; ""
+        if every replica has all of it in any case, or the report is not on a step.
     """
 
     rows: tuple[CommRow, ...]
     kinds: tuple[str, ...]
     axes: tuple[str, ...]
     levels: tuple[str, ...] = LEVELS
+    state: str = ""
 
     def select(
         self,
@@ -168,11 +171,12 @@ class CommReport:
         return sum(row.wire_bytes for row in self._of_one_kind(axis, collective, kind, level))
 
     def to_json(self) -> str:
-        """Return the report as a JSON object with the keys kinds, axes, levels and rows."""
+        """Return the report as a JSON object with the attributes as keys."""
         return json.dumps(asdict(self))
 
     def __str__(self) -> str:
-        return _table(self.kinds, self.levels, self.rows)
+        table = _table(self.kinds, self.levels, self.rows)
+        return f"{table}\nstate of `sync`: {self.state}" if self.state else table
 
     def _of_one_kind(
         self, axis: str | Sequence[str] | None, collective: str | None, kind: str | None, level: str

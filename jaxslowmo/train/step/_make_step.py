@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
+import jax
 import optax
 
 from ..._support.checks import as_int, check_choice
@@ -144,24 +145,23 @@ def make_train_step(
         `js.chain` that reduces, `sync` with one that exchanges, several parameter transforms in it;
         with `embeddings`, `gradients` that rows cannot pass through; `compiler_options` that are
         no mapping of names to str, int, float or bool, or are for another platform than that of
-        `mesh` (for a virtual one, of the default device). At `init` or the first step:
-        undeclared collectives over replicas in a transform; a parameter transform inside
-        `gradients`, or hidden in `optimizer` if host-scheduled or if model state follows it;
+        `mesh` (for a virtual one, of the default device); for a pipeline, an `optimizer` whose
+        result for a leaf depends on leaves of other stages, or is not proved not to. At `init` or
+        the first step: undeclared collectives over replicas in a transform; a parameter transform
+        inside `gradients`, or hidden in `optimizer` if host-scheduled or if model state follows it;
         replicas that would train independently; with `embeddings`, on any number of replicas, an
         `optimizer` that averages gradients, exchanges parameters, or holds
         `js.clip_by_global_norm`, `optax.apply_if_finite`, `optax.MultiSteps` or `js.accumulate`;
         `optax.apply_if_finite` around a transform that exchanges; with `validate="after"`, neither
         clipping nor loss scale of this library, one hidden in an `optax.chain`, several clippings,
         one in `gradients` that is not last, or one with an `optimizer` that exchanges by itself;
-        with `order="ready"`, a reduction hidden in an `optax.chain`. At the first step: a `value`
-        that the step cannot average. At trace time: batches that do not split evenly, a loss
-        that is not floating, gradients not averaged over the inner axes, a line search with
-        averaged gradients, `js.slowmo(learning_rate="optimizer")` without exactly one learning rate
-        in the state of `optimizer`.
-      UserWarning: once, for an `optimizer` that undoes what `sync` does (an optimizer of another
-        library is tried on a few numbers), for `optax.contrib.sam` or `optax.MultiSteps` with a
-        period that `sync` cuts, and for `js.Policy("float16")` without a `js.dynamic_loss_scale` in
-        `optimizer`.
+        with `order="ready"`, a reduction hidden in an `optax.chain`. At trace time: batches that do
+        not split evenly, a loss that is not floating, gradients not averaged over the inner axes, a
+        line search with averaged gradients, `js.slowmo(learning_rate="optimizer")` without exactly
+        one learning rate in the state of `optimizer`.
+      UserWarning: once, for `optax.contrib.sam` or `optax.MultiSteps` where `sync` also exchanges
+        between their updates, whatever their period is, and for `js.Policy("float16")` without a
+        `js.dynamic_loss_scale` in `optimizer`.
 
     Communication: what `gradients` and `sync` state, once per update whatever `accumulate`; model
       state as above (one all-reduce of its bytes); over inner axes one all-reduce each of metrics
@@ -240,7 +240,9 @@ def make_train_step(
         loss, num_microbatches = dispatched.loss, 1
     if lookup.embeddings is not None:
         loss, sync_transform = lookup.of_loss(loss), lookup.of_sync(sync_transform)
-    optimizer = program.tied_transform(optimizer)
+    optimizer = over_stages(program.tied_transform(optimizer))
+    if program.param_types is not None:  # refuses at once what takes leaves of several stages
+        jax.eval_shape(optimizer.init, program.param_types)
     if gradients is not None and spec_of(gradients).clips:
         gradients = program.tied_transform(gradients)
     specs = program.param_specs
@@ -257,7 +259,7 @@ def make_train_step(
             dispatched=dispatched,
         ),
         gradients=None if gradients is None else checked_gradients(gradients),
-        optimizer=over_stages(optimizer),
+        optimizer=optimizer,
         sync=None if sync_transform is None else sync_transform.sized(dict(mesh.shape)),
         independent=independent,
         axis_name=axis_name,

@@ -14,10 +14,9 @@ from jax.sharding import PartitionSpec as P
 from ..._support.types import AxisName, PyTree
 from ...gradients.precision import loss_scale_of
 from ...mesh import AnyMesh, VirtualMesh, axis_names, inner_specs, model_axes, specs_key, specs_over
-from ...transform import NoExchangeState, ParameterTransform, has_origin
+from ...transform import NoExchangeState, ParameterTransform, instants, known_states
 from ...tree import leaf_names, not_floating
 from .._train_state import KnownLayout, StateLayout, TrainState
-from ._probe import COUNTING, check_remembered
 from ._transforms import check_transforms
 from .update import AnyLookup, GradientWindow, StepParts
 
@@ -55,15 +54,15 @@ def check_state(
             "nothing is wrong."
         )
     if sync is not None and is_first:
-        params, optimizer_state = lookup.dense(state.params), lookup.dense(state.opt_state[1])
-        kinds = _classes_in(optimizer_state) - _classes_in(params)
-        unknown = sorted(kind.__name__ for kind in kinds if _is_unknown_class(kind))
-        if not all(map(_has_class, jax.tree.leaves(optimizer_state, is_leaf=_has_class))):
-            unknown = unknown or ["arrays without a class"]
-        counting = sorted(COUNTING.keys() & {kind.__name__ for kind in kinds})
-        if unknown or counting:
-            arguments = parts.optimizer, params, sync, warn
-            check_remembered(*arguments, unknown=unknown, counting=counting)
+        exchanges = [t for t in instants(sync.schedules) if sync.phase(t)]
+        for _, known in known_states(lookup.dense(state.opt_state[1])):
+            # Its period is not known, but only 1 divides them all.
+            if known.between and math.gcd(*exchanges) == 1:
+                warn(
+                    f"`optimizer` holds {known.name}, which updates in some of its calls only, and "
+                    f"`sync` also exchanges in between, where {known.between}. Make `sync_every` a "
+                    f"multiple of its period, or {known.instead}."
+                )
 
 
 def of_one_replica(x: Any) -> Any:
@@ -72,30 +71,6 @@ def of_one_replica(x: Any) -> Any:
         return x
     local = x.addressable_data(0) if isinstance(x, jax.Array) else x
     return np.asarray(local)[0]
-
-
-def _has_class(x: Any) -> bool:
-    """Return whether `x` is a NamedTuple, whose class identifies an optimizer's state."""
-    return hasattr(type(x), "_fields")
-
-
-def _classes_in(tree: PyTree) -> set[type]:
-    """Return the classes of all NamedTuples in a tree, nested ones included."""
-    classes: set[type] = set()
-
-    def note(x: Any) -> bool:
-        if _has_class(x):
-            classes.add(type(x))
-        return False
-
-    jax.tree.leaves(tree, is_leaf=note)
-    return classes
-
-
-def _is_unknown_class(kind: type) -> bool:
-    """Return whether states of this class may hold copies of the parameters in unknown fields."""
-    is_registered = kind.__module__.partition(".")[0] in ("optax", "jaxslowmo")
-    return not is_registered and not has_origin(kind)
 
 
 def check_shards(shards: list[Any]) -> None:

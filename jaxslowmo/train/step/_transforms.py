@@ -1,7 +1,6 @@
 """The transforms of a step: splitting of chains, and errors for combinations that do not work."""
 
 import math
-from collections.abc import Collection, Iterator
 from typing import Any, Literal
 
 import jax
@@ -11,6 +10,7 @@ import optax
 from ..._support.types import AxisName, PyTree
 from ...gradients.clipping import ClipByGlobalNormState, clip_state
 from ...gradients.precision import DynamicLossScaleState, check_place
+from ...gradients.reducer import AccumulateState
 from ...mesh import AnyMesh, axis_names, model_axes
 from ...tracing import UpdateFacts, read_update
 from ...transform import (
@@ -21,6 +21,7 @@ from ...transform import (
     chain,
     holds_state,
     is_identity,
+    known_states,
     over_stages,
     spec_of,
 )
@@ -289,15 +290,6 @@ def _differing(axes: PyTree, inside: tuple[str, ...]) -> str:
     return ", ".join(f"{name} (over {names})" for name, names in pairs if names)
 
 
-def _states_called(names: Collection[str], tree: PyTree) -> Iterator[Any]:
-    """Return the states in a tree whose classes have one of these names."""
-
-    def is_one(x: object) -> bool:
-        return type(x).__name__ in names
-
-    return filter(is_one, jax.tree.leaves(tree, is_leaf=is_one))
-
-
 def _check_hidden_scale(unknown: list[PyTree]) -> None:
     """Raise `ValueError` for an optax.chain with a transform before its loss scale.
 
@@ -319,21 +311,20 @@ def _check_hidden_scale(unknown: list[PyTree]) -> None:
 def _check_conditions(states: dict[str, PyTree], num_replicas: int) -> None:
     """Raise `ValueError` for a transform that exchanges in a wrapper that may not call it."""
     for argument, state in states.items():
-        for x in _states_called({"ApplyIfFiniteState", "MultiStepsState"}, state):
+        for x, known in known_states(state):
             inside = tuple(x)
             if not any(holds_state(inside, kind) for kind in _MOVES):
                 continue
-            if type(x).__name__ == "ApplyIfFiniteState" and num_replicas > 1:
+            if isinstance(x, optax.ApplyIfFiniteState) and num_replicas > 1:
                 raise ValueError(
                     f"`{argument}` holds an optax.apply_if_finite around a transform that "
                     "exchanges: a replica that drops an update would leave the others waiting for "
                     "it. Put it around the optimizer alone."
                 )
-            if type(x).__name__ == "MultiStepsState" and argument == "gradients":
+            if isinstance(x, optax.MultiStepsState) and argument == "gradients":
                 raise ValueError(
                     "`gradients` holds an optax.MultiSteps around a transform that exchanges, and "
-                    "would give the optimizer zeros in calls that only collect: use `accumulate` "
-                    "of js.make_train_step or step.collect."
+                    f"would give the optimizer zeros in calls that only collect: {known.instead}."
                 )
 
 
@@ -377,26 +368,14 @@ def _is_last(state: PyTree) -> bool:
     return isinstance(state, ClipByGlobalNormState)
 
 
-_ONLY_COLLECTS = (
-    "and rows would move in calls that only collect: use `accumulate` of js.make_train_step or "
-    "step.collect"
-)
-# States of transforms that act on a whole update, but in the step see its dense part only.
-_SEE_DENSE_ALONE = {
-    "ClipByGlobalNormState": "js.clip_by_global_norm, whose norm is that of the whole model, and "
+# States of transforms of this package that act on a whole update, but in the step see its dense
+# part only.
+_SEE_DENSE_ALONE: dict[type, str] = {
+    ClipByGlobalNormState: "js.clip_by_global_norm, whose norm is that of the whole model, and "
     "rows would be neither counted nor clipped: pass it last in `gradients`, or in a js.chain in "
     "front of the optimizer, or clip dense gradients alone by optax.clip_by_global_norm",
-    "ApplyIfFiniteState": "optax.apply_if_finite, and rows would move in updates that it drops: "
-    "use js.dynamic_loss_scale, which tables follow",
-    "MultiStepsState": f"optax.MultiSteps, {_ONLY_COLLECTS}",
-    "ApplyEvery": f"optax.apply_every, {_ONLY_COLLECTS}",
-    "AccumulateAvgUpdatesState": "optax.experimental.aggregating.accumulate_avg_updates, "
-    f"{_ONLY_COLLECTS}",
-    "AccumulateState": f"js.accumulate, {_ONLY_COLLECTS}",
-    "ConditionallyMaskState": "optax.conditionally_mask, and rows would move in updates that it "
-    "drops: leave these calls out, or freeze dense parameters alone by a learning rate of 0",
-    "SAMState": "optax.contrib.sam, and rows would move in its adversarial calls, too: pass "
-    "the optimizer inside of it alone",
+    AccumulateState: "js.accumulate, and rows would move in calls that only collect: use "
+    "`accumulate` of js.make_train_step or step.collect",
 }
 
 
@@ -416,10 +395,14 @@ def _check_optimizer_with_tables(optimizer: PyTree, unknown: PyTree) -> None:
             "`optimizer` with `embeddings` holds a js.dynamic_loss_scale that the step does not "
             f"see, and gradients of rows would stay scaled. {USE_CHAIN}"
         )
-    for x in _states_called(_SEE_DENSE_ALONE, optimizer):
+    wrong = [text for kind, text in _SEE_DENSE_ALONE.items() if parts_of(optimizer, kind)]
+    for _, known in known_states(optimizer):
+        if known.with_tables:
+            wrong.append(f"{known.name}, and {known.with_tables}: {known.instead}")
+    if wrong:
         raise ValueError(
             "`optimizer` with `embeddings` updates dense parameters alone, and must not hold "
-            f"{_SEE_DENSE_ALONE[type(x).__name__]}."
+            f"{wrong[0]}."
         )
 
 

@@ -68,9 +68,8 @@ def test_steps_of_optimizers_equal_those_without_stages(mesh_of, name, kind):
     pipe = pipeline(mesh, schedule)
     found, known = check(mesh, pipe, PER_LEAF[name], tolerance)
     layers = pipe.layout.unstack_like(found.opt_state)
-    if name != "flatten":  # whose state is a vector for each stage
-        assert jax.tree.structure(layers) == jax.tree.structure(known.opt_state)
-        assert_close(layers, known.opt_state, tolerance)
+    assert jax.tree.structure(layers) == jax.tree.structure(known.opt_state)
+    assert_close(layers, known.opt_state, tolerance)
 
 
 @pytest.mark.exhaustive  # the next test is the usual case
@@ -104,8 +103,8 @@ def test_moments_lie_as_the_parameters_and_nothing_is_gathered(mesh_of):
         assert x.is_equivalent_to(NamedSharding(x.mesh, spec), len(spec))
 
 
-# A clip far above all norms but those of one trial; a distance that grows; an axis that is mapped;
-# ours, inside of an optax.chain; a number that is not finite.
+# A clip far above all norms; a distance that grows; an axis that is mapped; ours, inside of an
+# optax.chain; a number that is not finite.
 TOLD = {"a_large_norm", "prodigy", "hidden_reduction", "hidden_clip", "apply_if_finite"}
 
 
@@ -157,15 +156,18 @@ def test_an_optimizer_sees_paths_and_shapes_of_the_model_and_nothing_else(mesh_o
         assert own in seen
 
 
-def test_what_cannot_be_tried_is_said(mesh_of):
-    def update(updates, state, params=None):
-        assert updates[0]["table"].shape in ((8, 4), ()), "a trial has other shapes"
-        return jax.tree.map(lambda x: x / jnp.max(x), updates), state
-
-    tx = optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+def test_what_mixes_is_refused_when_the_step_is_made(mesh_of):
+    """With what to use instead."""
     pipe = pipeline(mesh_of({"stage": 2}))
-    with pytest.warns(UserWarning, match=r"`optimizer`.*AssertionError: a trial has other shapes"):
-        jax.eval_shape(js.chain(tx).init, pipe.layout.types)
+    for tx, instead in {
+        optax.clip_by_global_norm(1.0): "js.clip_by_global_norm",
+        optax.apply_if_finite(optax.sgd(0.1), 3): "optax.apply_if_finite use js.dynamic_loss_scale",
+        optax.chain(optax.flatten(optax.adam(0.1))): "computed from",
+        optax.stateless(lambda updates, params: updates["no layers"]): "TypeError",
+    }.items():
+        with pytest.raises(ValueError, match=r"`optimizer`.*other stages") as refused:
+            js.make_train_step(pipe, tx, mesh=pipe.mesh, axis_name=(), sync="none")
+        assert instead in str(refused.value)
 
 
 def test_hyperparameters_are_read_and_set_as_without_stages(mesh_of):

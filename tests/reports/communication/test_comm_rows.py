@@ -62,7 +62,7 @@ def test_table():
 
 def test_json():
     read = json.loads(REPORT.to_json())
-    assert set(read) == {"rows", "kinds", "axes", "levels"}
+    assert set(read) == {"rows", "kinds", "axes", "levels", "state"}
     assert read["kinds"] == ["local", "slow", "idle"]
     assert read["rows"][0]["wire_bytes"] == 6_000_000
     assert len(read["rows"]) == len(REPORT.rows)

@@ -51,7 +51,7 @@ RUNS = {
     "sharded": (LOCAL, DEVICES | {"fsdp": 2}, {}),
 }  # fmt: skip
 
-pytestmark = pytest.mark.filterwarnings("ignore:`optimizer` holds optax.contrib.sam:UserWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:`optimizer` holds optax:UserWarning")
 
 
 def linear(params, batch):

@@ -11,7 +11,7 @@ must know: the norm of all gradients, and whether one is infinite.
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,15 @@ from ....collectives import all_mean, weighted_means
 from ....gradients.clipping import clip_state, scaled
 from ....gradients.precision import was_skipped
 from ....mesh import axis_names, axis_size
-from ....transform import GradientSpec, Reduction, Validation, holds_state, run_if, spec_of
+from ....transform import (
+    GradientSpec,
+    Reduction,
+    Validation,
+    holds_state,
+    run_if,
+    spec_of,
+    takes_extra,
+)
 from ._batch_gradients import LossData
 
 USE_CHAIN = (
@@ -158,25 +166,9 @@ def _refusing(axes: tuple[str, ...]) -> Callable[[PyTree], jax.Array]:
 
 
 _NO_VALUE = (
-    "`optimizer` asks for `value`, the loss averaged as gradients are, and they are averaged by "
-    f"transforms that the step does not see. {USE_CHAIN}"
+    "If `optimizer` asks for `value`, the loss averaged as gradients are: they are averaged by "
+    f"transforms that the step does not see, so it has none to pass. {USE_CHAIN}"
 )
-
-
-class UnknownLoss:
-    """A placeholder for a loss that is not averaged as gradients were; any computation raises.
-
-    Transforms that ignore `value` may pass it on.
-    """
-
-    def _refuse(self, *_: Any) -> NoReturn:
-        raise ValueError(_NO_VALUE)
-
-    __jax_array__ = __array__ = __getattr__ = __float__ = __bool__ = __abs__ = __neg__ = _refuse
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __pow__ = __rpow__ = _refuse
-    __truediv__ = __rtruediv__ = __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = _refuse
-    __lt__ = __le__ = __gt__ = __ge__ = __eq__ = __ne__ = _refuse  # type: ignore[assignment]
-    __hash__ = object.__hash__
 
 
 def accepted_arguments(spec: GradientSpec, state: PyTree, **arguments: Any) -> dict[str, Any]:
@@ -214,8 +206,8 @@ def run_optimizer(
     if its spec takes them.
 
     Raises:
-      ValueError: it calls `value_fn` and gradients are averaged over some axis, or uses a value
-        that is not known.
+      ValueError: it calls `value_fn` and gradients are averaged over some axis.
+      Exception: what the optimizer raises, with a note where there was no `value` to pass.
 
     Communication: the optimizer's.
     """
@@ -225,19 +217,16 @@ def run_optimizer(
 
     searches = data is not None and not averaged
     value_fn = partial(loss_at, data=data) if searches else _refusing(averaged)
-    loss = UnknownLoss() if value is None else value
-    run = partial(optimizer.update, grads, state, params)
+    loss = {"grad": grads, "value_fn": value_fn, **({} if value is None else {"value": value})}
+    extra = {**loss, **static, **arrays}
+    if not takes_extra(state):
+        extra = {name: x for name, x in extra.items() if name in spec.takes - {"weight"}}
     try:
-        return run(value=loss, grad=grads, value_fn=value_fn, **static, **arrays)
-    except (TypeError, ValueError) as error:
-        # jax's functions raise this error for an `UnknownLoss` as operand.
-        if value is None and "__jax_array__" in str(error):
-            raise ValueError(_NO_VALUE) from error
-        # optax requires transforms to ignore unknown arguments; `optax.contrib.sam` does not.
-        if "unexpected keyword argument" not in str(error):
-            raise
-        few = {**static, **arrays}
-        return run(**{name: x for name, x in few.items() if name in spec.takes - {"weight"}})
+        return optimizer.update(grads, state, params, **extra)
+    except Exception as error:
+        if value is None:
+            error.add_note(_NO_VALUE)
+        raise
 
 
 def optimizer_rate(opt_state: PyTree) -> Any:

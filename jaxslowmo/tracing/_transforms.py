@@ -1,0 +1,566 @@
+"""What an optax transform's result for a leaf depends on, read from its programs.
+
+`init` and `update` are traced for given parameters, and their equations are followed from inputs to
+outputs, through calls, conditionals and loops. Nothing is run. Each value of a program gets the
+leaves that it depends on, and the number of the expression that computes it: equal numbers mean
+equal expressions. So a transform can also be compared to itself for other parameters, such as the
+leaves of one stage, or flat buffers.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.core import Tracer
+
+from .._support.types import PyTree
+from ..tree import leaf_names
+from ._programs import CALLS, interpret, scan_operands
+
+Kind = Literal["element-wise", "leaf-wise", "mixing"]
+
+# The result of these primitives for an element depends on no other element.
+_OF_ELEMENTS = frozenset(
+    [
+        *["abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2"],
+        *["atanh", "cbrt", "ceil", "clamp", "convert_element_type", "copy", "copy_p", "cos"],
+        *["cosh", "div", "eq", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "floor", "ge"],
+        *["gt", "integer_pow", "is_finite", "le", "lgamma", "log", "log1p", "logistic", "lt"],
+        *["max", "mesh_cast", "min", "mul", "ne", "neg", "nextafter", "not", "or", "pow", "pvary"],
+        *["reduce_precision", "rem", "reshard", "round", "rsqrt", "select_n"],
+        *["sharding_constraint", "sign", "sin", "sinh", "sqrt", "square", "stop_gradient", "sub"],
+        *["tan", "tanh", "xor"],
+    ]
+)
+# Each result of these primitives depends on the operand of its own position.
+_SIDE_BY_SIDE = frozenset({"optimization_barrier", "pmax", "pmin", "psum"})
+_OF_SHAPES = frozenset({"shape", "sharding", "broadcast_dimensions", "out_sharding"})
+_NUM_COMPARED = 4096  # elements of a constant up to which its values are compared
+
+
+class Reading(NamedTuple):
+    """What the programs of a transform prove for the parameters that they were traced for.
+
+    Attributes:
+      kind: "element-wise": the result for an element depends on the same element of gradient, state
+        and parameter, and on numbers that all leaves share, and elements of all leaves of a dtype
+        are treated alike. "leaf-wise": the result for a leaf depends on this leaf and on what all
+        leaves share. "mixing": it depends on other leaves, or nothing could be proved.
+      why: why `kind` is no stricter, a clause about the transform; "" if it is "element-wise".
+      by_element: whether no result combines elements of a leaf; leaves may be treated differently.
+      leaves: for each leaf a key of its results: with equal keys of two readings by one reader,
+        both compute the same from this leaf and from what leaves share.
+      shared: for each array of the state that belongs to no leaf a key of how it is computed; None
+        for one that is computed from leaves. One tuple for the state that `init` makes; if an
+        update gives the state another structure, another one for that.
+    """
+
+    kind: Kind
+    why: str
+    by_element: bool = False
+    leaves: tuple[Any, ...] = ()
+    shared: tuple[tuple[Any, ...], ...] = ()
+
+    def equals_on_buffers(self, buffers: "Reading", leaf_of: Sequence[int]) -> bool:
+        """Return whether a transform has the same results on buffers as on the leaves in them.
+
+        Args:
+          buffers: the reading for the buffers as parameters, by the same reader.
+          leaf_of: the position of a leaf in each buffer.
+        """
+        pairs = zip(buffers.leaves, leaf_of, strict=True)
+        return (
+            {self.kind, buffers.kind} == {"element-wise"}
+            and self.shared == buffers.shared
+            and all(key == self.leaves[i] for key, i in pairs)
+        )
+
+
+class ProgramReader:
+    """A reader of programs; what it returns for several programs can be compared.
+
+    It holds the constants of all programs that it has read.
+    """
+
+    def __init__(self) -> None:
+        self._expressions = _Expressions()
+
+    def read(
+        self,
+        tx: optax.GradientTransformation,
+        params: PyTree,
+        *,
+        structure: Any = None,
+        is_like: Callable[[Any], bool] | None = None,
+        extra: Iterable[str] = (),
+    ) -> Reading:
+        """Read a transform.
+
+        Args:
+          tx: the transform.
+          params: arrays or types, for which `init` and `update` are traced.
+          structure: structure of `params` with one leaf per parameter, in the place of which may
+            be an empty tree, such as `optax.MaskedNode()`. The default is that of `params`.
+          is_like: whether a part of the state is a tree like the parameters, whose parts belong to
+            the leaves. The default is a tree of the same structure, with arrays of the shape of
+            each parameter, or none, in its place.
+          extra: names of the extra arguments of `update`, of "value", "grad" and "value_fn".
+
+        Communication: none; nothing is run.
+        """
+        structure = jax.tree.structure(params) if structure is None else structure
+        of_params = _OfParams(self._expressions, structure, params, is_like)
+        try:
+            return of_params.reading(optax.with_extra_args_support(tx), extra)
+        except Exception as error:  # a transform is any code, and tracing it may raise anything
+            what = f"{type(error).__name__}: {error}"
+            return Reading("mixing", f"it can't be traced for these parameters ({what})")
+
+    def key(self, program: Any) -> Any:
+        """Return a key of a program: programs with equal keys compute the same results."""
+        return self._expressions.program(program)
+
+
+class _Value(NamedTuple):
+    """One value of a program.
+
+    Attributes:
+      number: number of the expression that computes it.
+      leaves: the leaves that it depends on, as a bit set.
+      reads: the shared arrays of the state that it depends on, as a bit set.
+      combined: name of the first operation that combined elements; "" if each element depends on
+        the same elements of leaves, or is equal to all others.
+    """
+
+    number: int
+    leaves: int = 0
+    reads: int = 0
+    combined: str = ""
+
+
+class _Expressions:
+    """A numbering of expressions: equal expressions have equal numbers."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[Any, int] = {}
+        self._kept: list[Any] = []  # objects whose identity is in a key
+
+    def number(self, *key: Any) -> int:
+        """Return the number of the expression with this key."""
+        return self._numbers.setdefault(key, len(self._numbers))
+
+    def run(self, program: Any, inputs: Sequence[_Value]) -> list[_Value]:
+        """Return the values of a program's outputs."""
+        return interpret(program, inputs, self._equation, self._constant)
+
+    def program(self, program: Any) -> Any:
+        """Return a key of a program."""
+        jaxpr = getattr(program, "jaxpr", program)
+        numbers = (self.number("argument", i) for i, _ in enumerate(jaxpr.invars))
+        outputs = self.run(program, [_Value(n, combined="argument") for n in numbers])
+        return _types(jaxpr.invars), _types(jaxpr.outvars), tuple(x.number for x in outputs)
+
+    def joined(self, key: Any, operands: Iterable[_Value], var: Any, combined: str) -> _Value:
+        """Return the value of a variable that is computed from operands."""
+        leaves = reads = 0
+        for x in operands:
+            leaves, reads = leaves | x.leaves, reads | x.reads
+        if not leaves and not getattr(var.aval, "shape", ()):
+            combined = ""  # a single number, whatever it is computed from
+        return _Value(self.number(*key), leaves, reads, combined)
+
+    def _equation(self, eqn: Any, operands: list[_Value]) -> list[_Value]:
+        name, params = eqn.primitive.name, eqn.params
+        called = params.get(CALLS.get(name, ""))
+        if called is not None:
+            return self.run(called, operands)
+        if name == "cond":
+            return self._cond(eqn, operands)
+        if name in ("scan", "while"):
+            return _Loop.of(eqn).run(self, operands)
+        if name in _SIDE_BY_SIDE and len(operands) > 1:
+            singles = zip(operands, eqn.invars, eqn.outvars, strict=True)
+            return [self._operation(eqn, [x], [i], [o])[0] for x, i, o in singles]
+        return self._operation(eqn, operands, eqn.invars, eqn.outvars)
+
+    def _operation(
+        self, eqn: Any, operands: list[_Value], invars: Sequence[Any], outvars: Sequence[Any]
+    ) -> list[_Value]:
+        name = eqn.primitive.name
+        combined = next((x.combined for x in operands if x.combined), "")
+        if name == "broadcast_in_dim" and not combined and not invars[0].aval.shape:
+            return operands[:1]  # every element of a broadcast number is that number
+        if not combined and name not in _OF_ELEMENTS:
+            combined = name
+        # The expression of an element says nothing of shapes: leaves of other shapes have it, too.
+        options = {k: x for k, x in eqn.params.items() if combined or k not in _OF_SHAPES}
+        types = _types((*invars, *outvars)) if combined else ()
+        key = name, tuple(x.number for x in operands), self._key(options), types
+        return [self.joined((*key, i), operands, v, combined) for i, v in enumerate(outvars)]
+
+    def _cond(self, eqn: Any, operands: list[_Value]) -> list[_Value]:
+        index, *rest = operands
+        by_branch = [self.run(branch, rest) for branch in eqn.params["branches"]]
+        results = []
+        for var, *values in zip(eqn.outvars, *by_branch, strict=True):
+            # An index that depends on a leaf selects all elements by some of them.
+            combined = next((x.combined for x in values if x.combined), "cond" * bool(index.leaves))
+            key = "cond", index.number, tuple(x.number for x in values)
+            results.append(self.joined(key, (index, *values), var, combined))
+        return results
+
+    def _key(self, x: Any) -> Any:
+        """Return a hashable key of an option of an equation."""
+        if hasattr(getattr(x, "jaxpr", x), "eqns"):
+            return self.program(x)
+        if isinstance(x, Mapping):
+            return tuple((str(k), self._key(y)) for k, y in sorted(x.items()))
+        if type(x) in (list, tuple):
+            return type(x), tuple(map(self._key, x))
+        try:
+            hash(x)
+        except TypeError:
+            return self._identity(x)
+        return type(x), x
+
+    def _constant(self, x: Any) -> _Value:
+        key = self._constant_key(x)
+        return _Value(self.number("constant", key), combined="constant" if np.ndim(x) else "")
+
+    def _constant_key(self, x: Any) -> Any:
+        is_readable = x is not None and not isinstance(x, Tracer) and np.size(x) < _NUM_COMPARED
+        if isinstance(x, jax.Array) and is_readable:
+            is_extended = jnp.issubdtype(x.dtype, jax.dtypes.extended)
+            is_readable = x.is_fully_addressable and not is_extended
+        if not is_readable:
+            return self._identity(object() if x is None else x)  # None: it is not in the program
+        with jax.transfer_guard("allow"):
+            array = np.asarray(x)
+        return str(array.dtype), array.shape, array.tobytes()
+
+    def _identity(self, x: Any) -> tuple[str, int]:
+        self._kept.append(x)  # so that no later object gets its id
+        return "object", id(x)
+
+
+class _Loop(NamedTuple):
+    """A loop of a program, `scan` or `while`, whose operands are given by position.
+
+    Attributes:
+      eqn: its equation.
+      key: a key of its kind and options.
+      body: the program of an iteration, which returns the carried values first.
+      takes: the operand that each input of `body` is, or begins as.
+      carry: the operand that each carried value begins as.
+      scanned: the operands of which an iteration takes a slice.
+      condition: the program that ends a `while`, and the operands that it takes.
+    """
+
+    eqn: Any
+    key: tuple[Any, ...]
+    body: Any
+    takes: Sequence[int]
+    carry: Sequence[int]
+    scanned: Sequence[int] = ()
+    condition: tuple[Any, Sequence[int]] | None = None
+
+    @classmethod
+    def of(cls, eqn: Any) -> "_Loop":
+        """Return the loop of an equation."""
+        params, every = eqn.params, [*range(len(eqn.invars))]
+        if eqn.primitive.name == "scan":
+            consts, carry, xs = scan_operands(params, every)
+            key = "scan", params["length"], params["reverse"]
+            return cls(eqn, key, params["jaxpr"], [*consts, *carry, *xs], carry, xs)
+        first = params["cond_nconsts"]
+        last = first + params["body_nconsts"]
+        condition = params["cond_jaxpr"], [*every[:first], *every[last:]]
+        body = params["body_jaxpr"]
+        return cls(eqn, ("while",), body, every[first:], every[last:], (), condition)
+
+    def run(self, expressions: _Expressions, operands: Sequence[_Value]) -> list[_Value]:
+        """Return the values of its outputs.
+
+        The expression of an output is that of a loop without what the output does not depend on.
+        """
+        every = range(len(operands))
+        numbers = [expressions.number("operand", i) for i in every]
+        marked = [_Value(n, leaves=1 << i, combined="loop") for i, n in enumerate(numbers)]
+        outputs, until = self._once(expressions, marked)
+        depends = [x.leaves for x in outputs]
+        results = []
+        for i, var in enumerate(self.eqn.outvars):
+            needed, before = depends[i] | until.leaves, -1
+            needed |= 1 << self.carry[i] if i < len(self.carry) else 0
+            while needed != before:
+                before = needed
+                for place, more in zip(self.carry, depends, strict=False):
+                    needed |= more if before >> place & 1 else 0
+            used = [*_bits(needed)]
+            rank = {place: expressions.number("operand", n) for n, place in enumerate(used)}
+            unused = expressions.number("no operand")
+            renamed = [_Value(rank.get(p, unused), combined="loop") for p in every]
+            after, ends = self._once(expressions, renamed)
+            carried = {p: after[n].number for n, p in enumerate(self.carry)}
+            key = (
+                *self.key,
+                tuple((operands[p].number, carried.get(p), p in self.scanned) for p in used),
+                _types(self.eqn.invars[p] for p in used),
+                (after[i].number, i < len(self.carry), ends.number),
+            )
+            results.append(expressions.joined(key, (operands[p] for p in used), var, self.key[0]))
+        return results
+
+    def _once(self, expressions: _Expressions, operands: Sequence[_Value]) -> Any:
+        """Return the outputs of an iteration, and of the condition, from values of operands."""
+        outputs = expressions.run(self.body, [operands[p] for p in self.takes])
+        if self.condition is None:
+            return outputs, _Value(expressions.number("no condition"))
+        program, takes = self.condition
+        return outputs, expressions.run(program, [operands[p] for p in takes])[0]
+
+
+class _Shared(NamedTuple):
+    """What is known of the arrays of a state that belong to no leaf, at any time of a run.
+
+    Attributes:
+      leaves: for each the leaves that it is computed from, as a bit set.
+      reads: for each the shared arrays that it is computed from, as a bit set.
+      keys: for each a key of how it is computed.
+    """
+
+    leaves: list[int]
+    reads: list[int]
+    keys: list[Any]
+
+    @classmethod
+    def of(cls, first: Sequence[_Value], later: Sequence[_Value] | None) -> "_Shared":
+        """Return what is known from their first values, and from those after an update.
+
+        Without `later`, what is known before any update.
+        """
+        keys = [(x.number, later and later[i].number) for i, x in enumerate(first)]
+        now = cls([x.leaves for x in first], [0] * len(first), keys)
+        before = None
+        while later is not None and now != before:
+            before = now
+            leaves = [a | now.leaves_of(x) for a, x in zip(now.leaves, later, strict=True)]
+            reads = [a | now.reads_of(x) for a, x in zip(now.reads, later, strict=True)]
+            now = cls(leaves, reads, keys)
+        return now
+
+    def leaves_of(self, x: _Value) -> int:
+        """Return the leaves that a value depends on, also through shared arrays."""
+        return _union(x.leaves, (self.leaves[i] for i in _bits(x.reads)))
+
+    def reads_of(self, x: _Value) -> int:
+        """Return the shared arrays that a value depends on, also through others."""
+        return _union(x.reads, (self.reads[i] for i in _bits(x.reads)))
+
+
+class _Placed(NamedTuple):
+    """An array of a tree of arguments or results.
+
+    Attributes:
+      place: the place of the array, equal for the arrays of all leaves of one tree.
+      leaf: position of the leaf that it belongs to; None: the array is shared.
+      shape: its shape.
+    """
+
+    place: Any
+    leaf: int | None
+    shape: tuple[int, ...]
+
+
+class _Fact(NamedTuple):
+    """What is known of one array of a transform's results.
+
+    Attributes:
+      leaf: position of the leaf that the array belongs to.
+      leaves: the leaves that it depends on, as a bit set.
+      combined: as in `_Value`.
+      key: a key of how it is computed, together with the shared arrays that are read for it.
+    """
+
+    leaf: int
+    leaves: int
+    combined: str
+    key: Any
+
+
+@dataclass(frozen=True)
+class _OfParams:
+    """The parameters that a transform is traced for, and the arrays that belong to their leaves.
+
+    Attributes:
+      expressions: the numbers of expressions.
+      structure: structure of the parameters, with one leaf for each.
+      params: the parameters.
+      like: whether a part of a state is a tree like the parameters; None: the default of `read`.
+    """
+
+    expressions: _Expressions
+    structure: Any
+    params: PyTree
+    like: Callable[[Any], bool] | None
+
+    @cached_property
+    def types(self) -> dict[int, tuple[tuple[int, ...], str]]:
+        """Shape and dtype of each parameter by its position."""
+        parts = map(jax.tree.leaves, self.structure.flatten_up_to(self.params))
+        return {i: (x.shape, str(x.dtype)) for i, part in enumerate(parts) for x in part}
+
+    def is_like(self, x: PyTree) -> bool:
+        """Return whether a part of a state is a tree like the parameters."""
+        if self.like is not None:
+            return self.like(x)
+        try:
+            parts = self.structure.flatten_up_to(x)
+        except (ValueError, TypeError):
+            return False
+        # The state of a chain is a tuple, as parameters may be: the tree is the one inside of it.
+        if any(part is not x and self._holds_like(part) for part in parts):
+            return False
+        arrays = [(i, y) for i, part in enumerate(parts) for y in jax.tree.leaves(part)]
+        shapes = {i: shape for i, (shape, _) in self.types.items()}
+        return bool(arrays) and all(y.shape == shapes.get(i) for i, y in arrays)
+
+    def _holds_like(self, part: PyTree) -> bool:
+        nodes = jax.tree.leaves(part, is_leaf=self.is_like)
+        return not jax.tree_util.all_leaves([part]) and any(map(self.is_like, nodes))
+
+    def reading(self, tx: optax.GradientTransformationExtraArgs, extra: Iterable[str]) -> Reading:
+        """Return what `init`, and `update` with the states that it makes, prove together."""
+        program, state = jax.make_jaxpr(tx.init, return_shape=True)(self.params)
+        values = self.expressions.run(program, self._inputs(0, params=self.params))
+        results = [*zip(self._placed(state=state), values, strict=True)]
+        facts = self._facts(results, _Shared([], [], []))
+        first = [x for at, x in results if at.leaf is None]
+        shared: list[tuple[Any, ...]] = []
+        for number in range(2):  # a state may begin empty, and get its structure by an update
+            before = state
+            program, updates, state = _traced_update(tx, self.params, before, extra)
+            inputs = self._inputs(number, grads=self.params, state=before, params=self.params)
+            value = _Value(self.expressions.number("value"))
+            values = self.expressions.run(program, [*inputs, value])
+            results = [*zip(self._placed(updates=updates, state=state), values, strict=True)]
+            later = [x for at, x in results if at.leaf is None]
+            keeps = jax.tree.structure(state) == jax.tree.structure(before)
+            known = _Shared.of(first, later if keeps else None)
+            facts += self._facts(results, known)
+            pairs = zip(known.leaves, known.keys, strict=True)
+            shared.append(tuple(None if leaves else key for leaves, key in pairs))
+            if keeps:
+                return self._reading(facts, tuple(shared))
+            first = [x._replace(leaves=known.leaves_of(x), reads=0) for x in later]
+        return Reading("mixing", "every update changes the structure of its state")
+
+    def _placed(self, **trees: PyTree) -> Iterator[_Placed]:
+        """Yield the arrays of a state, and of trees like the parameters, in their order."""
+        for name, tree in trees.items():
+            nodes, count = [tree], 0
+            if name == "state":
+                nodes = jax.tree.leaves(tree, is_leaf=self.is_like)
+            for number, node in enumerate(nodes):
+                if name == "state" and not self.is_like(node):
+                    yield _Placed(count, None, node.shape)
+                    count += 1
+                    continue
+                for leaf, part in enumerate(self.structure.flatten_up_to(node)):
+                    for k, x in enumerate(jax.tree.leaves(part)):
+                        yield _Placed((name, number, k), leaf, x.shape)
+
+    def _inputs(self, number: int, **trees: PyTree) -> list[_Value]:
+        """Return the values of the arguments of `init`, or of update `number`."""
+        inputs = []
+        for at in self._placed(**trees):
+            key = self.expressions.number("input", number, at.place)
+            if at.leaf is None:
+                combined = "a shared array" if at.shape else ""
+                inputs.append(_Value(key, reads=1 << at.place, combined=combined))
+            else:
+                inputs.append(_Value(key, 1 << at.leaf, combined=self._odd(at)))
+        return inputs
+
+    def _odd(self, at: _Placed) -> str:
+        """Return "" for an array that has one element for each of its leaf."""
+        is_alike = at.leaf is None or at.shape == self.types[at.leaf][0]
+        return "" if is_alike else "a state of another shape"
+
+    def _facts(self, results: Iterable[tuple[_Placed, _Value]], known: _Shared) -> list[_Fact]:
+        facts = []
+        for at, x in results:
+            if at.leaf is not None:
+                reads = [*_bits(known.reads_of(x))]
+                key = at.place, x.number, tuple((i, known.keys[i]) for i in reads)
+                # A shared number may have been computed from several elements.
+                through = any(known.leaves[i] for i in reads)
+                combined = x.combined or self._odd(at) or "a shared array" * through
+                facts.append(_Fact(at.leaf, known.leaves_of(x), combined, key))
+        return facts
+
+    def _reading(self, facts: list[_Fact], shared: tuple[tuple[Any, ...], ...]) -> Reading:
+        names = leaf_names(self.structure.unflatten(range(self.structure.num_leaves)))
+        keys: list[list[Any]] = [[] for _ in names]
+        for fact in facts:
+            keys[fact.leaf].append(fact.key)
+            for other in _bits(fact.leaves & ~(1 << fact.leaf)):
+                why = f"its result for {names[fact.leaf]!r} is computed from {names[other]!r}, too"
+                return Reading("mixing", why)
+        leaves = tuple(map(tuple, keys))
+        combining = next((fact for fact in facts if fact.combined), None)
+        first_of = {dtype: i for i, (_, dtype) in reversed(self.types.items())}
+        pairs = [(first_of[dtype], i) for i, (_, dtype) in self.types.items()]
+        differing = next(((i, j) for i, j in pairs if leaves[i] != leaves[j]), None)
+        why = ""
+        if combining is not None:
+            why = f"it combines elements of {names[combining.leaf]!r} ({combining.combined})"
+        elif differing is not None:
+            why = "it treats {!r} and {!r} differently".format(*(names[i] for i in differing))
+        elif any(None in each for each in shared):
+            why = "its state has a value of all leaves"
+        elif len(shared) > 1:
+            why = "its first update changes the structure of its state"
+        kind: Kind = "leaf-wise" if why else "element-wise"
+        return Reading(kind, why, combining is None, leaves, shared)
+
+
+def _traced_update(
+    tx: optax.GradientTransformationExtraArgs, params: PyTree, state: PyTree, extra: Iterable[str]
+) -> tuple[Any, PyTree, PyTree]:
+    """Return the program of `update`, whose last argument is the loss, and its types of results."""
+
+    def value_fn(params: PyTree, *_: Any, **__: Any) -> jax.Array:
+        return sum((jnp.sum(x) for x in jax.tree.leaves(params)), start=jnp.float32(0))
+
+    def update(grads: PyTree, state: PyTree, params: PyTree, value: jax.Array) -> Any:
+        given = {"value": value, "grad": grads, "value_fn": value_fn}
+        return tx.update(grads, state, params, **{name: given[name] for name in extra})
+
+    value = jax.ShapeDtypeStruct((), jnp.float32)
+    trace = jax.make_jaxpr(update, return_shape=True)
+    program, (updates, state) = trace(params, state, params, value)
+    return program, updates, state
+
+
+def _types(variables: Iterable[Any]) -> tuple[Any, ...]:
+    return tuple(str(v.aval) for v in variables)
+
+
+def _bits(bits: int) -> Iterator[int]:
+    """Yield the members of a bit set."""
+    while bits:
+        lowest = bits & -bits
+        yield lowest.bit_length() - 1
+        bits ^= lowest
+
+
+def _union(bits: int, more: Iterable[int]) -> int:
+    for x in more:
+        bits |= x
+    return bits

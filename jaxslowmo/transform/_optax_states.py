@@ -1,0 +1,273 @@
+"""What states of optimizers tell of them: copies of the parameters, and updates in some calls only.
+
+Optimizers of optax are known by the classes of their states; others say it by
+`js.remembers_parameters`.
+
+Most optimizers read the parameters that they receive and store only gradients. Some store
+parameters: COCOB computes every new value from the initial one, schedule-free training from a
+sequence of points. An exchange changes the parameters by d. Such an optimizer does not know of the
+change and undoes it in its next step.
+
+An optimizer without weight decay does not depend on the origin: with d added to all parameters that
+it stores, its next step is the same step from the new point. So an exchange is handled as a shift
+of one replica's origin. Copies that *stand for the replica's parameters* are shifted by d, too, and
+the rest of the state (momentum, bets, a point to return to) keeps its meaning. The shifts of an
+average sum to zero, so the mean of the copies over the replicas does not change, and nothing needs
+to be communicated.
+
+Other copies are *reference points*, such as the initial parameters of DoG, whose learning rate is
+the distance from them. They are the same on all replicas and are not shifted.
+"""
+
+from collections.abc import Iterator
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from .._support.types import PyTree
+from ..tree import added, apply_exactly, cast, updates_to
+
+
+class Known(NamedTuple):
+    """What is known of an optimizer by the class of its state.
+
+    Attributes:
+      name: its public name.
+      moves: fields of the state that stand for the replica's parameters and move with them.
+      stays: fields that are reference points.
+      between: what an exchange meets between two updates of one that updates in some calls only.
+      with_tables: what goes wrong where it updates dense parameters, and rows of tables without it.
+      around_scale: what goes wrong with a loss scale inside of it.
+      instead: what to do instead.
+      takes_extra: whether its `update` takes extra arguments, as optax requires.
+    """
+
+    name: str
+    moves: tuple[str, ...] = ()
+    stays: tuple[str, ...] = ()
+    between: str = ""
+    with_tables: str = ""
+    around_scale: str = ""
+    instead: str = ""
+    takes_extra: bool = True
+
+
+_COLLECTS = "rows would move in calls that only collect"
+_ACCUMULATE = "use `accumulate` of js.make_train_step or step.collect"
+_OPTAX = {
+    # p = init_particles + bet.
+    "contrib.COCOBState": Known("optax.contrib.cocob", moves=("init_particles",)),
+    # p <- (1 - momentum) (x0 - s / sigma) + momentum p.
+    "contrib.MadgradState": Known("optax.contrib.madgrad", moves=("x0",)),
+    # z is the sequence that takes the steps; p is between it and its average.
+    "contrib.ScheduleFreeState": Known("optax.contrib.schedule_free", moves=("z",)),
+    # The rate depends on distances from the initial point, or on correlations with them.
+    "contrib.DoGState": Known("optax.contrib.dog", stays=("init_params",)),
+    "contrib.DoWGState": Known("optax.contrib.dowg", stays=("init_params",)),
+    "contrib.ProdigyState": Known("optax.contrib.prodigy", stays=("params0",)),
+    # p = x0 - s Delta; each update computes Delta from p, which includes the exchange.
+    "contrib.MechanicState": Known("optax.contrib.mechanize", stays=("x0",)),
+    # The point of the last gradient; a secant must include the exchange up to the next point.
+    "ScaleByLBFGSState": Known("optax.lbfgs", stays=("params",)),
+    # The parameters return to the cache after a step that ascends.
+    "contrib.SAMState": Known(
+        "optax.contrib.sam",
+        moves=("cache",),
+        between="parameters are where SAM has pushed them, so replicas keep different "
+        "displacements",
+        with_tables="rows would move in its adversarial calls, too",
+        instead="pass the optimizer inside of it alone",
+        takes_extra=False,
+    ),
+    "MultiStepsState": Known(
+        "optax.MultiSteps",
+        between="gradients at the parameters of before are being collected",
+        with_tables=_COLLECTS,
+        around_scale="whose sum of gradients stays NaN after an overflow",
+        instead=_ACCUMULATE,
+    ),
+    "ApplyIfFiniteState": Known(
+        "optax.apply_if_finite",
+        with_tables="rows would move in updates that it drops",
+        around_scale="which keeps every overflow from it, so that the scale never falls",
+        instead="use js.dynamic_loss_scale, which all stages, replicas and tables follow",
+    ),
+    "ApplyEvery": Known("optax.apply_every", with_tables=_COLLECTS, instead=_ACCUMULATE),
+    "experimental.aggregating.AccumulateAvgUpdatesState": Known(
+        "optax.experimental.aggregating.accumulate_avg_updates",
+        with_tables=_COLLECTS,
+        instead=_ACCUMULATE,
+    ),
+    "ConditionallyMaskState": Known(
+        "optax.conditionally_mask",
+        with_tables="rows would move in updates that it drops",
+        instead="leave these calls out, or freeze dense parameters alone by a learning rate of 0",
+    ),
+}
+
+
+def _installed() -> dict[type, Known]:
+    """Return the table by class, of the classes and fields that the installed optax has."""
+    known = {}
+    for path, row in _OPTAX.items():
+        try:
+            kind = attrgetter(path)(optax)
+        except AttributeError:
+            continue
+        if {*row.moves, *row.stays} <= {*kind._fields}:
+            known[kind] = row
+    return known
+
+
+_KNOWN = _installed()
+
+
+def known_states(state: PyTree) -> Iterator[tuple[Any, Known]]:
+    """Yield each state in `state` of a known class, at any depth, and what is known of it."""
+    is_known = lambda x: type(x) in _KNOWN  # noqa: E731
+    for x in filter(is_known, jax.tree.leaves(state, is_leaf=is_known)):
+        yield x, _KNOWN[type(x)]
+        yield from known_states(tuple(x))
+
+
+def takes_extra(state: PyTree) -> bool:
+    """Return whether the optimizer with this state takes extra arguments."""
+    return all(known.takes_extra for _, known in known_states(state))
+
+
+def instead_of(state: PyTree) -> str:
+    """Return what to use instead of an optimizer with this state that mixes leaves, as sentences.
+
+    These transforms of this package know of stages.
+    """
+    others = [
+        f"Instead of {known.name} {known.instead}. "
+        for _, known in known_states(state)
+        if known.instead
+    ]
+    return (
+        "".join(dict.fromkeys(others))
+        + "For a norm or a check of all gradients use js.clip_by_global_norm(...) and "
+        "js.dynamic_loss_scale(...), joined with the optimizer by js.chain, which know of stages."
+    )
+
+
+def remembers_parameters(
+    kind: type, *, moves: tuple[str, ...] = (), stays: tuple[str, ...] = ()
+) -> None:
+    """Register the fields of an optimizer's state that are copies of the parameters.
+
+    Call it for your own optimizers; those of optax are known. `js.make_train_step(sync=...)` and
+    `js.chain` then add to the fields in `moves` what an exchange adds to the parameters. Other
+    copies stay behind: the optimizer undoes exchanges, and nothing warns of it.
+
+    Args:
+      kind: the state class, a NamedTuple, at any depth of the optimizer's state.
+      moves: names of fields from which the optimizer computes new parameters: trees like the
+        parameters, in any floating dtype.
+      stays: names of fields that are only reference points, such as the initial parameters from
+        which a distance is measured. An exchange does not change them.
+
+    Raises:
+      ValueError: `kind` is no NamedTuple or has no such fields, or a field is in both.
+
+    Example:
+      class MyState(NamedTuple):
+          start: Any
+          sum: Any
+
+      js.remembers_parameters(MyState, moves=("start",))
+
+    Communication: none.
+    """
+    fields = getattr(kind, "_fields", None)
+    if fields is None:
+        raise ValueError(f"remembers_parameters: `kind` must be a NamedTuple, got {kind!r}.")
+    wrong = [name for name in (*moves, *stays) if name not in fields]
+    if wrong or set(moves) & set(stays):
+        raise ValueError(
+            "remembers_parameters: `moves` and `stays` must name fields of "
+            f"{kind.__name__}, {list(fields)}, each once; got moves={moves!r}, stays={stays!r}."
+        )
+    _KNOWN[kind] = Known(kind.__name__, tuple(moves), tuple(stays))
+
+
+def moving_states(state: PyTree) -> list[str]:
+    """Return the class names of all states in `state`, at any depth, with copies that must move."""
+    states = [x for x in jax.tree.leaves(state, is_leaf=_moves) if _moves(x)]
+    return sorted(type(x).__name__ for x in states)
+
+
+def moved_copies(state: PyTree, params: PyTree, before: PyTree, after: PyTree) -> PyTree:
+    """Return an optimizer's state whose copies of parameters follow a change by an exchange.
+
+    Args:
+      state: the optimizer's state, which other transforms may wrap.
+      params: the parameters before the update.
+      before: the optimizer's updates.
+      after: the updates that the parameter transform returned for them.
+
+    Returns:
+      The state with `after - before` added to the copies that move; `state` itself if it has no
+      such copies.
+
+    Raises:
+      ValueError: a copy that is no tree like the parameters.
+
+    Communication: none.
+    """
+    if not moving_states(state):
+        return state
+
+    def finite(d: jax.Array) -> jax.Array:
+        # A shift that is not finite would destroy the copies: leave them unchanged.
+        return jnp.where(jnp.isfinite(d), d, jnp.zeros_like(d))
+
+    # Subtract the new parameters as their dtypes round them, not the updates.
+    old, new = (apply_exactly(params, updates) for updates in (before, after))
+    return shifted_copies(state, jax.tree.map(finite, updates_to(old, new)))
+
+
+def shifted_copies(state: PyTree, shift: PyTree) -> PyTree:
+    """Return `state` with `shift`, a tree like the parameters, added to the copies that move."""
+
+    def shifted(x: Any) -> Any:
+        if not _moves(x):
+            return x
+        fields, kind = x._asdict(), type(x)
+        copies = {
+            n: _plus(f"{kind.__name__}.{n}", fields.pop(n), shift) for n in _KNOWN[kind].moves
+        }
+        # Other fields may hold inner states with copies that move.
+        return x._replace(**copies, **{n: shifted_copies(y, shift) for n, y in fields.items()})
+
+    return jax.tree.map(shifted, state, is_leaf=_moves)
+
+
+def _moves(x: Any) -> bool:
+    return bool(getattr(_KNOWN.get(type(x)), "moves", ()))
+
+
+def _plus(name: str, copies: PyTree, shift: PyTree) -> PyTree:
+    """Return `copies` plus `shift`; `copies` may be masked, as by `optax.masked`."""
+
+    def one(copy: Any, d: Any) -> Any:
+        if isinstance(copy, optax.MaskedNode):
+            return copy
+        if getattr(d, "shape", None) != copy.shape:
+            raise ValueError
+        return cast(added(cast(copy, jnp.promote_types(copy.dtype, d.dtype)), d), copy.dtype)
+
+    if not jax.tree.leaves(copies):  # `optax.contrib.sam(opaque_mode=True)` stores none
+        return copies
+    try:
+        return jax.tree.map(one, copies, shift, is_leaf=lambda x: isinstance(x, optax.MaskedNode))
+    except ValueError:
+        raise ValueError(
+            f"{name}, a copy of the parameters in the optimizer's state, must move with them when "
+            "they are synchronised, and is no tree like the parameters. Leave out what brings it "
+            "into another form, such as optax.flatten."
+        ) from None
