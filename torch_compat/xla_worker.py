@@ -52,10 +52,7 @@ class DeviceGroup:
     """All devices of this process, each with a replica and a thread that drives it."""
 
     def __init__(
-        self,
-        synchronizer: TPUSynchronizer,
-        data_manager: TPUDataManager,
-        options: WorkerOptions,
+        self, synchronizer: TPUSynchronizer, data_manager: TPUDataManager, options: WorkerOptions
     ):
         self.devices = runtime.open_devices(options.nprocs)
         self.num_devices = data_manager.nprocs = len(self.devices)

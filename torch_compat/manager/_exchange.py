@@ -100,9 +100,7 @@ class StepExchange:
             self.num_devices = answer.num_devices
 
     def step(
-        self,
-        prepare: Callable[[], tuple[bool, Changes]],
-        before_commit: Callable[[], object],
+        self, prepare: Callable[[], tuple[bool, Changes]], before_commit: Callable[[], object]
     ) -> StepDone:
         """Take one step, with the turn.
 

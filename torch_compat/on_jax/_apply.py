@@ -34,11 +34,7 @@ def as_apply(module: torch.nn.Module) -> Callable[..., Any]:
     functional = Functional("as_apply", module)
 
     def apply(
-        params: Arrays,
-        model_state: Arrays,
-        *args: Any,
-        rng: jax.Array | None = None,
-        **kwargs: Any,
+        params: Arrays, model_state: Arrays, *args: Any, rng: jax.Array | None = None, **kwargs: Any
     ) -> Any:
         def run(env: TracingEnvironment, module: torch.nn.Module) -> Any:
             torch_args, torch_kwargs = as_traced(env, (args, kwargs))

@@ -89,10 +89,7 @@ class Functional:
                 f"{type(tree).__name__}."
             )
         if tree.keys() != set(names):
-            missing, unknown = (
-                sorted(set(names) - tree.keys()),
-                sorted(tree.keys() - set(names)),
-            )
+            missing, unknown = (sorted(set(names) - tree.keys()), sorted(tree.keys() - set(names)))
             raise ValueError(
                 f"{self._owner}: `{argument}` must have the names of the module's tensors; missing "
                 f"{missing}, unknown {unknown}."

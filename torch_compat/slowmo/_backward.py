@@ -19,16 +19,15 @@ class BackwardHooks:
     `backward()` raises exceptions of this call. Hooks do not keep the wrapper alive, and are
     removed with it.
 
-    A wrapper has two methods: `_begin_backward()`, called when a pass comes to a watched output,
-    and `_finish_backward(device, *, averages, reached_parameters)`. `averages` is whether any
-    watched output that the pass went through was watched with `averages`, or the last one if it
-    went through none; `reached_parameters` whether the pass has added to a parameter's gradient.
+    A wrapper has `exchanges_gradients`, whether it is in training mode and outside of `no_sync`,
+    and two methods: `_begin_backward()`, called when a pass comes to the output of a forward pass,
+    and `_finish_backward(device, *, averages, reached_parameters)`. `averages` is what
+    `exchanges_gradients` was in one of the forward passes that the backward pass went through, or
+    is now if it went through none; `reached_parameters` whether it has added to any gradient.
     """
 
     def __init__(self) -> None:
         self._hooked: dict[int, ReferenceType[torch.Tensor]] = {}
-        # The last forward pass decides for backward passes through no output that is known.
-        self._last_averages = False
         self._forget()
 
     def __reduce__(self) -> Any:
@@ -49,7 +48,8 @@ class BackwardHooks:
 
         for param in params:
             known = self._hooked.get(id(param))
-            if param.requires_grad and (known is None or known() is not param):
+            is_new = known is None or known() is not param
+            if param.requires_grad and param.is_leaf and is_new:
                 handle = param.register_post_accumulate_grad_hook(reached)
                 self._hooked[id(param)] = ref(param)
                 finalize(owner, handle.remove)
@@ -61,10 +61,10 @@ class BackwardHooks:
           owner: the wrapper.
           output: result of a forward pass.
           device: the device of this process.
-          averages: whether backward passes through it average gradients in the node.
+          averages: `exchanges_gradients` in the forward pass.
         """
-        self._forget()  # a failed backward pass leaves something behind
-        self._last_averages = averages
+        if torch._C._current_graph_task_id() < 0:  # no checkpoint runs this within a backward pass
+            self._forget()  # a failed one leaves something behind
         reference = ref(owner)
 
         def begun(gradient: torch.Tensor) -> None:
@@ -86,7 +86,7 @@ class BackwardHooks:
         self._is_queued = True
 
         def finish() -> None:
-            averages = any(self._seen) if self._seen else self._last_averages
+            averages = any(self._seen) if self._seen else owner.exchanges_gradients
             reached = self._has_reached
             self._forget()
             with driving(device):

@@ -319,9 +319,9 @@ def average_buffers(
 
 
 def average_gradients(
-    params: Iterable[torch.nn.Parameter], collectives: Collectives, device: torch.device
+    params: Iterable[torch.Tensor], collectives: Collectives, device: torch.device
 ) -> None:
-    """Overwrite gradients of the parameters that require one with their mean over the node.
+    """Overwrite the gradients of parameters with their mean over the processes of the node.
 
     A missing gradient counts as zero if another process of the node has one. If none has, `grad`
     stays None; in a graph in which values cannot be read (`torch_xla.compile(full_graph=True)`) it
@@ -331,7 +331,7 @@ def average_gradients(
       parameter; sparse gradients are sent whole. A process that lacks a gradient then reads
       these numbers, and waits for an XLA device.
     """
-    trained = [param for param in params if param.requires_grad and param.numel()]
+    trained = [param for param in params if param.numel()]
     if not trained:
         return
     # Another process may have a gradient where this one has none, and all must send the same.

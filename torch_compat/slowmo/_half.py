@@ -20,11 +20,12 @@ class Masters:
 
     Args:
       sizes: number of elements of each parameter of the module, by name, in its order.
-      exchanged: names of the parameters that are exchanged.
+      fewer: sets of names, of which masters may leave out all others.
       fp32_params: one float32 vector of all parameters in their order, or a list with a float32
-        tensor for each, or a dict with one such value; or the same for the exchanged ones alone.
+        tensor for each, or a dict with one such value.
 
     Attributes:
+      names: names of the parameters that have a master.
       held: maps the id of each master tensor to the names of the parameters in it.
 
     Raises:
@@ -32,7 +33,7 @@ class Masters:
     """
 
     def __init__(
-        self, sizes: Mapping[str, int], exchanged: Collection[str], fp32_params: Any
+        self, sizes: Mapping[str, int], fewer: Sequence[Collection[str]], fp32_params: Any
     ) -> None:
         if isinstance(fp32_params, dict):
             if len(fp32_params) != 1:
@@ -43,11 +44,12 @@ class Masters:
             (fp32_params,) = fp32_params.values()
         is_flat = isinstance(fp32_params, torch.Tensor)
         self.tensors = [fp32_params] if is_flat else _as_list(fp32_params)
-        fewer = {name: size for name, size in sizes.items() if name in exchanged}
-        is_fewer = self._count(is_flat) == (sum(fewer.values()) if is_flat else len(fewer))
-        self._sizes = fewer if is_fewer else sizes
+        choices = [sizes, *({n: sizes[n] for n in sizes if n in names} for names in fewer)]
+        counts = [sum(some.values()) if is_flat else len(some) for some in choices]
+        fits = self._count(is_flat) in counts
+        self._sizes = choices[counts.index(self._count(is_flat)) if fits else 0]
         self._check(is_flat)
-        names = [*self._sizes]
+        self.names = names = [*self._sizes]
         self.held = {id(t): names if is_flat else [names[i]] for i, t in enumerate(self.tensors)}
 
     def by_name(self) -> dict[str, torch.Tensor]:
@@ -110,13 +112,9 @@ class Parameters:
         """The parameters that are exchanged."""
         return [*self.by_name.values()]
 
-    def frozen_without(self, names: Collection[str]) -> "Parameters":
-        """Return those that require no gradient and have none of these names."""
-        frozen = {
-            name: param
-            for name, param in self.by_name.items()
-            if name not in names and not param.requires_grad
-        }
+    def frozen(self) -> "Parameters":
+        """Return those that no optimizer can change any more."""
+        frozen = {name: param for name, param in self.by_name.items() if not may_change(param)}
         return replace(self, by_name=frozen)
 
     def trained(self) -> Mapping[str, torch.Tensor]:
@@ -144,6 +142,11 @@ class Parameters:
         params = [self.by_name[name] for name in names]
         writes = [] if self.masters is None else self.masters.become(names, flat)
         return [*writes, *zip(params, unflatten(params, flat), strict=True)]
+
+
+def may_change(param: torch.Tensor) -> bool:
+    """Return whether an optimizer may change a parameter: it requires a gradient, or has one."""
+    return param.requires_grad or param.grad is not None
 
 
 def _as_list(value: Any) -> list[torch.Tensor]:

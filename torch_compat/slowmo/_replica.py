@@ -9,6 +9,7 @@ from ._collectives import Collectives, average_buffers, average_gradients, broad
 from ._flat import times
 from ._gossip import Gossip, GossipPlan
 from ._graphs import own_graph
+from ._half import may_change
 from ._places import Places
 from ._push_sum import Averaging, PushSum
 from ._start import check_equal
@@ -25,8 +26,8 @@ class State:
       exchanges: number of exchanges with peers.
       momentum: anchor and velocity; None before there is an anchor.
       initial: the first values of parameters that have no anchor yet, float32 vectors by name.
-      frozen: names of parameters that are exchanged although they require no gradient, see
-        `Replica.exchanged`; None: of all that require none.
+      exchanged: names of the parameters that are exchanged; None in FairScale's dicts, whose
+        wrapper exchanges all.
       weight: (1,) float32, the push-sum weight.
       is_numerator: whether the module's parameters are x rather than x / w.
     """
@@ -35,7 +36,7 @@ class State:
     exchanges: int
     momentum: SlowMomentum | None
     initial: dict[str, torch.Tensor]
-    frozen: frozenset[str] | None
+    exchanged: frozenset[str] | None
     weight: torch.Tensor
     is_numerator: bool
 
@@ -100,7 +101,6 @@ class Replica:
         )
         self._averages_buffers = averages_buffers
         self._exchanged: frozenset[str] = frozenset()
-        self._frozen: frozenset[str] = frozenset()
         self._compared: frozenset[str] | None = None
 
     @property
@@ -124,32 +124,29 @@ class Replica:
         if tensors and self.places.world_size > 1:
             broadcast(tensors, self.collectives, device, kind)
 
-    def exchanged(self, module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    def exchanged(
+        self, module: torch.nn.Module, *, notices: bool = True
+    ) -> dict[str, torch.nn.Parameter]:
         """Return the parameters that are exchanged, by name, in the module's order.
 
-        They are those that require a gradient, or have required one since the replicas last took
-        an exact mean.
+        They are those that an optimizer may have changed since the replicas last took an exact
+        mean, as they required a gradient or had one. With `notices`, which all processes must use
+        alike, those that require one now are added.
         """
         named = dict(module.named_parameters())
         before = self._exchanged
-        new = [p for name, p in named.items() if p.requires_grad and name not in before]
-        self.push_sum.follow(new)
-        params = {n: p for n, p in named.items() if p.requires_grad or n in before}
-        self._exchanged = frozenset(params)
-        self._frozen = frozenset(name for name, p in params.items() if not p.requires_grad)
-        return params
+        if notices:
+            new = {n: p for n, p in named.items() if may_change(p) and n not in before}
+            self.push_sum.follow([*new.values()])
+            self._exchanged = before | new.keys()
+        return {name: param for name, param in named.items() if name in self._exchanged}
 
     def forget(self, names: Collection[str]) -> None:
-        """Exchange these again only if they require a gradient: replicas took an exact mean."""
+        """Exchange these again only if they may change: replicas took an exact mean."""
         self._exchanged -= set(names)
 
     def compare(
-        self,
-        module: torch.nn.Module,
-        device: torch.device,
-        *,
-        values: bool,
-        must: bool = False,
+        self, module: torch.nn.Module, device: torch.device, *, values: bool, must: bool = False
     ) -> None:
         """Call `check_equal` if other parameters are exchanged than at the last call.
 
@@ -171,7 +168,7 @@ class Replica:
 
     @property
     def waits_for_backward(self) -> bool:
-        """True if `after_backward` changes anything."""
+        """True if anything is done after a backward pass."""
         return self.places.nprocs_per_node > 1 or self.push_sum.moves
 
     def average_gradients(self, params: Iterable[torch.nn.Parameter], device: torch.device) -> None:
@@ -282,7 +279,7 @@ class Replica:
             exchanges=self.averaging.exchanges,
             momentum=self.slow.momentum,
             initial=self.slow.initial,
-            frozen=self._frozen,
+            exchanged=self._exchanged,
             weight=self.push_sum.weight,
             is_numerator=self.push_sum.is_numerator,
         )
@@ -291,11 +288,9 @@ class Replica:
         """Resume from `state`; its tensors may stay on the host until they are needed."""
         self.num_updates = state.num_updates
         self.averaging.exchanges = state.exchanges
+        named, names = module.named_parameters(), state.exchanged
         self._exchanged = frozenset(
-            name
-            for name, param in module.named_parameters()
-            if param.requires_grad
-            or (_is_continuous(param) if state.frozen is None else name in state.frozen)
+            n for n, p in named if (_is_continuous(p) if names is None else n in names)
         )
         self.slow.resume(state.momentum, state.initial)
         if self.push_sum.is_on:

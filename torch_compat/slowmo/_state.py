@@ -26,8 +26,8 @@ def entries_of(replica: Replica) -> dict[str, torch.Tensor]:
       .exchanges, .rank, .world_size () int64. With slow momentum slowmo.anchor and .velocity
       (shard,) float32, .rates, .made_at and .since (parameters,) float64, and .names, the names of
       the parameters in it as text in UTF-8, (bytes,) uint8, one name per line. For parameters that
-      have no anchor yet slowmo.initial.<name> (n,) float32, their first values. If parameters are
-      exchanged although they require no gradient slowmo.frozen, their names as text.
+      have no anchor yet slowmo.initial.<name> (n,) float32, their first values. After a forward
+      pass slowmo.exchanged, the names of the parameters that are exchanged, as text.
     """
     state = replica.state()
     entries: dict[str, Any] = {
@@ -36,8 +36,8 @@ def entries_of(replica: Replica) -> dict[str, torch.Tensor]:
         "rank": replica.places.rank,
         "world_size": replica.places.world_size,
     }
-    if state.frozen:
-        entries["frozen"] = _text(sorted(state.frozen))
+    if state.exchanged:
+        entries["exchanged"] = _text(sorted(state.exchanged))
     slow = state.momentum
     if slow is not None:
         rates = (slow.rates.last, slow.rates.made_at, slow.rates.since)
@@ -72,8 +72,10 @@ def consolidated(
         state[key] = value.detach().cpu() if isinstance(value, torch.Tensor) else value
     if not for_resuming:
         inner = {key: value for key, value in state.items() if key.startswith("module.")}
-        return {key.removeprefix("module."): value for key, value in inner.items()}
-    local = ("rank", "world_size", "anchor", "velocity", "frozen")
+        # A module that torch.compile made has a prefix of its own.
+        names = {key: key.removeprefix("module.").replace("_orig_mod.", "") for key in inner}
+        return {names[key]: value for key, value in inner.items()}
+    local = ("rank", "world_size", "anchor", "velocity", "exchanged")
     state = {key: value for key, value in state.items() if key.removeprefix(_PREFIX) not in local}
     if "ps_weight" in state:
         state |= {"ps_weight": torch.ones(1), "is_sgp_ps_numerator": torch.tensor(False)}
@@ -141,10 +143,7 @@ def take(
         exchanges=int(entries.get("exchanges", 0)),
         momentum=_read_momentum(entries, replica.slow, sizes) if has_momentum else None,
         initial=initial,
-        # FairScale exchanges all parameters.
-        frozen=frozenset(_names(entries["frozen"]) if "frozen" in entries else ())
-        if entries
-        else None,
+        exchanged=frozenset(_names(entries.get("exchanged"))) if entries else None,
         weight=weight.cpu().clone(),
         is_numerator=bool(saved.get("is_sgp_ps_numerator", False)),
     )
@@ -173,7 +172,7 @@ def _check_place(entries: Mapping[str, Any], places: Places) -> None:
 def _read_momentum(
     entries: Mapping[str, Any], slow: SlowSteps, sizes: Mapping[str, int]
 ) -> SlowMomentum:
-    names = _names(entries["names"]) if "names" in entries else []
+    names = _names(entries.get("names"))
     foreign = [name for name in names if name not in sizes]
     if foreign or not names:
         raise ValueError(
@@ -205,8 +204,8 @@ def _text(names: Iterable[str]) -> torch.Tensor:
     return torch.tensor([*"\n".join(names).encode()], dtype=torch.uint8)
 
 
-def _names(text: torch.Tensor) -> list[str]:
-    return bytes(text.tolist()).decode().splitlines()
+def _names(text: torch.Tensor | None) -> list[str]:
+    return [] if text is None else bytes(text.tolist()).decode().splitlines()
 
 
 def _tensor(value: Any) -> torch.Tensor:

@@ -10,7 +10,7 @@ from torch.distributed.algorithms.join import Joinable
 
 from ._backward import BackwardHooks
 from ._gossip import plan_gossip
-from ._half import HALF, Masters, Parameters
+from ._half import HALF, Masters, Parameters, may_change
 from ._options import LOG, SlowMoBaseAlgorithm, has_slow_momentum, settle, show_log
 from ._replica import Replica
 from ._state import SavesReplica, consolidated
@@ -48,9 +48,10 @@ class SlowMoDistributedDataParallel(SavesReplica, NamesOfFairScale, LikeDDP):
     DistributedDataParallel.
 
     Parameters are known by their names in the module, so optimizers may hold them in any order. A
-    parameter that does not require a gradient is compared once and then neither sent nor written;
-    frozen later, it is sent until the replicas have taken their next exact mean. One that is
-    unfrozen is sent from then on, and slow momentum starts at its value before.
+    parameter that does not require a gradient is compared once and then neither sent nor written.
+    Frozen later, it leaves slow momentum, and is sent until the next exact mean (an average of
+    LOCALSGD or a memory-efficient slow step; with SGP and neither for ever) after its gradient is
+    None. One that is unfrozen is sent from then on, and slow momentum starts at its value before.
 
     Args:
       module: module to train; it must be on its device before the first forward pass.
@@ -236,6 +237,7 @@ class SlowMoDistributedDataParallel(SavesReplica, NamesOfFairScale, LikeDDP):
         self._was_numerator = False
         self._must_broadcast, self._must_check = broadcast_parameters, check_start
         self._others: str | None = None
+        self._master_names: list[str] = []
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Return the module's output, computed from de-biased parameters.
@@ -256,8 +258,10 @@ class SlowMoDistributedDataParallel(SavesReplica, NamesOfFairScale, LikeDDP):
             self._open_round()
             if self._broadcasts_next:
                 self._broadcast_buffers(device)
-        params = replica.exchanged(self.module)
-        trains = self.training and torch.is_grad_enabled()
+        # torch.func.functional_call puts other tensors in the place of parameters.
+        is_own = all(isinstance(p, torch.nn.Parameter) for p in self.module.parameters())
+        params = replica.exchanged(self.module, notices=self.training and is_own)
+        trains = self.training and torch.is_grad_enabled() and is_own
         if trains:
             self._broadcasts_next = self._averages_gradients
             self._start(device)
@@ -269,15 +273,23 @@ class SlowMoDistributedDataParallel(SavesReplica, NamesOfFairScale, LikeDDP):
     @torch.compiler.disable
     def _after_forward(self, output: Any, device: torch.device) -> None:
         if self._replica.waits_for_backward and torch.is_grad_enabled():
-            averages = self.training and self._averages_gradients
             self._hooks.on_parameters(self, self.module.parameters())
-            self._hooks.on_output(self, output, device, averages=averages)
+            self._hooks.on_output(self, output, device, averages=self.exchanges_gradients)
+
+    @property
+    def exchanges_gradients(self) -> bool:
+        """True in training mode, outside of `no_sync`: gradients are averaged in the node."""
+        return self.training and self._averages_gradients
+
+    def _exchanged(self) -> dict[str, torch.nn.Parameter]:
+        """Return the parameters that are exchanged, also in a backward pass before any forward."""
+        return self._replica.exchanged(self.module, notices=self.training)
 
     def _begin_backward(self) -> None:
         """Restore the estimates of the forward pass, if another backward pass came in between."""
         push_sum = self._replica.push_sum
         self._was_numerator = push_sum.is_numerator
-        push_sum.make_estimates([*self._replica.exchanged(self.module).values()])
+        push_sum.make_estimates([*self._exchanged().values()])
 
     def _finish_backward(
         self, device: torch.device, *, averages: bool, reached_parameters: bool
@@ -290,10 +302,11 @@ class SlowMoDistributedDataParallel(SavesReplica, NamesOfFairScale, LikeDDP):
                 "pass has seen: add an auxiliary loss to the other, and call backward() once, or "
                 "return it from forward()."
             )
+        params = [*self._exchanged().values()]
         if averages and reached_parameters:
-            self._replica.average_gradients(self.module.parameters(), device)
+            self._replica.average_gradients(params, device)
         if reached_parameters or self._was_numerator:
-            push_sum.make_numerators([*self._replica.exchanged(self.module).values()])
+            push_sum.make_numerators(params)
         self._was_numerator = False
 
     @torch.compiler.disable
@@ -330,8 +343,7 @@ class SlowMoDistributedDataParallel(SavesReplica, NamesOfFairScale, LikeDDP):
         replica = self._replica
         params = self._params_of_step(fp32_params)
         groups = self._groups(optimizer, params)
-        if self.slowmo:
-            self._check_covered(groups, params, others)
+        self._check_covered(groups, params, others)
         if (
             self.num_updates == 0
             and not params.masters
@@ -369,12 +381,12 @@ class SlowMoDistributedDataParallel(SavesReplica, NamesOfFairScale, LikeDDP):
         if momentum is not None and slow:
             rates = replica.rates(groups, momentum, params.device)
             replica.slow.step(momentum, rates, params, self.slowmo_momentum, self.slowmo_lr)
-            if exact and (frozen := params.frozen_without(groups.names)).by_name:
+            if exact and (frozen := params.frozen()).by_name:
                 replica.averaging.average(frozen, [])
         if average or self.logical_world_size == 1:
             replica.forget(params.by_name)
         elif exact:
-            replica.forget(groups.names)
+            replica.forget([*groups.names, *params.frozen().by_name])
         LOG.debug(
             "rank %d, step %d: average %r, gossip %r, slow step %r",
             *(self.process_rank, self.num_updates, average, gossip, slow),
@@ -435,12 +447,14 @@ class SlowMoDistributedDataParallel(SavesReplica, NamesOfFairScale, LikeDDP):
         masters = None
         if fp32_params is not None:
             sizes = {name: param.numel() for name, param in named.items()}
-            masters = Masters(sizes, exchanged, fp32_params)
+            masters = Masters(sizes, [exchanged, self._master_names], fp32_params)
+            self._master_names = masters.names
         held = {id(param): [name] for name, param in named.items()}
         return Parameters(exchanged, masters, self._device(), masters.held if masters else held)
 
     def _groups(self, optimizer: Any, params: Parameters) -> Groups:
-        groups = Groups(optimizer, params.held, params.by_name)
+        trained = [name for name, param in params.by_name.items() if may_change(param)]
+        groups = Groups(optimizer, params.held, trained)
         self._remember(groups.optimizers)
         return groups
 
@@ -449,8 +463,13 @@ class SlowMoDistributedDataParallel(SavesReplica, NamesOfFairScale, LikeDDP):
         if others not in (None, "fairscale"):
             raise ValueError(f'`others` must be None or "fairscale", got {others!r}.')
         self._others = "fairscale" if others else None
+        if self.slowmo and groups.twice is not None:
+            raise ValueError(
+                f"`optimizer` must hold each parameter once, but {groups.twice!r} is in two "
+                "groups: pass the optimizer whose learning rate slow momentum is to take."
+            )
         left = [n for n, p in params.by_name.items() if p.requires_grad and n not in groups.names]
-        if left and not others:
+        if self.slowmo and left and not others:
             raise ValueError(
                 "`optimizer` must hold every parameter that requires a gradient, as slow steps "
                 f"bring no other together; it leaves out {', '.join(map(repr, left[:3]))}"

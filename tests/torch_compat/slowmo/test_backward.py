@@ -10,6 +10,7 @@ import slowmo_here as here
 import torch
 from slowmo_models import take_step, values
 from slowmo_spawned import spawned
+from torch.utils.checkpoint import checkpoint
 
 from jaxslowmo import topology
 from torch_compat.slowmo import SlowMoDistributedDataParallel as SlowMo
@@ -307,12 +308,22 @@ def in_no_sync(net) -> None:
     net(inputs(1)).mean().backward()
 
 
+def inside_alone(net) -> None:
+    """A pass before, and without, any forward pass of the wrapper."""
+    inner_of(net).second(inputs(0)).mean().backward()
+    net(inputs(1)).mean().backward()
+
+
+def checkpointed(net) -> None:
+    checkpoint(net, inputs(0).requires_grad_(), use_reentrant=True).square().mean().backward()
+
+
 def inner_of(net) -> torch.nn.Module:
     return getattr(net, "module", net)
 
 
-PASSES = {f.__name__: f for f in (by_turns, two_then_two, two_then_one, twice, penalised)}
-IN_NODES = PASSES | {"apart": apart, "in_no_sync": in_no_sync}
+PASSES = (by_turns, two_then_two, two_then_one, twice, penalised, checkpointed)
+IN_NODES = (*PASSES, apart, in_no_sync, inside_alone)
 
 
 class Plain(torch.nn.Module):
@@ -340,13 +351,15 @@ def in_a_node() -> dict[str, tuple]:
     def wrap(module):
         return SlowMo(module, nprocs_per_node=2, slowmo_momentum=0.0)
 
-    return {n: (gradients_of(wrap, f), gradients_of(Plain, f)) for n, f in IN_NODES.items()}
+    # torch's checkpoint does not know XLA devices.
+    passes = [f for f in IN_NODES if here.by_gloo() or f is not checkpointed]
+    return {f.__name__: (gradients_of(wrap, f), gradients_of(Plain, f)) for f in passes}
 
 
 def test_every_backward_pass_is_averaged_in_the_node(by):
     """Beside the mean of what each process has without a wrapper."""
     first, second = spawned(2, in_a_node, by=by)
-    for name in IN_NODES:
+    for name in first:
         means = [(a + b) / 2 for a, b in zip(first[name][1], second[name][1], strict=True)]
         for ours, _ in (first[name], second[name]):
             for mine, mean in zip(ours, means, strict=True):
@@ -358,7 +371,7 @@ def with_moving_weights() -> dict[str, tuple]:
     mixing = topology.self_weighted([0.3, 0.6])
     options = {"slowmo_base_algorithm": "sgp", "mixing": mixing, "slowmo_momentum": 0.0}
     found = {}
-    for name, run in PASSES.items():
+    for run in PASSES:
         module = Several().to(here.device())
         net = SlowMo(module, nprocs_per_node=1, broadcast_buffers=False, **options)
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
@@ -374,7 +387,7 @@ def with_moving_weights() -> dict[str, tuple]:
         assert net.is_sgp_ps_numerator
         run(Plain(beside))
         grads = [[p.grad.numpy().copy() for p in m.parameters()] for m in (module, beside)]
-        found[name] = (*grads, float(net.ps_weight))
+        found[run.__name__] = (*grads, float(net.ps_weight))
     net(inputs(0)).mean().backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="backward"):
         module.auxiliary.backward()
@@ -391,18 +404,21 @@ def test_gradients_are_those_of_estimates_where_weights_move():
 def evaluating_alone(alone: bool):
     """In some steps process 0 alone takes gradients in eval(), through both kinds of output."""
     module = Several().to(here.device())
+    module.second.bias.requires_grad_(False)
     net = SlowMo(module, nprocs_per_node=2, slowmo_frequency=2)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     slopes = []
     for step in range(4):
         if alone and step % 2 and here.rank() == 0:
             net.eval()
+            module.requires_grad_(True)
             x = inputs(7).requires_grad_()
             for through_output in (True, False):
                 out = net(x).sum()
                 (out if through_output else module.auxiliary).backward()
                 slopes.append(x.grad.norm().item())
             net.zero_grad()
+            module.second.bias.requires_grad_(False)
             net.train()
         take_step(net, optimizer, net(inputs(step)).square().mean())
     return [param.detach().cpu().numpy() for param in module.parameters()], slopes

@@ -58,15 +58,14 @@ def expected(case: Case, world: int) -> list[dict[str, np.ndarray]]:
         sent |= now
         for n in now:
             params[n] -= RATES[n] * np.stack([gradient(n, step, r) for r in range(world)])
-        known = {n for n in sent if n in now or not case.forgets_frozen}
-        fresh = {n: [new.get(n, params[n]).copy(), 0.0] for n in known}
-        slow = {n: slow.get(n, fresh[n]) for n in known}
+        fresh = {n: [new.get(n, params[n]).copy(), 0.0] for n in now}
+        slow = {n: slow.get(n, fresh[n]) for n in now}
         is_slow, average = step % SLOW == 0, step % case.local == 0
         if average or (is_slow and case.is_sharded):
             for n in sent:
                 params[n][:] = params[n].mean(0)
         if is_slow:
-            for n in known:
+            for n in now:
                 anchor, velocity = slow[n]
                 velocity = MOMENTUM * velocity + (anchor - params[n])
                 anchor = anchor - SLOW_LR * velocity
@@ -183,6 +182,93 @@ def test_the_draw_holds_what_it_should():
     assert any(1 in steps and len(steps) < STEPS for _, _, steps in ever), "unfrozen later"
     assert any(1 not in steps and len(steps) and steps[-1] >= STEPS for _, _, steps in ever)
     assert len({(c.is_sharded, c.has_masters, c.forgets_frozen) for c in cases}) >= 6
+
+
+def with_groups(num_groups: int) -> dict[str, np.ndarray]:
+    """Rates that fall and grow again, and parameters that come later, in one group or several."""
+    module = Prescribed()
+    module.b.requires_grad_(False)
+    net = SlowMo(module, 1, slowmo_frequency=2, localsgd_frequency=2, slowmo_momentum=0.9)
+    named = [*module.parameters()]
+    parts = np.array_split(range(len(named)), num_groups)
+    optimizer = torch.optim.SGD([{"params": [named[i] for i in part]} for part in parts], lr=0.1)
+    for step in range(10):
+        module.b.requires_grad_(step >= 4)
+        for group in optimizer.param_groups:
+            group["lr"] = 0.001 if 4 <= step < 6 else 0.1
+        take_step(net, optimizer, net(step))
+    return values(module)
+
+
+def one_group_and_several():
+    return with_groups(1), with_groups(5)
+
+
+def test_one_group_is_as_several():
+    for one, several in spawned(2, one_group_and_several):
+        for name in NAMES:
+            np.testing.assert_allclose(one[name], several[name], rtol=1e-6, err_msg=name)
+
+
+def frozen_with_a_gradient(has_masters: bool):
+    """Momentum and weight decay move a frozen parameter until its gradient is None."""
+    module = Prescribed()
+    module.e.requires_grad_(False)
+    net = SlowMo(module, 1, slowmo_frequency=4, localsgd_frequency=2)
+    held = [p for p in module.parameters() if p.requires_grad]
+    masters = [torch.nn.Parameter(p.detach().clone()) for p in held]
+    optimizer = torch.optim.SGD(
+        masters if has_masters else held, lr=0.1, momentum=0.9, weight_decay=0.1
+    )
+    for step in range(8):
+        if step == 3:
+            module.b.requires_grad_(False)
+        net(step).backward()
+        for param, master in zip(held, masters, strict=True):
+            master.grad = param.grad if has_masters else None
+        optimizer.step()
+        if has_masters:
+            with torch.no_grad():
+                for param, master in zip(held, masters, strict=True):
+                    param.copy_(master)
+        net.perform_slowmo(optimizer, fp32_params=masters if has_masters else None)
+        net.zero_grad(set_to_none=has_masters)
+    return values(module)
+
+
+def both_frozen_with_a_gradient():
+    return frozen_with_a_gradient(False), frozen_with_a_gradient(True)
+
+
+def test_what_an_optimizer_still_moves_is_still_sent():
+    (first, masters), (second, others) = spawned(2, both_frozen_with_a_gradient)
+    for name in NAMES:
+        assert np.array_equal(first[name], second[name]), name
+        assert np.array_equal(masters[name], others[name]), name
+
+
+def called_with_other_weights() -> dict[str, np.ndarray]:
+    module = Prescribed()
+    net = SlowMo(module, 1, slowmo_frequency=1)
+    others = {name: param + 5 for name, param in net.named_parameters()}
+    torch.func.functional_call(net, others, (1,)).backward()
+    net.zero_grad()
+    return one_step(net)
+
+
+def one_step(net) -> dict[str, np.ndarray]:
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    take_step(net, optimizer, net(1))
+    return values(net.module)
+
+
+def called_and_not():
+    return called_with_other_weights(), one_step(SlowMo(Prescribed(), 1, slowmo_frequency=1))
+
+
+def test_a_functional_call_is_no_first_forward_pass():
+    for called, plain in spawned(2, called_and_not):
+        assert all(np.array_equal(called[name], plain[name]) for name in NAMES)
 
 
 class Adapted(torch.nn.Module):

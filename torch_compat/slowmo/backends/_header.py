@@ -19,50 +19,36 @@ _LONGEST_SLEEP_SECONDS = 1e-3
 class Kind(IntEnum):
     """The kinds of exchanges; `str` describes them for error messages."""
 
-    HOSTS = 1
-    PARAMETERS = 2
-    START = 3
-    BUFFERS = 4
-    GRADIENTS = 5
-    AVERAGE = 6
-    GOSSIP = 7
-    SLOW_STEP = 8
-    CONSOLIDATION = 9
-    BUFFER_AVERAGE = 17
-    REARRANGEMENT = 18
-    # Kinds in a join context.
-    ROUND = 10
-    NO_DATA = 11
-    STEP = 12
-    ROUND_ENDS = 13
-    NODE = 14
-    RATES = 15
-    OPTIMIZER = 16
+    description: str
+
+    def __new__(cls, number: int, description: str) -> "Kind":
+        """Make a member, which is its number."""
+        self = int.__new__(cls, number)
+        self._value_, self.description = number, description
+        return self
 
     def __str__(self) -> str:
-        return _DESCRIPTIONS[self]
+        return self.description
 
-
-_DESCRIPTIONS = {
-    Kind.HOSTS: "the exchange of host names in the constructor",
-    Kind.PARAMETERS: "the broadcast of the parameters of process 0",
-    Kind.START: "the check that processes have equal parameters",
-    Kind.BUFFERS: "the broadcast of buffers before a forward pass",
-    Kind.GRADIENTS: "the average of gradients in the node after a backward pass",
-    Kind.AVERAGE: "the average of parameters in perform_slowmo()",
-    Kind.GOSSIP: "the exchange of parameters with peers in perform_slowmo()",
-    Kind.SLOW_STEP: "the slow step in perform_slowmo()",
-    Kind.REARRANGEMENT: "the exchange of slow momentum of other parameters in perform_slowmo()",
-    Kind.BUFFER_AVERAGE: "the average of buffers in perform_slowmo()",
-    Kind.CONSOLIDATION: "the exchange of consolidated_state_dict()",
-    Kind.ROUND: "the first exchange of a step in a join context",
-    Kind.NO_DATA: "the end of a join context",
-    Kind.STEP: "perform_slowmo() in a join context",
-    Kind.ROUND_ENDS: "the end of a join context",
-    Kind.NODE: "the broadcast of parameters in the node in a join context",
-    Kind.RATES: "the broadcast of learning rates in a join context",
-    Kind.OPTIMIZER: "the broadcast of the optimizer's state in the node at the end of join()",
-}
+    HOSTS = 1, "the exchange of host names in the constructor"
+    PARAMETERS = 2, "the broadcast of the parameters of process 0"
+    START = 3, "the check that processes have equal parameters"
+    BUFFERS = 4, "the broadcast of buffers before a forward pass"
+    GRADIENTS = 5, "the average of gradients in the node after a backward pass"
+    AVERAGE = 6, "the average of parameters in perform_slowmo()"
+    GOSSIP = 7, "the exchange of parameters with peers in perform_slowmo()"
+    SLOW_STEP = 8, "the slow step in perform_slowmo()"
+    CONSOLIDATION = 9, "the exchange of consolidated_state_dict()"
+    BUFFER_AVERAGE = 17, "the average of buffers in perform_slowmo()"
+    REARRANGEMENT = 18, "the exchange of slow momentum of other parameters in perform_slowmo()"
+    # Kinds in a join context.
+    ROUND = 10, "the first exchange of a step in a join context"
+    NO_DATA = 11, "the end of a join context"
+    STEP = 12, "perform_slowmo() in a join context"
+    ROUND_ENDS = 13, "the end of a join context"
+    NODE = 14, "the broadcast of parameters in the node in a join context"
+    RATES = 15, "the broadcast of learning rates in a join context"
+    OPTIMIZER = 16, "the broadcast of the optimizer's state in the node at the end of join()"
 
 
 class Exchange(NamedTuple):

@@ -182,7 +182,7 @@ class _Shadow(JoinHook):
             elif kind == Kind.BUFFERS:
                 net._broadcast_buffers(device)
             elif kind == Kind.GRADIENTS:
-                net._replica.add_no_gradients(list(net.module.parameters()), device)
+                net._replica.add_no_gradients([*net._exchanged().values()], device)
             elif kind == Kind.CONSOLIDATION:
                 net.consolidated_state_dict()
             else:

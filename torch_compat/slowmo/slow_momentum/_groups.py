@@ -15,40 +15,37 @@ class Groups:
       optimizers: an optimizer, or a sequence of optimizers.
       held: maps the id of a tensor that an optimizer may hold, a parameter or its float32 master,
         to the names of the module's parameters that it stands for.
-      order: names of the module's parameters, in its order.
+      order: names of the parameters to find, in the module's order.
 
     Attributes:
       optimizers: the optimizers.
       names: names of the parameters that they hold, in the module's order.
+      twice: the first of these names that is held twice; None if there is none.
       foreign: number of tensors they hold that stand for no parameter of the module.
 
     Raises:
-      ValueError: no optimizer, one without parameters, or a parameter that is held twice.
+      ValueError: no optimizer, or one without parameters.
     """
 
     def __init__(self, optimizers: Any, held: Mapping[int, Sequence[str]], order: Iterable[str]):
         self.optimizers = as_list(optimizers)
         self._group_of: dict[str, dict[str, Any]] = {}
-        self.foreign = 0
+        self.foreign, self.twice, order = 0, None, [*order]
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 for tensor in group["params"]:
                     names = held.get(id(tensor), ())
                     self.foreign += not names
                     for name in names:
-                        if name in self._group_of:
-                            raise ValueError(
-                                f"`optimizer` must hold each parameter once, but {name!r} is in "
-                                "two groups: pass the optimizer whose learning rate slow momentum "
-                                "is to take."
-                            )
+                        if name in self._group_of and name in order:
+                            self.twice = self.twice or name
                         self._group_of[name] = group
         self.names = tuple(name for name in order if name in self._group_of)
 
     @property
     def are_one(self) -> bool:
         """True if all parameters are in one group."""
-        return len({id(group) for group in self._group_of.values()}) == 1
+        return len({id(self._group_of[name]) for name in self.names}) == 1
 
     def rates(self, device: torch.device) -> list[float]:
         """Return the learning rate of each name; a negative one, at the end of a schedule, as 0.

@@ -163,6 +163,7 @@ class SlowMomentum:
         )
 
     def _factors(self, values: Sequence[float], device: torch.device) -> torch.Tensor:
-        if self.has_one_rate:
+        # Parameters that came later have other rates in the past.
+        if self.has_one_rate and len(set(values)) == 1:
             return device_data(values[:1], torch.float32, device)
         return self.span.per_element(values, device)

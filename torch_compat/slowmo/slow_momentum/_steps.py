@@ -105,7 +105,7 @@ class SlowSteps:
         if groups.foreign > self._foreign:
             warnings.warn(
                 f"`optimizer` holds {groups.foreign} parameters that are not those of the module: "
-                "they are neither exchanged nor part of slow momentum.",
+                "this wrapper leaves them as they are (another one may have them).",
                 stacklevel=4,
             )
         self._foreign = groups.foreign
