@@ -48,7 +48,8 @@ def write_between_passes(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> 
     that derivatives are right: by DDP's rule for buffers, or since values return before the pass.
     """
     writes = [*pairs]
-    with torch.autograd._unsafe_preserve_version_counter(tuple(target for target, _ in writes)):
+    targets = tuple(target for target, _ in writes)
+    with torch.autograd.grad_mode._unsafe_preserve_version_counter(targets):
         write(writes)
 
 

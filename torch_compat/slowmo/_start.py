@@ -95,8 +95,8 @@ def check_equal(
             "check_start=False they may differ."
         )
     raise ValueError(
-        "`module` must have parameters of the same names and shapes in all processes, of which the "
-        f"same require a gradient and are in the optimizers, which {lists}."
+        "`module` must train the same parameters in all processes (their names, shapes, "
+        f"requires_grad, and whether an optimizer holds them), which {lists}."
     )
 
 

@@ -2,8 +2,9 @@
 
 import inspect
 import warnings
+from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 from torch.distributed.algorithms.join import Joinable
@@ -17,6 +18,13 @@ from ._state import SavesReplica, consolidated
 from .backends import Kind
 from .interfaces import LikeDDP, NamesOfFairScale
 from .slow_momentum import Groups
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def _not_compiled(method: _Method) -> _Method:
+    """Keep torch.compile from tracing a method that exchanges data or sets hooks."""
+    return cast("_Method", torch.compiler.disable(method))
 
 
 class SlowMoDistributedDataParallel(SavesReplica, NamesOfFairScale, LikeDDP):
@@ -249,9 +257,7 @@ class SlowMoDistributedDataParallel(SavesReplica, NamesOfFairScale, LikeDDP):
         self._after_forward(output, device)
         return output
 
-    # What torch.compile must not trace, since it exchanges data or sets hooks, is disabled for it.
-
-    @torch.compiler.disable
+    @_not_compiled
     def _before_forward(self) -> torch.device:
         replica, device = self._replica, self._device()
         if self.training:
@@ -270,7 +276,7 @@ class SlowMoDistributedDataParallel(SavesReplica, NamesOfFairScale, LikeDDP):
             replica.slow.remember(params, device)
         return device
 
-    @torch.compiler.disable
+    @_not_compiled
     def _after_forward(self, output: Any, device: torch.device) -> None:
         if self._replica.waits_for_backward and torch.is_grad_enabled():
             self._hooks.on_parameters(self, self.module.parameters())
@@ -309,7 +315,7 @@ class SlowMoDistributedDataParallel(SavesReplica, NamesOfFairScale, LikeDDP):
             push_sum.make_numerators(params)
         self._was_numerator = False
 
-    @torch.compiler.disable
+    @_not_compiled
     def perform_slowmo(
         self, optimizer: Any, fp32_params: Any = None, others: Literal["fairscale"] | None = None
     ) -> None:
