@@ -9,7 +9,6 @@ import optax
 from jax.sharding import PartitionSpec as P
 
 import jaxslowmo as js
-from jaxslowmo.gradients.clipping import clip_state
 from jaxslowmo.gradients.precision import check_place, computing_in
 from jaxslowmo.gradients.precision._loss_scale import ScaleRule
 from jaxslowmo.gradients.tied import sum_over_holders
@@ -298,7 +297,6 @@ CLIPPING = {
     "larger": Refusal(lambda: clipped(**W, counted={"w": np.ones((2, 4))}), "`counted`", (2, 4)),
     "masks of others": Refusal(lambda: clipped(**W, counted={"v": 1}), "`counted`"),
     "types": Refusal(lambda: on_four(equal_in_parts, VALUES[0]), "`param_specs`", "w (over ['axis"),
-    "two": Refusal(lambda: clip_state((clip().init(PARAMS),) * 2), "clip_by_global_norm", 2),
 }
 
 

@@ -26,7 +26,6 @@ sgd, adam, identity = optax.sgd(0.1), optax.adam(0.1), optax.identity()
 mean, local = js.all_reduce_gradients("replica"), js.local_sgd("replica")
 clip, scale = js.clip_by_global_norm(2.0), js.dynamic_loss_scale
 whole, none = {"gradients": mean}, {"sync": "none"}
-LATE = {**whole, "validate": "after"}
 
 
 def made(optimizer=sgd, fn=loss, mesh=TWO, **options):
@@ -78,7 +77,7 @@ def wrong(call, *pairs, **others):
 OF_STEPS = {
     **wrong(
         made, ("mode", "eager"), ("model_state", "mean"), ("host_batch", "whole"),
-        ("order", "first"), ("validate", "later"), ("accumulate", 0), ("accumulate", True),
+        ("order", "first"), ("accumulate", 0), ("accumulate", True),
         ("sync", sgd), ("sync", "all"), ("optimizer", None), ("optimizer", optax.adam),
         ("gradients", "mean"), ("raw_keys", "keras"), ("policy", "float16"),
     ),
@@ -128,8 +127,6 @@ HIDDEN = {  # behind an optax.chain: the message names js.chain
     "sync": lambda: started(optax.chain(sgd, optax.masked(local, ALL)), mode="host"),
     "scale": lambda: started(optax.chain(mean, optax.add_decayed_weights(0.1), scale(sgd))),
     "model state": lambda: started(optax.chain(sgd, local), fn=stateful, model_state=np.zeros(1)),
-    "late clipping": lambda: started(optax.chain(clip, adam), **LATE),
-    "late scale": lambda: started(optax.chain(scale(adam)), **LATE),
     "scale of tables": lambda: with_tables(optax.chain(scale(sgd)), **none),
 }
 BY_HAND = [  # collectives of which nothing is known
@@ -183,17 +180,6 @@ OF_CHAINS = {
     "search": Refusal(lambda: stepped(js.chain(mean, optax.lbfgs())), "`value_fn`", "('replica',)"),
     "search inside": Refusal(
         lambda: stepped(optax.lbfgs(), mesh=INNER, sync=local), "`value_fn`", "('device',)"
-    ),
-    "nothing late": Refusal(lambda: started(adam, **LATE), "optax.clip_by_global_norm"),
-    "two late": Refusal(
-        lambda: started(js.chain(clip, adam), **{**LATE, "gradients": js.chain(mean, clip)}),
-        "found 2",
-    ),
-    "clipped first": Refusal(
-        lambda: started(adam, **{**LATE, "gradients": js.chain(clip, mean)}), "must be last"
-    ),
-    "late, and exchanges": Refusal(
-        lambda: started(scale(js.chain(mean, clip, adam)), validate="after"), "['replica']"
     ),
 }
 

@@ -29,12 +29,11 @@ from ...mesh import (
 from ...transform import (
     GradientSpec,
     GradientTransform,
-    Validation,
     check_are_specs,
     check_axis_argument,
     passing_state,
 )
-from ...tree import Staged, at_least_float32, by_dtype, cast, kept_if, leaf_names, parts_of
+from ...tree import Staged, at_least_float32, by_dtype, cast, kept_if, leaf_names
 from ..sparse import RowGradient, WithRows, arrays_of, coalesce
 from ..tied import TiedGroup, checked_groups, tied_members
 
@@ -139,14 +138,9 @@ def clip_by_global_norm(
         updates: PyTree,
         state: PyTree,
         params: PyTree | None = None,
-        *,
-        validation: Validation | None = None,
         **extra: Any,
     ) -> tuple[PyTree, PyTree]:
         del params, extra
-        if validation is not None and validation.clipped is not None:
-            new = match_varying(validation.clipped, state)
-            return scaled(updates, new.clip_factor), new
         require_axes(OWNER, "model_axes", axes, _IN_THE_NORM)
         masks, rule = _masks(counted, updates), counting
         if isinstance(updates, WithRows):
@@ -159,27 +153,9 @@ def clip_by_global_norm(
         factor = jnp.where(jnp.isfinite(total), jnp.minimum(ratio, one), jnp.nan * one)
         numbers = cast(total, state.norm.dtype), cast(factor, state.clip_factor.dtype)
         new = match_varying(ClipByGlobalNormState(*numbers), state)
-        if validation is not None:
-            return updates, new
         return scaled(updates, new.clip_factor), new
 
-    spec = GradientSpec(takes=frozenset({"validation"}), clips=True, of_rows=True)
-    return GradientTransform(init_fn, update_fn, spec)
-
-
-def clip_state(state: PyTree) -> ClipByGlobalNormState | None:
-    """Return the `clip_by_global_norm` state that a state contains; None without one.
-
-    Raises:
-      ValueError: there are several.
-    """
-    states = parts_of(state, ClipByGlobalNormState)
-    if len(states) > 1:
-        raise ValueError(
-            f'{OWNER}: `validate`="after" takes one js.clip_by_global_norm, found {len(states)}. '
-            'Several, such as one for each part of an optax.partition, work with validate="before".'
-        )
-    return states[0] if states else None
+    return GradientTransform(init_fn, update_fn, GradientSpec(clips=True, of_rows=True))
 
 
 def _is_rows(x: Any) -> bool:

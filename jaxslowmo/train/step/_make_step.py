@@ -26,7 +26,6 @@ from .update import (
     ModelStateMode,
     NoTables,
     StepParts,
-    Validate,
 )
 
 
@@ -47,7 +46,6 @@ def make_train_step(
     donate: bool = True,
     embeddings: Embeddings | None = None,
     policy: Policy | None = None,
-    validate: Validate = "before",
     compiler_options: Mapping[str, str | int | float | bool] | None = None,
 ) -> TrainStep:
     """Build a data-parallel training step over replicas.
@@ -123,12 +121,6 @@ def make_train_step(
         `js.dynamic_loss_scale` around `optimizer`: gradients are then taken of the loss times its
         scale, and divided by it at once; metrics are of the loss itself, and include `loss_scale`
         and `skipped_updates`.
-      validate: `"before"` clips gradients, and checks whether they are finite, before the optimizer
-        runs. `"after"` runs the optimizer on the unclipped gradients, while devices that share a
-        model compute the norm for `js.clip_by_global_norm` and the check of
-        `js.dynamic_loss_scale`; then the update is kept, dropped, or made again from the old state
-        with clipped gradients. Results are equal; `"after"` runs the optimizer twice in updates
-        that clip (with virtual replicas in all).
       compiler_options: options, value by name, for the compiler of every program of this step: its
         updates, `collect`, `evaluate`, `ahead`, those of a pipeline with `executor="host"`, and so
         those that `compiled`, `js.comm_report` and `js.measured` read. Making a state and
@@ -139,26 +131,24 @@ def make_train_step(
       A `TrainStep`: `step(state, batch) -> (state, metrics)`; `step.init(params)` makes the state.
 
     Raises:
-      ValueError: unknown axis, mode, model_state, order, host_batch or validate; accumulate < 1;
-        `sync` that is neither a `ParameterTransform` nor `"none"`, or `"none"` with
-        `model_state="broadcast"`; a parameter transform as `gradients`; `gradients` with a
-        `js.chain` that reduces, `sync` with one that exchanges, several parameter transforms in it;
-        with `embeddings`, `gradients` that rows cannot pass through; `compiler_options` that are
-        no mapping of names to str, int, float or bool, or are for another platform than that of
-        `mesh` (for a virtual one, of the default device); for a pipeline, an `optimizer` whose
-        result for a leaf depends on leaves of other stages, or is not proved not to. At `init` or
-        the first step: undeclared collectives over replicas in a transform; a parameter transform
-        inside `gradients`, or hidden in `optimizer` if host-scheduled or if model state follows it;
-        replicas that would train independently; with `embeddings`, on any number of replicas, an
-        `optimizer` that averages gradients, exchanges parameters, or holds
-        `js.clip_by_global_norm`, `optax.apply_if_finite`, `optax.MultiSteps` or `js.accumulate`;
-        `optax.apply_if_finite` around a transform that exchanges; with `validate="after"`, neither
-        clipping nor loss scale of this library, one hidden in an `optax.chain`, several clippings,
-        one in `gradients` that is not last, or one with an `optimizer` that exchanges by itself;
-        with `order="ready"`, a reduction hidden in an `optax.chain`. At trace time: batches that do
-        not split evenly, a loss that is not floating, gradients not averaged over the inner axes, a
-        line search with averaged gradients, `js.slowmo(learning_rate="optimizer")` without exactly
-        one learning rate in the state of `optimizer`.
+      ValueError: unknown axis, mode, model_state, order or host_batch; accumulate < 1; `sync` that
+        is neither a `ParameterTransform` nor `"none"`, or `"none"` with `model_state="broadcast"`;
+        a parameter transform as `gradients`; `gradients` with a `js.chain` that reduces, `sync`
+        with one that exchanges, several parameter transforms in it; with `embeddings`, `gradients`
+        that rows cannot pass through; `compiler_options` that are no mapping of names to str, int,
+        float or bool, or are for another platform than that of `mesh` (for a virtual one, of the
+        default device); for a pipeline, an `optimizer` whose result for a leaf depends on leaves of
+        other stages, or is not proved not to. At `init` or the first step: undeclared collectives
+        over replicas in a transform; a parameter transform inside `gradients`, or hidden in
+        `optimizer` if host-scheduled or if model state follows it; replicas that would train
+        independently; with `embeddings`, on any number of replicas, an `optimizer` that averages
+        gradients, exchanges parameters, or holds `js.clip_by_global_norm`, `optax.apply_if_finite`,
+        `optax.MultiSteps` or `js.accumulate`; `optax.apply_if_finite` around a transform that
+        exchanges; with `order="ready"`, a reduction hidden in an `optax.chain`. At trace time:
+        batches that do not split evenly, a loss that is not floating, gradients not averaged over
+        the inner axes, a line search with averaged gradients,
+        `js.slowmo(learning_rate="optimizer")` without exactly one learning rate in the state of
+        `optimizer`.
       UserWarning: once, for `optax.contrib.sam` or `optax.MultiSteps` where `sync` also exchanges
         between their updates, whatever their period is, and for `js.Policy("float16")` without a
         `js.dynamic_loss_scale` in `optimizer`.
@@ -180,7 +170,6 @@ def make_train_step(
         "order": order,
         "embeddings": embeddings,
         "policy": policy,
-        "validate": validate,
         "raw_keys": raw_keys,
         "compiler_options": compiler_options,
     }
@@ -190,7 +179,6 @@ def make_train_step(
         "model_state": (model_state, ModelStateMode),
         "host_batch": (host_batch, HostBatch),
         "order": ("ready" if order is None else order, GradientOrder),
-        "validate": (validate, Validate),
     }
     for argument, (value, kind) in choices.items():
         check_choice(argument, value, kind)
@@ -265,7 +253,6 @@ def make_train_step(
         axis_name=axis_name,
         order=order,
         lookup=lookup,
-        validate=validate,
         raw_keys=raw_keys,
         policy=policy,
         before_run=getattr(loss_fn, "before_run", None),

@@ -16,5 +16,4 @@ from ._metrics import joined as joined
 from ._optimized import USE_CHAIN as USE_CHAIN
 from ._parts import GradientOrder as GradientOrder
 from ._parts import StepParts as StepParts
-from ._parts import Validate as Validate
 from ._replica_step import ReplicaStep as ReplicaStep
