@@ -79,7 +79,7 @@ OF_STEPS = {
         made, ("mode", "eager"), ("model_state", "mean"), ("host_batch", "whole"),
         ("order", "first"), ("accumulate", 0), ("accumulate", True),
         ("sync", sgd), ("sync", "all"), ("optimizer", None), ("optimizer", optax.adam),
-        ("gradients", "mean"), ("raw_keys", "keras"), ("policy", "float16"),
+        ("gradients", "mean"), ("policy", "float16"),
     ),
     "sync as gradients": Refusal(lambda: made(gradients=local), "`gradients`", "`sync`"),
     "a loss": Refusal(lambda: made(fn=3), "`loss_fn`", "int"),

@@ -24,7 +24,6 @@ WRONG = {
     "model_state": "mean",
     "order": "forward",
     "host_batch": "all",
-    "raw_keys": 1,
     "policy": "bfloat16",
     "axis_name": "other",
     "sync": "all",

@@ -13,7 +13,6 @@ from ...gradients.precision import Policy, computing_in
 from ...mesh import AnyMesh, replica_count
 from ...tracing import FullLoss, as_full_loss
 from ...transform import LossProgram, ParameterTransform, over_stages, spec_of
-from .._train_state import with_raw_keys
 from ..batches import HostBatch
 from ._compiler_options import checked_compiler_options
 from ._step_runner import Mode
@@ -40,7 +39,6 @@ def make_train_step(
     mode: Mode = "traced",
     accumulate: int = 1,
     model_state: ModelStateMode = "sync_mean",
-    raw_keys: bool = False,
     order: GradientOrder | None = None,
     host_batch: HostBatch = "local",
     donate: bool = True,
@@ -57,10 +55,7 @@ def make_train_step(
         dtype and shape under names other than "loss" and "weight"; half precision and booleans
         become float32, as means of integers over devices or microbatches do. The loss has a real
         floating dtype, float32 for a Python float. It may average itself over axes of the mesh, as
-        under `jax.pmap`. Optional attributes, which a loss function of `js.pipelined` has:
-        `before_run` is called before every program that runs, and may raise, such as when compiled
-        programs are out of date. `params_form` and `model_state_form` are called by `step.init`
-        with parameters and model state, and return them in the form that the loss function takes.
+        under `jax.pmap`.
       optimizer: any optax transform; its state stays local to each replica. A `js.chain` is split:
         everything up to the last transform that reduces gradients, with this library's clipping
         right after it, becomes `gradients`; a parameter transform at its end becomes `sync`; the
@@ -90,12 +85,8 @@ def make_train_step(
       model_state: `"sync_mean"` averages model state over replicas in updates that synchronise
         parameters (in all without `sync`), `"broadcast"` uses that of replica 0 in every forward
         pass, `"local"` never exchanges it. Over inner axes it is always averaged. Typed PRNG keys
-        in it (nnx.Dropout) are never exchanged, and differ on all devices in the forward pass.
-      raw_keys: whether the loss function's model state holds PRNG keys as pairs of uint32, as Keras
-        and `jax.random.PRNGKey` make them. `step.init` then makes a typed key of every uint32 leaf
-        of shape (2,); the loss function receives and returns it as a pair. Arrays of several keys,
-        of shape (n, 2), are not recognised: use typed keys there. A state that still holds such
-        a pair, since `js.TrainState.create` made it, is refused.
+        in it (nnx.Dropout) are never exchanged, and differ on all devices in the forward pass;
+        `js.typed_keys(loss_fn)` makes them of raw ones (Keras, `jax.random.PRNGKey`).
       order: the order in which gradients fill buckets, unless their transform sets it: `"reverse"`
         leaf order, or `"ready"`, the order in which the backward pass finishes them, taken from the
         traced loss function. None is `"ready"` where the buckets depend on the order, and
@@ -170,7 +161,6 @@ def make_train_step(
         "order": order,
         "embeddings": embeddings,
         "policy": policy,
-        "raw_keys": raw_keys,
         "compiler_options": compiler_options,
     }
     replica_count("make_train_step", mesh, axis_name)
@@ -205,8 +195,6 @@ def make_train_step(
     options = ()
     if compiler_options is not None:
         options = checked_compiler_options(compiler_options, mesh)
-    if not isinstance(raw_keys, bool):
-        raise ValueError(f"`raw_keys` must be True or False, got {raw_keys!r}.")
     sync_transform = sync if isinstance(sync, ParameterTransform) else None
     check_axes((gradients, optimizer, sync_transform), mesh, axis_name)
     if embeddings is not None:
@@ -215,12 +203,10 @@ def make_train_step(
 
     def completed(loss_fn: Callable[..., Any]) -> FullLoss:
         loss = as_full_loss(loss_fn)
-        if raw_keys:
-            loss = with_raw_keys(loss)
         return loss if policy is None else computing_in(policy, loss)
 
     loss, dispatched = completed(loss_fn), None
-    program = loss_fn if isinstance(loss_fn, LossProgram) else LossProgram()
+    program = LossProgram.of(loss_fn)
     if program.dispatch is not None:
         program.check_mesh(mesh)
         is_cast = policy is not None
@@ -253,11 +239,8 @@ def make_train_step(
         axis_name=axis_name,
         order=order,
         lookup=lookup,
-        raw_keys=raw_keys,
         policy=policy,
-        before_run=getattr(loss_fn, "before_run", None),
-        params_form=getattr(loss_fn, "params_form", None),
-        model_state_form=getattr(loss_fn, "model_state_form", None),
+        program=program,
         compiler_options=options,
     )
     return TrainStep(parts, mesh, mode, host_batch, donate, settings)

@@ -1,6 +1,5 @@
 """The parts of a step, and one replica's update by them: gradients, optimizer, exchange."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, Literal, NamedTuple
@@ -24,6 +23,7 @@ from ....gradients.sparse import Rows, WithRows, mean_rows
 from ....mesh import axis_names, laid_out
 from ....transform import (
     GradientTransform,
+    LossProgram,
     ParameterTransform,
     holds_state,
     increment,
@@ -100,12 +100,9 @@ class StepParts:
     axis_name: AxisName
     order: GradientOrder | None
     lookup: AnyLookup
+    program: LossProgram
     param_specs: PyTree | None = None  # specs of the dense parameters; set by a state's layout
-    raw_keys: bool = False  # whether raw keys in new model state become typed keys
     policy: Policy | None = None  # dtypes in which the loss function computes
-    before_run: Callable[[], None] | None = None  # raises if programs are out of date
-    params_form: Callable[[PyTree], PyTree] | None = None  # converts parameters for the loss
-    model_state_form: Callable[[PyTree], PyTree] | None = None  # converts model state for the loss
     compiler_options: CompilerOptions = ()  # of every program of the step
 
     def first_two(self) -> tuple[optax.GradientTransformation, optax.GradientTransformation]:
@@ -213,7 +210,7 @@ class StepParts:
         if self.order is not None:
             return find() if self.order == "ready" else None
         # A pipeline finishes all gradients with the last microbatch.
-        return find if self.params_form is None else None
+        return find if self.program.param_types is None else None
 
     def _reduced(self, state: TrainState, gathered: Gradients, order: ReadyOrder | None) -> Reduced:
         """Average gradients, those of rows and the loss; `order` is the order of the buckets."""
