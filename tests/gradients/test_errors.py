@@ -69,7 +69,6 @@ REDUCER = {
     **wrong(post_local, schedule=3, before=None, after="mean"),
     "ratio 0": Refusal(lambda: HOOKS.top_k(0.0), "`ratio`", 0.0),
     "ratio and k": Refusal(lambda: HOOKS.top_k(ratio=0.1, k=3), "`ratio`", "`k`"),
-    "an order known later": Refusal(lambda: reduced(order="ready"), "js.ready_order"),
     "large leaves whole and split": Refusal(
         lambda: reduced(alone_bytes=4, split_large=True), "`alone_bytes`", "`split_large`"
     ),

@@ -77,7 +77,7 @@ def wrong(call, *pairs, **others):
 OF_STEPS = {
     **wrong(
         made, ("mode", "eager"), ("model_state", "mean"), ("host_batch", "whole"),
-        ("order", "first"), ("accumulate", 0), ("accumulate", True),
+        ("accumulate", 0), ("accumulate", True),
         ("sync", sgd), ("sync", "all"), ("optimizer", None), ("optimizer", optax.adam),
         ("gradients", "mean"), ("policy", "float16"),
     ),
@@ -123,7 +123,6 @@ OF_OPTIONS = {
     ]
 }
 HIDDEN = {  # behind an optax.chain: the message names js.chain
-    "order": lambda: started(optax.chain(mean, sgd), order="ready"),
     "sync": lambda: started(optax.chain(sgd, optax.masked(local, ALL)), mode="host"),
     "scale": lambda: started(optax.chain(mean, optax.add_decayed_weights(0.1), scale(sgd))),
     "model state": lambda: started(optax.chain(sgd, local), fn=stateful, model_state=np.zeros(1)),

@@ -22,7 +22,6 @@ WRONG = {
     "mode": "sometimes",
     "accumulate": 0,
     "model_state": "mean",
-    "order": "forward",
     "host_batch": "all",
     "policy": "bfloat16",
     "axis_name": "other",
@@ -84,7 +83,6 @@ def step(seed: int, kind: str = "step") -> Options:
         mesh = random_.choice(("shards", "one shard"))
     options = _parts(random_, mesh)
     scale = _chance(random_, 0.25)
-    keeps = options["gradients"] in KEEP_STATE
     options |= {
         "mesh": mesh,
         "mode": "traced" if is_opaque else random_.choice(("traced", "host")),
@@ -94,12 +92,9 @@ def step(seed: int, kind: str = "step") -> Options:
         "windows": random_.choice((None, None, None, "step", "apply")),
         "weight": _chance(random_, 0.25),
         "model_state": random_.choice((None, None, "sync_mean", "broadcast", "local")),
-        "order": "ready" if _chance(random_, 0.1) and not keeps else "reverse",
         "dtypes": random_.choice(("float32", "float32", "mixed")),
         "updates": 6,
     }
-    if is_opaque:
-        options |= {"order": "reverse"}
     if has_tables:
         options |= {
             "model_state": None,

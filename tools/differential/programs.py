@@ -140,12 +140,8 @@ def steps() -> Scenarios:
 
     made: Scenarios = {
         "mean, clip": _step(clipped_mean),
-        "mean, order ready": _step(lambda: {**mean(), "order": "ready"}),
-        "mean in buckets, order ready": _step(
-            lambda: {
-                "gradients": js.all_reduce_gradients("replica", bucket_bytes=64),
-                "order": "ready",
-            }
+        "mean in buckets": _step(
+            lambda: {"gradients": js.all_reduce_gradients("replica", bucket_bytes=64)}
         ),
         "mean, value": _step(mean, optimizer=lambda: optax.polyak_sgd()),
         "post-local, local_sgd, value": _step(

@@ -21,7 +21,6 @@ from ._transforms import check_axes, check_with_tables, checked_gradients, split
 from .update import (
     Differentiation,
     Dispatched,
-    GradientOrder,
     ModelStateMode,
     NoTables,
     StepParts,
@@ -39,7 +38,6 @@ def make_train_step(
     mode: Mode = "traced",
     accumulate: int = 1,
     model_state: ModelStateMode = "sync_mean",
-    order: GradientOrder | None = None,
     host_batch: HostBatch = "local",
     donate: bool = True,
     embeddings: Embeddings | None = None,
@@ -87,11 +85,6 @@ def make_train_step(
         pass, `"local"` never exchanges it. Over inner axes it is always averaged. Typed PRNG keys
         in it (nnx.Dropout) are never exchanged, and differ on all devices in the forward pass;
         `js.typed_keys(loss_fn)` makes them of raw ones (Keras, `jax.random.PRNGKey`).
-      order: the order in which gradients fill buckets, unless their transform sets it: `"reverse"`
-        leaf order, or `"ready"`, the order in which the backward pass finishes them, taken from the
-        traced loss function. None is `"ready"` where the buckets depend on the order, and
-        `"reverse"` where it cannot be used: for a hook with state, whose buckets are those of
-        `init`; for a reduction inside `optimizer` or an `optax.chain`; and for `js.pipelined`.
       host_batch: what a host batch and its weight hold with several processes: `"local"`, the part
         of this process, the rows for its own devices in their order along the axes over which
         the batch is split; or `"global"`, the whole batch, the same on every process, which takes
@@ -122,7 +115,7 @@ def make_train_step(
       A `TrainStep`: `step(state, batch) -> (state, metrics)`; `step.init(params)` makes the state.
 
     Raises:
-      ValueError: unknown axis, mode, model_state, order or host_batch; accumulate < 1; `sync` that
+      ValueError: unknown axis, mode, model_state or host_batch; accumulate < 1; `sync` that
         is neither a `ParameterTransform` nor `"none"`, or `"none"` with `model_state="broadcast"`;
         a parameter transform as `gradients`; `gradients` with a `js.chain` that reduces, `sync`
         with one that exchanges, several parameter transforms in it; with `embeddings`, `gradients`
@@ -135,7 +128,7 @@ def make_train_step(
         independently; with `embeddings`, on any number of replicas, an `optimizer` that averages
         gradients, exchanges parameters, or holds `js.clip_by_global_norm`, `optax.apply_if_finite`,
         `optax.MultiSteps` or `js.accumulate`; `optax.apply_if_finite` around a transform that
-        exchanges; with `order="ready"`, a reduction hidden in an `optax.chain`. At trace time:
+        exchanges. At trace time:
         batches that do not split evenly, a loss that is not floating, gradients not averaged over
         the inner axes, a line search with averaged gradients,
         `js.slowmo(learning_rate="optimizer")` without exactly one learning rate in the state of
@@ -158,7 +151,6 @@ def make_train_step(
         "mode": mode,
         "accumulate": accumulate,
         "model_state": model_state,
-        "order": order,
         "embeddings": embeddings,
         "policy": policy,
         "compiler_options": compiler_options,
@@ -168,7 +160,6 @@ def make_train_step(
         "mode": (mode, Mode),
         "model_state": (model_state, ModelStateMode),
         "host_batch": (host_batch, HostBatch),
-        "order": ("ready" if order is None else order, GradientOrder),
     }
     for argument, (value, kind) in choices.items():
         check_choice(argument, value, kind)
@@ -237,7 +228,6 @@ def make_train_step(
         sync=None if sync_transform is None else sync_transform.sized(dict(mesh.shape)),
         independent=independent,
         axis_name=axis_name,
-        order=order,
         lookup=lookup,
         policy=policy,
         program=program,

@@ -209,11 +209,6 @@ def check_transforms(
     if parts_of(optimizer, DynamicLossScaleState):
         check_place(optimizer)
     _check_hidden_scale(unknown["optimizer"])
-    if parts.order == "ready" and holds_state(unknown, "gradients"):
-        raise ValueError(
-            '`order`="ready": the transform that reduces gradients would not receive their order. '
-            f"{USE_CHAIN}"
-        )
     if lookup.embeddings is not None:
         _check_optimizer_with_tables(optimizer, unknown["optimizer"])
     _check_conditions({"gradients": gradients, "optimizer": optimizer}, num_replicas)

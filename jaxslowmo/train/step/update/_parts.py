@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import optax
@@ -54,8 +54,6 @@ from ._optimized import (
     run_optimizer,
 )
 
-GradientOrder = Literal["reverse", "ready"]
-
 
 class Reduced(NamedTuple):
     """Averaged gradients, and values that were averaged in the same way."""
@@ -98,7 +96,6 @@ class StepParts:
     sync: ParameterTransform | None
     independent: bool  # `sync` is "none": replicas may train independently
     axis_name: AxisName
-    order: GradientOrder | None
     lookup: AnyLookup
     program: LossProgram
     param_specs: PyTree | None = None  # specs of the dense parameters; set by a state's layout
@@ -201,15 +198,12 @@ class StepParts:
         )
 
     def _order(self, state: TrainState, like: PyTree) -> ReadyOrder | None:
-        """Return the order in which gradients fill buckets, for a batch like `like`.
+        """Return a function for the order in which gradients are ready, for a batch like `like`.
 
-        None is the order of leaves. A function finds the order only where it matters, since that
-        traces the loss once more.
+        It is called only where the order matters, since it traces the loss once more. None is the
+        order of leaves: a pipeline finishes all gradients with the last microbatch.
         """
         find = cache(partial(self.differentiation.ready_order, state, like))
-        if self.order is not None:
-            return find() if self.order == "ready" else None
-        # A pipeline finishes all gradients with the last microbatch.
         return find if self.program.param_types is None else None
 
     def _reduced(self, state: TrainState, gathered: Gradients, order: ReadyOrder | None) -> Reduced:
