@@ -51,11 +51,6 @@ class ClipByGlobalNormState(NamedTuple):
     norm: jax.Array  # () float32, norm of the gradients before clipping
     clip_factor: jax.Array  # () float32, factor of the gradients; 1: not clipped
 
-    @property
-    def scale(self) -> jax.Array:
-        """The value of `clip_factor`, by the name that the field had in 0.1.0."""
-        return self.clip_factor
-
 
 @records_settings
 def clip_by_global_norm(
