@@ -280,7 +280,7 @@ def set_state(evaluation):
 
 OF_LOOPS = {
     **wrong(
-        loop, ("num_steps", -1), ("num_steps", 2.5), ("start", -1), ("start", True),
+        loop, ("num_steps", -1), ("num_steps", 2.5),
         ("accumulate", 0), ("accumulate", 1.5), ("partial", "drop"),
     ),
     **wrong(
