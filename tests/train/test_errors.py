@@ -243,11 +243,6 @@ OF_TABLES = {
         "`num_batches`",
         -1,
     ),
-    "nothing was asked": Refusal(
-        lambda: (s := step_of(1, **none)).ahead("exact")(s.init(DENSE), *batches(1), None, None),
-        "`asked`",
-        None,
-    ),
 }
 
 
@@ -270,14 +265,6 @@ def pipeline(step=None, state=None, batches=SMALL, **options):
     return js.TrainPipeline(step, begin(small()) if state is None else state, batches, **options)
 
 
-def evaluating():
-    return js.TrainPipeline(small().evaluate, pipeline(), SMALL)
-
-
-def set_state(evaluation):
-    evaluation.state = begin(small())
-
-
 OF_LOOPS = {
     **wrong(
         loop, ("num_steps", -1), ("num_steps", 2.5),
@@ -294,12 +281,11 @@ OF_LOOPS = {
         )
         for name, value in (("prefetch", 2), ("accumulate", 2), ("partial", "error"))
     },
-    "a function as hook": Refusal(lambda: loop(hooks=[set_state]), "`hooks`", "set_state"),
+    "a function as hook": Refusal(lambda: loop(hooks=[print]), "`hooks`", "print"),
     "a log's period": Refusal(lambda: js.Log(print, every=0), "`every`", 0),
     "an evaluation's": Refusal(lambda: js.Evaluate(print, mesh=TWO, every="2"), "`every`", "2"),
     "no batches": Refusal(lambda: js.train_loop(small(), begin(small())), "`batches`"),
     "timeout without thread": Refusal(lambda: pipeline(timeout=1.0, depth=0), "`depth`", 0),
-    "no iterable": Refusal(lambda: pipeline(batches=7), "`batches`", "int"),
     "no function": Refusal(lambda: pipeline(step=3), "`step`", "int"),
     "a function's updates": Refusal(
         lambda: pipeline(step=lambda s, b: (s, {}), accumulate=2), "js.make_train_step"
@@ -308,9 +294,7 @@ OF_LOOPS = {
         lambda: js.TrainPipeline(small().evaluate, pipeline(), accumulate=2), "`accumulate`", 2
     ),
     "no iterator": Refusal(lambda: next(pipeline(batches=None)), "`iterator`"),
-    "a list as iterator": Refusal(lambda: pipeline().progress([1]), "`iterator`", "list"),
     "no state": Refusal(lambda: next(pipeline(state={"w": 1.0})), "`state`", "dict"),
-    "state of an evaluation": Refusal(lambda: set_state(evaluating()), "`state`"),
     **wrong(lambda **o: ahead(**o), ("mode", "late"), ("num_exact", 2)),
     **wrong(lambda **o: ahead(mode="stale", **o), ("num_exact", -1)),
     **wrong(lambda **o: ahead(mode="patched", **o), ("room", 0.0), ("room", "half")),
@@ -433,7 +417,6 @@ OTHER = {name: np.zeros(5, np.float32) for name in PARAMS}
 OF_WINDOWS = {
     "of another step": Refusal(lambda: refused_window(use="other"), "`step.collect`"),
     "no window": Refusal(lambda: refused_window(window=None), "`window`"),
-    "a pair": Refusal(lambda: refused_window(use="collect", window=({}, 1)), "`window`", "tuple"),
     "weights of some": Refusal(
         lambda: refused_window(use="collect", weight=np.ones(2)), "`weight`", "none"
     ),

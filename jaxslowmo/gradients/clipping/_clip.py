@@ -169,20 +169,17 @@ def _masks(counted: PyTree | None, tree: PyTree) -> list[Any]:
             masks += [None if copies is None else ~copies for copies in later]
         return masks
     leaves = jax.tree.leaves(tree, is_leaf=_is_rows)
-    try:
-        is_none = lambda x: x is None  # noqa: E731
-        whole = jax.tree.broadcast(counted, arrays_of(tree), is_leaf=is_none)
-        places = jax.tree.leaves(arrays_of(tree), is_leaf=is_none)
-        pairs = zip(jax.tree.leaves(whole, is_leaf=is_none), places, strict=True)
-        masks = [mask for mask, place in pairs if place is not None]
-        for mask, leaf in zip(masks, leaves, strict=True):
-            if mask is not None and jnp.broadcast_shapes(np.shape(mask), leaf.shape) != leaf.shape:
-                raise ValueError(f"a mask of shape {np.shape(mask)} for a leaf of {leaf.shape}")
-    except ValueError as error:
-        raise ValueError(
-            f"{OWNER}: `counted` must be a tree of masks with the structure of the gradients, or a "
-            f"prefix of it, that broadcast to the leaves: {error}."
-        ) from None
+    is_none = lambda x: x is None  # noqa: E731
+    whole = jax.tree.broadcast(counted, arrays_of(tree), is_leaf=is_none)
+    places = jax.tree.leaves(arrays_of(tree), is_leaf=is_none)
+    pairs = zip(jax.tree.leaves(whole, is_leaf=is_none), places, strict=True)
+    masks = [mask for mask, place in pairs if place is not None]
+    for mask, leaf in zip(masks, leaves, strict=True):
+        if mask is not None and jnp.broadcast_shapes(np.shape(mask), leaf.shape) != leaf.shape:
+            raise ValueError(
+                f"{OWNER}: `counted` must have masks that broadcast to the leaves, got one of "
+                f"shape {np.shape(mask)} for a leaf of {leaf.shape}."
+            )
     return masks
 
 

@@ -192,7 +192,6 @@ def all_reduce_gradients(
         del params, extra
         updates, rows, inner_axes, join = split_rows(updates)
         _check_gradients(updates, axis_name)
-        _check_state(state)
         share = check_weight(_OWNER, weight)
         if axis_size(axis_name) == 1:
             warn(f"{_OWNER}: axis {axis_name!r} has size 1, so there is nothing to reduce.")
@@ -235,14 +234,6 @@ def mean_gradients(
     buckets = BucketLayout(BUCKET_LIMITS).planned(grads, param_specs, ready_order)
     with jax.named_scope(_OWNER):
         return reduce_plainly(buckets, grads, axis_name, None, True)
-
-
-def _check_state(state: PyTree) -> None:
-    if not isinstance(state, AllReduceGradientsState):
-        raise ValueError(
-            f"{_OWNER}: `state` must be what this transform's `init` makes, "
-            f"AllReduceGradientsState, got {type(state).__name__}: was it made by another one?"
-        )
 
 
 def _check_gradients(grads: PyTree, axis_name: AxisName) -> None:
