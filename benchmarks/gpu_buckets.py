@@ -84,7 +84,7 @@ SEPARATE = {"xla_gpu_all_reduce_combine_threshold_bytes": 0}
 CLIPPED = js.chain(js.clip_by_global_norm(1.0), optax.adamw(6e-4))
 CASES = (
     Case("defaults", hosts=BOTH),
-    Case('`order="reverse"`', options={"order": "reverse"}, hosts=BOTH),
+    Case('`order="reverse"`', {"order": "reverse"}, hosts=BOTH),
     Case("clipping by the global norm", options={"optimizer": CLIPPED}, hosts=BOTH),
     Case("SGD", options={"optimizer": optax.sgd(0.1)}, hosts=BOTH),
     Case("100 MiB", {"bucket_bytes": 100 * MIB}),

@@ -102,6 +102,7 @@ from .train import make_train_step as make_train_step
 from .train import recommended_compiler_options as recommended_compiler_options
 from .train import set_hyperparams as set_hyperparams
 from .train import train_loop as train_loop
+from .train import typed_keys as typed_keys
 from .train import uneven_batches as uneven_batches
 from .transform import BesideSpec as BesideSpec
 from .transform import CheckpointSpec as CheckpointSpec

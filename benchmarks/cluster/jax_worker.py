@@ -51,7 +51,6 @@ OPTIONS = {
     "all_reduce": lambda: {"gradients": js.all_reduce_gradients(R)},
     "all_reduce, apart": lambda: {
         "gradients": js.all_reduce_gradients(R, bucket_bytes=2**20),
-        "order": "ready",
     },
     "local_sgd(3)": lambda: {"sync": js.local_sgd(R, sync_every=3)},
     "local_sgd(12)": lambda: {"sync": js.local_sgd(R, sync_every=12)},

@@ -49,7 +49,6 @@ OPTIONS = {
     # keeps the compiler from merging them.
     "all_reduce": lambda: {
         "gradients": js.all_reduce_gradients(R, bucket_bytes=2**19, first_bucket_bytes=2**19),
-        "order": "ready",
     },
     "local_sgd(12)": lambda: {"sync": js.local_sgd(R, sync_every=12)},
     "local_sgd(24)": lambda: {"sync": js.local_sgd(R, sync_every=24)},

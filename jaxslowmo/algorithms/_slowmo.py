@@ -35,11 +35,6 @@ class SlowMomentumState(NamedTuple):
     made_at: jax.Array  # () float32, r, the gamma that made `velocity`; 0 before the first
     since: jax.Array  # () float32, largest gamma since the last slow step; 0 if not observed
 
-    @property
-    def learning_rate(self) -> jax.Array:
-        """The value of `last_rate`, under the name of that field in version 0.1.0."""
-        return self.last_rate
-
 
 @records_settings
 def slowmo(

@@ -25,13 +25,6 @@ from ._stages import layout_of, parts_of, spec_to_json
 
 FORMAT = 1
 _MARK = "jaxslowmo_checkpoint"
-# Fields of states that were renamed, because optax's tools set hyperparameters by the old names:
-# the name in old checkpoints, the current name, and a field that identifies the state's class.
-_RENAMED = (
-    ("learning_rate", "last_rate", "made_at"),
-    ("scale", "loss_scale", "hysteresis_left"),
-    ("scale", "clip_factor", "norm"),
-)
 
 
 @dataclass(frozen=True)
@@ -74,7 +67,7 @@ class Record:
       prints: fingerprints of the arrays in the order of `leaves`.
       extra: the `extra` of the caller of `save`.
       layout: the places of leaves in buffers of stages, plain JSON as `layout_of` returns it. None:
-        there are no stages, or the version that wrote the record did not note it.
+        there are no stages.
     """
 
     step: int
@@ -124,25 +117,6 @@ class Record:
                 leaf = replace(leaf, shape=(*leaf.shape[:1], *place.shape))
             leaves.append(leaf)
         return replace(self, leaves=tuple(leaves), layout=None)
-
-    def with_names_of(self, run: "Record") -> "Record":
-        """Return this record with the names that `run` has for fields that were renamed.
-
-        A name changes only if `run` has the new name and lacks the old one: parameters and the
-        states of other libraries may have names that are listed in `_RENAMED`, too.
-        """
-        saved, wanted = {x.name for x in self.leaves}, {x.name for x in run.leaves}
-
-        def name_now(name: str) -> str:
-            state, _, field = name.rpartition("/")
-            if name not in wanted and name.startswith("opt_state/"):
-                for before, now, marker in _RENAMED:
-                    is_state = field == before and f"{state}/{marker}" in saved
-                    if is_state and f"{state}/{now}" in wanted:
-                        return f"{state}/{now}"
-            return name
-
-        return replace(self, leaves=tuple(replace(x, name=name_now(x.name)) for x in self.leaves))
 
     def placement(self, like: StatePlacement, form: SavedForm | None = None) -> StatePlacement:
         """Return the placement of the arrays; values that are unknown are taken from `like`."""
@@ -203,7 +177,7 @@ def read_record(path: epath.Path) -> Record:
             leaves=tuple(_leaf_from_json(*entry) for entry in value["leaves"]),
             prints=tuple((first, second) for first, second in value["prints"]),
             extra=value["extra"],
-            layout=value.get("layout"),
+            layout=value["layout"],
         )
     except (KeyError, TypeError, ValueError) as error:
         raise UnreadableError(f"{path} has a damaged record ({error!r}).") from error
@@ -252,15 +226,15 @@ def record_of(step: int, state: TrainState, extra: dict[str, Any]) -> Record:
 
 
 def _leaf_from_json(key: str, name: str, shape: list[int], dtype: str, impl: str) -> LeafRecord:
-    if name == "rng" and impl:  # a typed key then, and its data, which is what was stored, now
+    if name == "rng" and impl:  # 0.2.0 had a typed key here, and stored what is now the leaf
         words = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0, impl=impl))).shape
         return LeafRecord(key, name, (*shape, *words), dtype)
     return LeafRecord(key, name, tuple(shape), dtype, impl)
 
 
 def _shards_from_json(value: dict[str, Any]) -> tuple[P, ...] | None:
-    """Return the specs of shards; None for records of version 0.1.0, which lack them."""
-    if value.get("shards") is not None:
+    """Return the specs of shards; None where they are unknown."""
+    if value["shards"] is not None:
         return tuple(P(*(tuple(e) or None for e in spec)) for spec in value["shards"])
     if value["automatic"]:
         return None
@@ -314,8 +288,8 @@ def has_equal_layout(
       new: placement of the new run.
 
     Raises:
-      CheckpointError: the checkpoint's version did not record how shards were cut, and the files do
-        not show that they were cut as in the new run.
+      CheckpointError: the checkpoint does not record how shards were cut, and the files do not show
+        that they were cut as in the new run.
     """
     same_mesh = _large_axes(old) == _large_axes(new) and old.automatic == new.automatic
     is_equal = same_mesh and old.form is None
@@ -326,9 +300,9 @@ def has_equal_layout(
             return True
         raise CheckpointError(
             f"{path} does not record how the anchor and its related state were cut inside a "
-            f"replica (over {', '.join(sorted(old.automatic))}): a version of jaxslowmo before 0.2 "
-            "wrote it, or the state was not the result of a step. Restore it with the same mesh "
-            "and `param_specs`, and save it again after a step."
+            f"replica (over {', '.join(sorted(old.automatic))}), since the state was not the "
+            "result of a step. Restore it with the same mesh and `param_specs`, and save it again "
+            "after a step."
         )
     return is_equal and _cuts(old) == _cuts(new)
 

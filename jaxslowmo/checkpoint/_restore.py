@@ -189,7 +189,7 @@ def read(path: epath.Path, template: Template, saved_form: SavedFormLike = None)
 
     Communication: none.
     """
-    record = read_record(path).with_names_of(template.record)
+    record = read_record(path)
     form = saved_form(record.extra) if callable(saved_form) else saved_form
     moves = form is None and record.layout != template.record.layout
     if form is not None:

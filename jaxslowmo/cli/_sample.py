@@ -1,7 +1,6 @@
 """`jaxslowmo sample`: writes text, byte by byte, with the model of a run."""
 
 import functools
-import json
 import sys
 import unicodedata
 from pathlib import Path
@@ -147,16 +146,10 @@ def _of_checkpoint(folder: Path, step: int | None) -> tuple[GPTConfig, Any]:
 
 def _of_export(folder: Path) -> tuple[GPTConfig, Any]:
     shape = consensus_extra(folder).get("model")
-    if shape is not None:
-        model = GPTConfig(**shape)
-    else:
-        # Exports from before version 0.2 lack the shape of the model; the config of the run has it.
-        try:
-            run = json.loads(RunFolder(folder.parent).config.read_bytes())
-        except OSError:
-            raise CommandError(
-                f"{folder} does not say what model it is: put the config.json of its run next to "
-                "it, or train with --resume --export, which exports it again"
-            ) from None
-        model = config_of(saved_config({"config": run}))
+    if shape is None:
+        raise CommandError(
+            f"{folder} does not say what model it is: train with --resume --export, which exports "
+            "it again"
+        )
+    model = GPTConfig(**shape)
     return model, load_consensus(folder, like=init_gpt(model))

@@ -115,8 +115,6 @@ class Bench:
         self.num_parameters = num_parameters(model)
         axes = ("replica", "device") if train.devices_per_replica > 1 else "replica"
         loss_fn, algorithm = gpt_loss_fn(model), build_algorithm(train)
-        bucket_order = "forward" if config.order == "forward" else "reverse"
-        step_order = "ready" if config.order == "ready" else "reverse"
         self._steps = {
             limit: dataclasses.replace(
                 algorithm,
@@ -124,11 +122,9 @@ class Bench:
                     axes,
                     bucket_bytes=limit,
                     first_bucket_bytes=config.first_of(limit),
-                    order=bucket_order,  # pyright: ignore[reportArgumentType]
+                    order=None if config.order == "ready" else config.order,
                 ),
-            ).make_step(
-                loss_fn, train, mesh=placement.mesh, policy=policy_of(train), order=step_order
-            )
+            ).make_step(loss_fn, train, mesh=placement.mesh, policy=policy_of(train))
             for limit in config.candidates
         }
         step = self._steps[0]
@@ -247,11 +243,10 @@ def rows_table(rows: Sequence[Row], best: int) -> Table:
 
 def _advice(config: TuneBucketsConfig, best: int) -> str:
     axes = '("replica", "device")' if config.train.devices_per_replica > 1 else '"replica"'
-    order = f', order="{config.order}"' if config.order == "forward" else ""
-    step = ' and js.make_train_step(..., order="reverse")' if config.order == "reverse" else ""
+    order = "" if config.order == "ready" else f', order="{config.order}"'
     return (
         f"Best: js.all_reduce_gradients({axes}, bucket_bytes={best}, "
-        f"first_bucket_bytes={config.first_of(best)}{order}){step}"
+        f"first_bucket_bytes={config.first_of(best)}{order})"
     )
 
 

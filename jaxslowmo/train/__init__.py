@@ -10,6 +10,7 @@ from ._sweep import Sweep as Sweep
 from ._sweep import SweepState as SweepState
 from ._train_state import TrainState as TrainState
 from ._train_state import updates_of as updates_of
+from ._typed_keys import typed_keys as typed_keys
 from ._uneven import WeightedBatch as WeightedBatch
 from ._uneven import uneven_batches as uneven_batches
 from .input import InputPipelineReport as InputPipelineReport

@@ -179,7 +179,6 @@ def train_loop(
     *,
     num_steps: int | None = None,
     hooks: Sequence[Hook] = (),
-    start: int | None = None,
     prefetch: int | None = None,
     accumulate: int = 1,
     partial: Partial = "step",
@@ -191,12 +190,11 @@ def train_loop(
         that trains. A pipeline has its own state and batches, and continues from its position.
       state: the state to start from; its buffers are donated if the step donates.
       batches: one batch per step, or `accumulate` of them; or `js.uneven_batches(...)`.
-      num_steps: the number of the last step; None continues until `batches` ends.
+      num_steps: the number of the last step; None continues until `batches` ends. Numbers go on
+        from the state's own count of updates, also in a resumed run; from 0 for a state that is no
+        `TrainState`.
       hooks: each is called in order with the `StepResult` when its `every` is due. A dict that it
         returns is merged into `reports`, so later hooks see it.
-      start: number of steps done before: the next is `start + 1`. The default is the state's own
-        count of updates, so that a resumed run goes on with its numbers; 0 for a state that is no
-        `TrainState`.
       prefetch: number of batches that a thread loads and places on the devices ahead of their steps
         (`js.TrainPipeline`); never more than `num_steps` needs. 0 loads each batch when its step is
         next. None (the default) means 0 for an iterator, such as a generator, since the caller may
@@ -213,7 +211,7 @@ def train_loop(
       at any step; it drops batches that were loaded ahead, except those of a pipeline.
 
     Raises:
-      ValueError: num_steps < 0, start < 0, prefetch < 0; a hook without `every`; a pipeline that
+      ValueError: num_steps < 0, prefetch < 0; a hook without `every`; a pipeline that
         evaluates, or one together with state, batches, prefetch or accumulate; no state or batches;
         `batches` ended before `num_steps`, or with `partial="error"` in the middle of a step; ids
         that are in no table, by `step.refuse_ids`, also after the last step.
@@ -225,7 +223,6 @@ def train_loop(
       for result in js.train_loop(step, state, batches, num_steps=100): ...
     """
     end = None if num_steps is None else _count("num_steps", num_steps)
-    number = None if start is None else _count("start", start)
     check_accumulation(accumulate, partial)
     for hook in hooks:
         if not hasattr(hook, "every"):
@@ -246,7 +243,7 @@ def train_loop(
             raise ValueError(
                 "`step` is a js.TrainPipeline that evaluates: its results are no steps. Iterate it."
             )
-        done = _done(step.state, number, end)
+        done = _done(step.state, end)
         return _run(contextlib.nullcontext(step), end, tuple(hooks), done)
     if state is None or batches is None or isinstance(batches, TrainPipeline):
         raise ValueError(
@@ -255,7 +252,7 @@ def train_loop(
         )
     if prefetch is None:
         prefetch = 0 if isinstance(batches, Iterator) else _PREFETCH
-    done = _done(state, number, end)
+    done = _done(state, end)
     left = None if end is None else max(0, end - done)
     pipeline = TrainPipeline(
         step,
@@ -268,10 +265,8 @@ def train_loop(
     return _run(pipeline, end, tuple(hooks), done)
 
 
-def _done(state: Any, start: int | None, end: int | None) -> int:
-    """Return the number of steps done before: `start`, or else the state's own."""
-    if start is not None:
-        return start
+def _done(state: Any, end: int | None) -> int:
+    """Return the number of steps that the state has done."""
     done = updates_of(state)
     if end is not None and done >= end > 0:
         warn_user(

@@ -1,9 +1,4 @@
-"""The state of a run, and the conversion of raw PRNG keys (uint32 pairs) to typed ones.
-
-Keras and `jax.random.PRNGKey` make raw keys. Model state holds typed keys instead. By their type
-the step knows that each replica and device needs a key of its own and that keys are never averaged,
-and a checkpoint knows what to give to other replicas.
-"""
+"""The state of a run."""
 
 import functools
 import itertools
@@ -18,72 +13,8 @@ import optax
 from .._support.checks import warn_user
 from .._support.types import AxisName, PyTree
 from ..mesh import AnyMesh, map_replicas, own_keys, replicate, replicate_as
-from ..tracing import FullLoss
 from ..transform import init
 from ..tree import leaf_names
-
-_IMPL = "threefry2x32"  # its keys are two numbers, whatever jax's default implementation is
-
-
-def looks_like_raw_key(x: Any) -> bool:
-    """Return whether one replica's `x` has the dtype and shape of a raw key: uint32, (2,)."""
-    return jnp.shape(x) == (2,) and jnp.result_type(x) == jnp.uint32
-
-
-def typed_keys(model_state: PyTree) -> PyTree:
-    """Return `model_state` with a typed key in place of every uint32 leaf of shape (2,)."""
-    return jax.tree.map(lambda x: _typed(x) if looks_like_raw_key(x) else x, model_state)
-
-
-def stacked_raw_keys(model_state: PyTree) -> list[str]:
-    """Return the names of raw keys in a train state's model state, one for each replica."""
-    is_raw = [x.shape[1:] == (2,) and x.dtype == jnp.uint32 for x in jax.tree.leaves(model_state)]
-    return list(itertools.compress(leaf_names(model_state), is_raw)) if any(is_raw) else []
-
-
-def refuse_raw_keys(model_state: PyTree) -> None:
-    """Raise `ValueError` where a train state's stacked model state still holds a raw key."""
-    if names := stacked_raw_keys(model_state):
-        raise ValueError(
-            "`state`: with `raw_keys`=True keys in its `model_state` must be typed, and "
-            f"{names[0]} is uint32[2] for each replica, so all replicas draw the same: make "
-            "the state with step.init of this step."
-        )
-
-
-def with_raw_keys(loss: FullLoss) -> FullLoss:
-    """Return a loss function with typed keys in its model state, from one that uses raw keys."""
-
-    def typed_loss(params: PyTree, batch: PyTree, *, model_state: PyTree, **extra: Any) -> Any:
-        raw = jax.tree.map(lambda x: jax.random.key_data(x) if _is_key(x) else x, model_state)
-        value, (metrics, new) = loss(params, batch, model_state=raw, **extra)
-        if jax.tree.structure(new) == jax.tree.structure(raw):  # else the step raises an error
-            leaves = zip(leaf_names(new), *map(jax.tree.leaves, (new, model_state)), strict=True)
-            new = jax.tree.structure(new).unflatten([_as_before(*leaf) for leaf in leaves])
-        return value, (metrics, new)
-
-    return typed_loss
-
-
-def _as_before(name: str, x: Any, old: Any) -> Any:
-    """Return `x`, as a typed key if `old` is one; raise `ValueError` if `x` cannot be one."""
-    if not _is_key(old) or (isinstance(x, jax.Array) and _is_key(x)):
-        return x
-    if not looks_like_raw_key(x):
-        shape = ",".join(map(str, jnp.shape(x)))
-        raise ValueError(
-            f"`loss_fn` must return a key in place of the key {name} of `model_state`, as uint32[2]"
-            f" or typed, got {jnp.result_type(x)}[{shape}]."
-        )
-    return _typed(x)
-
-
-def _typed(x: Any) -> jax.Array:
-    return jax.random.wrap_key_data(jnp.asarray(x), impl=_IMPL)
-
-
-def _is_key(x: Any) -> bool:
-    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
 class StateLayout(NamedTuple):
@@ -227,14 +158,13 @@ def _with_own_keys(stacked: PyTree, mesh: AnyMesh, axis_name: AxisName) -> PyTre
     """Return stacked model state with different keys per replica, else all drop the same units."""
     leaves, structure = jax.tree.flatten(stacked)
     # A raw key of `jax.random.PRNGKey` cannot be distinguished from other uint32 data: warn only.
-    raw = stacked_raw_keys(stacked)
+    raw = _stacked_raw_keys(stacked)
     if raw and leaves[0].shape[0] > 1:
         warn_user(
             f"`model_state`: {', '.join(raw)} looks like a PRNG key without a type, and would be "
-            "the same on all replicas, so that all draw the same. With "
-            "js.make_train_step(raw_keys=True), or as keys of jax.random.key or "
-            "jax.random.wrap_key_data, they become each replica's own. If it is none, nothing is "
-            "wrong."
+            "the same on all replicas, so that all draw the same. With js.typed_keys(loss_fn), or "
+            "as keys of jax.random.key or jax.random.wrap_key_data, they become each replica's "
+            "own. If it is none, nothing is wrong."
         )
     places = [i for i, x in enumerate(leaves) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key)]
     if places:
@@ -247,6 +177,12 @@ def _with_own_keys(stacked: PyTree, mesh: AnyMesh, axis_name: AxisName) -> PyTre
         for i, keys in zip(places, jax.jit(split_keys)([leaves[i] for i in places]), strict=True):
             leaves[i] = keys
     return structure.unflatten(leaves)
+
+
+def _stacked_raw_keys(model_state: PyTree) -> list[str]:
+    """Return the names of raw keys in a train state's model state, one for each replica."""
+    is_raw = [x.shape[1:] == (2,) and x.dtype == jnp.uint32 for x in jax.tree.leaves(model_state)]
+    return list(itertools.compress(leaf_names(model_state), is_raw)) if any(is_raw) else []
 
 
 def _replica_keys(seed: int, mesh: AnyMesh, axis_name: AxisName) -> jax.Array:

@@ -28,7 +28,6 @@ from ._gradients import GradientSpec as GradientSpec
 from ._gradients import GradientTransform as GradientTransform
 from ._gradients import OwnReductionState as OwnReductionState
 from ._gradients import Reduction as Reduction
-from ._gradients import Validation as Validation
 from ._gradients import checked_optax as checked_optax
 from ._gradients import gradient_transform as gradient_transform
 from ._gradients import is_identity as is_identity

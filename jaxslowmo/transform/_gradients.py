@@ -19,7 +19,7 @@ from ._parameter_transform import ParameterTransform
 from ._replica_exchange import check_axis_argument
 from ._spec import WithSpec, gradient_state
 
-TAKEN = frozenset({"weight", "ready_order", "param_specs", "validation", "finite", "unscaled"})
+TAKEN = frozenset({"weight", "ready_order", "param_specs", "finite", "unscaled"})
 
 
 class Reduction(NamedTuple):
@@ -44,7 +44,7 @@ class GradientSpec:
       due: `due(state)`: whether the next update reduces, from the state of one replica before it:
         a bool, or a () bool array that is equal on all replicas.
       takes: the extra arguments that its `update` uses, out of "weight", "ready_order",
-        "param_specs", "validation", "finite" and "unscaled".
+        "param_specs", "finite" and "unscaled".
       clips: whether it clips gradients.
       skips: whether it may drop an update.
       returns_updates: whether it holds an optimizer, so that it returns updates of parameters
@@ -163,25 +163,6 @@ def is_identity(transform: optax.GradientTransformation) -> bool:
         return transform.update(leaf, transform.init(leaf), leaf)[0] is leaf
     except Exception:  # The transform computes with its updates.
         return False
-
-
-class Validation(NamedTuple):
-    """The `validation=` argument of transforms whose updates are checked late, after they are made.
-
-    Some transforms need a value from all devices: the norm of all gradients, or whether one is
-    infinite. With late validation they do not wait for it. They make the update as if no clipping
-    or skipping were needed, and put the value into their new state. From it the step decides
-    whether the update stands. It passes None to all transforms if nothing is validated late.
-
-    Attributes:
-      clipped: the state of `js.clip_by_global_norm` from an earlier run of the same update, by
-        which it clips without computing a norm. None: it computes the norm and does not clip.
-      skipped: () bool for `js.dynamic_loss_scale`, whether that run had a gradient that is not
-        finite. None: the transform checks gradients itself.
-    """
-
-    clipped: Any = None
-    skipped: Any = None
 
 
 class GradientTransform(WithSpec):

@@ -27,6 +27,22 @@ class LossProgram:
     param_types: PyTree | None = None
     dispatch: Callable[..., Any] | None = None
 
+    @staticmethod
+    def of(loss_fn: Any) -> "LossProgram":
+        """Return `loss_fn` if it is a `LossProgram`, and the base class' defaults if it is not."""
+        return loss_fn if isinstance(loss_fn, LossProgram) else LossProgram()
+
+    def before_run(self) -> None:
+        """Raise an error if compiled programs are out of date; called before each one runs."""
+
+    def params_form(self, params: PyTree) -> PyTree:
+        """Return the parameters that `init` is given in the form that the loss function takes."""
+        return params
+
+    def model_state_form(self, model_state: PyTree) -> PyTree:
+        """Return the model state that `init` is given in the form that the loss function takes."""
+        return model_state
+
     def check_mesh(self, mesh: Any) -> None:
         """Raise `ValueError` if the step's `mesh` cannot run the programs of `dispatch`."""
 

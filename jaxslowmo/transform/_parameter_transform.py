@@ -280,29 +280,9 @@ def parameter_transform(
     if inner_spec.beside is not None and spec.exchange.beside is inner_spec.beside:
         # Copied with the spec of what it wraps, it reads a state of that.
         filled_in["beside"] = None
-    if spec.checkpoint.state is not None:  # called with states that no update has checked
-        for name in ("shards", "skipped"):
-            if (function := value_of(spec, name)) is not DEFAULTS[name]:
-                filled_in[name] = _checking_state(owner, spec.checkpoint.state, function)
     if largest.param_specs is not None and not inner_spec.axes:
         filled_in["with_specs"] = None  # the user's specs are never replaced
     return ParameterTransform(checked.init, checked.update, replace(spec, origin=None), **filled_in)
-
-
-def _checking_state(
-    owner: str, kind: type, function: Callable[[PyTree], Any]
-) -> Callable[[PyTree], Any]:
-    """Return a function of states that raises `ValueError` for states of another class."""
-
-    def checked(state: PyTree) -> Any:
-        if not isinstance(state, kind):
-            raise ValueError(
-                f"{owner}: `state` must be what this transform's `init` makes, {kind.__name__}, "
-                f"got {type(state).__name__}: was it made by another transform?"
-            )
-        return function(state)
-
-    return checked
 
 
 # No two groups share a name, so that a value can be named without its group.

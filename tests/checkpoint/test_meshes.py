@@ -139,7 +139,7 @@ def test_a_run_goes_on_on_another_mesh(old, new, sync, saved, mesh_of):
 
 
 def test_what_does_not_tell_how_it_was_cut_is_refused_where_that_matters(mesh_of, tmp_path):
-    """Such as of version 0.1.0, or a state that no step has returned as it is."""
+    """Such as of a state that no step has returned as it is."""
     run, turned = (Placed(place, "slowmo", mesh_of) for place in ("fsdp", "turned"))
     state = run.step.init(run.params)
     state = state._replace(step=state.step)

@@ -1,8 +1,5 @@
 """Resumed runs equal undisturbed runs, bit by bit, from any step of a period."""
 
-from typing import NamedTuple
-
-import jax
 import numpy as np
 import optax
 import pytest
@@ -16,10 +13,8 @@ from checkpoint.runs import (
     batch,
     leaf_bytes,
     make_step,
-    rewrite_record,
 )
 from jaxslowmo.checkpoint import Checkpoints
-from jaxslowmo.tree import leaf_names
 from support.exhaustive import sweep
 
 LAST = PERIOD + 1
@@ -109,56 +104,3 @@ def test_leaves_without_elements_and_moments_that_widen_come_back(tmp_path):
                 assert leaf_bytes(restored.state) == leaf_bytes(state)
             resumed, _ = step(restored.state, batch(3, replicas))
             assert resumed.opt_state[1].inner_state[0].mu["b"].dtype == moment.dtype
-
-
-# Names of fields in 0.1.0, under which their leaves are stored in checkpoints of that version.
-NAMES_OF_0_1_0 = {"last_rate": "learning_rate", "loss_scale": "scale", "clip_factor": "scale"}
-
-
-def test_states_are_restored_whose_fields_had_other_names(tmp_path):
-    optimizer = optax.chain(js.clip_by_global_norm(1.0), optax.inject_hyperparams(optax.adam)(1e-2))
-    optimizer = js.dynamic_loss_scale(optimizer, initial=4.0)
-    step = make_step("slowmo over local_sgd", 2, optimizer=optimizer)
-    state, _ = step(step.init(PARAMS, model_state=MODEL_STATE), batch(0, 2))
-    renamed = []
-
-    def as_in_0_1_0(value):
-        for leaf in value["leaves"]:
-            path, slash, field = leaf[1].rpartition("/")
-            renamed.extend([field] * (field in NAMES_OF_0_1_0))
-            leaf[1] = f"{path}{slash}{NAMES_OF_0_1_0.get(field, field)}"
-
-    with Checkpoints(tmp_path) as checkpoints:
-        checkpoints.save(1, state, wait=True)
-        rewrite_record(tmp_path / "1", as_in_0_1_0)
-        restored = checkpoints.restore(step, PARAMS, model_state=MODEL_STATE)
-    assert sorted(renamed) == ["clip_factor", "last_rate", "loss_scale"]
-    assert restored.is_exact
-    assert leaf_bytes(restored.state) == leaf_bytes(state)
-
-
-class NormAndScale(NamedTuple):
-    """A state whose fields have the names that `js.clip_by_global_norm` used in 0.1.0."""
-
-    norm: np.ndarray
-    scale: np.ndarray
-
-
-def test_old_names_in_the_state_of_another_transform_stay(tmp_path):
-    own = {
-        "clip": NormAndScale(np.float32(2), np.float32(3)),
-        "slow": {"made_at": np.float32(4), "learning_rate": np.float32(5)},
-        "precision": {"hysteresis_left": np.float32(6), "scale": np.float32(7)},
-    }
-    keeping = optax.GradientTransformation(lambda _: own, lambda updates, old, _: (updates, old))
-    names = ("norm", "scale", "made_at", "learning_rate", "hysteresis_left")
-    params = {"b": PARAMS["b"], "w": PARAMS["w"]} | dict.fromkeys(names, np.ones(2, np.float32))
-    steps = [make_step("slowmo over sgp", n, optimizer=keeping) for n in (2, 4)]
-    state = steps[0].init(params, model_state=MODEL_STATE)
-    with Checkpoints(tmp_path) as checkpoints:
-        checkpoints.save(0, state)
-        for step in steps:
-            restored = checkpoints.restore(step, params, model_state=MODEL_STATE).state
-            assert leaf_names(restored) == leaf_names(state)
-            first = [jax.tree.map(lambda x: x[0], s.opt_state[1]) for s in (restored, state)]
-            assert leaf_bytes(first[0]) == leaf_bytes(first[1])

@@ -109,7 +109,6 @@ TRAIN = {
     "--schedule-steps": count(),
     "--weight-decay": number(),
     "--clip": number(),
-    "--validate": choice("after"),
     "--mesh": Row(
         "'replica=2, fsdp=2'", "replica=2, fsdp=2",
         ("x", "stage=0", "stage=x", "node=2", "fsdp=2,fsdp=2", "replica=2,fsdp=8"), "--batch 4",

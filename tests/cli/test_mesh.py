@@ -23,7 +23,6 @@ OPTIONS = {
     "plain": "",
     "tied": "--tied",
     "accumulated": "--accumulate 2",
-    "validated after": "--validate after",
     **{kind: f"--schedule {kind}" for kind in ("gpipe", "zero_bubble", "lockstep")},
     "host": "--schedule one_f_one_b --executor host",
 }

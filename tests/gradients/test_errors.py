@@ -9,7 +9,6 @@ import optax
 from jax.sharding import PartitionSpec as P
 
 import jaxslowmo as js
-from jaxslowmo.gradients.clipping import clip_state
 from jaxslowmo.gradients.precision import check_place, computing_in
 from jaxslowmo.gradients.precision._loss_scale import ScaleRule
 from jaxslowmo.gradients.tied import sum_over_holders
@@ -70,7 +69,6 @@ REDUCER = {
     **wrong(post_local, schedule=3, before=None, after="mean"),
     "ratio 0": Refusal(lambda: HOOKS.top_k(0.0), "`ratio`", 0.0),
     "ratio and k": Refusal(lambda: HOOKS.top_k(ratio=0.1, k=3), "`ratio`", "`k`"),
-    "an order known later": Refusal(lambda: reduced(order="ready"), "js.ready_order"),
     "large leaves whole and split": Refusal(
         lambda: reduced(alone_bytes=4, split_large=True), "`alone_bytes`", "`split_large`"
     ),
@@ -126,7 +124,6 @@ SKIP_UNUSED = {
     "a bool each": Refusal(
         lambda: skipping(dict.fromkeys(PARAMS, jnp.ones(4, bool))), "`used`", "b (bool[4]"
     ),
-    "used of other leaves": Refusal(lambda: skipping({"b": True, "c": True}), "`used`"),
     "names of no state": Refusal(lambda: js.unused_names((), PARAMS), "`state`", 0),
     "names of other leaves": Refusal(
         lambda: js.unused_names(skip(SGD), {"b": 1}), "`params`", "3 leaves"
@@ -192,7 +189,6 @@ SPARSE = {
     "scaled": Refusal(
         lambda: rows_update(lambda r, v: js.RowGradient(v[:, 0], v, 4)), "'t'", "float32"
     ),
-    "a scalar table": Refusal(lambda: rows_update(lambda r, v: v[0, 0]), "'t'", ()),
     "an integer table": Refusal(lambda: rows_update(lambda r, v: r), "t", "int32"),
     "rows that jax has summed": Refusal(lambda: on_four(summed_rows, VALUES[0]), "'t'", "pcast"),
     "two tables": Refusal(
@@ -200,7 +196,6 @@ SPARSE = {
     ),
     "no floats": Refusal(lambda: js.row_gradient(ROWS, capacity=1), "`dense`", "int32[4, 2]"),
     "indices": Refusal(lambda: js.gather_rows(VALUES[0], jnp.ones(2)), "`indices`", "float32"),
-    "a number": Refusal(lambda: js.gather_rows(jnp.ones(()), ROWS), "`table`", ()),
     "rows that were scaled": Refusal(lambda: js.coalesce(HALVED), "`gradient`", "float32"),
     "scaled rows as a table": Refusal(HALVED.to_dense, "to_dense", "float32"),
     "a row for each": Refusal(lambda: coalesced(GRADIENT.rows[:1]), "(1,)", (2, 3)),
@@ -294,11 +289,8 @@ CLIPPING = {
     "specs of others": Refusal(lambda: clipped(param_specs={"v": P()}), "`param_specs`"),
     "ties of others": Refusal(lambda: clipped(**W, tied=[{0: "w", 1: "v"}]), "`tied`", ["v"]),
     "later stages": Refusal(lambda: clipped(**W, tied=[{0: "w", 2: "w"}]), "`tied`", [2]),
-    "other shapes": Refusal(lambda: clipped(**W, counted={"w": np.ones(3)}), "`counted`", 3),
     "larger": Refusal(lambda: clipped(**W, counted={"w": np.ones((2, 4))}), "`counted`", (2, 4)),
-    "masks of others": Refusal(lambda: clipped(**W, counted={"v": 1}), "`counted`"),
     "types": Refusal(lambda: on_four(equal_in_parts, VALUES[0]), "`param_specs`", "w (over ['axis"),
-    "two": Refusal(lambda: clip_state((clip().init(PARAMS),) * 2), "clip_by_global_norm", 2),
 }
 
 

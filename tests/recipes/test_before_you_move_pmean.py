@@ -156,7 +156,7 @@ def test_model_state_that_is_selected_stays_finite(page):
 
 def test_each_replica_lowers_its_own_loss_scale(page):
     scaled, flax_scale = page["scaled_state"], page["flax_scale"]
-    for scale in (scaled[0].scale, flax_scale.scale):
+    for scale in (scaled[0].loss_scale, flax_scale.scale):
         assert scale.tolist() == [2.0 ** (15 if r == BAD else 16) for r in range(REPLICAS)]
     for state in (scaled, page["flax_state"]):
         assert_equal_counts(state[-1])

@@ -26,7 +26,6 @@ sgd, adam, identity = optax.sgd(0.1), optax.adam(0.1), optax.identity()
 mean, local = js.all_reduce_gradients("replica"), js.local_sgd("replica")
 clip, scale = js.clip_by_global_norm(2.0), js.dynamic_loss_scale
 whole, none = {"gradients": mean}, {"sync": "none"}
-LATE = {**whole, "validate": "after"}
 
 
 def made(optimizer=sgd, fn=loss, mesh=TWO, **options):
@@ -78,9 +77,9 @@ def wrong(call, *pairs, **others):
 OF_STEPS = {
     **wrong(
         made, ("mode", "eager"), ("model_state", "mean"), ("host_batch", "whole"),
-        ("order", "first"), ("validate", "later"), ("accumulate", 0), ("accumulate", True),
+        ("accumulate", 0), ("accumulate", True),
         ("sync", sgd), ("sync", "all"), ("optimizer", None), ("optimizer", optax.adam),
-        ("gradients", "mean"), ("raw_keys", "keras"), ("policy", "float16"),
+        ("gradients", "mean"), ("policy", "float16"),
     ),
     "sync as gradients": Refusal(lambda: made(gradients=local), "`gradients`", "`sync`"),
     "a loss": Refusal(lambda: made(fn=3), "`loss_fn`", "int"),
@@ -124,12 +123,9 @@ OF_OPTIONS = {
     ]
 }
 HIDDEN = {  # behind an optax.chain: the message names js.chain
-    "order": lambda: started(optax.chain(mean, sgd), order="ready"),
     "sync": lambda: started(optax.chain(sgd, optax.masked(local, ALL)), mode="host"),
     "scale": lambda: started(optax.chain(mean, optax.add_decayed_weights(0.1), scale(sgd))),
     "model state": lambda: started(optax.chain(sgd, local), fn=stateful, model_state=np.zeros(1)),
-    "late clipping": lambda: started(optax.chain(clip, adam), **LATE),
-    "late scale": lambda: started(optax.chain(scale(adam)), **LATE),
     "scale of tables": lambda: with_tables(optax.chain(scale(sgd)), **none),
 }
 BY_HAND = [  # collectives of which nothing is known
@@ -183,17 +179,6 @@ OF_CHAINS = {
     "search": Refusal(lambda: stepped(js.chain(mean, optax.lbfgs())), "`value_fn`", "('replica',)"),
     "search inside": Refusal(
         lambda: stepped(optax.lbfgs(), mesh=INNER, sync=local), "`value_fn`", "('device',)"
-    ),
-    "nothing late": Refusal(lambda: started(adam, **LATE), "optax.clip_by_global_norm"),
-    "two late": Refusal(
-        lambda: started(js.chain(clip, adam), **{**LATE, "gradients": js.chain(mean, clip)}),
-        "found 2",
-    ),
-    "clipped first": Refusal(
-        lambda: started(adam, **{**LATE, "gradients": js.chain(clip, mean)}), "must be last"
-    ),
-    "late, and exchanges": Refusal(
-        lambda: started(scale(js.chain(mean, clip, adam)), validate="after"), "['replica']"
     ),
 }
 
@@ -258,11 +243,6 @@ OF_TABLES = {
         "`num_batches`",
         -1,
     ),
-    "nothing was asked": Refusal(
-        lambda: (s := step_of(1, **none)).ahead("exact")(s.init(DENSE), *batches(1), None, None),
-        "`asked`",
-        None,
-    ),
 }
 
 
@@ -285,17 +265,9 @@ def pipeline(step=None, state=None, batches=SMALL, **options):
     return js.TrainPipeline(step, begin(small()) if state is None else state, batches, **options)
 
 
-def evaluating():
-    return js.TrainPipeline(small().evaluate, pipeline(), SMALL)
-
-
-def set_state(evaluation):
-    evaluation.state = begin(small())
-
-
 OF_LOOPS = {
     **wrong(
-        loop, ("num_steps", -1), ("num_steps", 2.5), ("start", -1), ("start", True),
+        loop, ("num_steps", -1), ("num_steps", 2.5),
         ("accumulate", 0), ("accumulate", 1.5), ("partial", "drop"),
     ),
     **wrong(
@@ -309,12 +281,11 @@ OF_LOOPS = {
         )
         for name, value in (("prefetch", 2), ("accumulate", 2), ("partial", "error"))
     },
-    "a function as hook": Refusal(lambda: loop(hooks=[set_state]), "`hooks`", "set_state"),
+    "a function as hook": Refusal(lambda: loop(hooks=[print]), "`hooks`", "print"),
     "a log's period": Refusal(lambda: js.Log(print, every=0), "`every`", 0),
     "an evaluation's": Refusal(lambda: js.Evaluate(print, mesh=TWO, every="2"), "`every`", "2"),
     "no batches": Refusal(lambda: js.train_loop(small(), begin(small())), "`batches`"),
     "timeout without thread": Refusal(lambda: pipeline(timeout=1.0, depth=0), "`depth`", 0),
-    "no iterable": Refusal(lambda: pipeline(batches=7), "`batches`", "int"),
     "no function": Refusal(lambda: pipeline(step=3), "`step`", "int"),
     "a function's updates": Refusal(
         lambda: pipeline(step=lambda s, b: (s, {}), accumulate=2), "js.make_train_step"
@@ -323,9 +294,7 @@ OF_LOOPS = {
         lambda: js.TrainPipeline(small().evaluate, pipeline(), accumulate=2), "`accumulate`", 2
     ),
     "no iterator": Refusal(lambda: next(pipeline(batches=None)), "`iterator`"),
-    "a list as iterator": Refusal(lambda: pipeline().progress([1]), "`iterator`", "list"),
     "no state": Refusal(lambda: next(pipeline(state={"w": 1.0})), "`state`", "dict"),
-    "state of an evaluation": Refusal(lambda: set_state(evaluating()), "`state`"),
     **wrong(lambda **o: ahead(**o), ("mode", "late"), ("num_exact", 2)),
     **wrong(lambda **o: ahead(mode="stale", **o), ("num_exact", -1)),
     **wrong(lambda **o: ahead(mode="patched", **o), ("room", 0.0), ("room", "half")),
@@ -448,7 +417,6 @@ OTHER = {name: np.zeros(5, np.float32) for name in PARAMS}
 OF_WINDOWS = {
     "of another step": Refusal(lambda: refused_window(use="other"), "`step.collect`"),
     "no window": Refusal(lambda: refused_window(window=None), "`window`"),
-    "a pair": Refusal(lambda: refused_window(use="collect", window=({}, 1)), "`window`", "tuple"),
     "weights of some": Refusal(
         lambda: refused_window(use="collect", weight=np.ones(2)), "`weight`", "none"
     ),

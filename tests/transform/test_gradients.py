@@ -22,20 +22,20 @@ own = js.gradient_transform(optax.identity(), axes=("replica", "device"))
 tied = js.pipeline.sum_tied_gradients("stage", [{0: "w", 1: "w"}])
 ONE, TWO = ("replica",), ("replica", "device")
 REDUCES = {"weight", "ready_order", "param_specs"}
-SCALE = {"weight", "finite", "validation", "unscaled"}
+SCALE = {"weight", "finite", "unscaled"}
 ROWS, CLIPS, SKIPS, HOLDS = "of_rows", "clips", "skips", "returns_updates"
 TABLE = {
     "all_reduce_gradients": (both, TWO, REDUCES, {ROWS}),
     "all_reduce_rows": (js.all_reduce_rows("replica"), ONE, {"weight"}, set()),
     "rows and dense": (js.all_reduce_rows("replica", dense=both), TWO, REDUCES, set()),
-    "clip": (clip, (), {"validation"}, {CLIPS, ROWS}),
+    "clip": (clip, (), set(), {CLIPS, ROWS}),
     "sum_tied": (tied, ("stage",), set(), set()),
     "post_local": (js.post_local_gradients(LATE, both, inside), TWO, REDUCES, {ROWS}),
     "accumulate": (js.accumulate(mean, 2), ONE, REDUCES, set()),
     "accumulate updates": (js.accumulate(js.chain(mean, SGD), 2), ONE, REDUCES, {HOLDS}),
     "skip_unused": (
         js.skip_unused(js.chain(mean, clip, SGD), "replica"),
-        ONE, REDUCES | {"validation"}, {CLIPS, SKIPS, HOLDS},
+        ONE, REDUCES, {CLIPS, SKIPS, HOLDS},
     ),
     "loss scale": (js.dynamic_loss_scale(SGD, "replica"), (), SCALE, {SKIPS, HOLDS}),
     "loss scale around": (
@@ -44,9 +44,9 @@ TABLE = {
     ),
     "gradient_transform": (own, TWO, {"weight"}, set()),
     "chain": (
-        js.chain(mean, optax.clip(1.0), clip), ONE, REDUCES | {"validation"}, {CLIPS, HOLDS}
+        js.chain(mean, optax.clip(1.0), clip), ONE, REDUCES, {CLIPS, HOLDS}
     ),
-    "chain of ours": (js.chain(mean, clip), ONE, REDUCES | {"validation"}, {CLIPS, ROWS}),
+    "chain of ours": (js.chain(mean, clip), ONE, REDUCES, {CLIPS, ROWS}),
     "optax.chain": (optax.chain(mean, clip), (), set(), {HOLDS}),
 }  # fmt: skip
 

@@ -22,10 +22,7 @@ WRONG = {
     "mode": "sometimes",
     "accumulate": 0,
     "model_state": "mean",
-    "order": "forward",
     "host_batch": "all",
-    "validate": "later",
-    "raw_keys": 1,
     "policy": "bfloat16",
     "axis_name": "other",
     "sync": "all",
@@ -86,7 +83,6 @@ def step(seed: int, kind: str = "step") -> Options:
         mesh = random_.choice(("shards", "one shard"))
     options = _parts(random_, mesh)
     scale = _chance(random_, 0.25)
-    checks, keeps = scale or options["clip"], options["gradients"] in KEEP_STATE
     options |= {
         "mesh": mesh,
         "mode": "traced" if is_opaque else random_.choice(("traced", "host")),
@@ -96,13 +92,9 @@ def step(seed: int, kind: str = "step") -> Options:
         "windows": random_.choice((None, None, None, "step", "apply")),
         "weight": _chance(random_, 0.25),
         "model_state": random_.choice((None, None, "sync_mean", "broadcast", "local")),
-        "order": "ready" if _chance(random_, 0.1) and not keeps else "reverse",
-        "validate": "after" if checks and _chance(random_, 0.5) else "before",
         "dtypes": random_.choice(("float32", "float32", "mixed")),
         "updates": 6,
     }
-    if is_opaque:
-        options |= {"order": "reverse", "validate": "before"}
     if has_tables:
         options |= {
             "model_state": None,
@@ -114,8 +106,6 @@ def step(seed: int, kind: str = "step") -> Options:
             "ahead": random_.choice((None, None, "exact", "stale", "patched")),
             "dtypes": "float32",
         }
-        if not options["clip"] and not scale:
-            options["validate"] = "before"
         if options["ahead"]:
             options["windows"] = None
     return options

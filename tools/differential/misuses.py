@@ -159,13 +159,6 @@ MISUSES: dict[str, Misuse] = {
     "step, sync as gradients": lambda: _made(gradients=_local()),
     "step, gradients as sync": lambda: _made(sync=_mean()),
     "step, sync of another axis": lambda: _made(sync=js.local_sgd("device", sync_every=2)),
-    "step, validate after nothing": lambda: _used(gradients=_mean(), validate="after"),
-    "step, validate after two clippings": lambda: _used(
-        joined(_clip(), optax.sgd(0.1)), gradients=joined(_mean(), _clip()), validate="after"
-    ),
-    "step, validate after clipping first": lambda: _used(
-        gradients=joined(_clip(), _mean()), validate="after"
-    ),
     "step, line search over averaged gradients": lambda: _used(_line_search(), gradients=_mean()),
     "step, two loss scales": lambda: _used(
         js.dynamic_loss_scale(_scaled()), gradients=_mean(), policy=js.Policy("float16")

@@ -140,12 +140,8 @@ def steps() -> Scenarios:
 
     made: Scenarios = {
         "mean, clip": _step(clipped_mean),
-        "mean, order ready": _step(lambda: {**mean(), "order": "ready"}),
-        "mean in buckets, order ready": _step(
-            lambda: {
-                "gradients": js.all_reduce_gradients("replica", bucket_bytes=64),
-                "order": "ready",
-            }
+        "mean in buckets": _step(
+            lambda: {"gradients": js.all_reduce_gradients("replica", bucket_bytes=64)}
         ),
         "mean, value": _step(mean, optimizer=lambda: optax.polyak_sgd()),
         "post-local, local_sgd, value": _step(
@@ -173,12 +169,10 @@ def steps() -> Scenarios:
             of_sync("slowmo"), optimizer=lambda: optax.contrib.schedule_free_sgd(0.1)
         ),
         "loss scale, mean": _step(lambda: {**mean(), **half()}, optimizer=scaled()),
-        "loss scale, clip, validate after, mean": _step(
-            lambda: {**mean(), **half(), "validate": "after"}, optimizer=scaled(clip)
-        ),
-        "clip in gradients, validate after": _step(lambda: {**clipped_mean(), "validate": "after"}),
-        "clip, validate after, virtual": _step(
-            of_sync("local_sgd", validate="after"),
+        "loss scale, clip, mean": _step(lambda: {**mean(), **half()}, optimizer=scaled(clip)),
+        "clip in gradients": _step(clipped_mean),
+        "clip, virtual": _step(
+            of_sync("local_sgd"),
             optimizer=lambda: joined(clip(), optax.adam(1e-3)),
             mesh="virtual",
         ),
@@ -194,11 +188,8 @@ def steps() -> Scenarios:
         for mode in ("traced", "host"):
             made[f"{name}, {mode}"] = _step(of_sync(name, mode=mode))
             made[f"{name}, {mode}, two levels"] = _step(of_sync(name, mode=mode), mesh="two levels")
-            made[f"{name}, {mode}, loss scale, clip, validate after"] = _step(
-                lambda name=name, mode=mode: {
-                    **of_sync(name, mode=mode, validate="after")(),
-                    **half(),
-                },
+            made[f"{name}, {mode}, loss scale, clip"] = _step(
+                lambda name=name, mode=mode: {**of_sync(name, mode=mode)(), **half()},
                 optimizer=scaled(clip),
             )
         made[f"{name}, weights"] = _step(of_sync(name), use=_weighted)

@@ -57,8 +57,6 @@ def make_step(options: Options, spelling: str = "parts by name", **changed: Any)
         "mesh": mesh,
         "mode": options["mode"],
         "accumulate": options["accumulate"],
-        "order": options["order"],
-        "validate": options["validate"],
     }
     if options["policy"]:
         arguments["policy"] = js.Policy(options["policy"])

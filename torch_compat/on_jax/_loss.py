@@ -6,6 +6,8 @@ from typing import Any
 import jax
 import torch
 
+from jaxslowmo.transform import LossProgram
+
 from ._arrays import as_arrays, as_traced
 from ._functional import Arrays, Functional
 from .tracing import TracingEnvironment
@@ -52,23 +54,34 @@ def as_loss(module: torch.nn.Module, loss: TorchLoss) -> tuple[LossFn, Arrays, A
     functional = Functional("as_loss", module)
     if not callable(loss):
         raise ValueError(f"as_loss: `loss` must be callable, got {type(loss).__name__}.")
+    return _LossOfModule(functional, loss), *functional.values()
 
-    def loss_fn(
+
+class _LossOfModule(LossProgram):
+    """The loss function that `as_loss` returns."""
+
+    def __init__(self, functional: Functional, loss: TorchLoss) -> None:
+        self._functional, self._loss = functional, loss
+
+    def before_run(self) -> None:
+        """Raise `ValueError` if a number among the module's attributes has changed."""
+        self._functional.refuse_changed_numbers()
+
+    def __call__(
+        self,
         params: Arrays,
         batch: Any,
         *,
         rng: jax.Array | None = None,
         model_state: Arrays | None = None,
     ) -> tuple[jax.Array, tuple[dict[str, Any], Arrays]]:
+        """Compute the loss, the metrics and the model state of a batch."""
+
         def run(env: TracingEnvironment, module: torch.nn.Module) -> tuple[jax.Array, Any]:
-            return _checked(env, loss(module, as_traced(env, batch)))
+            return _checked(env, self._loss(module, as_traced(env, batch)))
 
-        (value, metrics), after = functional.call(run, params, model_state or {}, rng)
+        (value, metrics), after = self._functional.call(run, params, model_state or {}, rng)
         return value, (metrics, after)
-
-    # `js.make_train_step` calls it before every program that it runs.
-    vars(loss_fn)["before_run"] = functional.refuse_changed_numbers
-    return loss_fn, *functional.values()
 
 
 def _checked(env: TracingEnvironment, out: Any) -> tuple[jax.Array, dict[str, Any]]:

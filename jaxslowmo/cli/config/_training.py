@@ -104,12 +104,6 @@ class OptimizerConfig(Checked):
         "Largest norm of a gradient of the whole model, as the optimizer gets it; 0: any.",
         least=0,
     )
-    validate: str = _optimizer_option(
-        "before",
-        "When gradients are clipped, and looked at for overflow: before the optimizer's update, or "
-        "after it, so that the norm is computed at the same time; the results are the same.",
-        choices=("before", "after"),
-    )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -81,8 +81,7 @@ def resumed_config(config: TrainConfig, folder: RunFolder, corpus: Contents) -> 
     ]
     if changed:
         raise CommandError(f"--resume: the run in {where} had other options: {'; '.join(changed)}")
-    # Checkpoints from before version 0.2 have no fingerprint.
-    if extra.get("corpus", corpus.fingerprint) != corpus.fingerprint:
+    if extra["corpus"] != corpus.fingerprint:
         listing = folder.listing(extra["corpus"])
         what = "" if listing is None else f": {other_files(corpus.listing, listing)}"
         raise CommandError(f"--resume: the run in {where} read other files than --data has{what}")

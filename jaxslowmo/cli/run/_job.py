@@ -86,7 +86,6 @@ class Job:
             mesh=placement.mesh,
             mode=config.mode,
             policy=policy_of(config),
-            validate=config.optimizer.validate,
         )
         # The loss of the host executor starts programs itself, and cannot be jitted.
         is_host = config.mesh.executor == "host"

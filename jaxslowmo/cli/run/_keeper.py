@@ -34,12 +34,11 @@ class Progress:
 
     @classmethod
     def of(cls, extra: dict[str, Any]) -> "Progress":
-        """Return the progress in the extra data of a checkpoint, before 0.2 without `best`."""
-        return cls(**extra["progress"], best=Best(**extra.get("best", {})))
+        """Return the progress in the extra data of a checkpoint."""
+        return cls(**extra["progress"], best=Best(**extra["best"]))
 
     def extra(self) -> dict[str, Any]:
         """Return the progress as JSON values."""
-        # `best` has its own key, because older versions read `progress` and do not know `best`.
         progress = dataclasses.asdict(self)
         best = progress.pop("best")
         return {"progress": progress, "best": best}

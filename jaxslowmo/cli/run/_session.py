@@ -57,7 +57,8 @@ class Session:
         Communication: that of the steps. Evaluations gather the parameters, and checkpoints check
           with one all-reduce that all are finite.
         """
-        if self.recorder.is_patience_over:  # the resumed run had already ended early
+        # The resumed run had already ended, early or after all steps.
+        if self.recorder.is_patience_over or done >= self.config.steps:
             return "finished", state
         options = self.config.checkpoint
         rollbacks = options.max_rollbacks if options.on_nan == "rollback" else 0
@@ -78,7 +79,7 @@ class Session:
     def _train_until_end(self, state: js.TrainState, done: int) -> tuple[str, js.TrainState, int]:
         status = "interrupted"
         pipeline = js.TrainPipeline(self.step, state, self.batches, depth=self.config.prefetch)
-        loop = js.train_loop(pipeline, num_steps=self.config.steps, start=done)
+        loop = js.train_loop(pipeline, num_steps=self.config.steps)
         # A second Ctrl-C raises in the middle of a step.
         with contextlib.suppress(KeyboardInterrupt), pipeline:
             for result in loop:

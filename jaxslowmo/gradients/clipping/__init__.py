@@ -2,5 +2,3 @@
 
 from ._clip import ClipByGlobalNormState as ClipByGlobalNormState
 from ._clip import clip_by_global_norm as clip_by_global_norm
-from ._clip import clip_state as clip_state
-from ._clip import scaled as scaled

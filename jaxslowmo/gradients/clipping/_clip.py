@@ -29,12 +29,11 @@ from ...mesh import (
 from ...transform import (
     GradientSpec,
     GradientTransform,
-    Validation,
     check_are_specs,
     check_axis_argument,
     passing_state,
 )
-from ...tree import Staged, at_least_float32, by_dtype, cast, kept_if, leaf_names, parts_of
+from ...tree import Staged, at_least_float32, by_dtype, cast, kept_if, leaf_names
 from ..sparse import RowGradient, WithRows, arrays_of, coalesce
 from ..tied import TiedGroup, checked_groups, tied_members
 
@@ -51,11 +50,6 @@ class ClipByGlobalNormState(NamedTuple):
 
     norm: jax.Array  # () float32, norm of the gradients before clipping
     clip_factor: jax.Array  # () float32, factor of the gradients; 1: not clipped
-
-    @property
-    def scale(self) -> jax.Array:
-        """The value of `clip_factor`, by the name that the field had in 0.1.0."""
-        return self.clip_factor
 
 
 @records_settings
@@ -139,14 +133,9 @@ def clip_by_global_norm(
         updates: PyTree,
         state: PyTree,
         params: PyTree | None = None,
-        *,
-        validation: Validation | None = None,
         **extra: Any,
     ) -> tuple[PyTree, PyTree]:
         del params, extra
-        if validation is not None and validation.clipped is not None:
-            new = match_varying(validation.clipped, state)
-            return scaled(updates, new.clip_factor), new
         require_axes(OWNER, "model_axes", axes, _IN_THE_NORM)
         masks, rule = _masks(counted, updates), counting
         if isinstance(updates, WithRows):
@@ -159,27 +148,9 @@ def clip_by_global_norm(
         factor = jnp.where(jnp.isfinite(total), jnp.minimum(ratio, one), jnp.nan * one)
         numbers = cast(total, state.norm.dtype), cast(factor, state.clip_factor.dtype)
         new = match_varying(ClipByGlobalNormState(*numbers), state)
-        if validation is not None:
-            return updates, new
         return scaled(updates, new.clip_factor), new
 
-    spec = GradientSpec(takes=frozenset({"validation"}), clips=True, of_rows=True)
-    return GradientTransform(init_fn, update_fn, spec)
-
-
-def clip_state(state: PyTree) -> ClipByGlobalNormState | None:
-    """Return the `clip_by_global_norm` state that a state contains; None without one.
-
-    Raises:
-      ValueError: there are several.
-    """
-    states = parts_of(state, ClipByGlobalNormState)
-    if len(states) > 1:
-        raise ValueError(
-            f'{OWNER}: `validate`="after" takes one js.clip_by_global_norm, found {len(states)}. '
-            'Several, such as one for each part of an optax.partition, work with validate="before".'
-        )
-    return states[0] if states else None
+    return GradientTransform(init_fn, update_fn, GradientSpec(clips=True, of_rows=True))
 
 
 def _is_rows(x: Any) -> bool:
@@ -198,20 +169,17 @@ def _masks(counted: PyTree | None, tree: PyTree) -> list[Any]:
             masks += [None if copies is None else ~copies for copies in later]
         return masks
     leaves = jax.tree.leaves(tree, is_leaf=_is_rows)
-    try:
-        is_none = lambda x: x is None  # noqa: E731
-        whole = jax.tree.broadcast(counted, arrays_of(tree), is_leaf=is_none)
-        places = jax.tree.leaves(arrays_of(tree), is_leaf=is_none)
-        pairs = zip(jax.tree.leaves(whole, is_leaf=is_none), places, strict=True)
-        masks = [mask for mask, place in pairs if place is not None]
-        for mask, leaf in zip(masks, leaves, strict=True):
-            if mask is not None and jnp.broadcast_shapes(np.shape(mask), leaf.shape) != leaf.shape:
-                raise ValueError(f"a mask of shape {np.shape(mask)} for a leaf of {leaf.shape}")
-    except ValueError as error:
-        raise ValueError(
-            f"{OWNER}: `counted` must be a tree of masks with the structure of the gradients, or a "
-            f"prefix of it, that broadcast to the leaves: {error}."
-        ) from None
+    is_none = lambda x: x is None  # noqa: E731
+    whole = jax.tree.broadcast(counted, arrays_of(tree), is_leaf=is_none)
+    places = jax.tree.leaves(arrays_of(tree), is_leaf=is_none)
+    pairs = zip(jax.tree.leaves(whole, is_leaf=is_none), places, strict=True)
+    masks = [mask for mask, place in pairs if place is not None]
+    for mask, leaf in zip(masks, leaves, strict=True):
+        if mask is not None and jnp.broadcast_shapes(np.shape(mask), leaf.shape) != leaf.shape:
+            raise ValueError(
+                f"{OWNER}: `counted` must have masks that broadcast to the leaves, got one of "
+                f"shape {np.shape(mask)} for a leaf of {leaf.shape}."
+            )
     return masks
 
 

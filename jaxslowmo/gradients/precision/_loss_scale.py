@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax import lax
 
 from ..._support.checks import checked_int
 from ..._support.settings import records_settings
@@ -18,7 +17,6 @@ from ...tracing import axes_sent_over, collective_axes
 from ...transform import (
     GradientTransform,
     ParameterTransform,
-    Validation,
     check_axis_argument,
     check_weight,
     checked_optax,
@@ -178,11 +176,10 @@ def dynamic_loss_scale(
       to `optimizer`, divided in at least float32, in the gradients' dtypes (float16 gradients then
       lose what the scale has kept: use float32 parameters). `finite`: () bool, False skips the
       update, for example because of gradients that are not among `grads`. `unscaled=True`: the
-      gradients were divided already. `validation`: `js.make_train_step(validate="after")` passes
-      it so that the optimizer does not wait for the other devices' checks. `weight`: this replica's
-      share; a replica of weight 0 is not checked if another one along `axes` has a share. These, a
-      `grad` (divided as the gradients are) and other arguments reach `optimizer`; `value` and
-      `value_fn` must be those of the unscaled loss.
+      gradients were divided already. `weight`: this replica's share; a replica of weight 0 is not
+      checked if another one along `axes` has a share. These, a `grad` (divided as the gradients
+      are) and other arguments reach `optimizer`; `value` and `value_fn` must be those of the
+      unscaled loss.
 
     Raises:
       ValueError: at construction: numbers outside of these bounds, `optimizer` that is no transform
@@ -227,7 +224,7 @@ class _LossScale:
         inner_spec = spec_of(self.inner)
         spec = inner_spec.around(
             lambda state: state.inner,
-            takes=inner_spec.takes | {"weight", "finite", "validation", "unscaled"},
+            takes=inner_spec.takes | {"weight", "finite", "unscaled"},
             skips=True,
             returns_updates=True,
             of_rows=False,
@@ -281,7 +278,6 @@ class _LossScale:
         weight: Any = None,
         finite: Any = None,
         unscaled: bool = False,
-        validation: Validation | None = None,
         **extra: Any,
     ) -> tuple[PyTree, PyTree]:
         require_axes(_OWNER, "axes", self.axes, _AS_A_WHOLE)
@@ -291,38 +287,21 @@ class _LossScale:
             overflow_here = overflow_here | ~_as_flag(finite)
         if weight is not None:
             extra["weight"] = weight
-        if validation is not None:
-            extra["validation"] = validation
         grads = updates if unscaled else divided(updates, state.loss_scale)
         if "grad" in extra and not unscaled:
             extra["grad"] = divided(extra["grad"], state.loss_scale)
         run, inner_axes = self._program(grads, state.inner, params, extra)
-        if validation is None or validation.skipped is None:
-            skip = anywhere(overflow_here, {*self.axes, *inner_axes}, share)
-        else:
-            skip = validation.skipped
-
-        def choose(result: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree]:
-            new_updates, after = result
-            return zero_if(skip, new_updates), as_before_if(skip, after, state.inner)
-
-        if validation is None:
-            # Zeros, not a conditional: all devices must take part in the collectives of
-            # `optimizer`, and no infinite or NaN number may be sent.
-            new_updates, inner = choose(run(zero_if(skip, grads), state.inner))
-        else:
-            # The optimizer's arithmetic should run before `skip` is known. XLA would fuse it with
-            # a `where` into one loop; the operands of a conditional are computed before it.
-            result = run(grads, state.inner)
-            like = jax.eval_shape(choose, result)
-            new_updates, inner = lax.cond(skip, choose, lambda x: match_varying(x, like), result)
+        skip = anywhere(overflow_here, {*self.axes, *inner_axes}, share)
+        # Zeros, not a conditional: all devices must take part in the collectives of `optimizer`,
+        # and no infinite or NaN number may be sent.
+        new_updates, inner = run(zero_if(skip, grads), state.inner)
         new = DynamicLossScaleState(
             *self.rule.after(Scale(*state[:3]), skip),
             skipped=jnp.where(skip, increment(state.skipped), state.skipped),
             skipped_last=skip,
-            inner=inner,
+            inner=as_before_if(skip, inner, state.inner),
         )
-        return new_updates, match_varying(new, state)
+        return zero_if(skip, new_updates), match_varying(new, state)
 
 
 def _as_flag(finite: Any) -> jax.Array:

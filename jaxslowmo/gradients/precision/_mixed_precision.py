@@ -137,11 +137,6 @@ class DynamicLossScaleState(NamedTuple):
     skipped_last: jax.Array  # () bool, whether the last one was
     inner: PyTree  # state of the wrapped optimizer
 
-    @property
-    def scale(self) -> jax.Array:
-        """The value of `loss_scale`, by the name that the field had in 0.1.0."""
-        return self.loss_scale
-
 
 def scale_state(opt_state: PyTree) -> DynamicLossScaleState | None:
     """Return the `dynamic_loss_scale` state in the state of an optimizer; None without one.

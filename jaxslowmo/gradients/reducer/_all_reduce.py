@@ -60,7 +60,7 @@ def all_reduce_gradients(
     *,
     bucket_bytes: int = BUCKET_LIMITS[1],
     first_bucket_bytes: int = BUCKET_LIMITS[0],
-    order: Order = "reverse",
+    order: Order | None = None,
     buckets: Sequence[Sequence[int | str]] | None = None,
     max_buckets: int | None = None,
     alone_bytes: int | None = None,
@@ -80,9 +80,12 @@ def all_reduce_gradients(
       axis_name: mapped axis to average over, or under shard_map a tuple of axes.
       bucket_bytes: a bucket closes when it reaches this size; 0 gives one bucket per leaf.
       first_bucket_bytes: size of the first bucket of each dtype.
-      order: `"reverse"` or `"forward"` leaf order, or all leaves by position or name, such as
-        `js.ready_order(loss_fn, params, batch)`. In a step of `js.make_train_step` the default
-        becomes the order in which the backward pass finishes them; see its `order`.
+      order: the order in which gradients fill buckets: `"reverse"` or `"forward"` leaf order, or
+        all leaves by position or name, such as `js.ready_order(loss_fn, params, batch)`. None, the
+        default, is in a step of `js.make_train_step` the order in which the backward pass finishes
+        them, read from the traced loss function where the buckets depend on it. It is `"reverse"`
+        elsewhere: in a loop of your own, with a hook that keeps state, whose buckets are those of
+        `init`, inside an `optax.chain`, and with a loss function of `js.pipelined`.
       buckets: the buckets themselves, lists of positions or names; replaces sizes and order.
       max_buckets: largest number of buckets; see `js.assign_buckets`.
       alone_bytes: leaves of at least this size form a bucket each and are not copied: faster on
@@ -107,10 +110,9 @@ def all_reduce_gradients(
 
       `weight`: () number, this replica's share in the mean, such as its number of samples; 0 for a
       replica without data, whose gradients are ignored, NaN included. If all weights are 0 the mean
-      is 0. `ready_order`: positions of all leaves, which replace `order="reverse"`;
-      `make_train_step` passes them. A function that returns them is called only if the order
-      decides which gradients share a bucket, and never for a hook with state, whose buckets are
-      those of `init`. `param_specs`: as above, used if that is None.
+      is 0. `ready_order`: a function that returns the positions of all leaves, for an `order` of
+      None; `make_train_step` passes it, and it is called only if the order decides which gradients
+      share a bucket. `param_specs`: as above, used if that is None.
       Means of `js.RowGradient` leaves are those of `js.all_reduce_rows(output="rows")`.
 
     Raises:
@@ -190,21 +192,13 @@ def all_reduce_gradients(
         del params, extra
         updates, rows, inner_axes, join = split_rows(updates)
         _check_gradients(updates, axis_name)
-        _check_state(state)
         share = check_weight(_OWNER, weight)
         if axis_size(axis_name) == 1:
             warn(f"{_OWNER}: axis {axis_name!r} has size 1, so there is nothing to reduce.")
         reduced = over
         if hook is not None and jax.tree.leaves(state.hook):
             # The buckets are those of `init`, which received no `ready_order` or specs.
-            if callable(ready_order):
-                ready_order = None
-            if ready_order is not None and order == "reverse":
-                raise ValueError(
-                    f"{_OWNER}: `hook` keeps state per bucket, so the buckets must be known when "
-                    'the state is made, before make_train_step(order="ready") knows them: pass '
-                    "order=js.ready_order(loss_fn, params, batch) here instead."
-                )
+            ready_order = None
         elif param_specs is not None:
             reduced = over.with_specs(param_specs)
         if reduced.param_specs is None:
@@ -240,14 +234,6 @@ def mean_gradients(
     buckets = BucketLayout(BUCKET_LIMITS).planned(grads, param_specs, ready_order)
     with jax.named_scope(_OWNER):
         return reduce_plainly(buckets, grads, axis_name, None, True)
-
-
-def _check_state(state: PyTree) -> None:
-    if not isinstance(state, AllReduceGradientsState):
-        raise ValueError(
-            f"{_OWNER}: `state` must be what this transform's `init` makes, "
-            f"AllReduceGradientsState, got {type(state).__name__}: was it made by another one?"
-        )
 
 
 def _check_gradients(grads: PyTree, axis_name: AxisName) -> None:

@@ -18,8 +18,8 @@ from ...tree import Buffer, BufferPlan, leaf_names, plan_buffers
 from ._hook import CommHook, GradBucket, GradPiece
 
 Order = Literal["reverse", "forward"] | Sequence[int | str]
-ReadyOrder = Sequence[int] | Callable[[], Sequence[int]]
-"""Positions of all leaves, or a function that returns them; it is called where they matter."""
+ReadyOrder = Callable[[], Sequence[int]]
+"""A function that returns the positions of all leaves; it is called where they matter."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class BucketLayout:
     """The options that decide which gradients share a bucket; see `all_reduce_gradients`."""
 
     limits: tuple[int, ...]
-    order: Order = "reverse"
+    order: Order | None = None
     buckets: tuple[tuple[int | str, ...], ...] | None = None
     max_buckets: int | None = None
     alone_bytes: int | None = None
@@ -45,8 +45,8 @@ class BucketLayout:
           grads: tree of arrays or types.
           param_specs: a `PartitionSpec` per leaf, or a prefix of the tree; None: leaves are whole
             inside a replica, or their types contain specs (Explicit axes).
-          ready_order: positions of all leaves, which replace the default order. A function that
-            returns them is called only if the order decides which leaves share a bucket.
+          ready_order: function that returns the positions of all leaves, for an `order` of None.
+            It is called only if the order decides which leaves share a bucket.
 
         Raises:
           ValueError: specs that don't fit the tree; leaves that the gradients do not have.
@@ -80,13 +80,11 @@ class BucketLayout:
         """Return the positions of all leaves, in the order in which `blocks` fill buckets."""
         if self.order == "forward":
             return range(len(names))
-        if self.order != "reverse":
+        if self.order is not None and self.order != "reverse":
             return _leaf_positions("order", self.order, names, whole=True)
-        if callable(ready_order):
-            ready_order = None if self._fit_one_bucket(blocks) else ready_order()
-        if ready_order is None:
+        if self.order == "reverse" or ready_order is None or self._fit_one_bucket(blocks):
             return range(len(names))[::-1]
-        return _leaf_positions("ready_order", ready_order, names, whole=True)
+        return _leaf_positions("ready_order", ready_order(), names, whole=True)
 
     def _fit_one_bucket(self, blocks: list[Any]) -> bool:
         """Return whether in any order there is one bucket per dtype."""
@@ -96,19 +94,13 @@ class BucketLayout:
         return self.alone_bytes is None and max(sizes.values(), default=0) <= self.limits[0]
 
 
-def checked_order(owner: str, order: Order) -> Order:
+def checked_order(owner: str, order: Order | None) -> Order | None:
     """Return `order`; raise `ValueError` at construction for an invalid one."""
-    if isinstance(order, str) and order == "ready":
-        raise ValueError(
-            f'{owner}: `order`="ready" is known once the step is traced: use '
-            'js.make_train_step(order="ready"), or pass order=js.ready_order(loss_fn, params, '
-            "batch)."
-        )
     is_known = order in ("reverse", "forward") if isinstance(order, str) else True
-    if not is_known or not isinstance(order, Sequence):
+    if order is not None and (not is_known or not isinstance(order, Sequence)):
         raise ValueError(
-            f'{owner}: `order` must be "reverse", "forward" or a sequence of leaf positions or '
-            f"names, got {order!r}."
+            f'{owner}: `order` must be None, "reverse", "forward" or a sequence of leaf positions '
+            f"or names such as js.ready_order(loss_fn, params, batch), got {order!r}."
         )
     return order
 

@@ -202,13 +202,7 @@ def _per_leaf(used: PyTree, updates: PyTree) -> list[Any]:
     ]
     if wrong:
         raise ValueError(f"{_OWNER}: `used` must hold bools of shape (), got {', '.join(wrong)}.")
-    try:
-        return jax.tree.leaves(jax.tree.broadcast(used, updates))
-    except ValueError as error:
-        raise ValueError(
-            f"{_OWNER}: `used` must be a tree of bools like the gradients, or a prefix of it, got "
-            f"{jax.tree.structure(used)} for {jax.tree.structure(updates)}."
-        ) from error
+    return jax.tree.leaves(jax.tree.broadcast(used, updates))
 
 
 def _select(inner: optax.GradientTransformation, mask: PyTree, new: PyTree, old: PyTree) -> PyTree:

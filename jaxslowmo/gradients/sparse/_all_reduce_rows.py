@@ -5,7 +5,6 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from ..._support.checks import check_choice
@@ -278,11 +277,6 @@ def _check_table(name: str, gradient: Any, axis_name: AxisName) -> None:
     else:
         check_floating(OWNER, {name: gradient})
         values = gradient
-        if np.ndim(gradient) < 1 or np.shape(gradient)[0] < 1:
-            raise ValueError(
-                f"{OWNER}: the table {name!r} needs a shape (num_rows, ...), got "
-                f"{np.shape(gradient)}."
-            )
     tracked = filter(checks_varying, axis_names(axis_name))
     if fixed := [axis for axis in tracked if axis not in varying_axes(values)]:
         raise ValueError(

@@ -107,7 +107,7 @@ def gather_rows(
       A `GatheredRows`. Looking up a row outside of the table, or one beyond `capacity`, gives NaN.
 
     Raises:
-      ValueError: capacity < 1, indices that are no integers, a table that is a scalar.
+      ValueError: capacity < 1, indices that are no integers.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -121,8 +121,6 @@ def gather_rows(
     """
     capacity = checked_capacity("gather_rows", capacity)
     table = jnp.asarray(table)
-    if table.ndim < 1 or table.shape[0] < 1:
-        raise ValueError(f"gather_rows: `table` needs a shape (num_rows, ...), got {table.shape}.")
     num_rows = table.shape[0]
     flat = _looked_up(indices, num_rows).reshape(-1)
     size = max(1, min(flat.shape[0], num_rows)) if capacity is None else capacity

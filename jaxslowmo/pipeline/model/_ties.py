@@ -189,7 +189,7 @@ def tied_transform(
         updates: PyTree, state: PyTree, params: PyTree | None = None, **extra: Any
     ) -> tuple[PyTree, PyTree]:
         like = updates
-        if callable(order := extra.get("ready_order")) or order is not None:
+        if (order := extra.get("ready_order")) is not None:
             extra["ready_order"] = _without(order, groups_of(like))
         seen = changed((updates, state, params, extra), like, seen_once)
         updates, state, params, extra = seen
@@ -200,9 +200,7 @@ def tied_transform(
     return inner._replace(init=init, update=update)
 
 
-def _without(order: Any, groups: Groups) -> Any:
-    """Return an order of leaves, or a function that finds it, without all but the first copies."""
-    if callable(order):
-        return lambda: _without(order(), groups)
+def _without(order: Callable[[], Sequence[int]], groups: Groups) -> Callable[[], Sequence[int]]:
+    """Return a function for an order of leaves without all but the first copies."""
     later = sorted(i for group in groups for i in group[1:])
-    return tuple(i - sum(j < i for j in later) for i in order if i not in later)
+    return lambda: tuple(i - sum(j < i for j in later) for i in order() if i not in later)

@@ -11,7 +11,6 @@ import numpy as np
 from ..._support.types import PyTree
 from .._uneven import WeightedBatch
 from ..step import BoundedStep
-from ._changed import refuse_changed
 from ._input_report import Clock
 from ._loader import Direct, EndOfBatches, Loaded, Loader, SharedIterator, shared
 
@@ -25,13 +24,11 @@ class Prepared(NamedTuple):
       batch: output of the last stage.
       weight: weights of the replicas; None: all equal.
       position: position of the iterator right after this batch.
-      loaded: the batch before the stages.
     """
 
     batch: PyTree
     weight: Any
     position: Any
-    loaded: Loaded
 
 
 class InputStages:
@@ -71,7 +68,7 @@ class InputStages:
         if self._place and self._stages:
             # Check the output of the stages now: later the error would come with another batch.
             batch, weight = self._place(batch, weight, state=state)
-        return Prepared(batch, weight, loaded.position, loaded)
+        return Prepared(batch, weight, loaded.position)
 
 
 def step_method(step: Any, name: str) -> Any:
@@ -167,9 +164,6 @@ class Feed:
             self._hold_another()
         first = self._held.popleft()
         if isinstance(first, Prepared):
-            # Check as late as possible: CPU devices may use the memory of the iterator's arrays.
-            if first.loaded.sample is not None:
-                refuse_changed(first.loaded.batch, first.loaded.sample)
             return first
         if not self._loaders:
             self._is_open = False

@@ -1,5 +1,6 @@
 """Loaders that take batches from an iterator, on request or ahead in a thread."""
 
+import array
 import atexit
 import contextvars
 import copy
@@ -14,11 +15,13 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 from ..._support.types import PyTree
-from ._changed import Sample, sample_of
 from ._input_report import Clock
 
+# Attributes of objects whose memory other libraries can share.
+_INTERFACES = ("__array_interface__", "__dlpack__")
 _LOCK = threading.Lock()
 _SHARED: "weakref.WeakValueDictionary[int, SharedIterator]" = weakref.WeakValueDictionary()
 
@@ -29,13 +32,10 @@ class Loaded(NamedTuple):
     Attributes:
       batch: a `WeightedBatch`, or whatever the step takes.
       position: what the iterator's `get_state()` returned right after the batch; None without one.
-      sample: checksums of the arrays of the batch, to detect changes; None if the batch does not
-        wait for its turn.
     """
 
     batch: PyTree
     position: Any
-    sample: Sample | None
 
 
 class SharedIterator:
@@ -50,7 +50,8 @@ class SharedIterator:
         """Return the next batch, or None after the last; raise what the iterator raises.
 
         Args:
-          waits: whether the batch will wait for its turn, so that its arrays may change meanwhile.
+          waits: whether the batch will wait for its turn. Then its arrays of the host are copied,
+            since the iterator may fill them again meanwhile.
         """
         with self._lock:
             try:
@@ -59,8 +60,8 @@ class SharedIterator:
                 return None
             self._last = self._position()
             # New containers: an iterator may put new arrays into the same dict each time.
-            batch = jax.tree.map(lambda leaf: leaf, batch)
-            return Loaded(batch, self._last, sample_of(batch) if waits else None)
+            batch = jax.tree.map(_copied if waits else lambda leaf: leaf, batch)
+            return Loaded(batch, self._last)
 
     def position(self) -> Any:
         """Return what `get_state()` returns now; None for iterators without one.
@@ -81,6 +82,21 @@ class SharedIterator:
         position = get_state()
         # Some iterators return a container that they change later.
         return copy.deepcopy(position) if isinstance(position, dict | list) else position
+
+
+def _copied(leaf: Any) -> Any:
+    """Return a copy of a leaf whose memory others may write: NumPy arrays, torch tensors, buffers.
+
+    Objects in arrays of objects are not copied.
+    """
+    if isinstance(leaf, np.ndarray):
+        return leaf.copy("K")
+    if isinstance(leaf, memoryview):
+        return np.array(leaf)
+    is_buffer = isinstance(leaf, bytearray | array.array)
+    if not is_buffer and not any(hasattr(leaf, name) for name in _INTERFACES):
+        return leaf
+    return leaf if isinstance(leaf, jax.Array | np.generic) else copy.deepcopy(leaf)
 
 
 def shared(iterator: Iterator[PyTree]) -> SharedIterator:

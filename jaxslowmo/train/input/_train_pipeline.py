@@ -77,7 +77,7 @@ class TrainPipeline(Iterator[Any]):
     Raises:
       ValueError: accumulate < 1, or > 1 where the pipeline evaluates or the step is a function;
         another partial; depth < 0, a timeout that is not positive or has no thread to wait for,
-        stages that are not functions, batches without an iterator.
+        stages that are not functions.
 
     Communication: that of the step and the stages. All processes place batches in the same order
       between the same steps, so in several processes each call waits for the next batch.
@@ -130,7 +130,7 @@ class TrainPipeline(Iterator[Any]):
             looks_ahead=self._tables is not None,
         )
         if batches is not None:
-            runner.position = self._feed.give(_iterator_of(batches)).position()
+            runner.position = self._feed.give(iter(batches)).position()
         self._clocks = [self._feed.load_clock, *prepare.clocks, Clock("step")]
         self._start: float | None = None
         self._end = self._inside = 0.0
@@ -172,11 +172,6 @@ class TrainPipeline(Iterator[Any]):
         if self._is_closed:
             raise ValueError("`progress` of a js.TrainPipeline that was closed: make another one.")
         if iterator is not None:
-            if not isinstance(iterator, Iterator):
-                raise ValueError(
-                    "progress: `iterator` must be an iterator, such as iter(batches), got "
-                    f"{type(iterator).__name__}."
-                )
             self._feed.give(iterator)
             self._has_batches = True
         if not self._has_batches:
@@ -222,11 +217,8 @@ class TrainPipeline(Iterator[Any]):
 
     @state.setter
     def state(self, state: Any) -> None:
-        if not isinstance(self._runner, Training):
-            raise ValueError(
-                "`state` of a pipeline that evaluates is another's: set it where it is trained."
-            )
-        self._runner.state = state
+        # An evaluation's is that of another pipeline, which can only be read.
+        self._runner.state = state  # pyright: ignore[reportAttributeAccessIssue]
 
     @property
     def position(self) -> Any:
@@ -308,14 +300,6 @@ def _state_reader(state: Any) -> Callable[[], Any] | None:
     # A model that is a tree of arrays may be callable as well.
     is_function = callable(state) and jax.tree_util.all_leaves([state])
     return state if is_function else None
-
-
-def _iterator_of(batches: Iterable[PyTree]) -> Iterator[PyTree]:
-    if not hasattr(batches, "__iter__") and not hasattr(batches, "__getitem__"):
-        raise ValueError(
-            f"`batches` must be an iterator, or have one, got {type(batches).__name__}."
-        )
-    return iter(batches)
 
 
 def check_accumulation(accumulate: Any, partial: Any) -> None:

@@ -118,11 +118,6 @@ class AheadStep:
           `Embeddings.lookup` for the next batch, in place of its own; with `"patched"`, per table,
           two all-to-alls of the row numbers and rows that are sent again.
         """
-        if not isinstance(asked, PendingLookup):
-            raise ValueError(
-                "`asked` must be what `prime(state, batch)` or the call before returned for this "
-                f"batch, got {type(asked).__name__}."
-            )
         runner = self._runner
         runner.refuse(state)
         runner.refuse_window(window, state, weight)

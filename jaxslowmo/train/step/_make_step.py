@@ -13,7 +13,6 @@ from ...gradients.precision import Policy, computing_in
 from ...mesh import AnyMesh, replica_count
 from ...tracing import FullLoss, as_full_loss
 from ...transform import LossProgram, ParameterTransform, over_stages, spec_of
-from .._train_state import with_raw_keys
 from ..batches import HostBatch
 from ._compiler_options import checked_compiler_options
 from ._step_runner import Mode
@@ -22,11 +21,9 @@ from ._transforms import check_axes, check_with_tables, checked_gradients, split
 from .update import (
     Differentiation,
     Dispatched,
-    GradientOrder,
     ModelStateMode,
     NoTables,
     StepParts,
-    Validate,
 )
 
 
@@ -41,13 +38,10 @@ def make_train_step(
     mode: Mode = "traced",
     accumulate: int = 1,
     model_state: ModelStateMode = "sync_mean",
-    raw_keys: bool = False,
-    order: GradientOrder | None = None,
     host_batch: HostBatch = "local",
     donate: bool = True,
     embeddings: Embeddings | None = None,
     policy: Policy | None = None,
-    validate: Validate = "before",
     compiler_options: Mapping[str, str | int | float | bool] | None = None,
 ) -> TrainStep:
     """Build a data-parallel training step over replicas.
@@ -59,10 +53,7 @@ def make_train_step(
         dtype and shape under names other than "loss" and "weight"; half precision and booleans
         become float32, as means of integers over devices or microbatches do. The loss has a real
         floating dtype, float32 for a Python float. It may average itself over axes of the mesh, as
-        under `jax.pmap`. Optional attributes, which a loss function of `js.pipelined` has:
-        `before_run` is called before every program that runs, and may raise, such as when compiled
-        programs are out of date. `params_form` and `model_state_form` are called by `step.init`
-        with parameters and model state, and return them in the form that the loss function takes.
+        under `jax.pmap`.
       optimizer: any optax transform; its state stays local to each replica. A `js.chain` is split:
         everything up to the last transform that reduces gradients, with this library's clipping
         right after it, becomes `gradients`; a parameter transform at its end becomes `sync`; the
@@ -92,17 +83,8 @@ def make_train_step(
       model_state: `"sync_mean"` averages model state over replicas in updates that synchronise
         parameters (in all without `sync`), `"broadcast"` uses that of replica 0 in every forward
         pass, `"local"` never exchanges it. Over inner axes it is always averaged. Typed PRNG keys
-        in it (nnx.Dropout) are never exchanged, and differ on all devices in the forward pass.
-      raw_keys: whether the loss function's model state holds PRNG keys as pairs of uint32, as Keras
-        and `jax.random.PRNGKey` make them. `step.init` then makes a typed key of every uint32 leaf
-        of shape (2,); the loss function receives and returns it as a pair. Arrays of several keys,
-        of shape (n, 2), are not recognised: use typed keys there. A state that still holds such
-        a pair, since `js.TrainState.create` made it, is refused.
-      order: the order in which gradients fill buckets, unless their transform sets it: `"reverse"`
-        leaf order, or `"ready"`, the order in which the backward pass finishes them, taken from the
-        traced loss function. None is `"ready"` where the buckets depend on the order, and
-        `"reverse"` where it cannot be used: for a hook with state, whose buckets are those of
-        `init`; for a reduction inside `optimizer` or an `optax.chain`; and for `js.pipelined`.
+        in it (nnx.Dropout) are never exchanged, and differ on all devices in the forward pass;
+        `js.typed_keys(loss_fn)` makes them of raw ones (Keras, `jax.random.PRNGKey`).
       host_batch: what a host batch and its weight hold with several processes: `"local"`, the part
         of this process, the rows for its own devices in their order along the axes over which
         the batch is split; or `"global"`, the whole batch, the same on every process, which takes
@@ -123,12 +105,6 @@ def make_train_step(
         `js.dynamic_loss_scale` around `optimizer`: gradients are then taken of the loss times its
         scale, and divided by it at once; metrics are of the loss itself, and include `loss_scale`
         and `skipped_updates`.
-      validate: `"before"` clips gradients, and checks whether they are finite, before the optimizer
-        runs. `"after"` runs the optimizer on the unclipped gradients, while devices that share a
-        model compute the norm for `js.clip_by_global_norm` and the check of
-        `js.dynamic_loss_scale`; then the update is kept, dropped, or made again from the old state
-        with clipped gradients. Results are equal; `"after"` runs the optimizer twice in updates
-        that clip (with virtual replicas in all).
       compiler_options: options, value by name, for the compiler of every program of this step: its
         updates, `collect`, `evaluate`, `ahead`, those of a pipeline with `executor="host"`, and so
         those that `compiled`, `js.comm_report` and `js.measured` read. Making a state and
@@ -139,26 +115,24 @@ def make_train_step(
       A `TrainStep`: `step(state, batch) -> (state, metrics)`; `step.init(params)` makes the state.
 
     Raises:
-      ValueError: unknown axis, mode, model_state, order, host_batch or validate; accumulate < 1;
-        `sync` that is neither a `ParameterTransform` nor `"none"`, or `"none"` with
-        `model_state="broadcast"`; a parameter transform as `gradients`; `gradients` with a
-        `js.chain` that reduces, `sync` with one that exchanges, several parameter transforms in it;
-        with `embeddings`, `gradients` that rows cannot pass through; `compiler_options` that are
-        no mapping of names to str, int, float or bool, or are for another platform than that of
-        `mesh` (for a virtual one, of the default device); for a pipeline, an `optimizer` whose
-        result for a leaf depends on leaves of other stages, or is not proved not to. At `init` or
-        the first step: undeclared collectives over replicas in a transform; a parameter transform
-        inside `gradients`, or hidden in `optimizer` if host-scheduled or if model state follows it;
-        replicas that would train independently; with `embeddings`, on any number of replicas, an
-        `optimizer` that averages gradients, exchanges parameters, or holds
-        `js.clip_by_global_norm`, `optax.apply_if_finite`, `optax.MultiSteps` or `js.accumulate`;
-        `optax.apply_if_finite` around a transform that exchanges; with `validate="after"`, neither
-        clipping nor loss scale of this library, one hidden in an `optax.chain`, several clippings,
-        one in `gradients` that is not last, or one with an `optimizer` that exchanges by itself;
-        with `order="ready"`, a reduction hidden in an `optax.chain`. At trace time: batches that do
-        not split evenly, a loss that is not floating, gradients not averaged over the inner axes, a
-        line search with averaged gradients, `js.slowmo(learning_rate="optimizer")` without exactly
-        one learning rate in the state of `optimizer`.
+      ValueError: unknown axis, mode, model_state or host_batch; accumulate < 1; `sync` that
+        is neither a `ParameterTransform` nor `"none"`, or `"none"` with `model_state="broadcast"`;
+        a parameter transform as `gradients`; `gradients` with a `js.chain` that reduces, `sync`
+        with one that exchanges, several parameter transforms in it; with `embeddings`, `gradients`
+        that rows cannot pass through; `compiler_options` that are no mapping of names to str, int,
+        float or bool, or are for another platform than that of `mesh` (for a virtual one, of the
+        default device); for a pipeline, an `optimizer` whose result for a leaf depends on leaves of
+        other stages, or is not proved not to. At `init` or the first step: undeclared collectives
+        over replicas in a transform; a parameter transform inside `gradients`, or hidden in
+        `optimizer` if host-scheduled or if model state follows it; replicas that would train
+        independently; with `embeddings`, on any number of replicas, an `optimizer` that averages
+        gradients, exchanges parameters, or holds `js.clip_by_global_norm`, `optax.apply_if_finite`,
+        `optax.MultiSteps` or `js.accumulate`; `optax.apply_if_finite` around a transform that
+        exchanges. At trace time:
+        batches that do not split evenly, a loss that is not floating, gradients not averaged over
+        the inner axes, a line search with averaged gradients,
+        `js.slowmo(learning_rate="optimizer")` without exactly one learning rate in the state of
+        `optimizer`.
       UserWarning: once, for `optax.contrib.sam` or `optax.MultiSteps` where `sync` also exchanges
         between their updates, whatever their period is, and for `js.Policy("float16")` without a
         `js.dynamic_loss_scale` in `optimizer`.
@@ -177,11 +151,8 @@ def make_train_step(
         "mode": mode,
         "accumulate": accumulate,
         "model_state": model_state,
-        "order": order,
         "embeddings": embeddings,
         "policy": policy,
-        "validate": validate,
-        "raw_keys": raw_keys,
         "compiler_options": compiler_options,
     }
     replica_count("make_train_step", mesh, axis_name)
@@ -189,8 +160,6 @@ def make_train_step(
         "mode": (mode, Mode),
         "model_state": (model_state, ModelStateMode),
         "host_batch": (host_batch, HostBatch),
-        "order": ("ready" if order is None else order, GradientOrder),
-        "validate": (validate, Validate),
     }
     for argument, (value, kind) in choices.items():
         check_choice(argument, value, kind)
@@ -217,8 +186,6 @@ def make_train_step(
     options = ()
     if compiler_options is not None:
         options = checked_compiler_options(compiler_options, mesh)
-    if not isinstance(raw_keys, bool):
-        raise ValueError(f"`raw_keys` must be True or False, got {raw_keys!r}.")
     sync_transform = sync if isinstance(sync, ParameterTransform) else None
     check_axes((gradients, optimizer, sync_transform), mesh, axis_name)
     if embeddings is not None:
@@ -227,12 +194,10 @@ def make_train_step(
 
     def completed(loss_fn: Callable[..., Any]) -> FullLoss:
         loss = as_full_loss(loss_fn)
-        if raw_keys:
-            loss = with_raw_keys(loss)
         return loss if policy is None else computing_in(policy, loss)
 
     loss, dispatched = completed(loss_fn), None
-    program = loss_fn if isinstance(loss_fn, LossProgram) else LossProgram()
+    program = LossProgram.of(loss_fn)
     if program.dispatch is not None:
         program.check_mesh(mesh)
         is_cast = policy is not None
@@ -263,14 +228,9 @@ def make_train_step(
         sync=None if sync_transform is None else sync_transform.sized(dict(mesh.shape)),
         independent=independent,
         axis_name=axis_name,
-        order=order,
         lookup=lookup,
-        validate=validate,
-        raw_keys=raw_keys,
         policy=policy,
-        before_run=getattr(loss_fn, "before_run", None),
-        params_form=getattr(loss_fn, "params_form", None),
-        model_state_form=getattr(loss_fn, "model_state_form", None),
+        program=program,
         compiler_options=options,
     )
     return TrainStep(parts, mesh, mode, host_batch, donate, settings)

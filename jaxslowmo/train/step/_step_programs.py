@@ -139,8 +139,7 @@ class Programs:
         check: Callable[[TrainState], None],
     ) -> Any:
         """Return the program of a task; at its first use, `check` the state and build it."""
-        if self._parts.before_run is not None:
-            self._parts.before_run()
+        self._parts.program.before_run()
         if self._parts.compiler_options and _is_traced(state, inputs):
             raise ValueError(
                 "A step with `compiler_options` cannot be called inside of jax.jit, lax.scan and "

@@ -14,7 +14,7 @@ from ...embedding import Ahead, Carry
 from ...mesh import AnyMesh, VirtualMesh, axis_names
 from ...transform import ParameterTransform
 from .._hyperparams import NumberPlaces, number_places, replace_numbers
-from .._train_state import StateLayout, TrainState, refuse_raw_keys
+from .._train_state import StateLayout, TrainState
 from ..batches import Comparison, HostBatch, Placing, is_of_processes
 from ._beside_steps import BesideSteps
 from ._in_flight import StepsInFlight
@@ -312,8 +312,6 @@ class Runner:
         self, task: Task, layout: StateLayout, state: TrainState, inputs: StepInputs
     ) -> Any:
         """Return the jitted program of a task, built at its first use."""
-        if self.parts.raw_keys:
-            refuse_raw_keys(state.model_state)
         return self.programs.get(task, layout, state, inputs, self.check)
 
     def check(self, state: TrainState) -> None:

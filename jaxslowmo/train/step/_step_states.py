@@ -175,11 +175,6 @@ def refuse_unusable_window(window: Any, state: TrainState, weight: Any = ...) ->
     """
     if window is None:
         return
-    if not isinstance(window, GradientWindow):
-        raise ValueError(
-            "`window` must be what `step.collect(state, batch)` returns first, got "
-            f"{type(window).__name__}."
-        )
     if _is_gone(first_array(window.totals)):
         raise ValueError(
             "`window` was given to a step before, which reuses its buffers (donate=True): go on "

@@ -13,7 +13,7 @@ from ...mesh import AnyMesh, Shares, VirtualMesh, consensus
 from ...tracing import ready_order
 from ...transform import phase_name
 from ...tree import check_arrays
-from .._train_state import TrainState, started, typed_keys
+from .._train_state import TrainState, started
 from ..batches import HostBatch, as_arrays
 from ._ahead import AheadMode, AheadStep
 from ._settings import compare_settings
@@ -65,20 +65,16 @@ class TrainStep:
         runner = self._runner
         settings = {"seed": seed, **self._settings}
         compare_settings(settings, None, **placement)
-        if runner.parts.raw_keys:
-            model_state = typed_keys(model_state)
-        lookup = runner.parts.lookup
-        if runner.parts.params_form is not None:
-            form, has_tables = runner.parts.params_form, isinstance(params, WithTables)
-            dense = params.dense if has_tables else params
-            # Both checks come before `form`, so that errors have the user's names of leaves.
-            check_arrays("`params`", dense)
-            refuse_untrainable(dense)
-            params = params._replace(dense=form(dense)) if has_tables else form(dense)
-        if runner.parts.model_state_form is not None and model_state is not None:
-            model_state = runner.parts.model_state_form(model_state)
+        lookup, program = runner.parts.lookup, runner.parts.program
+        has_tables = isinstance(params, WithTables)
+        dense = params.dense if has_tables else params
+        # Both checks come before the forms, so that errors have the user's names of leaves.
+        check_arrays("`params`", dense)
+        refuse_untrainable(dense)
+        dense = program.params_form(dense)
+        params = params._replace(dense=dense) if has_tables else dense
+        model_state = program.model_state_form({} if model_state is None else model_state)
         stacked = lookup.stacked(params, seed, **placement)
-        refuse_untrainable(lookup.dense(stacked))
         compare_settings(settings, lookup.dense(stacked), **placement)
         state = started(stacked, self.tx, model_state=model_state, seed=seed, **placement)
         runner.note(state, runner.layouts.of(state))

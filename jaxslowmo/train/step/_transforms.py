@@ -8,14 +8,13 @@ import jax.numpy as jnp
 import optax
 
 from ..._support.types import AxisName, PyTree
-from ...gradients.clipping import ClipByGlobalNormState, clip_state
+from ...gradients.clipping import ClipByGlobalNormState
 from ...gradients.precision import DynamicLossScaleState, check_place
 from ...gradients.reducer import AccumulateState
 from ...mesh import AnyMesh, axis_names, model_axes
 from ...tracing import UpdateFacts, read_update
 from ...transform import (
     Chain,
-    GradientSpec,
     GradientTransform,
     ParameterTransform,
     chain,
@@ -170,10 +169,9 @@ def check_transforms(
       ValueError: an undeclared collective over replicas in a transform; a parameter transform in
         `gradients`, or in `optimizer` if host-scheduled or if model state follows it; a loss scale
         in `gradients`, several in `optimizer`, or one in a wrong place; replicas that would train
-        independently without `sync="none"`; for `validate="after"`, no clipping or loss scale, or
-        one in a wrong place; an order of gradients that no transform would receive; with tables, an
-        `optimizer` that does what rows need, too; an exchange in updates that each replica takes or
-        drops by itself.
+        independently without `sync="none"`; an order of gradients that no transform would receive;
+        with tables, an `optimizer` that does what rows need, too; an exchange in updates that each
+        replica takes or drops by itself.
 
     Communication: none.
     """
@@ -211,13 +209,6 @@ def check_transforms(
     if parts_of(optimizer, DynamicLossScaleState):
         check_place(optimizer)
     _check_hidden_scale(unknown["optimizer"])
-    if parts.validate == "after":
-        _check_late(gradients, optimizer, list(unknown.values()), spec_of(parts.optimizer))
-    if parts.order == "ready" and holds_state(unknown, "gradients"):
-        raise ValueError(
-            '`order`="ready": the transform that reduces gradients would not receive their order. '
-            f"{USE_CHAIN}"
-        )
     if lookup.embeddings is not None:
         _check_optimizer_with_tables(optimizer, unknown["optimizer"])
     _check_conditions({"gradients": gradients, "optimizer": optimizer}, num_replicas)
@@ -326,46 +317,6 @@ def _check_conditions(states: dict[str, PyTree], num_replicas: int) -> None:
                     "`gradients` holds an optax.MultiSteps around a transform that exchanges, and "
                     f"would give the optimizer zeros in calls that only collect: {known.instead}."
                 )
-
-
-def _check_late(
-    gradients: PyTree, optimizer: PyTree, unknown: list[PyTree], spec: GradientSpec
-) -> None:
-    """Raise `ValueError` unless there is a clipping or loss scale that works after the update."""
-    clip, inside = clip_state(gradients), clip_state(optimizer)
-    if clip is not None and inside is not None:
-        clip_state((clip, inside))
-    if clip_state(unknown) is not None or parts_of(unknown, DynamicLossScaleState):
-        raise ValueError(
-            '`validate`="after": js.clip_by_global_norm or js.dynamic_loss_scale is inside '
-            f"a transform that the step does not know, and would act too early. {USE_CHAIN}"
-        )
-    if clip is not None and not _is_last(gradients):
-        raise ValueError(
-            '`validate`="after": in `gradients` js.clip_by_global_norm must be last, since what '
-            "follows it would have to run again: reorder the chain, or put it into `optimizer`."
-        )
-    if clip is None and inside is None and not parts_of(optimizer, DynamicLossScaleState):
-        raise ValueError(
-            '`validate`="after" chooses between updates by js.clip_by_global_norm and '
-            "js.dynamic_loss_scale, and the step has neither (optax.clip_by_global_norm cannot be "
-            'late): use one of them, or leave `validate`="before".'
-        )
-    what = [f"over {sorted(spec.axes)}"] if spec.axes else []
-    what += [kind for kind in _MOVES if holds_state(optimizer, kind)]
-    if what and (clip or inside) is not None:
-        raise ValueError(
-            '`validate`="after" runs the optimizer again where gradients are clipped, and here '
-            f"it exchanges {what[0]} by itself: pass what averages gradients as `gradients`, what "
-            f"averages parameters as `sync`. {USE_CHAIN}"
-        )
-
-
-def _is_last(state: PyTree) -> bool:
-    """Return whether the last state in that of a chain is a clipping's."""
-    if type(state) is tuple and state:
-        return _is_last(state[-1])
-    return isinstance(state, ClipByGlobalNormState)
 
 
 # States of transforms of this package that act on a whole update, but in the step see its dense

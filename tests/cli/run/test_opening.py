@@ -2,9 +2,7 @@
 
 import json
 import os
-import tarfile
 from importlib.metadata import version
-from pathlib import Path
 
 from cli.commands import json_of
 from jaxslowmo.cli._train import opened
@@ -13,7 +11,6 @@ from jaxslowmo.cli.processes._peers import ALONE
 from jaxslowmo.data import read_corpus
 from support.pairs import two_processes
 
-GOLDEN = Path(__file__).parents[2] / "golden" / "checkpoint_0.1.0"
 # Case by case both print what ended them, or with which steps and schedule they go on.
 PROGRAM = """
 import json
@@ -60,11 +57,8 @@ for i, case in enumerate(json.loads((root / "cases.json").read_text())):
 """
 
 GO = "go 10 10 False"
-# What version 0.1.0 left (test_old_runs.py), gone on with for more steps.
-OLD = {
-    "preset": "tiny", "replicas": 2, "algorithm": "slowmo_sgp", "slow_every": 5, "steps": 24,
-    "optimizer": "sgd", "clip": 0.0, "out": "../old",
-}  # fmt: skip
+# A run of 16 steps, gone on with for more.
+OLD = {"preset": "tiny", "replicas": 2, "optimizer": "sgd", "steps": 24, "out": "../old"}
 # By name: options of both, and what each must print.
 CASES: dict[str, tuple[list[dict], list[tuple[str, ...]]]] = {
     "alike": (
@@ -98,16 +92,15 @@ CASES: dict[str, tuple[list[dict], list[tuple[str, ...]]]] = {
 }  # fmt: skip
 
 
-def test_two_processes(tmp_path):
+def test_two_processes(tmp_path, call):
     for name, changes in {"text": {}, "copy": {}, "other": {"b.txt": "B", "c.txt": None}}.items():
-        files = {"a.txt": "a", "b.txt": "b", "c.txt": "c"} | changes
+        files = {f"{letter}.txt": 2000 * letter for letter in "abc"} | changes
         (tmp_path / name).mkdir()
         for file, content in files.items():
             if content is not None:
                 (tmp_path / name / file).write_text(content)
-    with tarfile.open(GOLDEN / "run.tar.xz") as archive:
-        archive.extractall(tmp_path, filter="data")
-    (tmp_path / "out").rename(tmp_path / "old")
+    old = "train --preset tiny --replicas 2 --optimizer sgd --steps 16 --checkpoint-every 16"
+    assert call(old, "--data", tmp_path / "text", "--out", tmp_path / "old").code == 0
     (tmp_path / "cases.json").write_text(json.dumps([options for options, _ in CASES.values()]))
     for rank, printed in enumerate(two_processes(PROGRAM, tmp_path)):
         for (name, (_, wanted)), line in zip(CASES.items(), printed.splitlines(), strict=True):

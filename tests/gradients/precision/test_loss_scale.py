@@ -62,7 +62,7 @@ def test_an_overflow_is_skipped_and_the_rest_is_the_optimizer(name):
         jax.tree.map(np.testing.assert_array_equal, after.inner, state)
     assert [int(s.skipped) for _, s in results] == [0, 1, 1, 2, 2]
     assert [bool(s.skipped_last) for _, s in results] == [False, True, False, True, False]
-    assert [float(s.scale) for _, s in results] == [8, 4, 4, 2, 2]
+    assert [float(s.loss_scale) for _, s in results] == [8, 4, 4, 2, 2]
 
 
 def test_finite_given_by_the_caller_decides_what_is_skipped():
@@ -134,7 +134,7 @@ TOGETHER = {
 def test_replicas_that_exchange_gradients_or_have_an_axis_skip_together(name, execution):
     params, state = params_and_state_after_overflow(TOGETHER[name], execution)
     np.testing.assert_array_equal(state.skipped, [1] * REPLICAS)
-    np.testing.assert_array_equal(state.scale, [4] * REPLICAS)
+    np.testing.assert_array_equal(state.loss_scale, [4] * REPLICAS)
     steps = 1 if name == "collected" else 2
     np.testing.assert_allclose(params["b"], np.full((REPLICAS, 3), 1.0 - steps))
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(state))

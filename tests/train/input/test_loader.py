@@ -1,11 +1,13 @@
 """The thread: how far ahead, errors in their turn, waiting, ends; nothing hangs or is lost."""
 
-import contextlib
+import array
+import copy
 import itertools
 import threading
 import time
 import traceback
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -102,7 +104,9 @@ def test_a_stop_iteration_is_no_end(where):
         next(pipeline)
 
 
-def test_arrays_that_are_filled_again_are_told():
+@pytest.mark.parametrize("depth", [0, 1, 3])
+def test_arrays_that_are_filled_again(depth):
+    """Batches that are loaded ahead are copies of what was filled, and the results those of all."""
     filled = []
 
     def refilling():
@@ -112,16 +116,70 @@ def test_arrays_that_are_filled_again_are_told():
             filled.append(i)
             yield batch
 
-    assert_same(losses_of(pipeline_of(refilling(), depth=0)), plain())
-    filled.clear()
-    pipeline = pipeline_of(refilling(), depth=2)
-    with contextlib.suppress(ValueError):  # the first may be changed already
-        next(pipeline)
-    wait_until(lambda: len(filled) == 3)
-    with pytest.raises(ValueError, match="`batches`"):
-        next(pipeline)
-    again = pipeline_of(itertools.repeat(BATCHES[0], 9), depth=2)  # unchanged: nothing is wrong
-    assert len(list(again)) == 9
+    pipeline = pipeline_of(refilling(), depth=depth)
+    losses = losses_of([next(pipeline)])
+    wait_until(lambda: len(filled) == 1 + depth)
+    assert_same(losses + losses_of(pipeline), plain())
+
+
+class Tensor:
+    """Lends its memory as torch's tensors do, and is no array of NumPy."""
+
+    def __init__(self, values):
+        self.values = np.asarray(values)
+
+    def __dlpack__(self):
+        raise NotImplementedError
+
+    def __setitem__(self, place, value):
+        self.values[place] = value
+
+    def __iter__(self):
+        return iter(self.values)
+
+
+FILLED = {
+    "rows": np.zeros((2, 2)), "columns": np.zeros((2, 3)).T, "strided": np.zeros((2, 4))[:, ::2],
+    "masked": np.ma.masked_array([0, 0], [False, True]), "objects": np.array(["a", "b"], object),
+    "fields": np.zeros(2, [("a", "i4"), ("b", object)]), "tensor": Tensor([0.0, 0.0]),
+    "bytes": bytearray(2), "numbers": array.array("i", [0, 0]),
+    "view": memoryview(array.array("i", [0, 0])),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FILLED)
+def test_a_batch_that_waits_shares_no_memory(name):
+    leaf = copy.copy(FILLED[name]) if name != "view" else FILLED[name]
+    loaded = _loader.shared(iter([{"x": leaf}])).take(waits=True).batch["x"]
+    before = [str(x) for x in loaded]
+    if name == "masked":
+        leaf.mask[0] = True
+    leaf[0] = 1 if name != "fields" else (1, "b")
+    assert [str(x) for x in loaded] == before != [str(x) for x in leaf]
+    assert type(loaded) is (np.ndarray if name == "view" else type(leaf))
+
+
+def test_what_cannot_change_is_not_copied():
+    leaves = [jnp.ones(3), np.float32(1), 1.0, "text", b"bytes", threading.Lock()]
+    loaded = _loader.shared(iter([leaves])).take(waits=True).batch
+    assert all(a is b for a, b in zip(loaded, leaves, strict=True))
+
+
+@pytest.mark.parametrize("made", [lambda i: jnp.full(3, i), lambda i: np.full(3, i), float])
+def test_a_dict_that_gets_other_leaves_each_time(made):
+    """The last ones were trained again and again; silently, where they were none of NumPy."""
+
+    def batches():
+        batch = {}
+        for i in range(5):
+            batch["x"] = made(float(i))
+            yield batch
+
+    def first_number(state, batch):
+        return state, float(np.ravel(batch["x"])[0])
+
+    pipeline = js.TrainPipeline(first_number, {}, batches())
+    assert [result.metrics for result in pipeline] == [0, 1, 2, 3, 4]
 
 
 def test_a_late_batch_is_an_error_in_time_and_comes_all_the_same():

@@ -58,7 +58,6 @@ OPTIONS = {
     "where": ["virtual", "row 2 explicit", "column 2", "table 2", "row 4"],
     "accumulate": [1, 1, 2],
     "mode": ["traced", "host"],
-    "validate": ["before", "after"],
     "weighted": [False, True],
     "window": [0, 0, 1, 2],  # batches before the last one of an update
     "room": [0, 1, 3],  # batches for whose rows a window has room
@@ -73,11 +72,6 @@ RUNS = 5
 def possible(run):
     """Return the run, without what cannot stand beside the rest."""
     is_scaled = run["around"] == "scaled"
-    clips = ("clip" in run["gradients"] or run["gradients"] == "largest") + (
-        run["around"] == "clipped"
-    )
-    if clips > 1 or (not clips and not is_scaled):
-        run["validate"] = "before"
     if run["accumulate"] > 1:
         run["window"] = 0
     # Halves round apart where Adagrad divides by next to nothing, so tables are trained by SGD.
@@ -103,7 +97,7 @@ def started(run):
     """Return both steps and their states."""
     shard, num_shards, kind = (run["where"].replace("virtual", "row 1") + " auto").split()[:3]
     is_virtual, around, sgd = run["where"] == "virtual", AROUND[run["around"]], optax.sgd(0.3)
-    options = {name: run[name] for name in ("accumulate", "mode", "validate")}
+    options = {name: run[name] for name in ("accumulate", "mode")}
     options |= {"gradients": GRADIENTS[run["gradients"]], "sync": SYNCS[run["sync"]]}
     options |= {"policy": js.Policy("float16")} if run["half"] else {}
     rows = {"optimizer": js.rowwise_sgd(RATE)} if run["half"] else {}

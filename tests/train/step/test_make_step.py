@@ -8,6 +8,7 @@ import optax
 import pytest
 
 import jaxslowmo as js
+from jaxslowmo.transform import LossProgram
 from train.step.problem import BATCHES, PARAMS, loss
 
 
@@ -27,18 +28,20 @@ def test_hook_state_that_differs_inside_a_replica():
 
 
 def test_a_loss_function_may_refuse_to_run():
-    def loss(params, batch):
-        return jnp.mean((params["w"] - batch) ** 2)
-
     out_of_date = []
 
-    def before_run():
-        if out_of_date:
-            raise ValueError("the program is out of date")
+    class Loss(LossProgram):
+        def __call__(self, params, batch):
+            return jnp.mean((params["w"] - batch) ** 2)
 
-    loss.before_run = before_run
+        def before_run(self):
+            if out_of_date:
+                raise ValueError("the program is out of date")
+
     mesh = js.virtual_mesh({"replica": 2})
-    step = js.make_train_step(loss, optax.sgd(0.1), sync=js.local_sgd("replica"), mesh=mesh)
+    step = js.make_train_step(
+        js.typed_keys(Loss()), optax.sgd(0.1), sync=js.local_sgd("replica"), mesh=mesh
+    )
     state, _ = step(step.init({"w": jnp.ones(3)}), jnp.zeros((2, 3)))
     out_of_date.append(True)
     for run in (step, step.evaluate, step.collect):
@@ -55,7 +58,7 @@ def test_attributes_of_a_users_loss_are_its_own():
     def loss(params, batch):
         return ((batch @ params["w"]) ** 2).mean()
 
-    loss.param_specs = loss.tied_transform = "of this program"
+    loss.param_specs = loss.tied_transform = loss.before_run = "of this program"
     step = js.make_train_step(
         loss, optax.sgd(0.1), sync=js.diloco("replica"), mesh=js.virtual_mesh({"replica": 2})
     )

@@ -5,7 +5,6 @@ import re
 import jax
 import jax.numpy as jnp
 import optax
-import pytest
 
 import jaxslowmo as js
 
@@ -20,7 +19,7 @@ def loss_fn(params, batch):
     return jnp.mean((jnp.tanh(hidden @ params["a"]) @ params["b"]) ** 2)
 
 
-def reduced(gradients, order=None, loss_fn=loss_fn, **options):
+def reduced(gradients, loss_fn=loss_fn, **options):
     """Names of the leaves in each all-reduced buffer, in the order of the program."""
     names = {a * b: name for name, (a, b) in WIDTHS.items()} | {49: "ba", 64: "cba"}
     step = js.make_train_step(
@@ -28,7 +27,6 @@ def reduced(gradients, order=None, loss_fn=loss_fn, **options):
         optax.sgd(0.1),
         gradients=gradients,
         mesh=js.make_mesh({"replica": 2}),
-        order=order,
         **options,
     )
     (traced,) = step.traced_by_phase(jax.eval_shape(step.init, PARAMS), BATCH).values()
@@ -41,22 +39,18 @@ def each_alone(**options):
 
 
 def test_buckets_follow_the_backward_pass_unless_they_are_told_or_cannot():
-    assert reduced(each_alone(), "reverse") == [*"cba"]
-    for order in ("ready", None):
-        assert reduced(each_alone(), order) == [*"bac"]
-        chain = js.chain(each_alone(), optax.clip(1.0))
-        assert reduced(chain, order, accumulate=2) == [*"bac"]
-        assert reduced(each_alone(order=["c", "a", "b"]), order) == [*"cab"]
-        assert reduced(each_alone(order="forward"), order) == [*"abc"]
+    assert reduced(each_alone()) == [*"bac"]
+    assert reduced(js.chain(each_alone(), optax.clip(1.0)), accumulate=2) == [*"bac"]
+    assert reduced(each_alone(order="reverse")) == [*"cba"]
+    assert reduced(each_alone(order=["c", "a", "b"])) == [*"cab"]
+    assert reduced(each_alone(order="forward")) == [*"abc"]
     # In the order of leaves one bucket would hold all.
-    two = js.all_reduce_gradients("replica", first_bucket_bytes=4 * (7 * 2 + 5 * 7))
-    assert reduced(two) == ["ba", "c"]
-    assert reduced(two, "reverse") == ["cba"]
+    options = {"first_bucket_bytes": 4 * (7 * 2 + 5 * 7)}
+    assert reduced(js.all_reduce_gradients("replica", **options)) == ["ba", "c"]
+    assert reduced(js.all_reduce_gradients("replica", order="reverse", **options)) == ["cba"]
     # The buckets of a hook with state are those of `init`, which knows no order.
     hook = js.hooks.powersgd(1, start_step=2)
     assert reduced(each_alone(hook=hook))[:3] == [*"cba"]
-    with pytest.raises(ValueError, match="`hook`"):
-        reduced(each_alone(hook=hook), "ready")
     assert reduced(optax.chain(each_alone(), optax.clip(1.0))) == [*"cba"]
 
 
@@ -65,18 +59,17 @@ def test_the_order_is_found_by_hand_and_only_where_it_matters():
     batch = jax.ShapeDtypeStruct((2, 3), jnp.float32)
     order = js.ready_order(loss_fn, PARAMS, batch)
     assert order == (1, 0, 2)
-    assert reduced(each_alone(order=order), "reverse") == [*"bac"]
+    assert reduced(each_alone(order=order)) == [*"bac"]
     calls = []
 
     def counted(params, batch):
         calls.append(None)
         return loss_fn(params, batch)
 
-    def num_calls(order, gradients):
+    def num_calls(gradients):
         del calls[:]
-        reduced(gradients, order, counted)
+        reduced(gradients, counted)
         return len(calls)
 
-    one = js.all_reduce_gradients("replica")
-    assert num_calls(None, one) == num_calls("reverse", one) == num_calls("ready", one) - 1
-    assert num_calls(None, each_alone()) == num_calls("ready", each_alone())
+    one = num_calls(js.all_reduce_gradients("replica"))
+    assert one == num_calls(each_alone(order="reverse")) == num_calls(each_alone()) - 1

@@ -71,13 +71,12 @@ def test_no_two_draws_of_a_run_have_one_key(place, kind, raw):
 
     key = jax.random.key(5)
     step = js.make_train_step(
-        drawn,
+        js.typed_keys(drawn) if raw else drawn,
         optax.sgd(0.1),
         sync=js.local_sgd(axis_name),
         mesh=MESHES[kind](axes),
         axis_name=axis_name,
         accumulate=2,
-        raw_keys=raw,
     )
     start = {"key": jax.random.key_data(key) if raw else key, "count": jnp.uint32(0)}
     state, batch = step.init(PARAMS, model_state=start), np.ones((16, 1), np.float32)
@@ -115,7 +114,7 @@ def test_replica_0_draws_what_one_replica_would():
 
 def test_raw_keys_become_the_replicas_own():
     mesh, options = js.virtual_mesh({"replica": 2, "device": 2}), {"policy": js.Policy("bfloat16")}
-    step = step_of(raw_loss, mesh, raw_keys=True, model_state="broadcast", accumulate=2, **options)
+    step = step_of(js.typed_keys(raw_loss), mesh, model_state="broadcast", accumulate=2, **options)
     state = step.init(PARAMS, model_state=RAW)
     before = np.asarray(jax.random.key_data(state.model_state["key"]))
     assert np.array_equal(before[0], RAW["key"])  # replica 0 draws what one replica would
@@ -130,7 +129,7 @@ def test_raw_keys_become_the_replicas_own():
 def test_keys_without_a_type_are_told_and_refused_where_they_must_have_one():
     """All replicas would draw alike."""
     mesh = js.virtual_mesh({"replica": 2})
-    step, plain = step_of(raw_loss, mesh, raw_keys=True), step_of(loss, mesh)
+    step, plain = step_of(js.typed_keys(raw_loss), mesh), step_of(loss, mesh)
     with pytest.warns(UserWarning, match="`model_state`: key "):
         raw = plain.init(PARAMS, model_state=RAW)
     typed = {**RAW, "key": jax.random.wrap_key_data(RAW["key"])}
@@ -150,6 +149,6 @@ def test_a_loss_function_that_returns_no_key_is_refused(key):
         value, (metrics, after) = raw_loss(params, batch, model_state=model_state)
         return value, (metrics, {**after, "key": jnp.asarray(key)})
 
-    step = step_of(without, js.virtual_mesh({"replica": 2}), raw_keys=True)
+    step = step_of(js.typed_keys(without), js.virtual_mesh({"replica": 2}))
     with pytest.raises(ValueError, match=rf"`loss_fn`.* key .*{key.dtype}\[{key.size}\]"):
         step(step.init(PARAMS, model_state=RAW), BATCH)

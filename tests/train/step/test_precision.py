@@ -33,7 +33,7 @@ def test_the_policy_holds_wherever_the_loss_is_called():
     searching = optax.chain(optax.sgd(1.0), search)
     optimizer = js.dynamic_loss_scale(searching, "replica")
     step = js.make_train_step(
-        noting, optimizer, sync=js.local_sgd("replica"), mesh=MESH, order="ready",
+        noting, optimizer, sync=js.local_sgd("replica"), mesh=MESH,
         policy=js.Policy("bfloat16", keep="b"),
     )  # fmt: skip
     state = step.init(PARAMS, model_state={"m": np.float32(0)})

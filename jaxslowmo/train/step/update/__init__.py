@@ -14,7 +14,5 @@ from ._metrics import Metrics as Metrics
 from ._metrics import averaged as averaged
 from ._metrics import joined as joined
 from ._optimized import USE_CHAIN as USE_CHAIN
-from ._parts import GradientOrder as GradientOrder
 from ._parts import StepParts as StepParts
-from ._parts import Validate as Validate
 from ._replica_step import ReplicaStep as ReplicaStep

@@ -20,10 +20,8 @@ def with_loss(metrics: Mapping[str, Any], loss: jax.Array) -> Metrics:
     """Return a loss function's metrics with the loss.
 
     Raises:
-      ValueError: metrics that are no dict with names, or one called "loss" or "weight".
+      ValueError: a metric called "loss" or "weight".
     """
-    if not isinstance(metrics, Mapping) or not all(isinstance(name, str) for name in metrics):
-        raise ValueError(f"`loss_fn` must return metrics as a dict with names, got {metrics!r}.")
     return joined(jax.tree.map(_as_metric, dict(metrics)), {"loss": loss}, taken=("weight",))
 
 

@@ -1,12 +1,8 @@
-"""The call of the optimizer: its extra arguments, and validation after the update.
+"""The call of the optimizer, and its extra arguments.
 
 `optax.contrib.reduce_on_plateau`, `optax.polyak_sgd` and others need the loss as `value`; line
 searches (`optax.lbfgs`) need `grad` and `value_fn`, too. The loss must be averaged as the gradients
 were: over the axes and in the updates that their transforms declare.
-
-With validation after the update, the update is computed first, and then kept, clipped or dropped.
-The optimizer's arithmetic then need not wait, after the backward pass, for values that all devices
-must know: the norm of all gradients, and whether one is infinite.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,18 +12,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax import lax
 
 from ...._support.scopes import METRICS
 from ...._support.types import AxisName, PyTree
 from ....collectives import all_mean, weighted_means
-from ....gradients.clipping import clip_state, scaled
-from ....gradients.precision import was_skipped
 from ....mesh import axis_names, axis_size
 from ....transform import (
     GradientSpec,
     Reduction,
-    Validation,
     holds_state,
     run_if,
     spec_of,
@@ -195,15 +187,14 @@ def run_optimizer(
     weight: jax.Array | None,
     finite: jax.Array | None = None,
     param_specs: PyTree | None = None,
-    validation: Validation | None = None,
 ) -> tuple[PyTree, PyTree]:
     """Call `optimizer.update` with `value`, `grad` and `value_fn`, and the weight if there is one.
 
     `value` is the loss, averaged as the gradients were; None if unknown transforms average them.
     `averaged` are the axes over which some update averages. `loss_at(params, data=data)` is the
     replica's own loss at other parameters; without `data` the batches are gone. `finite`,
-    `param_specs`, `validation` and `unscaled` (gradients were divided by a loss scale) are passed
-    if its spec takes them.
+    `param_specs` and `unscaled` (gradients were divided by a loss scale) are passed if its spec
+    takes them.
 
     Raises:
       ValueError: it calls `value_fn` and gradients are averaged over some axis.
@@ -213,7 +204,7 @@ def run_optimizer(
     """
     spec = spec_of(optimizer)
     static = accepted_arguments(spec, state, unscaled=True, param_specs=param_specs)
-    arrays = accepted_arguments(spec, state, weight=weight, finite=finite, validation=validation)
+    arrays = accepted_arguments(spec, state, weight=weight, finite=finite)
 
     searches = data is not None and not averaged
     value_fn = partial(loss_at, data=data) if searches else _refusing(averaged)
@@ -266,41 +257,3 @@ class OptimizerResult(NamedTuple):
     updates: PyTree
     state: PyTree
     rate: jax.Array | None
-
-
-Run = Callable[[PyTree, Validation | None], OptimizerResult]
-"""A function that runs the optimizer on gradients, always from the same state."""
-
-
-def validated(
-    run: Run, grads: PyTree, gradients_state: PyTree, optimizer_state: PyTree
-) -> OptimizerResult:
-    """Return the optimizer's update of `grads`, computed before it is known whether to clip them.
-
-    The optimizer first runs on unclipped gradients. If their norm then requires clipping, it runs
-    again on clipped gradients, from the old state.
-
-    Args:
-      run: the function that runs the optimizer.
-      grads: averaged gradients, not clipped yet.
-      gradients_state: state after the gradient transform, which may hold the norm.
-      optimizer_state: state before the optimizer's update.
-
-    Returns:
-      What `run(clipped, None)` returns.
-
-    Communication: that of one run.
-    """
-    first = run(grads, Validation())
-    outside, inside = clip_state(gradients_state), clip_state(first.state)
-    clip = outside or inside
-    if clip is None:  # there is only a loss scale, whose decision `first` holds
-        return first
-    skipped = was_skipped(optimizer_state, first.state)
-
-    def again() -> OptimizerResult:
-        clipped = grads if outside is None else scaled(grads, clip.clip_factor)
-        return run(clipped, Validation(inside, skipped))
-
-    # A factor of NaN also runs again, so that results equal those of clipping before the update.
-    return lax.cond(clip.clip_factor != 1, again, lambda: first)

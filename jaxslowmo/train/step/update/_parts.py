@@ -1,9 +1,8 @@
 """The parts of a step, and one replica's update by them: gradients, optimizer, exchange."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import optax
@@ -11,7 +10,6 @@ import optax
 from ...._support.scopes import EVERY_PHASE
 from ...._support.types import AxisName, CompilerOptions, Phase, PyTree
 from ....embedding import rows_are_finite
-from ....gradients.clipping import clip_state, scaled
 from ....gradients.precision import (
     DynamicLossScaleState,
     Policy,
@@ -25,8 +23,8 @@ from ....gradients.sparse import Rows, WithRows, mean_rows
 from ....mesh import axis_names, laid_out
 from ....transform import (
     GradientTransform,
+    LossProgram,
     ParameterTransform,
-    Validation,
     holds_state,
     increment,
     layouts_known,
@@ -54,11 +52,7 @@ from ._optimized import (
     mean_where_due,
     optimizer_rate,
     run_optimizer,
-    validated,
 )
-
-GradientOrder = Literal["reverse", "ready"]
-Validate = Literal["before", "after"]
 
 
 class Reduced(NamedTuple):
@@ -102,15 +96,10 @@ class StepParts:
     sync: ParameterTransform | None
     independent: bool  # `sync` is "none": replicas may train independently
     axis_name: AxisName
-    order: GradientOrder | None
     lookup: AnyLookup
+    program: LossProgram
     param_specs: PyTree | None = None  # specs of the dense parameters; set by a state's layout
-    validate: Validate = "before"
-    raw_keys: bool = False  # whether raw keys in new model state become typed keys
     policy: Policy | None = None  # dtypes in which the loss function computes
-    before_run: Callable[[], None] | None = None  # raises if programs are out of date
-    params_form: Callable[[PyTree], PyTree] | None = None  # converts parameters for the loss
-    model_state_form: Callable[[PyTree], PyTree] | None = None  # converts model state for the loss
     compiler_options: CompilerOptions = ()  # of every program of the step
 
     def first_two(self) -> tuple[optax.GradientTransformation, optax.GradientTransformation]:
@@ -139,8 +128,6 @@ class StepParts:
         if parts_of(optimizer_state, DynamicLossScaleState):
             skipped = was_skipped(state.opt_state[1], optimizer_state)
         gradients_state, model_state, rows = reduced.state, gathered.model_state, reduced.rows
-        if self.validate == "after" and rows and (clip := clip_state(gradients_state)) is not None:
-            rows = scaled(rows, clip.clip_factor)
         if reduced.refused is not None:
             # Ids of the batch are in no table, so results of the batch are NaN.
             updates = zero_if(reduced.refused, updates)
@@ -211,16 +198,13 @@ class StepParts:
         )
 
     def _order(self, state: TrainState, like: PyTree) -> ReadyOrder | None:
-        """Return the order in which gradients fill buckets, for a batch like `like`.
+        """Return a function for the order in which gradients are ready, for a batch like `like`.
 
-        None is the order of leaves. A function finds the order only where it matters, since that
-        traces the loss once more.
+        It is called only where the order matters, since it traces the loss once more. None is the
+        order of leaves: a pipeline finishes all gradients with the last microbatch.
         """
         find = cache(partial(self.differentiation.ready_order, state, like))
-        if self.order is not None:
-            return find() if self.order == "ready" else None
-        # A pipeline finishes all gradients with the last microbatch.
-        return find if self.params_form is None else None
+        return find if self.program.param_types is None else None
 
     def _reduced(self, state: TrainState, gathered: Gradients, order: ReadyOrder | None) -> Reduced:
         """Average gradients, those of rows and the loss; `order` is the order of the buckets."""
@@ -245,7 +229,6 @@ class StepParts:
                 weight=weight,
                 ready_order=order,
                 param_specs=specs,
-                validation=Validation() if self.validate == "after" else None,
             )
             reductions, averaged, hides = averaging_of(self.gradients, after, self.axis_name)
             value = None if hides else value
@@ -284,7 +267,7 @@ class StepParts:
     def _optimized(
         self, state: TrainState, reduced: Reduced, gathered: Gradients, independent: bool
     ) -> tuple[OptimizerResult, Weights]:
-        """Run the optimizer on the gradients, with validation after it if `validate` says so.
+        """Run the optimizer on the gradients.
 
         `independent` says that nothing makes replicas agree. The second result holds this replica's
         weights after it.
@@ -302,34 +285,26 @@ class StepParts:
         over = tuple(n for n in (*names, *self.inner_axes) if n in averaged)
         weights = reduced.weights.after(reductions, self.axis_name)
         then = weights.update
-
-        def run(grads: PyTree, validation: Validation | None) -> OptimizerResult:
-            with jax.named_scope("optimizer"):
-                updates, after = run_optimizer(
-                    self.optimizer,
-                    grads,
-                    before,
-                    state.params,
-                    value=value,
-                    averaged=over,
-                    loss_at=self.differentiation.loss_at,
-                    data=gathered.data,
-                    weight=weight,
-                    finite=finite,
-                    param_specs=self.param_specs,
-                    validation=validation,
-                )
-            needs_rate = self.sync is not None and self.sync.wants_learning_rate
-            rate = optimizer_rate(after) if needs_rate else None
-            if then is not None and (self.sync is not None or independent):
-                after = kept_if_idle(then, after, before)
-            return OptimizerResult(
-                unless_idle(updates, then) if independent else updates, after, rate
+        with jax.named_scope("optimizer"):
+            updates, after = run_optimizer(
+                self.optimizer,
+                reduced.grads,
+                before,
+                state.params,
+                value=value,
+                averaged=over,
+                loss_at=self.differentiation.loss_at,
+                data=gathered.data,
+                weight=weight,
+                finite=finite,
+                param_specs=self.param_specs,
             )
-
-        if self.validate == "before":
-            return run(reduced.grads, None), weights
-        return validated(run, reduced.grads, reduced.state, before), weights
+        needs_rate = self.sync is not None and self.sync.wants_learning_rate
+        rate = optimizer_rate(after) if needs_rate else None
+        if then is not None and (self.sync is not None or independent):
+            after = kept_if_idle(then, after, before)
+        updates = unless_idle(updates, then) if independent else updates
+        return OptimizerResult(updates, after, rate), weights
 
     def _is_independent(self, state: TrainState, reduced: Reduced) -> bool:
         """Return whether nothing makes replicas agree, so that an idle one cannot follow others."""

@@ -44,7 +44,6 @@ OPTIONS = {
     "reduce": ["none", "initial", "active", "early"],
     "clip": ["none", "gradients", "optimizer"],
     "scaled": [False, True],
-    "validate": ["before", "after"],
     "optimizer": list(OPTIMIZERS),
     "sync": ["none", "local_sgd"],
     "accumulate": [1, 2],
@@ -65,8 +64,6 @@ def possible(run):
     """Return the run, without what cannot stand beside the rest."""
     if run["reduce"] == "early":
         run |= {"kind": run["kind"].removesuffix(" inner").removesuffix(" two"), "sync": "late"}
-    if run["clip"] == "none" and not run["scaled"]:
-        run["validate"] = "before"
     if run["optimizer"] == "every second" and run["reduce"] in ("none", "early"):
         run["weighted"] = False  # ours weighs what a replica collects by itself
     if run["sync"] == run["reduce"] == "none":  # replicas apart exchange no model state
@@ -122,7 +119,7 @@ def made(run):
         optimizer = js.dynamic_loss_scale(optimizer, initial=SCALE)
     every = {"none": None, "local_sgd": 2, "late": LATE}[run["sync"]]
     sync = None if every is None else js.local_sgd("replica", sync_every=every)
-    options = {name: run[name] for name in ("accumulate", "mode", "model_state", "validate")}
+    options = {name: run[name] for name in ("accumulate", "mode", "model_state")}
     if run["chain"] and (parts or sync):
         options["optimizer"] = js.chain(*parts, optimizer, *([sync] if sync else []))
     else:
