@@ -63,12 +63,10 @@ class OuterRate(NamedTuple):
     is_passed: bool = False
 
 
-SLOW = "slow"  # the event of a slow step
-
-
 class Now(NamedTuple):
     """The arguments of one update; see `ParameterTransform`."""
 
+    params: PyTree
     weight: jax.Array | None
     rate: jax.Array | None  # the inner learning rate; None if the outer optimizer does not use it
     communicate: Communicate
