@@ -299,8 +299,12 @@ class Outer:
           ValueError: an optimizer that treats parts of the model's buffers in a way of their own.
         """
         fragments = self.divided(params)
-        if len(fragments) > 1 and parts_of(params, Staged):
-            self._check_parts_of_buffers(params)
+        in_stages = len(fragments) > 1 and parts_of(params, Staged)
+        if in_stages and (why := self.placement.why_whole(params)):
+            raise ValueError(
+                f"{self.owner}: `fragments` of a model in stages are parts of its flat buffers, so "
+                f"`outer_optimizer` must be element-wise, and {why}. Use fragments=1 with this one."
+            )
         with layouts_known():  # the base has the same specs, so it need not warn about layouts
             base = self.base.init(params)
         parts = []
@@ -314,14 +318,6 @@ class Outer:
         if self.is_sharded:
             self.placement.check_shards(params, jax.tree.leaves(state.anchor))
         return state
-
-    def _check_parts_of_buffers(self, params: PyTree) -> None:
-        """Raise `ValueError` unless the outer optimizer can step parts of flat buffers."""
-        if why := self.placement.why_whole(params):
-            raise ValueError(
-                f"{self.owner}: `fragments` of a model in stages are parts of its flat buffers, so "
-                f"`outer_optimizer` must be element-wise, and {why}. Use fragments=1 with this one."
-            )
 
     def anchor_of(self, fragment: Fragment, params: PyTree) -> Anchor:
         """Return the storage of a fragment's anchor: whole, or sharded over the replicas."""
@@ -458,34 +454,34 @@ class Outer:
         sends_always = self._sends_always and now.phase is None and now.communicate is True
         if sends_always:
             parts = [self.sent(fragments[0], now.params, parts[0])]
-        state = joined(state, parts, keys)
         index: int | jax.Array = 0
         branches: list[Callable[[Operand], Operand]] = [lambda operand: operand]
-        dues: list[Any] = []
         for number, turn in enumerate(self.turns()):
-            dues.append(False)
             for events in turn.options(now.phase):
                 due = now.phase is not None or turn.is_now(events, state.count)
-                dues[-1] = either(dues[-1], due)
                 index = len(branches) if due is True else jnp.where(due, len(branches), index)
                 rest = tuple(event for event in events if event != SEND or not sends_always)
                 branches.append(functools.partial(self.run, fragments, number, rest, now))
-        operand = run_if(
-            now.communicate,
-            functools.partial(run_one_of, index, branches),
-            lambda operand: operand,
-            (updates, others, state),
+
+        def missed(operand: Operand) -> Operand:
+            # Of a displacement of which a part was not sent there is no mean.
+            updates, others, state = operand
+            parts = views(state, keys)
+            for number, turn in enumerate(self.turns() if self.delay else ()):
+                due = turn.due(state.count) if now.phase is None else bool(turn.options(now.phase))
+                flight = dropped(parts[number].in_flight, due)
+                parts[number] = parts[number]._replace(in_flight=flight)
+            return updates, others, joined(state, parts, keys)
+
+        operand = updates, others, joined(state, parts, keys)
+        return run_if(
+            now.communicate, functools.partial(run_one_of, index, branches), missed, operand
         )
-        if now.communicate is True or not self.delay:
-            return operand
-        # Of a displacement of which a part was not sent there is no mean.
-        updates, others, state = operand
-        parts = views(state, keys)
-        for number, due in enumerate(dues):
-            is_missed = jnp.logical_and(due, jnp.logical_not(now.communicate))
-            flight = dropped(parts[number].in_flight, is_missed)
-            parts[number] = parts[number]._replace(in_flight=flight)
-        return updates, others, joined(state, parts, keys)
+
+    @property
+    def _sends_always(self) -> bool:
+        """Whether any update may send: each but one does, which overwrites what it sent."""
+        return 0 < self.delay == self.schedule.k - 1 and len(self.turns()) == 1
 
     def observed(self, state: OuterState, rate: jax.Array | None) -> OuterState:
         """Return the state of one fragment after any update at this rate."""
@@ -701,47 +697,34 @@ class Outer:
         # the exchange would have to wait for.
         if not self.delay or self.exchange.local_axis_name is not None:
             return None
+
+        def sender(phase: Phase) -> int:
+            return next(i for i, turn in enumerate(self.turns()) if turn.event(SEND) in phase)
+
+        def parts(state: OuterState) -> list[OuterState]:
+            return views(state, keys_in(state, len(self.turns())))
+
+        def put(state: OuterState, phase: Phase, flight: InFlight) -> OuterState:
+            number, after = sender(phase), parts(state)
+            after[number] = after[number]._replace(in_flight=flight)
+            return joined(state, after, keys_in(state, len(after)))
+
+        def is_behind(state: OuterState, t: int) -> bool:
+            # -1 stands for nothing in flight: the base refused it, and none is expected.
+            sent = [int(part.in_flight.parts) for part in parts(state)]
+            due = [turn.parts_before(t) for turn in self.turns()]
+            return any(0 <= x < y for x, y in zip(sent, due, strict=True))
+
         return BesideSpec(
-            without=lambda phase: tuple(event for event in phase if event not in self.sends),
-            sent=lambda state, phase: self.flights(state)[self.sender(phase)],
+            without=lambda phase: tuple(
+                event for event in phase if event not in [x.event(SEND) for x in self.turns()]
+            ),
+            sent=lambda state, phase: parts(state)[sender(phase)].in_flight,
             exchange=functools.partial(average_all, exchange=self.exchange, delay=self.delay),
-            put=self.with_flight,
-            ends=lambda phase: self.turns()[self.sender(phase)].event(SLOW) in phase,
-            is_behind=self.is_behind,
+            put=put,
+            ends=lambda phase: self.turns()[sender(phase)].event(SLOW) in phase,
+            is_behind=is_behind,
         )
-
-    @property
-    def _sends_always(self) -> bool:
-        """Whether any update may send: each but one does, which overwrites what it sent."""
-        return 0 < self.delay == self.schedule.k - 1 and len(self.turns()) == 1
-
-    @property
-    def sends(self) -> list[str]:
-        """The event of each fragment in which it sends."""
-        return [turn.event(SEND) for turn in self.turns()]
-
-    def sender(self, phase: Phase) -> int:
-        """Return the number of the fragment that sends in a phase."""
-        return next(number for number, event in enumerate(self.sends) if event in phase)
-
-    def flights(self, state: OuterState) -> list[Any]:
-        """Return what each fragment has in flight."""
-        return [part.in_flight for part in views(state, keys_in(state, len(self.turns())))]
-
-    def is_behind(self, state: OuterState, t: int) -> bool:
-        """Return whether a fragment has sent less of what is in flight than update `t` expects."""
-        # -1 stands for nothing in flight: the base refused the displacement, and none is expected.
-        return any(
-            0 <= int(flight.parts) < turn.parts_before(t)
-            for turn, flight in zip(self.turns(), self.flights(state), strict=True)
-        )
-
-    def with_flight(self, state: OuterState, phase: Phase, flight: Any) -> OuterState:
-        """Return the state with `flight` of the fragment that sends in `phase`."""
-        number, keys = self.sender(phase), keys_in(state, len(self.turns()))
-        parts = views(state, keys)
-        parts[number] = parts[number]._replace(in_flight=flight)
-        return joined(state, parts, keys)
 
 
 def merged(local: PyTree, anchor: PyTree, merge: float) -> PyTree:
