@@ -264,12 +264,10 @@ class Turn:
 @functools.cache  # every step on the host asks for phases several times
 def turns_of(schedule: Every, count: int, delay: int) -> tuple[Turn, ...]:
     """Return the turns of `count` fragments, at equal distances in a period; the last ends it."""
-    distance, turns = schedule.k // count, [Turn(count - 1, count, schedule, delay)]
-    for number in reversed(range(count - 1)):
-        next_one = turns[0].schedule
-        earlier = replace(next_one, offset=next_one.offset - distance)
-        turns = [Turn(number, count, earlier, delay), *turns]
-    return tuple(turns)
+    distance = schedule.k // count
+    shifts = [(count - 1 - number) * distance for number in range(count - 1)]
+    earlier = [replace(schedule, offset=schedule.offset - shift) for shift in shifts]
+    return tuple(Turn(i, count, x, delay) for i, x in enumerate([*earlier, schedule]))
 
 
 def check_turns(owner: str, schedule: Every, count: int, delay: int) -> None:

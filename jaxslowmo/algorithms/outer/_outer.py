@@ -11,7 +11,7 @@ overlapping communication", 2025, section 3.
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -75,7 +75,20 @@ from ._fragments import (
 )
 from ._moved import carried, like_on
 from ._placement import Placement
-from ._state import ALONE, NO_RATE, Now, Operand, OuterRate, OuterState
+from ._state import ALONE, NO_RATE, OuterRate, OuterState
+
+
+class Now(NamedTuple):
+    """The arguments of one update; see `ParameterTransform`."""
+
+    params: PyTree
+    weight: jax.Array | None
+    rate: jax.Array | None  # the inner learning rate; None if the outer optimizer does not use it
+    communicate: Communicate
+    phase: Phase | None
+
+
+Operand = tuple[PyTree, Others, OuterState]  # updates, arrays averaged with them, state
 
 
 @dataclass(frozen=True)
