@@ -1,15 +1,12 @@
 """DiLoCo: replicas train independently, with an outer optimizer step once in a while."""
 
-import functools
-from collections.abc import Callable
-
 import optax
 
 from .._support.settings import records_settings
 from .._support.types import AxisName, PyTree
 from ..collectives.codecs import Codec
 from ..transform import Every, ParameterTransform, as_schedule, checked_exchange
-from .outer import Fragmented, Fragments, Outer, Placement, shards_state
+from .outer import Fragments, Outer, Placement, shards_state
 
 
 @records_settings
@@ -89,13 +86,13 @@ def diloco(
     #   Delta^(t) = 1/k sum_i (theta^(t-1) - theta_i^(t)) = theta^(t-1) - mean_i theta_i^(t)
     #   theta^(t) = OuterOpt(theta^(t-1), Delta^(t))
     # No `rate`: the outer optimizer has its own, independent of the inner optimizer's.
-    make: Callable[..., Outer] = Outer
-    if fragments != 1 or delay != 0 or merge != 0:
-        make = functools.partial(Fragmented, fragments=fragments, delay=delay, merge=merge)
-    return make(
+    return Outer(
         owner,
         exchange,
         as_schedule(sync_every),
         outer_optimizer,
         placement=Placement(owner, shard_state, outer_optimizer),
+        fragments=fragments,
+        delay=delay,
+        merge=merge,
     ).transform()

@@ -32,7 +32,7 @@ from ..transform import (
     run_one_of,
 )
 from ..tree import apply_exactly, updates_to, widen_updates
-from .outer import Fragmented, Fragments, Placement
+from .outer import Fragments, Outer, Placement
 
 
 class LocalSGDState(NamedTuple):
@@ -104,7 +104,7 @@ def local_sgd(
     if fragments != 1 or delay != 0 or merge != 0:
         # With this optimizer anchor <- anchor - D, which is the average.
         take_average = optax.with_extra_args_support(optax.sgd(1.0))
-        return Fragmented(
+        return Outer(
             owner,
             exchange,
             schedule,

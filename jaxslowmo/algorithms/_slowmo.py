@@ -1,8 +1,7 @@
 """SlowMo: slow momentum on top of any base algorithm."""
 
-import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -18,7 +17,7 @@ from .._support.types import AxisName, PyTree
 from ..collectives.codecs import Codec
 from ..mesh import match_varying
 from ..transform import Every, ParameterTransform, as_schedule, checked_exchange
-from .outer import ALONE, NO_RATE, Fragmented, Fragments, Outer, OuterRate, Placement, shards_state
+from .outer import ALONE, NO_RATE, Fragments, Outer, OuterRate, Placement, shards_state
 
 LearningRate = float | optax.Schedule | Literal["optimizer"] | None
 
@@ -148,10 +147,7 @@ def slowmo(
     shard_state = shards_state(owner, shard_state, exchange, exact_average=exact_average)
     # Wang et al., algorithm 1: tau steps of the base algorithm, the exact average (line 6), and the
     # slow momentum update (lines 7 and 8), which is the outer optimizer here.
-    make: Callable[..., Outer] = Outer
-    if fragments != 1 or delay != 0 or merge != 0:
-        make = functools.partial(Fragmented, fragments=fragments, delay=delay, merge=merge)
-    return make(
+    return Outer(
         owner,
         exchange,
         schedule,
@@ -160,6 +156,9 @@ def slowmo(
         exact_average=exact_average,
         placement=Placement(owner, shard_state),
         rate=_outer_rate(learning_rate),
+        fragments=fragments,
+        delay=delay,
+        merge=merge,
     ).transform()
 
 

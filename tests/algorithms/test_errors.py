@@ -97,6 +97,7 @@ ARGUMENTS = {
     "outer optimizer": of(DILOCO, "float", outer_optimizer=0.7),
     "outer exchange": of(DILOCO, "Transform", outer_optimizer=js.local_sgd("replica")),
     "fragments 0": of(DILOCO, fragments=0),
+    "fragments True": of(DILOCO, fragments=True),
     "fragments, no divisor": of(DILOCO, fragments=5, sync_every=12),
     "fragments beside all": of(DILOCO, fragments=3, sync_every=ALL_BEFORE),
     "delay -1": of(LOCAL_SGD, delay=-1),

@@ -1,7 +1,6 @@
 """The common implementation of slowmo and diloco: an outer optimizer that steps an anchor."""
 
 from ._anchor import shards_state as shards_state
-from ._fragmented import Fragmented as Fragmented
 from ._fragments import Fragments as Fragments
 from ._outer import Outer as Outer
 from ._placement import Placement as Placement

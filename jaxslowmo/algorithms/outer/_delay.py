@@ -14,11 +14,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..._support.checks import checked_int
 from ..._support.types import PyTree
 from ...collectives import all_mean, mean_beside, quotient
 from ...mesh import axis_names, match_varying, uniform
-from ...transform import Every, Exchange, packing_of
+from ...transform import Exchange, packing_of
 from ...tree import Buffer, at_least_float32
 
 NOTHING = -1  # `InFlight.parts` where nothing is in flight
@@ -33,44 +32,11 @@ class InFlight(NamedTuple):
     parts: jax.Array  # () int32, number of averaged parts; -1 where nothing is in flight
 
 
-def check_delay(owner: str, delay: int, fragments: Any, schedule: Every) -> None:
-    """Raise `ValueError` unless `delay` is an int and shorter than a fragment's turn."""
-    checked_int(f"{owner}: `delay` counts updates and", delay, 0)
-    if delay and schedule.before == "all":
-        raise ValueError(
-            f'{owner}: `delay` must be 0 for a schedule with before="all", in which updates '
-            f"without a distance are due, got {delay}."
-        )
-    if not callable(fragments):
-        check_turn(owner, delay, fragments, schedule)
-
-
-def check_turn(owner: str, delay: int, count: int, schedule: Every) -> None:
-    """Raise `ValueError` unless an exchange ends before the next fragment's begins."""
-    if delay and delay >= schedule.k // count:
-        raise ValueError(
-            f"{owner}: `delay` must be less than sync_every / fragments, so that one fragment is "
-            f"in flight at a time, got delay={delay}, sync_every={schedule.k} and "
-            f"fragments={count}."
-        )
-
-
 def nothing_in_flight(values: PyTree) -> InFlight:
     """Return the first state for a fragment with these leaves."""
     zeros = jax.tree.map(lambda x: jnp.zeros_like(x, at_least_float32(x.dtype)), values)
     one = jnp.ones([], jnp.float32)
     return InFlight(zeros, one, jnp.ones_like(one), jnp.full([], NOTHING, jnp.int32))
-
-
-def updates_left(schedule: Every, t: Any) -> Any:
-    """Return the number of updates from update `t` to the next due one."""
-    return (schedule.start + schedule.offset - t) % schedule.k
-
-
-def within(schedule: Every, t: Any, delay: int) -> Any:
-    """Return whether a due update is at most `delay - 1` updates after update `t`."""
-    left = updates_left(schedule, t)
-    return (left < delay) & (t + left > schedule.start)
 
 
 def average_part(flight: InFlight, exchange: Exchange, delay: int) -> InFlight:
@@ -128,3 +94,9 @@ def arrived(flight: InFlight, exchange: Exchange) -> tuple[PyTree, jax.Array]:
     """
     total = all_mean(flight.mass, exchange.axis_name)
     return jax.tree.map(lambda x: quotient(x, total), flight.values), total > 0
+
+
+def dropped(flight: InFlight, when: Any) -> InFlight:
+    """Return what is in flight, or where `when` nothing."""
+    parts = jnp.where(when, NOTHING, flight.parts).astype(jnp.int32)
+    return flight._replace(parts=parts)

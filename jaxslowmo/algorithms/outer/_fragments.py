@@ -1,5 +1,6 @@
 """Fragments: parts of a model whose slow steps are due at different times of one period."""
 
+import functools
 import itertools
 import re
 from collections.abc import Callable, Sequence
@@ -10,14 +11,13 @@ import jax
 import numpy as np
 import optax
 
-from ..._support.checks import checked_int
-from ..._support.types import PyTree
+from ..._support.types import Phase, PyTree
 from ...mesh import specs_of_leaves
 from ...transform import Every, Exchange, StatePlacement
 from ...tree import Staged, leaf_names, parts_of
 from ._state import OuterState
 
-TAKE, SEND = "take", "send"  # the events before a slow step with a delay
+TAKE, SEND, SLOW = "take", "send", "slow"  # the first two with a delay
 
 Fragments = int | Callable[[str], int]
 """The number of fragments, or a function from a leaf's name to the number of its fragment."""
@@ -104,21 +104,22 @@ class Fragment:
         leaves = ",".join("-".join(map(str, run)) for run in runs)
         return f"{self.number}:{leaves}" + (f"@{self.count}" if self.count > 1 else "")
 
-    def event(self, name: str) -> str:
-        """Return the name of an event of this fragment: "slow", or "slow 1" of several."""
-        return name if self.places is None else f"{name} {self.number}"
-
 
 ALL_LEAVES = Fragment()
 
 
-def keys_in(count: int, state: OuterState) -> list[str]:
+def keys_of(fragments: Sequence[Fragment]) -> list[str]:
+    """Return the keys of fragments in states; none for a single one."""
+    return [fragment.key for fragment in fragments] if len(fragments) > 1 else []
+
+
+def keys_in(state: OuterState, count: int) -> list[str]:
     """Return the keys of `count` fragments in a state, in their order; none for a single one."""
     # jax orders the keys of a dict as text, in which 10 comes before 2.
     return [] if count == 1 else sorted(state.anchor, key=lambda key: int(key.split(":")[0]))
 
 
-def views(keys: Sequence[str], state: OuterState) -> list[OuterState]:
+def views(state: OuterState, keys: Sequence[str]) -> list[OuterState]:
     """Return the state of each fragment, with the base's state in each."""
     if not keys:
         return [state]
@@ -132,7 +133,7 @@ def views(keys: Sequence[str], state: OuterState) -> list[OuterState]:
     ]
 
 
-def joined(state: OuterState, keys: Sequence[str], parts: Sequence[OuterState]) -> OuterState:
+def joined(state: OuterState, parts: Sequence[OuterState], keys: Sequence[str]) -> OuterState:
     """Return `state` with the anchors, outer states and values in flight of its fragments."""
     if not keys:
         anchor, outer, flight = parts[0].anchor, parts[0].outer, parts[0].in_flight
@@ -199,18 +200,82 @@ def of_fragment(owner: str, fragment: Fragment, at: StatePlacement) -> StatePlac
     return replace(at, specs=specs)
 
 
-def check_fragments(owner: str, fragments: Fragments, schedule: Every) -> None:
-    """Check that the period can be divided among the fragments.
+@dataclass(frozen=True)
+class Turn:
+    """The events of one fragment, and the updates in which they are due.
+
+    Attributes:
+      number: number of the fragment, from 0.
+      count: the number of fragments.
+      schedule: the updates in which its slow step is due.
+      delay: number of updates between taking what is sent and applying its mean.
+    """
+
+    number: int
+    count: int
+    schedule: Every
+    delay: int
+
+    def event(self, name: str) -> str:
+        """Return the name of an event in phases: "slow", or "slow 1" of several fragments."""
+        return name if self.count == 1 else f"{name} {self.number}"
+
+    def options(self, phase: Phase | None) -> tuple[tuple[str, ...], ...]:
+        """Return the events that may be due in one update, or with a phase those that are."""
+        if phase is not None:
+            # Any of them: a host that exchanges beside its steps leaves out what sends.
+            events = tuple(x for x in (TAKE, SEND, SLOW) if self.event(x) in phase)
+            return (events,) if events else ()
+        # The last part travels in the update of the slow step.
+        return ((TAKE,), (SEND,), (SEND, SLOW)) if self.delay else ((SLOW,),)
+
+    def is_now(self, events: tuple[str, ...], t: Any) -> Any:
+        """Return whether exactly these events are due in update `t`, an int or an array."""
+        if events == (TAKE,):
+            return self.schedule(t + self.delay)
+        if events == (SEND,):
+            return self._within(t + 1, self.delay - 1)
+        return self.schedule(t)
+
+    def phase(self, t: int) -> Phase:
+        """Return the events of update `t`."""
+        events: tuple[str, ...] = next((x for x in self.options(None) if self.is_now(x, t)), ())
+        return tuple(map(self.event, events))
+
+    def due(self, t: Any) -> Any:
+        """Return whether the fragment has an event in update `t`."""
+        # Taking what is sent comes one update before the first part of it.
+        return self._within(t, self.delay + 1) if self.delay else self.schedule(t)
+
+    def parts_before(self, t: int) -> int:
+        """Return how many parts of what is in flight were sent in the updates before `t`."""
+        return self.delay - 1 - self._left(t) if self._within(t, self.delay) else 0
+
+    def _left(self, t: Any) -> Any:
+        """Return the number of updates from update `t` to the next slow step."""
+        return (self.schedule.start + self.schedule.offset - t) % self.schedule.k
+
+    def _within(self, t: Any, updates: int) -> Any:
+        """Return whether a slow step is less than `updates` updates after update `t`."""
+        left = self._left(t)
+        return (left < updates) & (t + left > self.schedule.start)
+
+
+@functools.cache  # every step on the host asks for phases several times
+def turns_of(schedule: Every, count: int, delay: int) -> tuple[Turn, ...]:
+    """Return the turns of `count` fragments, at equal distances in a period; the last ends it."""
+    distance = schedule.k // count
+    shifts = [(count - 1 - number) * distance for number in range(count - 1)]
+    earlier = [replace(schedule, offset=schedule.offset - shift) for shift in shifts]
+    return tuple(Turn(i, count, x, delay) for i, x in enumerate([*earlier, schedule]))
+
+
+def check_turns(owner: str, schedule: Every, count: int, delay: int) -> None:
+    """Check that fragments can take turns at equal distances, each after the exchange of the last.
 
     Raises:
-      ValueError: neither an int >= 1 nor a function, or `sync_every` is no multiple of the number.
+      ValueError: the period is no multiple of the number, or the delay is as long as a turn.
     """
-    if not callable(fragments):
-        check_period(owner, checked_int(f"{owner}: `fragments`", fragments, 1), schedule)
-
-
-def check_period(owner: str, count: int, schedule: Every) -> None:
-    """Raise `ValueError` unless the period of a schedule is a multiple of `count`."""
     if count > 1 and schedule.before == "all":
         raise ValueError(
             f'{owner}: `fragments` must be 1 for a schedule with before="all", since they take '
@@ -220,6 +285,12 @@ def check_period(owner: str, count: int, schedule: Every) -> None:
         raise ValueError(
             f"{owner}: `sync_every` must be a multiple of `fragments`, so that they take turns at "
             f"equal distances, got sync_every={schedule.k} and {count} fragments."
+        )
+    if delay and delay >= schedule.k // count:
+        raise ValueError(
+            f"{owner}: `delay` must be less than sync_every / fragments, so that one fragment is "
+            f"in flight at a time, got delay={delay}, sync_every={schedule.k} and "
+            f"fragments={count}."
         )
 
 

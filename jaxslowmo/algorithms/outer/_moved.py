@@ -13,7 +13,7 @@ from ...transform import Carried, ParameterTransform, StatePlacement, carry_leaf
 from ...tree import at_least_float32
 from ._anchor import Anchor, of_form, replaced
 from ._delay import NOTHING, InFlight
-from ._fragments import Fragment, fragments_named, joined, of_fragment, views
+from ._fragments import Fragment, fragments_named, joined, keys_of, of_fragment, views
 from ._state import OuterState
 
 
@@ -27,7 +27,7 @@ class Divided(Protocol):
     def base(self) -> ParameterTransform: ...
 
     @property
-    def has_flight(self) -> bool: ...
+    def delay(self) -> int: ...
 
     def divided(self, params: PyTree) -> tuple[Fragment, ...]: ...
 
@@ -40,7 +40,7 @@ def like_on(outer: Divided, state: OuterState, params: PyTree, at: StatePlacemen
     # A checkpoint tells by the names of its leaves how it was divided. On a placement without names
     # a new run divides by its own arguments.
     new_fragments, old_fragments = outer.divided(params), _fragments(outer, params, at)
-    current_parts = views(_keys(new_fragments), state._replace(base=base))
+    current_parts = views(state._replace(base=base), keys_of(new_fragments))
     has_flight = any(name.startswith("in_flight/") for name in _own_names(at))
     parts: list[OuterState] = []
     for number, fragment in enumerate(old_fragments):
@@ -56,10 +56,10 @@ def like_on(outer: Divided, state: OuterState, params: PyTree, at: StatePlacemen
             outer_types = replaced(part.anchor, part.outer, lambda _, types=types: types)
             part = part._replace(anchor=types, outer=outer_types)
         # Without a delay a state has no leaves for what is in flight.
-        if (at.names and has_flight != outer.has_flight) or old_fragments != new_fragments:
+        if (at.names and has_flight != (outer.delay > 0)) or old_fragments != new_fragments:
             part = part._replace(in_flight=_flight_types(leaves, at) if has_flight else ())
         parts.append(part)
-    return joined(state._replace(base=base), _keys(old_fragments), parts)
+    return joined(state._replace(base=base), parts, keys_of(old_fragments))
 
 
 def carried(
@@ -68,7 +68,7 @@ def carried(
     """Return a state on another placement; see `CheckpointSpec.carry`."""
     base = outer.base.carry(state.base, params, old.inside("base"), new.inside("base"))
     new_fragments, old_fragments = outer.divided(params), _fragments(outer, params, old)
-    count, parts = carry_leaf(state.count, old, new), views(_keys(old_fragments), state)
+    count, parts = carry_leaf(state.count, old, new), views(state, keys_of(old_fragments))
     anchors = _anchors(outer, old_fragments, params)
     note = (
         "Each replica had an anchor and slow momentum of its own (`exact_average=False`): they "
@@ -85,18 +85,18 @@ def carried(
         after = _divided_anew(outer, old_fragments, new_fragments, parts, params, old, new)
         counts = f"{len(old_fragments)} to {len(new_fragments)}"
         note += f" The number of their fragments changed from {counts}."
-    if bool(parts[0].in_flight) != outer.has_flight or old_fragments != new_fragments:
+    if bool(parts[0].in_flight) != (outer.delay > 0) or old_fragments != new_fragments:
         # What is in flight belongs to a fragment that is no more, or to a delay that has ended. The
         # next slow step takes each leaf's displacement anew, so training loses nothing for good.
         flights = [_no_flight(fragment.of(params), new) for fragment in new_fragments]
         after = [
-            part._replace(in_flight=flight if outer.has_flight else ())
+            part._replace(in_flight=flight if outer.delay else ())
             for part, flight in zip(after, flights, strict=True)
         ]
         if parts[0].in_flight:
             note += " What was in flight is dropped."
     outer_state = joined(
-        after[0]._replace(count=count, base=base.state), _keys(new_fragments), after
+        after[0]._replace(count=count, base=base.state), after, keys_of(new_fragments)
     )
     return Carried(outer_state, (note, *base.notes))
 
@@ -183,10 +183,6 @@ def _places(fragment: Fragment, params: PyTree) -> Sequence[int]:
 
 def _anchors(outer: Divided, fragments: Sequence[Fragment], params: PyTree) -> list[Anchor]:
     return [outer.anchor_of(fragment, params) for fragment in fragments]
-
-
-def _keys(fragments: Sequence[Fragment]) -> list[str]:
-    return [fragment.key for fragment in fragments] if len(fragments) > 1 else []
 
 
 def _fragments(outer: Divided, params: PyTree, at: StatePlacement) -> tuple[Fragment, ...]:

@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 import jax
 import optax
 
-from ..._support.types import Phase, PyTree
-from ...transform import Communicate, Others, ParameterTransform
+from ..._support.types import PyTree
+from ...transform import Others, ParameterTransform
 from ...tree import widen_updates
 
 
@@ -61,18 +61,3 @@ class OuterRate(NamedTuple):
     observe: Callable[[Any, jax.Array], Any] | None = None
     agree: Callable[..., tuple[Any, jax.Array]] | None = None
     is_passed: bool = False
-
-
-SLOW = "slow"  # the event of a slow step
-
-
-class Now(NamedTuple):
-    """The arguments of one update; see `ParameterTransform`."""
-
-    weight: jax.Array | None
-    rate: jax.Array | None  # the inner learning rate; None if the outer optimizer does not use it
-    communicate: Communicate
-    phase: Phase | None
-
-
-Operand = tuple[PyTree, Others, OuterState]  # updates, arrays averaged with them, state
