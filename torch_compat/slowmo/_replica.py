@@ -125,15 +125,14 @@ class Replica:
             broadcast(tensors, self.collectives, device, kind)
 
     def exchanged(
-        self, module: torch.nn.Module, *, notices: bool = True
+        self, named: Mapping[str, torch.nn.Parameter], *, notices: bool = True
     ) -> dict[str, torch.nn.Parameter]:
-        """Return the parameters that are exchanged, by name, in the module's order.
+        """Return those of the module's parameters that are exchanged, by name, in their order.
 
         They are those that an optimizer may have changed since the replicas last took an exact
         mean, as they required a gradient or had one. With `notices`, which all processes must use
         alike, those that require one now are added.
         """
-        named = dict(module.named_parameters())
         before = self._exchanged
         if notices:
             new = {n: p for n, p in named.items() if may_change(p) and n not in before}
@@ -158,7 +157,7 @@ class Replica:
 
         Communication: one all-gather of 16 bytes per process.
         """
-        names = frozenset(self.exchanged(module))
+        names = self._exchanged
         is_new = self.num_updates == 0 and self.averaging.exchanges == 0
         if self.places.world_size > 1 and (must or values or names != self._compared):
             params = dict(module.named_parameters())

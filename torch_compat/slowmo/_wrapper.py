@@ -265,8 +265,9 @@ class SlowMoDistributedDataParallel(SavesReplica, NamesOfFairScale, LikeDDP):
             if self._broadcasts_next:
                 self._broadcast_buffers(device)
         # torch.func.functional_call puts other tensors in the place of parameters.
-        is_own = all(isinstance(p, torch.nn.Parameter) for p in self.module.parameters())
-        params = replica.exchanged(self.module, notices=self.training and is_own)
+        named = dict(self.module.named_parameters())
+        is_own = all(isinstance(param, torch.nn.Parameter) for param in named.values())
+        params = replica.exchanged(named, notices=self.training and is_own)
         trains = self.training and torch.is_grad_enabled() and is_own
         if trains:
             self._broadcasts_next = self._averages_gradients
@@ -289,7 +290,8 @@ class SlowMoDistributedDataParallel(SavesReplica, NamesOfFairScale, LikeDDP):
 
     def _exchanged(self) -> dict[str, torch.nn.Parameter]:
         """Return the parameters that are exchanged, also in a backward pass before any forward."""
-        return self._replica.exchanged(self.module, notices=self.training)
+        named = dict(self.module.named_parameters())
+        return self._replica.exchanged(named, notices=self.training)
 
     def _begin_backward(self) -> None:
         """Restore the estimates of the forward pass, if another backward pass came in between."""
@@ -421,7 +423,7 @@ class SlowMoDistributedDataParallel(SavesReplica, NamesOfFairScale, LikeDDP):
           8 bytes per parameter, otherwise one all-reduce of that.
         """
         self._open_round()
-        params = self._replica.exchanged(self.module)
+        params = self._replica.exchanged(dict(self.module.named_parameters()))
         whole = self._replica.whole(params, list(self.module.buffers()), self._device())
         state = self.state_dict(keep_vars=True)
         return consolidated(state, self.module, whole, for_resuming=for_resuming)
@@ -449,7 +451,7 @@ class SlowMoDistributedDataParallel(SavesReplica, NamesOfFairScale, LikeDDP):
 
     def _params_of_step(self, fp32_params: Any) -> Parameters:
         named = dict(self.module.named_parameters())
-        exchanged = self._replica.exchanged(self.module)
+        exchanged = self._replica.exchanged(named)
         masters = None
         if fp32_params is not None:
             sizes = {name: param.numel() for name, param in named.items()}
@@ -474,7 +476,8 @@ class SlowMoDistributedDataParallel(SavesReplica, NamesOfFairScale, LikeDDP):
                 f"`optimizer` must hold each parameter once, but {groups.twice!r} is in two "
                 "groups: pass the optimizer whose learning rate slow momentum is to take."
             )
-        left = [n for n, p in params.by_name.items() if p.requires_grad and n not in groups.names]
+        held = {*groups.names}
+        left = [n for n, p in params.by_name.items() if p.requires_grad and n not in held]
         if self.slowmo and left and not others:
             raise ValueError(
                 "`optimizer` must hold every parameter that requires a gradient, as slow steps "

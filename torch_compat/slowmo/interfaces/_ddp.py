@@ -186,6 +186,7 @@ class _Shadow(JoinHook):
             elif kind == Kind.CONSOLIDATION:
                 net.consolidated_state_dict()
             else:
+                net._exchanged()  # as others do before they come here
                 net._start(device, must=True)
 
     def post_hook(self, is_last_joiner: bool) -> None:
@@ -194,7 +195,7 @@ class _Shadow(JoinHook):
         net = self._net
         if net._replica.collectives.absent:
             device = net._device()
-            params = list(net._replica.exchanged(net.module).values())
+            params = [*net._exchanged().values()]
             net._replica.share_in_node(params, device)
             net._replica.push_sum.make_estimates(params)
             net._replica.share_optimizers_in_node(self._optimizers(), device)

@@ -30,7 +30,7 @@ class Groups:
     def __init__(self, optimizers: Any, held: Mapping[int, Sequence[str]], order: Iterable[str]):
         self.optimizers = as_list(optimizers)
         self._group_of: dict[str, dict[str, Any]] = {}
-        self.foreign, self.twice, order = 0, None, [*order]
+        self.foreign, self.twice, order = 0, None, dict.fromkeys(order)
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 for tensor in group["params"]:
