@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Callable
 from importlib.util import find_spec
-from typing import Any, Protocol
+from typing import Any
 
 from torch import nn
 
@@ -11,31 +11,6 @@ from ..master import MasterModel
 from ..reader import SampleReader
 from ..worker import Group, WorkerOptions
 from ._arguments import as_count
-
-
-class Backend(Protocol):
-    """The parts of a `TPUManager` that depend on what drives the devices."""
-
-    def check_untouched(self) -> None:
-        """Raise `RuntimeError` if this process has started devices: a fork cannot use them."""
-
-    def as_devices(self, nprocs: Any) -> int | None:
-        """Check and return `nprocs`; None if only the device process can count the devices."""
-        ...
-
-    def make_master(
-        self, model: nn.Module, post_init: Callable[[nn.Module], object] | None, compress: bool
-    ) -> MasterModel:
-        """Make the model in shared memory."""
-        ...
-
-    def make_reader(self, dataset: Any, nprocs: int | None, prefetch: int) -> SampleReader:
-        """Make the reader of samples, without starting it."""
-        ...
-
-    def open_group(self, master: Any, reader: Any, options: WorkerOptions) -> Group:
-        """Open the devices, in the device process."""
-        ...
 
 
 class TorchXla:
@@ -132,7 +107,9 @@ class Torchax:
         return MeshGroup(master, reader, options)
 
 
-BACKENDS: dict[str, Callable[[], Backend]] = {"torch_xla": TorchXla, "torchax": Torchax}
+# Each has the same methods, documented in `TorchXla`.
+Backend = TorchXla | Torchax
+BACKENDS: dict[str, type[Backend]] = {"torch_xla": TorchXla, "torchax": Torchax}
 # torch_xla contains a package torchax, but no jax.
 _NEEDS = {"torch_xla": ("torch_xla",), "torchax": ("torchax", "jax")}
 
