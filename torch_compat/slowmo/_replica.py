@@ -137,7 +137,7 @@ class Replica:
         if notices:
             new = {n: p for n, p in named.items() if may_change(p) and n not in before}
             self.push_sum.follow([*new.values()])
-            self._exchanged = before | new.keys()
+            self._exchanged = before.union(new)
         return {name: param for name, param in named.items() if name in self._exchanged}
 
     def forget(self, names: Collection[str]) -> None:
