@@ -1,4 +1,4 @@
-"""What an optax transform's result for a leaf depends on, read from its programs.
+"""A reader of optax transforms: it proves which leaves a result depends on, from the programs.
 
 `init` and `update` are traced for given parameters, and their equations are followed from inputs to
 outputs, through calls, conditionals and loops. Nothing is run. Each value of a program gets the
@@ -44,7 +44,7 @@ _NUM_COMPARED = 4096  # elements of a constant up to which its values are compar
 
 
 class Reading(NamedTuple):
-    """What the programs of a transform prove for the parameters that they were traced for.
+    """The properties of a transform that its programs prove, for the parameters of the trace.
 
     Attributes:
       kind: "element-wise": the result for an element depends on the same element of gradient, state
@@ -326,7 +326,7 @@ class _Loop(NamedTuple):
 
 
 class _Shared(NamedTuple):
-    """What is known of the arrays of a state that belong to no leaf, at any time of a run.
+    """The dependences of the arrays of a state that belong to no leaf, at any time of a run.
 
     Attributes:
       leaves: for each the leaves that it is computed from, as a bit set.
@@ -378,12 +378,12 @@ class _Placed(NamedTuple):
 
 
 class _Fact(NamedTuple):
-    """What is known of one array of a transform's results.
+    """The dependences of one array of a transform's results.
 
     Attributes:
       leaf: position of the leaf that the array belongs to.
       leaves: the leaves that it depends on, as a bit set.
-      combined: as in `_Value`.
+      combined: name of the first operation that combined elements of a leaf; "" if none did.
       key: a key of how it is computed, together with the shared arrays that are read for it.
     """
 

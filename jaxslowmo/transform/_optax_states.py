@@ -1,4 +1,4 @@
-"""What states of optimizers tell of them: copies of the parameters, and updates in some calls only.
+"""A table of optimizers that keep copies of parameters, or update in some calls only.
 
 Optimizers of optax are known by the classes of their states; others say it by
 `js.remembers_parameters`.
@@ -32,7 +32,7 @@ from ..tree import added, apply_exactly, cast, updates_to
 
 
 class Known(NamedTuple):
-    """What is known of an optimizer by the class of its state.
+    """The properties of an optimizer that the class of its state identifies.
 
     Attributes:
       name: its public name.

@@ -15,7 +15,7 @@ from ...tree import Staged, at_least_float32
 
 @dataclass(frozen=True)
 class _OnModel:
-    """What was read of an optimizer for the tree of a model.
+    """The result of reading an optimizer for the tree of a model.
 
     Attributes:
       optimizer: the optimizer.
@@ -57,7 +57,7 @@ class _OnModel:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where the anchor and the state of an outer optimizer are stored.
+    """The decision where the anchor and the state of an outer optimizer are stored.
 
     An optimizer that is element-wise on the model's tree can step shards of flat buffers, since it
     has no use for names and shapes of leaves.

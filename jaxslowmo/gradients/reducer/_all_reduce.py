@@ -84,8 +84,8 @@ def all_reduce_gradients(
         all leaves by position or name, such as `js.ready_order(loss_fn, params, batch)`. None, the
         default, is in a step of `js.make_train_step` the order in which the backward pass finishes
         them, read from the traced loss function where the buckets depend on it. It is `"reverse"`
-        elsewhere: in a loop of your own, with a hook that keeps state, whose buckets are those of
-        `init`, inside an `optax.chain`, and with a loss function of `js.pipelined`.
+        in a loop of your own, inside an `optax.chain`, with a loss function of `js.pipelined`, and
+        with a hook that keeps state, since its buckets are those of `init`.
       buckets: the buckets themselves, lists of positions or names; replaces sizes and order.
       max_buckets: largest number of buckets; see `js.assign_buckets`.
       alone_bytes: leaves of at least this size form a bucket each and are not copied: faster on

@@ -1,4 +1,4 @@
-"""What a transform's results have to do with other stages, read from its programs."""
+"""Whether a transform can run on each stage by itself, read from its programs."""
 
 import functools
 from collections.abc import Collection
@@ -18,7 +18,7 @@ _EXTRA = ("value", "grad", "value_fn")  # the extra arguments that a training st
 
 
 class StageReading(NamedTuple):
-    """What was read of a transform for a model in stages.
+    """The result of reading a transform for a model in stages.
 
     Attributes:
       refusal: why its result for a leaf may depend on leaves of other stages, and what to use

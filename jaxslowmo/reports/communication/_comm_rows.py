@@ -62,7 +62,7 @@ class CommReport:
       levels: ("emitted", "compiled"), or only the first if nothing was compiled: on request, or
         because the program was traced for an abstract mesh; only the second of programs that were
         compiled already.
-      state: where the step's parameter transform stores its state, sharded or whole, and why; ""
+      state: a text that says whether the state of `sync` is sharded or whole, and why; ""
         if every replica has all of it in any case, or the report is not on a step.
     """
 

@@ -27,9 +27,10 @@ def gradient(name: str, step: int, rank: int) -> np.ndarray:
 class Case:
     """A drawn run: which parameters train in which step, and how slow steps are kept."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, world: int) -> None:
         rng = np.random.default_rng(seed)
         self.seed = seed
+        self.node = 2 if world == 4 else 1  # processes of a node, whose gradients are averaged
         self.is_sharded = seed % 2 == 0
         self.has_masters = seed % 3 == 0
         self.local = LOCAL if seed % 4 < 2 else 100
@@ -43,8 +44,16 @@ class Case:
     def trains(self, name: str, step: int) -> bool:
         return step not in self.frozen.get(name, ())
 
-    def exact(self, step: int) -> bool:
-        return step % SLOW == 0 if self.is_sharded else step % self.local == 0
+    def wrap(self, module: torch.nn.Module) -> SlowMo:
+        return SlowMo(
+            module,
+            nprocs_per_node=self.node,
+            slowmo_memory_efficient=self.is_sharded,
+            slowmo_momentum=MOMENTUM,
+            slowmo_lr=SLOW_LR,
+            slowmo_frequency=SLOW,
+            localsgd_frequency=self.local,
+        )
 
 
 def expected(case: Case, world: int) -> list[dict[str, np.ndarray]]:
@@ -57,7 +66,9 @@ def expected(case: Case, world: int) -> list[dict[str, np.ndarray]]:
         new = {n: params[n].copy() for n in now - sent}
         sent |= now
         for n in now:
-            params[n] -= RATES[n] * np.stack([gradient(n, step, r) for r in range(world)])
+            grads = np.stack([gradient(n, step, r) for r in range(world)])
+            of_nodes = grads.reshape(-1, case.node, 3).mean(1)
+            params[n] -= RATES[n] * np.repeat(of_nodes, case.node, axis=0)
         fresh = {n: [new.get(n, params[n]).copy(), 0.0] for n in now}
         slow = {n: slow.get(n, fresh[n]) for n in now}
         is_slow, average = step % SLOW == 0, step % case.local == 0
@@ -103,18 +114,10 @@ def optimizers_of(trained: dict[str, torch.Tensor], rng) -> list[torch.optim.Opt
 
 
 def trained(seed: int) -> dict[str, np.ndarray]:
-    case, device = Case(seed), here.device()
+    case, device = Case(seed, here.world()), here.device()
     rng = np.random.default_rng([seed, here.rank()])
     module = Prescribed().to(device)
-    net = SlowMo(
-        module,
-        nprocs_per_node=1,
-        slowmo_memory_efficient=case.is_sharded,
-        slowmo_momentum=MOMENTUM,
-        slowmo_lr=SLOW_LR,
-        slowmo_frequency=SLOW,
-        localsgd_frequency=case.local,
-    )
+    net = case.wrap(module)
     named = dict(module.named_parameters())
     masters = {n: torch.nn.Parameter(p.detach().clone()) for n, p in named.items()}
     held = masters if case.has_masters else named
@@ -127,15 +130,7 @@ def trained(seed: int) -> dict[str, np.ndarray]:
             optimizers = optimizers_of(now, rng)
         if step == 6:  # a new program, whose optimizers hold parameters in another order
             state = net.state_dict()
-            net = SlowMo(
-                module,
-                nprocs_per_node=1,
-                slowmo_memory_efficient=case.is_sharded,
-                slowmo_momentum=MOMENTUM,
-                slowmo_lr=SLOW_LR,
-                slowmo_frequency=SLOW,
-                localsgd_frequency=case.local,
-            )
+            net = case.wrap(module)
             net.load_state_dict(state)
             if not case.forgets_frozen:
                 optimizers = optimizers_of(held, rng)
@@ -162,12 +157,12 @@ def all_trained(seeds) -> list[dict[str, np.ndarray]]:
     return [trained(seed) for seed in seeds]
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, 3, 4])
 def test_any_order_and_number_of_optimizers_frozen_and_unfrozen(by, world):
     seeds = SEEDS if by == "gloo" else SEEDS[::4]
     results = spawned(world, all_trained, seeds, by=by)
     for i, seed in enumerate(seeds):
-        wanted = expected(Case(seed), world)
+        wanted = expected(Case(seed, world), world)
         for rank, result in enumerate(results):
             for name in NAMES:
                 where = f"case {seed}, {name} in process {rank}"
@@ -177,7 +172,7 @@ def test_any_order_and_number_of_optimizers_frozen_and_unfrozen(by, world):
 
 
 def test_the_draw_holds_what_it_should():
-    cases = [Case(seed) for seed in SEEDS]
+    cases = [Case(seed, 2) for seed in SEEDS]
     ever = [(case, name, steps) for case in cases for name, steps in case.frozen.items()]
     assert any(1 in steps and len(steps) < STEPS for _, _, steps in ever), "unfrozen later"
     assert any(1 not in steps and len(steps) and steps[-1] >= STEPS for _, _, steps in ever)
