@@ -104,30 +104,21 @@ from .train import set_hyperparams as set_hyperparams
 from .train import train_loop as train_loop
 from .train import typed_keys as typed_keys
 from .train import uneven_batches as uneven_batches
-from .transform import BesideSpec as BesideSpec
-from .transform import CheckpointSpec as CheckpointSpec
 from .transform import Every as Every
-from .transform import ExchangeSpec as ExchangeSpec
 from .transform import GradientSpec as GradientSpec
 from .transform import GradientTransform as GradientTransform
-from .transform import LayoutSpec as LayoutSpec
 from .transform import OwnReductionState as OwnReductionState
 from .transform import ParameterTransform as ParameterTransform
-from .transform import ScheduleSpec as ScheduleSpec
-from .transform import TransformSpec as TransformSpec
 from .transform import chain as chain
 from .transform import every as every
 from .transform import gradient_transform as gradient_transform
 from .transform import init as init
-from .transform import is_due as is_due
-from .transform import parameter_transform as parameter_transform
 from .transform import phase_name as phase_name
-from .transform import phase_scope as phase_scope
 from .transform import remembers_parameters as remembers_parameters
-from .transform import run_if as run_if
 from .tree import assign_buckets as assign_buckets
 
 # Loaded by now: a package that is not yet makes Python ask `jaxslowmo` for it, which asks here.
 # isort: split
 from . import pipeline as pipeline
 from .collectives import codecs as codecs
+from .transform import spec as spec

@@ -29,7 +29,7 @@ class Settings(NamedTuple):
 
 
 def records_settings(factory: Callable[_Args, _Made]) -> Callable[_Args, _Made]:
-    """Let the spec of what the decorated factory returns hold its `Settings`."""
+    """Let what the decorated factory returns hold its `Settings`."""
     signature = inspect.signature(factory)
 
     @functools.wraps(factory)
@@ -37,9 +37,8 @@ def records_settings(factory: Callable[_Args, _Made]) -> Callable[_Args, _Made]:
         made = factory(*args, **kwargs)
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
-        spec: Any = made.spec  # pyright: ignore[reportAttributeAccessIssue]
-        settings = Settings(factory.__name__, bound.arguments)
-        object.__setattr__(made, "spec", dataclasses.replace(spec, settings=settings))
+        transform: Any = made
+        transform.settings = Settings(factory.__name__, bound.arguments)
         return made
 
     return recorded
@@ -47,7 +46,7 @@ def records_settings(factory: Callable[_Args, _Made]) -> Callable[_Args, _Made]:
 
 def settings_of(made: Any) -> Settings | None:
     """Return the settings of what a factory has made; None for anything else."""
-    found = getattr(getattr(made, "spec", None), "settings", None)
+    found = getattr(made, "settings", None)
     return found if isinstance(found, Settings) else None
 
 

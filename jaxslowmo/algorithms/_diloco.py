@@ -86,7 +86,7 @@ def diloco(
     #   Delta^(t) = 1/k sum_i (theta^(t-1) - theta_i^(t)) = theta^(t-1) - mean_i theta_i^(t)
     #   theta^(t) = OuterOpt(theta^(t-1), Delta^(t))
     # No `rate`: the outer optimizer has its own, independent of the inner optimizer's.
-    return Outer(
+    outer = Outer(
         owner,
         exchange,
         as_schedule(sync_every),
@@ -95,4 +95,5 @@ def diloco(
         fragments=fragments,
         delay=delay,
         merge=merge,
-    ).transform()
+    )
+    return ParameterTransform(outer)

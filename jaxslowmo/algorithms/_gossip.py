@@ -19,7 +19,7 @@ import optax
 from jax import lax
 from jax.core import Tracer
 
-from .._support.types import Phase, PyTree
+from .._support.types import PyTree
 from ..collectives import in_slices, permute
 from ..collectives.codecs import Codec
 from ..mesh import Shares
@@ -204,35 +204,12 @@ class Gossip:
         return jnp.asarray(per_node)[lax.axis_index(self.over.axis_name)]
 
 
-_ROUND, ANY_ROUND = "round", "any round"  # with ANY_ROUND the program reads it from the state
+ROUND = "round"
 
 
 def round_event(index: int) -> str:
     """Return the name of an exchange in phases and reports."""
-    return f"{_ROUND} {index}"
-
-
-def any_round(phase: Phase) -> Phase:
-    """Return `phase` without numbers of rounds, for programs that read them from the state."""
-    return tuple(ANY_ROUND if event.startswith(f"{_ROUND} ") else event for event in phase)
-
-
-def round_number(owner: str, phase: Phase, exchanges: jax.Array) -> int | jax.Array:
-    """Return the number of the exchange that `phase` names; `exchanges` if it names any round.
-
-    Raises:
-      ValueError: a phase that is not one round of gossip.
-    """
-    # A transform that may refuse an exchange does not know on the host how many took place.
-    if phase == (ANY_ROUND,):
-        return exchanges
-    word, _, number = str(phase[0]).partition(" ")
-    if len(phase) != 1 or word != _ROUND or not number.isdecimal():
-        raise ValueError(
-            f"{owner}: `phase` must come from `transform.phase(t)`, one event such as "
-            f"{(round_event(0),)!r} or none, got {phase!r}."
-        )
-    return int(number)
+    return f"{ROUND} {index}"
 
 
 def divided(tree: PyTree, weight: jax.Array) -> PyTree:

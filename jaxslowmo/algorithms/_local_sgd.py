@@ -4,34 +4,29 @@ import functools
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from .._support.settings import records_settings
-from .._support.types import AxisName, Phase, PyTree
+from .._support.types import AxisName, PyTree
 from ..collectives.codecs import Codec
 from ..mesh import axis_names
 from ..transform import (
-    Communicate,
+    Event,
     Every,
     Exchange,
-    Others,
+    Now,
+    Operand,
     ParameterTransform,
+    Sync,
     as_schedule,
     checked_exchange,
-    decide,
-    either,
-    increment,
-    parameter_transform,
-    phase_scope,
     replica_mean,
-    run_if,
-    run_one_of,
 )
-from ..tree import apply_exactly, updates_to, widen_updates
+from ..tree import apply_exactly, updates_to
 from .outer import Fragments, Outer, Placement
 
 
@@ -104,7 +99,7 @@ def local_sgd(
     if fragments != 1 or delay != 0 or merge != 0:
         # With this optimizer anchor <- anchor - D, which is the average.
         take_average = optax.with_extra_args_support(optax.sgd(1.0))
-        return Outer(
+        outer = Outer(
             owner,
             exchange,
             schedule,
@@ -113,10 +108,11 @@ def local_sgd(
             fragments=fragments,
             delay=delay,
             merge=merge,
-        ).transform()
+        )
+        return ParameterTransform(outer)
     # This is hierarchical averaging with only one group, that of all replicas.
     level = _Level(exchange, schedule, "average")
-    return _Averaging(owner, (level,)).transform()
+    return ParameterTransform(LocalSGD(owner, (level,)))
 
 
 @records_settings
@@ -166,7 +162,7 @@ def hierarchical_local_sgd(
         )
         for axes, schedule in _nested(owner, sync_every)
     ]
-    return _Averaging(owner, tuple(levels)).transform()
+    return ParameterTransform(LocalSGD(owner, tuple(levels)))
 
 
 @dataclass(frozen=True)
@@ -178,94 +174,42 @@ class _Level:
     event: str
 
 
-Operand = tuple[PyTree, Others]  # updates, and arrays that are averaged with the parameters
-
-
 @dataclass(frozen=True)
-class _Averaging:
+class LocalSGD(Sync):
     """The averages over nested groups, smallest group first.
 
-    Each update runs at most one of them, that over the largest group that is due.
+    Each update makes at most one of them, that over the largest group that is due.
     """
 
     owner: str
     levels: tuple[_Level, ...]
+    state = LocalSGDState
+    packs = True
 
-    def transform(self) -> ParameterTransform:
-        return parameter_transform(
-            self.owner,
-            lambda params: LocalSGDState(jnp.zeros([], jnp.int32)),
-            self.step,
-            over=[level.exchange for level in self.levels],
-            state=LocalSGDState,
-            phase=self.phase,
-            due=self.due,
-            schedules=tuple(level.schedule for level in self.levels),
-            events=tuple(level.event for level in self.levels),
-            with_specs=self.with_specs,
-        )
+    @property
+    def groups(self) -> list[Exchange]:
+        """See `Sync.groups`."""
+        return [level.exchange for level in self.levels]
 
-    def phase(self, t: int, skipped: int = 0) -> Phase:
-        del skipped  # number of skipped exchanges: the schedules count updates, skipped or not
-        # The groups are nested, so the average over the largest due group covers the smaller ones.
-        return tuple(level.event for level in self.levels if level.schedule(t))[-1:]
+    def init(self, params: PyTree) -> LocalSGDState:
+        """Return the first state."""
+        del params
+        return LocalSGDState(jnp.zeros([], jnp.int32))
 
-    def due(self, t: Any) -> Any:
-        return functools.reduce(either, (level.schedule(t) for level in self.levels))
+    def events(self) -> list[Event]:
+        """Return the averages; that over a larger group replaces those over groups inside it."""
+        return [
+            Event(x.event, functools.partial(self.average, x), x.schedule, replaces=True)
+            for x in self.levels
+        ]
 
-    def with_specs(self, specs: PyTree) -> ParameterTransform:
-        levels = [replace(x, exchange=x.exchange.with_specs(specs)) for x in self.levels]
-        return replace(self, levels=tuple(levels)).transform()
+    def with_specs(self, param_specs: PyTree, *, of_state: bool = False) -> "LocalSGD":
+        """See `Sync.with_specs`."""
+        del of_state
+        levels = [replace(x, exchange=x.exchange.with_specs(param_specs)) for x in self.levels]
+        return replace(self, levels=tuple(levels))
 
-    def step(
-        self,
-        updates: PyTree,
-        others: Others,
-        state: LocalSGDState,
-        params: PyTree,
-        *,
-        communicate: Communicate,
-        weight: jax.Array | None,
-        phase: Phase | None,
-        **extra: Any,
-    ) -> tuple[PyTree, Others, LocalSGDState]:
-        del extra
-        count = increment(state.count)
-        # All replicas derive this from their equal counters. If they did not agree on what is due,
-        # some would wait forever for others.
-        due, which = self.now(count, phase)
-        averages = [functools.partial(self.average, level, params, weight) for level in self.levels]
-
-        # A local update runs no collective. If `phase` says that it is local, the program holds
-        # none; without a phase the program holds them in a branch that is not taken.
-        def averaged(operand: Operand) -> Operand:
-            return run_one_of(which, averages, operand)
-
-        def not_averaged(operand: Operand) -> Operand:
-            return widen_updates(operand[0]), operand[1]  # dtypes as those of `averaged`
-
-        results = run_if(decide(due, communicate), averaged, not_averaged, (updates, others))
-        return *results, LocalSGDState(count)
-
-    def now(
-        self, count: jax.Array, phase: Phase | None
-    ) -> tuple[bool | jax.Array, int | jax.Array]:
-        """Return whether any group averages in this update, and the index of the largest due one.
-
-        If none is due, the index has no meaning.
-        """
-        if phase is not None:
-            events = [level.event for level in self.levels]
-            return bool(phase), events.index(phase[0]) if phase else 0
-        # Later levels overwrite earlier ones, so that the largest due group wins.
-        which: int | jax.Array = 0
-        for i, level in enumerate(self.levels[1:], start=1):
-            which = jnp.where(level.schedule(count), i, which)
-        return self.due(count), which
-
-    def average(
-        self, level: _Level, params: PyTree, weight: jax.Array | None, operand: Operand
-    ) -> Operand:
+    def average(self, level: _Level, operand: Operand, now: Now) -> Operand:
         """Return the updates that set the parameters to the mean of y = params + updates."""
         # Stich, algorithm 1, with x_t^k the parameters of worker k, eta_t its step size and H the
         # set of synchronised steps:
@@ -273,15 +217,14 @@ class _Averaging:
         #   x_{t+1}^k = 1/K sum_j (x_t^j - eta_t grad f(x_t^j))            if t + 1 is in H
         # Here the optimizer's update stands for -eta_t grad f, so the mean is that of y, where
         # y = x + update.
-        updates, others = operand
-        with phase_scope(level.event):
-            # Round y to the leaves' dtypes, in which it is sent if no codec narrows it further.
-            y = apply_exactly(params, updates)
-            mean = replica_mean(y, level.exchange, weight, role="average")
-            # Layouts, buckets and codec are those of parameters, so others are sent without.
-            others = replica_mean(others, Exchange(level.exchange.axis_name), weight)
-            # optax adds updates to parameters, so return the difference and not the mean.
-            return updates_to(params, mean), others
+        updates, others, state = operand
+        # Round y to the leaves' dtypes, in which it is sent if no codec narrows it further.
+        y = apply_exactly(now.params, updates)
+        mean = replica_mean(y, level.exchange, now.weight, role="average")
+        # Layouts, buckets and codec are those of parameters, so others are sent without.
+        others = replica_mean(others, Exchange(level.exchange.axis_name), now.weight)
+        # optax adds updates to parameters, so return the difference and not the mean.
+        return updates_to(now.params, mean), others, state
 
 
 def _nested(owner: str, sync_every: Mapping[AxisName, int | Every]) -> list[tuple[AxisName, Every]]:

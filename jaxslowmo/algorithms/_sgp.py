@@ -13,26 +13,26 @@ from .._support.checks import checked_int, warn_once
 from .._support.settings import records_settings
 from .._support.types import AxisName, Phase, PyTree
 from ..collectives.codecs import Codec
-from ..mesh import axis_names, axis_size, is_bound, vary_over
+from ..mesh import Shares, axis_names, axis_size, is_bound, vary_over
 from ..topology import Graph, Mixing, check_graph, check_mixing, npeer_directed_exponential
 from ..transform import (
     Carried,
-    Communicate,
+    Event,
     Exchange,
-    Others,
+    Now,
+    Operand,
     ParameterTransform,
     StatePlacement,
+    Sync,
     carry_leaf,
     checked_exchange,
-    decide,
     every,
     increment,
-    parameter_transform,
-    run_if,
     stacked,
 )
-from ..tree import landing, widen_updates
+from ..tree import landing
 from ._gossip import (
+    ROUND,
     Arrival,
     Gossip,
     GossipPlan,
@@ -41,8 +41,6 @@ from ._gossip import (
     gossip_plan,
     pulled,
     pulled_with_residual,
-    round_event,
-    round_number,
     shares_of_gossip,
     total_mass,
     unsent,
@@ -131,15 +129,12 @@ def sgp(
     if not isinstance(push_sum, bool):
         raise ValueError(f"sgp: `push_sum` must be True or False, got {push_sum!r}.")
     overlap = checked_int("sgp: `overlap` counts exchanges and", overlap, 0)
-    return _SGP(exchange, graph, mixing, push_sum, overlap).transform()
-
-
-Operand = tuple[PyTree, Others, SGPState]  # updates, arrays exchanged with them, state
+    return ParameterTransform(SGP(exchange, graph, mixing, push_sum, overlap))
 
 
 @dataclass(frozen=True, eq=False)
-class _SGP:
-    """The parameter transform of `sgp`.
+class SGP(Sync):
+    """Gossip, with push-sum weights where they can differ from 1.
 
     Attributes:
       over: axis of the nodes, and the pieces in which they send.
@@ -156,31 +151,28 @@ class _SGP:
     mixing: Mixing | None
     push_sum: bool
     overlap: int
-    plans: dict[int, GossipPlan] = field(default_factory=dict)
-    warn: Callable[[str], None] = field(default_factory=warn_once)
+    plans: dict[int, GossipPlan] = field(default_factory=dict, repr=False)
+    warn: Callable[[str], None] = field(default_factory=warn_once, repr=False)
+    owner = "sgp"
+    state = SGPState
+    packs = True
 
-    def transform(self) -> ParameterTransform:
+    def __post_init__(self) -> None:
+        """Raise `ValueError` for a graph and a mixing that do not go together."""
+        self.fixed_plan()
+
+    @property
+    def groups(self) -> list[Exchange]:
+        """See `Sync.groups`."""
+        return [self.over]
+
+    def events(self) -> list[Event]:
+        """Return the exchange of an update, whose rounds take turns; none for a single node."""
         plan = self.fixed_plan()
-        # Phases repeat with the rotation of the graph, which is known once its size is.
-        rotation = () if plan is None else (every(max(1, len(plan.rounds))),)
-        return parameter_transform(
-            "sgp",
-            self.init,
-            self.step,
-            over=[self.over],
-            state=SGPState,
-            phase=self.phase,
-            skipped=lambda state: state.count - state.exchanges,
-            due=lambda t: plan is None or bool(plan.rounds),
-            schedules=(every(1), *rotation),
-            numerator=self.numerator,
-            reset=self.reset,
-            settle=self.settle,
-            sized=self.sized,
-            with_specs=lambda specs: replace(self, over=self.over.with_specs(specs)).transform(),
-            carry=self.carry,
-            shares=shares_of_gossip,
-        )
+        rounds = 0 if plan is None else len(plan.rounds)
+        if plan is not None and not rounds:
+            return []
+        return [Event(ROUND, self.exchanged, every(1), replaces=True, forms=rounds)]
 
     def graph_for(self, num_nodes: int) -> Graph:
         """Return the graph, which a constructor makes for `num_nodes` nodes."""
@@ -212,27 +204,34 @@ class _SGP:
         """Return the plan of a graph whose size is fixed; None for a constructor."""
         return self.plan_for(self.graph.num_nodes) if isinstance(self.graph, Graph) else None
 
-    def sized(self, axis_sizes: Mapping[str, int]) -> ParameterTransform:
-        """Return the transform with the graph of this size; see `LayoutSpec.sized`."""
+    def sized(self, axis_sizes: Mapping[str, int]) -> "SGP":
+        """Return the algorithm with the graph of this size."""
         if not set(axis_names(self.over.axis_name)) <= set(axis_sizes):
-            return self.transform()  # which raises at trace time that the axis is not bound
+            return self  # which raises at trace time that the axis is not bound
         num_nodes = math.prod(axis_sizes[name] for name in axis_names(self.over.axis_name))
         # The cached plans belong to graphs of other sizes.
         fixed = replace(self, graph=self.graph_for(num_nodes), plans={})
         fixed.plan_for(num_nodes)  # raises for a graph of another size
-        return fixed.transform()
+        return fixed
+
+    def with_specs(self, param_specs: PyTree, *, of_state: bool = False) -> "SGP":
+        """See `Sync.with_specs`."""
+        del of_state
+        return replace(self, over=self.over.with_specs(param_specs))
+
+    def skipped(self, state: SGPState) -> int:
+        """Return in how many updates there was no exchange; see `Sync.skipped`."""
+        return int(state.count) - int(state.exchanges)
 
     def phase(self, t: int, skipped: int = 0) -> Phase:
-        """Return the round of the rotation; see `ScheduleSpec.phase`."""
-        number, plan = t - 1 - skipped, self.fixed_plan()
-        if plan is None:
+        """Return the round of the rotation; see `Sync.phase`."""
+        if self.fixed_plan() is None:
             self.warn(
                 "sgp: `graph` is chosen when the number of replicas is known, so phases before "
                 "that do not repeat, and each compiles a program of its own: call "
                 "`transform.sized({axis: size})`, or pass a graph."
             )
-            return (round_event(number),)
-        return (round_event(number % len(plan.rounds)),) if plan.rounds else ()
+        return super().phase(t, skipped)
 
     def init(self, params: PyTree) -> SGPState:
         """Return the first state: weight 1, nothing in flight."""
@@ -254,49 +253,25 @@ class _SGP:
             in_flight=in_flight,
         )
 
-    def step(
-        self,
-        updates: PyTree,
-        others: Others,
-        state: SGPState,
-        params: PyTree,
-        *,
-        communicate: Communicate,
-        phase: Phase | None,
-        **extra: Any,
-    ) -> tuple[PyTree, Others, SGPState]:
-        """Make one update; see `ExchangeSpec.exchange`."""
-        del extra  # with it the weight: an idle node passes on the parameters that it holds
-        state = state._replace(count=increment(state.count))
+    def local(self, operand: Operand, now: Now) -> Operand:
+        """Return the update without an exchange: x moves by u, and so params by u / w."""
+        updates, others, state = super().local(operand, now)
         plan = self.plan_for(axis_size(self.over.axis_name))
-        number = round_number("sgp", phase, state.exchanges) if phase else state.exchanges
-        # A single node has no peers, and an empty phase means no exchange.
-        if not plan.rounds or phase == ():
-            communicate = False
+        return divided(updates, state.weight) if plan.weight_moves else updates, others, state
 
-        def alone(operand: Operand) -> Operand:
-            """Return the update without an exchange: x moves by u, and so params by u / w."""
-            u, o, s = operand
-            return divided(u, s.weight) if plan.weight_moves else u, o, s
-
-        def exchanged(operand: Operand) -> Operand:
-            # With overlap the parameters before the update are sent. They do not depend on the
-            # gradients, so the exchange can run at the same time as forward and backward pass.
-            local = params if self.overlap else landing(params, alone(operand)[0])
-            return self.exchanged(plan, number, local, params, operand)
-
-        operand = widen_updates(updates), others, state
-        return run_if(decide(True, communicate), exchanged, alone, operand)
-
-    def exchanged(
-        self,
-        plan: GossipPlan,
-        number: int | jax.Array,
-        local: PyTree,
-        params: PyTree,
-        operand: Operand,
-    ) -> Operand:
-        """Exchange `local`, and return the new updates, model state and push-sum weight."""
+    def exchanged(self, operand: Operand, now: Now) -> Operand:
+        """Return the new updates, other arrays and push-sum weight after an exchange."""
+        # `now.weight` is not read: an idle node passes on the parameters that it holds.
+        plan = self.plan_for(axis_size(self.over.axis_name))
+        if not plan.rounds:  # a single node has no peers
+            return self.local(operand, now)
+        params, (u, o, s) = now.params, Sync.local(self, operand, now)
+        # With overlap the parameters before the update are sent. They do not depend on the
+        # gradients, so the exchange can run at the same time as forward and backward pass.
+        local = params if self.overlap else landing(params, self.local(operand, now)[0])
+        # A program for one round is named by the phase; others read it from the state.
+        form = now.form(ROUND)
+        number = s.exchanges if form is None else form
         # Assran et al., algorithm 1, on node i, with the parameters z = x / w:
         #   x_i <- sum_k P[i, k] x_k         w_i <- sum_k P[i, k] w_k         z_i = x_i / w_i
         # Nodes send z_k, and w_k where it can differ, so the receiver forms P[i, k] w_k z_k. With
@@ -304,7 +279,6 @@ class _SGP:
         #   z_i <- (P[i, i] w_i z_i + w_arrived z_arrived) / (P[i, i] w_i + w_arrived)
         #        = z_i + (w_arrived / w_i after) (z_arrived - z_i)
         # which moves nothing if nodes agree, however the weights are rounded.
-        u, o, s = operand
         gossip, moves = Gossip(self.over, plan), plan.weight_moves
         w = s.weight if moves else jnp.ones([], jnp.float32)
         arrival, kept = gossip.exchange(number, local, w, like=params)
@@ -336,8 +310,12 @@ class _SGP:
         s = s._replace(exchanges=increment(s.exchanges), weight=after.astype(jnp.float32))
         return u, o, s
 
+    def shares(self, state: SGPState) -> Shares | None:
+        """See `Sync.shares`."""
+        return shares_of_gossip(state)
+
     def numerator(self, state: SGPState, y: PyTree) -> tuple[PyTree, jax.Array | None]:
-        """Return x and w, with what is in flight; see `ExchangeSpec.numerator`."""
+        """Return x and w, with what is in flight; see `Sync.numerator`."""
         # Doubly stochastic rounds keep w at 1, so the plain mean is exact.
         plan = self.plan_for(axis_size(self.over.axis_name))
         if not plan.weight_moves:
@@ -347,7 +325,7 @@ class _SGP:
         return (x, total) if plan.weight_differs else (divided(x, total), None)
 
     def reset(self, state: SGPState) -> SGPState:
-        """Return the state after all replicas took the mean; see `ExchangeSpec.reset`."""
+        """Return the state after all replicas took the mean; see `Sync.reset`."""
         # All nodes hold the mean now, which includes what was in flight. `exchanges` is kept, so
         # that the rotation of the graph goes on.
         return state._replace(
@@ -356,7 +334,7 @@ class _SGP:
         )
 
     def settle(self, state: SGPState, move: Callable[[PyTree], PyTree]) -> SGPState:
-        """Return the state after nodes moved their parameters; see `ExchangeSpec.settle`."""
+        """Return the state after nodes moved their parameters; see `Sync.settle`."""
         # Weights stay: what is under way has been moved alike, so sum x / sum w moves with it.
         in_flight = tuple(x._replace(mean=move(x.mean)) for x in state.in_flight)
         return state._replace(in_flight=in_flight)
@@ -364,7 +342,7 @@ class _SGP:
     def carry(
         self, state: SGPState, params: PyTree, old: StatePlacement, new: StatePlacement
     ) -> Carried:
-        """Return the state on another placement; see `CheckpointSpec.carry`."""
+        """Return the state on another placement; see `Sync.carry`."""
         del params
         if old.replicas == new.replicas:
             return Carried(state)

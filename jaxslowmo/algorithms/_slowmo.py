@@ -143,23 +143,24 @@ def slowmo(
             "slowmo: `exact_average=False` keeps each replica's own anchor, which cannot be "
             "sharded; got shard_state=True. Leave `shard_state` out or set it to False."
         )
-    base = ALONE if base is None else base
+    inner = ALONE if base is None else base.sync
     shard_state = shards_state(owner, shard_state, exchange, exact_average=exact_average)
     # Wang et al., algorithm 1: tau steps of the base algorithm, the exact average (line 6), and the
     # slow momentum update (lines 7 and 8), which is the outer optimizer here.
-    return Outer(
+    outer = Outer(
         owner,
         exchange,
         schedule,
         slow_momentum(momentum, slow_learning_rate, nesterov=nesterov),
-        base=base if param_specs is None else base.with_specs(param_specs),
+        base=inner if param_specs is None else inner.with_specs(param_specs),
         exact_average=exact_average,
         placement=Placement(owner, shard_state),
         rate=_outer_rate(learning_rate),
         fragments=fragments,
         delay=delay,
         merge=merge,
-    ).transform()
+    )
+    return ParameterTransform(outer)
 
 
 def slow_momentum(
@@ -357,13 +358,13 @@ def _check_base(base: ParameterTransform | None, schedule: Every, exact_average:
             "slowmo: `base` must be a js.ParameterTransform such as js.local_sgd(...), got "
             f"{type(base).__name__}; an optimizer stands before slowmo in js.chain."
         )
-    if base.anchor is not None:
+    if base.sync.has_anchor:
         raise ValueError(
             "slowmo: `base` must have no slow step of its own, since both would be called slow; "
             "got a transform with an anchor (js.slowmo or js.diloco)."
         )
     # Only plain periods are compared; other schedules may be uneven on purpose.
-    inner = base.schedules[0]
+    inner = base.sync.schedules[0]
     if inner.is_plain and schedule.is_plain and schedule.k % inner.k:
         warn(
             f"slowmo: `sync_every`={schedule.k} is not a multiple of the base's {inner.k}, so some "

@@ -29,7 +29,7 @@ from ._checks import check_weight, setting, unless_idle
 from ._gradients import GradientTransform, joined, over_stages, spec_of
 from ._optax_states import moved_copies, moving_states
 from ._parameter_transform import ParameterTransform
-from ._spec import check_order, holds_state
+from ._state_classes import check_order, holds_state
 
 # Within `noting_followed`: class names of the states whose copies a `Chain` shifts, counted.
 _FOLLOWED: ContextVar[Counter[str] | None] = ContextVar("_FOLLOWED", default=None)

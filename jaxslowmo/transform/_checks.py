@@ -1,7 +1,7 @@
 """Checks of the arguments, states and layouts that updates of transforms receive."""
 
 import math
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType
 
+from .._support.checks import warn_once
 from .._support.types import AxisName, Phase, PyTree
 from ..mesh import (
     axis_names,
@@ -23,9 +24,10 @@ from ..mesh import (
     typed_specs,
     varying_axes,
 )
-from ..tree import check_floating, kept_if, leaf_names, widen_updates
-from ._due import Communicate
+from ..tree import check_floating, kept_if, leaf_names
+from ._due import Communicate, increment
 from ._replica_exchange import Exchange
+from ._sync import Now, Operand, Others, Sync
 
 
 def unless_idle(updates: PyTree, weight: jax.Array | None) -> PyTree:
@@ -53,7 +55,6 @@ def require_bound(owner: str, over: Exchange) -> None:
 
 _Value = TypeVar("_Value")
 _LAYOUTS_KNOWN: ContextVar[bool] = ContextVar("_LAYOUTS_KNOWN", default=False)
-_OUTER_AXES: ContextVar[frozenset[str] | None] = ContextVar("_OUTER_AXES", default=None)
 
 
 @contextmanager
@@ -69,14 +70,6 @@ def setting(variable: ContextVar[Any], value: _Value) -> Iterator[_Value]:
 def layouts_known() -> AbstractContextManager[bool]:
     """Make no `LayoutNotice` warn within the block, whose caller reads layouts from the arrays."""
     return setting(_LAYOUTS_KNOWN, True)
-
-
-def inside(axes: Iterable[str]) -> AbstractContextManager[frozenset[str]]:
-    """Run the exchange of an inner transform, wrapped by one over `axes`, within the block.
-
-    The inner one then omits checks and warnings that the outer one has done already.
-    """
-    return setting(_OUTER_AXES, (_OUTER_AXES.get() or frozenset()) | frozenset(axes))
 
 
 @dataclass
@@ -194,45 +187,31 @@ def check_weight(owner: str, weight: Any) -> jax.Array | None:
     return jnp.asarray(weight).astype(jnp.float32)
 
 
-@dataclass(frozen=True, eq=False)
-class CheckedStep:
-    """The functions of a parameter transform, which check arguments before they call its step.
+class Checked:
+    """The functions of a parameter transform, which check their arguments.
 
-    Attributes:
-      owner: public name of the transform, for messages.
-      make: function that makes the state.
-      like_make: function with the result types of `make` that traces faster, or `make`.
-      step: the `step` of `js.parameter_transform`.
-      over: the `over` of `js.parameter_transform`.
-      events: the names that a phase may hold; None leaves the check to an inner transform.
-      notice: warning about unknown layouts; None for a transform that does not pack leaves.
-      warn: function that issues a warning once.
-      widens: whether updates of half-precision leaves are cast to float32 for the step. Steps of
-        this package cast by themselves, in updates where nothing is due: if the cast came earlier,
-        the compiler would merge it with the optimizer's arithmetic and omit the last rounding.
-      forms: types of the state that `make` returns, by the types of the parameters.
+    Args:
+      sync: the algorithm.
     """
 
-    owner: str
-    make: Callable[[PyTree], PyTree]
-    like_make: Callable[[PyTree], PyTree]
-    step: Callable[..., tuple[PyTree, list[jax.Array], PyTree]]
-    over: Sequence[Exchange]
-    events: tuple[str, ...] | None
-    notice: LayoutNotice | None
-    warn: Callable[[str], None]
-    widens: bool
-    forms: dict[Hashable, _Form] = field(default_factory=dict)
+    def __init__(self, sync: Sync) -> None:
+        self._sync, self._warn = sync, warn_once()
+        # What the outermost one packs has the layouts of what is inside, too.
+        packing = [x for x in sync.layers() if x.packs][:1]
+        self._notices = [LayoutNotice(x.owner, x.groups[-1], self._warn) for x in packing]
+        # Types of the states that `init` makes, by the types of the parameters.
+        self._forms: dict[Hashable, _Form] = {}
 
     def init(self, params: PyTree) -> PyTree:
         """Make the state of `params`."""
-        check_floating(self.owner, params)
-        if self.notice is not None:
-            self.notice.at_init()
-        state = self.make(params)
-        # With bound axes this is the state that updates expect, so `check_state` need not trace.
+        sync = self._sync
+        check_floating(sync.owner, params)
+        for notice in self._notices:
+            notice.at_init()
+        state = sync.init(params)
+        # With bound axes this is the state that updates expect, so `_check_state` need not trace.
         if all(map(is_bound, self._axes())):
-            self.forms[self._kind(params)] = _form(state)
+            self._forms[self._kind(params)] = _form(state)
         return state
 
     def update(
@@ -245,7 +224,7 @@ class CheckedStep:
     def exchange(
         self,
         updates: PyTree,
-        others: list[jax.Array],
+        others: Others,
         state: PyTree,
         params: PyTree | None,
         *,
@@ -253,68 +232,78 @@ class CheckedStep:
         weight: Any = None,
         phase: Phase | None = None,
         **extra: Any,
-    ) -> tuple[PyTree, list[jax.Array], PyTree]:
-        """Exchange as `ExchangeSpec.exchange` says."""
+    ) -> Operand:
+        """Return `(updates, others, state)` after one update, like `update`.
+
+        An update that averages the parameters averages `others`, a list of floating arrays such as
+        batch statistics, over the same axes and with the same weights; any other leaves them.
+        """
         # Cheap checks come first, and checks that need an axis after the check that it is bound.
-        self.check_arguments(params, phase)
-        outer = _OUTER_AXES.get()
-        for group in self.over:
-            require_bound(self.owner, group)
-            names = axis_names(group.axis_name)
-            # An outer transform over these axes has warned already.
-            if axis_size(names) == 1 and not set(names) <= (outer or frozenset()):
-                axis = repr(names[0] if len(names) == 1 else names)
-                self.warn(
-                    f"{self.owner}: axis {axis} has size 1, so there is nothing to communicate."
-                )
-        if self.notice is not None:
-            self.notice.at_update()
-        share = check_weight(self.owner, weight)
-        # An outer transform has checked the whole state and zeroed the updates of idle replicas.
-        if outer is None:
-            self.check_state(state, params)
-            updates = unless_idle(updates, share)
-        if self.widens:  # parameters + updates must reach any value, which half precision cannot
-            updates = widen_updates(updates)
-        check_varying(self.owner, params, updates, self.over[-1].axis_name)
-        options = {"communicate": communicate, "weight": share, "phase": phase}
-        updates, others, after = self.step(updates, others, state, params, **options, **extra)
+        sync = self._sync
+        if params is None:
+            raise ValueError(
+                f"{sync.owner} moves parameters and needs them: call `update(updates, state, "
+                "params)`."
+            )
+        self._check_phase(phase)
+        check_floating(sync.owner, params)
+        self._check_axes()
+        for notice in self._notices:
+            notice.at_update()
+        share = check_weight(sync.owner, weight)
+        self._check_state(state, params)
+        updates = unless_idle(updates, share)
+        for layer in sync.layers():
+            check_varying(layer.owner, params, updates, layer.groups[-1].axis_name)
+        now = Now(params, increment(state.count), communicate, share, phase, extra)
+        updates, others, after = sync.step((updates, others, state), now)
         # The types of the state do not change, so that an update can be the body of a loop.
         return updates, others, match_varying(after, state)
 
-    def check_arguments(self, params: PyTree | None, phase: object) -> None:
-        """Raise `ValueError` for missing or non-floating parameters, or for an unknown phase."""
-        if params is None:
-            raise ValueError(
-                f"{self.owner} moves parameters and needs them: call `update(updates, state, "
-                "params)`."
-            )
-        events = self.events
-        is_one = isinstance(phase, tuple) and (events is None or {*phase} <= {*events})
-        if phase is not None and not is_one:
-            raise ValueError(
-                f"{self.owner}: `phase` must come from `transform.phase(t)`, a tuple of event names"
-                f"{'' if events is None else f' out of {list(events)}'}, got {phase!r}."
-            )
-        check_floating(self.owner, params)
+    def _check_axes(self) -> None:
+        """Raise `ValueError` for axes that are not bound; warn if there is nothing to send."""
+        warned = set[str]()
+        for layer in self._sync.layers():
+            for group in layer.groups:
+                require_bound(layer.owner, group)
+                names = axis_names(group.axis_name)
+                if axis_size(names) == 1 and not set(names) <= warned:
+                    axis = repr(names[0] if len(names) == 1 else names)
+                    self._warn(
+                        f"{layer.owner}: axis {axis} has size 1, so there is nothing to "
+                        "communicate."
+                    )
+            warned |= {*layer.axes}
 
-    def check_state(self, state: PyTree, params: PyTree) -> None:
+    def _check_phase(self, phase: object) -> None:
+        """Raise `ValueError` for a phase that this algorithm does not have."""
+        if phase is None:
+            return
+        events = self._sync.events()
+        names = phase if isinstance(phase, tuple) else ()
+        found = [sum(map(event.is_called, names)) for event in events]
+        if not isinstance(phase, tuple) or max(found, default=0) > 1 or sum(found) < len(names):
+            raise ValueError(
+                f"{self._sync.owner}: `phase` must come from `transform.phase(t)`, a tuple of "
+                f"names of events out of {[event.named(0) for event in events]}, got {phase!r}."
+            )
+
+    def _check_state(self, state: PyTree, params: PyTree) -> None:
         """Raise `ValueError` for the state of another transform or configuration, by its types."""
         kind = self._kind(params)
-        if kind not in self.forms:
+        if kind not in self._forms:
             # A state that was restored or made by another object: trace what it should be.
-            self.forms[kind] = _form(jax.eval_shape(self.like_make, params))
-        expected, actual = self.forms[kind], _form(state)
+            self._forms[kind] = _form(jax.eval_shape(self._sync.like_init, params))
+        expected, actual = self._forms[kind], _form(state)
         if actual != expected:
             raise ValueError(
-                f"{self.owner}: `state` must be what this transform's `init` makes for these "
+                f"{self._sync.owner}: `state` must be what this transform's `init` makes for these "
                 f"parameters, {_described(expected)}, got {_described(actual)}: was it made by "
                 "another transform, or with other arguments?"
             )
 
     def _axes(self) -> tuple[str, ...]:
-        largest = self.over[-1]
-        return (*axis_names(largest.axis_name), *axis_names(largest.local_axis_name or ()))
+        return (*self._sync.axes, *self._sync.local_axes)
 
     def _kind(self, params: PyTree) -> Hashable:
         # For leaves that are sharded inside a replica the state's shards depend on the mesh, too.

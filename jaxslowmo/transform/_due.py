@@ -13,7 +13,7 @@ from jax import lax
 
 from .._support.checks import checked_int
 from .._support.scopes import PHASE
-from .._support.types import Phase, PyTree
+from .._support.types import PyTree
 from ..mesh import cast_varying, match_varying, uniform, varying_axes
 from ..tracing import collective_axes
 
@@ -61,6 +61,11 @@ class Every:
         first = min(t, self.start) if self.before == "all" else 0
         running = max(0, t - self.start)
         return first + (running - self.offset) // self.k - (-self.offset) // self.k
+
+    @property
+    def is_always(self) -> bool:
+        """True if all updates are due."""
+        return self.k == 1 and self.start == 0
 
     @property
     def is_plain(self) -> bool:
@@ -167,30 +172,6 @@ def either(a: bool | jax.Array, b: bool | jax.Array) -> bool | jax.Array:
     """Return `a or b`: a bool where that is static, else an array."""
     # Python's `or` would need the truth value of a traced array.
     return b if a is False else True if a is True or b is True else a | b
-
-
-def is_due(
-    event: str,
-    schedule: Every,
-    count: jax.Array,
-    communicate: Communicate,
-    phase: Phase | None,
-) -> bool | jax.Array:
-    """Return whether an event runs in this update.
-
-    Args:
-      event: name of the event, as in phases.
-      schedule: schedule of the event.
-      count: () int32, the number of this update, from 1.
-      communicate: the argument of the parameter transform's `update`; False skips the event.
-      phase: the argument of the parameter transform's `update`; None leaves it to the schedule.
-
-    Returns:
-      A bool where that is static, else a () bool array.
-
-    Communication: none.
-    """
-    return decide(schedule(count) if phase is None else event in phase, communicate)
 
 
 def decide(due: bool | jax.Array, communicate: Communicate) -> bool | jax.Array:

@@ -17,7 +17,7 @@ from ..tree import Staged
 from ._due import Communicate, decide, either
 from ._parameter_transform import ParameterTransform
 from ._replica_exchange import check_axis_argument
-from ._spec import WithSpec, gradient_state
+from ._state_classes import WithSpec, gradient_state
 
 TAKEN = frozenset({"weight", "ready_order", "param_specs", "finite", "unscaled"})
 

@@ -5,11 +5,10 @@ longer exists can be read.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType
@@ -87,17 +86,6 @@ class Carried(NamedTuple):
     notes: tuple[str, ...] = ()  # sentences that say what the conversion changed
 
 
-Carry = Callable[[PyTree, PyTree, StatePlacement, StatePlacement], Carried]
-"""`carry(state, params, old, new)`: see `CheckpointSpec.carry`."""
-
-Shares = Callable[[PyTree], Sequence[tuple[Any, PyTree | None]] | None]
-"""`shares(state)`: see `CheckpointSpec.shares`."""
-
-
-LikeOn = Callable[[PyTree, PyTree, StatePlacement], PyTree]
-"""`like_on(state, params, at)`: see `CheckpointSpec.like_on`."""
-
-
 def stacked(one: Any, new: StatePlacement) -> Any:
     """Return a view that stacks the same array for every replica."""
     # A copy would multiply the memory of a large model, and each replica's part is read only once.
@@ -117,11 +105,3 @@ def replica_average(x: np.ndarray) -> np.ndarray:
         return x[0]
     # Half precision would lose digits in a sum of many replicas.
     return np.mean(x.astype(np.float64), axis=0).astype(x.dtype)
-
-
-def carry_plainly(
-    state: PyTree, params: PyTree, old: StatePlacement, new: StatePlacement
-) -> Carried:
-    """Convert a state leaf by leaf: floats are averaged, other leaves are replica 0's."""
-    del params
-    return Carried(jax.tree.map(lambda x: carry_leaf(x, old, new), state))

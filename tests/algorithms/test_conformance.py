@@ -19,7 +19,7 @@ AXES = {"replica": 4}
 SMALL = {"w": np.random.default_rng(0).normal(size=(4, 3)).astype(np.float32)}
 STEPS = np.random.default_rng(1).normal(size=(4, 3)).astype(np.float32)  # for each replica
 GOSSIP = [name for name in PARAMETER if name.startswith(("sgp", "slowmo over sgp"))]
-ELASTIC = ["parameter_transform"]  # averages no parameters, and nothing else
+ELASTIC = ["easgd"]  # averages no parameters, and nothing else
 COLLECTIVES = ("psum", "all_gather", "reduce_scatter", "ppermute", "all_to_all")
 
 
@@ -40,8 +40,8 @@ def test_no_public_transform_is_missing():
         if inspect.isclass(returned := typing.get_type_hints(value).get("return"))
         and issubclass(returned, optax.GradientTransformation)
     }
-    # Without those of others, which are here, and with one of js.pipeline.
-    assert made == factories - {"chain", "gradient_transform"} | {"sum_tied_gradients"}
+    # Without those of others, which are here, and with one of js.pipeline and one of a user.
+    assert made == factories - {"chain", "gradient_transform"} | {"sum_tied_gradients", "easgd"}
 
 
 @pytest.mark.parametrize("given", [False, True], ids=["made inside", "given"])

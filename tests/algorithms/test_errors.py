@@ -124,7 +124,7 @@ UPDATES = {
     "phase of others": first(LOCAL, "`phase`", ("slow",), phase=("slow",)),
     "phase that is no tuple": first(LOCAL, "`phase`", "average", phase="average"),
     "phase of a base": first(
-        SLOW(base=SGP(), exact_average=False), "sgp", ("average",), phase=("average", "slow")
+        SLOW(base=SGP(), exact_average=False), "`phase`", "average", phase=("average", "slow")
     ),
     "phase of no round": first(SGP(), "`phase`", phase=("round -1",)),
     "phase of two rounds": first(SGP(), "`phase`", phase=("round 0", "round 1")),

@@ -71,28 +71,17 @@ TUNED = optax.GradientTransformation(
 AROUND = optax.chain(optax.clip(10.0), TUNED, optax.masked(INJECTED, {"b": True, "w": True}))
 
 
-def of_few_arguments():
-    """Return a base whose exchange takes no rate."""
-    plain = js.local_sgd("replica", sync_every=2)
-
-    def exchange(updates, others, state, params, *, communicate=True, weight=None, phase=None):
-        now = {"communicate": communicate, "weight": weight, "phase": phase}
-        return plain.exchange(updates, others, state, params, **now)
-
-    return plain._replace(exchange=exchange)
-
-
 @pytest.mark.parametrize(
-    ("where", "optimizer", "wrap", "base", "options"),
+    ("where", "optimizer", "wrap", "options"),
     [
-        ("sharded", INJECTED, js.only_finite, of_few_arguments(), {"mode": "host"}),
-        ("inexact", AROUND, lambda sync: sync, None, {"make_mesh": js.make_mesh}),
+        ("sharded", INJECTED, js.only_finite, {"mode": "host"}),
+        ("inexact", AROUND, lambda sync: sync, {"make_mesh": js.make_mesh}),
     ],
 )
-def test_it_trains_as_with_the_schedule_of_the_optimizer(where, optimizer, wrap, base, options):
-    """Found in chains and wrappers, passed on by what is around; not to a base that takes none."""
+def test_it_trains_as_with_the_schedule_of_the_optimizer(where, optimizer, wrap, options):
+    """Found in chains and wrappers, passed on by what is around."""
     with_optimizer_rate, _ = trained(
-        step_of(wrap(slow("optimizer", base, **WHERE[where])), optimizer, **options)
+        step_of(wrap(slow("optimizer", **WHERE[where])), optimizer, **options)
     )
     with_schedule, _ = trained(step_of(slow(schedule, **WHERE[where]), optimizer, **options))
     assert_same(with_optimizer_rate, with_schedule)

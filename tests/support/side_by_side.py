@@ -32,8 +32,13 @@ def schedule(t):
     return jnp.asarray(RATES, jnp.float32)[t]
 
 
-class Together(js.ParameterTransform):
+class Together(optax.GradientTransformationExtraArgs):
     """Chains side by side, each on its own copy of the parameters and the same gradients."""
+
+    parts: Mapping[str, js.ParameterTransform]
+
+    def phase(self, t: int, skipped: int = 0) -> tuple[tuple[str, Any], ...]:
+        return tuple((name, sync.phase(t, skipped)) for name, sync in self.parts.items())
 
 
 def together(parts: Mapping[str, js.ParameterTransform], local_axis: str | None) -> Together:
@@ -59,13 +64,9 @@ def together(parts: Mapping[str, js.ParameterTransform], local_axis: str | None)
         }
         return {n: u for n, (u, _) in out.items()}, {n: s for n, (_, s) in out.items()}
 
-    return Together(
-        init,
-        update,
-        phase=lambda t, skipped=0: tuple((n, sync.phase(t, skipped)) for n, sync in parts.items()),
-        due=lambda t: True,
-        schedules=(),
-    )
+    made = Together(init, update)
+    made.parts = parts
+    return made
 
 
 @functools.cache

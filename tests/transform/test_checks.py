@@ -1,4 +1,7 @@
-"""What the builder of parameter transforms checks for all: arguments, states, layouts."""
+"""What is checked for all parameter transforms: arguments, states, layouts."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,18 +16,34 @@ from jaxslowmo.transform import check_weight, unless_idle
 SMALL = {"w": np.random.default_rng(0).normal(size=(4, 3)).astype(np.float32)}
 
 
+class DoublingState(NamedTuple):
+    count: jax.Array
+
+
+@dataclass(frozen=True)
+class Doubling(js.spec.Sync):
+    """It doubles updates, and notes what its event was given."""
+
+    seen: list
+    owner = "doubling"
+    state = DoublingState
+    axes = ("replica",)
+
+    def init(self, params):
+        return DoublingState(jnp.zeros([], jnp.int32))
+
+    def events(self):
+        return [js.spec.Event("twice", self.twice, js.every(1))]
+
+    def twice(self, operand, now):
+        updates, others, state = operand
+        self.seen.append((now.communicate, now.weight, now.phase, now.extra))
+        return jax.tree.map(lambda u: 2 * u, updates), others, state
+
+
 def doubling():
-    """A transform that doubles updates, and what its step was given."""
-
-    def step(updates, others, state, params, *, communicate, weight, phase, **extra):
-        seen.append((communicate, weight, phase, extra))
-        return jax.tree.map(lambda u: 2 * u, updates), others, js.LocalSGDState(state.count + 1)
-
     seen: list = []
-    schedule, exchange = js.ScheduleSpec.of("twice", 1), js.ExchangeSpec(axes=("replica",))
-    init = lambda params: js.LocalSGDState(jnp.zeros([], jnp.int32))  # noqa: E731
-    spec = js.TransformSpec(schedule=schedule, exchange=exchange)
-    return js.parameter_transform("doubling", init, step, spec), seen
+    return js.ParameterTransform(Doubling(seen)), seen
 
 
 def updated(tx, params, updates=None, weight=None, **keywords):

@@ -1,9 +1,7 @@
 """What schedules, exchanges, specs and chains are not made of."""
 
-import dataclasses
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec as P
 
@@ -12,8 +10,6 @@ from jaxslowmo.transform import checked_exchange
 from support.refusals import Refusal, each
 
 LOCAL = js.local_sgd("replica")
-SPEC = LOCAL.spec
-EMPTY = js.TransformSpec(schedule=js.ScheduleSpec.of("x", 1), exchange=js.ExchangeSpec())
 MEAN = js.all_reduce_gradients("replica")
 IDENTITY = optax.identity()
 
@@ -23,15 +19,6 @@ class Own(NamedTuple):
     origin: Any
 
 
-def plain(*args, **named):
-    return js.ParameterTransform(
-        lambda params: (), lambda u, s, p=None, **extra: (u, s), *args, **named
-    )
-
-
-NO_AXES = plain(phase=len, due=len, schedules=())
-
-
 def schedule(**options):
     ((name, value),) = options.items()
     return Refusal(lambda: js.every(**{"k": 3, **options}), f"`{name}`", value)
@@ -39,10 +26,6 @@ def schedule(**options):
 
 def exchange(*said, **options):
     return Refusal(lambda: checked_exchange(**{"owner": "own", "axis_name": "a", **options}), *said)
-
-
-def group(**wrong):
-    return Refusal(lambda: dataclasses.replace(SPEC, **wrong), f"`{next(iter(wrong))}`", 3)
 
 
 def of(call, *said, error=ValueError):
@@ -57,7 +40,6 @@ ROWS = {
     "offset": schedule(offset=0.5),
     "before": schedule(before="some"),
     "class of a period": of(lambda: js.Every(0), "`k`", 0),
-    "event": of(lambda: js.ScheduleSpec.of("average", 0), "`sync_every`", 0),
     "axis": exchange("`axis_name`", "('',)", axis_name=("",)),
     "no axes": exchange("`axis_name`", "()", axis_name=()),
     "axis twice": exchange("`axis_name`", "('a', 'a')", axis_name=("a", "a")),
@@ -66,19 +48,8 @@ ROWS = {
     "specs": exchange("`param_specs`", "str", param_specs={"w": P(), "b": "fsdp"}),
     "specs of stacked leaves": exchange("`param_specs`", "'r'", axis_name="r", param_specs=P("r")),
     "codec": exchange("`codec`", "float16", codec="float16"),
-    "schedule": group(schedule=3),
-    "exchange": group(exchange=3),
-    "checkpoint": group(checkpoint=3),
-    "layout": group(layout=3),
-    "unknown value": of(lambda: plain(rate=1), "'anchor'", "['rate']"),
-    "spec": of(lambda: plain(js.every(3)), "`spec`", "Every"),
-    "nothing": of(plain, "`phase`, `due`, `schedules`"),
-    "value that is None": of(lambda: plain(phase=len, due=None, schedules=()), "`due`"),
-    "replaced by None": of(lambda: LOCAL._replace(due=None), "`due`"),
-    "replaced by another": of(lambda: LOCAL._replace(rate=None), "`_replace`", "['rate']"),
-    "read": of(lambda: getattr(LOCAL, "rate"), "ParameterTransform", "rate", error=AttributeError),  # noqa: B009
-    "axes of one's own": of(lambda: js.parameter_transform("own", len, len, EMPTY), "own", "axes"),
-    "guard without axes": of(lambda: js.only_finite(NO_AXES), "`axes`"),
+    "no algorithm": of(lambda: js.ParameterTransform(js.every(3)), "`sync`", "Every"),
+    "read": of(lambda: getattr(LOCAL, "rate"), "LocalSGD", "rate", error=AttributeError),  # noqa: B009
     "gradients without a spec": of(lambda: js.GradientTransform(*MEAN, None), "`spec`", None),
     "gradients of parameters": of(lambda: js.gradient_transform(LOCAL), "`tx`"),
     "gradients of a number": of(lambda: js.gradient_transform(3), "`tx`", 3),
@@ -90,9 +61,6 @@ ROWS = {
     "copies of no field": of(lambda: js.remembers_parameters(Own, moves=("x",)), "Own", "('x',)"),
     "copies that do both": of(
         lambda: js.remembers_parameters(Own, moves=("start",), stays=("start",)), "moves=", "stays="
-    ),
-    "arrays beside": of(
-        lambda: NO_AXES.exchange(1.0, [jnp.ones(1)], (), 1.0), "`exchange`", '"local"'
     ),
 }  # fmt: skip
 

@@ -1,118 +1,176 @@
-"""Parameter transforms are tuples with more beside them: copies and changes reach all of it."""
+"""Parameter transforms: optax's pair of an algorithm, and what follows from its list of events."""
 
 import copy
-import dataclasses
+import itertools
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+import optax
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 import jaxslowmo as js
 from support.transforms import TRANSFORMS
 
+REPLICAS = 2
 ONE = {"w": jnp.ones(1)}
 
 
-def never(t, skipped=0):
-    return ()
+class NotesState(NamedTuple):
+    count: jax.Array
+    notes: jax.Array  # the digits of the events that ran, and 9 for an update without any
 
 
-def times(n):
-    def update(updates, state, params=None, **extra):
-        return jax.tree.map(lambda u: n * u, updates), state
+@dataclass(frozen=True)
+class Notes(js.spec.Sync):
+    """Events that write down that they ran; `told` are their schedules, and what they replace."""
 
-    return update
+    told: tuple[tuple[js.Every, bool], ...]
+    owner = "notes"
+    state = NotesState
+    axes = ("replica",)
+
+    def init(self, params):
+        return NotesState(jnp.zeros([], jnp.int32), jnp.zeros([], jnp.int32))
+
+    def local(self, operand, now):
+        return noted(9, super().local(operand, now))
+
+    def events(self):
+        return [
+            js.spec.Event(str(i), lambda o, now, i=i: noted(i, o), due, replaces)
+            for i, (due, replaces) in enumerate(self.told, start=1)
+        ]
 
 
-def plain(**named):
-    told = {"phase": never, "due": lambda t: False, "schedules": (), **named}
-    return js.ParameterTransform(lambda params: (), times(1), **told)
+def noted(digit, operand):
+    updates, others, state = operand
+    return updates, others, state._replace(notes=10 * state.notes + digit)
 
 
-def result_of(tx):
-    """What its `exchange`, which the step builder calls, makes of 1."""
-    return tx.exchange({"w": 1.0}, [], tx.init(ONE), {"w": 1.0})[0]["w"]
+def notes(tx, t, **options):
+    """What update `t` notes."""
+
+    def one(x):
+        state = tx.init(x)._replace(count=jnp.int32(t - 1))
+        return tx.update(x, state, x, **options)[1].notes
+
+    return str(jax.vmap(one, axis_name="replica")(jnp.ones(REPLICAS))[0])
 
 
-@pytest.mark.parametrize("make", [copy.copy, copy.deepcopy, lambda tx: tx._replace()])
+@given(st.lists(st.tuples(st.integers(1, 4), st.booleans()), min_size=1, max_size=4), st.data())
+def test_phases_and_programs_follow_from_the_events(told, data):
+    """In order; what replaces leaves out all before it, and else `local` comes first."""
+    tx = js.ParameterTransform(Notes(tuple((js.every(k), r) for k, r in told)))
+    t = data.draw(st.integers(1, 12))
+    wanted = ["9"]
+    for i, (k, replaces) in enumerate(told, start=1):
+        if t % k == 0:
+            wanted = [str(i)] if replaces else [*wanted, str(i)]
+    phase = tuple(x for x in wanted if x != "9")
+    assert (tx.phase(t), bool(tx.due(t))) == (phase, bool(phase))
+    assert notes(tx, t) == notes(tx, t, phase=phase) == "".join(wanted)
+    for never in (False, jnp.bool_(False)):
+        assert notes(tx, t, communicate=never) == "9"
+    assert set(tx.phases()) == {tx.phase(t) for t in range(1, 13)}
+
+
+def test_a_local_update_passes_one_conditional():
+    """However many events there are; one of every update stands in none."""
+    conds = []
+    for told in ([(3, False), (4, False), (5, True)], [(1, True)]):
+        tx = js.ParameterTransform(Notes(tuple((js.every(k), r) for k, r in told)))
+        jaxpr = jax.make_jaxpr(
+            jax.vmap(lambda x, tx=tx: tx.update(x, tx.init(x), x), axis_name="replica")
+        )
+        conds.append(sum(eqn.primitive.name == "cond" for eqn in jaxpr(jnp.ones(2)).eqns))
+    assert conds == [1, 0]
+
+
+@pytest.mark.parametrize("make", [copy.copy, copy.deepcopy])
 def test_copies_are_whole(make):
     tx = TRANSFORMS["slowmo over sgp"]()
     twin = make(tx)
-    assert type(twin) is type(tx)
-    assert vars(twin).keys() == vars(tx).keys() == {"spec"}
     assert (*twin,) == (*tx,) == (tx.init, tx.update)
-    assert (twin.phases(), twin.axes) == (tx.phases(), ("replica",))
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        tx.phase = never
+    assert (twin.sync, twin.phases(), twin.axes) == (tx.sync, tx.phases(), ("replica",))
 
 
-def test_none_stands_for_the_default():
-    names = ["exchange", "numerator", "reset", "permit", "anchor", "sized", "with_specs", "shares"]
-    tx = plain(**dict.fromkeys([*names, "state", "skipped"]))
-    assert tx.exchange(1.0, [], (), 0.0) == (1.0, [], ())
-    assert (tx.numerator((), 2.0), tx.reset(()), tx.shares(())) == ((2.0, None), (), [(1.0, None)])
-    assert tx.sized({}) is tx.with_specs(P()) is tx
+def test_another_update_is_another_transform():
+    """A step would go past it otherwise, by `exchange`."""
+    tx = js.local_sgd("replica")
+    other = tx._replace(update=optax.identity().update)
+    assert not isinstance(other, js.ParameterTransform)
+    assert isinstance(other, optax.GradientTransformationExtraArgs)
+
+
+def test_what_the_algorithm_does_not_say_has_a_default():
+    tx = js.ParameterTransform(Notes(()))
+    state, y = tx.init(ONE), {"w": 2.0}
+    assert (tx.numerator(state, y), tx.reset(state), tx.shares(state)) == (
+        (y, None),
+        state,
+        [(1.0, None)],
+    )
+    assert tx.permit(state, y, [], ("replica",)) == (True, state)
+    assert (tx.has_anchor, tx.beside, tx.shards(state), tx.phases()) == (False, None, [], [()])
+    assert tx.sized({}).sync is tx.with_specs(P()).sync is tx.sync
 
 
 def test_phases_are_found_from_the_schedules_and_have_names():
-    tx = plain(phase=lambda t, skipped=0: ("due",) * (t % 3 == 0), schedules=(js.every(3),))
-    assert tx.phases() == [(), ("due",)]
     # Of several the longest is not needed in full: of these it would be 10^18 updates.
-    rare = [js.every(10**9 - 1), js.every(10**9)]
-    both = plain(
-        phase=lambda t, skipped=0: tuple(i for i, s in enumerate(rare) if s(t)), schedules=rare
-    )
-    assert set(both.phases()) >= {(), (0,), (1,)}
+    rare = [(js.every(10**9 - 1), False), (js.every(10**9), True)]
+    both = js.ParameterTransform(Notes(tuple(rare)))
+    assert set(both.phases()) >= {(), ("1",), ("2",)}
     assert [js.phase_name(phase) for phase in (("average", "slow"), ())] == [
         "average+slow",
         "local",
     ]
 
 
-def changed_by_replace(tx, **schedule):
-    return tx._replace(**schedule)
+class AroundState(NamedTuple):
+    count: jax.Array
+    inner: object
 
 
-def changed_by_spec(tx, **schedule):
-    spec = dataclasses.replace(tx.spec, schedule=dataclasses.replace(tx.spec.schedule, **schedule))
-    return js.ParameterTransform(tx.init, tx.update, spec)
+@dataclass(frozen=True)
+class Around(js.spec.Wrapper):
+    """A wrapper that changes nothing."""
+
+    base: js.spec.Sync
+    owner = "around"
+    state = AroundState
+
+    def init(self, params):
+        return AroundState(jnp.zeros([], jnp.int32), self.base.init(params))
 
 
-@pytest.mark.parametrize("change", [changed_by_replace, changed_by_spec])
-@pytest.mark.parametrize("name", ["sgp", "slowmo", "only_finite around slowmo", "local_sgd"])
-def test_a_change_holds_for_known_axes_and_layouts(name, change):
+def ends_of(tx, mesh, steps=8, **options):
+    loss = lambda p, b: jnp.mean((b @ p["w"] - 1) ** 2)  # noqa: E731
+    step = js.make_train_step(loss, optax.sgd(0.1), sync=tx, mesh=mesh, **options)
+    state = step.init({"w": np.float32([1, -2, 3])})
+    for batch in np.random.default_rng(0).normal(size=(steps, 4, 3)):
+        state, _ = step(state, np.float32(batch))
+    anchor = tx.sync.has_anchor and js.algorithms.read_anchor(
+        step.sync, state.opt_state[-1], state.params, mesh=mesh
+    )
+    return step.consensus(state), step.shares(state), anchor
+
+
+@pytest.mark.parametrize(
+    "name", ["local_sgd", "sgp", "slowmo", "slowmo over sgp", "slowmo inexact", "diloco"]
+)
+@pytest.mark.parametrize("mode", ["traced", "host"])
+def test_a_wrapper_is_as_what_it_wraps(name, mode):
+    mesh = js.virtual_mesh({"replica": 4})
     tx = TRANSFORMS[name]()
-    changed = change(tx, phase=never)
-    for made in (changed, changed.sized({"replica": 4}), changed.with_specs({"w": P()})):
-        again = made.sized({"replica": 4}).with_specs({"w": P()})
-        assert made.phases() == again.phases() == [()]
-    assert tx.sized({"replica": 4}).phases() == tx.phases() != [()]
-
-
-def test_what_is_unchanged_is_what_the_mesh_decides():
-    """Not the values from before the number of replicas was known."""
-    sized = changed_by_spec(js.sgp("replica"), skipped=None).sized({"replica": 4})
-    assert sized.skipped is None
-    assert len(sized.phases()) == 2  # the rounds of four replicas
-
-
-def test_an_exchange_goes_with_its_update():
-    """Whoever gives another update: else the step builder would go past it."""
-    tx = js.local_sgd("replica")
-    twice = js.ParameterTransform(tx.init, times(2), tx.spec)
-    for n, made in {
-        2: twice,
-        3: twice._replace(update=times(3)),
-        4: js.ParameterTransform(tx.init, times(4), twice.spec),
-        5: tx._replace(update=times(5)).sized({"replica": 2}).with_specs({"w": P()}),
-    }.items():
-        assert result_of(made) == n
-    assert twice._replace(update=tx.update, exchange=tx.exchange).exchange is tx.exchange
-
-
-def test_values_by_name_go_before_those_of_the_spec():
-    tx = js.local_sgd("replica", sync_every=2)
-    often = js.ParameterTransform(tx.init, tx.update, tx.spec, schedules=(js.every(7),))
-    assert often.schedules == often.spec.schedule.schedules == (js.every(7),)
-    assert (often.axes, often.exchange) == (tx.axes, tx.exchange)
+    wrapped = js.ParameterTransform(Around(tx.sync))
+    assert (wrapped.phases(), wrapped.axes) == (tx.phases(), tx.axes)
+    for a, b in itertools.zip_longest(
+        *(jax.tree.leaves(ends_of(x, mesh, mode=mode)) for x in (tx, wrapped))
+    ):
+        np.testing.assert_array_equal(a, b)

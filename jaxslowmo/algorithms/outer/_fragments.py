@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import optax
 
-from ..._support.types import Phase, PyTree
+from ..._support.types import PyTree
 from ...mesh import specs_of_leaves
 from ...transform import Every, Exchange, StatePlacement
 from ...tree import Staged, leaf_names, parts_of
@@ -220,32 +220,13 @@ class Turn:
         """Return the name of an event in phases: "slow", or "slow 1" of several fragments."""
         return name if self.count == 1 else f"{name} {self.number}"
 
-    def options(self, phase: Phase | None) -> tuple[tuple[str, ...], ...]:
-        """Return the events that may be due in one update, or with a phase those that are."""
-        if phase is not None:
-            # Any of them: a host that exchanges beside its steps leaves out what sends.
-            events = tuple(x for x in (TAKE, SEND, SLOW) if self.event(x) in phase)
-            return (events,) if events else ()
-        # The last part travels in the update of the slow step.
-        return ((TAKE,), (SEND,), (SEND, SLOW)) if self.delay else ((SLOW,),)
+    def takes(self, t: Any) -> Any:
+        """Return whether update `t`, an int or an array, takes what is sent."""
+        return self.schedule(t + self.delay)
 
-    def is_now(self, events: tuple[str, ...], t: Any) -> Any:
-        """Return whether exactly these events are due in update `t`, an int or an array."""
-        if events == (TAKE,):
-            return self.schedule(t + self.delay)
-        if events == (SEND,):
-            return self._within(t + 1, self.delay - 1)
-        return self.schedule(t)
-
-    def phase(self, t: int) -> Phase:
-        """Return the events of update `t`."""
-        events: tuple[str, ...] = next((x for x in self.options(None) if self.is_now(x, t)), ())
-        return tuple(map(self.event, events))
-
-    def due(self, t: Any) -> Any:
-        """Return whether the fragment has an event in update `t`."""
-        # Taking what is sent comes one update before the first part of it.
-        return self._within(t, self.delay + 1) if self.delay else self.schedule(t)
+    def sends(self, t: Any) -> Any:
+        """Return whether update `t` sends a part; the last one goes with the slow step."""
+        return self._within(t, self.delay)
 
     def parts_before(self, t: int) -> int:
         """Return how many parts of what is in flight were sent in the updates before `t`."""

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..._support.types import PyTree
-from ...transform import Carried, ParameterTransform, StatePlacement, carry_leaf, stacked
+from ...transform import Carried, StatePlacement, Sync, carry_leaf, stacked
 from ...tree import at_least_float32
 from ._anchor import Anchor, of_form, replaced
 from ._delay import NOTHING, InFlight
@@ -24,7 +24,7 @@ class Divided(Protocol):
     def owner(self) -> str: ...
 
     @property
-    def base(self) -> ParameterTransform: ...
+    def base(self) -> Sync: ...
 
     @property
     def delay(self) -> int: ...
@@ -35,7 +35,7 @@ class Divided(Protocol):
 
 
 def like_on(outer: Divided, state: OuterState, params: PyTree, at: StatePlacement) -> OuterState:
-    """Return the types of a state on placement `at`; see `CheckpointSpec.like_on`."""
+    """Return the types of a state on placement `at`; see `Sync.like_on`."""
     base = outer.base.like_on(state.base, params, at.inside("base"))
     # A checkpoint tells by the names of its leaves how it was divided. On a placement without names
     # a new run divides by its own arguments.
@@ -65,7 +65,7 @@ def like_on(outer: Divided, state: OuterState, params: PyTree, at: StatePlacemen
 def carried(
     outer: Divided, state: OuterState, params: PyTree, old: StatePlacement, new: StatePlacement
 ) -> Carried:
-    """Return a state on another placement; see `CheckpointSpec.carry`."""
+    """Return a state on another placement; see `Sync.carry`."""
     base = outer.base.carry(state.base, params, old.inside("base"), new.inside("base"))
     new_fragments, old_fragments = outer.divided(params), _fragments(outer, params, old)
     count, parts = carry_leaf(state.count, old, new), views(state, keys_of(old_fragments))

@@ -11,7 +11,7 @@ overlapping communication", 2025, section 3.
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -23,28 +23,21 @@ from ..._support.types import Phase, PyTree
 from ...collectives import all_mean, quotient, scaled
 from ...mesh import axis_names, match_varying
 from ...transform import (
-    BesideSpec,
+    Beside,
     Carried,
-    Communicate,
+    Event,
     Every,
     Exchange,
+    Now,
+    Operand,
     Others,
-    ParameterTransform,
     StatePlacement,
-    decide,
-    either,
-    increment,
-    inside,
-    is_due,
-    layouts_known,
+    Sync,
     mean_and_residual,
     over_stages,
-    parameter_transform,
-    phase_scope,
     replica_mean,
     require_bound,
     run_if,
-    run_one_of,
 )
 from ...tree import Staged, added, apply_exactly, landing, parts_of, subtracted, updates_to
 from ._anchor import Anchor, ShardedAnchor
@@ -78,26 +71,13 @@ from ._placement import Placement
 from ._state import ALONE, NO_RATE, OuterRate, OuterState
 
 
-class Now(NamedTuple):
-    """The arguments of one update; see `ParameterTransform`."""
-
-    params: PyTree
-    weight: jax.Array | None
-    rate: jax.Array | None  # the inner learning rate; None if the outer optimizer does not use it
-    communicate: Communicate
-    phase: Phase | None
-
-
-Operand = tuple[PyTree, Others, OuterState]  # updates, arrays averaged with them, state
-
-
 @dataclass(frozen=True)
-class Outer:
-    """The parameter transform of an outer optimizer.
+class Outer(Sync):
+    """An outer optimizer that steps an anchor, over a base.
 
     Attributes:
       owner: public name of the transform, for messages.
-      exchange: the axes of slow steps, and the pieces in which they exchange.
+      over: the axes of slow steps, and the pieces in which they exchange.
       schedule: the updates in which slow steps are due; of several fragments, those of the last.
       optimizer: the outer optimizer.
       placement: whether each replica keeps only 1/R of the anchor.
@@ -111,15 +91,15 @@ class Outer:
       specs: layout of the parameters that was given later than the exchange's; shards do not follow
         it, since how they are cut is part of the state.
       is_sharded: what was decided for the parameters in use; None before.
-      counted: the number of fragments that a function makes, once a state was made.
+      known: the number of fragments that a function makes, once a state was made.
     """
 
     owner: str
-    exchange: Exchange
+    over: Exchange
     schedule: Every
     optimizer: optax.GradientTransformationExtraArgs
     placement: Placement
-    base: ParameterTransform = ALONE
+    base: Sync = ALONE
     exact_average: bool = True
     rate: OuterRate | None = None
     fragments: Fragments = 1
@@ -127,73 +107,14 @@ class Outer:
     merge: float = 0.0
     specs: PyTree | None = None
     is_sharded: bool | None = None
-    counted: dict[str, int] = field(default_factory=dict)
+    known: dict[str, int] = field(default_factory=dict, repr=False)
+    state = OuterState
+    has_anchor = True
+    packs = True
 
-    @property
-    def is_spread(self) -> bool:
-        """Whether slow steps do less than to set all parameters to the anchor at once."""
-        return self.fragments != 1 or self.delay != 0 or self.merge != 0
-
-    @property
-    def replaces_base(self) -> bool:
-        """Whether a slow step leaves out the base's exchange of that update.
-
-        Where it does not, the base exchanges all leaves as if there were no slow step, and first.
-        """
-        return self.exact_average and not self.is_spread
-
-    def on(self, params: PyTree) -> Self:
-        """Return this outer optimizer for these parameters, of which only the types matter.
-
-        Raises:
-          ValueError: sharded state was asked for, and the optimizer is not element-wise.
-        """
-        if self.is_sharded is not None:
-            return self
-        is_sharded = self.placement.is_sharded(params)
-        exchange = self.exchange if is_sharded else self.exchange.with_specs(self.specs)
-        return replace(self, exchange=exchange, is_sharded=is_sharded)
-
-    def transform(self) -> ParameterTransform:
-        """Return this outer optimizer as a `ParameterTransform`.
-
-        Raises:
-          ValueError: fragments, delay or merge out of range, or not fit for the schedule, the codec
-            or slow steps without an exact average.
-        """
-        self._check()
-        base, cuts = self.base, self.placement.shard_state is not False
-        return parameter_transform(
-            self.owner,
-            self.init,
-            self.step,
-            over=[self.exchange],
-            inner=base,
-            like_init=self.like_init,
-            state=OuterState,
-            phase=self.phase,
-            skipped=None if base.skipped is None else self.skipped,
-            due=self.due,
-            schedules=(self.schedule, *base.schedules),
-            events=self.events if base is ALONE else None,  # a base checks its own events itself
-            permit=None if base.permit is None else self.permit,
-            anchor=self.whole_anchor,
-            sized=self.sized,
-            with_specs=self.with_specs,
-            shards_whole_leaves=cuts and self.exchange.param_specs is None,
-            shard_specs=self.exchange.param_specs if cuts else None,
-            wants_learning_rate=self.rate is not None and self.rate.is_passed,
-            beside=self.beside,
-            shards=self.shards,
-            carry=self.carry,
-            like_on=self.like_on,
-            shares=lambda state: base.shares(state.base),
-            stored=self.placement.text,
-        )
-
-    def _check(self) -> None:
+    def __post_init__(self) -> None:
         """Raise `ValueError` unless fragments, delay and merge fit the other arguments."""
-        owner, codec, merge = self.owner, self.exchange.codec, self.merge
+        owner, codec, merge = self.owner, self.over.codec, self.merge
         checked_int(f"{owner}: `delay` counts updates and", self.delay, 0)
         if not callable(self.fragments):
             checked_int(f"{owner}: `fragments`", self.fragments, 1)
@@ -223,17 +144,65 @@ class Outer:
                 f"its rounding error would be kept twice; got merge={merge!r}, {codec!r}."
             )
 
-    def sized(self, axis_sizes: Mapping[str, int]) -> ParameterTransform:
-        """Return the transform for axes of these sizes; see `LayoutSpec.sized`."""
-        return replace(self, base=self.base.sized(axis_sizes)).transform()
+    @property
+    def groups(self) -> list[Exchange]:
+        """See `Sync.groups`."""
+        return [self.over]
 
-    def with_specs(self, specs: PyTree, *, of_state: bool = False) -> ParameterTransform:
-        """Return the transform with `param_specs`; see `LayoutSpec.with_specs`."""
+    @property
+    def wants_learning_rate(self) -> bool:
+        """See `Sync`; so are the following."""
+        own = self.rate is not None and self.rate.is_passed
+        return own or self.base.wants_learning_rate
+
+    @property
+    def shards_whole_leaves(self) -> bool:
+        return self.placement.shard_state is not False and self.over.param_specs is None
+
+    @property
+    def shard_specs(self) -> PyTree | None:
+        return self.over.param_specs if self.placement.shard_state is not False else None
+
+    @property
+    def stored(self) -> str:
+        return self.placement.text()
+
+    @property
+    def is_spread(self) -> bool:
+        """Whether slow steps do less than to set all parameters to the anchor at once."""
+        return self.fragments != 1 or self.delay != 0 or self.merge != 0
+
+    @property
+    def replaces_base(self) -> bool:
+        """Whether a slow step leaves out the base's exchange of that update.
+
+        Where it does not, the base exchanges all leaves as if there were no slow step, and first.
+        """
+        return self.exact_average and not self.is_spread
+
+    def on(self, params: PyTree) -> Self:
+        """Return this outer optimizer for these parameters, of which only the types matter.
+
+        Raises:
+          ValueError: sharded state was asked for, and the optimizer is not element-wise.
+        """
+        if self.is_sharded is not None:
+            return self
+        is_sharded = self.placement.is_sharded(params)
+        over = self.over if is_sharded else self.over.with_specs(self.specs)
+        return replace(self, over=over, is_sharded=is_sharded)
+
+    def sized(self, axis_sizes: Mapping[str, int]) -> "Outer":
+        """See `Sync.sized`."""
+        return replace(self, base=self.base.sized(axis_sizes))
+
+    def with_specs(self, param_specs: PyTree, *, of_state: bool = False) -> "Outer":
+        """See `Sync.with_specs`."""
         # The layout of shards is part of the state, so only the argument `param_specs` decides it.
         keeps = self.placement.shard_state is not False and not of_state
-        exchange = self.exchange if keeps else self.exchange.with_specs(specs)
-        base = self.base.with_specs(specs)
-        return replace(self, base=base, exchange=exchange, specs=specs).transform()
+        over = self.over if keeps else self.over.with_specs(param_specs)
+        base = self.base.with_specs(param_specs)
+        return replace(self, base=base, over=over, specs=param_specs)
 
     # The fragments, and when something is due.
 
@@ -245,7 +214,7 @@ class Outer:
         """
         fragments = divided(self.owner, self.fragments, params)
         check_turns(self.owner, self.schedule, len(fragments), self.delay)
-        self.counted["fragments"] = len(fragments)
+        self.known["fragments"] = len(fragments)
         return fragments
 
     def turns(self) -> tuple[Turn, ...]:
@@ -254,7 +223,7 @@ class Outer:
         Raises:
           ValueError: the number of fragments is that of a function, and no state was made yet.
         """
-        count = self.counted.get("fragments") if callable(self.fragments) else self.fragments
+        count = self.known.get("fragments") if callable(self.fragments) else self.fragments
         if count is None:
             raise ValueError(
                 f"{self.owner}: `fragments` is a function, so their number is known once a state "
@@ -262,31 +231,48 @@ class Outer:
             )
         return turns_of(self.schedule, count, self.delay)
 
+    def events(self) -> list[Event]:
+        """Return the events of the base, and those of each fragment.
+
+        With a delay, what is taken in one update is sent in later ones, before it is applied.
+        """
+        events = [self._lifted(event, "base") for event in self.base.events()]
+        for turn in self.turns():
+            of_turn = functools.partial(self.event, turn)
+            if self.delay:
+                events += [
+                    # It comes first: where it is not due, taking overwrites what it sent.
+                    of_turn(SEND, Outer.send, turn.sends, is_unconditional=self._sends_always),
+                    of_turn(TAKE, Outer.take, turn.takes),
+                ]
+            slow = Outer.land if self.delay else Outer.slow
+            events.append(of_turn(SLOW, slow, turn.schedule, replaces=self.replaces_base))
+        return events
+
+    def event(self, turn: Turn, name: str, run: Any, due: Any, **options: Any) -> Event:
+        """Return an event of one fragment; `run` is a method for its state alone."""
+        missed = functools.partial(self.missed, turn.number) if self.delay else None
+        run = functools.partial(self.run, turn.number, run)
+        return Event(turn.event(name), run, due, missed=missed, **options)
+
     @property
-    def events(self) -> tuple[str, ...] | None:
-        """Return the names of its events in phases; None where they are not known yet."""
-        if callable(self.fragments) and "fragments" not in self.counted:
-            return None
-        names = (TAKE, SEND, SLOW) if self.delay else (SLOW,)
-        return tuple(turn.event(name) for turn in self.turns() for name in names)
+    def variant(self) -> tuple[int, Any]:
+        """The number of fragments, and the `variant` of the base."""
+        return len(self.turns()), self.base.variant
 
-    def phase(self, t: int, skipped: int = 0) -> Phase:
-        """Return the events of update `t`; see `ScheduleSpec.phase`."""
-        own = tuple(event for turn in self.turns() for event in turn.phase(t))
-        # An exact average replaces the base's exchange of that update, which is left out.
-        if own and self.replaces_base:
-            return own
-        # Gossip does not rotate in updates in which it does not exchange.
-        steps = self.schedule.times(t - 1) if self.replaces_base else 0
-        return (*self.base.spec.schedule.phase(t, skipped + steps), *own)
+    @property
+    def schedules(self) -> tuple[Every, ...]:
+        """See `Sync.schedules`."""
+        return (self.schedule, *self.base.schedules)
 
-    def due(self, t: Any) -> Any:
-        """Return whether update `t` exchanges anything; see `ScheduleSpec.due`."""
-        own = functools.reduce(either, (turn.due(t) for turn in self.turns()))
-        return either(self.base.spec.schedule.due(t), own)
+    @property
+    def _sends_always(self) -> bool:
+        """Whether any update may send: each but one does, which overwrites what it sent."""
+        # With a conditional around it the exchange would run beside nothing.
+        return 0 < self.delay == self.schedule.k - 1 and len(self.turns()) == 1
 
-    def skipped(self, state: OuterState) -> Any:
-        """Return the skips of the base other than slow steps; see `ScheduleSpec.skipped`."""
+    def skipped(self, state: OuterState) -> int:
+        """Return the skips of the base other than slow steps; see `Sync.skipped`."""
         slow = self.schedule.times(int(state.count)) if self.replaces_base else 0
         return self.base.skipped(state.base) - slow
 
@@ -296,7 +282,7 @@ class Outer:
         """Return the first state for `params`."""
         outer = self.on(params)
         if outer.is_sharded:  # a whole anchor can be initialised outside of the axis
-            require_bound(self.owner, self.exchange)
+            require_bound(self.owner, self.over)
         return outer.first_state(params, lambda anchor, x: anchor.store(x))
 
     def like_init(self, params: PyTree) -> OuterState:
@@ -318,8 +304,7 @@ class Outer:
                 f"{self.owner}: `fragments` of a model in stages are parts of its flat buffers, so "
                 f"`outer_optimizer` must be element-wise, and {why}. Use fragments=1 with this one."
             )
-        with layouts_known():  # the base has the same specs, so it need not warn about layouts
-            base = self.base.init(params)
+        base = self.base.init(params)
         parts = []
         for fragment in fragments:
             leaves, storage = fragment.of(params), self.anchor_of(fragment, params)
@@ -335,7 +320,7 @@ class Outer:
     def anchor_of(self, fragment: Fragment, params: PyTree) -> Anchor:
         """Return the storage of a fragment's anchor: whole, or sharded over the replicas."""
         assert self.is_sharded is not None, "`on` decides it from the parameters"
-        exchange = exchange_of(fragment, self.exchange, params)
+        exchange = exchange_of(fragment, self.over, params)
         if self.is_sharded:
             return ShardedAnchor(exchange)
         return Anchor(exchange if self.exact_average else None)
@@ -350,8 +335,8 @@ class Outer:
             return self.optimizer
         return over_stages(self.optimizer, "outer_optimizer")
 
-    def whole_anchor(self, state: OuterState, params: PyTree) -> PyTree:
-        """Return the anchor of all fragments as a tree like `params`; see `LayoutSpec.anchor`."""
+    def anchor(self, state: OuterState, params: PyTree) -> PyTree:
+        """Return the anchor of all fragments as a tree like `params`; see `Sync.anchor`."""
         whole, outer, fragments = params, self.on(params), self.divided(params)
         for fragment, part in zip(fragments, views(state, keys_of(fragments)), strict=True):
             storage = outer.anchor_of(fragment, params)
@@ -359,171 +344,76 @@ class Outer:
         return whole
 
     def shards(self, state: OuterState) -> list[Any]:
-        """Return the arrays that are sharded over replicas; see `CheckpointSpec.shards`."""
+        """Return the arrays that are sharded over replicas; see `Sync.shards`."""
         shards = jax.tree.leaves(state.anchor) if self.placement.last() else []
         return [*shards, *self.base.shards(state.base)]
 
     def carry(
         self, state: OuterState, params: PyTree, old: StatePlacement, new: StatePlacement
     ) -> Carried:
-        """Return the state on another placement; see `CheckpointSpec.carry`."""
+        """Return the state on another placement; see `Sync.carry`."""
         return carried(self.on(params), state, params, old, new)
 
     def like_on(self, state: OuterState, params: PyTree, at: StatePlacement) -> OuterState:
-        """Return the types of the state on placement `at`; see `CheckpointSpec.like_on`."""
+        """Return the types of the state on placement `at`; see `Sync.like_on`."""
         return like_on(self.on(params), state, params, at)
 
-    # One update: the base's exchange, and what is due of the fragments.
+    # One update.
 
-    def step(
-        self,
-        updates: PyTree,
-        others: Others,
-        state: OuterState,
-        params: PyTree,
-        *,
-        communicate: Communicate,
-        weight: jax.Array | None,
-        phase: Phase | None,
-        **extra: Any,
-    ) -> tuple[PyTree, Others, OuterState]:
-        """Make one update; see `ExchangeSpec.exchange`."""
-        fragments = self.divided(params)  # counts them, also in a run that goes on
-        rate, base = None, self.base.spec.exchange
-        if self.rate is not None:
-            rate = self.rate.now(state.count, extra)
-            if self.rate.is_passed and weight is not None:
-                # The gradient of an idle replica's rate is kept: the rate in use depends on it too.
-                away = NO_RATE + (rate - jax.lax.stop_gradient(rate))
-                rate = jnp.where(weight > 0, rate, away)
-            if self.rate.is_passed and not base.wants_learning_rate:
-                extra.pop("learning_rate")  # a user's base need not accept it
-        state = state._replace(count=increment(state.count))
-        own_events = self.events or ()
-        base_phase = None if phase is None else tuple(e for e in phase if e not in own_events)
+    def counted(self, state: OuterState, now: Now) -> OuterState:
+        """Return the state with counters of this update, after its rate was observed."""
+        state = super().counted(state, now)
+        rate = self.rate_of(now)
+        if self.rate is not None and self.rate.observe is not None and rate is not None:
+            keys = keys_in(state, len(self.divided(now.params)))
+            parts = [
+                part._replace(outer=self.rate.observe(part.outer, rate))
+                for part in views(state, keys)
+            ]
+            state = joined(state, parts, keys)
+        return state._replace(base=self.base.counted(state.base, now))
 
-        def based(
-            operand: Operand, communicate: Communicate, phase: Phase | None = base_phase
-        ) -> Operand:
-            updates, others, state = operand
-            now = {"communicate": communicate, "weight": weight, "phase": phase}
-            # The arguments are checked, so the base need not warn of axes and layouts again.
-            with inside(axis_names(self.exchange.axis_name)), layouts_known():
-                updates, others, base_state = base.exchange(
-                    updates, others, state.base, params, **now, **extra
-                )
-            return updates, others, state._replace(base=base_state)
-
-        outer, now = self.on(params), Now(params, weight, rate, communicate, phase)
-        around = outer.instead_of_base if self.replaces_base else outer.after_base
-        return around(fragments, based, now, (updates, others, state))
-
-    def instead_of_base(
-        self,
-        fragments: Sequence[Fragment],
-        based: Callable[..., Operand],
-        now: Now,
-        operand: Operand,
-    ) -> Operand:
-        """Make the slow step, or else the base's exchange."""
+    def local(self, operand: Operand, now: Now) -> Operand:
+        """Return the operand of an update without any exchange, which is that of the base."""
         updates, others, state = operand
-        state = self.observed(state, now.rate)
+        updates, others, base = self.base.local((updates, others, state.base), now)
+        return updates, others, state._replace(base=base)
 
-        def exchanged(operand: Operand) -> Operand:
-            slow = is_due(SLOW, self.schedule, state.count, now.communicate, now.phase)
-            # One of the two is due, so a base with one kind of exchange need not read its counter.
-            of_base: Any = (now.communicate,)
-            if now.phase is None and self.base.skipped is None:
-                kinds = [kind for kind in self.base.phases() if kind]
-                of_base = (True, kinds[0]) if len(kinds) == 1 else of_base
-            slow_step = functools.partial(self.run, fragments, 0, (SLOW,), now)
-            # In a slow step the base only counts the update: its exchange would be wasted.
-            return run_if(
-                slow, lambda o: slow_step(based(o, False)), lambda o: based(o, *of_base), operand
-            )
+    def rate_of(self, now: Now) -> jax.Array | None:
+        """Return the inner learning rate; None if the outer optimizer does not use it."""
+        if self.rate is None:
+            return None
+        rate = self.rate.now(now.count - 1, now.extra)
+        if self.rate.is_passed and now.weight is not None:
+            # The gradient of an idle replica's rate is kept: the rate in use depends on it too.
+            away = NO_RATE + (rate - jax.lax.stop_gradient(rate))
+            rate = jnp.where(now.weight > 0, rate, away)
+        return rate
 
-        # One conditional wraps both, so that a local step passes its updates through only one. It
-        # also shows in the program text that a slow step leaves out the base's exchange.
-        due = self.due(state.count) if now.phase is None else bool(now.phase)
-        due = decide(due, now.communicate)
-        return run_if(due, exchanged, lambda o: based(o, False), (updates, others, state))
+    def run(self, number: int, step: Callable[..., Operand], operand: Operand, now: Now) -> Operand:
+        """Return the operand, with the state of all fragments, after an event of one.
 
-    def after_base(
-        self,
-        fragments: Sequence[Fragment],
-        based: Callable[..., Operand],
-        now: Now,
-        operand: Operand,
-    ) -> Operand:
-        """Make the base's exchange, and then what is due of the fragments.
-
-        At most one fragment has events in an update. The program holds one switch over all that
-        may be due, or with a phase what it names.
+        `step(fragment, now, operand)` has updates and parameters of all leaves; anchor, outer state
+        and what is in flight are those of the fragment.
         """
-        updates, others, state = based(operand, now.communicate)
-        keys = keys_of(fragments)
-        parts = [self.observed(part, now.rate) for part in views(state, keys)]
-        # With a conditional around it the exchange would run beside nothing.
-        sends_always = self._sends_always and now.phase is None and now.communicate is True
-        if sends_always:
-            parts = [self.sent(fragments[0], now.params, parts[0])]
-        index: int | jax.Array = 0
-        branches: list[Callable[[Operand], Operand]] = [lambda operand: operand]
-        for number, turn in enumerate(self.turns()):
-            for events in turn.options(now.phase):
-                due = now.phase is not None or turn.is_now(events, state.count)
-                index = len(branches) if due is True else jnp.where(due, len(branches), index)
-                rest = tuple(event for event in events if event != SEND or not sends_always)
-                branches.append(functools.partial(self.run, fragments, number, rest, now))
-
-        def missed(operand: Operand) -> Operand:
-            # Of a displacement of which a part was not sent there is no mean.
-            updates, others, state = operand
-            parts = views(state, keys)
-            for number, turn in enumerate(self.turns() if self.delay else ()):
-                due = turn.due(state.count) if now.phase is None else bool(turn.options(now.phase))
-                flight = dropped(parts[number].in_flight, due)
-                parts[number] = parts[number]._replace(in_flight=flight)
-            return updates, others, joined(state, parts, keys)
-
-        operand = updates, others, joined(state, parts, keys)
-        return run_if(
-            now.communicate, functools.partial(run_one_of, index, branches), missed, operand
-        )
-
-    @property
-    def _sends_always(self) -> bool:
-        """Whether any update may send: each but one does, which overwrites what it sent."""
-        return 0 < self.delay == self.schedule.k - 1 and len(self.turns()) == 1
-
-    def observed(self, state: OuterState, rate: jax.Array | None) -> OuterState:
-        """Return the state of one fragment after any update at this rate."""
-        if self.rate is None or self.rate.observe is None or rate is None:
-            return state
-        return state._replace(outer=self.rate.observe(state.outer, rate))
-
-    # The events of one fragment. Updates, others and parameters are those of all leaves; anchor,
-    # outer state and what is in flight are those of the fragment.
-
-    def run(
-        self,
-        fragments: Sequence[Fragment],
-        number: int,
-        events: Sequence[str],
-        now: Now,
-        operand: Operand,
-    ) -> Operand:
-        """Return the operand, with the state of all fragments, after events of one."""
+        outer, fragments = self.on(now.params), self.divided(now.params)
+        if self.replaces_base:
+            operand = self.local(operand, now)
         updates, others, state = operand
-        turn, keys = self.turns()[number], keys_of(fragments)
+        keys = keys_of(fragments)
         parts = views(state, keys)
-        steps = {TAKE: self.take, SEND: self.send, SLOW: self.land if self.delay else self.slow}
-        operand = updates, others, parts[number]
-        for event in events:
-            with phase_scope(turn.event(event)):
-                operand = steps[event](fragments[number], now, operand)
-        updates, others, parts[number] = operand
+        updates, others, parts[number] = step(
+            outer, fragments[number], now, (updates, others, parts[number])
+        )
         return updates, others, joined(state._replace(base=parts[number].base), parts, keys)
+
+    def missed(self, number: int, operand: Operand, due: Any, now: Now) -> Operand:
+        """Drop what is in flight: of a displacement of which a part was not sent is no mean."""
+        updates, others, state = operand
+        keys = keys_of(self.divided(now.params))
+        parts = views(state, keys)
+        parts[number] = parts[number]._replace(in_flight=dropped(parts[number].in_flight, due))
+        return updates, others, joined(state, parts, keys)
 
     def slow(self, fragment: Fragment, now: Now, operand: Operand) -> Operand:
         """Make the slow step with an exchange in this update, unless the base refuses it.
@@ -540,7 +430,8 @@ class Outer:
                 displacement, residual = self.displacement(fragment, x, mass, now, state)
             else:
                 displacement = jax.tree.map(subtracted, state.anchor, y)
-            return self.moved(fragment, displacement, residual, mass, now, operand)
+            rate = self.rate_of(now)
+            return self.moved(fragment, displacement, residual, mass, rate, now, operand)
 
         allowed, operand = self.permitted(now.params, operand)
         return run_if(allowed, step, lambda operand: operand, operand)
@@ -550,7 +441,7 @@ class Outer:
     ) -> tuple[PyTree, jax.Array | None]:
         """Return the weighted parameters and their weight, None if it is always 1."""
         # A push-sum base returns (w z, w), others (z, None), where None stands for 1.
-        x, mass = self.base.spec.exchange.numerator(base, y)
+        x, mass = self.base.numerator(base, y)
         if weight is not None:
             x = jax.tree.map(lambda leaf: scaled(leaf, weight), x)
             mass = weight if mass is None else scaled(mass, weight)
@@ -566,7 +457,7 @@ class Outer:
     ) -> tuple[PyTree, PyTree | None]:
         """Return D in the anchor's form and a codec's residual, from weighted parameters."""
         x, anchor, params = fragment.of(x), state.anchor, now.params
-        if self.exchange.codec is None:
+        if self.over.codec is None:
             # sum x / sum w is the exact mean of weighted and push-sum parameters too.
             average = self.anchor_of(fragment, params).average(x)
             if mass is not None:
@@ -574,12 +465,12 @@ class Outer:
             return jax.tree.map(subtracted, anchor, average), None
         # Send D and not x: D is small, and a codec's rounding error is proportional to it.
         z = x if mass is None else jax.tree.map(lambda leaf: quotient(leaf, mass), x)
-        local, exchange = jax.tree.map(subtracted, anchor, z), self.exchange
-        return mean_and_residual(local, exchange_of(fragment, exchange, params), mass, role="slow")
+        local, over = jax.tree.map(subtracted, anchor, z), exchange_of(fragment, self.over, params)
+        return mean_and_residual(local, over, mass, role="slow")
 
     def per_mass(self, average: PyTree, mass: jax.Array, idle: PyTree | None) -> PyTree:
         """Return sum x / sum w of the replicas from mean x; `idle` if all have run out of data."""
-        total = all_mean(mass, self.exchange.axis_name)
+        total = all_mean(mass, self.over.axis_name)
         if idle is None:
             return jax.tree.map(lambda leaf: leaf / total.astype(leaf.dtype), average)
         return jax.tree.map(
@@ -592,18 +483,19 @@ class Outer:
         displacement: PyTree,
         residual: PyTree | None,
         mass: jax.Array | None,
+        rate: jax.Array | None,
         now: Now,
         operand: Operand,
     ) -> Operand:
         """Return updates and state after the outer optimizer's step with this displacement."""
         updates, others, state = operand
         if others and self.exact_average:
-            others = replica_mean(others, Exchange(self.exchange.axis_name), mass)
-        outer, rate, options = state.outer, now.rate, {}
+            others = replica_mean(others, Exchange(self.over.axis_name), mass)
+        outer, options = state.outer, {}
         if self.rate is not None and rate is not None:
             # With different rates the replicas would diverge, even if each keeps its own anchor.
             if self.rate.agree is not None:
-                outer, rate = self.rate.agree(outer, rate, axis_names(self.exchange.axis_name))
+                outer, rate = self.rate.agree(outer, rate, axis_names(self.over.axis_name))
             options = {"learning_rate": rate}
         # Any optax optimizer, with D as its gradient; it runs on shards of a sharded anchor.
         step, outer = self.stepper(fragment).update(displacement, outer, state.anchor, **options)
@@ -625,12 +517,11 @@ class Outer:
             new = merged(local, whole, self.merge)
             return fragment.put(tree, jax.tree.map(lambda n, x: n.astype(x.dtype), new, local))
 
-        base = self.base.spec.exchange
         if self.replaces_base:
-            state = state._replace(base=base.reset(state.base))
+            state = state._replace(base=self.base.reset(state.base))
         elif self.exact_average:
             # What the base still has under way moves alike.
-            state = state._replace(base=base.settle(state.base, move))
+            state = state._replace(base=self.base.settle(state.base, move))
         return updates, others, state
 
     def take(self, fragment: Fragment, now: Now, operand: Operand) -> Operand:
@@ -641,13 +532,13 @@ class Outer:
         # Weighted values and their weight, whose sums over replicas give the exact mean. The rate
         # goes with them: the displacement was made at it, however late it is applied.
         old: InFlight = state.in_flight
-        one = jnp.ones_like(old.mass)
+        one, rate = jnp.ones_like(old.mass), self.rate_of(now)
         taken = InFlight(
             values=jax.tree.map(
                 lambda new, like: new.astype(like.dtype), fragment.of(x), old.values
             ),
             mass=one if mass is None else mass.astype(one.dtype),
-            rate=one if now.rate is None else now.rate.astype(one.dtype),
+            rate=one if rate is None else rate.astype(one.dtype),
             parts=jnp.where(allowed, 0, NOTHING).astype(jnp.int32),
         )
         return updates, others, state._replace(in_flight=match_varying(taken, old))
@@ -655,27 +546,23 @@ class Outer:
     def send(self, fragment: Fragment, now: Now, operand: Operand) -> Operand:
         """Average the next part of what is in flight."""
         updates, others, state = operand
-        return updates, others, self.sent(fragment, now.params, state)
-
-    def sent(self, fragment: Fragment, params: PyTree, state: OuterState) -> OuterState:
-        """Return the state with the next part of what is in flight averaged."""
-        exchange = exchange_of(fragment, self.exchange, params)
-        flight = average_part(state.in_flight, exchange, self.delay)
-        return state._replace(in_flight=match_varying(flight, state.in_flight))
+        over = exchange_of(fragment, self.over, now.params)
+        flight = average_part(state.in_flight, over, self.delay)
+        return updates, others, state._replace(in_flight=match_varying(flight, state.in_flight))
 
     def land(self, fragment: Fragment, now: Now, operand: Operand) -> Operand:
         """Make the slow step with what has arrived, if all of it has."""
         state = operand[2]
         flight: InFlight = state.in_flight
-        average, has_weight = arrived(flight, self.exchange)
+        average, has_weight = arrived(flight, self.over)
         displacement = jax.tree.map(
             lambda old, new: jnp.where(has_weight, subtracted(old, new), 0),
             state.anchor,
             self.anchor_of(fragment, now.params).store(average),
         )
         _, mass = self.numerator(landing(now.params, operand[0]), now.weight, state.base)
-        now = now._replace(rate=None if self.rate is None else flight.rate)
-        after = self.moved(fragment, displacement, None, mass, now, operand)
+        rate = None if self.rate is None else flight.rate
+        after = self.moved(fragment, displacement, None, mass, rate, now, operand)
         is_whole = flight.parts == self.delay
         # No conditional, beside which nothing would run: the slow step itself sends little.
         updates, others, state = jax.tree.map(
@@ -685,30 +572,33 @@ class Outer:
 
     def permitted(self, params: PyTree, operand: Operand) -> tuple[Any, Operand]:
         """Return whether the base permits what follows, and the operand afterwards."""
-        base = self.base.spec.exchange
-        if not self.exact_average or base.permit is None:
-            return True, operand
         # A base such as only_finite may refuse the step before anything is averaged.
         updates, others, state = operand
-        axes = tuple(dict.fromkeys((*axis_names(self.exchange.axis_name), *base.axes)))
+        if not self.exact_average:
+            return True, operand
+        axes = tuple(dict.fromkeys((*axis_names(self.over.axis_name), *self.base.axes)))
         allowed, state = self.permit(state, apply_exactly(params, updates), others, axes)
         return allowed, (updates, others, state)
 
     def permit(
         self, state: OuterState, y: PyTree, others: Others, axes: Sequence[str]
     ) -> tuple[Any, OuterState]:
-        """Return the base's permission; see `ExchangeSpec.permit`."""
+        """Return the base's permission; see `Sync.permit`."""
         allowed, base_state = self.base.permit(state.base, y, others, axes)
         return allowed, state._replace(base=base_state)
+
+    def shares(self, state: OuterState) -> Any:
+        """Return the shares of the base; see `Sync.shares`."""
+        return self.base.shares(state.base)
 
     # The exchange of a fragment as a program of its own, beside the updates of its delay.
 
     @property
-    def beside(self) -> BesideSpec | None:
+    def beside(self) -> Beside | None:
         """Return the exchange of a fragment as one program; None with devices that share it."""
         # With devices that share a replica's work, its local steps hold collectives already, which
         # the exchange would have to wait for.
-        if not self.delay or self.exchange.local_axis_name is not None:
+        if not self.delay or self.over.local_axis_name is not None:
             return None
 
         def sender(phase: Phase) -> int:
@@ -728,12 +618,12 @@ class Outer:
             due = [turn.parts_before(t) for turn in self.turns()]
             return any(0 <= x < y for x, y in zip(sent, due, strict=True))
 
-        return BesideSpec(
+        return Beside(
             without=lambda phase: tuple(
                 event for event in phase if event not in [x.event(SEND) for x in self.turns()]
             ),
             sent=lambda state, phase: parts(state)[sender(phase)].in_flight,
-            exchange=functools.partial(average_all, exchange=self.exchange, delay=self.delay),
+            exchange=functools.partial(average_all, exchange=self.over, delay=self.delay),
             put=put,
             ends=lambda phase: self.turns()[sender(phase)].event(SLOW) in phase,
             is_behind=is_behind,

@@ -4,11 +4,9 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
-import optax
 
 from ..._support.types import PyTree
-from ...transform import Others, ParameterTransform
-from ...tree import widen_updates
+from ...transform import Event, Now, Sync
 
 
 class OuterState(NamedTuple):
@@ -21,23 +19,24 @@ class OuterState(NamedTuple):
     in_flight: PyTree = ()  # `InFlight` with a delay; of several fragments tuples of all three
 
 
-def _exchange(
-    updates: PyTree, others: Others, state: PyTree, params: PyTree, **extra: Any
-) -> tuple[PyTree, Others, PyTree]:
-    del params, extra
-    return widen_updates(updates), others, state
+class _Alone(Sync):
+    """Replicas that train independently between slow steps: it exchanges nothing."""
+
+    owner = "alone"
+    axes = ()
+
+    def init(self, params: PyTree) -> PyTree:
+        return ()
+
+    def events(self) -> list[Event]:
+        return []
+
+    def counted(self, state: PyTree, now: Now) -> PyTree:
+        return state
 
 
-# An outer step calls only its `exchange`.
-ALONE = ParameterTransform(
-    lambda params: (),
-    optax.with_extra_args_support(optax.identity()).update,
-    phase=lambda t, skipped=0: (),
-    due=lambda t: False,
-    schedules=(),
-    exchange=_exchange,
-)
-"""The base of replicas that train independently between slow steps: it exchanges nothing."""
+ALONE = _Alone()
+"""The base of an outer optimizer without one."""
 
 
 NO_RATE = -1.0  # marks a replica that has run out of data, whose optimizer has not counted on

@@ -93,11 +93,11 @@ class ByteLedger:
     def _of_event(self, event: str) -> int:
         if event in self.by_kind:
             return self.by_kind[event]
-        # "any round": only the state knows which round, since a refused round is repeated. Other
-        # events without a kind, such as "take", send nothing.
+        # "round": only the state knows which round, since a refused round is repeated. Other events
+        # without a kind, such as "take", send nothing.
         rounds = [sent for kind, sent in self.by_kind.items() if kind.startswith("round ")]
         always = self.by_kind.get("local", 0)
-        return max(rounds, default=always) if event.endswith("round") else always
+        return max(rounds, default=always) if event == "round" else always
 
 
 def emitted(step: js.TrainStep, state: Any, batch: Any) -> js.CommReport:

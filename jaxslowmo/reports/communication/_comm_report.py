@@ -76,7 +76,7 @@ def comm_report(fn: Callable[..., Any] | Any, *args: Any, **kwargs: Any) -> Comm
         if hasattr(fn, method):
             report = _report(getattr(fn, method)(*args, **kwargs), meshes, compile=True)
             sync = getattr(fn, "sync", None)
-            stored = sync.spec.layout.stored() if isinstance(sync, ParameterTransform) else ""
+            stored = sync.stored if isinstance(sync, ParameterTransform) else ""
             return dataclasses.replace(report, state=stored)
     if not callable(fn):
         raise TypeError(

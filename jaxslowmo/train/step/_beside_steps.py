@@ -20,7 +20,7 @@ import jax.numpy as jnp
 
 from ..._support.types import AxisName, Phase, PyTree
 from ...mesh import AnyMesh, axis_names, map_replicas
-from ...transform import BesideSpec
+from ...transform import Beside
 from .._train_state import TrainState
 from ..batches import is_of_processes, processes_of
 from ._step_states import of_one_replica
@@ -57,7 +57,7 @@ class BesideSteps:
       axis_name: the replica axis, or several.
     """
 
-    def __init__(self, spec: BesideSpec, mesh: AnyMesh, axis_name: AxisName) -> None:
+    def __init__(self, spec: Beside, mesh: AnyMesh, axis_name: AxisName) -> None:
         self._spec, self._mesh, self._axis_name = spec, mesh, axis_name
         self._is_beside = runs_beside(mesh, axis_name)
         # Results, finished or not, with the counters of the states whose updates they run beside.

@@ -110,7 +110,7 @@ class HostCounts:
         counts = self.get(counter)
         if counts is None:
             skipped = 0
-            if sync is not None and sync.skipped is not None:
+            if sync is not None:
                 skipped = int(sync.skipped(jax.tree.map(of_one_replica, state.opt_state[-1])))
             counts = UpdateCounts(int(of_one_replica(counter)), skipped)
             self.note(counter, counts)
@@ -156,12 +156,8 @@ class Runner:
         self.in_flight = StepsInFlight()
         self._counts = HostCounts()
         self._beside: BesideSteps | None = None
-        if (
-            mode == "host"
-            and parts.sync is not None
-            and parts.sync.spec.exchange.beside is not None
-        ):
-            self._beside = BesideSteps(parts.sync.spec.exchange.beside, mesh, parts.axis_name)
+        if mode == "host" and parts.sync is not None and parts.sync.beside is not None:
+            self._beside = BesideSteps(parts.sync.beside, mesh, parts.axis_name)
         self._is_counting = False  # True once `next_phase` was called
         self._numbers: NumberPlaces | None = None  # None before the first state
         self._is_checked = False  # whether a state was checked

@@ -102,10 +102,6 @@ class StepParts:
     policy: Policy | None = None  # dtypes in which the loss function computes
     compiler_options: CompilerOptions = ()  # of every program of the step
 
-    def first_two(self) -> tuple[optax.GradientTransformation, optax.GradientTransformation]:
-        """Return gradient transform and optimizer."""
-        return with_layouts(self.gradients or optax.identity()), with_layouts(self.optimizer)
-
     @property
     def inner_axes(self) -> tuple[str, ...]:
         """Axes inside a replica over which the batch is split."""
@@ -316,15 +312,3 @@ class StepParts:
             and not holds_state(before, "gradients")
             and not holds_state(before, "parameters")
         )
-
-
-def with_layouts(transform: Any) -> Any:
-    """Return the transform with an `init` that warns of no unknown layouts: a step knows them."""
-
-    def init(params: PyTree) -> PyTree:
-        with layouts_known():
-            return transform.init(params)
-
-    if isinstance(transform, ParameterTransform):
-        return transform._replace(init=init, state=transform.state)
-    return transform._replace(init=init)

@@ -15,11 +15,19 @@ import optax
 
 from ...._support.types import Phase, PyTree
 from ....embedding import Ahead, Carry
-from ....transform import chain, increment, no_exchange, note_followed, run_if, unless_idle
+from ....transform import (
+    chain,
+    increment,
+    layouts_known,
+    no_exchange,
+    note_followed,
+    run_if,
+    unless_idle,
+)
 from ..._train_state import TrainState
 from ._batch_gradients import INPUT_ROLES, GradientWindow, StepInputs
 from ._metrics import Metrics, joined
-from ._parts import StepParts, UpdateBeforeExchange, with_layouts
+from ._parts import StepParts, UpdateBeforeExchange
 
 # Inputs stacked over the replicas are, inside of one replica, the same on all devices.
 INPUT_KINDS: Any = jax.tree.map(lambda r: "whole" if r == "stacked" else r, INPUT_ROLES)
@@ -56,11 +64,12 @@ class ReplicaStep:
 
     def chain(self) -> optax.GradientTransformationExtraArgs:
         """Return the step's transforms as one, whose states a train state holds."""
-        lookup, sync = self.parts.lookup, self.parts.sync
-        last = no_exchange() if sync is None else with_layouts(sync)
+        parts, lookup = self.parts, self.parts.lookup
+        first_two = parts.gradients or optax.identity(), parts.optimizer
+        last = no_exchange() if parts.sync is None else parts.sync
         if lookup.embeddings is None:
-            return chain(*self.parts.first_two(), last)
-        optimizers, embeddings = chain(*self.parts.first_two()), lookup.embeddings
+            return _with_layouts(chain(*first_two, last))
+        optimizers, embeddings = chain(*first_two), lookup.embeddings
 
         def both(dense: PyTree, stored: PyTree) -> tuple[PyTree, PyTree]:
             states = optimizers.init(dense)
@@ -84,7 +93,7 @@ class ReplicaStep:
                 "no tree like the parameters. Call the step."
             )
 
-        return optax.GradientTransformationExtraArgs(init, update)
+        return _with_layouts(optax.GradientTransformationExtraArgs(init, update))
 
     def updated(
         self, state: TrainState, inputs: StepInputs, phase: Phase | None
@@ -282,3 +291,13 @@ def keyed(state: TrainState) -> tuple[TrainState, TrainState]:
     """Return `state` with the key of its update, and with the key for the state after it."""
     rng, key = jax.random.key_data(jax.random.split(jax.random.wrap_key_data(state.rng)))
     return state._replace(rng=key), state._replace(rng=rng)
+
+
+def _with_layouts(transform: Any) -> Any:
+    """Return the transform with an `init` that warns of no unknown layouts: a step knows them."""
+
+    def init(params: PyTree) -> PyTree:
+        with layouts_known():
+            return transform.init(params)
+
+    return transform._replace(init=init)

@@ -1,4 +1,4 @@
-"""What a transform says of itself: to whom a state belongs, what must come last in a chain."""
+"""What the class of a state says: to whom it belongs, and what must come last in a chain."""
 
 from typing import NamedTuple
 
@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import jaxslowmo as js
-from jaxslowmo.transform import gradient_state, holds_state
+from jaxslowmo.transform import holds_state
 
 PARAMS = {"b": np.ones(2, np.float32), "w": np.ones(3, np.float32)}
 STACKED = jax.tree.map(lambda x: np.stack([x] * 2), PARAMS)
@@ -28,14 +28,21 @@ def own_class() -> type:
     return OwnState
 
 
-def transform_of(kind, **told) -> js.ParameterTransform:
+def transform_of(kind) -> js.ParameterTransform:
     """A parameter transform of one's own, which exchanges nothing, with a state of this class."""
 
-    def update(updates, state, params=None, **extra):
-        return updates, state._replace(count=state.count + 1)
+    class Own(js.spec.Sync):
+        owner = "own"
+        state = kind
+        axes = ("replica",)
 
-    told = {"phase": lambda t, skipped=0: (), "due": lambda t: False, "schedules": (), **told}
-    return js.ParameterTransform(lambda params: kind(jnp.zeros([], jnp.int32)), update, **told)
+        def init(self, params):
+            return kind(jnp.zeros([], jnp.int32))
+
+        def events(self):
+            return []
+
+    return js.ParameterTransform(Own())
 
 
 def step_of(optimizer, replicas=2, **options):
@@ -81,24 +88,14 @@ def test_chains_in_order_are_taken():
 
 
 def test_a_transform_of_ones_own_is_refused_as_ours_are():
-    """Inside of `optimizer`, host-scheduled, by the class of its state: named, or learned."""
-    named, first, second = own_class(), own_class(), own_class()
-    copied = transform_of(first)._replace(init=lambda params: second(jnp.zeros([], jnp.int32)))
-    for own in (transform_of(named, state=named), transform_of(first), copied):
-        for optimizer in (optax.chain(SGD, own), optax.chain(SGD, optax.masked(own, BOTH))):
-            with pytest.raises(ValueError, match=r'`mode`="host".*`optimizer`'):
-                step_of(optimizer, sync=AVERAGE, mode="host").init(PARAMS)
+    """Inside of `optimizer`, host-scheduled, by the class of its state."""
+    own = transform_of(own_class())
+    for optimizer in (optax.chain(SGD, own), optax.chain(SGD, optax.masked(own, BOTH))):
+        with pytest.raises(ValueError, match=r'`mode`="host".*`optimizer`'):
+            step_of(optimizer, sync=AVERAGE, mode="host").init(PARAMS)
 
 
-def test_a_class_that_tells_nothing_is_not_learned():
-    """Above all none of optax: its transforms would be taken for exchanges everywhere."""
-    adam = optax.scale_by_adam()
-    named = {"phase": lambda t, skipped=0: (), "due": lambda t: False, "schedules": ()}
-    js.ParameterTransform(adam.init, adam.update, **named).init(PARAMS)
-    step_of(optax.adam(0.1), sync=AVERAGE, mode="host").init(PARAMS)
-    reduced = gradient_state(own_class())  # nor does a state of gradients become another
-    transform_of(reduced).init(PARAMS)
-    assert holds_state(reduced(np.int32(0)), "gradients")
-    # One class around local_sgd and slowmo: moved by anyone where one owner says so.
+def test_who_must_convert_a_state_is_said_by_its_class():
+    # One class around local_sgd and slowmo: moved by anyone, unless what is inside has an owner.
     around = [js.only_finite(x).init(PARAMS) for x in (AVERAGE, WHOLE)]
     assert [holds_state(x, "parameters", needs_owner=True) for x in around] == [False, True]
