@@ -1,5 +1,6 @@
 """An exchange without the package, which others are compared with."""
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -14,27 +15,38 @@ class NoState(NamedTuple):
     count: jax.Array
 
 
+@dataclass(frozen=True)
+class ByHand(js.spec.Sync):
+    """Parameters averaged in every step, as one would write it: one buffer, and slices of it."""
+
+    axis: str
+    owner = "by hand"
+    state = NoState
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        return (self.axis,)
+
+    def init(self, params: Any) -> NoState:
+        del params
+        return NoState(jnp.zeros([], jnp.int32))
+
+    def events(self) -> list[js.spec.Event]:
+        return [js.spec.Event("average", self.average, js.every(1), replaces=True)]
+
+    def average(self, operand: Any, now: js.spec.Now) -> Any:
+        updates, others, state = operand
+        leaves, treedef = jax.tree.flatten(jax.tree.map(jax.lax.add, now.params, updates))
+        flat = jax.lax.concatenate([jax.lax.reshape(x, (x.size,)) for x in leaves], 0)
+        mean = jax.lax.psum(flat, self.axis) / jax.lax.axis_size(self.axis)
+        parts = jax.lax.split(mean, [x.size for x in leaves])
+        means = treedef.unflatten(map(jax.lax.reshape, parts, [x.shape for x in leaves]))
+        return jax.tree.map(jax.lax.sub, means, now.params), others, state
+
+
 def averaged_by_hand(axis: str) -> js.ParameterTransform:
-    """The parameters averaged in every step, as one would write it: one buffer, and slices of it.
+    """Return the exchange written by hand.
 
     Communication: one all-reduce over `axis`.
     """
-
-    def update(updates: Any, state: NoState, params: Any, **told: Any) -> tuple[Any, NoState]:
-        del told
-        leaves, treedef = jax.tree.flatten(jax.tree.map(jax.lax.add, params, updates))
-        flat = jax.lax.concatenate([jax.lax.reshape(x, (x.size,)) for x in leaves], 0)
-        mean = jax.lax.psum(flat, axis) / jax.lax.axis_size(axis)
-        parts = jax.lax.split(mean, [x.size for x in leaves])
-        means = treedef.unflatten(map(jax.lax.reshape, parts, [x.shape for x in leaves]))
-        return jax.tree.map(jax.lax.sub, means, params), state
-
-    always = js.every(1)
-    return js.ParameterTransform(
-        lambda params: NoState(jnp.zeros([], jnp.int32)),
-        update,
-        phase=lambda t, skipped=0: ("average",),
-        due=always,
-        schedules=(always,),
-        state=NoState,
-    )
+    return js.ParameterTransform(ByHand(axis))

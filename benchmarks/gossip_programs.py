@@ -16,6 +16,7 @@ import re
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -84,16 +85,27 @@ def models() -> list[Model]:
     ]
 
 
-def only(sync: js.ParameterTransform, t: int) -> js.ParameterTransform:
-    """`sync` with the phase of update `t` as its only one."""
-    phase = sync.phase(t)
-    return js.ParameterTransform(
-        sync.init,
-        sync.update,
-        phase=lambda t, skipped=0: phase,
-        due=sync.due,
-        schedules=(js.every(1),),
-    )
+class FirstState(NamedTuple):
+    """The state of `First`."""
+
+    count: jax.Array
+    inner: Any
+
+
+@dataclass(frozen=True)
+class First(js.spec.Wrapper):
+    """An algorithm with the phase of its first update as its only one."""
+
+    base: js.spec.Sync
+    owner = "first"
+    state = FirstState
+
+    def init(self, params: Any) -> FirstState:
+        return FirstState(jnp.zeros([], jnp.int32), self.base.init(params))
+
+    def phase(self, t: int, skipped: int = 0) -> tuple[str, ...]:
+        del t, skipped
+        return self.base.phase(1)
 
 
 def measure(
@@ -105,7 +117,7 @@ def measure(
     start = time.process_time()
     (lowered,) = lowered_step(
         model.loss,
-        sync if mode == "traced" else only(sync, 1),
+        sync if mode == "traced" else js.ParameterTransform(First(sync.sync)),
         model.params,
         batch,
         mesh,

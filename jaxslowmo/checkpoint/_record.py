@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from .._support.types import PyTree
 from .._version import __version__
+from ..algorithms.outer import division_of
 from ..mesh import model_axes, only_over, specs_of_leaves
 from ..train import TrainState
 from ..transform import ParameterTransform, SavedForm, StatePlacement
@@ -68,6 +69,8 @@ class Record:
       extra: the `extra` of the caller of `save`.
       layout: the places of leaves in buffers of stages, plain JSON as `layout_of` returns it. None:
         there are no stages.
+      division: the fragments of an outer optimizer's state, plain JSON as `division_of` returns it.
+        None: there is no such state.
     """
 
     step: int
@@ -79,6 +82,7 @@ class Record:
     prints: tuple[tuple[int, int], ...]
     extra: dict[str, Any]
     layout: dict[str, Any] | None = None
+    division: dict[str, Any] | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return the record as it is stored, with a checksum."""
@@ -95,6 +99,7 @@ class Record:
             "prints": [list(p) for p in self.prints],
             "extra": self.extra,
             "layout": self.layout,
+            "division": self.division,
             "versions": {"jaxslowmo": __version__}
             | {package: version(package) for package in ("jax", "orbax-checkpoint")},
         }
@@ -123,7 +128,9 @@ class Record:
         certain = self.axis_sizes is not None
         sizes = self.axis_sizes if self.axis_sizes is not None else like.axis_sizes
         automatic = frozenset(self.automatic)
-        return StatePlacement(self.replicas, sizes, automatic, certain, self.shards, form)
+        return StatePlacement(
+            self.replicas, sizes, automatic, certain, self.shards, form, self.division
+        )
 
 
 def read_json(path: epath.Path) -> Any:
@@ -178,6 +185,7 @@ def read_record(path: epath.Path) -> Record:
             prints=tuple((first, second) for first, second in value["prints"]),
             extra=value["extra"],
             layout=value["layout"],
+            division=value.get("division"),
         )
     except (KeyError, TypeError, ValueError) as error:
         raise UnreadableError(f"{path} has a damaged record ({error!r}).") from error
@@ -222,6 +230,7 @@ def record_of(step: int, state: TrainState, extra: dict[str, Any]) -> Record:
         prints=(),
         extra=extra,
         layout=layout_of(state),
+        division=division_of(state.opt_state[-1]),
     )
 
 

@@ -93,14 +93,6 @@ class Template:
             return self.structs
         return self.structs._replace(opt_state=(*rest, sync.like_on(sync_state, params, old)))
 
-    def is_divided_anew(self, saved: Record, old: StatePlacement) -> bool:
-        """Return whether the parameter transform divided its saved state into other parts."""
-        names = [leaf.name for leaf in saved.leaves]
-        if names == [leaf.name for leaf in self.record.leaves]:
-            return False
-        then = self.structs_on(old).opt_state[-1]
-        return leaf_names(then) != leaf_names(self.structs.opt_state[-1])
-
     def with_dtypes_of(self, saved: Record) -> "Template":
         """Return the template with the optimizer's dtypes after its first update, as saved.
 
@@ -199,15 +191,12 @@ def read(path: epath.Path, template: Template, saved_form: SavedFormLike = None)
     template = template.with_dtypes_of(record)
     old, new = record.placement(template.placement, form), template.placement
     names = [x.name for x in record.leaves]
-    (of_sync,) = _names_of_sync(template.structs)
-    inside = tuple(name.removeprefix(of_sync) for name in names if name.startswith(of_sync))
-    old = dataclasses.replace(old, names=inside)
     sync, sync_state = template.train_step.sync, template.structs.opt_state[-1]
     # A state that was saved without devices has no layout except the shapes of its shards.
     is_equal = [x.shape for x in record.leaves] == [x.shape for x in template.record.leaves]
     if old.is_certain or form is not None:
         is_equal = has_equal_layout(path, record, sync_state, template.stored, sync, old, new)
-    if old.replicas == new.replicas and is_equal and not template.is_divided_anew(record, old):
+    if old.replicas == new.replicas and is_equal and record.division == template.record.division:
         _check_leaves(path, record, template.record)
         arrays = _read(path, record, template.stored)
         return Reading(path, record, arrays, True, template, old, template.structs)

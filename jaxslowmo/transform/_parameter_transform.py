@@ -46,6 +46,7 @@ class ParameterTransform(WithSpec):
 
     sync: Sync
     exchange: Callable[..., Operand]
+    anchor: Callable[[PyTree, PyTree], PyTree]
 
     def __new__(cls, sync: Sync, settings: Settings | None = None) -> "ParameterTransform":
         """Make the transform of an algorithm."""
@@ -54,6 +55,7 @@ class ParameterTransform(WithSpec):
         checked = Checked(sync)
         self = super().__new__(cls, cast("optax.TransformInitFn", checked.init), checked.update)
         self.sync, self.exchange, self.settings = sync, checked.exchange, settings
+        self.anchor = sync.anchor  # one object, by which compiled programs are found again
         return self
 
     def __getattr__(self, name: str) -> Any:

@@ -140,30 +140,13 @@ class Sync:
       owner: public name of the transform, for messages.
       state: class of its state, a NamedTuple that no other algorithm uses, with a field `count`:
         () int32, the number of updates so far.
-      base: the algorithm that it wraps, which exchanges too; None: there is none.
-      wants_learning_rate: whether each update needs the optimizer's rate as `learning_rate=`.
-      has_anchor: whether its state has an anchor, which `anchor` returns.
       packs: whether it packs leaves into the buffers of its `groups`, and so needs to know how
         leaves are sharded.
-      shards_whole_leaves: whether it keeps shards of leaves and has no specs, so that it gathers
-        leaves that are sharded over Auto axes inside a replica (over others their types have it).
-      shard_specs: `PartitionSpec` per leaf (or prefix of the tree) by which it cuts leaves into
-        shards, or None. It is part of the layout of its state.
-      stored: where its state is stored, and why, for `repr` and reports; "" if every replica has
-        all of it in any case.
-      beside: the part of the exchange that may run beside several updates; None: there is none.
     """
 
     owner: str
     state: ClassVar[type]
-    base: "Sync | None" = None
-    wants_learning_rate: bool = False
-    has_anchor: bool = False
-    packs: bool = False
-    shards_whole_leaves: bool = False
-    shard_specs: PyTree | None = None
-    stored: str = ""
-    beside: Beside | None = None
+    packs: ClassVar[bool] = False
 
     def __init_subclass__(cls) -> None:
         """Register the class of its state, by which chains and checkpoints know it."""
@@ -176,6 +159,11 @@ class Sync:
     # What an algorithm says of itself.
 
     @property
+    def wrapped(self) -> "Sync | None":
+        """The algorithm that it wraps, which exchanges too; None: there is none."""
+        return None
+
+    @property
     def groups(self) -> Sequence[Exchange]:
         """The groups of replicas that exchange, smallest first, each with the axes of the last."""
         return (Exchange(self.axes),)
@@ -184,13 +172,14 @@ class Sync:
     def axes(self) -> tuple[str, ...]:
         """Names of all mapped axes over which it, or what it wraps, exchanges."""
         own = axis_names(self.groups[-1].axis_name)
-        return tuple(dict.fromkeys((*own, *(self.base.axes if self.base else ()))))
+        return tuple(dict.fromkeys((*own, *(self.wrapped.axes if self.wrapped else ()))))
 
     @property
     def local_axes(self) -> tuple[str, ...]:
         """Names of axes inside a replica, whose devices split the work of an exchange."""
         own = [name for group in self.groups for name in axis_names(group.local_axis_name or ())]
-        return tuple(dict.fromkeys((*own, *(self.base.local_axes if self.base else ()))))
+        inner = self.wrapped.local_axes if self.wrapped else ()
+        return tuple(dict.fromkeys((*own, *inner)))
 
     def init(self, params: PyTree) -> PyTree:
         """Return the first state for `params`, whose leaves are floating."""
@@ -216,6 +205,16 @@ class Sync:
         del now
         updates, others, state = operand
         return widen_updates(updates), others, state
+
+    @property
+    def wants_learning_rate(self) -> bool:
+        """Whether each update needs the optimizer's rate as `learning_rate=`."""
+        return False
+
+    @property
+    def beside(self) -> Beside | None:
+        """The part of the exchange that may run beside several updates; None: there is none."""
+        return None
 
     # What an algorithm that wraps it asks.
 
@@ -251,6 +250,28 @@ class Sync:
 
     # What depends on the mesh.
 
+    @property
+    def shards_whole_leaves(self) -> bool:
+        """Whether it keeps shards of leaves and has no specs.
+
+        So it gathers leaves that are sharded over Auto axes inside a replica; over others their
+        types have the specs.
+        """
+        return False
+
+    @property
+    def shard_specs(self) -> PyTree | None:
+        """`PartitionSpec` per leaf (or prefix of the tree) by which it cuts leaves into shards.
+
+        It is part of the layout of its state. None: it cuts none.
+        """
+        return None
+
+    @property
+    def stored(self) -> str:
+        """Where its state is stored, and why; "" if every replica has all of it in any case."""
+        return ""
+
     def sized(self, axis_sizes: Mapping[str, int]) -> "Sync":
         """Return it for axes with these sizes by name, if it depends on them."""
         del axis_sizes
@@ -271,6 +292,11 @@ class Sync:
         """Return the `skipped` of `phase`, from the state of one replica on the host."""
         del state
         return 0
+
+    @property
+    def has_anchor(self) -> bool:
+        """Whether its state has an anchor, which `anchor` returns."""
+        return False
 
     def anchor(self, state: PyTree, params: PyTree) -> PyTree:
         """Return the anchor as a tree like the parameters, gathered from its shards.
@@ -410,16 +436,16 @@ class Sync:
     @property
     def variant(self) -> Hashable:
         """What its list of events depends on beside its arguments."""
-        return None if self.base is None else self.base.variant
+        return None if self.wrapped is None else self.wrapped.variant
 
     def layers(self) -> Iterator["Sync"]:
         """Yield it and all that it wraps, outermost first."""
         yield self
-        if self.base is not None:
-            yield from self.base.layers()
+        if self.wrapped is not None:
+            yield from self.wrapped.layers()
 
     def _lifted(self, event: Event, field: str) -> Event:
-        """Return an event of `base`, whose state is this field of the state, as one of its own."""
+        """Return an event of what it wraps, whose state is this field of its own."""
 
         def lifted(run: Callable[..., Operand]) -> Callable[..., Operand]:
             return functools.partial(_in_field, run, field)
@@ -450,13 +476,16 @@ class Wrapper(Sync):
     base: Sync
 
     @property
+    def wrapped(self) -> Sync:
+        """See `Sync`; so are the following."""
+        return self.base
+
+    @property
     def groups(self) -> Sequence[Exchange]:
-        """One group, over all axes of what it wraps."""
         return (Exchange(self.base.axes),)
 
     @property
     def wants_learning_rate(self) -> bool:
-        """See `Sync`; so are the following."""
         return self.base.wants_learning_rate
 
     @property
@@ -520,12 +549,12 @@ class Wrapper(Sync):
     def carry(
         self, state: PyTree, params: PyTree, old: StatePlacement, new: StatePlacement
     ) -> Carried:
-        carried = self.base.carry(state.inner, params, old.inside("inner"), new.inside("inner"))
+        carried = self.base.carry(state.inner, params, old, new)
         own = super().carry(state._replace(inner=()), params, old, new).state
         return carried._replace(state=own._replace(inner=carried.state))
 
     def like_on(self, state: PyTree, params: PyTree, at: StatePlacement) -> PyTree:
-        return state._replace(inner=self.base.like_on(state.inner, params, at.inside("inner")))
+        return state._replace(inner=self.base.like_on(state.inner, params, at))
 
     def shares(self, state: PyTree) -> Sequence[tuple[Any, PyTree | None]] | None:
         return self.base.shares(state.inner)

@@ -6,7 +6,7 @@ longer exists can be read.
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -50,8 +50,8 @@ class StatePlacement:
       specs: the layout over automatic axes of leaves that the state holds shards of: a
         `PartitionSpec` for each leaf of the parameters, in order. None: that of the transform.
       form: form of the parameters on this placement; None if it is the current form.
-      names: names of the leaves of a transform's saved state, which tell what arguments made it; ()
-        for a new run.
+      division: how the saved state of an outer optimizer divides the parameters; see
+        `algorithms.outer.division_of`. None for a new run, or without such a state.
     """
 
     replicas: int
@@ -60,12 +60,7 @@ class StatePlacement:
     is_certain: bool = True
     specs: tuple[P, ...] | None = None
     form: SavedForm | None = None
-    names: tuple[str, ...] = ()
-
-    def inside(self, field: str) -> "StatePlacement":
-        """Return the placement of a state inside of another, with the names of its leaves."""
-        parts = [f"/{name}".partition(f"/{field}/") for name in self.names]
-        return replace(self, names=tuple(inner for _, separator, inner in parts if separator))
+    division: Mapping[str, Any] | None = None
 
     def size(self, axis_name: AxisName | None) -> int:
         """Return the number of positions along one or several axes; missing axes count as 1."""

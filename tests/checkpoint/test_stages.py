@@ -89,7 +89,7 @@ class Staged(Run):
         """Return all that is no shard, and the whole anchor and momentum."""
         host = self.unstack(on_host(state))
         sync, own = self.step.sync, state.opt_state[-1]
-        if sync is None or sync.anchor is None:
+        if sync is None or not sync.has_anchor:
             return host
         slow = [
             js.read_anchor(sync, own._replace(anchor=x), state.params, mesh=self.step.mesh)

@@ -113,10 +113,6 @@ def _mean_by_hand() -> Any:
     )
 
 
-def _nothing() -> tuple[Any, Any]:
-    return lambda params: (), lambda updates, state, params=None: (updates, state)
-
-
 def _scaled(*parts: Any) -> Any:
     return js.dynamic_loss_scale(joined(*parts, optax.adam(0.1)))
 
@@ -183,9 +179,6 @@ MISUSES: dict[str, Misuse] = {
     ),
     "step, a mean by hand": lambda: _used(optax.chain(_mean_by_hand(), optax.sgd(0.1))),
     "step, a mean by hand as gradients": lambda: _used(gradients=_mean_by_hand()),
-    # Transforms of one's own.
-    "transform, no schedule": lambda: js.ParameterTransform(*_nothing()),
-    "transform, unknown name": lambda: _local()._replace(period=3),
     # Use.
     "use, uneven batch": _uneven_batch,
     "use, weight of another shape": _half_weight,

@@ -116,12 +116,6 @@ class Anchor:
 
         return jax.tree.map(of, params)
 
-    def like_on(self, anchor: PyTree, params: PyTree, at: StatePlacement, tree: PyTree) -> PyTree:
-        """Return the types of `tree`, an anchor or a tree with parts of its form, on `at`."""
-        # A whole anchor has the leaves of the parameters on every mesh.
-        del anchor, params, at
-        return tree
-
 
 def of_form(anchor: PyTree) -> Callable[[PyTree], bool]:
     """Return a function that tells whether a tree has the form of the anchor."""
@@ -336,12 +330,6 @@ class ShardedAnchor(Anchor):
             for group, plan in zip(packing.groups, packing.plans, strict=True)
             for s, buffer in zip(_layouts(plan, at, parts), plan.buffers, strict=True)
         )
-
-    def like_on(self, anchor: PyTree, params: PyTree, at: StatePlacement, tree: PyTree) -> PyTree:
-        """See `Anchor.like_on`."""
-        shards = self.types_on(params, at)
-        # The outer optimizer's state for the shards (momentum) is split in the same way.
-        return replaced(anchor, tree, lambda _: shards)
 
     def _packing_on(self, at: StatePlacement, params: PyTree) -> TreePacking:
         """Return the plan of the shards on the mesh of `at`, which may no longer exist."""

@@ -2,8 +2,7 @@
 
 import functools
 import itertools
-import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -88,91 +87,92 @@ class Fragment:
             all_leaves[place] = leaf
         return treedef.unflatten(all_leaves)
 
-    @property
-    def key(self) -> str:
-        """Return its name in states, which tells its leaves: "1:4-7,9" of fragment 1.
-
-        With parts of leaves it is "1:0-2@4", for the second of four parts of leaves 0 to 2.
-        """
-        # So a checkpoint tells how its parameters were divided.
-        runs: list[list[int]] = []
-        for place in self.places or ():
-            if runs and place == runs[-1][-1] + 1:
-                runs[-1][1:] = [place]
-            else:
-                runs.append([place])
-        leaves = ",".join("-".join(map(str, run)) for run in runs)
-        return f"{self.number}:{leaves}" + (f"@{self.count}" if self.count > 1 else "")
-
 
 ALL_LEAVES = Fragment()
 
 
-def keys_of(fragments: Sequence[Fragment]) -> list[str]:
-    """Return the keys of fragments in states; none for a single one."""
-    return [fragment.key for fragment in fragments] if len(fragments) > 1 else []
+@jax.tree_util.register_pytree_with_keys_class
+class Parts:
+    """Something of each of several fragments, in a state: such as their anchors.
+
+    Attributes:
+      fragments: the fragments, so that a checkpoint tells how its parameters were divided.
+      values: a tree for each of them, in their order.
+    """
+
+    def __init__(self, fragments: tuple[Fragment, ...], values: Sequence[Any]) -> None:
+        self.fragments, self.values = fragments, tuple(values)
+
+    def tree_flatten_with_keys(self) -> tuple[tuple[tuple[Any, Any], ...], Any]:
+        """Return the trees by their numbers, and the fragments."""
+        keys = map(jax.tree_util.SequenceKey, range(len(self.values)))
+        return tuple(zip(keys, self.values, strict=True)), self.fragments
+
+    @classmethod
+    def tree_unflatten(cls, fragments: Any, values: Any) -> "Parts":
+        """Return the parts with these trees."""
+        return cls(fragments, values)
+
+    def __iter__(self) -> Iterator[Any]:
+        """Iterate over the trees."""
+        return iter(self.values)
+
+    def __getitem__(self, number: int) -> Any:
+        """Return the tree of a fragment."""
+        return self.values[number]
 
 
-def keys_in(state: OuterState, count: int) -> list[str]:
-    """Return the keys of `count` fragments in a state, in their order; none for a single one."""
-    # jax orders the keys of a dict as text, in which 10 comes before 2.
-    return [] if count == 1 else sorted(state.anchor, key=lambda key: int(key.split(":")[0]))
-
-
-def views(state: OuterState, keys: Sequence[str]) -> list[OuterState]:
+def views(state: OuterState) -> list[OuterState]:
     """Return the state of each fragment, with the base's state in each."""
-    if not keys:
+    if not isinstance(state.anchor, Parts):
         return [state]
-    return [
-        state._replace(
-            anchor=state.anchor[key],
-            outer=state.outer[key],
-            in_flight=state.in_flight[key] if state.in_flight else (),
-        )
-        for key in keys
-    ]
+    flights = state.in_flight or [()] * len(state.anchor.values)
+    fields = zip(state.anchor, state.outer, flights, strict=True)
+    return [state._replace(anchor=a, outer=o, in_flight=f) for a, o, f in fields]
 
 
-def joined(state: OuterState, parts: Sequence[OuterState], keys: Sequence[str]) -> OuterState:
+def joined(
+    state: OuterState, parts: Sequence[OuterState], fragments: tuple[Fragment, ...]
+) -> OuterState:
     """Return `state` with the anchors, outer states and values in flight of its fragments."""
-    if not keys:
-        anchor, outer, flight = parts[0].anchor, parts[0].outer, parts[0].in_flight
-        return state._replace(anchor=anchor, outer=outer, in_flight=flight)
-    anchors, outers, flights = zip(*[(x.anchor, x.outer, x.in_flight) for x in parts], strict=True)
+
+    def of(values: Sequence[Any]) -> Any:
+        return values[0] if len(fragments) == 1 else Parts(fragments, values)
+
     return state._replace(
-        anchor=dict(zip(keys, anchors, strict=True)),
-        outer=dict(zip(keys, outers, strict=True)),
-        in_flight=dict(zip(keys, flights, strict=True)) if any(flights) else (),
+        anchor=of([part.anchor for part in parts]),
+        outer=of([part.outer for part in parts]),
+        in_flight=of([part.in_flight for part in parts]) if parts[0].in_flight else (),
     )
 
 
-def fragments_named(names: Sequence[str], num_leaves: int) -> tuple[Fragment, ...]:
-    """Return the fragments of a saved state from the names of its leaves.
+def fragments_in(state: OuterState) -> tuple[Fragment, ...]:
+    """Return the fragments of a state."""
+    return state.anchor.fragments if isinstance(state.anchor, Parts) else (ALL_LEAVES,)
+
+
+def division_of(state: PyTree) -> dict[str, Any] | None:
+    """Return how an outer state divides the parameters, as plain JSON; None without such a state.
 
     Args:
-      names: names of the leaves below the anchor.
-      num_leaves: the number of leaves of the parameters.
+      state: the state of a parameter transform, which may wrap the one that has an `OuterState`.
+
+    Returns:
+      `fragments`: number, positions of leaves and number of parts of each leaf, for each fragment,
+      None for the whole model; `in_flight`: whether the state has values in flight.
     """
-    keys = dict.fromkeys(name.split("/")[0] for name in names)
-    fragments = [_from_key(key) for key in keys if re.fullmatch(_KEY, key)]
-    places = [place for fragment in fragments for place in fragment.places or ()]
-    # Parameters of the user's may have such names by accident, but not for each leaf once, or for
-    # each part of each leaf.
-    times = fragments[0].count if fragments else 1
-    if len(fragments) != len(keys) or sorted(places) != sorted([*range(num_leaves)] * times):
-        return (ALL_LEAVES,)
-    return tuple(sorted(fragments, key=lambda fragment: fragment.number))
+    found = parts_of(state, OuterState)
+    if not found:
+        return None
+    places = [[x.number, x.places, x.count] for x in fragments_in(found[0])]
+    fragments = [[n, list(p), count] for n, p, count in places if p is not None]
+    return {"fragments": fragments or None, "in_flight": bool(found[0].in_flight)}
 
 
-_KEY = r"\d+:\d+(-\d+)?(,\d+(-\d+)?)*(@\d+)?"
-
-
-def _from_key(key: str) -> Fragment:
-    number, _, leaves = key.partition(":")
-    runs, _, count = leaves.partition("@")
-    ends = [[int(x) for x in run.split("-")] for run in runs.split(",")]
-    places = tuple(place for run in ends for place in range(run[0], run[-1] + 1))
-    return Fragment(int(number), places, int(count or 1))
+def fragments_of(division: Mapping[str, Any]) -> tuple[Fragment, ...]:
+    """Return the fragments of a state from what `division_of` returned."""
+    divided = division["fragments"] or [[0, None, 1]]
+    return tuple(Fragment(n, None if p is None else tuple(p), count) for n, p, count in divided)
 
 
 def exchange_of(fragment: Fragment, exchange: Exchange, params: PyTree) -> Exchange:

@@ -24,14 +24,12 @@ from ...collectives import all_mean, quotient, scaled
 from ...mesh import axis_names, match_varying
 from ...transform import (
     Beside,
-    Carried,
     Event,
     Every,
     Exchange,
     Now,
     Operand,
     Others,
-    StatePlacement,
     Sync,
     mean_and_residual,
     over_stages,
@@ -60,19 +58,18 @@ from ._fragments import (
     check_turns,
     divided,
     exchange_of,
+    fragments_in,
     joined,
-    keys_in,
-    keys_of,
     turns_of,
     views,
 )
-from ._moved import carried, like_on
+from ._moved import Divided
 from ._placement import Placement
 from ._state import ALONE, NO_RATE, OuterRate, OuterState
 
 
-@dataclass(frozen=True)
-class Outer(Sync):
+@dataclass(frozen=True, eq=False)
+class Outer(Divided):
     """An outer optimizer that steps an anchor, over a base.
 
     Attributes:
@@ -109,7 +106,6 @@ class Outer(Sync):
     is_sharded: bool | None = None
     known: dict[str, int] = field(default_factory=dict, repr=False)
     state = OuterState
-    has_anchor = True
     packs = True
 
     def __post_init__(self) -> None:
@@ -146,12 +142,15 @@ class Outer(Sync):
 
     @property
     def groups(self) -> list[Exchange]:
-        """See `Sync.groups`."""
+        """See `Sync`; so are the following."""
         return [self.over]
 
     @property
+    def has_anchor(self) -> bool:
+        return True
+
+    @property
     def wants_learning_rate(self) -> bool:
-        """See `Sync`; so are the following."""
         own = self.rate is not None and self.rate.is_passed
         return own or self.base.wants_learning_rate
 
@@ -312,7 +311,7 @@ class Outer(Sync):
             outer = storage.pin(self.stepper(fragment).init(anchor), leaves)
             flight = nothing_in_flight(leaves) if self.delay else ()
             parts.append(OuterState(jnp.zeros([], jnp.int32), anchor, outer, base, flight))
-        state = joined(parts[0], parts, keys_of(fragments))
+        state = joined(parts[0], parts, fragments)
         if self.is_sharded:
             self.placement.check_shards(params, jax.tree.leaves(state.anchor))
         return state
@@ -338,7 +337,7 @@ class Outer(Sync):
     def anchor(self, state: OuterState, params: PyTree) -> PyTree:
         """Return the anchor of all fragments as a tree like `params`; see `Sync.anchor`."""
         whole, outer, fragments = params, self.on(params), self.divided(params)
-        for fragment, part in zip(fragments, views(state, keys_of(fragments)), strict=True):
+        for fragment, part in zip(fragments, views(state), strict=True):
             storage = outer.anchor_of(fragment, params)
             whole = fragment.put(whole, storage.restore(part.anchor, fragment.of(params)))
         return whole
@@ -348,16 +347,6 @@ class Outer(Sync):
         shards = jax.tree.leaves(state.anchor) if self.placement.last() else []
         return [*shards, *self.base.shards(state.base)]
 
-    def carry(
-        self, state: OuterState, params: PyTree, old: StatePlacement, new: StatePlacement
-    ) -> Carried:
-        """Return the state on another placement; see `Sync.carry`."""
-        return carried(self.on(params), state, params, old, new)
-
-    def like_on(self, state: OuterState, params: PyTree, at: StatePlacement) -> OuterState:
-        """Return the types of the state on placement `at`; see `Sync.like_on`."""
-        return like_on(self.on(params), state, params, at)
-
     # One update.
 
     def counted(self, state: OuterState, now: Now) -> OuterState:
@@ -365,12 +354,9 @@ class Outer(Sync):
         state = super().counted(state, now)
         rate = self.rate_of(now)
         if self.rate is not None and self.rate.observe is not None and rate is not None:
-            keys = keys_in(state, len(self.divided(now.params)))
-            parts = [
-                part._replace(outer=self.rate.observe(part.outer, rate))
-                for part in views(state, keys)
-            ]
-            state = joined(state, parts, keys)
+            observe = self.rate.observe
+            parts = [part._replace(outer=observe(part.outer, rate)) for part in views(state)]
+            state = joined(state, parts, fragments_in(state))
         return state._replace(base=self.base.counted(state.base, now))
 
     def local(self, operand: Operand, now: Now) -> Operand:
@@ -400,20 +386,19 @@ class Outer(Sync):
         if self.replaces_base:
             operand = self.local(operand, now)
         updates, others, state = operand
-        keys = keys_of(fragments)
-        parts = views(state, keys)
+        parts = views(state)
         updates, others, parts[number] = step(
             outer, fragments[number], now, (updates, others, parts[number])
         )
-        return updates, others, joined(state._replace(base=parts[number].base), parts, keys)
+        return updates, others, joined(state._replace(base=parts[number].base), parts, fragments)
 
     def missed(self, number: int, operand: Operand, due: Any, now: Now) -> Operand:
         """Drop what is in flight: of a displacement of which a part was not sent is no mean."""
+        del now
         updates, others, state = operand
-        keys = keys_of(self.divided(now.params))
-        parts = views(state, keys)
+        parts = views(state)
         parts[number] = parts[number]._replace(in_flight=dropped(parts[number].in_flight, due))
-        return updates, others, joined(state, parts, keys)
+        return updates, others, joined(state, parts, fragments_in(state))
 
     def slow(self, fragment: Fragment, now: Now, operand: Operand) -> Operand:
         """Make the slow step with an exchange in this update, unless the base refuses it.
@@ -604,17 +589,14 @@ class Outer(Sync):
         def sender(phase: Phase) -> int:
             return next(i for i, turn in enumerate(self.turns()) if turn.event(SEND) in phase)
 
-        def parts(state: OuterState) -> list[OuterState]:
-            return views(state, keys_in(state, len(self.turns())))
-
         def put(state: OuterState, phase: Phase, flight: InFlight) -> OuterState:
-            number, after = sender(phase), parts(state)
+            number, after = sender(phase), views(state)
             after[number] = after[number]._replace(in_flight=flight)
-            return joined(state, after, keys_in(state, len(after)))
+            return joined(state, after, fragments_in(state))
 
         def is_behind(state: OuterState, t: int) -> bool:
             # -1 stands for nothing in flight: the base refused it, and none is expected.
-            sent = [int(part.in_flight.parts) for part in parts(state)]
+            sent = [int(part.in_flight.parts) for part in views(state)]
             due = [turn.parts_before(t) for turn in self.turns()]
             return any(0 <= x < y for x, y in zip(sent, due, strict=True))
 
@@ -622,7 +604,7 @@ class Outer(Sync):
             without=lambda phase: tuple(
                 event for event in phase if event not in [x.event(SEND) for x in self.turns()]
             ),
-            sent=lambda state, phase: parts(state)[sender(phase)].in_flight,
+            sent=lambda state, phase: views(state)[sender(phase)].in_flight,
             exchange=functools.partial(average_all, exchange=self.over, delay=self.delay),
             put=put,
             ends=lambda phase: self.turns()[sender(phase)].event(SLOW) in phase,

@@ -6,7 +6,7 @@ import jax
 
 from ..._support.types import AxisName, PyTree
 from ...mesh import AnyMesh, kept_with, map_replicas, model_axes
-from ...transform import ParameterTransform, Sync
+from ...transform import ParameterTransform
 
 
 def read_anchor(
@@ -40,10 +40,10 @@ def read_anchor(
     # This needs a program, since this host does not hold the shards of other processes.
     automatic = model_axes(stacked_params, mesh, axis_name)
 
-    def compiled(sync: Sync) -> Callable[[PyTree, PyTree], PyTree]:
+    def compiled(anchor: Callable[[PyTree, PyTree], PyTree]) -> Callable[[PyTree, PyTree], PyTree]:
         return jax.jit(
             map_replicas(
-                sync.anchor,
+                anchor,
                 mesh=mesh,
                 axis_name=axis_name,
                 in_roles=("stacked", "stacked"),
@@ -51,4 +51,4 @@ def read_anchor(
             )
         )
 
-    return kept_with(sync.sync, (mesh, axis_name, automatic), compiled)(state, stacked_params)
+    return kept_with(sync.anchor, (mesh, axis_name, automatic), compiled)(state, stacked_params)

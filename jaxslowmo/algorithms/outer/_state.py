@@ -23,7 +23,10 @@ class _Alone(Sync):
     """Replicas that train independently between slow steps: it exchanges nothing."""
 
     owner = "alone"
-    axes = ()
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        return ()
 
     def init(self, params: PyTree) -> PyTree:
         return ()

@@ -138,7 +138,7 @@ def test_a_displacement_that_has_not_travelled_whole_is_dropped(skipped):
     states = [state.anchor for _, state in run(tx, start, updates[:PERIOD], skipped=skipped)]
     changed = [
         any(np.any(a != b) for a, b in zip(*map(jax.tree.leaves, pair), strict=True))
-        for pair in zip(states[0].values(), states[-1].values(), strict=True)
+        for pair in zip(states[0], states[-1], strict=True)
     ]
     assert changed == [False, True]
 

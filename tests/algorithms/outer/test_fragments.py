@@ -19,7 +19,7 @@ from support.layered import language_model, tokens
 def anchors_of(params, **options) -> list[list]:
     """Return the shapes of the leaves of each fragment."""
     tx = js.diloco("replica", sync_every=60, shard_state=False, **options)
-    parts = list(tx.init(params).anchor.values())
+    parts = list(tx.init(params).anchor)
     assert len(tx.phases()) == len(parts) + 1
     return [[x.shape for x in jax.tree.leaves(part)] for part in parts]
 

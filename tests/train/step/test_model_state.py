@@ -124,17 +124,6 @@ def test_gossip_sends_it_to_the_same_peers():
         before = expected
 
 
-def test_a_transform_of_ones_own_that_knows_of_no_other_arrays():
-    own = js.ParameterTransform(
-        local.init, local.update, phase=local.phase, due=local.due, schedules=local.schedules
-    )
-    with pytest.raises(ValueError, match="`exchange`"):
-        trained(own, [rows(1, 2, 3, 6)])
-    _, state, _, seen = trained(own, [rows(1, 2, 3, 6)], model_state="local")
-    assert np.ptp(seen[0]) == 5
-    assert np.ptp(state.params["w"][:, 0]) < 1e-6
-
-
 def test_leaves_without_a_gradient_are_model_state():
     """They are handed to the loss function and stay as they are; each replica has its own key."""
     others = {

@@ -65,7 +65,9 @@ class ReplicaStep:
     def chain(self) -> optax.GradientTransformationExtraArgs:
         """Return the step's transforms as one, whose states a train state holds."""
         parts, lookup = self.parts, self.parts.lookup
-        first_two = parts.gradients or optax.identity(), parts.optimizer
+        given = parts.gradients or optax.identity(), parts.optimizer
+        # Each stays one part with one state, also if it is a `js.chain`.
+        first_two = [part._replace(init=part.init) for part in given]
         last = no_exchange() if parts.sync is None else parts.sync
         if lookup.embeddings is None:
             return _with_layouts(chain(*first_two, last))
