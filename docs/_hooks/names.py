@@ -15,6 +15,7 @@ TOPICS = {
     "topology": "topology",
     "hooks": "gradients/reducer/hooks",
     "codecs": "collectives/codecs",
+    "spec": "transform/spec",
     "pipeline": "pipeline",
     "schedules": "pipeline/schedules",
     "checkpoint": "checkpoint",

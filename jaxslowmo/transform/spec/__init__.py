@@ -1,0 +1,10 @@
+"""What parts say of themselves: base classes of algorithms that exchange, and what they use."""
+
+from .._due import phase_scope as phase_scope
+from .._due import run_if as run_if
+from .._replica_exchange import Exchange as Exchange
+from .._sync import Beside as Beside
+from .._sync import Event as Event
+from .._sync import Now as Now
+from .._sync import Sync as Sync
+from .._sync import Wrapper as Wrapper
