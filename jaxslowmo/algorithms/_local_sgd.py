@@ -105,6 +105,7 @@ def local_sgd(
             schedule,
             take_average,
             placement=Placement(owner, False),
+            is_sharded=False,
             fragments=fragments,
             delay=delay,
             merge=merge,

@@ -155,6 +155,7 @@ def slowmo(
         base=inner if param_specs is None else inner.with_specs(param_specs),
         exact_average=exact_average,
         placement=Placement(owner, shard_state),
+        is_sharded=shard_state,
         rate=_outer_rate(learning_rate),
         fragments=fragments,
         delay=delay,

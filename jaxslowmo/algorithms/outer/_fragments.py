@@ -276,7 +276,7 @@ def check_turns(owner: str, schedule: Every, count: int, delay: int) -> None:
 
 
 def divided(owner: str, fragments: Fragments, params: PyTree) -> tuple[Fragment, ...]:
-    """Return the fragments of these parameters, of which only shapes and dtypes matter.
+    """Return several fragments of these parameters, of which only shapes and dtypes matter.
 
     Stages of a pipeline are cut alike: each fragment has a part of every stage's buffers, so all
     devices send in each exchange, and as much as the others. Of other parameters a number divides
@@ -287,8 +287,6 @@ def divided(owner: str, fragments: Fragments, params: PyTree) -> tuple[Fragment,
       ValueError: more fragments than leaves or than elements of a stage's buffer, or a function
         whose values are not 0, 1, 2, ...
     """
-    if fragments == 1:
-        return (ALL_LEAVES,)
     names = leaf_names(params)
     if not callable(fragments) and parts_of(params, Staged):
         return _cut_alike(owner, fragments, params)

@@ -39,11 +39,6 @@ class Divided(Sync):
         """Return the storage of a fragment's anchor."""
         raise NotImplementedError
 
-    @property
-    def wrapped(self) -> Sync:
-        """See `Sync`."""
-        return self.base
-
     def like_on(self, state: OuterState, params: PyTree, at: StatePlacement) -> OuterState:
         """See `Sync.like_on`."""
         # A checkpoint tells how its state was divided; a new run divides by its own arguments.

@@ -49,6 +49,7 @@ from ._delay import (
     nothing_in_flight,
 )
 from ._fragments import (
+    ALL_LEAVES,
     SEND,
     SLOW,
     TAKE,
@@ -87,7 +88,7 @@ class Outer(Divided):
       merge: the share of a replica's own progress that a slow step keeps, in [0, 1].
       specs: layout of the parameters that was given later than the exchange's; shards do not follow
         it, since how they are cut is part of the state.
-      is_sharded: what was decided for the parameters in use; None before.
+      is_sharded: whether state is sharded; None: `placement` decides it by the parameters.
       known: the number of fragments that a function makes, once a state was made.
     """
 
@@ -141,8 +142,12 @@ class Outer(Divided):
             )
 
     @property
-    def groups(self) -> list[Exchange]:
+    def wrapped(self) -> Sync:
         """See `Sync`; so are the following."""
+        return self.base
+
+    @property
+    def groups(self) -> list[Exchange]:
         return [self.over]
 
     @property
@@ -211,6 +216,8 @@ class Outer(Divided):
         Raises:
           ValueError: the number of fragments does not fit parameters, period and delay.
         """
+        if self.fragments == 1:
+            return (ALL_LEAVES,)
         fragments = divided(self.owner, self.fragments, params)
         check_turns(self.owner, self.schedule, len(fragments), self.delay)
         self.known["fragments"] = len(fragments)
