@@ -22,7 +22,7 @@ from jax.core import Tracer
 from .._support.types import PyTree
 from ..collectives import in_slices, permute
 from ..collectives.codecs import Codec
-from ..mesh import Shares
+from ..mesh import Shares, axis_names
 from ..topology import ExchangeRound, Graph, Mixing, exchange_rounds
 from ..transform import Exchange, Flats, TreePacking, packing_of, phase_scope, run_one_of
 from ..tree import Buffer, added, at_least_float32, by_dtype, cast, subtracted
@@ -156,6 +156,7 @@ class Gossip:
             number % size,
             [functools.partial(run, i) for i in range(size)],
             (packing.pack(values, encoded, role="round"), weight),
+            axes=(*axis_names(self.over.axis_name), *axis_names(self.over.local_axis_name or ())),
         )
         return Arrival(packing.unpack(flats), received.astype(jnp.float32)), kept
 

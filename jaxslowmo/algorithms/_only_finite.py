@@ -121,7 +121,7 @@ class OnlyFinite(Wrapper):
             return operand if event.missed is None else event.missed(operand, True, now)
 
         # The answer is the same on all replicas, so it may decide about an exchange.
-        return run_if(allowed, run, refused, (updates, others, state))
+        return run_if(allowed, run, refused, (updates, others, state), axes=self.bound_axes)
 
     def permit(
         self, state: OnlyFiniteState, y: PyTree, others: Others, axes: Sequence[str]

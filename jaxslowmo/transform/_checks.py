@@ -210,7 +210,7 @@ class Checked:
             notice.at_init()
         state = sync.init(params)
         # With bound axes this is the state that updates expect, so `_check_state` need not trace.
-        if all(map(is_bound, self._axes())):
+        if all(map(is_bound, sync.bound_axes)):
             self._forms[self._kind(params)] = _form(state)
         return state
 
@@ -302,11 +302,10 @@ class Checked:
                 "another transform, or with other arguments?"
             )
 
-    def _axes(self) -> tuple[str, ...]:
-        return (*self._sync.axes, *self._sync.local_axes)
-
     def _kind(self, params: PyTree) -> Hashable:
         # For leaves that are sharded inside a replica the state's shards depend on the mesh, too.
         mesh = jax.sharding.get_abstract_mesh()
-        sizes = tuple(map(axis_size, self._axes()))  # under vmap the mesh does not have these axes
+        sizes = tuple(
+            map(axis_size, self._sync.bound_axes)
+        )  # under vmap the mesh does not have these axes
         return _form(params), sizes, mesh, specs_key(typed_specs(params))

@@ -14,7 +14,7 @@ from jax import lax
 from .._support.checks import checked_int
 from .._support.scopes import PHASE
 from .._support.types import PyTree
-from ..mesh import cast_varying, match_varying, uniform, varying_axes
+from ..mesh import cast_varying, checks_varying, match_varying, uniform, varying_axes
 from ..tracing import collective_axes
 
 
@@ -186,6 +186,8 @@ def run_if(
     exchange: Callable[[PyTree], PyTree],
     otherwise: Callable[[PyTree], PyTree],
     operand: PyTree,
+    *,
+    axes: Iterable[str] | None = None,
 ) -> PyTree:
     """Return `exchange(operand)` if `due`, else `otherwise(operand)`; a `lax.cond` if traced.
 
@@ -194,11 +196,13 @@ def run_if(
 
     Args:
       due: whether to exchange: a bool, for which the program holds only one of the branches, or a
-        () bool array, as `js.is_due` returns it.
+        () bool array.
       exchange: function of the operand.
       otherwise: function of the operand, with results of the same shapes and dtypes. The axes over
         which results vary may differ: the result of a mean varies over fewer.
       operand: tree of arrays.
+      axes: names of the mapped axes over which the functions communicate, along which `due` is
+        equal; None: they are looked for in the functions' programs.
 
     Returns:
       The result of the function that ran.
@@ -207,21 +211,29 @@ def run_if(
     """
     if isinstance(due, bool):
         return exchange(operand) if due else otherwise(operand)
+    if axes is not None and not any(map(checks_varying, axes := list(axes))):
+        return lax.cond(uniform(due, axes), exchange, otherwise, operand)
     # A select would run the collectives of both branches in every update.
-    (run, leave), axes = _with_equal_types([exchange, otherwise], operand)
-    return lax.cond(uniform(due, axes), run, leave, operand)
+    (run, leave), found = _with_equal_types([exchange, otherwise], operand)
+    return lax.cond(uniform(due, found), run, leave, operand)
 
 
 def run_one_of(
-    index: int | jax.Array, branches: Sequence[Callable[[PyTree], PyTree]], operand: PyTree
+    index: int | jax.Array,
+    branches: Sequence[Callable[[PyTree], PyTree]],
+    operand: PyTree,
+    *,
+    axes: Iterable[str] | None = None,
 ) -> PyTree:
     """Return `branches[index](operand)`; a `lax.switch` if `index` is traced. See `run_if`."""
     if len(branches) == 1:
         index = 0  # no switch, even if the index is traced
     if isinstance(index, int):
         return branches[index](operand)
-    cast_branches, axes = _with_equal_types(branches, operand)
-    return lax.switch(uniform(index, axes), cast_branches, operand)
+    if axes is not None and not any(map(checks_varying, axes := list(axes))):
+        return lax.switch(uniform(index, axes), branches, operand)
+    cast_branches, found = _with_equal_types(branches, operand)
+    return lax.switch(uniform(index, found), cast_branches, operand)
 
 
 def _with_equal_types(

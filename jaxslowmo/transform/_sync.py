@@ -181,6 +181,11 @@ class Sync:
         inner = self.wrapped.local_axes if self.wrapped else ()
         return tuple(dict.fromkeys((*own, *inner)))
 
+    @property
+    def bound_axes(self) -> tuple[str, ...]:
+        """Names of all mapped axes over which its programs communicate."""
+        return tuple(dict.fromkeys((*self.axes, *self.local_axes)))
+
     def init(self, params: PyTree) -> PyTree:
         """Return the first state for `params`, whose leaves are floating."""
         raise NotImplementedError
@@ -395,7 +400,8 @@ class Sync:
             return operand
 
         # One conditional around all, so that a local update passes through no other.
-        return run_if(decide(due, now.communicate), exchanged, skipped, operand)
+        due = decide(due, now.communicate)
+        return run_if(due, exchanged, skipped, operand, axes=self.bound_axes)
 
     def _run(
         self, events: list[tuple[Event, Any]], operand: Operand, now: Now, *, is_any: bool
@@ -411,9 +417,9 @@ class Sync:
         due = True if is_any and not before else due
         if event.replaces:
             earlier = functools.partial(self._run, before, now=now, is_any=is_any)
-            return run_if(due, run, earlier, operand)
+            return run_if(due, run, earlier, operand, axes=self.bound_axes)
         operand = self._run(before, operand, now, is_any=False)
-        return run_if(due, run, lambda operand: operand, operand)
+        return run_if(due, run, lambda operand: operand, operand, axes=self.bound_axes)
 
     def _is_due(self, event: Event, now: Now) -> Any:
         is_static = isinstance(event.due, Every) and event.due.is_always

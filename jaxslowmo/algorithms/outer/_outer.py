@@ -426,7 +426,7 @@ class Outer(Divided):
             return self.moved(fragment, displacement, residual, mass, rate, now, operand)
 
         allowed, operand = self.permitted(now.params, operand)
-        return run_if(allowed, step, lambda operand: operand, operand)
+        return run_if(allowed, step, lambda operand: operand, operand, axes=self.bound_axes)
 
     def numerator(
         self, y: PyTree, weight: jax.Array | None, base: PyTree
