@@ -22,6 +22,8 @@ from ._buffers import Buffer, BufferPlan, note_buffers
 from ._leaves import leaf_names
 
 Kind = Literal["leaves", "flat", "whole"]
+Out = Kind | tuple[Kind, ...]
+Sizes = Mapping[str, int]  # of axes, by name
 Flats = list[jax.Array]  # one for each buffer
 OnBuffer = Callable[..., Any]
 """`fn(buffer, flat, *whole)`: called for a flat buffer; a replica's devices have equal `whole`."""
@@ -36,7 +38,7 @@ def _unchanged(buffer: Buffer, flat: Any) -> Any:
 # `PartitionSpec((a, b))` splits a dimension.
 
 
-def to_blocks(x: Any, spec: Iterable[Any], sizes: Mapping[str, int], num_lead: int = 0) -> Any:
+def to_blocks(x: Any, spec: Iterable[Any], sizes: Sizes, num_lead: int = 0) -> Any:
     """Return the blocks of a leaf, (*lead, *sizes, elements of a block), by NumPy or jax.
 
     Args:
@@ -52,22 +54,16 @@ def to_blocks(x: Any, spec: Iterable[Any], sizes: Mapping[str, int], num_lead: i
     return x.reshape((*lead, *sizes.values(), math.prod(local)))
 
 
-def from_blocks(
-    blocks: Any,
-    shape: Sequence[int],
-    spec: Iterable[Any],
-    sizes: Mapping[str, int],
-    num_lead: int = 0,
-) -> Any:
+def from_blocks(blocks: Any, shape: Sequence[int], spec: Iterable[Any], sizes: Sizes) -> Any:
     """Return the leaf (*lead, *shape) of these blocks; the inverse of `to_blocks`."""
-    lead = blocks.shape[:num_lead]
-    local, order = _to_whole(shape, spec, sizes, num_lead)
+    lead = blocks.shape[: blocks.ndim - len(sizes) - 1]
+    local, order = _to_whole(shape, spec, sizes, len(lead))
     whole = blocks.reshape((*lead, *sizes.values(), *local)).transpose(order)
     return whole.reshape((*lead, *shape))
 
 
 def _to_whole(
-    shape: Sequence[int], spec: Iterable[Any], sizes: Mapping[str, int], num_lead: int = 0
+    shape: Sequence[int], spec: Iterable[Any], sizes: Sizes, num_lead: int = 0
 ) -> tuple[tuple[int, ...], list[int]]:
     """Return the shape of a block, and the order in which the axes come to their dimensions."""
     entries = [axis_names(entry or ()) for entry in spec]
@@ -96,7 +92,7 @@ class BlockGroup:
       shapes: shapes of the leaves.
     """
 
-    axis_sizes: Mapping[str, int]
+    axis_sizes: Sizes
     indices: tuple[int, ...]
     specs: tuple[P, ...]
     shapes: tuple[tuple[int, ...], ...]
@@ -125,17 +121,7 @@ class BufferGroup(NamedTuple):
     leaves: BlockGroup
     plan: BufferPlan
 
-    def mapped(self, fn: OnBuffer, flats: Sequence[Any], *whole: Any) -> list[Any]:
-        """Return `fn(buffer, flat, *whole)` for each buffer."""
-        return [fn(b, flat, *whole) for b, flat in zip(self.plan.buffers, flats, strict=True)]
-
-    def on_blocks(
-        self,
-        fn: Callable[..., Any],
-        *args: Any,
-        kinds: Sequence[Kind],
-        out: Kind | tuple[Kind, ...],
-    ) -> Any:
+    def on_blocks(self, fn: Callable[..., Any], *args: Any, kinds: Sequence[Kind], out: Out) -> Any:
         """Call `fn` on each device with its blocks.
 
         Args:
@@ -187,7 +173,7 @@ class TreePacking:
         treedef: Any,
         leaves: Sequence[Any],
         specs: Sequence[P],
-        sizes: Mapping[str, int],
+        sizes: Sizes,
         plan: Callable[[list[Any], Mapping[int, int]], BufferPlan],
     ) -> "TreePacking":
         """Return the packing of a tree by a plan for each group of leaves.
@@ -224,7 +210,7 @@ class TreePacking:
 
     def buffers(self) -> list[Buffer]:
         """Return all buffers, in order."""
-        return [buffer for group in self.groups for buffer in group.plan.buffers]
+        return _flattened([group.plan.buffers for group in self.groups])
 
     @functools.cached_property
     def names(self) -> list[str]:
@@ -243,60 +229,42 @@ class TreePacking:
 
         Communication: only that of `fn`.
         """
-        by_group = self.each(
-            lambda group, blocks: group.mapped(fn, group.plan.pack(blocks)),
-            self.leaves(tree, role),
-            kinds=["leaves"],
-            out="flat",
-        )
-        return [flat for flats in by_group for flat in flats]
+        return _flattened(self._from("leaves", "flat", fn, self.leaves(tree, role)))
 
     def map(self, fn: OnBuffer, flats: Sequence[Any], *whole: Any) -> list[Any]:
         """Return `fn(buffer, flat, *whole)`, an array or several, for every flat buffer.
 
         Communication: only that of `fn`.
         """
-        by_group = self.each(
-            lambda group, *args: group.mapped(fn, *args),
-            self.by_group(flats),
-            *whole,
-            kinds=["flat", *["whole" for _ in whole]],
-            out="flat",
-        )
-        return [flat for flats in by_group for flat in flats]
+        return _flattened(self._from("flat", "flat", fn, self.by_group(flats), *whole))
 
     def unpack(self, flats: Sequence[Any], fn: OnBuffer = _unchanged) -> PyTree:
         """Return the tree that is packed in `fn(buffer, flat)` of these buffers, in their dtypes.
 
         Communication: only that of `fn`.
         """
-        leaves = self.each(
-            lambda group, flats: group.plan.unpack(group.mapped(fn, flats)),
-            self.by_group(flats),
-            kinds=["flat"],
-            out="leaves",
-        )
-        return self.tree(leaves)
+        return self.tree(self._from("flat", "leaves", fn, self.by_group(flats)))
 
     def through(self, fn: OnBuffer, tree: PyTree, *whole: Any, role: str | None = None) -> PyTree:
         """Return `tree` with every flat buffer replaced by `fn(buffer, flat, *whole)`; see `pack`.
 
         Communication: only that of `fn`.
         """
+        return self.tree(self._from("leaves", "leaves", fn, self.leaves(tree, role), *whole))
 
-        def exchanged(group: BufferGroup, blocks: list[jax.Array], *whole: Any) -> list[jax.Array]:
-            return group.plan.unpack(group.mapped(fn, group.plan.pack(blocks), *whole))
+    def _from(self, kind: Kind, out: Kind, fn: OnBuffer, given: Any, *whole: Any) -> list[Any]:
+        """Return `fn(buffer, flat, *whole)` for each group, from leaves or flat buffers."""
 
-        kinds: list[Kind] = ["leaves", *["whole" for _ in whole]]
-        leaves = self.leaves(tree, role)
-        return self.tree(self.each(exchanged, leaves, *whole, kinds=kinds, out="leaves"))
+        def of_group(group: BufferGroup, given: list[Any], *whole: Any) -> list[Any]:
+            flats = group.plan.pack(given) if kind == "leaves" else given
+            flats = [fn(b, x, *whole) for b, x in zip(group.plan.buffers, flats, strict=True)]
+            return group.plan.unpack(flats) if out == "leaves" else flats
+
+        kinds: list[Kind] = [kind, *["whole" for _ in whole]]
+        return self.each(of_group, given, *whole, kinds=kinds, out=out)
 
     def each(
-        self,
-        fn: Callable[..., Any],
-        *args: Any,
-        kinds: Sequence[Kind],
-        out: Kind | tuple[Kind, ...],
+        self, fn: Callable[..., Any], *args: Any, kinds: Sequence[Kind], out: Out
     ) -> list[Any]:
         """Call `fn(group, ...)` by `on_blocks` for each group, and return the list of results.
 
@@ -325,11 +293,9 @@ class TreePacking:
 
     def tree(self, by_group: Sequence[Sequence[Any]]) -> PyTree:
         """Return the tree of the leaves of all groups."""
-        leaves: list[Any] = [None] * self.treedef.num_leaves
-        for group, of_group in zip(self.groups, by_group, strict=True):
-            for i, leaf in zip(group.leaves.indices, of_group, strict=True):
-                leaves[i] = leaf
-        return self.treedef.unflatten(leaves)
+        places = _flattened([group.leaves.indices for group in self.groups])
+        leaves = dict(zip(places, _flattened(by_group), strict=True))
+        return self.treedef.unflatten([leaves[i] for i in range(len(leaves))])
 
     # On the host: buffers of which each replica keeps a part, as arrays of all replicas. A
     # replica's devices with different blocks have parts of their own, which are stored one after
@@ -361,10 +327,10 @@ class TreePacking:
             # The buffer of a device is the concatenation over all replicas.
             buffers = [x.reshape(len(x), count, -1).swapaxes(0, 1) for x in arrays]
             devices = [group.plan.unpack([x[i].reshape(-1) for x in buffers]) for i in range(count)]
-            leaves = zip(of.shapes, of.specs, zip(*devices, strict=True), strict=True)
-            trees.append(
-                [from_blocks(np.stack(x), shape, spec, of.axis_sizes) for shape, spec, x in leaves]
-            )
+            sizes = of.axis_sizes
+            leaves = [np.stack(x).reshape(*sizes.values(), -1) for x in zip(*devices, strict=True)]
+            leaves = zip(leaves, of.shapes, of.specs, strict=True)
+            trees.append([from_blocks(*leaf, sizes) for leaf in leaves])
         return self.tree(trees)
 
     def split(self, tree: PyTree, types: Sequence[Any]) -> tuple[np.ndarray, ...]:
@@ -387,3 +353,7 @@ class TreePacking:
                 by_replica = flats.reshape(count, like.shape[0], -1).swapaxes(0, 1)
                 parts.append(by_replica.reshape(like.shape))
         return tuple(parts)
+
+
+def _flattened(lists: Sequence[Sequence[Any]]) -> list[Any]:
+    return [x for each in lists for x in each]

@@ -115,4 +115,4 @@ def test_blocks_have_the_dimensions_before_those_of_the_leaf(found, num_lead):
     blocks = to_blocks(x, spec, sizes, num_lead)
     for index in np.ndindex(*lead):
         np.testing.assert_array_equal(blocks[index], to_blocks(x[index], spec, sizes))
-    np.testing.assert_array_equal(from_blocks(blocks, shape, spec, sizes, num_lead), x)
+    np.testing.assert_array_equal(from_blocks(blocks, shape, spec, sizes), x)
