@@ -328,8 +328,8 @@ class TreePacking:
             buffers = [x.reshape(len(x), count, -1).swapaxes(0, 1) for x in arrays]
             devices = [group.plan.unpack([x[i].reshape(-1) for x in buffers]) for i in range(count)]
             sizes = of.axis_sizes
-            leaves = [np.stack(x).reshape(*sizes.values(), -1) for x in zip(*devices, strict=True)]
-            leaves = zip(leaves, of.shapes, of.specs, strict=True)
+            blocks = (np.stack(x).reshape(*sizes.values(), -1) for x in zip(*devices, strict=True))
+            leaves = zip(blocks, of.shapes, of.specs, strict=True)
             trees.append([from_blocks(*leaf, sizes) for leaf in leaves])
         return self.tree(trees)
 
@@ -340,8 +340,7 @@ class TreePacking:
           tree: tree of the planned structure.
           types: the types of the parts; see `parts`.
         """
-        parts = []
-        leaves = self.treedef.flatten_up_to(tree)
+        parts, leaves = [], jax.tree.leaves(tree)
         for group, of_group in zip(self.groups, self.by_group(types), strict=True):
             of, count = group.leaves, group.leaves.num_blocks
             for buffer, like in zip(group.plan.buffers, of_group, strict=True):
