@@ -1,4 +1,4 @@
-"""Type aliases shared by every package."""
+"""Type aliases shared by every package, and the names in an `AxisName`."""
 
 from typing import Any
 
@@ -13,3 +13,8 @@ Phase = tuple[str, ...]
 
 CompilerOptions = tuple[tuple[str, str | int | float | bool], ...]
 """Names and values of options for the compiler of a program."""
+
+
+def axis_names(axis_name: AxisName) -> tuple[str, ...]:
+    """Return `axis_name` as a tuple of names."""
+    return axis_name if isinstance(axis_name, tuple) else (axis_name,)

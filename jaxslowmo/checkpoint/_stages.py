@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from .._support.types import PyTree
 from ..mesh import axis_names
-from ..tree import Staged, leaf_names
+from ..tree import Staged, from_blocks, leaf_names
 
 
 class StagePlace(NamedTuple):
@@ -136,18 +136,12 @@ def read_part(part: StoredLeaf, arrays: Sequence[Any]) -> Any:
     place, array = part.place, arrays[part.index]
     if place is None:
         return array
-    axes = [a for a in place.sizes if any(a in entry for entry in place.spec)]
-    sizes = [place.sizes[a] for a in axes]
-    entries = itertools.chain(place.spec, itertools.repeat(()))
-    local, order = [], []
-    for dim, (size, entry) in enumerate(zip(place.shape, entries, strict=False)):
-        order += [*map(axes.index, entry), len(axes) + dim]
-        local.append(size // math.prod(place.sizes[a] for a in entry))
-    flat = np.moveaxis(array, -len(axes) - 2, 0)[place.stage]
-    flat = flat[..., place.start : place.start + math.prod(local)]
-    lead = flat.shape[: flat.ndim - len(axes) - 1]
-    order = [*range(len(lead)), *(len(lead) + i for i in order)]
-    return flat.reshape(*lead, *sizes, *local).transpose(order).reshape(*lead, *place.shape)
+    splits = {axis for entry in place.spec for axis in entry}
+    sizes = {axis: size for axis, size in place.sizes.items() if axis in splits}
+    size = math.prod(place.shape) // math.prod(sizes.values())
+    flat = np.moveaxis(array, -len(sizes) - 2, 0)[place.stage]
+    part = flat[..., place.start : place.start + size]
+    return from_blocks(part, place.shape, place.spec, sizes)
 
 
 def whole_types(types: PyTree) -> PyTree:

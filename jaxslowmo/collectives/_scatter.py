@@ -22,7 +22,7 @@ there. `tests/tpu_aot` tests these rules.
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -40,8 +40,7 @@ _FEWEST_TILES = 3
 _TILES_PER_SPAN = 200
 
 
-@dataclass(frozen=True)
-class ShardLayout:
+class ShardLayout(NamedTuple):
     """The shape of a shard; a buffer over R replicas is `(R, rows, lanes)`, padded with zeros."""
 
     rows: int

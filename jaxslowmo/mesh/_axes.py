@@ -14,12 +14,7 @@ from jax import core, lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from .._support.types import AxisName, PyTree
-
-
-def axis_names(axis_name: AxisName) -> tuple[str, ...]:
-    """Return `axis_name` as a tuple of names."""
-    return axis_name if isinstance(axis_name, tuple) else (axis_name,)
+from .._support.types import AxisName, PyTree, axis_names
 
 
 def _bound_axes() -> list[str]:

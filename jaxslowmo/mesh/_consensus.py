@@ -13,9 +13,9 @@ from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from .._support.types import AxisName, PyTree
+from .._support.types import AxisName, PyTree, axis_names
 from ..tree import at_least_float32, in_model_form, leaf_names
-from ._axes import axis_names, from_first
+from ._axes import from_first
 from ._meshes import AnyMesh, map_replicas, model_axes
 from ._replicas import check_stacked, on_mesh
 

@@ -11,9 +11,9 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from .._support.types import AxisName, PyTree
+from .._support.types import AxisName, PyTree, axis_names
 from ..tree import at_least_float32, leaf_names
-from ._axes import axis_names, from_first, vary_over
+from ._axes import from_first, vary_over
 from ._meshes import AnyMesh, VirtualMesh, map_replicas, model_axes
 from ._replicas import check_stacked, on_mesh
 

@@ -13,9 +13,8 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from .._support.checks import as_int
-from .._support.types import AxisName, PyTree
+from .._support.types import AxisName, PyTree, axis_names
 from ..tree import Staged, parts_of, reshaped
-from ._axes import axis_names
 
 
 def slice_major_devices(axes: Mapping[str, int], devices: Sequence[Any]) -> np.ndarray:

@@ -21,9 +21,9 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from .._support.checks import warn_user
-from .._support.types import AxisName, PyTree
+from .._support.types import AxisName, PyTree, axis_names
 from ..tree import check_arrays, leaf_names
-from ._axes import axis_names, only_over, vary_over
+from ._axes import only_over, vary_over
 from ._meshes import AnyMesh, VirtualMesh, map_replicas, model_axes, replica_count
 
 Description = list[tuple[str, str]]

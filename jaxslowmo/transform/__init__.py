@@ -1,5 +1,8 @@
 """Building blocks of transforms that exchange, without the algorithms themselves."""
 
+from ..tree import BufferGroup as BufferGroup
+from ..tree import Flats as Flats
+from ..tree import TreePacking as TreePacking
 from ._chain import Chain as Chain
 from ._chain import chain as chain
 from ._chain import init as init
@@ -42,12 +45,15 @@ from ._optax_states import shifted_copies as shifted_copies
 from ._optax_states import takes_extra as takes_extra
 from ._parameter_transform import ParameterTransform as ParameterTransform
 from ._parameter_transform import phase_name as phase_name
-from ._replica_exchange import BlockGroup as BlockGroup
 from ._replica_exchange import Exchange as Exchange
 from ._replica_exchange import check_are_specs as check_are_specs
 from ._replica_exchange import check_axis_argument as check_axis_argument
 from ._replica_exchange import checked_bytes as checked_bytes
 from ._replica_exchange import checked_exchange as checked_exchange
+from ._replica_exchange import mean_and_residual as mean_and_residual
+from ._replica_exchange import packing_of as packing_of
+from ._replica_exchange import planned_by_group as planned_by_group
+from ._replica_exchange import replica_mean as replica_mean
 from ._state_classes import NoExchangeState as NoExchangeState
 from ._state_classes import counters_in as counters_in
 from ._state_classes import gradient_state as gradient_state
@@ -69,11 +75,3 @@ from ._transform_states import StatePlacement as StatePlacement
 from ._transform_states import carry_leaf as carry_leaf
 from ._transform_states import replica_average as replica_average
 from ._transform_states import stacked as stacked
-from ._tree_packing import BufferGroup as BufferGroup
-from ._tree_packing import Flats as Flats
-from ._tree_packing import TreePacking as TreePacking
-from ._tree_packing import mean_and_residual as mean_and_residual
-from ._tree_packing import on_blocks as on_blocks
-from ._tree_packing import packing_of as packing_of
-from ._tree_packing import planned_by_group as planned_by_group
-from ._tree_packing import replica_mean as replica_mean

@@ -1,26 +1,23 @@
-"""The axes of an exchange between replicas, and the blocks of leaves that each device exchanges.
-
-On a pure data-parallel mesh a block is a whole leaf. If leaves are sharded over automatic axes
-inside a replica (FSDP, tensor parallel), a nested `shard_map` over those axes passes local blocks
-to the exchange, so that it gathers nothing over them. Leaves are packed together only with leaves
-that are sharded over the same axes: others would be exchanged once per device of those axes.
-"""
+"""The axes of an exchange between replicas, and means of trees over them through flat buffers."""
 
 import dataclasses
-import math
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from .._support.checks import checked_int
-from .._support.types import AxisName, PyTree
+from .._support.types import AxisName, PyTree, axis_names
+from ..collectives import all_mean_in_slices, coded_mean, relative_weight, total_weight
 from ..collectives.codecs import Codec
-from ..mesh import axis_names, axis_size, is_bound, only_over, specs_of_leaves
+from ..mesh import axis_size, is_bound, only_over, specs_key, specs_of_leaves, typed_specs
+from ..tree import Buffer, BufferPlan, TreePacking, plan_buffers
 
 
 @dataclass(frozen=True)
@@ -114,93 +111,78 @@ def checked_exchange(
     return Exchange(axis_name, local_axis_name, param_specs, bucket_bytes, codec)
 
 
-Slices = tuple[slice, ...]
+def packing_of(
+    tree: PyTree, exchange: Exchange, dtype_of: Callable[[np.dtype], np.dtype] = np.dtype
+) -> TreePacking:
+    """Return the packing of trees like `tree` for an exchange, from a cache.
 
-
-@dataclass(frozen=True)
-class BlockGroup:
-    """Leaves that are sharded over the same automatic axes.
-
-    Attributes:
-      axis_sizes: sizes of those axes by name; empty for leaves that are whole on every device, or
-        are local blocks already.
-      indices: positions of the leaves in flattening order.
-      specs: a spec for each leaf, over those axes.
-      shapes: shapes of the leaves.
-    """
-
-    axis_sizes: Mapping[str, int]
-    indices: tuple[int, ...]
-    specs: tuple[P, ...]
-    shapes: tuple[tuple[int, ...], ...]
-
-    @property
-    def num_blocks(self) -> int:
-        """The number of devices that hold different blocks."""
-        return math.prod(self.axis_sizes.values())
-
-    def blocks(self) -> list[list[Slices]]:
-        """Return, for each device along the group's axes, the slices of each leaf that it holds."""
-        # Row-major over the axes, as `PartitionSpec((a, b))` splits a dimension.
-        slices = []
-        for index in np.ndindex(*self.axis_sizes.values()):
-            where = dict(zip(self.axis_sizes, index, strict=True))
-            leaves = zip(self.shapes, self.specs, strict=True)
-            slices.append([self._part(shape, spec, where) for shape, spec in leaves])
-        return slices
-
-    def _part(self, shape: tuple[int, ...], spec: P, where: Mapping[str, int]) -> Slices:
-        slices = []
-        for size, entry in zip(shape, (*spec, *[None] * (len(shape) - len(spec))), strict=True):
-            index, count = 0, 1
-            for name in axis_names(entry or ()):
-                index = index * self.axis_sizes[name] + where[name]
-                count *= self.axis_sizes[name]
-            step = size // count
-            slices.append(slice(index * step, (index + 1) * step))
-        return tuple(slices)
-
-    def block_shapes(self) -> list[tuple[int, ...]]:
-        """Return the shapes of one device's blocks, which are equal on all devices."""
-        first = dict.fromkeys(self.axis_sizes, 0)
-        return [
-            tuple(part.stop for part in self._part(shape, spec, first))
-            for shape, spec in zip(self.shapes, self.specs, strict=True)
-        ]
-
-
-def block_groups(tree: PyTree, param_specs: PyTree | None) -> list[BlockGroup]:
-    """Group the leaves of `tree` by the automatic axes that `param_specs` shards them over.
+    Args:
+      tree: tree of arrays or types.
+      exchange: the exchange, of which `param_specs` and `bucket_bytes` are used. Without specs,
+        layouts over Explicit axes are read from the types.
+      dtype_of: function from the dtype of a leaf to the dtype in which it is sent; by default they
+        are equal.
 
     Raises:
       ValueError: specs that do not fit the tree, or an axis that the context's mesh does not have.
     """
-    shapes = [leaf.shape for leaf in jax.tree.leaves(tree)]
+    leaves, treedef = jax.tree.flatten(tree)
+    # The key has the dtype that is sent, so that parameters in half precision and their float32
+    # updates have one plan if both are sent in float32.
+    types = tuple((leaf.shape, dtype_of(leaf.dtype)) for leaf in leaves)
+    specs = exchange.param_specs
+    specs = specs_key(typed_specs(tree) if specs is None else specs)
+    # The context's mesh says which axes are manual, and their sizes.
+    mesh = jax.sharding.get_abstract_mesh()
+    return _planned(treedef, types, specs, exchange.bucket_bytes, mesh)
+
+
+@functools.lru_cache(maxsize=128)
+def _planned(
+    treedef: Any,
+    types: tuple[tuple[tuple[int, ...], np.dtype], ...],
+    specs: Any,
+    bucket_bytes: int | None,
+    mesh: Hashable,
+) -> TreePacking:
+    del mesh  # a key for the cache only: `planned_by_group` reads it from the context
+    like = [jax.ShapeDtypeStruct(*each) for each in types]
+    structure, leaves = specs
+    limits = None if bucket_bytes is None else (bucket_bytes,)
+    specs = structure.unflatten(leaves)
+    return planned_by_group(
+        treedef, like, specs, lambda blocks, place: plan_buffers(blocks, limits=limits)
+    )
+
+
+def planned_by_group(
+    treedef: Any,
+    leaves: Sequence[Any],
+    specs: PyTree | None,
+    plan: Callable[[list[Any], Mapping[int, int]], BufferPlan],
+) -> TreePacking:
+    """Return the packing of a tree by a plan for each group of leaves sharded over the same axes.
+
+    Args:
+      treedef: structure of the tree.
+      leaves: the tree's arrays or types.
+      specs: `PartitionSpec` per leaf, or prefix of the tree, or None for whole leaves.
+      plan: the plan for a group; see `TreePacking.planned`.
+
+    Raises:
+      ValueError: specs that do not fit the tree, or an axis that the context's mesh does not have.
+    """
     # One spec may stand for a whole subtree, as in jit and shard_map.
     try:
-        specs = specs_of_leaves(param_specs, tree)
+        of_leaves = specs_of_leaves(specs, treedef.unflatten(leaves))
     except ValueError as error:
         raise ValueError(
             "`param_specs` must be a tree of PartitionSpec with the structure of the parameters, "
             f"or a prefix of it: {error}"
         ) from None
     mesh = jax.sharding.get_abstract_mesh()
-    specs = [_automatic(spec, mesh) for spec in specs]
-    # Groups keep the order of first appearance, which is part of the layout of sharded states.
-    members: dict[tuple[str, ...], list[int]] = {}
-    for i, spec in enumerate(specs):
-        # Sorted: P("a", "b") and P("b", "a") split leaves over the same devices.
-        over = tuple(sorted({name for entry in spec for name in axis_names(entry or ())}))
-        members.setdefault(over, []).append(i)
-    return [
-        BlockGroup(
-            {name: mesh.shape[name] for name in axes},
-            tuple(indices),
-            tuple(specs[i] for i in indices),
-            tuple(shapes[i] for i in indices),
-        )
-        for axes, indices in members.items()
-    ]
+    inside = [_automatic(spec, mesh) for spec in of_leaves]
+    return TreePacking.planned(treedef, leaves, inside, mesh.shape, plan)
 
 
 def _automatic(spec: P, mesh: Any) -> P:
@@ -218,3 +200,86 @@ def _automatic(spec: P, mesh: Any) -> P:
         if kind == AxisType.Explicit or (kind == AxisType.Auto and mesh.shape[name] > 1):
             splits.add(name)
     return only_over(spec, frozenset(splits))
+
+
+def replica_mean(
+    tree: PyTree,
+    exchange: Exchange,
+    weight: jax.Array | None = None,
+    *,
+    role: str | None = None,
+) -> PyTree:
+    """Return the mean of a tree over the replicas, in the leaves' dtypes, through flat buffers.
+
+    With a weight it is the weighted mean, or `tree` itself if all weights are 0. With a codec each
+    replica's residual is added, so replicas then differ by it. `note_buffers` reports `role`, which
+    says what the buffers are exchanged for.
+
+    Communication: one all-reduce per buffer over `exchange.axis_name`, in the dtype of a codec that
+      narrows it; with `local_axis_name` 1/L of each per device, and an all-gather over that axis;
+      with a weight, before, one of 8 bytes. None for a tree without leaves.
+    """
+    if not jax.tree.leaves(tree):
+        return tree
+    axes, local = exchange.axis_name, exchange.local_axis_name
+
+    def mean_of(
+        buffer: Buffer,
+        flat: jax.Array,
+        factor: jax.Array | None = None,
+        anyone: jax.Array | None = None,
+    ) -> jax.Array:
+        del buffer
+        # Each of L devices inside a replica sends its part: N bytes leave a replica, not L * N.
+        if exchange.codec is None:
+            mean = all_mean_in_slices(flat, axes, local, factor=factor)
+        else:
+            mean, residual = coded_mean(flat, exchange.codec, axes, local, factor=factor)
+            mean += residual
+        # If all replicas have run out of data the mean is 0 / 0: keep the values.
+        return mean if anyone is None else jnp.where(anyone, mean, flat)
+
+    return packing_of(tree, exchange).through(mean_of, tree, *_shares(exchange, weight), role=role)
+
+
+def mean_and_residual(
+    tree: PyTree,
+    exchange: Exchange,
+    weight: jax.Array | None = None,
+    *,
+    role: str | None = None,
+) -> tuple[PyTree, PyTree]:
+    """Return the mean of the replicas' encoded trees, and this replica's residual.
+
+    The residual is the part of the tree that the codec does not send.
+
+    Args:
+      tree: tree of floating leaves.
+      exchange: an exchange with a codec.
+      weight: () number >= 0, this replica's share in the mean; None weighs all replicas equally. A
+        replica of weight 0 has no residual. If all weights are 0, the mean is 0.
+      role: what the buffers are exchanged for, which `note_buffers` reports; None: no report.
+
+    Communication: only that of `replica_mean`.
+    """
+    codec, axes, local = exchange.codec, exchange.axis_name, exchange.local_axis_name
+    assert codec is not None
+
+    def both(buffer: Buffer, flat: jax.Array, *factor: jax.Array) -> tuple[jax.Array, jax.Array]:
+        del buffer
+        return coded_mean(flat, codec, axes, local, factor=factor[0] if factor else None)
+
+    packing = packing_of(tree, exchange)
+    pairs = packing.map(both, packing.pack(tree, role=role), *_shares(exchange, weight)[:1])
+    return packing.unpack([mean for mean, _ in pairs]), packing.unpack([rest for _, rest in pairs])
+
+
+def _shares(exchange: Exchange, weight: jax.Array | None) -> list[jax.Array]:
+    """Return this replica's factor, and whether any weight is above 0; [] without weights.
+
+    Communication: with a weight one all-reduce of 8 bytes over `exchange.axis_name`.
+    """
+    if weight is None:
+        return []
+    total = total_weight(weight, exchange.axis_name)
+    return [relative_weight(weight, total, exchange.axis_name), total.weight > 0]

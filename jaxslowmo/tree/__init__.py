@@ -1,4 +1,4 @@
-"""Pytree arithmetic and static plans of flat buffers; nothing here communicates."""
+"""Pytree arithmetic and packing of trees into flat buffers; nothing here communicates."""
 
 from ._bucket_assignment import MIB as MIB
 from ._bucket_assignment import assign_buckets as assign_buckets
@@ -26,5 +26,10 @@ from ._leaves import tree_bytes as tree_bytes
 from ._leaves import updates_to as updates_to
 from ._leaves import widen_updates as widen_updates
 from ._leaves import zeros_like as zeros_like
+from ._packing import BufferGroup as BufferGroup
+from ._packing import Flats as Flats
+from ._packing import TreePacking as TreePacking
+from ._packing import from_blocks as from_blocks
+from ._packing import to_blocks as to_blocks
 from ._staged import Staged as Staged
 from ._staged import in_model_form as in_model_form

@@ -2,13 +2,15 @@
 
 import heapq
 import math
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 
-from .._support.checks import as_int
+from .._support.checks import checked_int
 
 MIB = 2**20
 # Leaves are cut at multiples of this many elements, which is a whole number of vector registers.
@@ -23,40 +25,25 @@ class BucketPiece(NamedTuple):
     stop: int
 
 
+@dataclass
 class _Bucket:
-    """A bucket with the members that it has so far."""
+    """A bucket with the members that it has so far, and what closes it.
 
-    def __init__(self) -> None:
-        self.pieces: list[BucketPiece] = []
-        self.size_bytes = 0
+    Attributes:
+      kind: its dtype, or what no other has for a sparse leaf.
+      limit: size in bytes that closes it.
+      position: position of that limit in the list of limits.
+    """
 
+    kind: Any
+    limit: int
+    position: int = 0
+    pieces: list[BucketPiece] = field(default_factory=list)
+    size_bytes: int = 0
 
-class _OpenBuckets:
-    """The open bucket of one dtype, and its position in the list of limits."""
-
-    def __init__(self, itemsize: int, limits: Sequence[int]) -> None:
-        self.bucket = _Bucket()
-        self._itemsize, self._limits, self._position = itemsize, limits, 0
-
-    @property
-    def limit(self) -> int:
-        return self._limits[self._position]
-
-    def room(self) -> int:
-        """Return how many elements reach the limit, rounded up to a place where leaves are cut."""
-        elements = math.ceil((self.limit - self.bucket.size_bytes) / self._itemsize)
-        return max(_CUT, math.ceil(elements / _CUT) * _CUT)
-
-    def add(self, piece: BucketPiece) -> tuple[_Bucket, int] | None:
-        """Add a piece; return the bucket and its limit if that closes the bucket."""
-        bucket, limit = self.bucket, self.limit
-        bucket.pieces.append(piece)
-        bucket.size_bytes += (piece.stop - piece.start) * self._itemsize
-        if bucket.size_bytes < limit:
-            return None
-        self.bucket = _Bucket()
-        self._position = min(self._position + 1, len(self._limits) - 1)
-        return bucket, limit
+    def add(self, label: int, start: int, stop: int, itemsize: int) -> None:
+        self.pieces.append(BucketPiece(label, start, stop))
+        self.size_bytes += (stop - start) * itemsize
 
 
 def assign_buckets(
@@ -108,60 +95,63 @@ def assign_buckets(
 
     Source: torch 2.13, `torch/csrc/distributed/c10d/reducer.cpp`.
     """
-    limits = _checked_limits(limits)
-    alone = None if alone_bytes is None else as_int(alone_bytes, 0)
-    if alone_bytes is not None and alone is None:
-        raise ValueError(
-            f"`alone_bytes` is a size in bytes and must be an int >= 0, got {alone_bytes!r}."
-        )
-    if alone is not None and split_large:
-        raise ValueError(
-            "`alone_bytes` keeps large leaves whole, `split_large` cuts them: give one."
-        )
+    if not limits:
+        raise ValueError("`limits` must hold at least one size in bytes, got none.")
+    each = f"`limits` are sizes in bytes, got {list(limits)!r}: each"
+    limits = [checked_int(each, size, 0) for size in limits]
+    alone = math.inf
+    if alone_bytes is not None:
+        alone = checked_int("`alone_bytes` is a size in bytes and", alone_bytes, 0)
+        if split_large:
+            raise ValueError(
+                "`alone_bytes` keeps large leaves whole, `split_large` cuts them: give one."
+            )
     labels = _check_labels(leaves, indices, expect_sparse)
 
-    closed: list[tuple[_Bucket, int]] = []
-    open_buckets: dict[np.dtype, _OpenBuckets] = {}
+    closed: list[_Bucket] = []
+    open_buckets: dict[np.dtype, _Bucket] = {}
     for label, leaf in zip(labels, leaves, strict=True):
         dtype, size = jnp.dtype(leaf.dtype), math.prod(leaf.shape)
+        itemsize = dtype.itemsize
         is_sparse = bool(expect_sparse and expect_sparse[label])
-        if is_sparse or (alone is not None and size * dtype.itemsize >= alone):
-            bucket = _Bucket()
-            bucket.pieces.append(BucketPiece(label, 0, size))
-            bucket.size_bytes = size * dtype.itemsize
-            closed.append((bucket, 0 if is_sparse else alone or 0))
+        if is_sparse or size * itemsize >= alone:
+            own = _Bucket(("sparse", label), 0) if is_sparse else _Bucket(dtype, int(alone))
+            own.add(label, 0, size, itemsize)
+            closed.append(own)
             continue
-        growing = open_buckets.setdefault(dtype, _OpenBuckets(dtype.itemsize, limits))
-        start = 0
-        while start < size or size == 0:
-            cut = split_large and 0 < growing.limit < size * dtype.itemsize
-            stop = min(size, start + growing.room()) if cut else size
-            done = growing.add(BucketPiece(label, start, stop))
-            closed += [done] if done else []
-            start = stop
-            if size == 0:
-                break
-    closed += [(g.bucket, g.limit) for g in open_buckets.values() if g.bucket.pieces]
+        start, is_placed = 0, False
+        while not is_placed:
+            growing, stop = open_buckets.setdefault(dtype, _Bucket(dtype, limits[0])), size
+            if split_large and 0 < growing.limit < size * itemsize:
+                # What reaches the limit, rounded up to a place where leaves are cut.
+                cuts = math.ceil((growing.limit - growing.size_bytes) / (itemsize * _CUT))
+                stop = min(size, start + max(1, cuts) * _CUT)
+            growing.add(label, start, stop, itemsize)
+            if growing.size_bytes >= growing.limit:
+                closed.append(growing)
+                position = min(growing.position + 1, len(limits) - 1)
+                open_buckets[dtype] = _Bucket(dtype, limits[position], position)
+            start, is_placed = stop, stop == size
+    closed += [bucket for bucket in open_buckets.values() if bucket.pieces]
     if indices is None:
-        closed.sort(key=lambda item: min(item[0].pieces))
+        closed.sort(key=lambda bucket: min(bucket.pieces))
     if max_buckets is not None:
-        dtypes = {label: jnp.dtype(x.dtype) for label, x in zip(labels, leaves, strict=True)}
-        closed = _merge(closed, max_buckets, dtypes, expect_sparse)
-    groups: list[list[Any]] = [bucket.pieces for bucket, _ in closed]
+        closed = _merge(closed, checked_int("`max_buckets`", max_buckets, 1))
+    groups: list[list[Any]] = [bucket.pieces for bucket in closed]
     if not split_large:
         groups = [[piece.label for piece in group] for group in groups]
-    return groups, [limit for _, limit in closed]
+    return groups, [bucket.limit for bucket in closed]
 
 
 def check_explicit_buckets(leaves: Sequence[Any], buckets: Sequence[Sequence[int]]) -> None:
     """Raise `ValueError` unless `buckets` hold every leaf once, and one dtype each."""
     if any(not bucket for bucket in buckets):
         raise ValueError(f"`buckets` must not hold an empty bucket, got {list(buckets)}.")
-    members = sorted(i for bucket in buckets for i in bucket)
-    if members != list(range(len(leaves))):
-        missing = sorted(set(range(len(leaves))) - set(members))
-        twice = sorted({i for i in members if members.count(i) > 1})
-        unknown = sorted(set(members) - set(range(len(leaves))))
+    times, positions = Counter(i for bucket in buckets for i in bucket), range(len(leaves))
+    if times != Counter(positions):
+        missing = [i for i in positions if i not in times]
+        twice = sorted(i for i in times if times[i] > 1)
+        unknown = sorted(i for i in times if i not in positions)
         raise ValueError(
             f"`buckets` must hold every one of the {len(leaves)} leaves once: missing {missing}, "
             f"more than once {twice}, unknown {unknown}."
@@ -175,74 +165,41 @@ def check_explicit_buckets(leaves: Sequence[Any], buckets: Sequence[Sequence[int
             )
 
 
-def _merge(
-    closed: list[tuple[_Bucket, int]],
-    max_buckets: int,
-    dtypes: dict[int, np.dtype],
-    expect_sparse: Sequence[bool] | None,
-) -> list[tuple[_Bucket, int]]:
-    number = as_int(max_buckets, 1)
-    if number is None:
-        raise ValueError(f"`max_buckets` must be an int >= 1, got {max_buckets!r}.")
-
-    def kind(bucket: _Bucket) -> Any:
-        label = bucket.pieces[0].label
-        return ("sparse", label) if expect_sparse and expect_sparse[label] else dtypes[label]
-
-    least = len({kind(bucket) for bucket, _ in closed})
-    if least > number:
+def _merge(closed: list[_Bucket], most: int) -> list[_Bucket]:
+    least = len({bucket.kind for bucket in closed})
+    if least > most:
         raise ValueError(
             f"`max_buckets` must be at least {least} here, one for each dtype and each sparse "
-            f"leaf, got {number}."
+            f"leaf, got {most}."
         )
-    # Linked lists of neighbours of one kind; a merged bucket has the position of the first.
-    before: dict[int, int] = {}
+    # The next one of each kind; a merged bucket has the position of the first.
     after: dict[int, int] = {}
     last: dict[Any, int] = {}
-    for i, (bucket, _) in enumerate(closed):
-        group = kind(bucket)
-        if group in last:
-            before[i], after[last[group]] = last[group], i
-        last[group] = i
+    for i, bucket in enumerate(closed):
+        if bucket.kind in last:
+            after[last[bucket.kind]] = i
+        last[bucket.kind] = i
     left = dict(enumerate(closed))
 
     def pair(j: int) -> tuple[int, int]:
         """Return the total size of two neighbours, and the position of the first."""
-        return left[j][0].size_bytes + left[after[j]][0].size_bytes, j
+        return left[j].size_bytes + left[after[j]].size_bytes, j
 
-    # Outdated pairs stay in the heap; their size differs from the present one. (A pair whose size
-    # did not change is in the heap twice, which does no harm.)
+    # Sizes in the heap may be outdated: buckets only grow, so these pairs are found too early.
     pairs = [pair(j) for j in after]
     heapq.heapify(pairs)
-    while len(left) > max_buckets:
+    while len(left) > most:
         size, j = heapq.heappop(pairs)
-        if j not in after or pair(j)[0] != size:
-            continue
-        i = after.pop(j)
-        (bucket, limit), (joined, other) = left[j], left.pop(i)
-        bucket.pieces += joined.pieces
-        bucket.size_bytes = size
-        left[j] = bucket, max(limit, other)
-        if i in after:
-            after[j] = after.pop(i)
-            before[after[j]] = j
+        if j in after and pair(j)[0] == size:
+            i = after.pop(j)
+            bucket, other = left[j], left.pop(i)
+            bucket.pieces += other.pieces
+            bucket.size_bytes, bucket.limit = size, max(bucket.limit, other.limit)
+            if i in after:
+                after[j] = after.pop(i)
+        if j in after:
             heapq.heappush(pairs, pair(j))
-        if j in before:
-            heapq.heappush(pairs, pair(before[j]))
     return list(left.values())
-
-
-def _checked_limits(limits: Sequence[int]) -> tuple[int, ...]:
-    """Return `limits` as plain ints; raise `ValueError` for other values or an empty sequence."""
-    if not limits:
-        raise ValueError("`limits` must hold at least one size in bytes, got none.")
-    sizes = [as_int(size, 0) for size in limits]
-    valid = tuple(size for size in sizes if size is not None)
-    if len(valid) < len(sizes):
-        raise ValueError(
-            f"`limits` are sizes in bytes and must be ints >= 0, got {list(limits)!r}."
-        )
-    return valid
 
 
 def _check_labels(

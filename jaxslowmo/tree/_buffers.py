@@ -4,7 +4,7 @@ import contextlib
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +17,8 @@ from jax import lax
 from .._support.types import PyTree
 from ._bucket_assignment import BucketPiece, assign_buckets, check_explicit_buckets
 from ._leaves import cast, reshaped
+
+_NO_LIMIT = 2**63  # bytes
 
 
 @dataclass(frozen=True)
@@ -44,21 +46,20 @@ class Buffer:
 
 @dataclass(frozen=True)
 class BufferPlan:
-    """A plan that packs a tree into flat buffers and unpacks it; static, from shapes only."""
+    """A plan that packs leaves into flat buffers and unpacks them; static, from shapes only."""
 
     buffers: tuple[Buffer, ...]
     shapes: tuple[tuple[int, ...], ...]  # shape of each leaf
-    treedef: Any  # structure of the planned tree
 
-    def pack(self, tree: PyTree) -> list[jax.Array]:
+    def pack(self, leaves: Sequence[Any]) -> list[jax.Array]:
         """Return one 1-D array per buffer, in the buffer's dtype."""
-        return _packed(self, self.treedef.flatten_up_to(tree))
+        return _packed(self, list(leaves))
 
-    def unpack(self, packed: Sequence[Any]) -> PyTree:
-        """Return the tree whose leaves are in `packed`; padding at the ends is dropped."""
+    def unpack(self, packed: Sequence[Any]) -> list[Any]:
+        """Return the leaves that are in `packed`; padding at the ends is dropped."""
         # NumPy arrays stay on the host.
         traced = any(isinstance(flat, jax.Array) for flat in packed)
-        return self.treedef.unflatten((_unpacked_once if traced else _unpacked)(self, list(packed)))
+        return (_unpacked_once if traced else _unpacked)(self, list(packed))
 
 
 # With `jax.jit` these are traced once per plan. A program can have several exchanges of one kind of
@@ -89,9 +90,9 @@ _unpacked_once = jax.jit(_unpacked, static_argnums=0)
 
 
 def _joined(parts: list[tuple[int, Any]]) -> Any:
-    if len(parts) == 1:
-        return parts[0][1]
-    return jnp.concatenate([part for _, part in sorted(parts, key=lambda item: item[0])])
+    ordered = [part for _, part in sorted(parts, key=lambda item: item[0])]
+    numpy = jnp if isinstance(ordered[0], jax.Array) else np
+    return ordered[0] if len(ordered) == 1 else numpy.concatenate(ordered)
 
 
 def plan_buffers(
@@ -103,20 +104,17 @@ def plan_buffers(
     max_buckets: int | None = None,
     alone_bytes: int | None = None,
     split_large: bool = False,
-    dtype_of: Callable[[np.dtype], np.dtype] = np.dtype,
 ) -> BufferPlan:
-    """Plan flat buffers for `tree`.
+    """Plan flat buffers for the leaves of `tree`, in their dtypes.
 
     Args:
       tree: arrays or `ShapeDtypeStruct`s.
-      limits: bucket limits in bytes as in `assign_buckets`. None makes one buffer per dtype, and
-        ignores the other arguments of `assign_buckets`.
+      limits: bucket limits in bytes as in `assign_buckets`. None makes one buffer per dtype.
       order: positions in flattening order, in which the leaves are visited; None is that order.
       buckets: the buffers themselves, as lists of positions, instead of limits and order.
       max_buckets: largest number of buffers, as in `assign_buckets`.
       alone_bytes: size from which a leaf has its own buffer, as in `assign_buckets`.
       split_large: cut leaves that are larger than a limit, as in `assign_buckets`.
-      dtype_of: function from a leaf's dtype to its buffer's dtype; the default keeps the dtype.
 
     Returns:
       A `BufferPlan`; leaves without elements stay in it, with 0 bytes.
@@ -125,31 +123,25 @@ def plan_buffers(
       ValueError: errors of `assign_buckets`; `buckets` that do not hold every leaf once, or that
         mix dtypes.
     """
-    leaves, treedef = jax.tree.flatten(tree)
-    wire = [jax.ShapeDtypeStruct(leaf.shape, dtype_of(leaf.dtype)) for leaf in leaves]
+    leaves = jax.tree.leaves(tree)
     shapes = tuple(leaf.shape for leaf in leaves)
     visited = list(range(len(leaves))) if order is None else list(order)
+    groups: list[Any] = [] if buckets is None else list(buckets)
     if buckets is not None:
-        check_explicit_buckets(wire, buckets)
-        groups: list[Any] = list(buckets)
-    elif limits is None:
-        by_dtype: dict[Any, list[int]] = {}
-        for i in visited:
-            by_dtype.setdefault(wire[i].dtype, []).append(i)
-        groups = list(by_dtype.values())
+        check_explicit_buckets(leaves, buckets)
     else:
         groups, _ = assign_buckets(
-            [wire[i] for i in visited],
-            limits,
+            [leaves[i] for i in visited],
+            (_NO_LIMIT,) if limits is None else limits,
             indices=visited,
             max_buckets=max_buckets,
             alone_bytes=alone_bytes,
             split_large=split_large,
         )
-    if buckets is not None or limits is None or not split_large:  # members are whole leaves
+    if buckets is not None or not split_large:  # members are whole leaves
         groups = [[BucketPiece(i, 0, math.prod(shapes[i])) for i in group] for group in groups]
-    buffers = tuple(Buffer(jnp.dtype(wire[g[0].label].dtype), tuple(g)) for g in groups)
-    return BufferPlan(buffers, shapes, treedef)
+    buffers = tuple(Buffer(jnp.dtype(leaves[g[0].label].dtype), tuple(g)) for g in groups)
+    return BufferPlan(buffers, shapes)
 
 
 @dataclass(frozen=True)
@@ -197,13 +189,9 @@ def note_buffers(role: str, plan: BufferPlan, names: Sequence[str]) -> None:
     notes = _listening.get()
     if notes is None:
         return
-    key = tuple(
-        BufferNote(
-            role, buffer.dtype.name, buffer.size_bytes, tuple(names[i] for i in buffer.leaves)
-        )
-        for buffer in plan.buffers
-    )
-    notes[key] = None
+    held = [tuple(names[i] for i in buffer.leaves) for buffer in plan.buffers]
+    buffers = zip(plan.buffers, held, strict=True)
+    notes[tuple(BufferNote(role, b.dtype.name, b.size_bytes, own) for b, own in buffers)] = None
 
 
 _FEW = 32  # up to so many parts, one kernel for each does not take long to compile

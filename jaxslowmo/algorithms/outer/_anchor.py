@@ -16,19 +16,15 @@ from ..._support.types import PyTree
 from ...collectives import ShardLayout, all_gather_shards, local_shard, mean_to_shards, shard_layout
 from ...mesh import axis_size
 from ...transform import (
-    BlockGroup,
     Exchange,
-    Flats,
     StatePlacement,
-    TreePacking,
     carry_leaf,
-    on_blocks,
     packing_of,
     replica_average,
     replica_mean,
     stacked,
 )
-from ...tree import Buffer, BufferPlan, at_least_float32
+from ...tree import Buffer, TreePacking, at_least_float32
 
 
 @dataclass(frozen=True)
@@ -204,20 +200,16 @@ class ShardedAnchor(Anchor):
         def shard(buffer: Buffer, flat: jax.Array) -> jax.Array:
             return local_shard(flat, self.layout(buffer), self.exchange.axis_name)
 
-        return _joined(self.packing(params).pack(params, shard))
+        return tuple(self.packing(params).pack(params, shard))
 
     def like_stored(self, params: PyTree) -> tuple[jax.Array, ...]:
         """Return zeros with the types of `store`, without packing anything."""
-
-        def zeros(buffer: Buffer) -> jax.Array:
-            layout = self.layout(buffer)
-            return jnp.zeros((layout.rows, layout.lanes), buffer.dtype)
-
-        return _joined(
-            self.packing(params).each(
-                lambda group: [zeros(b) for b in group.plan.buffers], kinds=(), out="flat"
-            )
+        by_group = self.packing(params).each(
+            lambda group: [jnp.zeros(self.layout(b), b.dtype) for b in group.plan.buffers],
+            kinds=(),
+            out="flat",
         )
+        return tuple(x for shards in by_group for x in shards)
 
     def average(self, y: PyTree) -> tuple[jax.Array, ...]:
         """Return this replica's shards of the mean of `y` over the replicas.
@@ -232,7 +224,7 @@ class ShardedAnchor(Anchor):
         def mean(buffer: Buffer, flat: jax.Array) -> jax.Array:
             return mean_to_shards(flat, self.layout(buffer), axes, local)
 
-        return _joined(self.packing(y).pack(y, mean, role="slow"))
+        return tuple(self.packing(y).pack(y, mean, role="slow"))
 
     def restore(self, anchor: tuple[jax.Array, ...], params: PyTree) -> PyTree:
         """Return the anchor as float32 values in the shape of the parameters.
@@ -246,7 +238,7 @@ class ShardedAnchor(Anchor):
         def whole(buffer: Buffer, shard: jax.Array) -> jax.Array:
             return all_gather_shards(shard, buffer.num_elements, axes, local)
 
-        return packing.unpack(packing.by_group(anchor), whole)
+        return packing.unpack(anchor, whole)
 
     def pin(self, state: PyTree, params: PyTree) -> PyTree:
         """Return `state` with shards laid out like the anchor; an optimizer's zeros have no layout.
@@ -256,16 +248,17 @@ class ShardedAnchor(Anchor):
         packing = self.packing(params)
         # Shards of a group are split over the axes of its leaves. They are identified by shape, as
         # the optimizer's state holds them among other arrays.
-        group_of: dict[tuple[int, ...], BlockGroup] = {
-            (group.num_blocks * layout.rows, layout.lanes): group
-            for group, plan in zip(packing.groups, packing.plans, strict=True)
-            for layout in map(self.layout, plan.buffers)
+        types = packing.by_group(packing.parts(1, self.layout))
+        group_of = {
+            like.shape[1:]: group
+            for group, of_group in zip(packing.groups, types, strict=True)
+            for like in of_group
         }
 
         def place(x: jax.Array) -> jax.Array:
             if x.shape not in group_of:
                 return x
-            return on_blocks(group_of[x.shape], lambda y: y, x, kinds=("flat",), out="flat")
+            return group_of[x.shape].on_blocks(lambda y: y, x, kinds=("flat",), out="flat")
 
         return jax.tree.map(place, state)
 
@@ -275,61 +268,27 @@ class ShardedAnchor(Anchor):
         Raises:
           ValueError: shards whose shapes do not fit parameters and placement.
         """
-        packing = self._packing_on(old, params)
-        leaves: list[Any] = [None] * packing.treedef.num_leaves
+        packing, shapes = self._packing_on(old, params), [x.shape for x in anchor]
         # Only the padding at the end of a buffer depends on the devices of a replica.
         local = self.exchange.local_axis_name
         parts = [old.size(local)] if old.is_certain else range(1, _MOST_PARTS)
-        for first, group, plan in packing.numbered():
-            shards, count = anchor[first : first + len(plan.buffers)], group.num_blocks
-            shapes = [
-                [(old.replicas, count * s.rows, s.lanes) for s in _layouts(plan, old, n)]
-                for n in parts
-            ]
-            # Without this check shards of another run would silently give wrong values.
-            if [x.shape for x in shards] not in shapes:
-                raise ValueError(f"shards of {[x.shape for x in shards]}, and not of {shapes[0]}")
-            dtypes = {i: buffer.dtype for buffer in plan.buffers for i in buffer.leaves}
-            for place, (i, shape) in enumerate(zip(group.indices, group.shapes, strict=True)):
-                leaves[i] = np.empty(shape, dtypes[place])
-            for device, block in enumerate(group.blocks()):
-                # The buffer of a device of the group is the concatenation over all replicas.
-                flats = [x.reshape(old.replicas, count, -1)[:, device].reshape(-1) for x in shards]
-                for leaf, where, part in zip(group.indices, block, plan.unpack(flats), strict=True):
-                    leaves[leaf][where] = part
-        if more := len(anchor) - len(packing.buffers()):
-            raise ValueError(f"{more} shards more than the parameters need")
-        whole = packing.treedef.unflatten(leaves)
+        expected = [[x.shape for x in _types(packing, old, n)] for n in parts]
+        # Without this check shards of another run would silently give wrong values.
+        if shapes not in expected:
+            raise ValueError(f"shards of {shapes}, and not of {expected[0]}")
+        whole = packing.join(anchor)
         # The result has the present form of the parameters, for which `split` will split it.
         return whole if old.form is None else old.form.convert(whole)
 
     def split(self, tree: PyTree, params: PyTree, new: StatePlacement) -> tuple[Any, ...]:
         """Return the stacked shards of a whole tree, padded with zeros; the inverse of `join`."""
-        packing, devices = self._packing_on(new, params), new.size(self.exchange.local_axis_name)
-        leaves = jax.tree.leaves(tree)
-        shards: list[np.ndarray] = []
-        for group, plan in zip(packing.groups, packing.plans, strict=True):
-            for layout, buffer in zip(_layouts(plan, new, devices), plan.buffers, strict=True):
-                shard = np.zeros((new.replicas, group.num_blocks, layout.size), buffer.dtype)
-                for device, block in enumerate(group.blocks()):
-                    values = [leaves[j][at] for j, at in zip(group.indices, block, strict=True)]
-                    # Zeros at the end, as `local_shard` pads on devices.
-                    flat = np.zeros(new.replicas * layout.size, buffer.dtype)
-                    parts = [values[p.label].reshape(-1)[p.start : p.stop] for p in buffer.pieces]
-                    flat[: buffer.num_elements] = np.concatenate(parts)
-                    shard[:, device] = flat.reshape(new.replicas, -1)
-                shards.append(shard.reshape(new.replicas, -1, layout.lanes))
-        return tuple(shards)
+        # Zeros at the end, as `local_shard` pads on devices.
+        return self._packing_on(new, params).split(tree, self.types_on(params, new))
 
     def types_on(self, params: PyTree, at: StatePlacement) -> tuple[jax.ShapeDtypeStruct, ...]:
         """See `Anchor.types_on`."""
-        packing, parts = self._packing_on(at, params), at.size(self.exchange.local_axis_name)
-        # Each device of a group has its own shards, which are stored one after another.
-        return tuple(
-            jax.ShapeDtypeStruct((at.replicas, group.num_blocks * s.rows, s.lanes), buffer.dtype)
-            for group, plan in zip(packing.groups, packing.plans, strict=True)
-            for s, buffer in zip(_layouts(plan, at, parts), plan.buffers, strict=True)
-        )
+        parts = at.size(self.exchange.local_axis_name)
+        return _types(self._packing_on(at, params), at, parts)
 
     def _packing_on(self, at: StatePlacement, params: PyTree) -> TreePacking:
         """Return the plan of the shards on the mesh of `at`, which may no longer exist."""
@@ -345,9 +304,10 @@ class ShardedAnchor(Anchor):
             return anchor.packing(params)
 
 
-def _joined(by_group: Flats) -> tuple[jax.Array, ...]:
-    return tuple(x for group in by_group for x in group)
-
-
-def _layouts(plan: BufferPlan, at: StatePlacement, parts: int) -> list[ShardLayout]:
-    return [shard_layout(b.num_elements, at.replicas, num_parts=parts) for b in plan.buffers]
+def _types(
+    packing: TreePacking, at: StatePlacement, parts: int
+) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """Return the types of all replicas' shards, with rows that `parts` devices of each share."""
+    return packing.parts(
+        at.replicas, lambda b: shard_layout(b.num_elements, at.replicas, num_parts=parts)
+    )

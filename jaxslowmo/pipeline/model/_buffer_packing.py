@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from ..._support.types import PyTree
 from ...mesh import axis_names
-from ...tree import Staged
+from ...tree import Staged, from_blocks, to_blocks
 
 
 class Leaf(NamedTuple):
@@ -150,7 +150,7 @@ class BufferPacking:
 
     def part_size(self, leaf: Leaf) -> int:
         """Return the number of elements of a leaf in one part of its buffer."""
-        return leaf.size // math.prod(size for axis, size in self.axis_sizes if axis in leaf.axes)
+        return leaf.size // math.prod(self._sizes_of(leaf).values())
 
     def unpack(self, buffers: Mapping[str, Any], stage: int) -> PyTree:
         """Return the tree of one stage, read from its buffers (*sizes, elements)."""
@@ -200,38 +200,22 @@ class BufferPacking:
             numpy.pad(pieces[0], [*[(0, 0)] * (len(shape) - 1), (0, lack)]) if lack else pieces[0]
         )
 
-    def read(self, buffer: Any, place: LeafPlace, num_lead: int = 0) -> Any:
+    def read(self, buffer: Any, place: LeafPlace) -> Any:
         """Return a leaf from a stage's buffer, (*lead, *sizes, elements)."""
         size = self.part_size(place.leaf)
-        return self.whole(buffer[..., place.start : place.start + size], place.leaf, num_lead)
+        return self.whole(buffer[..., place.start : place.start + size], place.leaf)
 
-    def whole(self, part: Any, leaf: Leaf, num_lead: int = 0) -> Any:
-        """Return a leaf in its own shape from its part of a buffer, (*lead, *sizes, elements)."""
-        lead = part.shape[:num_lead]
-        sizes, local, order = self._split(leaf)
-        order = [*range(num_lead), *(num_lead + i for i in order)]
-        x = part.reshape(*lead, *sizes, *local)
-        return x.transpose(order).reshape(*lead, *leaf.shape)
+    def whole(self, part: Any, leaf: Leaf) -> Any:
+        """Return a leaf (*lead, *shape) from its part of a buffer, (*lead, *sizes, elements)."""
+        return from_blocks(part, leaf.shape, leaf.spec, self._sizes_of(leaf))
 
     def flat(self, x: Any, leaf: Leaf, numpy: Any = jnp, num_lead: int = 0) -> Any:
         """Return a leaf in the form of its part of a buffer, (*lead, *sizes, elements)."""
-        sizes, local, order = self._split(leaf)
-        lead = np.shape(x)[:num_lead]
-        x = numpy.reshape(x, (*lead, *((*sizes, *local)[i] for i in order)))
-        back = [*range(num_lead), *(num_lead + int(i) for i in np.argsort(order))]
-        return x.transpose(back).reshape(*lead, *sizes, math.prod(local))
+        return to_blocks(numpy.asarray(x), leaf.spec, self._sizes_of(leaf), num_lead)
 
-    def _split(self, leaf: Leaf) -> tuple[tuple[int, ...], tuple[int, ...], list[int]]:
-        """Return sizes of a leaf's axes, shape of one part, and the transposition to the whole."""
-        sizes = dict(self.axis_sizes)
-        axes = [axis for axis in sizes if axis in leaf.axes]
-        entries = [axis_names(entry or ()) for entry in (*leaf.spec, *[None] * len(leaf.shape))]
-        local, order = [], []
-        for dim, (size, entry) in enumerate(zip(leaf.shape, entries, strict=False)):
-            # If an entry of the spec names several axes, the first one varies slowest.
-            order += [*(axes.index(axis) for axis in entry), len(axes) + dim]
-            local.append(size // math.prod(sizes[axis] for axis in entry))
-        return tuple(sizes[axis] for axis in axes), tuple(local), order
+    def _sizes_of(self, leaf: Leaf) -> dict[str, int]:
+        """Return the sizes of the axes over which a leaf is sharded, in the order of the mesh."""
+        return {axis: size for axis, size in self.axis_sizes if axis in leaf.axes}
 
     def mirrors(self, x: Any) -> bool:
         """Return whether `x` has the structure of the parameters, with any trees as leaves."""

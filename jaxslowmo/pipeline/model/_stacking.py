@@ -86,7 +86,7 @@ def unstacked(packing: BufferPacking, buffers: Mapping[str, Any]) -> PyTree:
         parts = []
         for subtree, places in zip(packing.subtrees, packing.places, strict=True):
             pairs = [(buffers[p.leaf.buffer][(*lead, p.stage)], p) for p in places]
-            parts.append(subtree.unflatten([packing.read(x, p, num_lead) for x, p in pairs]))
+            parts.append(subtree.unflatten([packing.read(x, p) for x, p in pairs]))
         return packing.outer.unflatten(parts)
 
     arrays = list(buffers.values())

@@ -124,7 +124,7 @@ class Segments:
         if count == 1:
             return self.packing.whole(part, leaf)
         part = jnp.moveaxis(part.reshape(*part.shape[:-1], count, segment.size), -2, 0)
-        return self.packing.whole(part, leaf, 1)
+        return self.packing.whole(part, leaf)
 
     def _flat(self, segment: Segment, x: jax.Array) -> jax.Array:
         leaf, count = segment.place.leaf, segment.count
