@@ -1,5 +1,9 @@
 """The names of `jaxslowmo`, whose `__init__` takes them from here at their first use."""
 
+# `from . import` asks the package for a module that is not loaded yet, and so for this file.
+import jaxslowmo.spec as spec
+
+from . import spec as spec  # noqa: F811
 from .algorithms import LocalSGDState as LocalSGDState
 from .algorithms import OuterState as OuterState
 from .algorithms import SGPState as SGPState

@@ -17,6 +17,7 @@ TOPICS = {
     "codecs": "collectives/codecs",
     "pipeline": "pipeline",
     "schedules": "pipeline/schedules",
+    "spec": "spec.py",
     "checkpoint": "checkpoint",
     "data": "language/data",
     "models": "language/models",
@@ -106,10 +107,12 @@ def target(code: str, known: dict[str, str]) -> str | None:
     return known.get(name)
 
 
-def _names_in(folder: Path, prefix: str) -> list[PublicName]:
+def _names_in(place: Path, prefix: str) -> list[PublicName]:
+    """Names that a package or a module re-exports."""
+    file = place if place.suffix else place / "__init__.py"
     return [
-        PublicName(f"{prefix}.{name}", _summary(folder, module, name))
-        for module, name in _reexports(folder / "__init__.py")
+        PublicName(f"{prefix}.{name}", _summary(file.parent, module, name))
+        for module, name in _reexports(file)
         if module  # `from . import runtime` is a module, not a name
     ]
 

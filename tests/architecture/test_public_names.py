@@ -29,6 +29,7 @@ TOPICS = {
     "hooks": "gradients.reducer.hooks",
     "codecs": "collectives.codecs",
     "schedules": "pipeline.schedules",
+    "spec": "spec",
 }
 PUBLIC = public_names(jaxslowmo)
 # Not loaded with the top level: imported by their own names.

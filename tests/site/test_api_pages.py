@@ -13,7 +13,17 @@ import jaxslowmo
 
 DOCS = Path(__file__).parents[2] / "docs"
 # Modules whose own names are public, as users write them.
-TOPICS = ["topology", "hooks", "codecs", "schedules", "pipeline", "checkpoint", "data", "models"]
+TOPICS = [
+    "topology",
+    "hooks",
+    "codecs",
+    "schedules",
+    "spec",
+    "pipeline",
+    "checkpoint",
+    "data",
+    "models",
+]
 
 
 def rendered() -> dict[str, str]:
@@ -32,8 +42,8 @@ def importable() -> set[str]:
         modules = {k for k, v in kept.items() if isinstance(v, types.ModuleType)}
         return {f"{prefix}.{name}" for name in kept.keys() - modules}
 
-    modules = {f"jaxslowmo.{t}": importlib.import_module(f"jaxslowmo.{t}") for t in TOPICS[5:]}
-    modules |= {f"jaxslowmo.{t}": getattr(jaxslowmo, t) for t in TOPICS[:5]}
+    modules = {f"jaxslowmo.{t}": importlib.import_module(f"jaxslowmo.{t}") for t in TOPICS[6:]}
+    modules |= {f"jaxslowmo.{t}": getattr(jaxslowmo, t) for t in TOPICS[:6]}
     found = set().union(*(below(prefix, module) for prefix, module in modules.items()))
     top = {n for n in jaxslowmo.__all__ if not isinstance(getattr(jaxslowmo, n), types.ModuleType)}
     # A name that js.pipeline shares with the top level is described once, as the top level's.

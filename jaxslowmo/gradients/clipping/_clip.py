@@ -27,8 +27,8 @@ from ...mesh import (
     vary_over,
 )
 from ...transform import (
-    GradientSpec,
     GradientTransform,
+    Reduction,
     check_are_specs,
     check_axis_argument,
     passing_state,
@@ -150,7 +150,7 @@ def clip_by_global_norm(
         new = match_varying(ClipByGlobalNormState(*numbers), state)
         return scaled(updates, new.clip_factor), new
 
-    return GradientTransform(init_fn, update_fn, GradientSpec(clips=True, of_rows=True))
+    return GradientTransform(init_fn, update_fn, Reduction(clips=True, of_rows=True))
 
 
 def _is_rows(x: Any) -> bool:

@@ -15,6 +15,7 @@ from ..._support.types import AxisName, PyTree
 from ...mesh import axes_of, axis_names, match_varying, require_axes, vary_over
 from ...tracing import axes_sent_over, collective_axes
 from ...transform import (
+    Around,
     GradientTransform,
     ParameterTransform,
     check_axis_argument,
@@ -221,10 +222,9 @@ class _LossScale:
     rule: ScaleRule
 
     def transform(self) -> GradientTransform:
-        inner_spec = spec_of(self.inner)
-        spec = inner_spec.around(
-            lambda state: state.inner,
-            takes=inner_spec.takes | {"weight", "finite", "unscaled"},
+        spec = Around.of(
+            spec_of(self.inner),
+            takes={"weight", "finite", "unscaled"},
             skips=True,
             returns_updates=True,
             of_rows=False,

@@ -1,5 +1,7 @@
 """A wrapper that adds up the gradients of several calls and makes one update of them."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -11,6 +13,8 @@ from ..._support.types import PyTree
 from ...mesh import axes_of, match_varying, vary_over, varying_axes
 from ...tracing import axes_sent_over
 from ...transform import (
+    Around,
+    Communicate,
     Every,
     GradientTransform,
     as_schedule,
@@ -125,14 +129,16 @@ def accumulate(
 
         return run_if(schedule(count) if step is None else step, update, collect, state)
 
-    inner_spec = spec_of(inner)
-    spec = inner_spec.around(
-        lambda state: state.inner,
-        lambda state: schedule(increment(state.count)),
-        takes=inner_spec.takes | {"weight"},
-        of_rows=False,
-    )
+    spec = _Accumulated.of(spec_of(inner), takes={"weight"}, of_rows=False, schedule=schedule)
     return GradientTransform(init_fn, update_fn, spec)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Accumulated(Around):
+    schedule: Every
+
+    def calls(self, state: PyTree) -> Sequence[Communicate]:
+        return [self.schedule(increment(state.count))]
 
 
 def _wide_zeros(p: jax.Array) -> jax.Array:

@@ -20,9 +20,9 @@ from ...mesh import (
     varying_axes,
 )
 from ...transform import (
-    GradientSpec,
     GradientTransform,
     LayoutNotice,
+    Reduction,
     check_weight,
     checked_bytes,
     checked_exchange,
@@ -217,7 +217,7 @@ def all_reduce_gradients(
         return join(means, rows), AllReduceGradientsState(count, states)
 
     takes = frozenset({"weight", "ready_order", "param_specs"})
-    spec = GradientSpec(axes=axis_names(axis_name), takes=takes, of_rows=True)
+    spec = Reduction(axes=axis_names(axis_name), takes=takes, of_rows=True)
     return GradientTransform(init_fn, update_fn, spec)
 
 

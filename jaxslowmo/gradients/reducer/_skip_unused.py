@@ -12,6 +12,7 @@ from ..._support.settings import records_settings
 from ..._support.types import AxisName, PyTree
 from ...mesh import axes_of, axis_names, axis_size, match_varying, require_axes, settle, vary_over
 from ...transform import (
+    Around,
     GradientTransform,
     ParameterTransform,
     check_axis_argument,
@@ -128,14 +129,8 @@ def skip_unused(
         used_by = match_varying(used_by, state.used_by)
         return updates, SkipUnusedState(used_by, times_used, kept)
 
-    inner_spec = spec_of(inner)
-    spec = inner_spec.around(
-        lambda state: state.inner,
-        takes=inner_spec.takes | {"weight"},
-        skips=True,
-        returns_updates=True,
-        of_rows=False,
-    )
+    flags = {"skips": True, "returns_updates": True, "of_rows": False}
+    spec = Around.of(spec_of(inner), takes={"weight"}, **flags)
     return GradientTransform(init_fn, update_fn, spec)
 
 

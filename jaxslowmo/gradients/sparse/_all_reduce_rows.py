@@ -13,13 +13,13 @@ from ..._support.settings import records_settings
 from ..._support.types import AxisName, PyTree
 from ...mesh import axis_names, checks_varying, require_axes, vary_over, varying_axes
 from ...transform import (
-    GradientSpec,
     GradientTransform,
+    Joined,
+    Reduction,
     check_axis_argument,
     check_weight,
     gradient_state,
     increment,
-    joined,
     spec_of,
 )
 from ...tree import check_floating, leaf_names
@@ -165,10 +165,17 @@ def all_reduce_rows(
             facts.append(fact)
         return join(means, others), _counted(state, facts, inner_state)
 
-    spec = GradientSpec(axes=axis_names(axis_name), takes=frozenset({"weight"}))
+    spec = Reduction(axes=axis_names(axis_name), takes=frozenset({"weight"}))
     if dense is not None:
-        spec = joined([spec, spec_of(dense)]).around(lambda state: ((), state.dense))
+        spec = _RowsAndDense.of(spec, spec_of(dense))
     return GradientTransform(init_fn, update_fn, spec)
+
+
+class _RowsAndDense(Joined):
+    """What the reduction of tables does, and then that of the other leaves."""
+
+    def states(self, state: PyTree) -> Sequence[PyTree]:
+        return (), state.dense
 
 
 def mean_rows(

@@ -17,7 +17,7 @@ from ..._support.settings import records_settings
 from ..._support.types import PyTree
 from ...collectives import permute
 from ...mesh import axis_size, checks_varying, require_axes, vary_over, varying_axes
-from ...transform import GradientSpec, GradientTransform
+from ...transform import GradientTransform, Reduction
 from ...tree import leaf_names, plan_buffers
 
 TiedGroup = Mapping[int, str]
@@ -282,7 +282,7 @@ def sum_tied_gradients(axis_name: str, groups: TiedGroups) -> GradientTransform:
                 leaves[position] = jnp.where(is_holder, total, leaves[position])
         return treedef.unflatten(leaves), state
 
-    return GradientTransform(init_fn, update_fn, GradientSpec(axes=(axis_name,)))
+    return GradientTransform(init_fn, update_fn, Reduction(axes=(axis_name,)))
 
 
 def _of_stage(leaves: list[jax.Array], group: dict[int, int], axis_name: str) -> jax.Array:

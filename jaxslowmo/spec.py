@@ -1,0 +1,3 @@
+"""What transforms say that they do, for `js.spec`."""
+
+from .transform import Reduction as Reduction
