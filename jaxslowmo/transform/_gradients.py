@@ -185,7 +185,7 @@ _UPDATE_OF_IDENTITY: Any = optax.identity().update
 
 
 def spec_of(transform: optax.GradientTransformation) -> Reduction:
-    """Return what a transform says that it does to gradients; most of optax say nothing."""
+    """Return what a transform says that it does to gradients, or that it may do anything."""
     # The spec of a parameter transform is of another class.
     spec = getattr(transform, "spec", None)
     if isinstance(spec, Reduction):
@@ -249,6 +249,8 @@ class OwnReductionState(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _OwnReduction(Reduction):
+    """What a user's own transform does, whose state is `inner`."""
+
     due_of_inner: Callable[[PyTree], Communicate] | None  # the argument `due`
 
     def due(self, state: PyTree) -> Communicate:

@@ -34,6 +34,7 @@ from ...tree import (
     widen_updates,
     zeros_like,
 )
+from .._leaves import divided
 
 _OWNER = "accumulate"
 
@@ -87,9 +88,10 @@ def accumulate(
         check_floating(_OWNER, params)
         state = transform.init(params)
         reduced = _reduced_axes(transform, state, params)
+        wide_zeros = lambda p: jnp.zeros_like(p, dtype=at_least_float32(p.dtype))  # noqa: E731
         return AccumulateState(
             count=jnp.zeros([], jnp.int32),
-            total=vary_over(jax.tree.map(_wide_zeros, params), reduced),
+            total=vary_over(jax.tree.map(wide_zeros, params), reduced),
             weight=vary_over(jnp.zeros([], jnp.float32), _common_axes(params) | reduced),
             inner=state,
         )
@@ -116,7 +118,9 @@ def accumulate(
         )
 
         def update(s: AccumulateState) -> tuple[PyTree, AccumulateState]:
-            whole = _over(s.total, s.weight) if average else s.total
+            whole = s.total
+            if average:  # dividing by infinity gives zeros without a `where` for every leaf
+                whole = divided(whole, jnp.where(s.weight > 0, s.weight, jnp.inf))
             whole = jax.tree.map(lambda t, g: cast(t, g.dtype), whole, updates)
             arguments = extra if share is None else {**extra, "weight": s.weight}
             new_updates, after = transform.update(whole, s.inner, params, **arguments)
@@ -135,14 +139,12 @@ def accumulate(
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Accumulated(Around):
+    """What a transform does that is called in the updates of a schedule."""
+
     schedule: Every
 
     def calls(self, state: PyTree) -> Sequence[Communicate]:
         return [self.schedule(increment(state.count))]
-
-
-def _wide_zeros(p: jax.Array) -> jax.Array:
-    return jnp.zeros_like(p, dtype=at_least_float32(p.dtype))
 
 
 def _weighted(grads: PyTree, weight: jax.Array | None) -> PyTree:
@@ -151,13 +153,6 @@ def _weighted(grads: PyTree, weight: jax.Array | None) -> PyTree:
         return grads
     counts, factor = weight > 0, by_dtype(weight)
     return jax.tree.map(lambda g: kept_if(counts, g * factor(g.dtype)), grads)
-
-
-def _over(total: PyTree, weight: jax.Array) -> PyTree:
-    """Return `total / weight`; zeros where the weight is 0."""
-    # Dividing by infinity gives zeros without a `where` for every leaf.
-    divisor = by_dtype(jnp.where(weight > 0, weight, jnp.inf))
-    return jax.tree.map(lambda t: t / divisor(t.dtype), total)
 
 
 def _common_axes(tree: PyTree) -> frozenset[str]:
