@@ -25,14 +25,15 @@ from ._due import phase_scope as phase_scope
 from ._due import run_if as run_if
 from ._due import run_one_of as run_one_of
 from ._due import unseen_zero as unseen_zero
+from ._gradients import Around as Around
 from ._gradients import GradientSpec as GradientSpec
 from ._gradients import GradientTransform as GradientTransform
+from ._gradients import Joined as Joined
 from ._gradients import OwnReductionState as OwnReductionState
+from ._gradients import ReducedAxes as ReducedAxes
 from ._gradients import Reduction as Reduction
 from ._gradients import checked_optax as checked_optax
 from ._gradients import gradient_transform as gradient_transform
-from ._gradients import is_identity as is_identity
-from ._gradients import joined as joined
 from ._gradients import over_stages as over_stages
 from ._gradients import spec_of as spec_of
 from ._loss_program import LossProgram as LossProgram

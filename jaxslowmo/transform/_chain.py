@@ -26,7 +26,7 @@ from ..mesh import (
     sharded_like,
 )
 from ._checks import check_weight, setting, unless_idle
-from ._gradients import GradientTransform, joined, over_stages, spec_of
+from ._gradients import GradientTransform, Joined, over_stages, spec_of
 from ._optax_states import moved_copies, moving_states
 from ._parameter_transform import ParameterTransform
 from ._state_classes import check_order, holds_state
@@ -40,7 +40,7 @@ class Chain(GradientTransform):
 
     Attributes:
       parts: the transforms in order; a chain inside is replaced by its parts.
-      spec: the joined spec of the parts.
+      spec: what the parts do, one after the other.
     """
 
     parts: tuple[optax.GradientTransformation, ...]
@@ -111,10 +111,9 @@ def chain(*transforms: optax.GradientTransformation) -> Chain:
         steps = unless_idle(steps, check_weight("chain", extra.get("weight")))
         return updates, (*moved_copies(states, params, steps, updates), *after)
 
-    # The joined spec reads the state part by part, as `update` does.
-    joined_chain = Chain(init_fn, update_fn, joined([spec_of(part) for part in parts]))
-    joined_chain.parts = tuple(parts)
-    return joined_chain
+    joined = Chain(init_fn, update_fn, Joined.of(*map(spec_of, parts)))
+    joined.parts = tuple(parts)
+    return joined
 
 
 def noting_followed() -> AbstractContextManager[Counter[str]]:

@@ -1,8 +1,7 @@
-"""Gradient transforms: an optax transform with a `GradientSpec` that describes what it does."""
+"""Gradient transforms: an optax transform with a `Reduction` that says what it does."""
 
-import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Self, cast
 
@@ -22,13 +21,13 @@ from ._state_classes import WithSpec, gradient_state
 TAKEN = frozenset({"weight", "ready_order", "param_specs", "finite", "unscaled"})
 
 
-class Reduction(NamedTuple):
-    """A reduction of gradients that an update may do.
+class ReducedAxes(NamedTuple):
+    """The axes over which an update may reduce gradients at once.
 
     Attributes:
-      axes: mapped axes that it reduces over.
-      due: whether the next update does it: a bool where that is static, else a () bool array that
-        is equal on all replicas.
+      axes: names of mapped axes.
+      due: whether the next update reduces over them: a bool where that is static, else a () bool
+        array that is equal on all replicas.
     """
 
     axes: tuple[str, ...]
@@ -36,13 +35,14 @@ class Reduction(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class GradientSpec:
-    """A description of a gradient transform, for other transforms and for the training step.
+class Reduction:
+    """What a gradient transform does, for other transforms and for the training step.
+
+    Give the attributes that differ from their defaults, and override the methods in a subclass.
+    `js.GradientSpec` is this class, too: its older name.
 
     Attributes:
       axes: names of the mapped axes over which some update reduces gradients.
-      due: `due(state)`: whether the next update reduces, from the state of one replica before it:
-        a bool, or a () bool array that is equal on all replicas.
       takes: the extra arguments that its `update` uses, out of "weight", "ready_order",
         "param_specs", "finite" and "unscaled".
       clips: whether it clips gradients.
@@ -51,118 +51,145 @@ class GradientSpec:
         instead of gradients.
       of_rows: whether it accepts gradients of rows of tables together with those of dense
         parameters, and treats both in the same way.
-      reductions: `reductions(state)`: all reductions of an update in order, as pairs (axes, due).
-        None: one over `axes` if `due`.
-      unknown: `unknown(state)`: the states of inner transforms without a spec, such as those of
-        optax.
-      settings: the factory of this package that made it, and its arguments; None for other ones.
 
     Raises:
       ValueError: `takes` with another name.
+
+    Example:
+      >>> class EverySecond(Reduction):
+      ...     def due(self, state):
+      ...         return state.count % 2 == 1
+      >>> EverySecond(axes=("replica",)).reductions(optax.ScaleByScheduleState(count=3))
+      [ReducedAxes(axes=('replica',), due=True)]
     """
 
     axes: tuple[str, ...] = ()
-    due: Callable[[PyTree], Communicate] = lambda state: True
     takes: frozenset[str] = frozenset()
     clips: bool = False
     skips: bool = False
     returns_updates: bool = False
     of_rows: bool = False
-    reductions: Callable[[PyTree], Sequence[Reduction]] | None = None
-    unknown: Callable[[PyTree], list[PyTree]] = lambda state: []
-    settings: Settings | None = dataclasses.field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         """Raise `ValueError` for names of arguments that no step passes."""
         if wrong := sorted(set(self.takes) - TAKEN):
-            raise ValueError(
-                f"GradientSpec: `takes` must be words of {sorted(TAKEN)}, got {wrong}."
-            )
+            raise ValueError(f"Reduction: `takes` must be words of {sorted(TAKEN)}, got {wrong}.")
 
-    def reductions_of(self, state: PyTree) -> list[Reduction]:
-        """Return the reductions of gradients that the next update may do, in order."""
-        if self.reductions is not None:
-            return [Reduction(*each) for each in self.reductions(state)]
-        return [Reduction(self.axes, self.due(state))] if self.axes else []
-
-    def around(
-        self,
-        inner: Callable[[Any], PyTree],
-        due: Callable[[Any], Communicate] = lambda state: True,
-        **values: Any,
-    ) -> "GradientSpec":
-        """Return the spec of a transform that wraps the one of this spec.
+    def due(self, state: PyTree) -> Communicate:
+        """Return whether the next update reduces; by default every update does.
 
         Args:
-          inner: `inner(state)`: the state of the wrapped transform, from the wrapper's state.
-          due: `due(state)`: whether the next update calls the wrapped transform, from the wrapper's
-            state. By default every update does.
-          **values: values of the new spec, in place of those of this one.
+          state: state of the transform on one replica, before the update.
+
+        Returns:
+          A bool, or a () bool array that is equal on all replicas.
         """
+        del state
+        return True
 
-        def reductions(state: PyTree) -> list[Reduction]:
-            called = due(state)
-            every = self.reductions_of(inner(state))
-            return [
-                Reduction(x.axes, called if x.due is True else decide(x.due, called)) for x in every
-            ]
+    def reductions(self, state: PyTree) -> list[ReducedAxes]:
+        """Return the reductions of the next update in order; by default one over all axes."""
+        return [ReducedAxes(self.axes, self.due(state))] if self.axes else []
 
-        # `axes` are those of all updates; `due` depends on the state.
-        return dataclasses.replace(
-            self,
-            reductions=reductions,
-            due=lambda state: _any_due(reductions(state)),
-            unknown=lambda state: self.unknown(inner(state)),
-            **values,
-        )
+    def unknown(self, state: PyTree) -> list[PyTree]:
+        """Return the states of inner transforms that say nothing, such as those of optax."""
+        del state
+        return []
 
 
-def _any_due(reductions: Sequence[Reduction]) -> Communicate:
-    return functools.reduce(either, [each.due for each in reductions], False)
+GradientSpec = Reduction
+"""The same class as `js.spec.Reduction`, under its older name."""
 
 
-# The spec of a transform that has none; it may be an optimizer.
-_UNKNOWN = GradientSpec(returns_updates=True, unknown=lambda state: [state])
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Joined(Reduction):
+    """What a transform does that runs others one after the other: what each of them does.
+
+    The state of the transform is a tuple of the states of the others, as in a chain.
+
+    Attributes:
+      parts: what the others do, in the order in which they run.
+    """
+
+    parts: tuple[Reduction, ...]
+
+    @classmethod
+    def of(cls, *parts: Reduction, takes: Iterable[str] = (), **values: Any) -> Self:
+        """Return what a transform around `parts` does.
+
+        Args:
+          *parts: what the inner transforms do, in the order in which they run.
+          takes: names of extra arguments that it uses besides those of the parts.
+          **values: attributes that are not those of the parts.
+        """
+        # It clips, skips or returns updates if one part does; rows must pass through all parts.
+        of_parts = {
+            "axes": tuple(dict.fromkeys(axis for part in parts for axis in part.axes)),
+            "clips": any(part.clips for part in parts),
+            "skips": any(part.skips for part in parts),
+            "returns_updates": any(part.returns_updates for part in parts),
+            "of_rows": all(part.of_rows for part in parts),
+        }
+        every = frozenset(takes).union(*(part.takes for part in parts))
+        return cls(parts=parts, takes=every, **(of_parts | values))
+
+    def states(self, state: PyTree) -> Sequence[PyTree]:
+        """Return the state of each part."""
+        return state
+
+    def calls(self, state: PyTree) -> Sequence[Communicate]:
+        """Return for each part whether the next update calls it, as `due` returns it."""
+        del state
+        return [True] * len(self.parts)
+
+    def due(self, state: PyTree) -> Communicate:
+        """Return whether the next update calls a part that then reduces."""
+        return functools.reduce(either, [each.due for each in self.reductions(state)], False)
+
+    def reductions(self, state: PyTree) -> list[ReducedAxes]:
+        """Return the reductions of the parts that the next update calls."""
+        called_parts = zip(self.parts, self.states(state), self.calls(state), strict=True)
+        return [
+            ReducedAxes(axes, called if due is True else decide(due, called))
+            for part, part_state, called in called_parts
+            for axes, due in part.reductions(part_state)
+        ]
+
+    def unknown(self, state: PyTree) -> list[PyTree]:
+        """Return the states of transforms that say nothing, of all parts."""
+        pairs = zip(self.parts, self.states(state), strict=True)
+        return [x for part, part_state in pairs for x in part.unknown(part_state)]
 
 
-def spec_of(transform: optax.GradientTransformation) -> GradientSpec:
-    """Return the spec of a gradient transform, or for other transforms one that claims nothing."""
+class Around(Joined):
+    """What a wrapper of one transform does, whose state holds that of the transform as `inner`."""
+
+    def states(self, state: PyTree) -> Sequence[PyTree]:
+        """Return the state of the wrapped transform."""
+        return (state.inner,)
+
+
+class _Unknown(Reduction):
+    """What a transform of another library says, which is nothing: it may be an optimizer."""
+
+    def unknown(self, state: PyTree) -> list[PyTree]:
+        return [state]
+
+
+_UNKNOWN = _Unknown(returns_updates=True)
+_IDENTITY = Reduction(of_rows=True)
+_UPDATE_OF_IDENTITY: Any = optax.identity().update
+
+
+def spec_of(transform: optax.GradientTransformation) -> Reduction:
+    """Return what a transform says that it does to gradients, or that it may do anything."""
     # The spec of a parameter transform is of another class.
     spec = getattr(transform, "spec", None)
-    return spec if isinstance(spec, GradientSpec) else _UNKNOWN
-
-
-def joined(specs: Sequence[GradientSpec]) -> GradientSpec:
-    """Return the spec of a chain of transforms with these specs; its state is a tuple of theirs."""
-
-    def reductions(state: PyTree) -> list[Reduction]:
-        pairs = zip(specs, state, strict=True)
-        return [each for spec, part in pairs for each in spec.reductions_of(part)]
-
-    # A chain clips, skips or returns updates if one part does; rows must pass through all parts.
-    return GradientSpec(
-        axes=tuple(dict.fromkeys(axis for spec in specs for axis in spec.axes)),
-        due=lambda state: _any_due(reductions(state)),
-        takes=frozenset[str]().union(*(spec.takes for spec in specs)),
-        clips=any(spec.clips for spec in specs),
-        skips=any(spec.skips for spec in specs),
-        returns_updates=any(spec.returns_updates for spec in specs),
-        of_rows=all(spec.of_rows for spec in specs),
-        reductions=reductions,
-        unknown=lambda state: [
-            x for spec, part in zip(specs, state, strict=True) for x in spec.unknown(part)
-        ],
-    )
-
-
-def is_identity(transform: optax.GradientTransformation) -> bool:
-    """Return whether a transform returns its updates unchanged, tried with a leaf of no use."""
-    # The leaf is no array, so that any computation with it fails.
-    leaf: Any = object()
-    try:
-        return transform.update(leaf, transform.init(leaf), leaf)[0] is leaf
-    except Exception:  # The transform computes with its updates.
-        return False
+    if isinstance(spec, Reduction):
+        return spec
+    # `optax.identity` makes a new function in each call, always of the same code.
+    code = getattr(transform.update, "__code__", None)
+    return _IDENTITY if code is _UPDATE_OF_IDENTITY.__code__ else _UNKNOWN
 
 
 class GradientTransform(WithSpec):
@@ -176,36 +203,39 @@ class GradientTransform(WithSpec):
     Args:
       init: `init(params) -> state`.
       update: `update(updates, state, params=None, **extra) -> (updates, state)`.
-      spec: a `js.GradientSpec` that describes the transform.
+      spec: a `js.spec.Reduction` that describes the transform.
 
     Attributes:
-      spec: the `js.GradientSpec`. `_replace` with another `init` keeps it; with another `update` it
-        returns an `optax.GradientTransformationExtraArgs` without a spec.
+      spec: the `js.spec.Reduction`. `_replace` with another `init` keeps it; with another `update`
+        it returns an `optax.GradientTransformationExtraArgs` without a spec.
 
     Raises:
-      ValueError: `spec` that is no `js.GradientSpec`.
+      ValueError: `spec` that is no `js.spec.Reduction`.
     """
 
-    spec: GradientSpec
+    spec: Reduction
 
     def __new__(
         cls,
         init: Callable[[PyTree], PyTree],
         update: Callable[..., tuple[PyTree, PyTree]],
-        spec: GradientSpec,
+        spec: Reduction,
+        settings: Settings | None = None,
     ) -> Self:
         """Make a transform from its functions and its spec."""
-        if not isinstance(spec, GradientSpec):
-            raise ValueError(f"GradientTransform: `spec` must be a js.GradientSpec, got {spec!r}.")
+        if not isinstance(spec, Reduction):
+            raise ValueError(
+                f"GradientTransform: `spec` must be a js.spec.Reduction, got {spec!r}."
+            )
         self = super().__new__(cls, cast("optax.TransformInitFn", init), update)
-        self.spec = spec
+        self.spec, self.settings = spec, settings
         return self
 
     def _replace(self, **changed: Any) -> optax.GradientTransformationExtraArgs:
         pair = {**self._asdict(), **changed}
         if "update" in changed or len(pair) > 2:
             return optax.GradientTransformationExtraArgs(**pair)
-        return GradientTransform(**pair, spec=self.spec)
+        return GradientTransform(**pair, spec=self.spec, settings=self.settings)
 
 
 @gradient_state
@@ -213,6 +243,16 @@ class OwnReductionState(NamedTuple):
     """The state of `gradient_transform`; its class identifies the transform in optax chains."""
 
     inner: PyTree  # state of the wrapped transform
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _OwnReduction(Reduction):
+    """What a user's own transform does, whose state is `inner`."""
+
+    due_of_inner: Callable[[PyTree], Communicate] | None  # the argument `due`
+
+    def due(self, state: PyTree) -> Communicate:
+        return True if self.due_of_inner is None else self.due_of_inner(state.inner)
 
 
 @records_settings
@@ -271,9 +311,7 @@ def gradient_transform(
             updates, inner = transform.update(updates, state.inner, params, **extra)
         return updates, OwnReductionState(inner)
 
-    spec = GradientSpec(axes=axis_names(axes), takes=frozenset({"weight"}))
-    if due is not None:
-        spec = dataclasses.replace(spec, due=lambda state: due(state.inner))
+    spec = _OwnReduction(axes=axis_names(axes), takes=frozenset({"weight"}), due_of_inner=due)
     return GradientTransform(init_fn, update_fn, spec)
 
 

@@ -55,7 +55,7 @@ ROWS = {
     "gradients of a number": of(lambda: js.gradient_transform(3), "`tx`", 3),
     "gradients over no axis": of(lambda: js.gradient_transform(IDENTITY, axes=3), "`axes`", 3),
     "gradients due": of(lambda: js.gradient_transform(IDENTITY, due=True), "`due`", True),
-    "gradients' arguments": of(lambda: js.GradientSpec(takes=frozenset({"x"})), "`takes`", "['x']"),
+    "gradients' arguments": of(lambda: js.spec.Reduction(takes={"x"}), "`takes`", "['x']"),
     "chain": of(lambda: js.chain(IDENTITY, 3), "`transforms`", 3),
     "copies in a dict": of(lambda: js.remembers_parameters(dict), "`kind`", "dict"),
     "copies of no field": of(lambda: js.remembers_parameters(Own, moves=("x",)), "Own", "('x',)"),

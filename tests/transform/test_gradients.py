@@ -10,7 +10,7 @@ import optax
 import pytest
 
 import jaxslowmo as js
-from jaxslowmo.transform import is_identity, spec_of
+from jaxslowmo.transform import spec_of
 
 PARAMS = {"w": jnp.ones((4, 2)), "b": jnp.ones(3)}
 LATE = js.every(4, start=2)
@@ -67,7 +67,7 @@ def over_time(tx, updates):
         nonlocal state
         state = tx.init(params)
         for _ in range(updates):
-            found = spec_of(tx).reductions_of(state)
+            found = spec_of(tx).reductions(state)
             due.append([each.axes for each in found])
             yield [jnp.asarray(each.due) for each in found]
             _, state = tx.update(PARAMS, state, params)
@@ -114,10 +114,30 @@ def test_states_of_which_nobody_knows():
     assert js.chain(mean, clip).spec.unknown(((), ())) == []
 
 
-def test_identities():
-    identity = optax.identity()
-    transforms = (identity, optax.chain(identity), optax.scale(0.5), mean)
-    assert [*map(is_identity, transforms)] == [True, True, False, False]
+def test_optax_identity_lets_rows_pass_as_none_does_and_nobody_calls_others_to_find_out():
+    def refusing(*args):
+        raise AssertionError("`init` and `update` are for the one who trains")
+
+    identity, other = optax.identity(), optax.GradientTransformation(refusing, refusing)
+    for tx, of_rows in ((identity, True), (optax.scale(1.0), False), (other, False)):
+        assert spec_of(tx).of_rows is js.chain(both, tx).spec.of_rows is of_rows
+        assert js.post_local_gradients(LATE, both, tx).spec.of_rows is of_rows
+    assert js.post_local_gradients(LATE, both).spec.of_rows
+
+
+class EverySecond(js.spec.Reduction):
+    def due(self, state):
+        return state.count % 2 == 1
+
+
+def test_a_subclass_overrides_what_differs_and_wrappers_ask_it():
+    assert js.GradientSpec is js.spec.Reduction
+    spec = EverySecond(axes=ONE, takes={"weight"})
+    tx = js.GradientTransform(*counting, spec)
+    assert over_time(tx, 4) == [[], [ONE], [], [ONE]]
+    assert over_time(js.chain(js.accumulate(tx, 2)), 8) == [[]] * 3 + [[ONE]] + [[]] * 3 + [[ONE]]
+    assert js.chain(tx).spec.takes == {"weight"}
+    assert dataclasses.replace(spec, axes=TWO).due(optax.ScaleByScheduleState(count=1))
 
 
 def test_it_is_a_transform_of_optax_of_two_items_whose_copies_keep_the_spec():

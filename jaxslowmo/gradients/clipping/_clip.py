@@ -1,7 +1,6 @@
 """Clipping by the norm of all gradients together, wherever the parts of a model are."""
 
 import functools
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -27,14 +26,15 @@ from ...mesh import (
     vary_over,
 )
 from ...transform import (
-    GradientSpec,
     GradientTransform,
+    Reduction,
     check_are_specs,
     check_axis_argument,
     passing_state,
 )
 from ...tree import Staged, at_least_float32, by_dtype, cast, kept_if, leaf_names
-from ..sparse import RowGradient, WithRows, arrays_of, coalesce
+from .._leaves import in_wide, is_number
+from ..sparse import RowGradient, WithRows, arrays_of, coalesce, is_row_gradient
 from ..tied import TiedGroup, checked_groups, tied_members
 
 _EPSILON = 1e-6  # torch's
@@ -114,9 +114,9 @@ def clip_by_global_norm(
     Source: torch 2.13, `torch.nn.utils.clip_grad_norm_`; ColossalAI (commit 96780e6),
       `clip_grad_norm_fp32`, which counts tied parameters once per stage.
     """
-    if not isinstance(max_norm, jax.Array) and not (_is_number(max_norm) and max_norm > 0):
+    if not isinstance(max_norm, jax.Array) and not max_norm > 0:
         raise ValueError(f"{OWNER}: `max_norm` must be a number > 0, got {max_norm!r}.")
-    if not _is_number(norm) or not norm >= 1:
+    if not norm >= 1:
         raise ValueError(f"{OWNER}: `norm` must be a number >= 1 or infinity, got {norm!r}.")
     if model_axes != ():
         check_axis_argument(OWNER, "model_axes", model_axes)
@@ -139,8 +139,7 @@ def clip_by_global_norm(
         require_axes(OWNER, "model_axes", axes, _IN_THE_NORM)
         masks, rule = _masks(counted, updates), counting
         if isinstance(updates, WithRows):
-            tables = [axis for axis in updates.table_axes if axis not in axes]
-            rule = replace(counting, axes=(*axes, *tables))
+            rule = replace(counting, axes=tuple(dict.fromkeys((*axes, *updates.table_axes))))
         with jax.named_scope(CLIP):  # also names what the compiler itself exchanges for the norm
             total = global_norm(updates, norm, rule.axes, rule.shares(updates), masks)
         ratio = jnp.asarray(max_norm, total.dtype) / (total + jnp.asarray(_EPSILON, total.dtype))
@@ -150,11 +149,7 @@ def clip_by_global_norm(
         new = match_varying(ClipByGlobalNormState(*numbers), state)
         return scaled(updates, new.clip_factor), new
 
-    return GradientTransform(init_fn, update_fn, GradientSpec(clips=True, of_rows=True))
-
-
-def _is_rows(x: Any) -> bool:
-    return isinstance(x, RowGradient)
+    return GradientTransform(init_fn, update_fn, Reduction(clips=True, of_rows=True))
 
 
 def _masks(counted: PyTree | None, tree: PyTree) -> list[Any]:
@@ -168,7 +163,7 @@ def _masks(counted: PyTree | None, tree: PyTree) -> list[Any]:
             later = [part.packing.repeated(n) for n in sorted(part)] if packed else [None]
             masks += [None if copies is None else ~copies for copies in later]
         return masks
-    leaves = jax.tree.leaves(tree, is_leaf=_is_rows)
+    leaves = jax.tree.leaves(tree, is_leaf=is_row_gradient)
     is_none = lambda x: x is None  # noqa: E731
     whole = jax.tree.broadcast(counted, arrays_of(tree), is_leaf=is_none)
     places = jax.tree.leaves(arrays_of(tree), is_leaf=is_none)
@@ -181,11 +176,6 @@ def _masks(counted: PyTree | None, tree: PyTree) -> list[Any]:
                 f"shape {np.shape(mask)} for a leaf of {leaf.shape}."
             )
     return masks
-
-
-def _is_number(x: Any) -> bool:
-    is_one = isinstance(x, int | float | np.number | np.ndarray) and not isinstance(x, bool)
-    return is_one and np.shape(x) == () and not math.isnan(float(x))
 
 
 def global_norm(
@@ -206,11 +196,11 @@ def global_norm(
 
     Communication: one all-reduce of () over `axes`; none without any of more than one position.
     """
-    leaves = jax.tree.leaves(tree, is_leaf=_is_rows)
+    leaves = jax.tree.leaves(tree, is_leaf=is_row_gradient)
     largest = np.isinf(norm)
     parts: dict[int, tuple[jax.Array | None, list[jax.Array]]] = {}
     for leaf, share, mask in zip(leaves, shares, counted, strict=True):
-        if jnp.issubdtype(jnp.result_type(leaf.dtype), jnp.inexact):
+        if is_number(leaf.dtype):
             parts.setdefault(id(share), (share, []))[1].append(_of_leaf(leaf, norm, mask))
     join = jnp.maximum if largest else jnp.add
     wide = widest(leaves)
@@ -237,20 +227,13 @@ def global_norm(
 def scaled(tree: PyTree, scale: jax.Array) -> PyTree:
     """Return gradients times a number, computed in at least float32, in their own dtypes."""
     factor = by_dtype(scale)
-
-    def one(x: Any) -> Any:
-        if not jnp.issubdtype(x.dtype, jnp.inexact):
-            return x
-        wide = at_least_float32(x.dtype)
-        return cast(cast(x, wide) * factor(jnp.finfo(wide).dtype), x.dtype)
-
-    return jax.tree.map(one, tree)
+    return in_wide(lambda x: x * factor(jnp.finfo(x.dtype).dtype), tree)
 
 
 def _of_leaf(leaf: Any, norm: float, mask: Any) -> jax.Array:
     """Return the sum of powers of the numbers in a leaf, or the largest of them, ()."""
     # A row may occur several times in a gradient of rows, and counts by its sum.
-    values = coalesce(leaf).gradient.values if _is_rows(leaf) else jnp.asarray(leaf)
+    values = coalesce(leaf).gradient.values if isinstance(leaf, RowGradient) else jnp.asarray(leaf)
     size = jnp.abs(cast(values, at_least_float32(values.dtype)))
     if mask is not None:
         size = jnp.where(jnp.asarray(mask) != 0, size, jnp.zeros_like(size))
@@ -308,9 +291,7 @@ class Counting:
           ValueError: neither specs nor types say which leaves are sharded; specs or groups that
             do not fit.
         """
-        leaves = jax.tree.leaves(tree, is_leaf=_is_rows)
         first = {axis: lax.axis_index(axis) == 0 for axis in self.axes if axis_size(axis) > 1}
-        equal = [tuple(a for a in first if a not in axes) for axes in self._sharded(tree, leaves)]
         # Maps a leaf's position to the stages whose copy of it an earlier stage counts.
         later: dict[int, tuple[int, ...]] = {}
         if self.tied:
@@ -319,17 +300,18 @@ class Counting:
             for group in tied_members(OWNER, "tied", self.tied, dense, size):
                 for stage, position in list(group.items())[1:]:
                     later[position] = (*later.get(position, ()), stage)
-        counts: dict[Any, jax.Array | None] = {}
-        keys = [(axes, later.get(i, ())) for i, axes in enumerate(equal)]
-        for axes, stages in dict.fromkeys(keys):
-            conditions = [first[a] for a in axes]
-            if stages and self.tied_axis not in axes:
+
+        @functools.cache
+        def share(equal_over: tuple[str, ...], stages: tuple[int, ...]) -> jax.Array | None:
+            conditions = [first[axis] for axis in equal_over]
+            if stages and self.tied_axis not in equal_over:
                 this_stage = lax.axis_index(self.tied_axis)
                 conditions.append(~jnp.isin(this_stage, jnp.asarray(stages)))
-            counts[axes, stages] = (
-                functools.reduce(jnp.logical_and, conditions) if conditions else None
-            )
-        return [counts[key] for key in keys]
+            return functools.reduce(jnp.logical_and, conditions) if conditions else None
+
+        leaves = jax.tree.leaves(tree, is_leaf=is_row_gradient)
+        equal = [tuple(a for a in first if a not in axes) for axes in self._sharded(tree, leaves)]
+        return [share(axes, later.get(i, ())) for i, axes in enumerate(equal)]
 
     def _sharded(self, tree: PyTree, leaves: list[Any]) -> list[frozenset[str]]:
         """Return for each leaf the axes over which its shards or its stages' parameters differ."""
@@ -368,10 +350,4 @@ class Counting:
         if isinstance(tree, WithRows):
             table_spec = P(tree.table_axes)
             return [*self._specs(tree.dense), *[table_spec] * len(tree.rows)]
-        try:
-            return list(specs_of_leaves(self.param_specs, arrays_of(tree)))
-        except ValueError as error:
-            raise ValueError(
-                f"{OWNER}: `param_specs` must be a tree of PartitionSpec with the structure of the "
-                f"gradients, or a prefix of it: {error}"
-            ) from None
+        return list(specs_of_leaves(self.param_specs, arrays_of(tree)))

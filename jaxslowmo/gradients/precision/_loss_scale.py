@@ -2,11 +2,10 @@
 
 import math
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from ..._support.checks import checked_int
@@ -15,6 +14,7 @@ from ..._support.types import AxisName, PyTree
 from ...mesh import axes_of, axis_names, match_varying, require_axes, vary_over
 from ...tracing import axes_sent_over, collective_axes
 from ...transform import (
+    Around,
     GradientTransform,
     ParameterTransform,
     check_axis_argument,
@@ -24,13 +24,12 @@ from ...transform import (
     increment,
     spec_of,
 )
-from ...tree import parts_of
+from ...tree import all_finite, parts_of
+from .._leaves import divided
 from ._mixed_precision import (
     DynamicLossScaleState,
     anywhere,
     as_before_if,
-    divided,
-    overflowed,
     scale_state,
     zero_if,
 )
@@ -38,15 +37,7 @@ from ._mixed_precision import (
 _OWNER = "dynamic_loss_scale"
 
 
-class Scale(NamedTuple):
-    """The scale and the counters that `ScaleRule` keeps from update to update."""
-
-    scale: jax.Array  # () float32, by which the loss is multiplied
-    growth_count: jax.Array  # () int32, updates without overflow since the last one or growth
-    hysteresis_left: jax.Array  # () int32, overflows until the scale falls; 0 once it has
-
-
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class ScaleRule:
     """The arguments of `dynamic_loss_scale` that control the scale; see there."""
 
@@ -63,55 +54,53 @@ class ScaleRule:
         for name in ("growth_interval", "hysteresis"):
             number = checked_int(f"{_OWNER}: `{name}`", getattr(self, name), 1)
             object.__setattr__(self, name, number)  # a plain int also for NumPy integers
-        for name in ("initial", "growth", "backoff", "min_scale", "max_scale"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float | np.number):
-                raise ValueError(f"{_OWNER}: `{name}` must be a number, got {value!r}.")
+        growth, least, most = self.growth, self.min_scale, self.max_scale
         tiny, huge = float(jnp.finfo(jnp.float32).tiny), float(jnp.finfo(jnp.float32).max)
-        least, most, growth = self.min_scale, self.max_scale, self.growth
-        between = f"`min_scale`={least} and `max_scale`={most}"
-        for holds, rule, value in (
-            (1 < growth < math.inf, "`growth` must be > 1 and finite", growth),
-            (0 < self.backoff < 1, "`backoff` must be in (0, 1)", self.backoff),
-            (least >= tiny, f"`min_scale` must be > 0 in float32, {tiny:g} at least", least),
+        bounds = f"between `min_scale`={least} and `max_scale`={most}"
+        for name, holds, rule in (
+            ("growth", 1 < growth < math.inf, "> 1 and finite"),
+            ("backoff", 0 < self.backoff < 1, "in (0, 1)"),
+            ("min_scale", least >= tiny, f"> 0 in float32, {tiny:g} at least"),
             # One growth may exceed `max_scale`, but must not overflow float32.
-            (
-                most * growth <= huge,
-                "`max_scale` * `growth` must be finite in float32",
-                f"{most} * {growth}",
-            ),
-            (least <= self.initial <= most, f"`initial` must be between {between}", self.initial),
+            ("max_scale", most * growth <= huge, f"finite in float32 times `growth`={growth}"),
+            ("initial", least <= self.initial <= most, bounds),
         ):
             if not holds:
-                raise ValueError(f"{_OWNER}: {rule}, got {value}.")
+                raise ValueError(f"{_OWNER}: `{name}` must be {rule}, got {getattr(self, name)}.")
 
-    def start(self) -> Scale:
-        """Return the scale and the counters before the first update."""
-        return Scale(
-            jnp.asarray(self.initial, jnp.float32),
-            jnp.zeros([], jnp.int32),
-            jnp.asarray(self.hysteresis, jnp.int32),
+    def start(self, inner: PyTree) -> DynamicLossScaleState:
+        """Return the state before the first update, with that of the wrapped optimizer."""
+        return DynamicLossScaleState(
+            loss_scale=jnp.asarray(self.initial, jnp.float32),
+            growth_count=jnp.zeros([], jnp.int32),
+            hysteresis_left=jnp.asarray(self.hysteresis, jnp.int32),
+            skipped=jnp.zeros([], jnp.int32),
+            skipped_last=jnp.zeros([], bool),
+            inner=inner,
         )
 
-    def after(self, old: Scale, overflow: jax.Array) -> Scale:
-        """Return the scale after an update; `overflow`, () bool, says whether it overflowed."""
-        left = jnp.maximum(old.hysteresis_left - 1, 0)
-        fallen = jnp.maximum(old.scale * jnp.float32(self.backoff), jnp.float32(self.min_scale))
+    def after(self, state: DynamicLossScaleState, skip: jax.Array) -> DynamicLossScaleState:
+        """Return the state after an update; `skip`, () bool, says whether it overflowed."""
+        scale, left = state.loss_scale, jnp.maximum(state.hysteresis_left - 1, 0)
+        fallen = jnp.maximum(scale * jnp.float32(self.backoff), jnp.float32(self.min_scale))
         # `left` stays 0 after an overflow: the next overflow lowers the scale at once.
-        after_overflow = Scale(
-            jnp.where(left <= 0, fallen, old.scale), jnp.zeros_like(old.growth_count), left
-        )
-        count = old.growth_count + 1
+        after_overflow = jnp.where(left <= 0, fallen, scale), jnp.zeros_like(left), left
+        count = state.growth_count + 1
         grows = count >= self.growth_interval
         risen = jnp.where(
-            old.scale < jnp.float32(self.max_scale), old.scale * jnp.float32(self.growth), old.scale
+            scale < jnp.float32(self.max_scale), scale * jnp.float32(self.growth), scale
         )
-        otherwise = Scale(
-            jnp.where(grows, risen, old.scale),
+        otherwise = (
+            jnp.where(grows, risen, scale),
             jnp.where(grows, 0, count),
-            jnp.where(grows, jnp.int32(self.hysteresis), old.hysteresis_left),
+            jnp.where(grows, jnp.int32(self.hysteresis), state.hysteresis_left),
         )
-        return jax.tree.map(lambda a, b: jnp.where(overflow, a, b), after_overflow, otherwise)
+        return DynamicLossScaleState(
+            *jax.tree.map(lambda a, b: jnp.where(skip, a, b), after_overflow, otherwise),
+            skipped=jnp.where(skip, increment(state.skipped), state.skipped),
+            skipped_last=skip,
+            inner=state.inner,
+        )
 
 
 _AS_A_WHOLE = (
@@ -185,8 +174,7 @@ def dynamic_loss_scale(
       ValueError: at construction: numbers outside of these bounds, `optimizer` that is no transform
         or a parameter transform, axes that are no names. At `init`: an `optimizer` that holds a
         parameter transform or another loss scale; parameters of which a wrapping `optax.masked` or
-        `optax.partition` hides some. At trace time: an axis that is not mapped, a `finite` that is
-        no () bool.
+        `optax.partition` hides some. At trace time: an axis that is not mapped.
 
     Communication: every update, one all-reduce (max) of 4 bytes over `axes` and those over which
       `optimizer` exchanges, none without axes; then that of `optimizer`, also in skipped updates.
@@ -195,82 +183,34 @@ def dynamic_loss_scale(
       `backoff` are those of torch's `GradScaler`, which has neither hysteresis nor bounds; the
       other defaults keep its behaviour. The full rule is that of ColossalAI's `DynamicGradScaler`.
     """
-    rule = ScaleRule(
-        initial=initial,
-        growth_interval=growth_interval,
-        growth=growth,
-        backoff=backoff,
-        hysteresis=hysteresis,
-        min_scale=min_scale,
-        max_scale=max_scale,
-    )
+    rule = ScaleRule(initial, growth_interval, growth, backoff, hysteresis, min_scale, max_scale)
     if axes != ():
         check_axis_argument(_OWNER, "axes", axes)
     if isinstance(optimizer, ParameterTransform):
         raise ValueError(_moves_parameters("a js.ParameterTransform"))
-    inner = checked_optax(_OWNER, "optimizer", optimizer)
-    return _LossScale(inner, axis_names(axes), rule).transform()
+    inner, names = checked_optax(_OWNER, "optimizer", optimizer), axis_names(axes)
 
-
-@dataclass(frozen=True)
-class _LossScale:
-    """The transform `dynamic_loss_scale` that wraps `inner`."""
-
-    inner: optax.GradientTransformationExtraArgs
-    axes: tuple[str, ...]
-    rule: ScaleRule
-
-    def transform(self) -> GradientTransform:
-        inner_spec = spec_of(self.inner)
-        spec = inner_spec.around(
-            lambda state: state.inner,
-            takes=inner_spec.takes | {"weight", "finite", "unscaled"},
-            skips=True,
-            returns_updates=True,
-            of_rows=False,
-        )
-        return GradientTransform(self._init, self._update, spec)
-
-    def _init(self, params: PyTree) -> DynamicLossScaleState:
+    def init_fn(params: PyTree) -> DynamicLossScaleState:
         if parts_of(params, optax.MaskedNode):
             raise ValueError(
                 f"{_OWNER}: must go around optax.masked and optax.partition, got parameters of "
                 "which these hide some: the gradients of those would stay scaled."
             )
-        inner = self.inner.init(params)
-        if holds_state(inner, "parameters"):
+        inner_state = inner.init(params)
+        if holds_state(inner_state, "parameters"):
             raise ValueError(_moves_parameters("a chain that holds a parameter transform"))
-        if scale_state(inner) is not None:
+        if scale_state(inner_state) is not None:
             raise ValueError(
                 f"{_OWNER}: `optimizer` must not hold another js.dynamic_loss_scale, got one: "
                 "gradients would be divided twice."
             )
-        skipped = jnp.zeros([], jnp.int32), jnp.zeros([], bool)
-        start = DynamicLossScaleState(*self.rule.start(), *skipped, inner)
-        # Typed as after an update: that is equal over the axes on which all positions skip
-        # together.
-        varying = axes_of(params) - set(self.axes)
-        return vary_over(
-            start, varying and varying - axes_sent_over(self.inner.update, params, inner, params)
-        )
+        # Typed as after an update: equal over the axes on which all positions skip together.
+        differing = axes_of(params) - set(names)
+        if differing:
+            differing -= axes_sent_over(inner.update, params, inner_state, params)
+        return vary_over(rule.start(inner_state), differing)
 
-    def _program(
-        self, grads: PyTree, state: PyTree, params: PyTree | None, extra: dict[str, Any]
-    ) -> tuple[Any, frozenset[str]]:
-        """Return the optimizer's update of gradients and state, and the axes it communicates over.
-
-        Positions along these axes must skip together: if one skipped alone, a conditional on its
-        counter could leave the others waiting in a collective.
-        """
-
-        def update(grads: PyTree, state: PyTree) -> tuple[PyTree, PyTree]:
-            return self.inner.update(grads, state, params, **extra)
-
-        program = jax.jit(update, inline=True)
-        return program, collective_axes(program.trace(grads, state).jaxpr)
-
-    def _update(
-        self,
+    def update_fn(
         updates: PyTree,
         state: PyTree,
         params: PyTree | None = None,
@@ -280,38 +220,34 @@ class _LossScale:
         unscaled: bool = False,
         **extra: Any,
     ) -> tuple[PyTree, PyTree]:
-        require_axes(_OWNER, "axes", self.axes, _AS_A_WHOLE)
+        require_axes(_OWNER, "axes", names, _AS_A_WHOLE)
         share = check_weight(_OWNER, weight)
-        overflow_here = overflowed(updates)
+        overflow_here = ~all_finite(updates)
         if finite is not None:
-            overflow_here = overflow_here | ~_as_flag(finite)
+            overflow_here = overflow_here | ~jnp.all(jnp.asarray(finite, bool))
         if weight is not None:
             extra["weight"] = weight
         grads = updates if unscaled else divided(updates, state.loss_scale)
         if "grad" in extra and not unscaled:
             extra["grad"] = divided(extra["grad"], state.loss_scale)
-        run, inner_axes = self._program(grads, state.inner, params, extra)
-        skip = anywhere(overflow_here, {*self.axes, *inner_axes}, share)
+
+        def update(grads: PyTree, state: PyTree) -> tuple[PyTree, PyTree]:
+            return inner.update(grads, state, params, **extra)
+
+        run = jax.jit(update, inline=True)
+        # Positions along the axes of the inner collectives must skip together: if one skipped
+        # alone, a conditional on its counter could leave the others waiting in a collective.
+        inner_axes = collective_axes(run.trace(grads, state.inner).jaxpr)
+        skip = anywhere(overflow_here, {*names, *inner_axes}, share)
         # Zeros, not a conditional: all devices must take part in the collectives of `optimizer`,
         # and no infinite or NaN number may be sent.
-        new_updates, inner = run(zero_if(skip, grads), state.inner)
-        new = DynamicLossScaleState(
-            *self.rule.after(Scale(*state[:3]), skip),
-            skipped=jnp.where(skip, increment(state.skipped), state.skipped),
-            skipped_last=skip,
-            inner=as_before_if(skip, inner, state.inner),
-        )
+        new_updates, inner_state = run(zero_if(skip, grads), state.inner)
+        new = rule.after(state, skip)._replace(inner=as_before_if(skip, inner_state, state.inner))
         return zero_if(skip, new_updates), match_varying(new, state)
 
-
-def _as_flag(finite: Any) -> jax.Array:
-    is_bool = isinstance(finite, bool) or getattr(finite, "dtype", None) == np.bool_
-    if not is_bool or np.shape(finite) != ():
-        raise ValueError(
-            f"{_OWNER}: `finite` must be a () bool, whether all other gradients are finite, got "
-            f"{finite!r}."
-        )
-    return jnp.asarray(finite)
+    takes = {"weight", "finite", "unscaled"}
+    flags = {"skips": True, "returns_updates": True, "of_rows": False}
+    return GradientTransform(init_fn, update_fn, Around.of(spec_of(inner), takes=takes, **flags))
 
 
 def _moves_parameters(kind: str) -> str:

@@ -14,7 +14,8 @@ from ..._support.types import PyTree
 from ...mesh import vary_over
 from ...tracing import FullLoss
 from ...transform import known_states, remembered
-from ...tree import all_finite, at_least_float32, by_dtype, cast, kept_if, parts_of
+from ...tree import all_finite, at_least_float32, cast, kept_if, parts_of
+from .._leaves import divided, is_number
 
 COMPUTE_DTYPES = ("float32", "bfloat16", "float16")
 
@@ -35,7 +36,7 @@ class Policy:
         `*` matches anything. The step raises an error for a name that neither has.
 
     Raises:
-      ValueError: another dtype, or names that are no strings.
+      ValueError: another dtype.
     """
 
     compute: str = "float32"
@@ -43,19 +44,13 @@ class Policy:
     keep: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        """Raise `ValueError` for other dtypes and names."""
-        try:
-            name = jnp.dtype(self.compute).name
-        except TypeError:
-            name = None
+        """Raise `ValueError` for another dtype."""
+        name = jnp.dtype(self.compute).name
         if name not in COMPUTE_DTYPES:
             raise ValueError(
                 f"Policy: `compute` must be one of {COMPUTE_DTYPES}, got {self.compute!r}."
             )
-        names = (self.keep,) if isinstance(self.keep, str) else self.keep
-        keep = tuple(names) if isinstance(names, Iterable) else (names,)
-        if not all(isinstance(x, str) and x for x in keep):
-            raise ValueError(f"Policy: `keep` must be names of leaves, got {self.keep!r}.")
+        keep = (self.keep,) if isinstance(self.keep, str) else tuple(self.keep)
         object.__setattr__(self, "compute", name)
         object.__setattr__(self, "keep", keep)
 
@@ -75,11 +70,9 @@ class Policy:
         paths = [path for tree in trees for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
         for name in self.keep:
             if not any(_matches(path, name) for path in paths):
-                names = ", ".join(_name(path) for path in paths[:8])
-                more = f" and {len(paths) - 8} more" if len(paths) > 8 else ""
                 raise ValueError(
                     f"Policy: `keep` must name leaves of the parameters or the batch, or subtrees "
-                    f"of them, got {name!r}; leaves are {names}{more}."
+                    f"of them, got {name!r}; leaves are {', '.join(map(_name, paths))}."
                 )
 
 
@@ -222,19 +215,6 @@ def loss_scale_of(opt_state: PyTree) -> jax.Array | None:
 Update = Callable[..., tuple[PyTree, PyTree]]
 
 
-def is_number(x: Any) -> bool:
-    """Return whether an array can overflow: row numbers, counters and keys cannot."""
-    return jnp.issubdtype(jnp.result_type(x), jnp.inexact)
-
-
-def overflowed(tree: PyTree) -> jax.Array:
-    """Return whether a number in `tree` is infinite or NaN on this device, () bool.
-
-    Leaves that the compiler shards are checked on all devices.
-    """
-    return ~all_finite(tree)
-
-
 def anywhere(flag: jax.Array, axes: Iterable[str], weight: jax.Array | None) -> jax.Array:
     """Return whether `flag`, () bool, is True on some device along `axes`.
 
@@ -291,7 +271,7 @@ def unless_overflow(update: Update, axes: Iterable[str], weight: jax.Array | Non
     def guarded(grads: PyTree, state: PyTree, *rest: PyTree) -> tuple[PyTree, PyTree]:
         if not any(map(is_number, remembered(state))):
             return update(grads, state, *rest)
-        overflow = anywhere(overflowed(grads), axes, weight)
+        overflow = anywhere(~all_finite(grads), axes, weight)
         means, after = update(zero_if(overflow, grads), state, *rest)
         after = jax.tree.map(
             lambda n, o: jnp.where(overflow, o, n) if is_number(n) else n, after, state
@@ -327,17 +307,3 @@ def scaled_value_and_grad(
         return value_and_aux, divided(grads, scale) if divides else grads
 
     return differentiate
-
-
-def divided(grads: PyTree, scale: jax.Array) -> PyTree:
-    """Return gradients divided by the loss scale, in their dtypes."""
-    divisor = by_dtype(scale)
-
-    def one(g: Any) -> Any:
-        if not is_number(g):
-            return g
-        g = jnp.asarray(g)
-        wide = at_least_float32(g.dtype)
-        return cast(cast(g, wide) / divisor(wide), g.dtype)
-
-    return jax.tree.map(one, grads)

@@ -1,5 +1,7 @@
 """A wrapper that adds up the gradients of several calls and makes one update of them."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -11,6 +13,8 @@ from ..._support.types import PyTree
 from ...mesh import axes_of, match_varying, vary_over, varying_axes
 from ...tracing import axes_sent_over
 from ...transform import (
+    Around,
+    Communicate,
     Every,
     GradientTransform,
     as_schedule,
@@ -30,6 +34,7 @@ from ...tree import (
     widen_updates,
     zeros_like,
 )
+from .._leaves import divided
 
 _OWNER = "accumulate"
 
@@ -83,9 +88,10 @@ def accumulate(
         check_floating(_OWNER, params)
         state = transform.init(params)
         reduced = _reduced_axes(transform, state, params)
+        wide_zeros = lambda p: jnp.zeros_like(p, dtype=at_least_float32(p.dtype))  # noqa: E731
         return AccumulateState(
             count=jnp.zeros([], jnp.int32),
-            total=vary_over(jax.tree.map(_wide_zeros, params), reduced),
+            total=vary_over(jax.tree.map(wide_zeros, params), reduced),
             weight=vary_over(jnp.zeros([], jnp.float32), _common_axes(params) | reduced),
             inner=state,
         )
@@ -112,7 +118,9 @@ def accumulate(
         )
 
         def update(s: AccumulateState) -> tuple[PyTree, AccumulateState]:
-            whole = _over(s.total, s.weight) if average else s.total
+            whole = s.total
+            if average:  # dividing by infinity gives zeros without a `where` for every leaf
+                whole = divided(whole, jnp.where(s.weight > 0, s.weight, jnp.inf))
             whole = jax.tree.map(lambda t, g: cast(t, g.dtype), whole, updates)
             arguments = extra if share is None else {**extra, "weight": s.weight}
             new_updates, after = transform.update(whole, s.inner, params, **arguments)
@@ -125,18 +133,18 @@ def accumulate(
 
         return run_if(schedule(count) if step is None else step, update, collect, state)
 
-    inner_spec = spec_of(inner)
-    spec = inner_spec.around(
-        lambda state: state.inner,
-        lambda state: schedule(increment(state.count)),
-        takes=inner_spec.takes | {"weight"},
-        of_rows=False,
-    )
+    spec = _Accumulated.of(spec_of(inner), takes={"weight"}, of_rows=False, schedule=schedule)
     return GradientTransform(init_fn, update_fn, spec)
 
 
-def _wide_zeros(p: jax.Array) -> jax.Array:
-    return jnp.zeros_like(p, dtype=at_least_float32(p.dtype))
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Accumulated(Around):
+    """What a transform does that is called in the updates of a schedule."""
+
+    schedule: Every
+
+    def calls(self, state: PyTree) -> Sequence[Communicate]:
+        return [self.schedule(increment(state.count))]
 
 
 def _weighted(grads: PyTree, weight: jax.Array | None) -> PyTree:
@@ -145,13 +153,6 @@ def _weighted(grads: PyTree, weight: jax.Array | None) -> PyTree:
         return grads
     counts, factor = weight > 0, by_dtype(weight)
     return jax.tree.map(lambda g: kept_if(counts, g * factor(g.dtype)), grads)
-
-
-def _over(total: PyTree, weight: jax.Array) -> PyTree:
-    """Return `total / weight`; zeros where the weight is 0."""
-    # Dividing by infinity gives zeros without a `where` for every leaf.
-    divisor = by_dtype(jnp.where(weight > 0, weight, jnp.inf))
-    return jax.tree.map(lambda t: t / divisor(t.dtype), total)
 
 
 def _common_axes(tree: PyTree) -> frozenset[str]:

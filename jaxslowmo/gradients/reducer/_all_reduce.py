@@ -10,33 +10,25 @@ from ..._support.checks import check_choice, checked_int, warn_once
 from ..._support.scopes import ALL_REDUCE_GRADIENTS
 from ..._support.settings import records_settings
 from ..._support.types import AxisName, PyTree
-from ...mesh import (
-    axes_of,
-    axis_names,
-    axis_size,
-    checks_varying,
-    require_axes,
-    vary_over,
-    varying_axes,
-)
+from ...mesh import axes_of, axis_names, axis_size, require_axes, vary_over
 from ...transform import (
-    GradientSpec,
     GradientTransform,
     LayoutNotice,
+    Reduction,
     check_weight,
     checked_bytes,
     checked_exchange,
     gradient_state,
     increment,
 )
-from ...tree import MIB, check_floating, leaf_names
+from ...tree import MIB, check_floating
+from .._leaves import check_not_summed
 from ..sparse import DivideBy, mean_rows, split_rows
 from ._hook import CommHook, check_hook
 from ._reduce_buckets import (
     BucketLayout,
     Order,
     ReadyOrder,
-    checked_order,
     init_hook,
     reduce_plainly,
     reduce_with_hook,
@@ -142,17 +134,12 @@ def all_reduce_gradients(
         max_buckets = checked_int(f"{_OWNER}: `max_buckets`", max_buckets, 1)
     if alone_bytes is not None:
         alone_bytes = checked_bytes(_OWNER, "alone_bytes", alone_bytes)
-        if split_large:
-            raise ValueError(
-                f"{_OWNER}: `alone_bytes` keeps large leaves whole, so not with `split_large`; "
-                f"got {alone_bytes} and split_large=True."
-            )
     layout = BucketLayout(
         limits=(
             checked_bytes(_OWNER, "first_bucket_bytes", first_bucket_bytes),
             checked_bytes(_OWNER, "bucket_bytes", bucket_bytes),
         ),
-        order=checked_order(_OWNER, order),
+        order=order,
         buckets=None if buckets is None else tuple(map(tuple, buckets)),
         max_buckets=max_buckets,
         alone_bytes=alone_bytes,
@@ -191,7 +178,9 @@ def all_reduce_gradients(
     ) -> tuple[PyTree, PyTree]:
         del params, extra
         updates, rows, inner_axes, join = split_rows(updates)
-        _check_gradients(updates, axis_name)
+        require_axes(_OWNER, "axis_name", axis_name)
+        check_floating(_OWNER, updates)
+        check_not_summed(_OWNER, updates, axis_name)
         share = check_weight(_OWNER, weight)
         if axis_size(axis_name) == 1:
             warn(f"{_OWNER}: axis {axis_name!r} has size 1, so there is nothing to reduce.")
@@ -217,7 +206,7 @@ def all_reduce_gradients(
         return join(means, rows), AllReduceGradientsState(count, states)
 
     takes = frozenset({"weight", "ready_order", "param_specs"})
-    spec = GradientSpec(axes=axis_names(axis_name), takes=takes, of_rows=True)
+    spec = Reduction(axes=axis_names(axis_name), takes=takes, of_rows=True)
     return GradientTransform(init_fn, update_fn, spec)
 
 
@@ -234,23 +223,3 @@ def mean_gradients(
     buckets = BucketLayout(BUCKET_LIMITS).planned(grads, param_specs, ready_order)
     with jax.named_scope(_OWNER):
         return reduce_plainly(buckets, grads, axis_name, None, True)
-
-
-def _check_gradients(grads: PyTree, axis_name: AxisName) -> None:
-    """Raise `ValueError` for gradients typed as equal over an axis: jax has summed them."""
-    require_axes(_OWNER, "axis_name", axis_name)
-    check_floating(_OWNER, grads)
-    tracked = [name for name in axis_names(axis_name) if checks_varying(name)]
-    wrong = [
-        f"{leaf} (over {name!r})"
-        for leaf, grad in zip(leaf_names(grads), jax.tree.leaves(grads), strict=True)
-        for name in tracked
-        if name not in varying_axes(grad)
-    ]
-    if wrong:
-        raise ValueError(
-            f"{_OWNER}: these gradients do not vary over the axis they should be averaged over, so "
-            f"jax has summed them already: {', '.join(wrong)}. Make the parameters varying before "
-            'differentiating: `jax.lax.pcast(params, axis_name, to="varying")`. '
-            "(js.make_train_step needs no such mark.)"
-        )

@@ -107,17 +107,12 @@ def stateless(reduce: Callable[[GradBucket], jax.Array]) -> CommHook:
     Returns:
       A `CommHook` without state.
 
-    Raises:
-      ValueError: `reduce` is not callable.
-
     Example:
       >>> import jax
       >>> hook = stateless(lambda bucket: jax.lax.pmean(bucket.flat, bucket.axis_name))
 
     Communication: the collectives of `reduce`.
     """
-    if not callable(reduce):
-        raise ValueError(f"stateless: `reduce` must be callable, got {type(reduce).__name__}.")
     return CommHook(lambda bucket: (), lambda bucket, state: (reduce(bucket), state))
 
 

@@ -1,5 +1,7 @@
 """Post-local SGD: averages gradients over all replicas first, later over fewer or none."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -9,14 +11,13 @@ import optax
 from ..._support.settings import records_settings
 from ..._support.types import PyTree
 from ...transform import (
+    Communicate,
     Every,
-    GradientSpec,
     GradientTransform,
+    Joined,
     checked_optax,
     gradient_state,
     increment,
-    is_identity,
-    joined,
     run_if,
     spec_of,
 )
@@ -70,8 +71,9 @@ def post_local_gradients(
     """
     if not isinstance(schedule, Every):
         raise ValueError(f"{_OWNER}: `schedule` must be js.every(k, start=...), got {schedule!r}.")
-    early = checked_optax(_OWNER, "before", before)
-    late = checked_optax(_OWNER, "after", optax.identity() if after is None else after)
+    after = optax.identity() if after is None else after
+    early, late = checked_optax(_OWNER, "before", before), checked_optax(_OWNER, "after", after)
+    spec = _PostLocal.of(spec_of(before), spec_of(after), schedule=schedule)
 
     def init_fn(params: PyTree) -> PostLocalGradientsState:
         return PostLocalGradientsState(
@@ -93,15 +95,25 @@ def post_local_gradients(
 
         operand = updates, state
         first, second = with_equal_entries([runs(early, "before"), runs(late, "after")], operand)
-        return run_if(is_early(state), first, second, operand)
+        return run_if(spec.is_early(state), first, second, operand)
 
-    def is_early(state: PyTree) -> jax.Array:
-        count = increment(state.count)
-        return ~(count > min(schedule.start, jnp.iinfo(count.dtype).max))
-
-    # Each update calls one of the two transforms.
-    spec_after = GradientSpec(of_rows=True) if is_identity(late) else spec_of(late)
-    first = spec_of(before).around(lambda state: state.before, is_early)
-    second = spec_after.around(lambda state: state.after, lambda state: ~is_early(state))
-    spec = joined([first, second]).around(lambda state: (state, state))
     return GradientTransform(init_fn, update_fn, spec)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _PostLocal(Joined):
+    """What two transforms do of which each update calls one."""
+
+    schedule: Every
+
+    def is_early(self, state: PyTree) -> jax.Array:
+        """Return whether the next update calls the first one, () bool."""
+        count = increment(state.count)
+        return ~(count > min(self.schedule.start, jnp.iinfo(count.dtype).max))
+
+    def states(self, state: PyTree) -> Sequence[PyTree]:
+        return state.before, state.after
+
+    def calls(self, state: PyTree) -> Sequence[Communicate]:
+        is_early = self.is_early(state)
+        return is_early, ~is_early

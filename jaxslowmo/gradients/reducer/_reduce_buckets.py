@@ -1,6 +1,5 @@
 """Packing of gradients into buckets, and the reduction of each bucket."""
 
-import itertools
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -92,17 +91,6 @@ class BucketLayout:
         for block in blocks:
             sizes[block.dtype] += block.size * block.dtype.itemsize
         return self.alone_bytes is None and max(sizes.values(), default=0) <= self.limits[0]
-
-
-def checked_order(owner: str, order: Order | None) -> Order | None:
-    """Return `order`; raise `ValueError` at construction for an invalid one."""
-    is_known = order in ("reverse", "forward") if isinstance(order, str) else True
-    if order is not None and (not is_known or not isinstance(order, Sequence)):
-        raise ValueError(
-            f'{owner}: `order` must be None, "reverse", "forward" or a sequence of leaf positions '
-            f"or names such as js.ready_order(loss_fn, params, batch), got {order!r}."
-        )
-    return order
 
 
 def _leaf_positions(
@@ -199,7 +187,11 @@ def reduce_with_hook(
         for bucket, state in zip(hook_buckets, _without_device_axis(group, states), strict=True):
             with jax.named_scope(f"bucket_{bucket.index}"):
                 flat, state = hook.update(bucket, state)
-            _check_reduced(bucket, flat)
+            if (flat.shape, flat.dtype) != ((bucket.size,), bucket.dtype):
+                raise ValueError(
+                    f"`hook`: the reduced bucket must be ({bucket.size},) {bucket.dtype} as the "
+                    f"bucket is, got {flat.shape} {flat.dtype}."
+                )
             results.append(flat)
             after.append(state)
         return group.plan.unpack(results), _with_device_axis(group, tuple(after))
@@ -238,7 +230,7 @@ def _with_device_axis(group: BufferGroup, states: HookStates) -> HookStates:
 
 
 def _without_device_axis(group: BufferGroup, states: Sequence[Any]) -> Sequence[Any]:
-    """Return a device's local states from its part of such arrays: the inverse of `_kept`."""
+    """Return a device's local states from its part of such arrays."""
     return jax.tree.map(lambda x: x[0], states) if group.leaves.axis_sizes else states
 
 
@@ -249,20 +241,13 @@ def _hook_buckets(
     names = [buckets.names[i] for i in group.leaves.indices]
     shapes, last = group.plan.shapes, len(buckets.buffers()) - 1
 
-    def bucket(buffer: Buffer, flat: Any, i: int) -> GradBucket:
-        pieces = tuple(
+    def pieces(buffer: Buffer) -> tuple[GradPiece, ...]:
+        return tuple(
             GradPiece(names[p.label], shapes[p.label], p.start, p.stop) for p in buffer.pieces
         )
-        return GradBucket(i, i == last, flat, pieces, axis_name, count)
 
-    numbers = itertools.count(group.first)
-    return list(map(bucket, group.plan.buffers, flats, numbers))
-
-
-def _check_reduced(bucket: GradBucket, flat: Any) -> None:
-    shape, dtype = jnp.shape(flat), jnp.result_type(flat)
-    if shape != (bucket.size,) or dtype != bucket.dtype:
-        raise ValueError(
-            f"`hook`: the reduced bucket must be ({bucket.size},) {bucket.dtype} as the bucket is, "
-            f"got {shape} {dtype}."
-        )
+    numbered = enumerate(zip(group.plan.buffers, flats, strict=True), start=group.first)
+    return [
+        GradBucket(i, i == last, flat, pieces(buffer), axis_name, count)
+        for i, (buffer, flat) in numbered
+    ]

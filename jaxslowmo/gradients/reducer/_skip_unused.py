@@ -12,6 +12,7 @@ from ..._support.settings import records_settings
 from ..._support.types import AxisName, PyTree
 from ...mesh import axes_of, axis_names, axis_size, match_varying, require_axes, settle, vary_over
 from ...transform import (
+    Around,
     GradientTransform,
     ParameterTransform,
     check_axis_argument,
@@ -74,9 +75,10 @@ def skip_unused(
       use); with `weight=0` none, as that replica's gradients are ignored. `extra` goes to `inner`.
 
     Raises:
-      ValueError: `inner` is a parameter transform or not a transform; when the state is made,
-        state per parameter that can't be found (`optax.sm3`, `optax.lbfgs`); at trace time an
-        unbound axis, or `used` that is not bools or does not fit the gradients.
+      ValueError: `inner` is a parameter transform or not a transform; at trace time an unbound
+        axis, or `used` that does not fit the gradients.
+      Exception: what optax raises when the state is made, for state per parameter that it can't
+        find (`optax.sm3`, `optax.lbfgs`), with a note.
 
     Communication: every update, one all-reduce over `axis_name` of 4 bytes per leaf; and the
       collectives of `inner`.
@@ -114,7 +116,8 @@ def skip_unused(
             if (weight := extra.get("weight")) is not None:
                 uses = [u & (jnp.asarray(weight) > 0) for u in uses]
         else:
-            uses = _per_leaf(used, updates)
+            marks = jax.tree.leaves(jax.tree.broadcast(used, updates))
+            uses = [jnp.any(jnp.asarray(mark, bool)) for mark in marks]
         with jax.named_scope(_OWNER):
             used_by = _sum(uses, axis_name)
             times_used = state.times_used + (used_by > 0).astype(jnp.int32)
@@ -128,14 +131,8 @@ def skip_unused(
         used_by = match_varying(used_by, state.used_by)
         return updates, SkipUnusedState(used_by, times_used, kept)
 
-    inner_spec = spec_of(inner)
-    spec = inner_spec.around(
-        lambda state: state.inner,
-        takes=inner_spec.takes | {"weight"},
-        skips=True,
-        returns_updates=True,
-        of_rows=False,
-    )
+    flags = {"skips": True, "returns_updates": True, "of_rows": False}
+    spec = Around.of(spec_of(inner), takes={"weight"}, **flags)
     return GradientTransform(init_fn, update_fn, spec)
 
 
@@ -163,15 +160,9 @@ def unused_names(state: PyTree, params: PyTree, *, ever: bool = False) -> list[s
         raise ValueError(
             f"`state` must hold one SkipUnusedState, of js.skip_unused, got {len(states)}."
         )
-    names = leaf_names(params)
     used_by, times_used = (_first_replica(x) for x in states[0][:2])
-    if len(used_by) != len(names):
-        raise ValueError(
-            f"`params` must be the {len(used_by)} leaves that `state` was made for, got "
-            f"{len(names)}."
-        )
     counts = times_used - (used_by < 0) if ever else used_by
-    return [name for name, count in zip(names, counts, strict=True) if count == 0]
+    return [name for name, count in zip(leaf_names(params), counts, strict=True) if count == 0]
 
 
 def _first_replica(x: jax.Array) -> Any:
@@ -193,18 +184,6 @@ def _sum(uses: list[Any], axis_name: AxisName) -> jax.Array:
     return lax.psum(vary_over(counts, axis_names(axis_name)), axis_name)
 
 
-def _per_leaf(used: PyTree, updates: PyTree) -> list[Any]:
-    """Return a mask for each leaf of `updates`, from a prefix of its tree."""
-    wrong = [
-        f"{name} ({jnp.result_type(u)}{list(jnp.shape(u))})"
-        for name, u in zip(leaf_names(used), jax.tree.leaves(used), strict=True)
-        if jnp.shape(u) != () or jnp.result_type(u) != jnp.bool_
-    ]
-    if wrong:
-        raise ValueError(f"{_OWNER}: `used` must hold bools of shape (), got {', '.join(wrong)}.")
-    return jax.tree.leaves(jax.tree.broadcast(used, updates))
-
-
 def _select(inner: optax.GradientTransformation, mask: PyTree, new: PyTree, old: PyTree) -> PyTree:
     """Return the state of `inner`: a parameter's entries from `new` where `mask`, else `old`."""
     is_hole = lambda x: isinstance(x, optax.MaskedNode)  # noqa: E731
@@ -222,11 +201,9 @@ def _select(inner: optax.GradientTransformation, mask: PyTree, new: PyTree, old:
             transform_non_params=lambda _: True,
             is_leaf=is_hole,
         )
-    except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
-        raise ValueError(
-            f"{_OWNER}: can't tell which entries of the state of `inner` belong to which parameter "
-            "(optax.tree_utils.tree_map_params can't), so it can't leave them alone."
-        ) from error
+    except Exception as error:
+        error.add_note(f"{_OWNER}: needs to know which state of `inner` is of which parameter.")
+        raise
 
     def choose(use: Any, new: Any, old: Any) -> Any:
         return new if use is None or use is True else jnp.where(use, new, old)

@@ -11,27 +11,28 @@ from ..._support.checks import check_choice
 from ..._support.scopes import ALL_REDUCE_ROWS
 from ..._support.settings import records_settings
 from ..._support.types import AxisName, PyTree
-from ...mesh import axis_names, checks_varying, require_axes, vary_over, varying_axes
+from ...mesh import axis_names, require_axes, vary_over, varying_axes
 from ...transform import (
-    GradientSpec,
     GradientTransform,
+    Joined,
+    Reduction,
     check_axis_argument,
     check_weight,
     gradient_state,
     increment,
-    joined,
     spec_of,
 )
 from ...tree import check_floating, leaf_names
+from .._leaves import check_not_summed
 from ._row_gradient import (
     RowGradient,
     Rows,
     arrays_of,
     check_row_gradient,
-    checked_capacity,
+    checked_capacities,
     is_row_gradient,
 )
-from ._table_reduction import Facts, Path, TableReduction
+from ._table_reduction import Path, TableReduction
 
 OWNER = ALL_REDUCE_ROWS
 DivideBy = Literal["initial", "active"]
@@ -121,14 +122,21 @@ def all_reduce_rows(
     Source: Li et al., "PyTorch Distributed", VLDB 2020 (`sparse=True` embeddings are all-gathered).
     """
     check_axis_argument(OWNER, "axis_name", axis_name)
-    names = _check_tables(tables)
-    capacity = _checked_capacities(capacity, names)
-    _check_options(path, output, divide_by)
+    names, capacities = tuple(tables), checked_capacities(OWNER, capacity)
+    if isinstance(capacity, Mapping) and (unnamed := [n for n in capacity if n not in names]):
+        raise ValueError(
+            f"{OWNER}: `capacity` is given for {unnamed}, which `tables`={names} does not name."
+        )
+    check_choice("path", path, Path, OWNER)
+    check_choice("output", output, Output, OWNER)
+    check_choice("divide_by", divide_by, DivideBy, OWNER)
+    if path == "dense" and output == "rows":
+        raise ValueError(f'{OWNER}: `output="rows"` needs `path="rows"` or "auto", got "dense".')
     inner = optax.with_extra_args_support(optax.identity() if dense is None else dense)
+    as_rows, by_initial = output == "rows", divide_by == "initial"
 
     def reduction(name: str) -> TableReduction:
-        rows = capacity.get(name) if isinstance(capacity, Mapping) else capacity
-        return TableReduction(axis_name, rows, path, output == "rows", divide_by == "initial")
+        return TableReduction(axis_name, capacities(name), path, as_rows, by_initial)
 
     def init_fn(params: PyTree) -> AllReduceRowsState:
         tables, others, _ = _split(params, names)
@@ -139,36 +147,45 @@ def all_reduce_rows(
         return AllReduceRowsState(zero, number, number, number, inner.init(others))
 
     def update_fn(
-        updates: PyTree,
-        state: PyTree,
-        params: PyTree | None = None,
-        *,
-        weight: Any = None,
-        **extra: Any,
+        updates: PyTree, state: PyTree, params: PyTree | None = None, **extra: Any
     ) -> tuple[PyTree, AllReduceRowsState]:
         require_axes(OWNER, "axis_name", axis_name)
-        share = check_weight(OWNER, weight)
+        share = check_weight(OWNER, extra.get("weight"))
         table_grads, others, join = _split(updates, names)
-        if dense is not None:
-            _check_all_named(table_grads, names)
-            other_params = None if params is None else _split(params, names)[1]
-            arguments = extra if weight is None else {**extra, "weight": weight}
-            others, inner_state = inner.update(others, state.dense, other_params, **arguments)
-        else:
-            inner_state = state.dense
+        if dense is not None and (unnamed := [name for name in table_grads if name not in names]):
+            raise ValueError(
+                f"{OWNER}: with `dense`, `tables` must name every leaf whose gradient is a "
+                f"RowGradient; missing: {unnamed}."
+            )
+        other_params = None if params is None else _split(params, names)[1]
+        others, after = inner.update(others, state.dense, other_params, **extra)
         means: dict[str, Any] = {}
-        facts: list[Facts] = []
+        _, overflows, needed, invalid, _ = state
         for name, gradient in table_grads.items():
-            _check_table(name, gradient, axis_name)
+            if isinstance(gradient, RowGradient):
+                check_row_gradient(OWNER, repr(name), gradient)
+            values = {name: arrays_of(gradient)}
+            check_floating(OWNER, values)
+            check_not_summed(OWNER, values, axis_name)
             with jax.named_scope(OWNER):
-                means[name], fact = reduction(name).mean(gradient, share)
-            facts.append(fact)
-        return join(means, others), _counted(state, facts, inner_state)
+                means[name], facts = reduction(name).mean(gradient, share)
+            overflows = overflows + facts.overflow.astype(jnp.int32)
+            needed = jnp.maximum(needed, facts.needed)
+            invalid = invalid + facts.invalid
+        count = increment(state.count)
+        return join(means, others), AllReduceRowsState(count, overflows, needed, invalid, after)
 
-    spec = GradientSpec(axes=axis_names(axis_name), takes=frozenset({"weight"}))
+    spec = Reduction(axes=axis_names(axis_name), takes=frozenset({"weight"}))
     if dense is not None:
-        spec = joined([spec, spec_of(dense)]).around(lambda state: ((), state.dense))
+        spec = _RowsAndDense.of(spec, spec_of(dense))
     return GradientTransform(init_fn, update_fn, spec)
+
+
+class _RowsAndDense(Joined):
+    """What the reduction of tables does, and then that of the other leaves."""
+
+    def states(self, state: PyTree) -> Sequence[PyTree]:
+        return (), state.dense
 
 
 def mean_rows(
@@ -197,26 +214,12 @@ def mean_rows(
     return means
 
 
-def _counted(
-    state: AllReduceRowsState, facts: list[Facts], inner_state: PyTree
-) -> AllReduceRowsState:
-    overflows, needed, invalid = state.overflows, state.needed, state.invalid
-    for fact in facts:
-        overflows = overflows + fact.overflow.astype(jnp.int32)
-        needed = jnp.maximum(needed, fact.needed)
-        invalid = invalid + fact.invalid
-    return AllReduceRowsState(increment(state.count), overflows, needed, invalid, inner_state)
-
-
 def _split(tree: PyTree, names: tuple[str, ...]):
     """Return tables by name, the tree without them, and a function that joins both again."""
     every = leaf_names(arrays_of(tree))
     leaves, treedef = jax.tree.flatten(tree, is_leaf=is_row_gradient)
     if missing := [name for name in names if name not in every]:
-        raise ValueError(
-            f"{OWNER}: `tables` names {', '.join(map(repr, missing))}, but the leaves are "
-            f"{', '.join(map(repr, every)) or 'none'}."
-        )
+        raise ValueError(f"{OWNER}: `tables` names {missing}, but the leaves are {every}.")
     named = list(zip(every, leaves, strict=True))
     tables = {name: x for name, x in named if name in names or is_row_gradient(x)}
     others = treedef.unflatten(optax.MaskedNode() if n in tables else x for n, x in named)
@@ -226,61 +229,3 @@ def _split(tree: PyTree, names: tuple[str, ...]):
         return treedef.unflatten(means.get(name, leaf) for name, leaf in kept)
 
     return tables, others, join
-
-
-def _check_tables(tables: Any) -> tuple[str, ...]:
-    if isinstance(tables, str) or not all(isinstance(name, str) for name in tables):
-        raise ValueError(
-            f"{OWNER}: `tables` must be a sequence of names of leaves, got {tables!r}."
-        )
-    return tuple(tables)
-
-
-def _check_options(path: str, output: str, divide_by: str) -> None:
-    check_choice("path", path, Path, OWNER)
-    check_choice("output", output, Output, OWNER)
-    if path == "dense" and output == "rows":
-        raise ValueError(f'{OWNER}: `output="rows"` needs `path="rows"` or "auto", got "dense".')
-    check_choice("divide_by", divide_by, DivideBy, OWNER)
-
-
-def _checked_capacities(
-    capacity: Any, names: tuple[str, ...]
-) -> dict[str, int | None] | int | None:
-    """Return `capacity` with plain ints; raise `ValueError` for another number or name."""
-    if not isinstance(capacity, Mapping):
-        return checked_capacity(OWNER, capacity)
-    for name in capacity:
-        if name not in names:
-            raise ValueError(
-                f"{OWNER}: `capacity` is given for {name!r}, which `tables` does not name "
-                f"({', '.join(map(repr, names)) or 'none'})."
-            )
-    return {
-        name: checked_capacity(OWNER, number, f"capacity[{name!r}]")
-        for name, number in capacity.items()
-    }
-
-
-def _check_all_named(table_grads: Mapping[str, Any], names: tuple[str, ...]) -> None:
-    if unnamed := [name for name in table_grads if name not in names]:
-        raise ValueError(
-            f"{OWNER}: with `dense`, `tables` must name every leaf whose gradient is a "
-            f"RowGradient; missing: {', '.join(map(repr, unnamed))}."
-        )
-
-
-def _check_table(name: str, gradient: Any, axis_name: AxisName) -> None:
-    if isinstance(gradient, RowGradient):
-        check_row_gradient(OWNER, repr(name), gradient)
-        values = gradient.values
-    else:
-        check_floating(OWNER, {name: gradient})
-        values = gradient
-    tracked = filter(checks_varying, axis_names(axis_name))
-    if fixed := [axis for axis in tracked if axis not in varying_axes(values)]:
-        raise ValueError(
-            f"{OWNER}: the gradient of {name!r} does not vary over {', '.join(map(repr, fixed))}, "
-            "so jax has summed it already. Make the parameters varying before differentiating: "
-            '`jax.lax.pcast(params, axis_name, to="varying")`.'
-        )

@@ -10,12 +10,19 @@ import jax.numpy as jnp
 from ..._support.types import PyTree
 from ...tree import leaf_names
 from ._coalesce import compact
-from ._row_gradient import RowGradient, checked_capacity, inside, row_numbers
+from ._row_gradient import (
+    RowGradient,
+    SomeRows,
+    checked_capacities,
+    checked_capacity,
+    inside,
+    row_numbers,
+)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class TouchedRows:
+class TouchedRows(SomeRows):
     """Some rows of a table, looked up by their numbers in the table: `touched[indices]`.
 
     It replaces the table in a loss function. A row that it does not hold, or that is outside of
@@ -26,20 +33,6 @@ class TouchedRows:
       values: (k, *s), the rows; differentiate with respect to them.
       num_rows: number of rows of the table; static.
     """
-
-    rows: jax.Array
-    values: jax.Array
-    num_rows: int = dataclasses.field(metadata={"static": True})
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of the table."""
-        return (self.num_rows, *self.values.shape[1:])
-
-    @property
-    def dtype(self) -> Any:
-        """The dtype of the table."""
-        return self.values.dtype
 
     def positions(self, indices: Any) -> jax.Array:
         """Return the position in `values` of each row of `indices`; k for a missing row."""
@@ -83,9 +76,6 @@ class GatheredRows(NamedTuple):
 
 def _looked_up(indices: Any, num_rows: int) -> jax.Array:
     """Return row numbers of `indices`, int32: negative ones resolved, invalid ones as padding."""
-    indices = jnp.asarray(indices)
-    if not jnp.issubdtype(indices.dtype, jnp.integer):
-        raise ValueError(f"`indices` into a table must be integers, got {indices.dtype}.")
     rows = row_numbers(indices)
     return inside(jnp.where(rows < 0, rows + num_rows, rows), num_rows)
 
@@ -107,7 +97,7 @@ def gather_rows(
       A `GatheredRows`. Looking up a row outside of the table, or one beyond `capacity`, gives NaN.
 
     Raises:
-      ValueError: capacity < 1, indices that are no integers.
+      ValueError: capacity < 1, indices that are no integers (from jax).
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -168,25 +158,20 @@ def row_value_and_grad(
 
     Communication: none.
     """
-    owner = "row_value_and_grad"
-    if isinstance(capacity, Mapping):
-        capacity = {name: checked_capacity(owner, number) for name, number in capacity.items()}
-    else:
-        capacity = checked_capacity(owner, capacity)
+    capacities = checked_capacities("row_value_and_grad", capacity)
 
     def value_and_grad(params: PyTree, *args: Any, **kwargs: Any) -> tuple[Any, PyTree]:
         names, (leaves, treedef) = leaf_names(params), jax.tree.flatten(params)
         indices = tables(*args, **kwargs)
         if unknown := [name for name in indices if name not in names]:
             raise ValueError(
-                f"row_value_and_grad: `tables` names {', '.join(map(repr, unknown))}, but the "
-                f"leaves are {', '.join(map(repr, names)) or 'none'}."
+                f"row_value_and_grad: `tables` names {unknown}, but the leaves are {names}."
             )
         touched: dict[int, TouchedRows] = {}
         for i, name in enumerate(names):
             if name in indices:
-                num_entries = capacity.get(name) if isinstance(capacity, Mapping) else capacity
-                touched[i] = gather_rows(leaves[i], indices[name], capacity=num_entries).touched
+                gathered = gather_rows(leaves[i], indices[name], capacity=capacities(name))
+                touched[i] = gathered.touched
         values = [touched[i].values if i in touched else leaf for i, leaf in enumerate(leaves)]
 
         def loss_of(values: list[Any]) -> Any:

@@ -7,28 +7,14 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
-from ..._support.checks import as_int
+from ..._support.checks import checked_int
 from ..._support.types import PyTree
 from ...tree import at_least_float32
 
 
-@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class RowGradient:
-    """The gradient of a table `(num_rows, *s)` that is zero in all but some rows.
-
-    The gradient is the sum of its entries: a row may occur several times, in any order. Entries
-    with `rows == num_rows` are padding and add nothing, nor does any other row outside of the
-    table (`js.all_reduce_rows` reports the number of these).
-
-    Element-wise transforms, optax's optimizers among them, would treat the row numbers as gradients
-    too. They come after `js.all_reduce_rows`, which returns ordinary arrays, or after `to_dense`.
-
-    Attributes:
-      rows: (k,) row numbers, of any integer type; int32 from functions of jaxslowmo.
-      values: (k, *s), the gradient in each of these rows.
-      num_rows: number of rows of the table; static.
-    """
+class SomeRows:
+    """Some rows of a table `(num_rows, *s)`: their numbers and values."""
 
     rows: jax.Array
     values: jax.Array
@@ -44,11 +30,30 @@ class RowGradient:
         """The dtype of the values."""
         return self.values.dtype
 
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class RowGradient(SomeRows):
+    """The gradient of a table `(num_rows, *s)` that is zero in all but some rows.
+
+    The gradient is the sum of its entries: a row may occur several times, in any order. Entries
+    with `rows == num_rows` are padding and add nothing, nor does any other row outside of the
+    table (`js.all_reduce_rows` reports the number of these).
+
+    Element-wise transforms, optax's optimizers among them, would treat the row numbers as gradients
+    too. They come after `js.all_reduce_rows`, which returns ordinary arrays, or after `to_dense`.
+
+    Attributes:
+      rows: (k,) row numbers, of any integer type; int32 from functions of jaxslowmo.
+      values: (k, *s), the gradient in each of these rows.
+      num_rows: number of rows of the table; static.
+    """
+
     def to_dense(self) -> jax.Array:
         """Return the gradient as an array `(num_rows, *s)`; half precision is summed in float32."""
         check_row_gradient("RowGradient.to_dense", "the gradient", self)
-        wide = add_entries(table_zeros(self), inside(self.rows, self.num_rows), self.values)
-        return wide.astype(self.values.dtype)
+        zeros = jnp.zeros(self.shape, at_least_float32(self.dtype))
+        return add_entries(zeros, inside(self.rows, self.num_rows), self.values).astype(self.dtype)
 
     def __add__(self, other: "RowGradient") -> "RowGradient":
         """Return the sum of two gradients of one table: the concatenation of their entries."""
@@ -81,22 +86,14 @@ def arrays_of(tree: PyTree) -> PyTree:
 def check_row_gradient(owner: str, name: str, gradient: RowGradient) -> None:
     """Raise `ValueError` unless rows are integers, one for each value, and values floating."""
     rows, values = jnp.asarray(gradient.rows), jnp.asarray(gradient.values)
-    if not jnp.issubdtype(rows.dtype, jnp.integer):
+    are_rows = jnp.issubdtype(rows.dtype, jnp.integer) and rows.ndim == 1
+    are_values = jnp.issubdtype(values.dtype, jnp.floating) and values.shape[:1] == rows.shape
+    if not (are_rows and are_values):
         raise ValueError(
-            f"{owner}: the rows of {name} must be integers, got {rows.dtype} (has an element-wise "
-            "transform, such as clipping or scaling, been applied to the RowGradient?)."
-        )
-    if rows.ndim != 1 or values.ndim < 1 or values.shape[0] != rows.shape[0]:
-        raise ValueError(
-            f"{owner}: {name} needs rows of shape (k,) and values of shape (k, ...), got "
-            f"{rows.shape} and {values.shape}."
-        )
-    if not jnp.issubdtype(values.dtype, jnp.floating):
-        raise ValueError(f"{owner}: the values of {name} must be floating, got {values.dtype}.")
-    if gradient.num_rows < 1:
-        raise ValueError(
-            f"{owner}: `num_rows` of {name} is the size of a table and must be >= 1, got "
-            f"{gradient.num_rows}."
+            f"{owner}: {name} needs rows that are integers of shape (k,) and values that are "
+            f"floating of shape (k, ...), got {rows.dtype} {rows.shape} and {values.dtype} "
+            f"{values.shape}. (Has an element-wise transform, such as clipping or scaling, been "
+            "applied to the RowGradient?)"
         )
 
 
@@ -104,12 +101,20 @@ def checked_capacity(owner: str, capacity: Any, argument: str = "capacity") -> i
     """Return `capacity`, None or a plain int; raise `ValueError` unless it is an int >= 1."""
     if capacity is None:
         return None
-    number = as_int(capacity, 1)
-    if number is None:
-        raise ValueError(
-            f"{owner}: `{argument}` counts rows and must be an int >= 1 or None, got {capacity!r}."
-        )
-    return number
+    return checked_int(f"{owner}: `{argument}` counts rows, and if not None it", capacity, 1)
+
+
+def checked_capacities(owner: str, capacity: Any) -> Callable[[str], int | None]:
+    """Return the capacity of each table by name, from one for all tables or one per name.
+
+    Raises:
+      ValueError: a capacity that is neither None nor an int >= 1.
+    """
+    if isinstance(capacity, Mapping):
+        numbers = {n: checked_capacity(owner, x, f"capacity[{n!r}]") for n, x in capacity.items()}
+        return numbers.get
+    number = checked_capacity(owner, capacity)
+    return lambda name: number
 
 
 def row_numbers(rows: Any) -> jax.Array:
@@ -143,11 +148,6 @@ def num_outside(gradient: RowGradient) -> jax.Array:
     """Return the number of entries outside of the table, () int32; padding does not count."""
     rows = row_numbers(gradient.rows)
     return jnp.sum((rows < 0) | (rows > gradient.num_rows), dtype=jnp.int32)
-
-
-def table_zeros(gradient: RowGradient) -> jax.Array:
-    """Return zeros in the shape of the table, in at least float32."""
-    return jnp.zeros(gradient.shape, at_least_float32(gradient.values.dtype))
 
 
 def add_entries(table: jax.Array, rows: jax.Array, values: jax.Array) -> jax.Array:
@@ -187,9 +187,7 @@ def apply_rows(table: jax.Array, gradient: RowGradient, *, learning_rate: Any) -
         )
     wide = at_least_float32(gradient.dtype)
     step = gradient.values.astype(wide) * -jnp.asarray(learning_rate, wide)
-    return table.at[inside(gradient.rows, gradient.num_rows)].add(
-        step.astype(table.dtype), mode="drop"
-    )
+    return add_entries(table, inside(gradient.rows, gradient.num_rows), step)
 
 
 Rows = Mapping[str, RowGradient]

@@ -80,11 +80,16 @@ class TableReduction:
         return run_if(gathered.facts.overflow, again, lambda m: m, mean), gathered.facts
 
     def _sends_rows(self, gradient: Table, num_entries: int) -> bool:
-        if self.as_rows or self.path == "rows":
-            return True
-        table = jax.ShapeDtypeStruct(gradient.shape, gradient.dtype)
-        replicas = axis_size(self.axis_name)
-        return self.path == "auto" and _rows_are_fewer_bytes(table, num_entries, replicas)
+        """Return whether to send `num_entries` rows; "auto" sends whichever has fewer bytes.
+
+        With w the bytes of a row, a replica sends, in rings, (R - 1) * k * (4 + w) for k rows of R
+        replicas and 2 * (R - 1) / R * N * w for the table: rows win up to
+        R * k * (4 + w) = 2 * N * w.
+        """
+        row_bytes = math.prod(gradient.shape[1:]) * gradient.dtype.itemsize
+        of_rows = axis_size(self.axis_name) * num_entries * (4 + row_bytes)
+        has_fewer = of_rows <= 2 * gradient.shape[0] * row_bytes
+        return self.as_rows or self.path == "rows" or (self.path == "auto" and has_fewer)
 
     def _gather(self, gradient: Table, send: int, weight: jax.Array | None) -> _Gathered:
         """Return rows and values of all replicas, and the numbers that they exchange.
@@ -176,13 +181,3 @@ def _compact(gradient: Table, send: int) -> tuple[jax.Array, jax.Array, jax.Arra
 
 def _invalid(gradient: Table) -> jax.Array:
     return num_outside(gradient) if isinstance(gradient, RowGradient) else jnp.zeros([], jnp.int32)
-
-
-def _rows_are_fewer_bytes(table: jax.ShapeDtypeStruct, num_entries: int, num_replicas: int) -> bool:
-    """Return whether an all-gather of rows sends no more than an all-reduce of the table.
-
-    With w the bytes of a row, a replica sends, in rings, (R - 1) * k * (4 + w) for the rows of R
-    replicas and 2 * (R - 1) / R * N * w for the table: rows win up to R * k * (4 + w) = 2 * N * w.
-    """
-    row_bytes = math.prod(table.shape[1:]) * table.dtype.itemsize
-    return num_replicas * num_entries * (4 + row_bytes) <= 2 * table.shape[0] * row_bytes

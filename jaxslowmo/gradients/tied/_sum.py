@@ -1,6 +1,5 @@
 """Sums over stages of the gradients of parameters of which several stages hold a copy."""
 
-import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
@@ -12,13 +11,15 @@ import optax
 from jax import lax
 from jax.sharding import AxisType
 
+from ..._support.checks import as_int
 from ..._support.scopes import TIED
 from ..._support.settings import records_settings
 from ..._support.types import PyTree
 from ...collectives import permute
-from ...mesh import axis_size, checks_varying, require_axes, vary_over, varying_axes
-from ...transform import GradientSpec, GradientTransform
+from ...mesh import axis_size, require_axes, vary_over
+from ...transform import GradientTransform, Reduction
 from ...tree import leaf_names, plan_buffers
+from .._leaves import check_not_summed
 
 TiedGroup = Mapping[int, str]
 """Maps a stage to the name of the leaf that holds its copy, such as `"embed/table"`."""
@@ -33,23 +34,14 @@ def checked_groups(owner: str, argument: str, groups: Iterable[TiedGroup]) -> li
       ValueError: an invalid group, one of fewer than two stages, or a leaf on a stage that is in
         two groups.
     """
-    if isinstance(groups, Mapping | str) or not isinstance(groups, Iterable):
-        raise ValueError(
-            f"{owner}: `{argument}` must be a list of groups such as "
-            f'[{{0: "embed/table", 3: "head/table"}}], got {groups!r}.'
-        )
     checked: list[dict[int, str]] = []
     seen: dict[tuple[int, str], int] = {}
     for number, group in enumerate(groups):
-        if not isinstance(group, Mapping) or not all(map(_is_entry, group.items())):
+        is_mapping = isinstance(group, Mapping) and all(map(_is_entry, group.items()))
+        if not is_mapping or len(group) < 2:
             raise ValueError(
-                f"{owner}: each group of `{argument}` must map stages, ints >= 0, to names of "
-                f'leaves, such as {{0: "embed/table", 3: "head/table"}}, got {group!r}.'
-            )
-        if len(group) < 2:
-            raise ValueError(
-                f"{owner}: a group of `{argument}` must have two stages or more that hold a copy, "
-                f"got {dict(group)}."
+                f"{owner}: each group of `{argument}` must map two stages or more, ints >= 0, to "
+                f'names of leaves, such as {{0: "embed/table", 3: "head/table"}}, got {group!r}.'
             )
         for member in group.items():
             if member in seen:
@@ -96,15 +88,11 @@ def tied_members(
 
 def _is_entry(item: tuple[Any, Any]) -> bool:
     stage, name = item
-    is_int = isinstance(stage, int | np.integer) and not isinstance(stage, bool)
-    return is_int and int(stage) >= 0 and isinstance(name, str)
+    return as_int(stage, 0) is not None and isinstance(name, str)
 
 
 def _kind(leaf: Any) -> str:
     return f"{np.dtype(leaf.dtype).name}{list(leaf.shape)}"
-
-
-_SUM_OF = "sum_over_holders"
 
 
 def sum_over_holders(
@@ -114,15 +102,11 @@ def sum_over_holders(
 
     Args:
       leaves: this device's arrays; number, shapes and dtypes are equal on all positions.
-      holders: two or more positions that hold a copy, one sequence per array.
+      holders: two or more positions that hold a copy, in rising order, one sequence per array.
       axis_name: mapped axis, such as `"stage"`.
 
     Returns:
       On holders the sums, bitwise equal on all of them; elsewhere the arrays as they were.
-
-    Raises:
-      ValueError: at trace time: an axis that is not mapped, fewer than two holders, one twice, one
-        that is no position; arrays that are typed as equal over the axis.
 
     Communication: one exchange for each set of holders and dtype, whose arrays are flattened into
       one buffer of N bytes, in their dtype. Two holders: one collective-permute, N bytes each way.
@@ -133,13 +117,9 @@ def sum_over_holders(
       `shard_map` that leaves axes to the compiler each array is sent by itself, as it is sharded
       over these: a buffer would be gathered.
     """
-    require_axes(_SUM_OF, "axis_name", axis_name)
-    size = axis_size(axis_name)
-    positions_of = [_checked(positions, size) for positions in holders]
-    _check_varying(leaves, axis_name)
     groups: dict[Any, list[int]] = {}
-    for i, (x, positions) in enumerate(zip(leaves, positions_of, strict=True)):
-        groups.setdefault((positions, x.dtype, *_apart(i)), []).append(i)
+    for i, (x, positions) in enumerate(zip(leaves, holders, strict=True)):
+        groups.setdefault((tuple(positions), x.dtype, *_apart(i)), []).append(i)
     sums = list(leaves)
     with jax.named_scope(TIED):
         for (positions, *_), members in groups.items():
@@ -148,28 +128,6 @@ def sum_over_holders(
             for i, x in zip(members, total, strict=True):
                 sums[i] = jnp.where(is_holder, x, leaves[i])
     return sums
-
-
-def _checked(holders: Sequence[int], size: int) -> tuple[int, ...]:
-    positions = tuple(sorted(map(operator.index, holders)))
-    are_positions = all(0 <= position < size for position in positions)
-    if len(positions) < 2 or len(set(positions)) < len(positions) or not are_positions:
-        raise ValueError(
-            f"{_SUM_OF}: `holders` must be two or more different positions of {size}, counted from "
-            f"0, got {tuple(holders)}."
-        )
-    return positions
-
-
-def _check_varying(leaves: Sequence[jax.Array], axis_name: str) -> None:
-    if not checks_varying(axis_name):
-        return
-    if equal := [i for i, x in enumerate(leaves) if axis_name not in varying_axes(x)]:
-        raise ValueError(
-            f"{_SUM_OF}: arrays {equal} are typed as equal over {axis_name!r}, so jax has summed "
-            "these gradients over all stages already. Make the parameters varying before "
-            'differentiating: `jax.lax.pcast(params, axis_name, to="varying")`, or leave them out.'
-        )
 
 
 def _apart(i: int) -> tuple[int, ...]:
@@ -261,10 +219,6 @@ def sum_tied_gradients(axis_name: str, groups: TiedGroups) -> GradientTransform:
         raise ValueError(f"{_OWNER}: `axis_name` must be one name, got {axis_name!r}.")
     checked = checked_groups(_OWNER, "groups", groups)
 
-    def init_fn(params: PyTree) -> optax.EmptyState:
-        del params
-        return optax.EmptyState()
-
     def update_fn(
         updates: PyTree, state: PyTree, params: PyTree | None = None, **extra: Any
     ) -> tuple[PyTree, PyTree]:
@@ -274,6 +228,9 @@ def sum_tied_gradients(axis_name: str, groups: TiedGroups) -> GradientTransform:
             return updates, state
         tied = tied_members(_OWNER, "groups", checked, updates, axis_size(axis_name))
         leaves, treedef = jax.tree.flatten(updates)
+        members = {i for group in tied for i in group.values()}
+        named = enumerate(zip(leaf_names(updates), leaves, strict=True))
+        check_not_summed(_OWNER, dict(pair for i, pair in named if i in members), axis_name)
         copies = [_of_stage(leaves, group, axis_name) for group in tied]
         sums = sum_over_holders(copies, [tuple(group) for group in tied], axis_name)
         for group, total in zip(tied, sums, strict=True):
@@ -282,7 +239,7 @@ def sum_tied_gradients(axis_name: str, groups: TiedGroups) -> GradientTransform:
                 leaves[position] = jnp.where(is_holder, total, leaves[position])
         return treedef.unflatten(leaves), state
 
-    return GradientTransform(init_fn, update_fn, GradientSpec(axes=(axis_name,)))
+    return GradientTransform(optax.init_empty_state, update_fn, Reduction(axes=(axis_name,)))
 
 
 def _of_stage(leaves: list[jax.Array], group: dict[int, int], axis_name: str) -> jax.Array:

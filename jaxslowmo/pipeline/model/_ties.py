@@ -196,7 +196,7 @@ def tied_transform(
         return changed(inner.update(updates, state, params, **extra), like, for_each_copy)
 
     if isinstance(tx, GradientTransform):
-        return GradientTransform(init, update, tx.spec)
+        return GradientTransform(init, update, tx.spec, tx.settings)
     return inner._replace(init=init, update=update)
 
 

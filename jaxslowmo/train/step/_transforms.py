@@ -19,7 +19,6 @@ from ...transform import (
     ParameterTransform,
     chain,
     holds_state,
-    is_identity,
     known_states,
     over_stages,
     spec_of,
@@ -99,7 +98,7 @@ def _joined(parts: list[Any]) -> optax.GradientTransformation:
 
 def check_with_tables(gradients: optax.GradientTransformation | None) -> None:
     """Raise `ValueError` unless gradients of table rows can pass through the transform."""
-    if gradients is None or spec_of(gradients).of_rows or is_identity(gradients):
+    if gradients is None or spec_of(gradients).of_rows:
         return
     raise ValueError(
         "`gradients` with `embeddings` must be js.all_reduce_gradients(...), "

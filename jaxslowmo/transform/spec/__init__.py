@@ -2,6 +2,7 @@
 
 from .._due import phase_scope as phase_scope
 from .._due import run_if as run_if
+from .._gradients import Reduction as Reduction
 from .._replica_exchange import Exchange as Exchange
 from .._sync import Beside as Beside
 from .._sync import Event as Event

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import jaxslowmo as js
-from jaxslowmo.gradients.precision._loss_scale import Scale, ScaleRule
+from jaxslowmo.gradients.precision._loss_scale import ScaleRule
 
 
 def expected(options, pattern):
@@ -42,7 +42,7 @@ def compiled(**options):
         state = rule.after(state, overflow)
         return state, state
 
-    return jax.jit(lambda pattern: jax.lax.scan(step, rule.start(), pattern)[1])
+    return jax.jit(lambda pattern: jax.lax.scan(step, rule.start(()), pattern)[1])
 
 
 # Interval, hysteresis, growth, backoff, least and largest scale.
@@ -62,13 +62,15 @@ def test_any_pattern(pattern, rule):
     names = ("growth_interval", "hysteresis", "growth", "backoff", "min_scale", "max_scale")
     options = {"initial": 16.0, **dict(zip(names, rule, strict=True))}
     found = compiled(**options)(np.asarray(pattern, bool))
-    want = Scale(*map(np.asarray, zip(*expected(options, pattern), strict=True)))
-    np.testing.assert_allclose(found.scale, want.scale, rtol=1e-6)
-    np.testing.assert_array_equal(found.growth_count, want.growth_count)
-    np.testing.assert_array_equal(found.hysteresis_left, want.hysteresis_left)
-    assert found.scale.dtype == np.float32
-    assert np.isfinite(found.scale).all()
-    assert (found.scale > 0).all()
+    scale, count, left = map(np.asarray, zip(*expected(options, pattern), strict=True))
+    np.testing.assert_allclose(found.loss_scale, scale, rtol=1e-6)
+    np.testing.assert_array_equal(found.growth_count, count)
+    np.testing.assert_array_equal(found.hysteresis_left, left)
+    np.testing.assert_array_equal(found.skipped, np.cumsum(pattern))
+    np.testing.assert_array_equal(found.skipped_last, pattern)
+    assert found.loss_scale.dtype == np.float32
+    assert np.isfinite(found.loss_scale).all()
+    assert (found.loss_scale > 0).all()
 
 
 def test_by_default_it_is_the_scaler_of_torch():

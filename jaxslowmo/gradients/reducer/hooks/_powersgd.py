@@ -66,7 +66,8 @@ def powersgd(
         not converge.
       warm_start: whether Q starts as that of the previous update, so that the approximation
         improves from update to update; otherwise it is random in each update.
-      min_compression_rate: compress where the factors are smaller by more than this, > 0.
+      min_compression_rate: compress where the factors are smaller by more than this; 0 compresses
+        all matrices.
       seed: seed of the random Q, which is equal on all replicas.
 
     Returns:
@@ -88,17 +89,9 @@ def powersgd(
 
     Source: Vogels et al., "PowerSGD", NeurIPS 2019; torch 2.13, `powerSGD_hook`.
     """
-    remembers = error_feedback or warm_start
-    why = ", and with error feedback or warm start it" if remembers else " and"
     rank, seed = checked_int(f"{_OWNER}: `rank`", rank, 1), checked_int(f"{_OWNER}: `seed`", seed)
-    start_step = checked_int(
-        f"{_OWNER}: `start_step` counts updates{why}", start_step, 2 if remembers else 0
-    )
-    if not isinstance(min_compression_rate, int | float) or not 0 < min_compression_rate < math.inf:
-        raise ValueError(
-            f"{_OWNER}: `min_compression_rate` must be a finite number > 0, got "
-            f"{min_compression_rate!r}."
-        )
+    least = 2 if error_feedback or warm_start else 0
+    start_step = checked_int(f"{_OWNER}: `start_step`", start_step, least)
 
     def matrices(bucket: GradBucket) -> list[_Matrices]:
         return _matrices(bucket, rank, min_compression_rate)

@@ -18,7 +18,7 @@ from ...._support.types import AxisName, PyTree
 from ....collectives import all_mean, weighted_means
 from ....mesh import axis_names, axis_size
 from ....transform import (
-    GradientSpec,
+    ReducedAxes,
     Reduction,
     holds_state,
     run_if,
@@ -35,7 +35,7 @@ USE_CHAIN = (
 
 def averaging_of(
     transform: Any, state: PyTree, axis_name: AxisName
-) -> tuple[list[Reduction], set[str], bool]:
+) -> tuple[list[ReducedAxes], set[str], bool]:
     """Return how a transform averages gradients over replica axes with several replicas.
 
     Returns:
@@ -44,14 +44,14 @@ def averaging_of(
       which may average over any axis.
     """
     spec = spec_of(transform)
-    stated = spec.reductions_of(state)
+    stated = spec.reductions(state)
     names = [name for name in axis_names(axis_name) if axis_size(name) > 1]
     always = {name for axes, due in stated if due is True for name in axes}
-    reductions = [Reduction(tuple(n for n in names if n in always), True)]
+    reductions = [ReducedAxes(tuple(n for n in names if n in always), True)]
     for axes, due in stated:
         if not isinstance(due, bool):
             others = tuple(n for n in names if n in axes and n not in always)
-            reductions.append(Reduction(others, due))
+            reductions.append(ReducedAxes(others, due))
     reductions = [each for each in reductions if each.axes]
     hides = holds_state(spec.unknown(state), "gradients")
     averaged = {*names} if hides else {name for each in reductions for name in each.axes}
@@ -59,7 +59,7 @@ def averaging_of(
 
 
 def mean_where_due(
-    x: jax.Array, weight: jax.Array | None, reductions: Sequence[Reduction], axis_name: AxisName
+    x: jax.Array, weight: jax.Array | None, reductions: Sequence[ReducedAxes], axis_name: AxisName
 ) -> jax.Array:
     """Average `x` over replicas in the updates in which gradients are averaged.
 
@@ -98,7 +98,7 @@ class Weights(NamedTuple):
     exchange: jax.Array | None
     update: jax.Array | None
 
-    def after(self, reductions: Sequence[Reduction], axis_name: AxisName) -> "Weights":
+    def after(self, reductions: Sequence[ReducedAxes], axis_name: AxisName) -> "Weights":
         """Return the weights after these reductions of the gradients, from `averaging_of`.
 
         Communication: one all-reduce of 4 bytes over the axes of each reduction that is due and
@@ -111,7 +111,7 @@ class Weights(NamedTuple):
             if exchange is None or update is None:
                 break
             if left:
-                exchange = mean_where_due(exchange, None, [Reduction(axes, due)], axis_name)
+                exchange = mean_where_due(exchange, None, [ReducedAxes(axes, due)], axis_name)
                 update = exchange
             elif due is True:
                 update = None
@@ -163,7 +163,7 @@ _NO_VALUE = (
 )
 
 
-def accepted_arguments(spec: GradientSpec, state: PyTree, **arguments: Any) -> dict[str, Any]:
+def accepted_arguments(spec: Reduction, state: PyTree, **arguments: Any) -> dict[str, Any]:
     """Return those of `arguments` that a transform of this spec and state takes, and the weight.
 
     A transform of this library inside of an optax.chain also needs the layouts of leaves, which it
