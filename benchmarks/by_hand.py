@@ -32,7 +32,7 @@ class ByHand(js.spec.Sync):
         return NoState(jnp.zeros([], jnp.int32))
 
     def events(self) -> list[js.spec.Event]:
-        return [js.spec.Event("average", self.average, js.every(1), replaces=True)]
+        return [js.spec.Event("average", js.every(1), self.average, replaces=True)]
 
     def average(self, operand: Any, now: js.spec.Now) -> Any:
         updates, others, state = operand

@@ -200,7 +200,7 @@ class LocalSGD(Sync):
     def events(self) -> list[Event]:
         """Return the averages; that over a larger group replaces those over groups inside it."""
         return [
-            Event(x.event, functools.partial(self.average, x), x.schedule, replaces=True)
+            Event(x.event, x.schedule, functools.partial(self.average, x), replaces=True)
             for x in self.levels
         ]
 

@@ -172,7 +172,7 @@ class SGP(Sync):
         rounds = 0 if plan is None else len(plan.rounds)
         if plan is not None and not rounds:
             return []
-        return [Event(ROUND, self.exchanged, every(1), replaces=True, forms=rounds)]
+        return [Event(ROUND, every(1), self.exchanged, replaces=True, forms=rounds)]
 
     def graph_for(self, num_nodes: int) -> Graph:
         """Return the graph, which a constructor makes for `num_nodes` nodes."""

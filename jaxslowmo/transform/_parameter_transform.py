@@ -41,7 +41,7 @@ class ParameterTransform(WithSpec):
         with the same weights. `js.make_train_step` calls it.
 
     Raises:
-      ValueError: `sync` that is no `js.spec.Sync`.
+      ValueError: `sync` that is no `js.spec.Sync`, or lacks what has no default.
     """
 
     sync: Sync
@@ -52,6 +52,11 @@ class ParameterTransform(WithSpec):
         """Make the transform of an algorithm."""
         if not isinstance(sync, Sync):
             raise ValueError(f"ParameterTransform: `sync` must be a js.spec.Sync, got {sync!r}.")
+        if missing := sync.missing():
+            raise ValueError(
+                f"ParameterTransform: `sync` must be an algorithm that says {', '.join(missing)}, "
+                f"got a {type(sync).__name__} without."
+            )
         checked = Checked(sync)
         self = super().__new__(cls, cast("optax.TransformInitFn", checked.init), checked.update)
         self.sync, self.exchange, self.settings = sync, checked.exchange, settings

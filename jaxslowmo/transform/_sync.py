@@ -63,9 +63,9 @@ class Event:
 
     Attributes:
       name: its name in phases and reports.
-      run: what it does. Its updates have at least float32, unless it replaces what is before it.
       due: `due(t)`: whether it is due in update t = 1, 2, ..., an int on the host or an array in a
-        program, with equal answers.
+        program, with equal answers; `js.every(k)` is such a function.
+      run: what it does. Its updates have at least float32, unless it replaces what is before it.
       replaces: whether an update in which it is due leaves out what comes before it: earlier
         events, and `Sync.local`.
       forms: number of forms that take turns, one per exchange: phases name them "name 0", "name 1",
@@ -75,15 +75,27 @@ class Event:
         does not matter.
       is_unconditional: whether a program that decides by itself runs it in all updates, without a
         conditional: what it does where it is not due is overwritten by a later event.
+
+    Raises:
+      ValueError: `due` or `run` that is no function.
     """
 
     name: str
-    run: Callable[[Operand, Now], Operand]
     due: Callable[[Any], Any]
+    run: Callable[[Operand, Now], Operand]
     replaces: bool = False
     forms: int | None = None
     missed: Callable[[Operand, Any, Now], Operand] | None = None
     is_unconditional: bool = False
+
+    def __post_init__(self) -> None:
+        """Raise `ValueError` for what is no function."""
+        for name in ("due", "run"):
+            if not callable(getattr(self, name)):
+                raise ValueError(
+                    f"Event {self.name!r}: `{name}` must be a function, such as js.every(k) for "
+                    f"`due`, got {getattr(self, name)!r}."
+                )
 
     def named(self, number: int) -> str:
         """Return its name in a phase, in its exchange `number` = 0, 1, ..."""
@@ -155,6 +167,18 @@ class Sync:
             # The state of a wrapper holds another, which says for itself who may convert it.
             own = cls.carry is not Sync.carry and not issubclass(cls, Wrapper)
             register_state(cls.state, "parameters", needs_owner=own)
+
+    def missing(self) -> list[str]:
+        """Return what a subclass must say and this one does not."""
+        kind, fields = type(self), getattr(getattr(self, "state", None), "_fields", ())
+        checks = {
+            "`owner`": hasattr(self, "owner"),
+            "`state`, a NamedTuple with a `count`": "count" in fields,
+            "`axes`": kind.axes is not Sync.axes or kind.groups is not Sync.groups,
+            "`init`": kind.init is not Sync.init,
+            "`events`": kind.events is not Sync.events,
+        }
+        return [name for name, is_said in checks.items() if not is_said]
 
     # What an algorithm says of itself.
 

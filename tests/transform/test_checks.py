@@ -33,7 +33,7 @@ class Doubling(js.spec.Sync):
         return DoublingState(jnp.zeros([], jnp.int32))
 
     def events(self):
-        return [js.spec.Event("twice", self.twice, js.every(1))]
+        return [js.spec.Event("twice", js.every(1), self.twice)]
 
     def twice(self, operand, now):
         updates, others, state = operand

@@ -14,6 +14,10 @@ MEAN = js.all_reduce_gradients("replica")
 IDENTITY = optax.identity()
 
 
+class Silent(js.spec.Sync):
+    pass
+
+
 class Own(NamedTuple):
     start: Any
     origin: Any
@@ -48,6 +52,11 @@ ROWS = {
     "specs": exchange("`param_specs`", "str", param_specs={"w": P(), "b": "fsdp"}),
     "specs of stacked leaves": exchange("`param_specs`", "'r'", axis_name="r", param_specs=P("r")),
     "codec": exchange("`codec`", "float16", codec="float16"),
+    "event of a period": of(lambda: js.spec.Event("x", 3, len), "`due`", 3),
+    "event without a function": of(lambda: js.spec.Event("x", js.every(3), None), "`run`", None),
+    "algorithm that says nothing": of(
+        lambda: js.ParameterTransform(Silent()), "`owner`, `state`"
+    ),
     "no algorithm": of(lambda: js.ParameterTransform(js.every(3)), "`sync`", "Every"),
     "read": of(lambda: getattr(LOCAL, "rate"), "LocalSGD", "rate", error=AttributeError),  # noqa: B009
     "gradients without a spec": of(lambda: js.GradientTransform(*MEAN, None), "`spec`", None),

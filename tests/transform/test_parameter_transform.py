@@ -43,7 +43,7 @@ class Notes(js.spec.Sync):
 
     def events(self):
         return [
-            js.spec.Event(str(i), lambda o, now, i=i: noted(i, o), due, replaces)
+            js.spec.Event(str(i), due, lambda o, now, i=i: noted(i, o), replaces)
             for i, (due, replaces) in enumerate(self.told, start=1)
         ]
 

@@ -248,18 +248,18 @@ class Outer(Divided):
             if self.delay:
                 events += [
                     # It comes first: where it is not due, taking overwrites what it sent.
-                    of_turn(SEND, Outer.send, turn.sends, is_unconditional=self._sends_always),
-                    of_turn(TAKE, Outer.take, turn.takes),
+                    of_turn(SEND, turn.sends, Outer.send, is_unconditional=self._sends_always),
+                    of_turn(TAKE, turn.takes, Outer.take),
                 ]
             slow = Outer.land if self.delay else Outer.slow
-            events.append(of_turn(SLOW, slow, turn.schedule, replaces=self.replaces_base))
+            events.append(of_turn(SLOW, turn.schedule, slow, replaces=self.replaces_base))
         return events
 
-    def event(self, turn: Turn, name: str, run: Any, due: Any, **options: Any) -> Event:
+    def event(self, turn: Turn, name: str, due: Any, run: Any, **options: Any) -> Event:
         """Return an event of one fragment; `run` is a method for its state alone."""
         missed = functools.partial(self.missed, turn.number) if self.delay else None
         run = functools.partial(self.run, turn.number, run)
-        return Event(turn.event(name), run, due, missed=missed, **options)
+        return Event(turn.event(name), due, run, missed=missed, **options)
 
     @property
     def variant(self) -> tuple[int, Any]:
