@@ -153,6 +153,11 @@ def summed_rows(values):
     return tx.update({"t": js.RowGradient(ROWS[0], values, 4)}, tx.init({"t": 0}))[0]
 
 
+def summed_leaves(values):
+    tx = js.all_reduce_gradients("axis")
+    return tx.update({"w": values}, tx.init({"w": values}))[0]
+
+
 def looked_up(**names):
     return js.row_value_and_grad(jnp.sum, lambda x: names)({"e": VALUES[0]}, ROWS[0])
 
@@ -184,6 +189,12 @@ SPARSE = {
     "an integer table": Refusal(lambda: rows_update(lambda r, v: r), "t", "int32"),
     "rows that jax has summed": Refusal(
         lambda: on_four(summed_rows, VALUES[0]), "t (over 'axis')", "pcast"
+    ),
+    "leaves that jax has summed": Refusal(
+        lambda: on_four(summed_leaves, VALUES[0]), "w (over 'axis')", "pcast"
+    ),
+    "integers for a table": Refusal(
+        lambda: rows_update(lambda r, v: jnp.zeros((4, 3), jnp.int32)), "t", "int32"
     ),
     "two tables": Refusal(
         lambda: GRADIENT + js.RowGradient(GRADIENT.rows, GRADIENT.values, 5), "float32[4, 3]"

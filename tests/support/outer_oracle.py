@@ -1,6 +1,6 @@
 """Outer steps in NumPy and float64: fragments in turn, delay and merge, over a base or none."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,6 +21,7 @@ class Spread:
     nesterov: bool = False
     local_every: int = 0  # the base is an average in every so many updates
     gossip: Gossip | None = None  # the base is gossip
+    inner_rate: Callable[[int], float] = lambda count: 1.0  # which never grows
 
     @property
     def is_alone(self) -> bool:
@@ -39,9 +40,10 @@ def run(spread: Spread, start: np.ndarray, updates: np.ndarray) -> list[np.ndarr
     params = np.broadcast_to(start, (replicas, *start.shape)).astype(np.float64)
     anchor, velocity = start.astype(np.float64).copy(), np.zeros(start.shape)
     nodes = None if spread.gossip is None else spread.gossip.start(params)
-    taken: dict[int, np.ndarray] = {}
+    taken: dict[int, tuple[np.ndarray, float]] = {}
     history = []
     count = len(spread.fragments)
+    before = [spread.inner_rate(0)] * count  # the rate of each fragment's last slow step
     for t, u in enumerate(updates, start=1):
         offsets = [(number + 1) * spread.every // count for number in range(count)]
         slow = [(t - offset) % spread.every == 0 for offset in offsets]
@@ -56,11 +58,14 @@ def run(spread: Spread, start: np.ndarray, updates: np.ndarray) -> list[np.ndarr
             params = nodes.exchange(params, u)
         for number, part in enumerate(spread.fragments):
             if (t + spread.delay - offsets[number]) % spread.every == 0:
-                taken[number] = _mean_of_all(params, nodes)[part]
+                taken[number] = _mean_of_all(params, nodes)[part], spread.inner_rate(t - 1)
             if not slow[number] or number not in taken:
                 continue
-            displacement = anchor[part] - taken.pop(number)
-            velocity[part] = spread.momentum * velocity[part] + displacement
+            average, rate = taken.pop(number)
+            displacement = anchor[part] - average
+            # v = rate * m, with m <- momentum m + D / rate
+            kept = spread.momentum * rate / before[number]
+            velocity[part], before[number] = kept * velocity[part] + displacement, rate
             step = velocity[part]
             if spread.nesterov:
                 step = spread.momentum * step + displacement

@@ -22,7 +22,7 @@ from ...transform import (
     increment,
     spec_of,
 )
-from ...tree import check_floating, leaf_names
+from ...tree import leaf_names
 from .._leaves import check_not_summed
 from ._row_gradient import (
     RowGradient,
@@ -164,9 +164,7 @@ def all_reduce_rows(
         for name, gradient in table_grads.items():
             if isinstance(gradient, RowGradient):
                 check_row_gradient(OWNER, repr(name), gradient)
-            values = {name: arrays_of(gradient)}
-            check_floating(OWNER, values)
-            check_not_summed(OWNER, values, axis_name)
+            check_not_summed(OWNER, {name: arrays_of(gradient)}, axis_name)
             with jax.named_scope(OWNER):
                 means[name], facts = reduction(name).mean(gradient, share)
             overflows = overflows + facts.overflow.astype(jnp.int32)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import jaxslowmo as js
@@ -54,16 +54,23 @@ def bases(name):
 
 
 def transform(algorithm, base, **options):
-    if algorithm == "slowmo":
-        return js.slowmo("replica", base=base, momentum=0.5, sync_every=PERIOD, **options)
+    if algorithm.startswith("slowmo"):
+        rate = falling if algorithm == "slowmo, rate" else None
+        options |= {"momentum": 0.5, "learning_rate": rate}
+        return js.slowmo("replica", base=base, sync_every=PERIOD, **options)
     if algorithm == "diloco":
         return js.diloco("replica", sync_every=PERIOD, **options)
     options.pop("shard_state")
     return js.local_sgd("replica", sync_every=PERIOD, **options)
 
 
+def falling(count):
+    return 1 / (1 + count / 8)
+
+
 OUTER = {
     "slowmo": {"momentum": 0.5},
+    "slowmo, rate": {"momentum": 0.5, "inner_rate": falling},
     "diloco": {"momentum": 0.9, "rate": 0.7, "nesterov": True},
     "local_sgd": {},
 }
@@ -98,8 +105,9 @@ def drawn(seed):
 
 @pytest.mark.filterwarnings("ignore:slowmo without a `base`")
 @settings(max_examples=6)
+@example("slowmo, rate", "local_sgd", 2, 2, 0.0, False, False, 0)
 @given(
-    algorithm=st.sampled_from(["slowmo", "slowmo", "diloco", "local_sgd"]),
+    algorithm=st.sampled_from(["slowmo", "slowmo, rate", "diloco", "local_sgd"]),
     base=st.sampled_from(
         [None, "local_sgd", ("ring", 0), ("ring", 1), ("push-sum", 0), ("ring", 2)]
     ),
@@ -112,7 +120,7 @@ def drawn(seed):
 )
 def test_equals_the_oracle(algorithm, base, fragments, delay, merge, shard_state, phases, seed):
     delay = PERIOD // fragments - 1 if delay == 3 else delay  # the longest
-    base, of_base = bases(base if algorithm == "slowmo" else None)
+    base, of_base = bases(base if algorithm.startswith("slowmo") else None)
     options = {"fragments": fragments, "delay": delay, "merge": merge, "shard_state": shard_state}
     tx = transform(algorithm, base, **options)
     spread = outer_oracle.Spread(
