@@ -6,6 +6,7 @@ import warnings
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -165,3 +166,21 @@ def test_numpy_scalars_as_arguments_keep_dtypes():
         state = tx.init(jnp.ones(3, jnp.float32))
         step, after = tx.update(jnp.ones(3, jnp.float32), state, learning_rate=half)
         assert {x.dtype for x in jax.tree.leaves((step, after))} == {np.dtype(np.float32)}
+
+
+def test_a_slow_step_without_an_exchange_leaves_other_arrays():
+    """The base averages them in its own updates, the slow step in between does not."""
+    with pytest.warns(UserWarning, match="multiple"):
+        tx = js.slowmo(
+            "replica", base=js.local_sgd("replica", sync_every=3), sync_every=4, exact_average=False
+        )
+
+    def one(x):
+        state, zero, seen = tx.init(x), jnp.zeros_like(x), []
+        for _ in range(4):
+            _, (other,), state = tx.exchange(zero, [x * len(seen)], state, x)
+            seen.append(other)
+        return jnp.stack(seen)
+
+    seen = jax.vmap(one, axis_name="replica")(jnp.asarray([1.0, 3.0]))
+    assert seen.tolist() == [[0, 1, 4, 3], [0, 3, 4, 9]]

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxslowmo as js
 from jaxslowmo.transform import as_schedule
-from jaxslowmo.transform._due import run_if, run_one_of
+from jaxslowmo.transform._due import isolated, run_if, run_one_of, unseen_zero
 
 COUNTS = range(1, 100)
 INT32 = np.iinfo(np.int32)
@@ -124,3 +124,13 @@ def test_every_branch_runs_once(execution, due, mesh_of):
     found = jax.jit(mapped)(jnp.arange(4.0), jnp.array(due))
     assert found.tolist() == ([3.0] * 4 if due else [0, 1, 2, 3])
     assert sorted(ran) == ["mean", "outer"]
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16, jnp.int32, jnp.int8])
+def test_what_stands_for_zero_is_zero_whatever_the_value(dtype):
+    """Of each sign, or the compiler's unseen predicate would choose the branch of zeros."""
+    for value in (0, 1, -1, 100, -100):
+        assert unseen_zero(jnp.full((3,), value, dtype)) == 0
+        assert isolated(lambda x: 2 * x, jnp.full((3,), value, dtype), jnp.ones([])) == 2
+    if jnp.issubdtype(dtype, jnp.floating):
+        assert all(unseen_zero(jnp.full((1,), x, dtype)) == 0 for x in (np.nan, -np.nan, -np.inf))
