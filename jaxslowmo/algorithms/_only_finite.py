@@ -101,7 +101,7 @@ class OnlyFinite(Wrapper):
         """Return the events of `base`, each after a check."""
         # How many exchanges took place is known in the state alone, so phases name no form.
         return [
-            replace(event, run=partial(self.checked, event), forms=None)
+            replace(event, run=partial(self.checked, event), forms=None, is_unconditional=False)
             for event in super().events()
         ]
 
@@ -113,7 +113,7 @@ class OnlyFinite(Wrapper):
             allowed, state = self.permit(state, y, others, self.axes)
 
         def run(operand: Operand) -> Operand:
-            return event.run(operand, now)
+            return event.applied(operand, now)
 
         def refused(operand: Operand) -> Operand:
             if event.replaces:  # what is before it has not run

@@ -59,13 +59,15 @@ class Event:
     Let y be the parameters after the optimizer's update. `run((updates, others, state), now)`
     returns the three afterwards, where `updates` is what is added to `now.params`, and `others`
     are further floating arrays: average them if you average y, else return them as they are. It is
-    called inside the mapped axes, for one replica, and traced under `js.phase_scope(name)`.
+    called inside the mapped axes, for one replica, and traced under `js.phase_scope(name)`; with
+    `forms` it opens that scope itself, by the name of the form that it runs.
 
     Attributes:
       name: its name in phases and reports.
       run: what it does. Its updates have at least float32, unless it replaces what is before it.
       due: `due(t)`: whether it is due in update t = 1, 2, ..., an int on the host or an array in a
-        program, with equal answers.
+        program, with equal answers: `js.every(...)`. `phases` and reports do not know the period of
+        another function: an algorithm that uses one overrides `Sync.schedules`.
       replaces: whether an update in which it is due leaves out what comes before it: earlier
         events, and `Sync.local`.
       forms: number of forms that take turns, one per exchange: phases name them "name 0", "name 1",
@@ -98,12 +100,17 @@ class Event:
         word, _, form = str(name).rpartition(" ")
         return word == self.name and form.isdecimal() and int(form) < (self.forms or math.inf)
 
+    def applied(self, operand: Operand, now: Now) -> Operand:
+        """Run it; its updates have at least float32 afterwards, as those of `Sync.local`."""
+        updates, others, state = self.run(operand, now)
+        return widen_updates(updates), others, state
+
     def scoped(self, operand: Operand, now: Now) -> Operand:
         """Run it under its name; forms that take turns name themselves."""
         if self.forms is not None:
-            return self.run(operand, now)
+            return self.applied(operand, now)
         with phase_scope(self.name):
-            return self.run(operand, now)
+            return self.applied(operand, now)
 
 
 class Beside(NamedTuple):
@@ -534,6 +541,16 @@ class Wrapper(Sync):
     ) -> tuple[Any, PyTree]:
         allowed, inner = self.base.permit(state.inner, y, others, axes)
         return allowed, state._replace(inner=inner)
+
+    def skipped(self, state: PyTree) -> int:
+        return self.base.skipped(state.inner)
+
+    @property
+    def schedules(self) -> tuple[Every, ...]:
+        """The schedules of what it wraps, and those of events that it adds."""
+        known = [event.due for event in self.base.events()]
+        own = [x.due for x in self._events if isinstance(x.due, Every) and x.due not in known]
+        return (*self.base.schedules, *own)
 
     def sized(self, axis_sizes: Mapping[str, int]) -> Self:
         return self.around(self.base.sized(axis_sizes))
