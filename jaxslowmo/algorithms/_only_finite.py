@@ -108,7 +108,8 @@ class OnlyFinite(Wrapper):
     def checked(self, event: Event, operand: Operand, now: Now) -> Operand:
         """Run an event, unless a replica has values that are not finite."""
         updates, others, state = operand
-        with phase_scope(EVERY_PHASE):  # part of any exchange that is due
+        # Each event is checked. Forms name themselves: the check is part of whichever is due.
+        with phase_scope(event.name if event.forms is None else EVERY_PHASE):
             y = apply_exactly(now.params, updates)
             allowed, state = self.permit(state, y, others, self.axes)
 

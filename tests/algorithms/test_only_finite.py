@@ -136,6 +136,18 @@ def test_a_program_that_sends_in_every_update_counts_what_is_due():
     assert counts == [[5] * 4] * 2  # the third both sends and applies
 
 
+def test_a_check_is_reported_with_the_event_that_it_is_for():
+    """One of an average alone, two where a slow step follows it; a program of one phase agrees."""
+    sync = js.only_finite(js.slowmo("replica", base=local(), sync_every=4, merge=0.5))
+    counts = []
+    for mode in ("traced", "host"):
+        step, state = trained(sync, js.make_mesh(AXES), mode, steps=0)
+        report = js.comm_report(step, state, poisoned(2))
+        kinds = ("average", "average+slow")
+        counts.append([report.count(kind=x, collective="all-reduce") for x in kinds])
+    assert counts == [[2, 3]] * 2
+
+
 def test_what_travels_is_asked_about():
     """60000 + 9000 is finite in float32 and no float16."""
     tx = js.only_finite(local(every=1))
