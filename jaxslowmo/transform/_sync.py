@@ -47,7 +47,7 @@ class Now(NamedTuple):
     extra: Mapping[str, Any] = {}
 
     def form(self, name: str) -> int | None:
-        """Return the number of the form of an event that the phase names; None if it names none."""
+        """Return the number in the phase's name of this event, as 1 of "round 1"; None without."""
         words = [event.rpartition(" ") for event in self.phase or ()]
         return next((int(number) for word, _, number in words if word == name), None)
 
@@ -231,9 +231,13 @@ class Sync:
     # What an algorithm that wraps it asks.
 
     def numerator(self, state: PyTree, y: PyTree) -> Numerator:
-        """Return weighted parameters and their weight, whose sums give the exact mean.
+        """Return `(x, w)` of this replica, with which sum x / sum w is the exact mean of all.
 
-        The weight is None if it is always 1.
+        The default is `(y, None)`, where None stands for 1. Push-sum has w * y and its weight w.
+
+        Args:
+          state: its state.
+          y: the parameters after the optimizer's update.
         """
         del state
         return y, None
@@ -255,7 +259,14 @@ class Sync:
     ) -> tuple[Any, PyTree]:
         """Return `(allowed, state)` before an algorithm that wraps it exchanges over `axes`.
 
-        The exchange takes place if all replicas allow it; the answer must be equal on all of them.
+        The exchange takes place if `allowed`, a bool or a () bool array, which must be equal on all
+        replicas.
+
+        Args:
+          state: its state.
+          y: the parameters after the optimizer's update.
+          others: the arrays that are averaged with them.
+          axes: names of the axes over which to ask.
         """
         del y, others, axes
         return True, state
@@ -264,10 +275,10 @@ class Sync:
 
     @property
     def shards_whole_leaves(self) -> bool:
-        """Whether it keeps shards of leaves and has no specs.
+        """Whether it keeps shards over replicas, cut from whole leaves since it has no specs.
 
-        So it gathers leaves that are sharded over Auto axes inside a replica; over others their
-        types have the specs.
+        A leaf that is sharded over Auto axes inside a replica is then gathered first: its type does
+        not say how it is sharded. Types over Explicit axes do.
         """
         return False
 
@@ -340,7 +351,10 @@ class Sync:
         return Carried(jax.tree.map(lambda x: carry_leaf(x, old, new), state))
 
     def like_on(self, state: PyTree, params: PyTree, at: StatePlacement) -> PyTree:
-        """Return the types of a state, on placement `at`, where shards have another shape."""
+        """Return the types of a state of all replicas on placement `at`, on the host.
+
+        The default is `state`: only shards have another shape there.
+        """
         del params, at
         return state
 
