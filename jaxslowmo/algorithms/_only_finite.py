@@ -101,19 +101,20 @@ class OnlyFinite(Wrapper):
         """Return the events of `base`, each after a check."""
         # How many exchanges took place is known in the state alone, so phases name no form.
         return [
-            replace(event, run=partial(self.checked, event), forms=None)
+            replace(event, run=partial(self.checked, event), forms=None, is_unconditional=False)
             for event in super().events()
         ]
 
     def checked(self, event: Event, operand: Operand, now: Now) -> Operand:
         """Run an event, unless a replica has values that are not finite."""
         updates, others, state = operand
-        with phase_scope(EVERY_PHASE):  # part of any exchange that is due
+        # Each event is checked. Forms name themselves: the check is part of whichever is due.
+        with phase_scope(event.name if event.forms is None else EVERY_PHASE):
             y = apply_exactly(now.params, updates)
             allowed, state = self.permit(state, y, others, self.axes)
 
         def run(operand: Operand) -> Operand:
-            return event.run(operand, now)
+            return event.applied(operand, now)
 
         def refused(operand: Operand) -> Operand:
             if event.replaces:  # what is before it has not run

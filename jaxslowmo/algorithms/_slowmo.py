@@ -16,7 +16,7 @@ from .._support.settings import records_settings
 from .._support.types import AxisName, PyTree
 from ..collectives.codecs import Codec
 from ..mesh import match_varying
-from ..transform import Every, ParameterTransform, as_schedule, checked_exchange
+from ..transform import Every, ParameterTransform, as_schedule, checked_exchange, every
 from .outer import ALONE, NO_RATE, Fragments, Outer, OuterRate, Placement, shards_state
 
 LearningRate = float | optax.Schedule | Literal["optimizer"] | None
@@ -365,7 +365,7 @@ def _check_base(base: ParameterTransform | None, schedule: Every, exact_average:
             "got a transform with an anchor (js.slowmo or js.diloco)."
         )
     # Only plain periods are compared; other schedules may be uneven on purpose.
-    inner = base.sync.schedules[0]
+    inner = next(iter(base.sync.schedules), every(1))  # a single node of gossip has none
     if inner.is_plain and schedule.is_plain and schedule.k % inner.k:
         warn(
             f"slowmo: `sync_every`={schedule.k} is not a multiple of the base's {inner.k}, so some "

@@ -245,13 +245,13 @@ class Checked:
                 f"{sync.owner} moves parameters and needs them: call `update(updates, state, "
                 "params)`."
             )
-        self._check_phase(phase)
         check_floating(sync.owner, params)
         self._check_axes()
         for notice in self._notices:
             notice.at_update()
         share = check_weight(sync.owner, weight)
         self._check_state(state, params)
+        self._check_phase(phase)  # some events are known once the parameters are
         updates = unless_idle(updates, share)
         for layer in sync.layers():
             check_varying(layer.owner, params, updates, layer.groups[-1].axis_name)

@@ -47,7 +47,7 @@ class Now(NamedTuple):
     extra: Mapping[str, Any] = {}
 
     def form(self, name: str) -> int | None:
-        """Return the number of the form of an event that the phase names; None if it names none."""
+        """Return the number in the phase's name of this event, as 1 of "round 1"; None without."""
         words = [event.rpartition(" ") for event in self.phase or ()]
         return next((int(number) for word, _, number in words if word == name), None)
 
@@ -59,12 +59,14 @@ class Event:
     Let y be the parameters after the optimizer's update. `run((updates, others, state), now)`
     returns the three afterwards, where `updates` is what is added to `now.params`, and `others`
     are further floating arrays: average them if you average y, else return them as they are. It is
-    called inside the mapped axes, for one replica, and traced under `js.phase_scope(name)`.
+    called inside the mapped axes, for one replica, and traced under `js.phase_scope(name)`; with
+    `forms` it opens that scope itself, by the name of the form that it runs.
 
     Attributes:
       name: its name in phases and reports.
       due: `due(t)`: whether it is due in update t = 1, 2, ..., an int on the host or an array in a
-        program, with equal answers; `js.every(k)` is such a function.
+        program, with equal answers: `js.every(...)`. `phases` and reports do not know the period of
+        another function: an algorithm that uses one overrides `Sync.schedules`.
       run: what it does. Its updates have at least float32, unless it replaces what is before it.
       replaces: whether an update in which it is due leaves out what comes before it: earlier
         events, and `Sync.local`.
@@ -110,12 +112,17 @@ class Event:
         word, _, form = str(name).rpartition(" ")
         return word == self.name and form.isdecimal() and int(form) < (self.forms or math.inf)
 
+    def applied(self, operand: Operand, now: Now) -> Operand:
+        """Run it; its updates have at least float32 afterwards, as those of `Sync.local`."""
+        updates, others, state = self.run(operand, now)
+        return widen_updates(updates), others, state
+
     def scoped(self, operand: Operand, now: Now) -> Operand:
         """Run it under its name; forms that take turns name themselves."""
         if self.forms is not None:
-            return self.run(operand, now)
+            return self.applied(operand, now)
         with phase_scope(self.name):
-            return self.run(operand, now)
+            return self.applied(operand, now)
 
 
 class Beside(NamedTuple):
@@ -248,9 +255,13 @@ class Sync:
     # What an algorithm that wraps it asks.
 
     def numerator(self, state: PyTree, y: PyTree) -> Numerator:
-        """Return weighted parameters and their weight, whose sums give the exact mean.
+        """Return `(x, w)` of this replica, with which sum x / sum w is the exact mean of all.
 
-        The weight is None if it is always 1.
+        The default is `(y, None)`, where None stands for 1. Push-sum has w * y and its weight w.
+
+        Args:
+          state: its state.
+          y: the parameters after the optimizer's update.
         """
         del state
         return y, None
@@ -272,7 +283,14 @@ class Sync:
     ) -> tuple[Any, PyTree]:
         """Return `(allowed, state)` before an algorithm that wraps it exchanges over `axes`.
 
-        The exchange takes place if all replicas allow it; the answer must be equal on all of them.
+        The exchange takes place if `allowed`, a bool or a () bool array, which must be equal on all
+        replicas.
+
+        Args:
+          state: its state.
+          y: the parameters after the optimizer's update.
+          others: the arrays that are averaged with them.
+          axes: names of the axes over which to ask.
         """
         del y, others, axes
         return True, state
@@ -281,10 +299,10 @@ class Sync:
 
     @property
     def shards_whole_leaves(self) -> bool:
-        """Whether it keeps shards of leaves and has no specs.
+        """Whether it keeps shards over replicas, cut from whole leaves since it has no specs.
 
-        So it gathers leaves that are sharded over Auto axes inside a replica; over others their
-        types have the specs.
+        A leaf that is sharded over Auto axes inside a replica is then gathered first: its type does
+        not say how it is sharded. Types over Explicit axes do.
         """
         return False
 
@@ -357,7 +375,10 @@ class Sync:
         return Carried(jax.tree.map(lambda x: carry_leaf(x, old, new), state))
 
     def like_on(self, state: PyTree, params: PyTree, at: StatePlacement) -> PyTree:
-        """Return the types of a state, on placement `at`, where shards have another shape."""
+        """Return the types of a state of all replicas on placement `at`, on the host.
+
+        The default is `state`: only shards have another shape there.
+        """
         del params, at
         return state
 
@@ -558,6 +579,16 @@ class Wrapper(Sync):
     ) -> tuple[Any, PyTree]:
         allowed, inner = self.base.permit(state.inner, y, others, axes)
         return allowed, state._replace(inner=inner)
+
+    def skipped(self, state: PyTree) -> int:
+        return self.base.skipped(state.inner)
+
+    @property
+    def schedules(self) -> tuple[Every, ...]:
+        """The schedules of what it wraps, and those of events that it adds."""
+        known = [event.due for event in self.base.events()]
+        own = [x.due for x in self._events if isinstance(x.due, Every) and x.due not in known]
+        return (*self.base.schedules, *own)
 
     def sized(self, axis_sizes: Mapping[str, int]) -> Self:
         return self.around(self.base.sized(axis_sizes))

@@ -163,6 +163,7 @@ def test_edges_of_the_ranges_are_allowed():
         SGP(graph=RING, mixing=nothing_kept, overlap=overlap)
     DILOCO(sync_every=12, fragments=2, delay=5, merge=np.float32(1))
     DILOCO(merge=0.5, codec=BFLOAT16)
+    SLOW(base=SGP(graph=js.topology.from_phone_book([[]])))  # a single node exchanges nothing
     assert len(SGP(overlap=np.int64(3)).init({"w": jnp.ones(2)}).in_flight) == 2
 
 

@@ -125,6 +125,29 @@ def test_rounds_of_gossip_follow_what_was_refused():
     assert step.sync.phases() == [("round",)]
 
 
+def test_a_program_that_sends_in_every_update_counts_what_is_due():
+    """Not also what it sends in vain where it takes anew."""
+    sync, counts = js.only_finite(js.diloco("replica", sync_every=3, delay=2)), []
+    for mode in ("traced", "host"):
+        step, state = trained(sync, mode=mode, steps=0)
+        for _ in range(4):
+            state, _ = step(state, poisoned(2))
+        counts.append(np.asarray(state.opt_state[-1].refused).tolist())
+    assert counts == [[5] * 4] * 2  # the third both sends and applies
+
+
+def test_a_check_is_reported_with_the_event_that_it_is_for():
+    """One of an average alone, two where a slow step follows it; a program of one phase agrees."""
+    sync = js.only_finite(js.slowmo("replica", base=local(), sync_every=4, merge=0.5))
+    counts = []
+    for mode in ("traced", "host"):
+        step, state = trained(sync, js.make_mesh(AXES), mode, steps=0)
+        report = js.comm_report(step, state, poisoned(2))
+        kinds = ("average", "average+slow")
+        counts.append([report.count(kind=x, collective="all-reduce") for x in kinds])
+    assert counts == [[2, 3]] * 2
+
+
 def test_what_travels_is_asked_about():
     """60000 + 9000 is finite in float32 and no float16."""
     tx = js.only_finite(local(every=1))

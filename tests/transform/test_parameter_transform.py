@@ -174,3 +174,23 @@ def test_a_wrapper_is_as_what_it_wraps(name, mode):
         *(jax.tree.leaves(ends_of(x, mesh, mode=mode)) for x in (tx, wrapped))
     ):
         np.testing.assert_array_equal(a, b)
+
+
+def test_a_wrapper_has_the_rounds_and_schedules_of_what_it_wraps():
+    """A skipped exchange does not rotate the graph; fragments share one period."""
+    sgp = js.ParameterTransform(Around(TRANSFORMS["sgp"]().sync))
+    x = jnp.ones(4)
+    skip = lambda x: sgp.update(x, sgp.init(x), x, communicate=False)[1]  # noqa: E731
+    state = jax.tree.map(lambda x: x[0], jax.vmap(skip, axis_name="replica")(x))
+    assert sgp.phase(2, sgp.skipped(state)) == ("round 0",)
+    many = js.diloco("replica", sync_every=96, fragments=8)
+    assert js.ParameterTransform(Around(many.sync)).schedules == many.schedules
+
+
+@pytest.mark.parametrize("around", [lambda tx: tx, js.only_finite])
+def test_an_event_may_return_updates_in_half_precision(around):
+    """As it was given them, if it replaces what is before it; local updates are in float32."""
+    tx = around(js.ParameterTransform(Notes(((js.every(2), True),))))
+    x = jnp.ones(2, jnp.bfloat16)
+    update = jax.vmap(lambda x: tx.update(x, tx.init(x), x)[0], axis_name="replica")
+    assert update(x).dtype == jnp.float32

@@ -358,6 +358,7 @@ class Outer(Divided):
 
     def counted(self, state: OuterState, now: Now) -> OuterState:
         """Return the state with counters of this update, after its rate was observed."""
+        self.divided(now.params)  # counts them, for the events of this update
         state = super().counted(state, now)
         rate = self.rate_of(now)
         if self.rate is not None and self.rate.observe is not None and rate is not None:

@@ -1,11 +1,12 @@
 """`comm_report`: what a step communicates, found without running it."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 
+from ..._support.types import Phase
 from ...transform import ParameterTransform
 from ._collectives import ProgramCollectives
 from ._comm_rows import LEVELS, CommReport, CommRow
@@ -39,7 +40,8 @@ def comm_report(fn: Callable[..., Any] | Any, *args: Any, **kwargs: Any) -> Comm
     - In a traced program, collectives under `jax.named_scope("phase:NAME")` inside a conditional
       are executed by steps of kind NAME only (the innermost phase counts). Kind "local" executes
       those outside of conditionals, kind NAME those and its own. "local" exists even if silent.
-    - Phases that can meet in one step give a kind "NAME+NAME" too, which executes both.
+    - Phases that can meet in one step give a kind "NAME+NAME" too, which executes both; those of
+      the `sync` of a step object meet as its schedule says.
       "phase:*" belongs to every kind but "local".
     - Collectives in a conditional without a phase: kind "conditional", beside "local".
     - A program without phases and without collectives in conditionals has the one kind "every";
@@ -74,10 +76,11 @@ def comm_report(fn: Callable[..., Any] | Any, *args: Any, **kwargs: Any) -> Comm
     meshes = meshes_of_arguments((args, kwargs))
     for method in ("lowered_by_phase", "traced_by_phase"):
         if hasattr(fn, method):
-            report = _report(getattr(fn, method)(*args, **kwargs), meshes, compile=True)
-            sync = getattr(fn, "sync", None)
-            stored = sync.stored if isinstance(sync, ParameterTransform) else ""
-            return dataclasses.replace(report, state=stored)
+            programs, sync = getattr(fn, method)(*args, **kwargs), getattr(fn, "sync", None)
+            if not isinstance(sync, ParameterTransform):
+                return _report(programs, meshes, compile=True)
+            report = _report(programs, meshes, compile=True, phases=sync.phases())
+            return dataclasses.replace(report, state=sync.stored)
     if not callable(fn):
         raise TypeError(
             "`fn` must be a function, a jitted function or a step object with "
@@ -141,7 +144,13 @@ def _check_programs(programs: Any) -> None:
         )
 
 
-def _report(programs_by_kind: Any, arguments: list[MeshAxes], *, compile: bool) -> CommReport:
+def _report(
+    programs_by_kind: Any,
+    arguments: list[MeshAxes],
+    *,
+    compile: bool,
+    phases: Sequence[Phase] = (),
+) -> CommReport:
     """Return the report on one program, or on several by kind of step."""
     programs_by_name = (
         programs_by_kind if isinstance(programs_by_kind, Mapping) else {None: programs_by_kind}
@@ -177,7 +186,7 @@ def _report(programs_by_kind: Any, arguments: list[MeshAxes], *, compile: bool) 
             text = compiled.as_text() or ""
             programs.append((kind, "compiled", read_hlo(text, num_devices, slice_major)))
 
-    kinds = tuple(by_kind) if whole else kinds_of([program for _, _, program in programs])
+    kinds = tuple(by_kind) if whole else kinds_of([program for _, _, program in programs], phases)
     rows: list[CommRow] = []
     for name, level, program in programs:
         for kind in (name,) if whole else kinds:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from ..._support.scopes import EVERY_PHASE
+from ..._support.types import Phase
 from ._collectives import Block, Collective, Loop, ProgramCollectives, leaves, wire_bytes
 from ._comm_rows import CommRow
 from ._mesh_axes import UNKNOWN_AXIS, MeshAxes, axis_of
@@ -13,11 +14,24 @@ from ._mesh_axes import UNKNOWN_AXIS, MeshAxes, axis_of
 _Rows = dict[CommRow, CommRow]
 
 
-def kinds_of(programs: Sequence[ProgramCollectives]) -> tuple[str, ...]:
+def kinds_of(
+    programs: Sequence[ProgramCollectives], phases: Sequence[Phase] = ()
+) -> tuple[str, ...]:
     """Return the kinds of step of one traced program, from its emitted and compiled collectives.
 
     The rules are in the documentation of `comm_report`.
+
+    Args:
+      programs: the collectives of the program, of each level.
+      phases: all that are due together in some step: their events do not meet otherwise. Events
+        that are in none may meet any.
     """
+    known = frozenset(event for phase in phases for event in phase)
+
+    def can_meet(events: frozenset[str]) -> bool:
+        due = events & known
+        return not due or any(due <= {*phase} for phase in phases)
+
     scopes: dict[tuple[str, bool], None] = {}
     unnamed = False
     for program in programs:
@@ -32,7 +46,9 @@ def kinds_of(programs: Sequence[ProgramCollectives]) -> tuple[str, ...]:
     chosen = _distinct(name for name, inside in scopes if name != EVERY_PHASE and inside)
     if chosen:
         names = ["local", *chosen, *static]
-        together = {events for program in programs for events in _event_sets(program.block)}
+        together = {
+            events for program in programs for events in _event_sets(program.block, can_meet)
+        }
         joined = ["+".join(_distinct(e for e in order if e in events)) for events in together]
         names += sorted(name for name in joined if "+" in name)
     elif (EVERY_PHASE, True) in scopes:
@@ -48,18 +64,22 @@ def _distinct(names: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def _event_sets(block: Block) -> set[frozenset[str]]:
-    """Return the sets of phases that can communicate in one step, for all choices of branches."""
+def _event_sets(block: Block, can_meet: Callable[[frozenset[str]], bool]) -> set[frozenset[str]]:
+    """Return the sets of phases that can communicate in one step, for all choices of branches.
+
+    Conditionals one after the other give all combinations, so those that cannot meet are left out
+    at once.
+    """
     sets: set[frozenset[str]] = {frozenset()}
     for node in block:
         if isinstance(node, Collective):
             events = [node.phase] if node.phase and node.phase != EVERY_PHASE else []
             part: set[frozenset[str]] = {frozenset(events)}
         elif isinstance(node, Loop):
-            part = _event_sets(node.block)
+            part = _event_sets(node.block, can_meet)
         else:
-            part = {events for branch in node.blocks for events in _event_sets(branch)}
-        sets = {one | other for one in sets for other in part}
+            part = {x for branch in node.blocks for x in _event_sets(branch, can_meet)}
+        sets = {*filter(can_meet, (one | other for one in sets for other in part))}
     return sets
 
 

@@ -57,6 +57,25 @@ def test_a_function_names_the_fragment_of_each_leaf():
     assert [tx.phase(t) for t in (2, 4)] == [(), ("slow",)]
 
 
+def test_a_function_counts_the_fragments_of_the_parameters_that_are_updated():
+    """Also after those of another model, and with a phase, of a state that another object made."""
+    number = {"a": 0, "b": 1, "c": 2}.get
+
+    def make():
+        return js.diloco("replica", sync_every=6, fragments=number, shard_state=False)
+
+    def updated(tx, state, params, **options):
+        update = lambda s, p: tx.update(p, s, p, **options)[1]  # noqa: E731
+        return jax.vmap(update, axis_name="replica")(state, params)
+
+    two, three = ({name: jnp.ones(4) for name in names} for names in ("ab", "abc"))
+    tx = make()
+    states = [jax.vmap(tx.init, axis_name="replica")(params) for params in (two, three)]
+    for state, params in zip(states, (two, three), strict=True):
+        assert updated(tx, state, params).count.tolist() == [1] * 4
+    assert updated(make(), states[0], two, phase=("slow 1",)).count.tolist() == [1] * 4
+
+
 def pipeline(**options):
     """Return a training step over stages, and its parameters."""
     model, params = language_model(2)

@@ -2,10 +2,12 @@
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+import jaxslowmo as js
 from jaxslowmo.reports.communication import comm_report, comm_report_of
 
 X = jax.ShapeDtypeStruct((64,), jnp.float32)
@@ -175,3 +177,18 @@ def test_branches_exclude_each_other_and_the_largest_counts(mapped):
     for level in report.levels:
         (row,) = report.select(kind="gossip", level=level)
         assert (row.count, row.bytes, row.conditional, row.in_loop) == (1, 3 * 4, True, False)
+
+
+def test_fragments_of_a_step_do_not_meet():
+    """They take turns; without the schedule twelve conditionals give 2^12 kinds."""
+    base = js.local_sgd("replica", sync_every=8)
+    sync = js.slowmo("replica", base=base, sync_every=24, fragments=12)
+    step = js.make_train_step(
+        lambda params, batch: sum(w.sum() for w in params.values()) * batch.sum(),
+        optax.sgd(0.1),
+        sync=sync,
+        mesh=js.make_mesh({"replica": 4}),
+    )
+    state = step.init({f"w{i}": jnp.ones(3) for i in range(12)})
+    kinds = js.comm_report(step, state, jnp.ones(4)).kinds
+    assert {kind for kind in kinds if "+" in kind} == {f"average+slow {i}" for i in (3, 7, 11)}
