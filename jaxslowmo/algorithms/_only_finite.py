@@ -45,8 +45,9 @@ def only_finite(inner: ParameterTransform, *others: object, **named: object) -> 
     parameters (`model_state="sync_mean"`) must be finite too, and is skipped with them
     (`"broadcast"` is not part of the exchange and is not checked).
 
-    With y = params + updates, all replicas check together whether y is finite everywhere, in every
-    update in which `inner` is due. Updates from an idle replica's batch (weight 0) do not count. As
+    With y = params + updates, all replicas check together whether y is finite everywhere, before
+    each event of `inner` that is due: an average, a slow step, and with a `delay` also what takes
+    and sends for it. Each refusal counts. Updates of an idle replica (weight 0) are not looked at. As
     the `base` of an exact `js.slowmo` it also checks before the slow step, and may skip it.
 
     Args:

@@ -16,7 +16,6 @@ from jax.sharding import PartitionSpec as P
 
 from .._support.types import PyTree
 from .._version import __version__
-from ..algorithms.outer import division_of
 from ..mesh import model_axes, only_over, specs_of_leaves
 from ..train import TrainState
 from ..transform import ParameterTransform, SavedForm, StatePlacement
@@ -69,8 +68,8 @@ class Record:
       extra: the `extra` of the caller of `save`.
       layout: the places of leaves in buffers of stages, plain JSON as `layout_of` returns it. None:
         there are no stages.
-      division: the fragments of an outer optimizer's state, plain JSON as `division_of` returns it.
-        None: there is no such state.
+      division: how the state of `sync` divides the parameters, plain JSON that `Sync.division`
+        returns. None: it does not, or the state is not the result of a step.
     """
 
     step: int
@@ -206,7 +205,7 @@ def checked_json(owner: str, extra: Mapping[str, Any] | None) -> dict[str, Any]:
 def record_of(step: int, state: TrainState, extra: dict[str, Any]) -> Record:
     """Return the record, without fingerprints, of a state of arrays or of types."""
     sharding = getattr(state.step, "sharding", None)
-    axis_sizes, automatic, shards = None, frozenset(), None
+    axis_sizes, automatic, shards, division = None, frozenset(), None, None
     if isinstance(sharding, NamedSharding):
         axis_sizes = dict(sharding.mesh.shape)
         entry = sharding.spec[0] if sharding.spec else None
@@ -215,6 +214,7 @@ def record_of(step: int, state: TrainState, extra: dict[str, Any]) -> Record:
     # Arrays do not show the shards' specs: they are unknown for a state that no step returned.
     if state.known_layout is not None:
         shards = specs_of_leaves(state.known_layout.shards, state.params)
+        division = state.known_layout.division
     names = leaf_names(state)
     leaves = tuple(
         _leaf_record(i, name, leaf)
@@ -230,7 +230,7 @@ def record_of(step: int, state: TrainState, extra: dict[str, Any]) -> Record:
         prints=(),
         extra=extra,
         layout=layout_of(state),
-        division=division_of(state.opt_state[-1]),
+        division=None if division is None else dict(division),
     )
 
 

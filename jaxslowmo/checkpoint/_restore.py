@@ -196,7 +196,8 @@ def read(path: epath.Path, template: Template, saved_form: SavedFormLike = None)
     is_equal = [x.shape for x in record.leaves] == [x.shape for x in template.record.leaves]
     if old.is_certain or form is not None:
         is_equal = has_equal_layout(path, record, sync_state, template.stored, sync, old, new)
-    if old.replicas == new.replicas and is_equal and record.division == template.record.division:
+    is_equal &= record.division in (None, template.record.division)
+    if old.replicas == new.replicas and is_equal:
         _check_leaves(path, record, template.record)
         arrays = _read(path, record, template.stored)
         return Reading(path, record, arrays, True, template, old, template.structs)

@@ -2,7 +2,7 @@
 
 import functools
 import itertools
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -44,12 +44,14 @@ class KnownLayout(NamedTuple):
       layout: layout of the parameters.
       shards: a `PartitionSpec` per leaf of the parameters (or a prefix of the tree), by which
         `sync` has sharded its own state; None if it is not sharded.
+      division: how the state of `sync` divides the parameters; see `Sync.division`.
     """
 
     mesh: AnyMesh
     axis_name: AxisName
     layout: StateLayout
     shards: PyTree | None = None
+    division: Mapping[str, Any] | None = None
 
 
 class _Fields(NamedTuple):

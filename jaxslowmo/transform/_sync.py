@@ -357,6 +357,16 @@ class Sync:
         del state
         return []
 
+    def division(self, params: PyTree) -> Mapping[str, Any] | None:
+        """Return, on the host, how its state divides the parameters, as plain JSON.
+
+        Checkpoints record it, and `StatePlacement.division` brings it back to `carry` and
+        `like_on`. `params` are types like the parameters, which may be stacked over replicas. None:
+        it does not divide them.
+        """
+        del params
+        return None
+
     def carry(
         self, state: PyTree, params: PyTree, old: StatePlacement, new: StatePlacement
     ) -> Carried:
@@ -606,6 +616,9 @@ class Wrapper(Sync):
 
     def shards(self, state: PyTree) -> list[Any]:
         return self.base.shards(state.inner)
+
+    def division(self, params: PyTree) -> Mapping[str, Any] | None:
+        return self.base.division(params)
 
     def carry(
         self, state: PyTree, params: PyTree, old: StatePlacement, new: StatePlacement

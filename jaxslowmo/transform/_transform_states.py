@@ -50,8 +50,8 @@ class StatePlacement:
       specs: the layout over automatic axes of leaves that the state holds shards of: a
         `PartitionSpec` for each leaf of the parameters, in order. None: that of the transform.
       form: form of the parameters on this placement; None if it is the current form.
-      division: how the saved state of an outer optimizer divides the parameters; see
-        `algorithms.outer.division_of`. None for a new run, or without such a state.
+      division: how a saved state divides the parameters; see `Sync.division`. None: as a new one
+        does.
     """
 
     replicas: int

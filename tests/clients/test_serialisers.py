@@ -13,13 +13,13 @@ import pytest
 import jaxslowmo as js
 
 RNG = np.random.default_rng(0)
-PARAMS = {"w": RNG.normal(size=(3, 2)).astype(np.float32)}
+PARAMS = {name: RNG.normal(size=(3, 2)).astype(np.float32) for name in ("v", "w")}
 BATCHES = RNG.normal(size=(6, 8, 3)).astype(np.float32)
 
 
 def noisy_loss(params, batch, *, rng):
     kept = jax.random.bernoulli(rng, 0.5, batch.shape)
-    return ((batch * kept) @ params["w"]).var()
+    return ((batch * kept) @ (params["v"] + params["w"])).var()
 
 
 def by_flax(state, like, folder):
@@ -52,10 +52,12 @@ def by_orbax(state, like, folder):
 
 
 @pytest.mark.parametrize("saved", [by_flax, by_equinox, by_numpy, by_orbax])
-@pytest.mark.parametrize("kind", ["mesh", "virtual"])
+@pytest.mark.parametrize("kind", ["mesh", "virtual", "fragments"])
 def test_a_run_goes_on_from_what_was_saved(kind, saved, tmp_path):
     make = js.make_mesh if kind == "mesh" else js.virtual_mesh
-    sync = js.slowmo("replica", base=js.local_sgd("replica", sync_every=2), sync_every=4)
+    base = js.local_sgd("replica", sync_every=2)
+    options = {"fragments": 2, "delay": 1} if kind == "fragments" else {}
+    sync = js.slowmo("replica", base=base, sync_every=4, **options)
     step = js.make_train_step(
         noisy_loss, optax.adam(0.1), sync=sync, mesh=make({"replica": 4}), donate=False
     )

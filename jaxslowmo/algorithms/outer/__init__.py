@@ -2,7 +2,6 @@
 
 from ._anchor import shards_state as shards_state
 from ._fragments import Fragments as Fragments
-from ._fragments import division_of as division_of
 from ._outer import Outer as Outer
 from ._placement import Placement as Placement
 from ._read_anchor import read_anchor as read_anchor

@@ -2,7 +2,7 @@
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -91,82 +91,38 @@ class Fragment:
 ALL_LEAVES = Fragment()
 
 
-@jax.tree_util.register_pytree_with_keys_class
-class Parts:
-    """Something of each of several fragments, in a state: such as their anchors.
-
-    Attributes:
-      fragments: the fragments, so that a checkpoint tells how its parameters were divided.
-      values: a tree for each of them, in their order.
-    """
-
-    def __init__(self, fragments: tuple[Fragment, ...], values: Sequence[Any]) -> None:
-        self.fragments, self.values = fragments, tuple(values)
-
-    def tree_flatten_with_keys(self) -> tuple[tuple[tuple[Any, Any], ...], Any]:
-        """Return the trees by their numbers, and the fragments."""
-        keys = map(jax.tree_util.SequenceKey, range(len(self.values)))
-        return tuple(zip(keys, self.values, strict=True)), self.fragments
-
-    @classmethod
-    def tree_unflatten(cls, fragments: Any, values: Any) -> "Parts":
-        """Return the parts with these trees."""
-        return cls(fragments, values)
-
-    def __iter__(self) -> Iterator[Any]:
-        """Iterate over the trees."""
-        return iter(self.values)
-
-    def __getitem__(self, number: int) -> Any:
-        """Return the tree of a fragment."""
-        return self.values[number]
-
-
-def views(state: OuterState) -> list[OuterState]:
-    """Return the state of each fragment, with the base's state in each."""
-    if not isinstance(state.anchor, Parts):
+def views(state: OuterState, count: int) -> list[OuterState]:
+    """Return the state of each of `count` fragments, with the base's state in each."""
+    if count == 1:
         return [state]
-    flights = state.in_flight or [()] * len(state.anchor.values)
+    flights = state.in_flight or [()] * count
     fields = zip(state.anchor, state.outer, flights, strict=True)
     return [state._replace(anchor=a, outer=o, in_flight=f) for a, o, f in fields]
 
 
-def joined(
-    state: OuterState, parts: Sequence[OuterState], fragments: tuple[Fragment, ...]
-) -> OuterState:
+def joined(state: OuterState, parts: Sequence[OuterState]) -> OuterState:
     """Return `state` with the anchors, outer states and values in flight of its fragments."""
 
-    def of(values: Sequence[Any]) -> Any:
-        return values[0] if len(fragments) == 1 else Parts(fragments, values)
+    def of(*values: Any) -> Any:
+        return values[0] if len(values) == 1 else values
 
     return state._replace(
-        anchor=of([part.anchor for part in parts]),
-        outer=of([part.outer for part in parts]),
-        in_flight=of([part.in_flight for part in parts]) if parts[0].in_flight else (),
+        anchor=of(*[part.anchor for part in parts]),
+        outer=of(*[part.outer for part in parts]),
+        in_flight=of(*[part.in_flight for part in parts]) if parts[0].in_flight else (),
     )
 
 
-def fragments_in(state: OuterState) -> tuple[Fragment, ...]:
-    """Return the fragments of a state."""
-    return state.anchor.fragments if isinstance(state.anchor, Parts) else (ALL_LEAVES,)
-
-
-def division_of(state: PyTree) -> dict[str, Any] | None:
-    """Return how an outer state divides the parameters, as plain JSON; None without such a state.
-
-    Args:
-      state: the state of a parameter transform, which may wrap the one that has an `OuterState`.
+def division_of(fragments: Sequence[Fragment], *, has_flight: bool) -> dict[str, Any]:
+    """Return how an outer state divides the parameters, as plain JSON.
 
     Returns:
       `fragments`: number, positions of leaves and number of parts of each leaf, for each fragment,
       None for the whole model; `in_flight`: whether the state has values in flight.
     """
-    found = parts_of(state, OuterState)
-    if not found:
-        return None
-    places = [[x.number, x.places, x.count] for x in fragments_in(found[0])]
-    fragments = [[n, list(p), count] for n, p, count in places if p is not None]
-    return {"fragments": fragments or None, "in_flight": bool(found[0].in_flight)}
+    places = [(x.number, x.places, x.count) for x in fragments]
+    divided = [[number, list(p), count] for number, p, count in places if p is not None]
+    return {"fragments": divided or None, "in_flight": has_flight}
 
 
 def fragments_of(division: Mapping[str, Any]) -> tuple[Fragment, ...]:

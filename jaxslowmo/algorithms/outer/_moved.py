@@ -12,7 +12,7 @@ from ...transform import Carried, StatePlacement, Sync, carry_leaf, stacked
 from ...tree import at_least_float32
 from ._anchor import Anchor, of_form, replaced
 from ._delay import NOTHING, InFlight
-from ._fragments import Fragment, fragments_in, fragments_of, joined, of_fragment, views
+from ._fragments import Fragment, division_of, fragments_of, joined, of_fragment, views
 from ._state import OuterState
 
 
@@ -43,10 +43,11 @@ class Divided(Sync):
         """See `Sync.like_on`."""
         # A checkpoint tells how its state was divided; a new run divides by its own arguments.
         outer, fragments = self.on(params), self.fragments_on(params, at)
-        is_same, has_flight = fragments == fragments_in(state), self.delay > 0
+        own, has_flight = self.divided(params), self.delay > 0
+        is_same = fragments == own
         if at.division is not None:
             has_flight = at.division["in_flight"]
-        now, parts = views(state), []
+        now, parts = views(state, len(own)), []
         for number, fragment in enumerate(fragments):
             leaves, anchor = fragment.of(params), outer.anchor_of(fragment, params)
             part = now[number if is_same else 0]
@@ -59,15 +60,15 @@ class Divided(Sync):
                 part = part._replace(in_flight=_flight_types(leaves, at) if has_flight else ())
             parts.append(part)
         base = self.base.like_on(state.base, params, at)
-        return joined(state._replace(base=base), parts, fragments)
+        return joined(state._replace(base=base), parts)
 
     def carry(
         self, state: OuterState, params: PyTree, old: StatePlacement, new: StatePlacement
     ) -> Carried:
         """See `Sync.carry`."""
         outer, base = self.on(params), self.base.carry(state.base, params, old, new)
-        before, after = fragments_in(state), self.divided(params)
-        parts = views(state)
+        before, after = self.fragments_on(params, old), self.divided(params)
+        parts = views(state, len(before))
         is_mean = outer.anchor_of(before[0], params).exchange is None
         note = (
             "Each replica had an anchor and slow momentum of its own (`exact_average=False`): they "
@@ -91,8 +92,12 @@ class Divided(Sync):
             parts = [x._replace(in_flight=f) for x, f in zip(parts, flights, strict=True)]
             note += " What was in flight is dropped." if had_flight else ""
         count = carry_leaf(state.count, old, new)
-        moved = joined(parts[0]._replace(count=count, base=base.state), parts, after)
+        moved = joined(parts[0]._replace(count=count, base=base.state), parts)
         return Carried(moved, (note, *base.notes))
+
+    def division(self, params: PyTree) -> dict[str, Any]:
+        """See `Sync.division`."""
+        return division_of(self.divided(params), has_flight=self.delay > 0)
 
     def fragments_on(self, params: PyTree, at: StatePlacement) -> tuple[Fragment, ...]:
         """Return the fragments of a state on placement `at`; its own ones for a new run."""

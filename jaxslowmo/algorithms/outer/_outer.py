@@ -59,7 +59,6 @@ from ._fragments import (
     check_turns,
     divided,
     exchange_of,
-    fragments_in,
     joined,
     turns_of,
     views,
@@ -318,7 +317,7 @@ class Outer(Divided):
             outer = storage.pin(self.stepper(fragment).init(anchor), leaves)
             flight = nothing_in_flight(leaves) if self.delay else ()
             parts.append(OuterState(jnp.zeros([], jnp.int32), anchor, outer, base, flight))
-        state = joined(parts[0], parts, fragments)
+        state = joined(parts[0], parts)
         if self.is_sharded:
             self.placement.check_shards(params, jax.tree.leaves(state.anchor))
         return state
@@ -344,7 +343,7 @@ class Outer(Divided):
     def anchor(self, state: OuterState, params: PyTree) -> PyTree:
         """Return the anchor of all fragments as a tree like `params`; see `Sync.anchor`."""
         whole, outer, fragments = params, self.on(params), self.divided(params)
-        for fragment, part in zip(fragments, views(state), strict=True):
+        for fragment, part in zip(fragments, views(state, len(fragments)), strict=True):
             storage = outer.anchor_of(fragment, params)
             whole = fragment.put(whole, storage.restore(part.anchor, fragment.of(params)))
         return whole
@@ -358,13 +357,13 @@ class Outer(Divided):
 
     def counted(self, state: OuterState, now: Now) -> OuterState:
         """Return the state with counters of this update, after its rate was observed."""
-        self.divided(now.params)  # counts them, for the events of this update
+        count = len(self.divided(now.params))  # known from here on, for the events of this update
         state = super().counted(state, now)
         rate = self.rate_of(now)
         if self.rate is not None and self.rate.observe is not None and rate is not None:
             observe = self.rate.observe
-            parts = [part._replace(outer=observe(part.outer, rate)) for part in views(state)]
-            state = joined(state, parts, fragments_in(state))
+            parts = [x._replace(outer=observe(x.outer, rate)) for x in views(state, count)]
+            state = joined(state, parts)
         return state._replace(base=self.base.counted(state.base, now))
 
     def local(self, operand: Operand, now: Now) -> Operand:
@@ -394,19 +393,19 @@ class Outer(Divided):
         if self.replaces_base:
             operand = self.local(operand, now)
         updates, others, state = operand
-        parts = views(state)
+        parts = views(state, len(fragments))
         updates, others, parts[number] = step(
             outer, fragments[number], now, (updates, others, parts[number])
         )
-        return updates, others, joined(state._replace(base=parts[number].base), parts, fragments)
+        return updates, others, joined(state._replace(base=parts[number].base), parts)
 
     def missed(self, number: int, operand: Operand, due: Any, now: Now) -> Operand:
         """Drop what is in flight: of a displacement of which a part was not sent is no mean."""
         del now
         updates, others, state = operand
-        parts = views(state)
+        parts = views(state, len(self.turns()))
         parts[number] = parts[number]._replace(in_flight=dropped(parts[number].in_flight, due))
-        return updates, others, joined(state, parts, fragments_in(state))
+        return updates, others, joined(state, parts)
 
     def slow(self, fragment: Fragment, now: Now, operand: Operand) -> Operand:
         """Make the slow step with an exchange in this update, unless the base refuses it.
@@ -598,13 +597,13 @@ class Outer(Divided):
             return next(i for i, turn in enumerate(self.turns()) if turn.event(SEND) in phase)
 
         def put(state: OuterState, phase: Phase, flight: InFlight) -> OuterState:
-            number, after = sender(phase), views(state)
+            number, after = sender(phase), views(state, len(self.turns()))
             after[number] = after[number]._replace(in_flight=flight)
-            return joined(state, after, fragments_in(state))
+            return joined(state, after)
 
         def is_behind(state: OuterState, t: int) -> bool:
             # -1 stands for nothing in flight: the base refused it, and none is expected.
-            sent = [int(part.in_flight.parts) for part in views(state)]
+            sent = [int(part.in_flight.parts) for part in views(state, len(self.turns()))]
             due = [turn.parts_before(t) for turn in self.turns()]
             return any(0 <= x < y for x, y in zip(sent, due, strict=True))
 
@@ -612,7 +611,7 @@ class Outer(Divided):
             without=lambda phase: tuple(
                 event for event in phase if event not in [x.event(SEND) for x in self.turns()]
             ),
-            sent=lambda state, phase: views(state)[sender(phase)].in_flight,
+            sent=lambda state, phase: views(state, len(self.turns()))[sender(phase)].in_flight,
             exchange=functools.partial(average_all, exchange=self.over, delay=self.delay),
             put=put,
             ends=lambda phase: self.turns()[sender(phase)].event(SLOW) in phase,

@@ -303,7 +303,8 @@ class Layouts:
         """
         if self._noted is None or self._noted.layout is not layout:
             shards = self._shards(layout)
-            self._noted = KnownLayout(self._mesh, self._axis_name, layout, shards)
+            division = None if self._sync is None else self._sync.division(state.params)
+            self._noted = KnownLayout(self._mesh, self._axis_name, layout, shards, division)
         state.known_layout = self._noted
 
     def _shards(self, layout: StateLayout) -> PyTree | None:

@@ -7,7 +7,6 @@ import optax
 import pytest
 
 import jaxslowmo as js
-from jaxslowmo.algorithms.outer._fragments import Parts
 from jaxslowmo.checkpoint import Checkpoints
 
 PERIOD = 12
@@ -47,12 +46,12 @@ def test_a_run_goes_on_in_other_fragments(tmp_path, then, now, replicas, shard_s
     def by_leaf(step, state):
         """Return the anchor by leaf, and the two moments that Adam keeps of each leaf."""
         own, anchor_of = state.opt_state[-1], jax.vmap(step.sync.anchor, axis_name="replica")
-        is_one = not isinstance(own.anchor, Parts)
+        is_one = step.sync.division(state.params)["fragments"] is None
         moments = [
             [getattr(x[0], n) for x in ([own.outer] if is_one else own.outer)] for n in ("mu", "nu")
         ]
         alike = [own.anchor]
-        alike += [x[0] if is_one else Parts(own.anchor.fragments, x) for x in moments]
+        alike += [x[0] if is_one else tuple(x) for x in moments]
         all_of = jax.jit(
             lambda trees: [anchor_of(own._replace(anchor=x), state.params) for x in trees]
         )
