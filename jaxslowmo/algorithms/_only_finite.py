@@ -47,8 +47,8 @@ def only_finite(inner: ParameterTransform, *others: object, **named: object) -> 
 
     With y = params + updates, all replicas check together whether y is finite everywhere, before
     each event of `inner` that is due: an average, a slow step, and with a `delay` also what takes
-    and sends for it. Each refusal counts. Updates of an idle replica (weight 0) are not looked at. As
-    the `base` of an exact `js.slowmo` it also checks before the slow step, and may skip it.
+    and sends for it. Each refusal counts. An idle replica's updates (weight 0) are not looked at.
+    As the `base` of an exact `js.slowmo` it also checks before the slow step, and may skip it.
 
     Args:
       inner: the transform that exchanges: `js.local_sgd`, `js.sgp`, `js.slowmo`, `js.diloco`, ...
