@@ -271,9 +271,10 @@ class Sync:
         return state
 
     def settle(self, state: PyTree, move: Callable[[PyTree], PyTree]) -> PyTree:
-        """Return the state after parameters were moved by `move(tree)`.
+        """Return the state after an algorithm around it has moved this replica's parameters.
 
-        `move` takes any tree like the parameters; parameters that are still under way move alike.
+        `move(tree)` does the same to any tree like the parameters, such as to values of them that
+        the state holds since they are still under way.
         """
         del move
         return state
@@ -393,10 +394,10 @@ class Sync:
         return state
 
     def shares(self, state: PyTree) -> Sequence[tuple[Any, PyTree | None]] | None:
-        """Return, on the host, pairs whose weighted mean is the consensus.
+        """Return, on the host, of what the consensus is the weighted mean, for `js.consensus`.
 
-        They are weights (replicas,) and stacked parameters, or None for the current ones. None
-        instead of pairs: all replicas count equally.
+        They are pairs: a weight for each replica, and stacked parameters, or None for the replicas'
+        current ones. None instead of pairs: all replicas count equally.
         """
         del state
         return [(1.0, None)]
@@ -496,7 +497,10 @@ class Sync:
 
     @property
     def variant(self) -> Hashable:
-        """What its list of events depends on beside its arguments."""
+        """What its events depend on beside its arguments; their list is kept for each value.
+
+        An example is the number of fragments, if a function of the user's decides it.
+        """
         return None if self.wrapped is None else self.wrapped.variant
 
     def layers(self) -> Iterator["Sync"]:

@@ -3,6 +3,10 @@
 SlowMo and DiLoCo are this transform with different outer optimizers. A model is a list of
 fragments, whose slow steps are due one after another; as a rule of one fragment, the whole model.
 
+Four words: y are the parameters after the optimizer's update (`landing`); x and its *mass* are the
+numerator and weight of push-sum, or of replicas that count differently, so that the mean is the sum
+of x over the sum of masses; a *turn* is when the events of one fragment are due.
+
 With a `delay`, taking what a slow step sends and sending it are events of earlier updates; see
 `_delay.py`. Source of fragments, `delay` and `merge`: Douillard et al., "Streaming DiLoCo with
 overlapping communication", 2025, section 3.
@@ -74,7 +78,7 @@ class Outer(Divided):
 
     Attributes:
       owner: public name of the transform, for messages.
-      over: the axes of slow steps, and the pieces in which they exchange.
+      over: the axes of slow steps, and the layout, buckets and codec with which they exchange.
       schedule: the updates in which slow steps are due; of several fragments, those of the last.
       optimizer: the outer optimizer.
       placement: whether each replica keeps only 1/R of the anchor.
