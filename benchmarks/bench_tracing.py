@@ -213,7 +213,9 @@ def start_seconds(leaves: int) -> dict[str, list[float]]:
         params=params,
         opt_state=jax.eval_shape(mapped(step.tx.init, mesh), params),
         model_state={},
-        rng=jax.eval_shape(lambda: jax.random.split(jax.random.key(0), ARGS.replicas)),
+        rng=jax.eval_shape(
+            lambda: jax.random.key_data(jax.random.split(jax.random.key(0), ARGS.replicas))
+        ),
     )
     state, batch = placed((state, jax.ShapeDtypeStruct((8 * ARGS.replicas,), jnp.float32)), mesh)
     took = {CALLED: [], PLAIN: []}
