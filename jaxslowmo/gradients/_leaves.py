@@ -1,4 +1,4 @@
-"""What reductions and wrappers do to each leaf of the gradients."""
+"""Checks and arithmetic of the leaves of gradients, for reductions and wrappers."""
 
 from collections.abc import Callable
 from typing import Any

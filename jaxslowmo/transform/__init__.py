@@ -69,10 +69,10 @@ from ._sync import Numerator as Numerator
 from ._sync import Operand as Operand
 from ._sync import Others as Others
 from ._sync import Sync as Sync
-from ._sync import Wrapper as Wrapper
 from ._transform_states import Carried as Carried
 from ._transform_states import SavedForm as SavedForm
 from ._transform_states import StatePlacement as StatePlacement
 from ._transform_states import carry_leaf as carry_leaf
 from ._transform_states import replica_average as replica_average
 from ._transform_states import stacked as stacked
+from ._wrapper import Wrapper as Wrapper

@@ -303,9 +303,8 @@ class Checked:
             )
 
     def _kind(self, params: PyTree) -> Hashable:
-        # For leaves that are sharded inside a replica the state's shards depend on the mesh, too.
+        # For leaves that are sharded inside a replica the state's shards depend on the mesh, too,
+        # which under vmap does not have the axes.
         mesh = jax.sharding.get_abstract_mesh()
-        sizes = tuple(
-            map(axis_size, self._sync.bound_axes)
-        )  # under vmap the mesh does not have these axes
+        sizes = tuple(map(axis_size, self._sync.bound_axes))
         return _form(params), sizes, mesh, specs_key(typed_specs(params))

@@ -36,7 +36,7 @@ class ReducedAxes(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Reduction:
-    """What a gradient transform does, for other transforms and for the training step.
+    """A description of a gradient transform, for other transforms and for the training step.
 
     Give the attributes that differ from their defaults, and override the methods in a subclass.
     `js.GradientSpec` is this class, too: its older name.
@@ -103,7 +103,7 @@ GradientSpec = Reduction
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Joined(Reduction):
-    """What a transform does that runs others one after the other: what each of them does.
+    """The description of a transform that runs others one after the other.
 
     The state of the transform is a tuple of the states of the others, as in a chain.
 
@@ -162,7 +162,7 @@ class Joined(Reduction):
 
 
 class Around(Joined):
-    """What a wrapper of one transform does, whose state holds that of the transform as `inner`."""
+    """The description of a wrapper, whose state holds that of what it wraps as `inner`."""
 
     def states(self, state: PyTree) -> Sequence[PyTree]:
         """Return the state of the wrapped transform."""
@@ -170,7 +170,7 @@ class Around(Joined):
 
 
 class _Unknown(Reduction):
-    """What a transform of another library says, which is nothing: it may be an optimizer."""
+    """The description of a transform of another library, which may be an optimizer."""
 
     def unknown(self, state: PyTree) -> list[PyTree]:
         return [state]
@@ -247,7 +247,7 @@ class OwnReductionState(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _OwnReduction(Reduction):
-    """What a user's own transform does, whose state is `inner`."""
+    """The description of a user's own transform, whose state is `inner`."""
 
     due_of_inner: Callable[[PyTree], Communicate] | None  # the argument `due`
 

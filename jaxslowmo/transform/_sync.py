@@ -1,10 +1,10 @@
-"""What exchanges parameters between replicas: the base class of algorithms, and their events."""
+"""The base class of algorithms that exchange parameters between replicas, and their events."""
 
 import functools
 import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 
@@ -27,7 +27,7 @@ Numerator = tuple[PyTree, jax.Array | None]
 
 
 class Now(NamedTuple):
-    """What an event may read beside its operand.
+    """The arguments of one update, which an event may read beside its operand.
 
     Attributes:
       params: the parameters before the update.
@@ -149,7 +149,9 @@ class Beside(NamedTuple):
 
 
 class Sync:
-    """What exchanges the parameters of replicas. `js.ParameterTransform(sync)` is its transform.
+    """An algorithm that exchanges the parameters of replicas.
+
+    `js.ParameterTransform(sync)` is its optax transform.
 
     A subclass, as a rule a frozen dataclass of its arguments, names `owner`, `state` and `axes`,
     makes its state by `init`, and lists its `events`. All else has a default that holds for an
@@ -171,9 +173,12 @@ class Sync:
         """Register the class of its state, by which chains and checkpoints know it."""
         super().__init_subclass__()
         if "state" in cls.__dict__:
-            # The state of a wrapper holds another, which says for itself who may convert it.
-            own = cls.carry is not Sync.carry and not issubclass(cls, Wrapper)
-            register_state(cls.state, "parameters", needs_owner=own)
+            register_state(cls.state, "parameters", needs_owner=cls.needs_owner())
+
+    @classmethod
+    def needs_owner(cls) -> bool:
+        """Return whether a state cannot be converted leaf by leaf for other replicas."""
+        return cls.carry is not Sync.carry
 
     def missing(self) -> list[str]:
         """Return what a subclass must say and this one does not."""
@@ -509,17 +514,14 @@ class Sync:
         if self.wrapped is not None:
             yield from self.wrapped.layers()
 
-    def _lifted(self, event: Event, field: str) -> Event:
+    def lifted(self, event: Event, field: str) -> Event:
         """Return an event of what it wraps, whose state is this field of its own."""
-
-        def lifted(run: Callable[..., Operand]) -> Callable[..., Operand]:
-            return functools.partial(_in_field, run, field)
-
-        missed = None if event.missed is None else lifted(event.missed)
-        return replace(event, run=lifted(event.run), missed=missed)
+        missed = event.missed and functools.partial(in_field, event.missed, field)
+        return replace(event, run=functools.partial(in_field, event.run, field), missed=missed)
 
 
-def _in_field(run: Callable[..., Operand], field: str, operand: Operand, *args: Any) -> Operand:
+def in_field(run: Callable[..., Operand], field: str, operand: Operand, *args: Any) -> Operand:
+    """Return `run(operand, *args)` for an operand whose state is this field of the state."""
     updates, others, state = operand
     updates, others, inner = run((updates, others, getattr(state, field)), *args)
     return updates, others, state._replace(**{field: inner})
@@ -528,111 +530,3 @@ def _in_field(run: Callable[..., Operand], field: str, operand: Operand, *args: 
 def _times(due: Callable[[Any], Any], t: int) -> int:
     """Return how many of the updates 1 to `t` are due."""
     return due.times(t) if isinstance(due, Every) else sum(bool(due(i)) for i in range(1, t + 1))
-
-
-class Wrapper(Sync):
-    """An algorithm around another: it is as that one where a subclass does not override it.
-
-    Attributes:
-      base: the algorithm inside.
-      state: class of its state, with the fields `count` and `inner`, the state of `base`.
-    """
-
-    base: Sync
-
-    @property
-    def wrapped(self) -> Sync:
-        """See `Sync`; so are the following."""
-        return self.base
-
-    @property
-    def groups(self) -> Sequence[Exchange]:
-        return (Exchange(self.base.axes),)
-
-    @property
-    def wants_learning_rate(self) -> bool:
-        return self.base.wants_learning_rate
-
-    @property
-    def has_anchor(self) -> bool:
-        return self.base.has_anchor
-
-    @property
-    def shards_whole_leaves(self) -> bool:
-        return self.base.shards_whole_leaves
-
-    @property
-    def shard_specs(self) -> PyTree | None:
-        return self.base.shard_specs
-
-    @property
-    def stored(self) -> str:
-        return self.base.stored
-
-    def events(self) -> Sequence[Event]:
-        return [self._lifted(event, "inner") for event in self.base.events()]
-
-    def counted(self, state: PyTree, now: Now) -> PyTree:
-        state = super().counted(state, now)
-        return state._replace(inner=self.base.counted(state.inner, now))
-
-    def local(self, operand: Operand, now: Now) -> Operand:
-        return _in_field(self.base.local, "inner", operand, now)
-
-    def numerator(self, state: PyTree, y: PyTree) -> Numerator:
-        return self.base.numerator(state.inner, y)
-
-    def reset(self, state: PyTree) -> PyTree:
-        return state._replace(inner=self.base.reset(state.inner))
-
-    def settle(self, state: PyTree, move: Callable[[PyTree], PyTree]) -> PyTree:
-        return state._replace(inner=self.base.settle(state.inner, move))
-
-    def permit(
-        self, state: PyTree, y: PyTree, others: Others, axes: Sequence[str]
-    ) -> tuple[Any, PyTree]:
-        allowed, inner = self.base.permit(state.inner, y, others, axes)
-        return allowed, state._replace(inner=inner)
-
-    def skipped(self, state: PyTree) -> int:
-        return self.base.skipped(state.inner)
-
-    @property
-    def schedules(self) -> tuple[Every, ...]:
-        """The schedules of what it wraps, and those of events that it adds."""
-        known = [event.due for event in self.base.events()]
-        own = [x.due for x in self._events if isinstance(x.due, Every) and x.due not in known]
-        return (*self.base.schedules, *own)
-
-    def sized(self, axis_sizes: Mapping[str, int]) -> Self:
-        return self.around(self.base.sized(axis_sizes))
-
-    def with_specs(self, param_specs: PyTree, *, of_state: bool = False) -> Self:
-        return self.around(self.base.with_specs(param_specs, of_state=of_state))
-
-    def around(self, base: Sync) -> Self:
-        """Return the same around another algorithm, for a subclass that is a dataclass."""
-        changed: Any = self
-        return replace(changed, base=base)
-
-    def anchor(self, state: PyTree, params: PyTree) -> PyTree:
-        return self.base.anchor(state.inner, params)
-
-    def shards(self, state: PyTree) -> list[Any]:
-        return self.base.shards(state.inner)
-
-    def division(self, params: PyTree) -> Mapping[str, Any] | None:
-        return self.base.division(params)
-
-    def carry(
-        self, state: PyTree, params: PyTree, old: StatePlacement, new: StatePlacement
-    ) -> Carried:
-        carried = self.base.carry(state.inner, params, old, new)
-        own = super().carry(state._replace(inner=()), params, old, new).state
-        return carried._replace(state=own._replace(inner=carried.state))
-
-    def like_on(self, state: PyTree, params: PyTree, at: StatePlacement) -> PyTree:
-        return state._replace(inner=self.base.like_on(state.inner, params, at))
-
-    def shares(self, state: PyTree) -> Sequence[tuple[Any, PyTree | None]] | None:
-        return self.base.shares(state.inner)

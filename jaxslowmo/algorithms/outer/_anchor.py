@@ -137,6 +137,15 @@ def replaced(
     return jax.tree.map(lambda x: new(x) if is_alike(x) else other(x), tree, is_leaf=is_alike)
 
 
+def merged(local: PyTree, anchor: PyTree, merge: float) -> PyTree:
+    """Return `anchor + merge * (local - anchor)`: the anchor for 0, the local values for 1."""
+    if merge == 0:
+        return anchor
+    if merge == 1:
+        return jax.tree.map(lambda x, a: x.astype(a.dtype), local, anchor)
+    return jax.tree.map(lambda x, a: a + merge * (x.astype(a.dtype) - a), local, anchor)
+
+
 def shards_state(
     owner: str, shard_state: bool | None, exchange: Exchange, *, exact_average: bool = True
 ) -> bool:

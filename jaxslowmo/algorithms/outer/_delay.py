@@ -7,6 +7,8 @@ backward pass.
 Source: Douillard et al., "Streaming DiLoCo with overlapping communication", 2025, section 3.3.
 """
 
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -14,11 +16,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..._support.types import PyTree
+from ..._support.types import Phase, PyTree
 from ...collectives import all_mean, mean_beside, quotient
 from ...mesh import axis_names, match_varying, uniform
-from ...transform import Exchange, packing_of
+from ...transform import Beside, Exchange, packing_of
 from ...tree import Buffer, at_least_float32
+from ._fragments import SEND, SLOW, Turn, joined, views
+from ._state import OuterState
 
 NOTHING = -1  # `InFlight.parts` where nothing is in flight
 
@@ -100,3 +104,38 @@ def dropped(flight: InFlight, when: Any) -> InFlight:
     """Return what is in flight, or where `when` nothing."""
     parts = jnp.where(when, NOTHING, flight.parts).astype(jnp.int32)
     return flight._replace(parts=parts)
+
+
+def beside_updates(turns: Callable[[], Sequence[Turn]], exchange: Exchange, delay: int) -> Beside:
+    """Return the exchange of a fragment as a program of its own, beside the updates of its delay.
+
+    Args:
+      turns: function that returns the turn of each fragment, once their number is known.
+      exchange: the axes and the form of the exchange.
+      delay: number of updates between taking what is sent and applying its mean.
+    """
+
+    def sender(phase: Phase) -> int:
+        return next(i for i, turn in enumerate(turns()) if turn.event(SEND) in phase)
+
+    def put(state: OuterState, phase: Phase, flight: InFlight) -> OuterState:
+        number, after = sender(phase), views(state, len(turns()))
+        after[number] = after[number]._replace(in_flight=flight)
+        return joined(state, after)
+
+    def is_behind(state: OuterState, t: int) -> bool:
+        # -1 stands for nothing in flight: the base refused it, and none is expected.
+        sent = [int(part.in_flight.parts) for part in views(state, len(turns()))]
+        due = [turn.parts_before(t) for turn in turns()]
+        return any(0 <= x < y for x, y in zip(sent, due, strict=True))
+
+    return Beside(
+        without=lambda phase: tuple(
+            event for event in phase if event not in [x.event(SEND) for x in turns()]
+        ),
+        sent=lambda state, phase: views(state, len(turns()))[sender(phase)].in_flight,
+        exchange=functools.partial(average_all, exchange=exchange, delay=delay),
+        put=put,
+        ends=lambda phase: turns()[sender(phase)].event(SLOW) in phase,
+        is_behind=is_behind,
+    )

@@ -23,7 +23,7 @@ import numpy as np
 import optax
 
 from ..._support.checks import checked_int
-from ..._support.types import Phase, PyTree
+from ..._support.types import PyTree
 from ...collectives import all_mean, quotient, scaled
 from ...mesh import axis_names, match_varying
 from ...transform import (
@@ -42,13 +42,13 @@ from ...transform import (
     run_if,
 )
 from ...tree import Staged, added, apply_exactly, landing, parts_of, subtracted, updates_to
-from ._anchor import Anchor, ShardedAnchor
+from ._anchor import Anchor, ShardedAnchor, merged
 from ._delay import (
     NOTHING,
     InFlight,
     arrived,
-    average_all,
     average_part,
+    beside_updates,
     dropped,
     nothing_in_flight,
 )
@@ -245,7 +245,7 @@ class Outer(Divided):
 
         With a delay, what is taken in one update is sent in later ones, before it is applied.
         """
-        events = [self._lifted(event, "base") for event in self.base.events()]
+        events = [self.lifted(event, "base") for event in self.base.events()]
         for turn in self.turns():
             of_turn = functools.partial(self.event, turn)
             if self.delay:
@@ -587,8 +587,6 @@ class Outer(Divided):
         """Return the shares of the base; see `Sync.shares`."""
         return self.base.shares(state.base)
 
-    # The exchange of a fragment as a program of its own, beside the updates of its delay.
-
     @property
     def beside(self) -> Beside | None:
         """Return the exchange of a fragment as one program; None with devices that share it."""
@@ -596,37 +594,4 @@ class Outer(Divided):
         # the exchange would have to wait for.
         if not self.delay or self.over.local_axis_name is not None:
             return None
-
-        def sender(phase: Phase) -> int:
-            return next(i for i, turn in enumerate(self.turns()) if turn.event(SEND) in phase)
-
-        def put(state: OuterState, phase: Phase, flight: InFlight) -> OuterState:
-            number, after = sender(phase), views(state, len(self.turns()))
-            after[number] = after[number]._replace(in_flight=flight)
-            return joined(state, after)
-
-        def is_behind(state: OuterState, t: int) -> bool:
-            # -1 stands for nothing in flight: the base refused it, and none is expected.
-            sent = [int(part.in_flight.parts) for part in views(state, len(self.turns()))]
-            due = [turn.parts_before(t) for turn in self.turns()]
-            return any(0 <= x < y for x, y in zip(sent, due, strict=True))
-
-        return Beside(
-            without=lambda phase: tuple(
-                event for event in phase if event not in [x.event(SEND) for x in self.turns()]
-            ),
-            sent=lambda state, phase: views(state, len(self.turns()))[sender(phase)].in_flight,
-            exchange=functools.partial(average_all, exchange=self.over, delay=self.delay),
-            put=put,
-            ends=lambda phase: self.turns()[sender(phase)].event(SLOW) in phase,
-            is_behind=is_behind,
-        )
-
-
-def merged(local: PyTree, anchor: PyTree, merge: float) -> PyTree:
-    """Return `anchor + merge * (local - anchor)`: the anchor for 0, the local values for 1."""
-    if merge == 0:
-        return anchor
-    if merge == 1:
-        return jax.tree.map(lambda x, a: x.astype(a.dtype), local, anchor)
-    return jax.tree.map(lambda x, a: a + merge * (x.astype(a.dtype) - a), local, anchor)
+        return beside_updates(self.turns, self.over, self.delay)

@@ -139,7 +139,7 @@ def accumulate(
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Accumulated(Around):
-    """What a transform does that is called in the updates of a schedule."""
+    """The description of `accumulate`, which calls a transform by a schedule."""
 
     schedule: Every
 

@@ -102,7 +102,7 @@ def post_local_gradients(
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _PostLocal(Joined):
-    """What two transforms do of which each update calls one."""
+    """The description of two transforms, of which each update calls one."""
 
     schedule: Every
 

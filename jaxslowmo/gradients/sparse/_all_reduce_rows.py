@@ -180,7 +180,7 @@ def all_reduce_rows(
 
 
 class _RowsAndDense(Joined):
-    """What the reduction of tables does, and then that of the other leaves."""
+    """The description of the reduction of tables, and then of the other leaves."""
 
     def states(self, state: PyTree) -> Sequence[PyTree]:
         return (), state.dense

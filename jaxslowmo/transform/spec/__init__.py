@@ -8,4 +8,4 @@ from .._sync import Beside as Beside
 from .._sync import Event as Event
 from .._sync import Now as Now
 from .._sync import Sync as Sync
-from .._sync import Wrapper as Wrapper
+from .._wrapper import Wrapper as Wrapper
