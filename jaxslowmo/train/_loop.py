@@ -17,7 +17,7 @@ from ..transform import Every, ParameterTransform, as_schedule
 from ..tree import at_least_float32, leaf_names
 from ._train_state import TrainState, updates_of
 from .input import Partial, StepResult, TrainPipeline, at_most, check_accumulation
-from .step.update import averaged
+from .step import averaged
 
 
 class Hook(Protocol):

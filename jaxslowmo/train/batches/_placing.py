@@ -4,7 +4,7 @@ import functools
 import math
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal, TypeGuard
 
 import jax
@@ -18,7 +18,6 @@ from ..._support.types import AxisName, PyTree
 from ...embedding import Lookup
 from ...mesh import AnyMesh, VirtualMesh, axis_names, is_of_host, is_shared
 from ...tree import leaf_names
-from .._train_state import StateLayout
 
 HostBatch = Literal["local", "global"]
 
@@ -291,6 +290,12 @@ def _lies_split(x: Any, mesh: Mesh, axes: tuple[str, ...]) -> bool:
     return split[: len(axes)] == axes
 
 
+def _comparison(mesh, host_batch):
+    from ._processes import Comparison
+
+    return Comparison(mesh, host_batch) if is_of_processes(mesh) else None
+
+
 class Placing:
     """The placement of a step's batches: checks them and puts them on the devices of the mesh.
 
@@ -310,34 +315,33 @@ class Placing:
         axis_name: AxisName,
         host_batch: HostBatch,
         lookup: Lookup | None,
-        compare: Callable[[PyTree, tuple[str, ...]], None] | None,
     ) -> None:
         self._mesh, self._axis_name = mesh, axis_name
         self._host_batch: HostBatch = host_batch
-        self._compare = compare
+        self._compare = _comparison(mesh, host_batch)
         self._lookup = lookup
         self._checked: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         # For each program that ran, its counts of ids that were not checked on the host.
         self._counts: deque[dict[str, Any]] = deque()
 
     def compared(
-        self, batch: PyTree, weight: Any, layout: StateLayout, *, check_ids: bool = True
+        self, batch: PyTree, weight: Any, axes: tuple[str, ...], *, check_ids: bool = True
     ) -> tuple[PyTree, jax.Array | None]:
         """Return the placed batch and weight, after the processes have compared their batches."""
         if weight is None and self._lookup is None and isinstance(self._mesh, Mesh):
             leaves = jax.tree.leaves(batch)
-            if all(is_placed(x, self._mesh, layout.data_axes) for x in leaves):
+            if all(is_placed(x, self._mesh, axes) for x in leaves):
                 return batch, None
         batch = as_arrays(batch)
         if self._compare is not None:
-            self._compare(batch, layout.data_axes)
+            self._compare(batch, axes)
         if self._lookup is None or not check_ids:
-            return self.placed(batch, weight, layout)
+            return self.placed(batch, weight, axes)
         # `check` reports whether it saw the ids of all tables: `inputs` may make some
         # on devices, from arrays of the host.
         host = [x for x in jax.tree.leaves(batch) if isinstance(x, np.ndarray)]
-        is_checked = bool(host) and self._lookup.check(batch, self._num_parts(host[0], layout))
-        placed, weight = self.placed(batch, weight, layout)
+        is_checked = bool(host) and self._lookup.check(batch, self._num_parts(host[0], axes))
+        placed, weight = self.placed(batch, weight, axes)
         self._note_checked(batch, placed, of_host=is_checked)
         return placed, weight
 
@@ -376,28 +380,28 @@ class Placing:
             self._lookup.refuse({name: count_here(x) for name, x in counts.items()})
 
     def placed(
-        self, batch: PyTree, weight: Any, layout: StateLayout
+        self, batch: PyTree, weight: Any, axes: tuple[str, ...]
     ) -> tuple[PyTree, jax.Array | None]:
         """Return a batch and its weight on the devices; a `jax.ShapeDtypeStruct` stays one."""
         return (
-            placed_batch(batch, self._mesh, layout.data_axes, self._host_batch),
+            placed_batch(batch, self._mesh, axes, self._host_batch),
             placed_weight(weight, self._mesh, self._axis_name, self._host_batch),
         )
 
-    def share(self, batch: PyTree, layout: StateLayout) -> PyTree:
+    def share(self, batch: PyTree, axes: tuple[str, ...]) -> PyTree:
         """Return the shapes and dtypes of one device's part of a batch of arrays."""
 
         def share(x: Any) -> jax.ShapeDtypeStruct:
             shape = x.shape
-            if is_split(x, self._mesh, layout.data_axes, self._host_batch):
-                shape = (shape[0] // self._num_parts(x, layout), *shape[1:])
+            if is_split(x, self._mesh, axes, self._host_batch):
+                shape = (shape[0] // self._num_parts(x, axes), *shape[1:])
             return jax.ShapeDtypeStruct(shape, jnp.result_type(x))
 
         return jax.tree.map(share, batch)
 
-    def _num_parts(self, x: Any, layout: StateLayout) -> int:
+    def _num_parts(self, x: Any, axes: tuple[str, ...]) -> int:
         """Return how many devices an array of a batch holds the rows of."""
-        return num_parts_in(x, self._mesh, layout.data_axes, self._host_batch)
+        return num_parts_in(x, self._mesh, axes, self._host_batch)
 
 
 def count_here(count: Any) -> int:

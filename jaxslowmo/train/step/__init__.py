@@ -3,9 +3,10 @@
 from ._ahead import AheadMode as AheadMode
 from ._ahead import AheadStep as AheadStep
 from ._compiler_options import recommended_compiler_options as recommended_compiler_options
+from ._gradients import GradientWindow as GradientWindow
+from ._gradients import averaged as averaged
 from ._in_flight import BoundedStep as BoundedStep
 from ._in_flight import bounded as bounded
 from ._make_step import make_train_step as make_train_step
 from ._train_step import TrainStep as TrainStep
 from ._transforms import split_chain as split_chain
-from .update import GradientWindow as GradientWindow

@@ -9,11 +9,11 @@ from jax.core import Tracer
 
 from ..._support.checks import as_int, check_choice
 from ..._support.types import PyTree
-from ...embedding import Ahead, Carry, Embeddings
+from ...embedding import Ahead, Carry, Embeddings, WithTables
 from .._train_state import TrainState
-from ._step_programs import Task, request_rows
-from ._step_runner import Runner
-from .update import AnyLookup, GradientWindow, Metrics, StepInputs
+from ._gradients import GradientWindow, Metrics, StepInputs
+from ._programs import Task, request_rows
+from ._runner import Runner
 
 AheadMode = Literal["exact", "stale", "patched"]
 
@@ -31,11 +31,11 @@ class PendingLookup(NamedTuple):
     batch: PyTree
     tables: tuple[weakref.ref[Any], ...]
 
-    def is_of(self, state: TrainState, lookup: AnyLookup) -> bool:
-        """Return whether the rows were read from this very state; True without rows."""
+    def is_of(self, params: WithTables) -> bool:
+        """Return whether the rows were read from these very tables; True without rows."""
         if self.carry.vectors is None:
             return True
-        current = jax.tree.leaves(lookup.stored(state.params))
+        current = jax.tree.leaves(params.tables)
         return all(ref() is x for ref, x in zip(self.tables, current, strict=True))
 
 
@@ -75,8 +75,8 @@ class AheadStep:
         Communication: that of `Embeddings.exchange_ids`, and of `Embeddings.lookup` if the rows of
           this batch are looked up ahead.
         """
-        self._runner.refuse(state)
-        inputs = StepInputs(*self._runner.place(state, batch))
+        self._runner.take(state)
+        inputs = StepInputs(*self._runner.place(batch))
         carry = self._request(request_rows(self.asks_for(inputs.batch)), state, inputs)
         self._count += 1
         return self._as_pending(carry, inputs.batch, state)
@@ -119,23 +119,23 @@ class AheadStep:
           two all-to-alls of the row numbers and rows that are sent again.
         """
         runner = self._runner
-        runner.refuse(state)
+        runner.take(state)
         runner.refuse_window(window, state, weight)
-        batch, weight = runner.place(state, batch, weight)
+        batch, weight = runner.place(batch, weight)
         _refuse_other_ids(self._embeddings, asked.batch, batch)
         if next_batch is not None:
-            next_batch, _ = runner.place(state, next_batch)
+            next_batch, _ = runner.place(next_batch)
         ahead = self.asks_for(next_batch)
         self._count += next_batch is not None
         carry = asked.carry
-        if not asked.is_of(state, runner.parts.lookup):
+        if not asked.is_of(state.params):
             task = request_rows(Ahead(vectors=True))
             carry = self._request(task, state, StepInputs(carry=carry))
         inputs = StepInputs(batch, weight, window, carry, next_batch)
         if collect:
             new, metrics, carry = runner.collect(state, inputs, num_batches, ahead)
             return new, metrics, self._as_pending(carry, next_batch, state)
-        new, metrics, carry = runner.update(state, inputs, ahead)
+        new, metrics, carry = runner.run_update(state, inputs, ahead)
         return new, metrics, self._as_pending(carry, next_batch, new)
 
     def compiled(
@@ -157,14 +157,12 @@ class AheadStep:
         return Ahead() if is_exact else self._vectors
 
     def _request(self, task: Task, state: TrainState, inputs: StepInputs) -> Carry:
-        layout = self._runner.layouts.of(state)
-        return self._runner.run(task, layout, state._replace(opt_state=()), inputs)
+        return self._runner.run(task, state._replace(opt_state=()), inputs)
 
     def _as_pending(self, carry: Carry | None, batch: PyTree, state: TrainState) -> Any:
         if carry is None:
             return None
-        stored = self._runner.parts.lookup.stored(state.params)
-        tables = () if carry.vectors is None else jax.tree.leaves(stored)
+        tables = () if carry.vectors is None else jax.tree.leaves(state.params.tables)
         return PendingLookup(carry, batch, tuple(map(weakref.ref, tables)))
 
 
@@ -209,7 +207,7 @@ def _content(tree: PyTree) -> list[Any]:
 def _checked(runner: Runner, mode: Any, num_exact: Any, room: Any) -> Embeddings:
     """Return the tables of the step; raise `ValueError` for invalid arguments of `AheadStep`."""
     check_choice("mode", mode, AheadMode)
-    if runner.embeddings is None:
+    if runner.lookup is None:
         raise ValueError(
             f"`mode`={mode!r} is about the tables of a step, and this one has none: make it with "
             "js.make_train_step(embeddings=...)."
@@ -224,4 +222,4 @@ def _checked(runner: Runner, mode: Any, num_exact: Any, room: Any) -> Embeddings
     is_number = isinstance(room, int | float) and not isinstance(room, bool)
     if not is_number or not 0 < room <= 1:
         raise ValueError(f"`room` must be a number above 0 and at most 1, got {room!r}.")
-    return runner.embeddings
+    return runner.lookup.embeddings

@@ -23,7 +23,7 @@ from ...mesh import AnyMesh, axis_names, map_replicas
 from ...transform import Beside
 from .._train_state import TrainState
 from ..batches import is_of_processes, processes_of
-from ._step_states import of_one_replica
+from ._states import of_one_replica
 
 
 def runs_beside(mesh: AnyMesh, axis_name: AxisName) -> bool:

@@ -7,7 +7,7 @@ import jax
 import optax
 
 from ..._support.checks import as_int, check_choice
-from ..._support.types import AxisName
+from ..._support.types import AxisName, PyTree
 from ...embedding import Embeddings, lookup_of
 from ...gradients.precision import Policy, computing_in
 from ...mesh import AnyMesh, replica_count
@@ -15,16 +15,12 @@ from ...tracing import FullLoss, as_full_loss
 from ...transform import LossProgram, ParameterTransform, over_stages, spec_of
 from ..batches import HostBatch
 from ._compiler_options import checked_compiler_options
-from ._step_runner import Mode
+from ._gradients import BatchGradients, ModelStateMode, WithResults
+from ._runner import Mode, Runner
 from ._train_step import TrainStep
 from ._transforms import check_axes, check_with_tables, checked_gradients, split_chain
-from .update import (
-    Differentiation,
-    Dispatched,
-    ModelStateMode,
-    NoTables,
-    StepParts,
-)
+from ._update import Update
+from ._with_tables import UpdateWithTables
 
 
 def make_train_step(
@@ -186,51 +182,60 @@ def make_train_step(
     options = ()
     if compiler_options is not None:
         options = checked_compiler_options(compiler_options, mesh)
-    sync_transform = sync if isinstance(sync, ParameterTransform) else None
-    check_axes((gradients, optimizer, sync_transform), mesh, axis_name)
+    exchange = sync if isinstance(sync, ParameterTransform) else None
+    check_axes((gradients, optimizer, exchange), mesh, axis_name)
     if embeddings is not None:
         check_with_tables(gradients)
-    lookup = NoTables() if embeddings is None else lookup_of(embeddings, mesh, axis_name)
-
-    def completed(loss_fn: Callable[..., Any]) -> FullLoss:
-        loss = as_full_loss(loss_fn)
-        return loss if policy is None else computing_in(policy, loss)
-
-    loss, dispatched = completed(loss_fn), None
+    lookup = None if embeddings is None else lookup_of(embeddings, mesh, axis_name)
+    if lookup is not None and exchange is not None:
+        exchange = lookup.of_sync(exchange)
     program = LossProgram.of(loss_fn)
+    program.check_mesh(mesh)
+    loss = as_full_loss(loss_fn)
     if program.dispatch is not None:
-        program.check_mesh(mesh)
-        is_cast = policy is not None
-        dispatched = Dispatched(loss_fn, completed, num_microbatches, is_cast=is_cast)
-        loss, num_microbatches = dispatched.loss, 1
-    if lookup.embeddings is not None:
-        loss, sync_transform = lookup.of_loss(loss), lookup.of_sync(sync_transform)
+        loss = of_results(loss, policy)
+    elif policy is not None:
+        loss = computing_in(policy, loss)
     optimizer = over_stages(program.tied_transform(optimizer))
     if program.param_types is not None:  # refuses at once what takes leaves of several stages
         jax.eval_shape(optimizer.init, program.param_types)
     if gradients is not None and spec_of(gradients).clips:
         gradients = program.tied_transform(gradients)
     specs = program.param_specs
-    if specs is not None and sync_transform is not None and sync_transform.shards_whole_leaves:
-        sync_transform = sync_transform.with_specs(specs, of_state=True)
-    parts = StepParts(
-        differentiation=Differentiation(
+    if specs is not None and exchange is not None and exchange.shards_whole_leaves:
+        exchange = exchange.with_specs(specs, of_state=True)
+    cuts = num_microbatches if program.dispatch is not None else 1
+    step = Update(
+        batches=BatchGradients(
             loss=loss,
             axis_name=axis_name,
-            accumulate=num_microbatches,
+            accumulate=num_microbatches // cuts,
             model_state="local" if independent else model_state,
-            lookup=lookup,
             unscales="unscaled" in spec_of(optimizer).takes,
-            dispatched=dispatched,
         ),
         gradients=None if gradients is None else checked_gradients(gradients),
         optimizer=optimizer,
-        sync=None if sync_transform is None else sync_transform.sized(dict(mesh.shape)),
-        independent=independent,
+        sync=None if exchange is None else exchange.sized(dict(mesh.shape)),
         axis_name=axis_name,
-        lookup=lookup,
-        policy=policy,
         program=program,
-        compiler_options=options,
+        independent=independent,
+        policy=policy,
+        cuts=cuts,
     )
-    return TrainStep(parts, mesh, mode, host_batch, donate, settings)
+    if lookup is not None:
+        step = UpdateWithTables.of(step, lookup)
+    runner = Runner(step, lookup, mesh, mode, host_batch, donate, options)
+    return TrainStep(runner, host_batch, settings)
+
+
+def of_results(loss: FullLoss, policy: Policy | None) -> FullLoss:
+    """Return the loss of a batch `WithResults`, from results that were computed in `policy`."""
+
+    def full(params: PyTree, batch: WithResults, **context: Any) -> Any:
+        def of_batch(params: PyTree, _: PyTree, **context: Any) -> Any:
+            return loss(params, batch.results, **context)
+
+        computed = of_batch if policy is None else computing_in(policy, of_batch)
+        return computed(params, batch.batch, **context)
+
+    return full

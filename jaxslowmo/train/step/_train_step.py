@@ -8,19 +8,17 @@ import jax
 from ..._support.checks import as_int
 from ..._support.types import Phase, PyTree
 from ...algorithms import shares_of_gossip
-from ...embedding import Ahead, WithTables
-from ...mesh import AnyMesh, Shares, VirtualMesh, consensus
-from ...tracing import ready_order
+from ...embedding import WithTables
+from ...mesh import Shares, consensus
 from ...transform import phase_name
 from ...tree import check_arrays
 from .._train_state import TrainState, started
-from ..batches import HostBatch, as_arrays
+from ..batches import HostBatch
 from ._ahead import AheadMode, AheadStep
+from ._gradients import GradientWindow, Metrics, StepInputs
+from ._runner import Runner
 from ._settings import compare_settings
-from ._step_programs import EVALUATE, abstract, update
-from ._step_runner import Mode, Runner
-from ._step_states import is_placed, refuse_donated, refuse_non_state, refuse_untrainable
-from .update import GradientWindow, Metrics, ReplicaStep, StepInputs, StepParts
+from ._states import refuse_untrainable
 
 
 class TrainStep:
@@ -36,22 +34,13 @@ class TrainStep:
       embeddings: the tables; None without tables.
     """
 
-    def __init__(
-        self,
-        parts: StepParts,
-        mesh: AnyMesh,
-        mode: Mode,
-        host_batch: HostBatch,
-        donate: bool,
-        settings: Mapping[str, Any],
-    ) -> None:
-        self._runner = Runner(parts, mesh, mode, host_batch, donate)
-        self.mesh, self.axis_name, self.mode = mesh, parts.axis_name, mode
-        self._settings = settings
-        self.embeddings = self._runner.embeddings
-        self.tx = ReplicaStep(parts, Ahead()).chain()
+    def __init__(self, runner: Runner, host_batch: HostBatch, settings: Mapping[str, Any]) -> None:
+        self._runner, self._settings = runner, settings
+        parts, lookup = runner.update, runner.lookup
+        self.mesh, self.axis_name, self.mode = runner.mesh, parts.axis_name, runner.mode
+        self.embeddings = None if lookup is None else lookup.embeddings
+        self.tx, self.sync = parts.chain(), parts.sync
         self.host_batch: HostBatch = host_batch
-        self.sync = parts.sync
 
     def init(
         self, params: PyTree, *, model_state: PyTree | None = None, seed: int = 0
@@ -62,23 +51,21 @@ class TrainStep:
         its own.
         """
         placement: dict[str, Any] = {"mesh": self.mesh, "axis_name": self.axis_name}
-        runner = self._runner
         settings = {"seed": seed, **self._settings}
         compare_settings(settings, None, **placement)
-        lookup, program = runner.parts.lookup, runner.parts.program
+        parts = self._runner.update
         has_tables = isinstance(params, WithTables)
         dense = params.dense if has_tables else params
         # Both checks come before the forms, so that errors have the user's names of leaves.
         check_arrays("`params`", dense)
         refuse_untrainable(dense)
-        dense = program.params_form(dense)
+        dense = parts.program.params_form(dense)
         params = params._replace(dense=dense) if has_tables else dense
-        model_state = program.model_state_form({} if model_state is None else model_state)
-        stacked = lookup.stacked(params, seed, **placement)
-        compare_settings(settings, lookup.dense(stacked), **placement)
+        model_state = parts.program.model_state_form({} if model_state is None else model_state)
+        stacked = parts.stacked(params, seed, self.mesh)
+        compare_settings(settings, parts.dense(stacked), **placement)
         state = started(stacked, self.tx, model_state=model_state, seed=seed, **placement)
-        runner.note(state, runner.layouts.of(state))
-        runner.check(state)
+        self._runner.made(state)
         return state
 
     def phase(self, t: int) -> Phase:
@@ -94,7 +81,7 @@ class TrainStep:
 
         Raise `ValueError` for several `js.sgp` in `optimizer`, each over leaves of its own.
         """
-        self._runner.refuse(state)
+        self._runner.take(state)
         if self.sync is not None:
             return self.sync.shares(state.opt_state[-1])
         return shares_of_gossip(state.opt_state)
@@ -153,9 +140,8 @@ class TrainStep:
         Communication: the transforms'. For host batches with several processes also a note of some
           bytes to the coordinator, and one back, at the first batch of a shape.
         """
-        return self._runner.update(
-            state, self._runner.checked_inputs(state, batch, weight, window)
-        )[:2]
+        inputs = self._runner.checked_inputs(state, batch, weight, window)
+        return self._runner.run_update(state, inputs)[:2]
 
     def collect(
         self,
@@ -219,7 +205,7 @@ class TrainStep:
 
         Communication: that of one update.
         """
-        return self._runner.apply(state, window)[:2]
+        return self._runner.apply(state, window)
 
     def refuse_ids(self, num_running: int = 0) -> None:
         """Wait for the batches so far; raise `ValueError` if one had ids that are in no table.
@@ -262,8 +248,8 @@ class TrainStep:
         Communication: host to device; between processes that of a call, which then has none.
         """
         if state is not None:
-            refuse_non_state(state)
-        return self._runner.place(state, batch, weight, check_ids=check_ids)
+            self._runner.take(state, updates=False)
+        return self._runner.place(batch, weight, check_ids=check_ids)
 
     def evaluate(self, state: TrainState, batch: PyTree, weight: Any = None) -> Metrics:
         """Return the metrics of a batch by a forward pass; each replica uses its own parameters.
@@ -285,15 +271,7 @@ class TrainStep:
         Communication: over inner axes one all-reduce of the metrics; with
           `model_state="broadcast"` one of the model state over the replicas.
         """
-        refuse_non_state(state)
-        refuse_donated(state)
-        layout = self._runner.layouts.of(state)
-        inputs = StepInputs(*self.place(batch, weight, state=state))
-        state = state._replace(opt_state=())  # an evaluation does not use it
-        self._runner.placing.refuse_counted()
-        metrics = self._runner.run(EVALUATE, layout, state, inputs)
-        self._runner.ran(inputs, metrics)
-        return metrics
+        return self._runner.evaluate(state, batch, weight)
 
     def compiled(
         self,
@@ -319,19 +297,7 @@ class TrainStep:
 
         It is None for a loss function that uses a mapped axis, or is computed outside of programs.
         """
-        runner = self._runner
-        if runner.parts.differentiation.dispatched is not None:
-            return None
-        share = runner.placing.share(as_arrays(batch), runner.layouts.of(state))
-        params, model_state = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), (state.params, state.model_state)
-        )
-        try:
-            params, batch = runner.parts.lookup.seen_by_loss(params, share)
-            loss = runner.parts.differentiation.loss
-            return ready_order(loss, params, batch, model_state=model_state)
-        except NameError:  # unbound axis name
-            return None
+        return self._runner.ready_order(state, batch)
 
     def traced_by_phase(
         self, state: TrainState, batch: PyTree
@@ -343,22 +309,9 @@ class TrainStep:
         own programs are traced, so its first updates need not trace them again. A batch of arrays
         is as in a call, one of shapes is the whole batch, also with several processes.
         """
-        runner = self._runner
-        runner.check(state)
-        layout = runner.layouts.of(state)
-        mesh = abstract(self.mesh) if isinstance(self.mesh, VirtualMesh) else self.mesh
-        inputs = StepInputs(*runner.placing.placed(batch, None, layout))
 
         def trace(phase: Phase | None) -> jax.stages.Traced:
-            # If the compiler handles some axes, the step's own programs depend on the placement of
-            # the state, which shapes need not have.
-            task = update(phase, windowed=False)
-            if mesh is not self.mesh or (layout.axes and not is_placed(state)):
-                program = runner.programs.build(task, layout, mesh)
-            else:
-                program = runner.program(task, layout, state, inputs)
-            ready = runner.dispatched(task, layout, state, inputs, runs=False)
-            return program.trace(state=state, **ready._asdict())
+            return self._runner.traced(state, batch, phase)
 
         if self.mode == "traced":
             return {None: trace(None)}

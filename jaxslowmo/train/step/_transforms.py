@@ -25,10 +25,11 @@ from ...transform import (
 )
 from ...tree import leaf_names, parts_of
 from .._train_state import TrainState
-from .update import USE_CHAIN, StepParts
+from ._optimized import USE_CHAIN
+from ._parts import Parts
 
 _MOVES: tuple[Literal["gradients", "parameters"], ...] = ("gradients", "parameters")
-Parts = tuple[optax.GradientTransformation | None, optax.GradientTransformation, Any]
+Chained = tuple[optax.GradientTransformation | None, optax.GradientTransformation, Any]
 """`gradients`, `optimizer` and `sync` of a step."""
 
 
@@ -36,7 +37,7 @@ def split_chain(
     optimizer: optax.GradientTransformation,
     gradients: optax.GradientTransformation | None,
     sync: Any,
-) -> Parts:
+) -> Chained:
     """Split a `js.chain` as `optimizer` into its parts; return other arguments unchanged.
 
     Everything up to the last transform that reduces gradients, with this library's transforms right
@@ -110,7 +111,7 @@ def check_with_tables(gradients: optax.GradientTransformation | None) -> None:
     )
 
 
-def check_axes(transforms: Parts, mesh: AnyMesh, axis_name: AxisName) -> None:
+def check_axes(transforms: Chained, mesh: AnyMesh, axis_name: AxisName) -> None:
     """Raise `ValueError` for axes that the mesh lacks, or a `sync` over no replica axis."""
     gradients, optimizer, sync = transforms
     axes = {"gradients": _axes_of(gradients), "optimizer": _axes_of(optimizer)}
@@ -152,7 +153,7 @@ def checked_gradients(
 
 
 def check_transforms(
-    state: TrainState, parts: StepParts, mesh: AnyMesh, mode: str, *, is_first: bool
+    state: TrainState, parts: Parts, mesh: AnyMesh, mode: str, *, is_first: bool
 ) -> None:
     """Check the `gradients` and `optimizer` of a step by their states.
 
@@ -174,9 +175,9 @@ def check_transforms(
 
     Communication: none.
     """
-    axes, lookup = axis_names(parts.axis_name), parts.lookup
+    axes = axis_names(parts.axis_name)
     num_replicas = math.prod(mesh.shape[name] for name in axes)
-    gradients, optimizer = state.opt_state[0], lookup.dense(state.opt_state[1])
+    gradients, optimizer = state.opt_state[0], parts.dense(state.opt_state[1])
     members = {
         "gradients": (parts.gradients or optax.identity(), gradients),
         "optimizer": (parts.optimizer, optimizer),
@@ -184,7 +185,7 @@ def check_transforms(
     # States of transforms that declare nothing, which may hold a transform of this library.
     unknown = {name: spec_of(tx).unknown(tx_state) for name, (tx, tx_state) in members.items()}
     if is_first:
-        params = lookup.dense(state.params)
+        params = parts.dense(state.params)
         of_model = model_axes(params, mesh, parts.axis_name)
         others = (a for a in mesh.axis_names if a not in axes and a not in of_model)
         inside = tuple(a for a in others if mesh.shape[a] > 1)
@@ -208,8 +209,7 @@ def check_transforms(
     if parts_of(optimizer, DynamicLossScaleState):
         check_place(optimizer)
     _check_hidden_scale(unknown["optimizer"])
-    if lookup.embeddings is not None:
-        _check_optimizer_with_tables(optimizer, unknown["optimizer"])
+    parts.check_optimizer(optimizer, unknown["optimizer"])
     _check_conditions({"gradients": gradients, "optimizer": optimizer}, num_replicas)
     moves = holds_state(optimizer, "parameters")
     if mode == "host" and moves:
@@ -218,7 +218,7 @@ def check_transforms(
             f'too: pass that one as `sync`, or use mode="traced". {USE_CHAIN}'
         )
     dtypes = [x.dtype for x in jax.tree.leaves(state.model_state)]
-    means = parts.differentiation.model_state == "sync_mean"
+    means = parts.batches.model_state == "sync_mean"
     if moves and means and any(jnp.issubdtype(dtype, jnp.floating) for dtype in dtypes):
         raise ValueError(
             '`model_state`="sync_mean" averages model state in updates that average parameters, '
@@ -329,7 +329,7 @@ _SEE_DENSE_ALONE: dict[type, str] = {
 }
 
 
-def _check_optimizer_with_tables(optimizer: PyTree, unknown: PyTree) -> None:
+def check_optimizer_with_tables(optimizer: PyTree, unknown: PyTree) -> None:
     """Raise `ValueError` for an `optimizer` with transforms that table rows would need, too."""
     for moves in _MOVES:
         if holds_state(optimizer, moves):

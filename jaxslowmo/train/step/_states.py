@@ -8,22 +8,22 @@ import jax
 import numpy as np
 import optax
 from jax.core import Tracer
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AxisType
 
 from ..._support.types import AxisName, PyTree
 from ...gradients.precision import loss_scale_of
-from ...mesh import AnyMesh, VirtualMesh, axis_names, inner_specs, model_axes, specs_key, specs_over
+from ...mesh import AnyMesh, VirtualMesh, model_axes, specs_over
 from ...transform import NoExchangeState, ParameterTransform, instants, known_states
 from ...tree import leaf_names, not_floating
-from .._train_state import KnownLayout, StateLayout, TrainState
+from .._train_state import StateLayout, TrainState
+from ._gradients import GradientWindow
+from ._parts import Parts
 from ._transforms import check_transforms
-from .update import AnyLookup, GradientWindow, StepParts
 
 
 def check_state(
     state: TrainState,
-    parts: StepParts,
+    parts: Parts,
     mesh: AnyMesh,
     mode: str,
     warn: Callable[[str], None],
@@ -42,8 +42,8 @@ def check_state(
 
     Communication: none.
     """
-    sync, lookup = parts.sync, parts.lookup
-    refuse_untrainable(lookup.dense(state.params))
+    sync = parts.sync
+    refuse_untrainable(parts.dense(state.params))
     check_transforms(state, parts, mesh, mode, is_first=is_first)
     computes = None if parts.policy is None else parts.policy.compute
     if computes == "float16" and loss_scale_of(state.opt_state) is None:
@@ -55,7 +55,7 @@ def check_state(
         )
     if sync is not None and is_first:
         exchanges = [t for t in instants(sync.schedules) if sync.phase(t)]
-        for _, known in known_states(lookup.dense(state.opt_state[1])):
+        for _, known in known_states(parts.dense(state.opt_state[1])):
             # Its period is not known, but only 1 divides them all.
             if known.between and math.gcd(*exchanges) == 1:
                 warn(
@@ -147,7 +147,7 @@ def refuse_untrainable(params: PyTree) -> None:
         )
 
 
-def refuse_state_of_another_step(state: TrainState, parts: StepParts) -> None:
+def refuse_state_of_another_step(state: TrainState, parts: Parts) -> None:
     """Raise `ValueError` if the state belongs to a step with another `sync` or `gradients`.
 
     Only the classes of their states are compared. The optimizer's state is not checked.
@@ -191,31 +191,22 @@ def refuse_unusable_window(window: Any, state: TrainState, weight: Any = ...) ->
 
 def _refuse_other_parameters(window: GradientWindow, state: TrainState) -> None:
     """Raise `ValueError` if the window's sums do not have the shapes of the parameters."""
-    replicas, others = state.step.shape, window.count.shape
-    if replicas != others:
+    if state.step.shape != window.count.shape:
         raise ValueError(
-            f"`window` must be of the replicas of `state`, {replicas}, got one of {others}."
+            f"`window` must be of the replicas of `state`, {state.step.shape}, got one of "
+            f"{window.count.shape}."
         )
-    params = state.params
-    (leaves, structure), (totals, collected) = map(jax.tree.flatten, (params, window.totals))
-    pairs = zip(leaves, totals, strict=False)
-    if structure == collected and all(x.shape[1:] == total.shape[1:] for x, total in pairs):
-        return
-    expected, sums = (
-        {name: x.shape[1:] for name, x in zip(leaf_names(tree), jax.tree.leaves(tree), strict=True)}
-        for tree in (params, window.totals)
-    )
-    name = next((n for n in {**expected, **sums} if expected.get(n) != sums.get(n)), None)
-    if name is None:  # nodes of other types, for which jax raises an error
-        return
     has, holds = (
-        f"shape {shapes[name]}" if name in shapes else "none of that name"
-        for shapes in (expected, sums)
+        {name: x.shape[1:] for name, x in zip(leaf_names(tree), jax.tree.leaves(tree), strict=True)}
+        for tree in (state.params, window.totals)
     )
-    raise ValueError(
-        "`window` must hold gradients of the parameters in `state`, of which it was collected: "
-        f"of leaf {name!r} `state` has {has}, and the window {holds}."
-    )
+    for name in {**has, **holds}:
+        if has.get(name) != holds.get(name):
+            raise ValueError(
+                "`window` must hold gradients of the parameters in `state`, of which it was "
+                f"collected: of leaf {name!r} `state` has shape {has.get(name)}, and the window "
+                f"{holds.get(name)}."
+            )
 
 
 def forget(window: GradientWindow) -> None:
@@ -227,12 +218,6 @@ def forget(window: GradientWindow) -> None:
     for x in jax.tree.leaves(window.totals):
         if not isinstance(x, Tracer):
             x.delete()
-
-
-def is_placed(state: TrainState) -> bool:
-    """Return whether all leaves have a sharding over a mesh; a `ShapeDtypeStruct` may lack one."""
-    shardings = (getattr(x, "sharding", None) for x in jax.tree.leaves(state))
-    return all(isinstance(each, NamedSharding) for each in shardings)
 
 
 def _is_gone(x: Any) -> bool:
@@ -252,107 +237,40 @@ def first_array(tree: PyTree) -> Any:
     return None
 
 
-class Layouts:
-    """The layouts of a step's states, of which the last is kept.
+def shards_of_sync(
+    sync: ParameterTransform | None, layout: StateLayout, mesh: AnyMesh
+) -> PyTree | None:
+    """Return the specs, over compiler-handled axes, by which `sync` shards its own state."""
+    if sync is None or not layout.axes or isinstance(mesh, VirtualMesh):
+        return None
+    if sync.shard_specs is not None:
+        return specs_over(sync.shard_specs, layout.axes)
+    # A transform without specs knows shardings over Explicit axes from the types.
+    types = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    explicit = layout.axes & {name for name, kind in types if kind == AxisType.Explicit}
+    return specs_over(layout.specs, explicit) if explicit else None
 
-    Args:
-      mesh: the step's mesh.
-      axis_name: the replica axis.
-      lookup: the step's lookup, which knows the layout of the stored parameters.
-      sync: the step's parameter transform.
+
+def refuse_beyond(
+    layout: StateLayout, state: TrainState, mesh: AnyMesh, axis_name: AxisName
+) -> None:
+    """Raise `ValueError` if state is sharded over axes over which no parameter is.
+
+    A program would gather it on all devices along those axes, and return it unsharded.
     """
-
-    def __init__(
-        self,
-        mesh: AnyMesh,
-        axis_name: AxisName,
-        lookup: AnyLookup,
-        sync: ParameterTransform | None = None,
-    ) -> None:
-        self._mesh, self._axis_name, self._lookup, self._sync = mesh, axis_name, lookup, sync
-        self.last = self._layout(frozenset(), None, None)
-        self._noted: KnownLayout | None = None  # layout of the last state that a program returned
-
-    def of(self, state: TrainState) -> StateLayout:
-        """Return the layout of the parameters inside a replica; for tracers, the last layout.
-
-        Raises:
-          ValueError: optimizer or model state that is sharded over axes over which no parameter is.
-        """
-        noted = getattr(state, "known_layout", None)
-        if noted is self._noted and noted is not None:
-            return noted.layout
-        if noted is not None and noted[:2] == (self._mesh, self._axis_name):
-            self.last = noted.layout
-            return noted.layout
-        first = first_array(state.params)
-        if isinstance(first, Tracer):  # a tracer has no sharding yet
-            return self.last
-        axes = model_axes(state.params, self._mesh, self._axis_name)
-        specs = inner_specs(state.params, self._mesh, self._axis_name) if axes else None
-        layout = self._layout(axes, specs, state.params)
-        self._refuse_beyond(layout, state)
-        if isinstance(first, jax.Array):
-            self.last = layout
-        return layout
-
-    def note(self, state: TrainState, layout: StateLayout) -> None:
-        """Store the layout in a state that a program has returned, so that it need not be read.
-
-        The layout is that of the old state: programs fix the shardings of their results.
-        """
-        if self._noted is None or self._noted.layout is not layout:
-            shards = self._shards(layout)
-            division = None if self._sync is None else self._sync.division(state.params)
-            self._noted = KnownLayout(self._mesh, self._axis_name, layout, shards, division)
-        state.known_layout = self._noted
-
-    def _shards(self, layout: StateLayout) -> PyTree | None:
-        """Return the specs, over compiler-handled axes, by which `sync` shards its own state."""
-        if self._sync is None or not layout.axes or isinstance(self._mesh, VirtualMesh):
-            return None
-        if self._sync.shard_specs is not None:
-            return specs_over(self._sync.shard_specs, layout.axes)
-        # A transform without specs knows shardings over Explicit axes from the types.
-        types = zip(self._mesh.axis_names, self._mesh.axis_types, strict=True)
-        explicit = layout.axes & {name for name, kind in types if kind == AxisType.Explicit}
-        return specs_over(layout.specs, explicit) if explicit else None
-
-    def _refuse_beyond(self, layout: StateLayout, state: TrainState) -> None:
-        """Raise `ValueError` if state is sharded over axes over which no parameter is.
-
-        A program would gather it on all devices along those axes, and return it unsharded.
-        """
-        for part in ("opt_state", "model_state"):
-            tree = getattr(state, part)
-            beyond = sorted(model_axes(tree, self._mesh, self._axis_name) - layout.axes)
-            if not beyond:
-                continue
-            leaves = zip(leaf_names(tree), jax.tree.leaves(tree), strict=True)
-            name, leaf = next(
-                (name, leaf)
-                for name, leaf in leaves
-                if model_axes(leaf, self._mesh, self._axis_name) - layout.axes
-            )
-            raise ValueError(
-                f"`state`: `{part}` must not be sharded over axes inside a replica over which no "
-                f"parameter is, got {name!r} as {leaf.sharding.spec} and no parameter over "
-                f"{beyond}: a step would make it whole on every device. Shard parameters over "
-                "these axes too (FSDP; state that mirrors them follows), or leave it whole. "
-                "js.slowmo and js.diloco shard what they keep by themselves."
-            )
-
-    def _layout(self, axes: frozenset[str], specs: PyTree | None, params: PyTree) -> StateLayout:
-        """Return a layout in which stored parameters have the specs with which they are made."""
-        lookup, replicas = self._lookup, axis_names(self._axis_name)
-        inner = tuple(
-            a for a in self._mesh.axis_names if a not in {*replicas, *axes, lookup.nested}
+    for part in ("opt_state", "model_state"):
+        tree = getattr(state, part)
+        if not (beyond := sorted(model_axes(tree, mesh, axis_name) - layout.axes)):
+            continue
+        name, leaf = next(
+            (name, leaf)
+            for name, leaf in zip(leaf_names(tree), jax.tree.leaves(tree), strict=True)
+            if model_axes(leaf, mesh, axis_name) - layout.axes
         )
-        if lookup.nested is not None:
-            # It comes last: a batch is split over the other inner axes first.
-            axes, inner = axes | {lookup.nested}, (*inner, lookup.nested)
-            dense = P() if params is None else jax.tree.map(lambda _: P(), lookup.dense(params))
-            dense = dense if specs is None else lookup.dense(specs)
-            specs = lookup.joined(dense, lookup.specs)
-        key = None if specs is None else specs_key(specs)
-        return StateLayout(axes, specs, key, inner, (*replicas, *inner))
+        raise ValueError(
+            f"`state`: `{part}` must not be sharded over axes inside a replica over which no "
+            f"parameter is, got {name!r} as {leaf.sharding.spec} and no parameter over "
+            f"{beyond}: a step would make it whole on every device. Shard parameters over "
+            "these axes too (FSDP; state that mirrors them follows), or leave it whole. "
+            "js.slowmo and js.diloco shard what they keep by themselves."
+        )

@@ -13,11 +13,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from ...._support.scopes import METRICS
-from ...._support.types import AxisName, PyTree
-from ....collectives import all_mean, weighted_means
-from ....mesh import axis_names, axis_size
-from ....transform import (
+from ..._support.scopes import METRICS
+from ..._support.types import AxisName, PyTree
+from ...collectives import all_mean, weighted_means
+from ...mesh import axis_names, axis_size
+from ...transform import (
     ReducedAxes,
     Reduction,
     holds_state,
@@ -25,7 +25,7 @@ from ....transform import (
     spec_of,
     takes_extra,
 )
-from ._batch_gradients import LossData
+from ._gradients import LossData
 
 USE_CHAIN = (
     "An optax.chain, or another wrapper of optax, hides what transforms it holds: join them by "
@@ -81,7 +81,7 @@ def mean_where_due(
             return weighted_means([flat], weight, axes, idle_as_zeros=False)[0][0]
 
     for axes, due in reductions:
-        x = run_if(due, partial(mean_over, axes), lambda x: x, x)
+        x = run_if(due, partial(mean_over, axes), lambda x: x, x, axes=axes)
     return x
 
 
@@ -243,17 +243,3 @@ def optimizer_rate(opt_state: PyTree) -> Any:
 def _has_rate(x: Any) -> bool:
     hyperparams = getattr(x, "hyperparams", None)
     return isinstance(hyperparams, Mapping) and "learning_rate" in hyperparams
-
-
-class OptimizerResult(NamedTuple):
-    """The results of an optimizer's update.
-
-    Attributes:
-      updates: updates of the parameters.
-      state: state of the optimizer after the update.
-      rate: learning rate that it used; None if `sync` does not need it.
-    """
-
-    updates: PyTree
-    state: PyTree
-    rate: jax.Array | None

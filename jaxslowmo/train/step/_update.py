@@ -1,0 +1,266 @@
+"""One update of one replica from top to bottom: gradients, their reduction, optimizer, exchange."""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+
+from ..._support.scopes import EVERY_PHASE
+from ..._support.types import Phase, PyTree
+from ...gradients.precision import (
+    DynamicLossScaleState,
+    as_before_if,
+    scale_metrics,
+    unless_overflow,
+    was_skipped,
+    zero_if,
+)
+from ...mesh import axis_names
+from ...transform import (
+    holds_state,
+    increment,
+    layouts_known,
+    phase_scope,
+    spec_of,
+    unless_idle,
+)
+from ...tree import apply_exactly, parts_of
+from .._train_state import TrainState
+from ._gradients import (
+    Gradients,
+    GradientWindow,
+    Metrics,
+    StepInputs,
+    as_value,
+    joined,
+    kept_if_idle,
+    mean_over,
+    statistics,
+    statistics_before_if,
+    with_statistics,
+)
+from ._optimized import (
+    Weights,
+    accepted_arguments,
+    averaging_of,
+    mean_where_due,
+    optimizer_rate,
+    run_optimizer,
+)
+from ._parts import Parts
+
+
+class Reduced(NamedTuple):
+    """Averaged gradients, and values that were averaged in the same way."""
+
+    grads: PyTree
+    state: PyTree  # state of the gradient transform
+    loss: jax.Array | None  # None if an unknown transform averaged the gradients
+    over: tuple[str, ...]  # axes over which some update averages
+    weights: Weights  # this replica's in what follows
+
+
+class Pending(NamedTuple):
+    """An update before the exchange of parameters."""
+
+    updates: PyTree
+    gradients_state: PyTree
+    optimizer_state: PyTree
+    model_state: PyTree
+    weight: jax.Array | None  # this replica's weight in its batch
+    weights: Weights  # and in what follows
+    follows: jax.Array | None  # `Weights.follows`: a comparison of these, made where they are
+    takes: jax.Array | None  # () bool, whether this replica changes its own state; None: it does
+    rate: jax.Array | None  # learning rate that the optimizer used, if `sync` needs it
+
+
+@dataclass(frozen=True)
+class Update(Parts):
+    """One update by the parts of a step, traced for one replica or one of its inner devices."""
+
+    def updated(
+        self, state: TrainState, inputs: StepInputs, *, phase: Phase | None, like: Any = None
+    ) -> tuple[TrainState, Metrics, None]:
+        """Run one update: with a batch, with a window of gradients, or with both.
+
+        A replica of weight 0 keeps its model state, and its metrics are zeros; if replicas train
+        independently, it keeps its optimizer state, too. With a window the weight is that of the
+        whole window; the metrics are those of the batch.
+
+        Args:
+          state: the state of the replica.
+          inputs: the batch and the window.
+          phase: what to exchange; None: the counter in the state decides.
+          like: for a window alone, the types of one device's part of a batch.
+
+        Returns:
+          The new state, the metrics, and None: nothing is carried to the next step.
+
+        Communication: that of the gradient transform, the optimizer and `sync`; see
+          `make_train_step`.
+        """
+        now, then = keyed(state)
+        gradients, metrics = self.batches.gathered(now, inputs)
+        reduced = self.reduced(now, gradients, inputs.batch if like is None else like)
+        pending = self.optimized(now, reduced, gradients)
+        new = self.exchanged(then, pending, phase)
+        return new, joined(metrics, scale_metrics(state.opt_state, new.opt_state)), None
+
+    def opened(self, state: TrainState, inputs: StepInputs, *, num_batches: int) -> GradientWindow:
+        """Return an empty window for the next update; see `BatchGradients.opened`."""
+        return self.batches.opened(keyed(state)[0], inputs, num_batches=num_batches)
+
+    def collected(
+        self, state: TrainState, inputs: StepInputs, *, fits: bool
+    ) -> tuple[GradientWindow, Metrics, None]:
+        """Add a batch to a window; see `BatchGradients.collected`. Nothing is carried on."""
+        return *self.batches.collected(keyed(state)[0], inputs, fits=fits), None
+
+    def evaluated(self, state: TrainState, inputs: StepInputs) -> Metrics:
+        """Return the metrics of a forward pass; see `BatchGradients.evaluated`."""
+        return self.batches.evaluated(keyed(state)[0], inputs)
+
+    def arguments(
+        self, state: TrainState, inputs: StepInputs, *, collects: bool, parts: int
+    ) -> tuple[PyTree, PyTree, jax.Array, PyTree]:
+        """Return what a loss function that is dispatched receives; see `BatchGradients.arguments`.
+
+        That is parameters and batch, keys, and model state. The first two are None if they need no
+        cast: the caller uses its own arrays, so the program need not copy them.
+        """
+        keys, seen = self.batches.arguments(keyed(state)[0], inputs, collects=collects, parts=parts)
+        if self.policy is None:
+            return None, None, keys, seen
+        return self.policy.cast(state.params), self.policy.cast(inputs.batch), keys, seen
+
+    def reduced(self, state: TrainState, gathered: Gradients, like: PyTree) -> Reduced:
+        """Average gradients and the loss; `like` is this device's part of a batch, or its types."""
+        weight, before = gathered.weight, state.opt_state[0]
+        weights, loss = Weights(weight, weight), as_value(gathered.metrics["loss"])
+        order = self.order(state, like)
+        grads = self.means_inside(gathered, self.lacking(before), order)
+        if self.gradients is None:
+            return Reduced(grads, before, loss, self.over(()), weights)
+        reductions, averaged, hides = averaging_of(self.gradients, before, self.axis_name)
+        arguments = accepted_arguments(
+            spec_of(self.gradients),
+            before,
+            weight=weight,
+            ready_order=order,
+            param_specs=self.param_specs,
+        )
+        update: Any = partial(self.gradients.update, **arguments)
+        if parts_of(state.opt_state, DynamicLossScaleState):
+            update = unless_overflow(update, {*averaged, *self.inner_axes}, weight)
+        grads, after = update(grads, before, state.params)
+        loss = None if hides else mean_where_due(loss, weight, reductions, self.axis_name)
+        weights = weights.after(reductions, self.axis_name)
+        return Reduced(grads, after, loss, self.over(averaged), weights)
+
+    def optimized(
+        self,
+        state: TrainState,
+        reduced: Reduced,
+        gathered: Gradients,
+        finite: jax.Array | None = None,
+    ) -> Pending:
+        """Run the optimizer. An update that a loss scale skips keeps the model's statistics.
+
+        `finite` is what `Rows` add to the optimizer's own check of gradients; None without tables.
+        """
+        before, weight, value = state.opt_state[1], reduced.weights.update, reduced.loss
+        reductions, averaged, hides = averaging_of(self.optimizer, before, self.axis_name)
+        averaged |= {*reduced.over}
+        if hides and not averaged.isdisjoint(axis_names(self.axis_name)):
+            value = None
+        if value is not None:
+            value = mean_where_due(value, weight, reductions, self.axis_name)
+        weights = reduced.weights.after(reductions, self.axis_name)
+        with jax.named_scope("optimizer"):
+            updates, after = run_optimizer(
+                self.optimizer,
+                reduced.grads,
+                before,
+                state.params,
+                value=value,
+                averaged=self.over(averaged),
+                loss_at=self.batches.loss_at,
+                data=gathered.data,
+                weight=weight,
+                finite=finite,
+                param_specs=self.param_specs,
+            )
+        rate = None
+        if self.sync is not None and self.sync.wants_learning_rate:
+            rate = optimizer_rate(after)
+        alone, takes = self._trains_alone(state, reduced), None
+        if self.sync is not None or alone:  # else all replicas take the same update
+            takes = weights.takes
+            if weights.update is not None:
+                after = kept_if_idle(weights.update, after, before)
+        if alone:
+            updates = unless_idle(updates, weights.update)
+        model_state = gathered.model_state
+        skipped = was_skipped(before, after)
+        if skipped is not None:
+            model_state = statistics_before_if(skipped, model_state, state.model_state)
+        return Pending(
+            *(updates, reduced.state, after, model_state),
+            *(gathered.weight, weights, weights.follows, takes, rate),
+        )
+
+    def exchanged(self, state: TrainState, update: Pending, phase: Phase | None) -> TrainState:
+        """Return the state after the exchange of parameters; `state` has the next update's key."""
+        averages = self.batches.model_state == "sync_mean"
+        model_state, optimizer_state = update.model_state, update.optimizer_state
+        params, updates, sync_state = state.params, update.updates, state.opt_state[-1]
+        if self.sync is None:
+            with phase_scope(EVERY_PHASE):
+                if averages:
+                    model_state = mean_over(model_state, self.axis_name, update.weight)
+        else:
+            extra = {"weight": update.weights.exchange, "learning_rate": update.rate}
+            if update.follows is not None:
+                # An exchange leaves out the update of a replica without weight, so it comes before.
+                params = as_before_if(~update.follows, apply_exactly(params, updates), params)
+                updates = zero_if(update.follows, updates)
+            own_updates = unless_idle(updates, update.weights.exchange)
+            with layouts_known():
+                updates, means, sync_state = self.sync.exchange(
+                    updates,
+                    statistics(model_state) if averages else [],
+                    sync_state,
+                    params,
+                    phase=phase,
+                    **{name: x for name, x in extra.items() if x is not None},
+                )
+            if averages:
+                model_state = with_statistics(model_state, means)
+            if phase != ():
+                # Copies of parameters in the optimizer must change too: it would undo the exchange.
+                optimizer_state = self.moved(optimizer_state, params, own_updates, updates)
+        return TrainState(
+            step=increment(state.step),
+            params=apply_exactly(params, updates),
+            opt_state=(update.gradients_state, optimizer_state, sync_state),
+            model_state=model_state,
+            rng=state.rng,
+        )
+
+    def _trains_alone(self, state: TrainState, reduced: Reduced) -> bool:
+        """Return whether nothing makes replicas agree, so that an idle one cannot follow others."""
+        before = state.opt_state[1]
+        return (
+            self.sync is None
+            and not set(reduced.over) & set(axis_names(self.axis_name))
+            and (self.gradients is None or self.independent)
+            and not holds_state(before, "gradients")
+            and not holds_state(before, "parameters")
+        )
+
+
+def keyed(state: TrainState) -> tuple[TrainState, TrainState]:
+    """Return `state` with the key of its update, and with the key for the state after it."""
+    rng, key = jax.random.key_data(jax.random.split(jax.random.wrap_key_data(state.rng)))
+    return state._replace(rng=key), state._replace(rng=rng)
