@@ -67,7 +67,8 @@ class Template:
             model_axes(fresh.params, train_step.mesh, train_step.axis_name),
             specs=self.record.shards,
         )
-        self._known_layout = fresh.known_layout
+        assert fresh.known_layout is not None, "`init` knows it"
+        self._layout = fresh.known_layout._replace()  # a copy: no step has returned the state
         for array in jax.tree.leaves(fresh):  # free memory, which the restored state needs
             array.delete()
 
@@ -79,7 +80,7 @@ class Template:
                 for x, leaf in zip(stored, self.record.leaves, strict=True)
             ]
         )
-        state.known_layout = self._known_layout
+        state.known_layout = self._layout
         return state
 
     def structs_on(self, old: StatePlacement) -> TrainState:

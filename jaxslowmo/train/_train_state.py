@@ -18,30 +18,16 @@ from ..tree import leaf_names
 
 
 class StateLayout(NamedTuple):
-    """The layout of the parameters inside a replica: how leaves are sharded over its axes.
+    """The layout of a step's states: how leaves of parameters are sharded inside a replica.
 
     Attributes:
+      mesh: the step's mesh.
+      axis_name: the step's replica axis.
       axes: the axes over which some leaf is sharded; the compiler handles them.
       specs: a `PartitionSpec` per leaf over these axes; None if there are no such axes.
       key: a hashable form of `specs`; two layouts with equal keys are equal.
       inner_axes: axes inside a replica over which its batch is split.
       data_axes: all axes over which a batch is split, replica axes first.
-    """
-
-    axes: frozenset[str]
-    specs: PyTree | None
-    key: Hashable
-    inner_axes: tuple[str, ...]
-    data_axes: tuple[str, ...]
-
-
-class KnownLayout(NamedTuple):
-    """The layout of a state that a step returned; with it the next step need not read the leaves.
-
-    Attributes:
-      mesh: the step's mesh.
-      axis_name: the step's replica axis.
-      layout: layout of the parameters.
       shards: a `PartitionSpec` per leaf of the parameters (or a prefix of the tree), by which
         `sync` has sharded its own state; None if it is not sharded.
       division: how the state of `sync` divides the parameters; see `Sync.division`.
@@ -49,7 +35,11 @@ class KnownLayout(NamedTuple):
 
     mesh: AnyMesh
     axis_name: AxisName
-    layout: StateLayout
+    axes: frozenset[str]
+    specs: PyTree | None
+    key: Hashable
+    inner_axes: tuple[str, ...]
+    data_axes: tuple[str, ...]
     shards: PyTree | None = None
     division: Mapping[str, Any] | None = None
 
@@ -77,9 +67,8 @@ class TrainState(_Fields):
         plain data, so that any library that saves trees of arrays saves a `TrainState`.
     """
 
-    # Both hold for this object only: a copy by `_replace` may have other fields, and lacks them.
-    known_layout: KnownLayout | None = None
-    made_by: Any = None  # a weak reference to the runner of the step that returned this state
+    # Of the step that returned this object, which knows it by this; a copy by `_replace` lacks it.
+    known_layout: StateLayout | None = None
 
     def __getstate__(self) -> None:
         """Return None, so that copies and pickles hold the fields alone."""

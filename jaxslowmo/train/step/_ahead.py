@@ -12,7 +12,7 @@ from ..._support.types import PyTree
 from ...embedding import Ahead, Carry, Embeddings, WithTables
 from .._train_state import TrainState
 from ._gradients import GradientWindow, Metrics, StepInputs
-from ._programs import Task, request_rows
+from ._programs import Task
 from ._runner import Runner
 
 AheadMode = Literal["exact", "stale", "patched"]
@@ -77,7 +77,7 @@ class AheadStep:
         """
         self._runner.take(state)
         inputs = StepInputs(*self._runner.place(batch))
-        carry = self._request(request_rows(self.asks_for(inputs.batch)), state, inputs)
+        carry = self._request(self.asks_for(inputs.batch), state, inputs)
         self._count += 1
         return self._as_pending(carry, inputs.batch, state)
 
@@ -129,8 +129,7 @@ class AheadStep:
         self._count += next_batch is not None
         carry = asked.carry
         if not asked.is_of(state.params):
-            task = request_rows(Ahead(vectors=True))
-            carry = self._request(task, state, StepInputs(carry=carry))
+            carry = self._request(Ahead(vectors=True), state, StepInputs(carry=carry))
         inputs = StepInputs(batch, weight, window, carry, next_batch)
         if collect:
             new, metrics, carry = runner.collect(state, inputs, num_batches, ahead)
@@ -156,7 +155,8 @@ class AheadStep:
         is_exact = next_batch is None or self._count < self._num_exact
         return Ahead() if is_exact else self._vectors
 
-    def _request(self, task: Task, state: TrainState, inputs: StepInputs) -> Carry:
+    def _request(self, ahead: Ahead, state: TrainState, inputs: StepInputs) -> Carry:
+        task = Task.of("asked", "carry", ahead=ahead)
         return self._runner.run(task, state._replace(opt_state=()), inputs)
 
     def _as_pending(self, carry: Carry | None, batch: PyTree, state: TrainState) -> Any:

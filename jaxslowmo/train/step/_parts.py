@@ -142,7 +142,7 @@ class Parts:
         replicas = axis_names(self.axis_name)
         inner = tuple(a for a in mesh.axis_names if a not in {*replicas, *axes})
         key = None if specs is None else specs_key(specs)
-        return StateLayout(axes, specs, key, inner, (*replicas, *inner))
+        return StateLayout(mesh, self.axis_name, axes, specs, key, inner, (*replicas, *inner))
 
     def laid_out(self, layout: StateLayout) -> Self:
         """Return this update for a layout; without its specs, exchanges gather what is sharded.

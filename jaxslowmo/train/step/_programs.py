@@ -1,21 +1,20 @@
 """The programs of a step: one jitted function for each task, phase and layout of the state."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import jax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from ..._support.types import CompilerOptions, Phase, PyTree
-from ...embedding import Ahead
+from ..._support.types import CompilerOptions, PyTree
 from ...mesh import AnyMesh, VirtualMesh, laid_out, map_replicas, roles_of_batch
 from .._train_state import StateLayout, TrainState
 from ._gradients import INPUT_ROLES, WINDOW_ROLES, GradientWindow, StepInputs
 from ._update import Update
 
 Share = tuple[jax.tree_util.PyTreeDef, tuple[jax.ShapeDtypeStruct, ...]]
-"""Structure and types of one device's part of a batch."""
+"""Structure and types of one device's part of a batch: a key, which a tree of types is not."""
 
 
 class Task(NamedTuple):
@@ -33,46 +32,15 @@ class Task(NamedTuple):
     donated: str | None = None
     static: tuple[tuple[str, Any], ...] = ()
 
-
-def _for_tables(ahead: Ahead | None) -> tuple[tuple[str, Any], ...]:
-    """Return the argument of how much of the next batch's lookup is done; none without tables."""
-    return () if ahead is None else (("ahead", ahead),)
-
-
-def update(phase: Phase | None, ahead: Ahead | None, share: Share | None = None) -> Task:
-    """Return the task of an update; `share` describes the last batch of a window without another.
-
-    `share` is a tuple, since types of trees are no keys.
-    """
-    static = *_for_tables(ahead), ("phase", phase), *((("like", share),) if share else ())
-    return Task("updated", ("state", "metrics", "carry"), "state", static)
-
-
-def open_window(num_batches: int) -> Task:
-    """Return the task of making an empty window with room for `num_batches` such batches."""
-    return Task("opened", "window", None, (("num_batches", num_batches),))
-
-
-def add_to_window(ahead: Ahead | None, *, fits: bool) -> Task:
-    """Return the task of adding a batch to a window, in its room if it `fits`, else after it."""
-    # jax warns of donated buffers that no result can reuse, as those of a window that grows.
-    donated = "window" if fits else None
-    static = *_for_tables(ahead), ("fits", fits)
-    return Task("collected", ("window", "metrics", "carry"), donated, static)
+    @classmethod
+    def of(cls, method: str, results: Any, donated: str | None = None, **static: Any) -> Self:
+        """Return a task; a keyword argument of None is left out."""
+        given = tuple((name, value) for name, value in static.items() if value is not None)
+        return cls(method, results, donated, given)
 
 
 EVALUATE = Task("evaluated", "metrics")
 """The task of computing the metrics of a batch."""
-
-
-def request_rows(ahead: Ahead) -> Task:
-    """Return the task of a lookup alone; with `StepInputs.carry`, of its rows in this state."""
-    return Task("asked", "carry", None, _for_tables(ahead))
-
-
-def arguments(*, collects: bool, parts: int) -> Task:
-    """Return the task of the arguments of a loss function that is dispatched."""
-    return Task("arguments", "arguments", None, (("collects", collects), ("parts", parts)))
 
 
 def build(

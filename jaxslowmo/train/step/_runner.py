@@ -15,7 +15,7 @@ from ...embedding import Ahead, Carry, Lookup
 from ...mesh import AnyMesh, VirtualMesh, axis_names, inner_specs, model_axes
 from ...tracing import ready_order
 from .._hyperparams import NumberPlaces, number_places, replace_numbers
-from .._train_state import KnownLayout, StateLayout, TrainState
+from .._train_state import StateLayout, TrainState
 from ..batches import HostBatch, Placing, as_arrays
 from . import _programs as programs
 from ._beside_steps import BesideSteps
@@ -123,7 +123,7 @@ class Runner:
         self.lookup, self._ahead = lookup, None if lookup is None else Ahead()
         self.layout = update.layout(mesh, frozenset(), None, None)
         self.update = update.laid_out(self.layout)
-        self._known: KnownLayout | None = None  # the layout that marks states of this step
+        self._is_fixed = False  # whether a state has said what the layout is
         self._checked: set[bool] = set()  # whether states were checked that it made, or was given
         self._programs: dict[Any, Any] = {}
         self.placing = Placing(mesh, update.axis_name, host_batch, lookup)
@@ -147,6 +147,11 @@ class Runner:
             return
         refuse_non_state(state)
         refuse_donated(state)
+        self.look_at(state, updates=updates)
+
+    def look_at(self, state: TrainState, *, updates: bool = True) -> None:
+        """Take over the layout of a state of another origin, which may have been donated."""
+        refuse_non_state(state)
         if updates:
             refuse_state_of_another_step(state, self._parts)
         self._lay_out(state)
@@ -155,8 +160,7 @@ class Runner:
 
     def _made(self, state: TrainState) -> bool:
         """Return whether a program of this step, or its `init`, returned the state."""
-        known = getattr(state, "known_layout", None)
-        return known is not None and known is self._known
+        return getattr(state, "known_layout", None) is self.layout
 
     def check(self, state: TrainState) -> None:
         """Raise `ValueError` for errors that only a state shows; done for the first states."""
@@ -178,7 +182,8 @@ class Runner:
 
     def note(self, state: TrainState) -> None:
         """Mark a state as made by this step, so that the next call need not look at its leaves."""
-        state.known_layout = self._known
+        if self._is_fixed:
+            state.known_layout = self.layout
 
     def _lay_out(self, state: TrainState) -> None:
         """Take over the layout of a state. Tracers and arrays of the host have none."""
@@ -186,21 +191,21 @@ class Runner:
         known, layout = getattr(state, "known_layout", None), self.layout
         if any(isinstance(x, Tracer) for x in leaves[:1]):
             return
-        if known is not None and known[:2] == (self.mesh, self._parts.axis_name):
-            layout = known.layout
+        if known is not None and known[:2] == self.layout[:2]:
+            layout = known
         elif any(isinstance(getattr(x, "sharding", None), NamedSharding) for x in leaves):
             axes = model_axes(state.params, self.mesh, self._parts.axis_name)
             specs = inner_specs(state.params, self.mesh, self._parts.axis_name) if axes else None
             layout = self._parts.layout(self.mesh, axes, specs, state.params)
-            refuse_beyond(layout, state, self.mesh, self._parts.axis_name)
-        elif self._known is None:
+            refuse_beyond(layout, state)
+        elif not self._is_fixed:
             layout = self._parts.layout(self.mesh, frozenset(), None, state.params)
-        if self._known is None or (layout.axes, layout.key) != (self.layout.axes, self.layout.key):
+        if not self._is_fixed or (layout.axes, layout.key) != (self.layout.axes, self.layout.key):
             self._use(layout, state)
 
     def _use(self, layout: StateLayout, state: TrainState) -> None:
         sync, mesh, division = self._parts.sync, self.mesh, None
-        self.layout, self.update = layout, self._parts.laid_out(layout)
+        self.update, self._is_fixed = self._parts.laid_out(layout), True
         if sync is not None:
             division = sync.division(state.params)
             if sync.shards_whole_leaves and layout.specs and programs.has_auto(mesh, layout.axes):
@@ -210,8 +215,8 @@ class Runner:
                     "gather them first. Pass `param_specs`, one PartitionSpec per leaf, or "
                     "shard_state=False."
                 )
-        shards = shards_of_sync(sync, layout, mesh)
-        self._known = KnownLayout(mesh, self._parts.axis_name, layout, shards, division)
+        shards = shards_of_sync(sync, layout)
+        self.layout = layout._replace(shards=shards, division=division)
 
     # Counters.
 
@@ -317,7 +322,7 @@ class Runner:
         """Add a batch to a window, or to a new one if there is none."""
         self.placing.refuse_counted()
         ahead = ahead or self._ahead
-        inputs = self.dispatched(programs.add_to_window(ahead, fits=True), state, inputs)
+        inputs = self.dispatched(_collect(ahead, fits=True), state, inputs)
         leaves, structure = jax.tree.flatten(
             self.placing.share(inputs.batch, self.layout.data_axes)
         )
@@ -328,10 +333,11 @@ class Runner:
             # For the first batch at least: jaxlib 0.11 fails on CPU devices with empty arrays.
             room = Room(0 if self.lookup is None else max(1, num_batches), share)
             first = StepInputs(inputs.batch, inputs.weight)
-            window = self.run(programs.open_window(room.num_batches), state, first)
+            opens = Task.of("opened", "window", num_batches=room.num_batches)
+            window = self.run(opens, state, first)
             inputs = inputs._replace(window=window)
         fits = self.lookup is None or (room.num_batches > 0 and room.share == share)
-        task = programs.add_to_window(ahead, fits=fits)
+        task = _collect(ahead, fits=fits)
         window, metrics, carry = self.run(task, state, inputs)
         if room.num_batches and not isinstance(window.count, Tracer):
             left = room._replace(num_batches=room.num_batches - 1) if fits else room
@@ -388,7 +394,8 @@ class Runner:
         self, state: TrainState, inputs: StepInputs, ahead: Ahead | None = None
     ) -> jax.stages.Compiled:
         """Return the compiled program of an update, compiling it if needed; nothing runs."""
-        self.take(state)
+        if not self._made(state):
+            self.look_at(state)
         axes = self.layout.data_axes
         batch, weight = self.placing.placed(inputs.batch, inputs.weight, axes)
         upcoming, _ = self.placing.placed(inputs.upcoming, None, axes)
@@ -401,9 +408,10 @@ class Runner:
 
     def traced(self, state: TrainState, batch: PyTree, phase: Phase | None) -> jax.stages.Traced:
         """Return the traced program of an update in a phase; see `TrainStep.traced_by_phase`."""
-        self.take(state)
+        if not self._made(state):
+            self.look_at(state)
         inputs = StepInputs(*self.placing.placed(batch, None, self.layout.data_axes))
-        task = programs.update(phase, self._ahead)
+        task = _update(phase, self._ahead)
         # If the compiler handles some axes, the step's own programs depend on the placement of the
         # state, which shapes need not have.
         if isinstance(self.mesh, VirtualMesh):
@@ -453,7 +461,7 @@ class Runner:
         differentiates = task is not EVALUATE
         collects = inputs.window is not None or task.method in ("opened", "collected")
         parts = self._parts.cuts if differentiates else 1
-        which = programs.arguments(collects=collects, parts=parts)
+        which = Task.of("arguments", "arguments", collects=collects, parts=parts)
         state = state._replace(opt_state=())
         program = self.program(which, state, inputs)
         program = program if runs else partial(jax.eval_shape, program)
@@ -484,7 +492,7 @@ class Runner:
         if self.mode == "host":
             phase = self.next_phase(state)
             phase = phase if self._beside is None else self._beside.phase(phase)
-        return programs.update(phase, ahead or self._ahead, share)
+        return _update(phase, ahead or self._ahead, share)
 
     def _replace_numbers(self, state: TrainState) -> None:
         """Replace plain numbers assigned to hyperparameters by arrays over the replicas."""
@@ -494,6 +502,19 @@ class Runner:
             self._numbers = number_places(state.opt_state) if has_any else []
         if self._numbers:
             replace_numbers(state.opt_state, self._numbers)
+
+
+def _update(phase: Phase | None, ahead: Ahead | None, share: Share | None = None) -> Task:
+    """Return the task of an update; of a window alone `share` describes the last batch."""
+    results = "state", "metrics", "carry"
+    return Task.of("updated", results, "state", phase=phase, ahead=ahead, like=share)
+
+
+def _collect(ahead: Ahead | None, *, fits: bool) -> Task:
+    """Return the task of adding a batch to a window, in its room if it `fits`, else after it."""
+    results = "window", "metrics", "carry"
+    # jax warns of donated buffers that no result can reuse, as those of a window that grows.
+    return Task.of("collected", results, "window" if fits else None, ahead=ahead, fits=fits)
 
 
 def _holds_tracers(batch: PyTree) -> bool:

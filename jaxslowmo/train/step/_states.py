@@ -10,7 +10,7 @@ import optax
 from jax.core import Tracer
 from jax.sharding import AxisType
 
-from ..._support.types import AxisName, PyTree
+from ..._support.types import PyTree
 from ...gradients.precision import loss_scale_of
 from ...mesh import AnyMesh, VirtualMesh, model_axes, specs_over
 from ...transform import NoExchangeState, ParameterTransform, instants, known_states
@@ -237,10 +237,9 @@ def first_array(tree: PyTree) -> Any:
     return None
 
 
-def shards_of_sync(
-    sync: ParameterTransform | None, layout: StateLayout, mesh: AnyMesh
-) -> PyTree | None:
+def shards_of_sync(sync: ParameterTransform | None, layout: StateLayout) -> PyTree | None:
     """Return the specs, over compiler-handled axes, by which `sync` shards its own state."""
+    mesh = layout.mesh
     if sync is None or not layout.axes or isinstance(mesh, VirtualMesh):
         return None
     if sync.shard_specs is not None:
@@ -251,13 +250,12 @@ def shards_of_sync(
     return specs_over(layout.specs, explicit) if explicit else None
 
 
-def refuse_beyond(
-    layout: StateLayout, state: TrainState, mesh: AnyMesh, axis_name: AxisName
-) -> None:
+def refuse_beyond(layout: StateLayout, state: TrainState) -> None:
     """Raise `ValueError` if state is sharded over axes over which no parameter is.
 
     A program would gather it on all devices along those axes, and return it unsharded.
     """
+    mesh, axis_name = layout[:2]
     for part in ("opt_state", "model_state"):
         tree = getattr(state, part)
         if not (beyond := sorted(model_axes(tree, mesh, axis_name) - layout.axes)):

@@ -80,7 +80,7 @@ class Update(Parts):
     """One update by the parts of a step, traced for one replica or one of its inner devices."""
 
     def updated(
-        self, state: TrainState, inputs: StepInputs, *, phase: Phase | None, like: Any = None
+        self, state: TrainState, inputs: StepInputs, *, phase: Phase | None = None, like: Any = None
     ) -> tuple[TrainState, Metrics, None]:
         """Run one update: with a batch, with a window of gradients, or with both.
 

@@ -126,7 +126,9 @@ class UpdateWithTables(Update):
     @classmethod
     def of(cls, update: Update, lookup: Lookup) -> Self:
         """Return an update of tables, too, from one of dense parameters."""
-        of_batches: dict[str, Any] = vars(update.batches) | {"loss": lookup.of_loss(update.batches.loss)}
+        of_batches: dict[str, Any] = vars(update.batches) | {
+            "loss": lookup.of_loss(update.batches.loss)
+        }
         batches = TableBatches(**of_batches, lookup=lookup)
         of_update: dict[str, Any] = vars(update) | {"batches": batches}
         return cls(**of_update, lookup=lookup)
@@ -138,7 +140,7 @@ class UpdateWithTables(Update):
         state: TrainState,
         inputs: StepInputs,
         *,
-        phase: Phase | None,
+        phase: Phase | None = None,
         like: Any = None,
         ahead: Ahead,
     ) -> tuple[TrainState, Metrics, Carry | None]:

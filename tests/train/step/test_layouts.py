@@ -48,9 +48,9 @@ def test_the_traffic_is_that_of_specs_that_are_given(mesh_of):
 def test_shards_of_the_slow_state_stay_as_they_were_made_and_it_is_said(mesh_of):
     """Their layout is part of states and checkpoints: only specs that were given decide it."""
     step = step_of(mesh_of({"replica": 4, "fsdp": 2}), js.diloco("replica", sync_every=1))
-    state = start(step)
     with pytest.warns(UserWarning, match="`param_specs`"):
-        state, _ = step(state, BATCH)
+        state = start(step)
+    state, _ = step(state, BATCH)
     assert len(state.opt_state[-1].anchor) == 1
     step = step_of(step.mesh, slowmo(shard_state=True, param_specs=SPECS))
     assert len(start(step).opt_state[-1].anchor) == 2
