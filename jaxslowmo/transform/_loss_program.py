@@ -11,16 +11,17 @@ from .._support.types import PyTree
 class LossProgram:
     """Base class of loss functions with parameters, programs or optimizers in a form of their own.
 
-    A step asks instances of this class alone: a user's loss function may have attributes of the
-    same names.
+    This is all that a step asks of such a function, whose call is that of any loss function. It
+    asks instances of this class alone: a user's function may have attributes of the same names.
 
     Attributes:
-      param_specs: a `PartitionSpec` for each leaf of the parameters, over axes inside a replica;
-        None: they are whole there.
+      param_specs: over which axes inside a replica its parameters are sharded, a `PartitionSpec`
+        for each leaf; None: they are whole there.
       param_types: types of the parameters in the form in which a step keeps them; None: those of
         the trees that `init` is given.
-      dispatch: function that runs the programs of the loss before those of the step, which take its
-        results in place of the batch (see `HostPipeline.dispatch`); None: it has no programs.
+      dispatch: function that runs the programs of the loss before those of the step, and returns
+        what the loss function takes in place of the batch (see `HostPipeline.dispatch`); None: the
+        loss function is a part of the step's programs.
     """
 
     param_specs: PyTree | None = None
@@ -32,6 +33,9 @@ class LossProgram:
         """Return `loss_fn` if it is a `LossProgram`, and the base class' defaults if it is not."""
         return loss_fn if isinstance(loss_fn, LossProgram) else LossProgram()
 
+    def check_mesh(self, mesh: Any) -> None:
+        """Raise `ValueError` if the programs of `dispatch` cannot run on the step's `mesh`."""
+
     def before_run(self) -> None:
         """Raise an error if compiled programs are out of date; called before each one runs."""
 
@@ -42,9 +46,6 @@ class LossProgram:
     def model_state_form(self, model_state: PyTree) -> PyTree:
         """Return the model state that `init` is given in the form that the loss function takes."""
         return model_state
-
-    def check_mesh(self, mesh: Any) -> None:
-        """Raise `ValueError` if the step's `mesh` cannot run the programs of `dispatch`."""
 
     def tied_transform(self, tx: optax.GradientTransformation) -> optax.GradientTransformation:
         """Return `tx` for the parameters, of which tied leaves are one parameter."""

@@ -156,7 +156,7 @@ def test_a_pipeline_gives_the_gradients_of_the_model(executor):
     schedule = js.schedules.one_f_one_b(stages, 4)
     mesh = js.make_mesh({"stage": stages})
     pipe = js.pipelined(model, params, schedule, mesh=mesh, executor=executor)
-    differentiate = jax.value_and_grad(pipe.loss_fn, has_aux=True)
+    differentiate = jax.value_and_grad(pipe, has_aux=True)
     if executor == "one_program":
         differentiate = jax.jit(differentiate)
     values, grads = differentiate(pipe.layout.stack(params), tokens(8))

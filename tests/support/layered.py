@@ -76,7 +76,7 @@ def assert_gradients_alike(
     stacked: Any,
 ) -> None:
     """Raise unless loss, metrics, gradients and their norm are those of the model on one device."""
-    values, grads = jax.jit(jax.value_and_grad(pipe.loss_fn, has_aux=True))(stacked, batch)
+    values, grads = jax.jit(jax.value_and_grad(pipe, has_aux=True))(stacked, batch)
     alone = jax.jit(jax.value_and_grad(model, has_aux=True))
     expected_values, expected = alone(list(params), batch)
     assert_close(values, expected_values)

@@ -42,7 +42,7 @@ def lowered_pipeline(
     pipe = js.pipelined(js.LayeredModel([layer] * layers, loss), params, schedule, mesh=mesh)
     shape = 4 * stages * examples, width
     x = jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, P()))
-    step = jax.jit(jax.value_and_grad(pipe.loss_fn))
+    step = jax.jit(jax.value_and_grad(pipe))
     return step.lower(pipe.layout.stack(params), {"x": x}), schedule
 
 

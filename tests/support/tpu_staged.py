@@ -65,7 +65,7 @@ class Staged(SlicesSharded):
         return self.pipe.layout.types
 
     def loss_fn(self) -> Callable[..., Any]:
-        return self.pipe.loss_fn
+        return self.pipe
 
     def batch(self) -> jax.ShapeDtypeStruct:
         """Return the shape of a batch, whole on each device of a replica: a byte per symbol."""

@@ -52,11 +52,6 @@ class Pipelined(LossProgram):
         self._run.defvjp(self._differentiated, self._pulled_back, symbolic_zeros=True)
         self.__signature__ = call_signature(Pipelined.__call__, plan.model.takes_state)
 
-    @property
-    def loss_fn(self) -> "Pipelined":
-        """The loss function, which is this object: `pipe.loss_fn(stacked, batch)`."""
-        return self
-
     def params_form(self, params: PyTree) -> PyTree:
         """Return parameters in the form that the loss function takes.
 

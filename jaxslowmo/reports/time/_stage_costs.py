@@ -252,7 +252,7 @@ def compiled_figures(pipe: Pipelined, batch: PyTree) -> CompiledPipeline:
         more["model_state"] = pipe.state_layout.types
 
     def loss(stacked: PyTree, batch: PyTree, more: dict[str, Any]) -> Any:
-        return pipe.loss_fn(stacked, batch, **more)
+        return pipe(stacked, batch, **more)
 
     program: Any = loss
     if not pipe.schedule.forward_only:

@@ -63,8 +63,7 @@ def split_chain(
     if len(moving) > 1:
         raise ValueError(
             f"`optimizer` is a js.chain with {len(moving)} parameter transforms, and a step has "
-            "one: use one that exchanges over all axes (js.hierarchical_local_sgd, "
-            "js.slowmo(base=...)), or an optax.chain, which the step calls as a loop of yours does."
+            "one: use js.hierarchical_local_sgd or js.slowmo(base=...), or an optax.chain."
         )
     reducing = [i for i, x in enumerate(parts) if _returns_gradients(x) and spec_of(x).axes]
     count = reducing[-1] + 1 if reducing else 0
@@ -72,16 +71,13 @@ def split_chain(
     while count < len(parts) and _returns_gradients(parts[count]):
         count += 1
     first, last = parts[:count], parts[count:]
-    if gradients is not None and any(spec_of(part).axes for part in first):
-        raise ValueError(
-            "`gradients` was given, and `optimizer` is a js.chain that reduces gradients, too: "
-            "give one of the two."
-        )
-    if sync is not None and moving:
-        raise ValueError(
-            "`sync` was given, and `optimizer` is a js.chain that ends in a parameter transform, "
-            "too: give one of the two."
-        )
+    reduces = any(spec_of(part).axes for part in first)
+    for name, given, does in (("gradients", gradients, reduces), ("sync", sync, moving)):
+        if given is not None and does:
+            raise ValueError(
+                f"`{name}` was given, and `optimizer` is a js.chain that has one, too: give one of "
+                "the two."
+            )
     if gradients is not None:
         first = [gradients, *first]
     return _joined(first) if first else None, _joined(last), moving[0] if moving else sync
@@ -104,10 +100,9 @@ def check_with_tables(gradients: optax.GradientTransformation | None) -> None:
     raise ValueError(
         "`gradients` with `embeddings` must be js.all_reduce_gradients(...), "
         "js.post_local_gradients(...) of these, js.clip_by_global_norm(...), a js.chain of such, "
-        f"optax.identity() or None, got {_name_of(gradients)}. Gradients of rows of tables pass "
-        "through it as dense ones do, and others would take row numbers for gradients, or not see "
-        "them: put what shall act on dense parameters alone into `optimizer`, and join several "
-        "by js.chain, not by optax.chain."
+        f"optax.identity() or None, got {_name_of(gradients)}, which would take row numbers of "
+        "tables for gradients, or not see them: put what shall act on dense parameters alone into "
+        "`optimizer`, and join several by js.chain."
     )
 
 
@@ -231,11 +226,9 @@ def check_transforms(
         axis = axes[0] if len(axes) == 1 else axes
         raise ValueError(
             f"`sync` is None, and neither `gradients` nor `optimizer` averages over {axis!r}, so "
-            f"the {num_replicas} replicas would train independently and never meet. Pass "
-            f"gradients=js.all_reduce_gradients({axis!r}) to average gradients, "
-            f"sync=js.local_sgd({axis!r}) or another parameter transform to average parameters, "
-            "js.gradient_transform(...) of what averages gradients by itself, or "
-            'sync="none" to train them independently.'
+            f"the {num_replicas} replicas would train independently. Pass "
+            f"gradients=js.all_reduce_gradients({axis!r}), sync=js.local_sgd({axis!r}) or such, "
+            'js.gradient_transform(...) of what averages gradients by itself, or sync="none".'
         )
 
 
@@ -251,10 +244,9 @@ def _check_facts(
         )
     if wrong := _differing(facts.state, inside):
         raise ValueError(
-            f"`{name}` keeps state that differs between the devices of a replica, and the state "
-            f"is stacked over replicas only: {wrong}. A hook with error feedback that reduces over "
-            "inner axes needs them all in `axis_name`; what stands before an average over them "
-            "belongs after it."
+            f"`{name}` keeps state that differs between the devices of a replica: {wrong}. A hook "
+            "with error feedback that reduces over inner axes needs them all in `axis_name`; what "
+            "stands before an average over them belongs after it."
         )
 
 
@@ -302,8 +294,7 @@ def _check_conditions(states: dict[str, PyTree], num_replicas: int) -> None:
     """Raise `ValueError` for a transform that exchanges in a wrapper that may not call it."""
     for argument, state in states.items():
         for x, known in known_states(state):
-            inside = tuple(x)
-            if not any(holds_state(inside, kind) for kind in _MOVES):
+            if not any(holds_state(tuple(x), kind) for kind in _MOVES):
                 continue
             if isinstance(x, optax.ApplyIfFiniteState) and num_replicas > 1:
                 raise ValueError(
@@ -321,9 +312,8 @@ def _check_conditions(states: dict[str, PyTree], num_replicas: int) -> None:
 # States of transforms of this package that act on a whole update, but in the step see its dense
 # part only.
 _SEE_DENSE_ALONE: dict[type, str] = {
-    ClipByGlobalNormState: "js.clip_by_global_norm, whose norm is that of the whole model, and "
-    "rows would be neither counted nor clipped: pass it last in `gradients`, or in a js.chain in "
-    "front of the optimizer, or clip dense gradients alone by optax.clip_by_global_norm",
+    ClipByGlobalNormState: "js.clip_by_global_norm, whose norm is that of the whole model: pass it "
+    "last in `gradients`, or clip dense gradients alone by optax.clip_by_global_norm",
     AccumulateState: "js.accumulate, and rows would move in calls that only collect: use "
     "`accumulate` of js.make_train_step or step.collect",
 }
@@ -331,28 +321,21 @@ _SEE_DENSE_ALONE: dict[type, str] = {
 
 def check_optimizer_with_tables(optimizer: PyTree, unknown: PyTree) -> None:
     """Raise `ValueError` for an `optimizer` with transforms that table rows would need, too."""
-    for moves in _MOVES:
-        if holds_state(optimizer, moves):
-            raise ValueError(
-                f"`optimizer` with `embeddings` holds a transform of js that exchanges {moves}, "
-                "and is not given rows of tables: dense parameters would agree on all replicas, "
-                "and tables drift apart. Pass what averages gradients, "
-                "js.all_reduce_gradients(...), as `gradients`, and what averages parameters, such "
-                f"as js.local_sgd(...), as `sync`. {USE_CHAIN}"
-            )
+    wrong = [
+        f"a transform of js that exchanges {moves}: pass it as `gradients` or `sync`. {USE_CHAIN}"
+        for moves in _MOVES
+        if holds_state(optimizer, moves)
+    ]
     if parts_of(unknown, DynamicLossScaleState):
-        raise ValueError(
-            "`optimizer` with `embeddings` holds a js.dynamic_loss_scale that the step does not "
-            f"see, and gradients of rows would stay scaled. {USE_CHAIN}"
-        )
-    wrong = [text for kind, text in _SEE_DENSE_ALONE.items() if parts_of(optimizer, kind)]
+        wrong.append(f"a js.dynamic_loss_scale that the step does not see. {USE_CHAIN}")
+    wrong += [text for kind, text in _SEE_DENSE_ALONE.items() if parts_of(optimizer, kind)]
     for _, known in known_states(optimizer):
         if known.with_tables:
             wrong.append(f"{known.name}, and {known.with_tables}: {known.instead}")
     if wrong:
         raise ValueError(
-            "`optimizer` with `embeddings` updates dense parameters alone, and must not hold "
-            f"{wrong[0]}."
+            "`optimizer` with `embeddings` is not given rows of tables, and must not hold "
+            f"{wrong[0]}"
         )
 
 
