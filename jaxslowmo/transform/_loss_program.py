@@ -22,11 +22,14 @@ class LossProgram:
       dispatch: function that runs the programs of the loss before those of the step, and returns
         what the loss function takes in place of the batch (see `HostPipeline.dispatch`); None: the
         loss function is a part of the step's programs.
+      before_run: function that is called before each run of a program, and raises an error if
+        compiled programs are out of date; None: they never are.
     """
 
     param_specs: PyTree | None = None
     param_types: PyTree | None = None
     dispatch: Callable[..., Any] | None = None
+    before_run: Callable[[], None] | None = None
 
     @staticmethod
     def of(loss_fn: Any) -> "LossProgram":
@@ -35,9 +38,6 @@ class LossProgram:
 
     def check_mesh(self, mesh: Any) -> None:
         """Raise `ValueError` if the programs of `dispatch` cannot run on the step's `mesh`."""
-
-    def before_run(self) -> None:
-        """Raise an error if compiled programs are out of date; called before each one runs."""
 
     def params_form(self, params: PyTree) -> PyTree:
         """Return the parameters that `init` is given in the form that the loss function takes."""

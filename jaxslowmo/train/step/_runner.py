@@ -1,7 +1,7 @@
 """The runner of a step's programs: the layout of its states, its programs, its counters."""
 
 import weakref
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -364,7 +364,8 @@ class Runner:
 
     def program(self, task: Task, state: TrainState, inputs: StepInputs) -> Any:
         """Return the jitted program of a task, built at its first use."""
-        self._parts.program.before_run()
+        if (before_run := self._parts.program.before_run) is not None:
+            before_run()
         is_traced = isinstance(state.step, Tracer)
         if self._options and (is_traced or _holds_tracers(inputs.batch)):
             raise ValueError(
@@ -504,6 +505,7 @@ class Runner:
             replace_numbers(state.opt_state, self._numbers)
 
 
+@lru_cache(maxsize=256)
 def _update(phase: Phase | None, ahead: Ahead | None, share: Share | None = None) -> Task:
     """Return the task of an update; of a window alone `share` describes the last batch."""
     results = "state", "metrics", "carry"
