@@ -5,9 +5,9 @@ searches (`optax.lbfgs`) need `grad` and `value_fn`, too. The loss must be avera
 were: over the axes and in the updates that their transforms declare.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -33,56 +33,60 @@ USE_CHAIN = (
 )
 
 
-def averaging_of(
-    transform: Any, state: PyTree, axis_name: AxisName
-) -> tuple[list[ReducedAxes], set[str], bool]:
-    """Return how a transform averages gradients over replica axes with several replicas.
+class Averaging(NamedTuple):
+    """How a transform averages gradients over replica axes with several replicas.
 
-    Returns:
-      The reductions that it declares, in the order in which they run, with one for all that are
-      always due; all axes with a reduction; and whether it holds transforms that declare nothing,
-      which may average over any axis.
-    """
-    spec = spec_of(transform)
-    stated = spec.reductions(state)
-    names = [name for name in axis_names(axis_name) if axis_size(name) > 1]
-    always = {name for axes, due in stated if due is True for name in axes}
-    reductions = [ReducedAxes(tuple(n for n in names if n in always), True)]
-    for axes, due in stated:
-        if not isinstance(due, bool):
-            others = tuple(n for n in names if n in axes and n not in always)
-            reductions.append(ReducedAxes(others, due))
-    reductions = [each for each in reductions if each.axes]
-    hides = holds_state(spec.unknown(state), "gradients")
-    averaged = {*names} if hides else {name for each in reductions for name in each.axes}
-    return reductions, averaged, hides
-
-
-def mean_where_due(
-    x: jax.Array, weight: jax.Array | None, reductions: Sequence[ReducedAxes], axis_name: AxisName
-) -> jax.Array:
-    """Average `x` over replicas in the updates in which gradients are averaged.
-
-    Args:
-      x: () float.
-      weight: this replica's weight; a replica of weight 0 does not count.
-      reductions: the reductions of the gradients, from `averaging_of`.
-      axis_name: the replica axis.
-
-    Communication: one all-reduce of `x` over the axes of each reduction that is due, with a weight
-      of 8 bytes more; none if nothing uses the result.
+    Attributes:
+      reductions: the reductions that it declares, in the order in which they run, with one for all
+        that are always due.
+      over: all axes with a reduction.
+      hides: whether it holds transforms that declare nothing, which may average over any axis.
+      replicas: the replica axes with several replicas.
     """
 
-    def mean_over(axes: tuple[str, ...], x: jax.Array) -> jax.Array:
-        with jax.named_scope(METRICS):
-            flat = x.reshape(1)
-            if weight is None:
-                return all_mean(flat, axes)[0]
-            return weighted_means([flat], weight, axes, idle_as_zeros=False)[0][0]
+    reductions: list[ReducedAxes]
+    over: set[str]
+    hides: bool
+    replicas: list[str]
 
-    for axes, due in reductions:
-        x = run_if(due, partial(mean_over, axes), lambda x: x, x, axes=axes)
-    return x
+    @classmethod
+    def of(cls, transform: Any, state: PyTree, axis_name: AxisName) -> Self:
+        """Return the averaging of a transform, whose state is that before its update."""
+        names = [name for name in axis_names(axis_name) if axis_size(name) > 1]
+        if transform is None:
+            return cls([], set(), False, names)
+        spec = spec_of(transform)
+        stated = spec.reductions(state)
+        always = {name for axes, due in stated if due is True for name in axes}
+        reductions = [ReducedAxes(tuple(n for n in names if n in always), True)]
+        for axes, due in stated:
+            if not isinstance(due, bool):
+                others = tuple(n for n in names if n in axes and n not in always)
+                reductions.append(ReducedAxes(others, due))
+        reductions = [each for each in reductions if each.axes]
+        hides = holds_state(spec.unknown(state), "gradients")
+        over = {*names} if hides else {name for each in reductions for name in each.axes}
+        return cls(reductions, over, hides, names)
+
+    def mean(self, x: jax.Array, weight: jax.Array | None) -> jax.Array:
+        """Average `x`, () float, over replicas in the updates in which gradients are averaged.
+
+        `weight` is this replica's; a replica of weight 0 does not count.
+
+        Communication: one all-reduce of `x` over the axes of each reduction that is due, with a
+          weight of 8 bytes more; none if nothing uses the result.
+        """
+
+        def mean_over(axes: tuple[str, ...], x: jax.Array) -> jax.Array:
+            with jax.named_scope(METRICS):
+                flat = x.reshape(1)
+                if weight is None:
+                    return all_mean(flat, axes)[0]
+                return weighted_means([flat], weight, axes, idle_as_zeros=False)[0][0]
+
+        for axes, due in self.reductions:
+            x = run_if(due, partial(mean_over, axes), lambda x: x, x, axes=axes)
+        return x
 
 
 class Weights(NamedTuple):
@@ -98,31 +102,25 @@ class Weights(NamedTuple):
     exchange: jax.Array | None
     update: jax.Array | None
 
-    def after(self, reductions: Sequence[ReducedAxes], axis_name: AxisName) -> "Weights":
-        """Return the weights after these reductions of the gradients, from `averaging_of`.
+    def after(self, averaging: Averaging) -> "Weights":
+        """Return the weights after the gradients were averaged in this way.
 
         Communication: one all-reduce of 4 bytes over the axes of each reduction that is due and
           leaves a replica axis out; else none.
         """
-        left = {name for name in axis_names(axis_name) if axis_size(name) > 1}
-        exchange, update = self
-        for axes, due in reductions:
+        left, (exchange, update) = {*averaging.replicas}, self
+        for axes, due in averaging.reductions:
             left = left.difference(axes)
             if exchange is None or update is None:
                 break
             if left:
-                exchange = mean_where_due(exchange, None, [ReducedAxes(axes, due)], axis_name)
-                update = exchange
+                one = averaging._replace(reductions=[ReducedAxes(axes, due)])
+                exchange = update = one.mean(exchange, None)
             elif due is True:
                 update = None
             else:
                 update = jnp.where(due, jnp.ones_like(update), update)
         return Weights(exchange, update)
-
-    @property
-    def takes(self) -> jax.Array | None:
-        """Whether this replica takes the update, () bool; None: it does."""
-        return None if self.update is None else self.update > 0
 
     @property
     def follows(self) -> jax.Array | None:

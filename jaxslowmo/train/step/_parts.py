@@ -99,7 +99,18 @@ class Parts:
         find = cache(partial(self.batches.ready_order, state, like))
         return find if self.program.param_types is None else None
 
-    def over(self, averaged: set[str] | tuple[str, ...]) -> tuple[str, ...]:
+    def never_meets(self, averaged: set[str], optimizer_state: PyTree) -> bool:
+        """Return whether nothing makes replicas agree; `averaged` are axes of `gradients`."""
+        return (
+            self.sync is None
+            and not averaged
+            and (self.gradients is None or self.independent)
+            and not holds_state(optimizer_state, "gradients")
+            and not holds_state(optimizer_state, "parameters")
+        )
+
+    def over(self, averaged: set[str]) -> tuple[str, ...]:
+        """Return these replica axes and the inner ones, in order."""
         names = (*axis_names(self.axis_name), *self.inner_axes)
         return tuple(n for n in names if n in {*averaged, *self.inner_axes})
 

@@ -18,7 +18,6 @@ from ...gradients.precision import (
 )
 from ...mesh import axis_names
 from ...transform import (
-    holds_state,
     increment,
     layouts_known,
     phase_scope,
@@ -41,10 +40,9 @@ from ._gradients import (
     with_statistics,
 )
 from ._optimized import (
+    Averaging,
     Weights,
     accepted_arguments,
-    averaging_of,
-    mean_where_due,
     optimizer_rate,
     run_optimizer,
 )
@@ -57,7 +55,7 @@ class Reduced(NamedTuple):
     grads: PyTree
     state: PyTree  # state of the gradient transform
     loss: jax.Array | None  # None if an unknown transform averaged the gradients
-    over: tuple[str, ...]  # axes over which some update averages
+    over: set[str]  # replica axes over which some update averages
     weights: Weights  # this replica's in what follows
 
 
@@ -97,8 +95,7 @@ class Update(Parts):
         Returns:
           The new state, the metrics, and None: nothing is carried to the next step.
 
-        Communication: that of the gradient transform, the optimizer and `sync`; see
-          `make_train_step`.
+        Communication: see `make_train_step`.
         """
         now, then = keyed(state)
         gradients, metrics = self.batches.gathered(now, inputs)
@@ -107,56 +104,23 @@ class Update(Parts):
         new = self.exchanged(then, pending, phase)
         return new, joined(metrics, scale_metrics(state.opt_state, new.opt_state)), None
 
-    def opened(self, state: TrainState, inputs: StepInputs, *, num_batches: int) -> GradientWindow:
-        """Return an empty window for the next update; see `BatchGradients.opened`."""
-        return self.batches.opened(keyed(state)[0], inputs, num_batches=num_batches)
-
-    def collected(
-        self, state: TrainState, inputs: StepInputs, *, fits: bool
-    ) -> tuple[GradientWindow, Metrics, None]:
-        """Add a batch to a window; see `BatchGradients.collected`. Nothing is carried on."""
-        return *self.batches.collected(keyed(state)[0], inputs, fits=fits), None
-
-    def evaluated(self, state: TrainState, inputs: StepInputs) -> Metrics:
-        """Return the metrics of a forward pass; see `BatchGradients.evaluated`."""
-        return self.batches.evaluated(keyed(state)[0], inputs)
-
-    def arguments(
-        self, state: TrainState, inputs: StepInputs, *, collects: bool, parts: int
-    ) -> tuple[PyTree, PyTree, jax.Array, PyTree]:
-        """Return what a loss function that is dispatched receives; see `BatchGradients.arguments`.
-
-        That is parameters and batch, keys, and model state. The first two are None if they need no
-        cast: the caller uses its own arrays, so the program need not copy them.
-        """
-        keys, seen = self.batches.arguments(keyed(state)[0], inputs, collects=collects, parts=parts)
-        if self.policy is None:
-            return None, None, keys, seen
-        return self.policy.cast(state.params), self.policy.cast(inputs.batch), keys, seen
-
     def reduced(self, state: TrainState, gathered: Gradients, like: PyTree) -> Reduced:
         """Average gradients and the loss; `like` is this device's part of a batch, or its types."""
-        weight, before = gathered.weight, state.opt_state[0]
-        weights, loss = Weights(weight, weight), as_value(gathered.metrics["loss"])
+        weight, before, specs = gathered.weight, state.opt_state[0], self.param_specs
+        loss: jax.Array | None = as_value(gathered.metrics["loss"])
         order = self.order(state, like)
-        grads = self.means_inside(gathered, self.lacking(before), order)
-        if self.gradients is None:
-            return Reduced(grads, before, loss, self.over(()), weights)
-        reductions, averaged, hides = averaging_of(self.gradients, before, self.axis_name)
-        arguments = accepted_arguments(
-            spec_of(self.gradients),
-            before,
-            weight=weight,
-            ready_order=order,
-            param_specs=self.param_specs,
-        )
-        update: Any = partial(self.gradients.update, **arguments)
-        if parts_of(state.opt_state, DynamicLossScaleState):
-            update = unless_overflow(update, {*averaged, *self.inner_axes}, weight)
-        grads, after = update(grads, before, state.params)
-        loss = None if hides else mean_where_due(loss, weight, reductions, self.axis_name)
-        weights = weights.after(reductions, self.axis_name)
-        return Reduced(grads, after, loss, self.over(averaged), weights)
+        grads, after = self.means_inside(gathered, self.lacking(before), order), before
+        averaging = Averaging.of(self.gradients, before, self.axis_name)
+        if self.gradients is not None:
+            given = {"weight": weight, "ready_order": order, "param_specs": specs}
+            arguments = accepted_arguments(spec_of(self.gradients), before, **given)
+            update: Any = partial(self.gradients.update, **arguments)
+            if parts_of(state.opt_state, DynamicLossScaleState):
+                update = unless_overflow(update, {*averaging.over, *self.inner_axes}, weight)
+            grads, after = update(grads, before, state.params)
+        loss = None if averaging.hides else averaging.mean(loss, weight)
+        weights = Weights(weight, weight).after(averaging)
+        return Reduced(grads, after, loss, averaging.over, weights)
 
     def optimized(
         self,
@@ -167,23 +131,20 @@ class Update(Parts):
     ) -> Pending:
         """Run the optimizer. An update that a loss scale skips keeps the model's statistics.
 
-        `finite` is what `Rows` add to the optimizer's own check of gradients; None without tables.
+        `finite` says whether what the optimizer is not given, rows of tables, is finite.
         """
         before, weight, value = state.opt_state[1], reduced.weights.update, reduced.loss
-        reductions, averaged, hides = averaging_of(self.optimizer, before, self.axis_name)
-        averaged |= {*reduced.over}
-        if hides and not averaged.isdisjoint(axis_names(self.axis_name)):
+        averaging = Averaging.of(self.optimizer, before, self.axis_name)
+        averaged = averaging.over | reduced.over
+        if averaging.hides and not averaged.isdisjoint(axis_names(self.axis_name)):
             value = None
-        if value is not None:
-            value = mean_where_due(value, weight, reductions, self.axis_name)
-        weights = reduced.weights.after(reductions, self.axis_name)
         with jax.named_scope("optimizer"):
             updates, after = run_optimizer(
                 self.optimizer,
                 reduced.grads,
                 before,
                 state.params,
-                value=value,
+                value=None if value is None else averaging.mean(value, weight),
                 averaged=self.over(averaged),
                 loss_at=self.batches.loss_at,
                 data=gathered.data,
@@ -191,23 +152,29 @@ class Update(Parts):
                 finite=finite,
                 param_specs=self.param_specs,
             )
-        rate = None
-        if self.sync is not None and self.sync.wants_learning_rate:
-            rate = optimizer_rate(after)
-        alone, takes = self._trains_alone(state, reduced), None
-        if self.sync is not None or alone:  # else all replicas take the same update
-            takes = weights.takes
-            if weights.update is not None:
-                after = kept_if_idle(weights.update, after, before)
+        wants_rate = self.sync is not None and self.sync.wants_learning_rate
+        rate = optimizer_rate(after) if wants_rate else None
+        weights = reduced.weights.after(averaging)
+        # Where nothing makes replicas agree, an idle one cannot follow others.
+        alone = self.never_meets(reduced.over, before)
+        own_weight = weights.update if alone or self.sync is not None else None
+        if own_weight is not None:
+            after = kept_if_idle(own_weight, after, before)
         if alone:
-            updates = unless_idle(updates, weights.update)
-        model_state = gathered.model_state
-        skipped = was_skipped(before, after)
+            updates = unless_idle(updates, own_weight)
+        model_state, skipped = gathered.model_state, was_skipped(before, after)
         if skipped is not None:
             model_state = statistics_before_if(skipped, model_state, state.model_state)
         return Pending(
-            *(updates, reduced.state, after, model_state),
-            *(gathered.weight, weights, weights.follows, takes, rate),
+            updates=updates,
+            gradients_state=reduced.state,
+            optimizer_state=after,
+            model_state=model_state,
+            weight=gathered.weight,
+            weights=weights,
+            follows=weights.follows,
+            takes=None if own_weight is None else own_weight > 0,
+            rate=rate,
         )
 
     def exchanged(self, state: TrainState, update: Pending, phase: Phase | None) -> TrainState:
@@ -248,16 +215,34 @@ class Update(Parts):
             rng=state.rng,
         )
 
-    def _trains_alone(self, state: TrainState, reduced: Reduced) -> bool:
-        """Return whether nothing makes replicas agree, so that an idle one cannot follow others."""
-        before = state.opt_state[1]
-        return (
-            self.sync is None
-            and not set(reduced.over) & set(axis_names(self.axis_name))
-            and (self.gradients is None or self.independent)
-            and not holds_state(before, "gradients")
-            and not holds_state(before, "parameters")
-        )
+    # The other programs of a step.
+
+    def opened(self, state: TrainState, inputs: StepInputs, *, num_batches: int) -> GradientWindow:
+        """Return an empty window for the next update; see `BatchGradients.opened`."""
+        return self.batches.opened(keyed(state)[0], inputs, num_batches=num_batches)
+
+    def collected(
+        self, state: TrainState, inputs: StepInputs, *, fits: bool
+    ) -> tuple[GradientWindow, Metrics, None]:
+        """Add a batch to a window; see `BatchGradients.collected`. Nothing is carried on."""
+        return *self.batches.collected(keyed(state)[0], inputs, fits=fits), None
+
+    def evaluated(self, state: TrainState, inputs: StepInputs) -> Metrics:
+        """Return the metrics of a forward pass; see `BatchGradients.evaluated`."""
+        return self.batches.evaluated(keyed(state)[0], inputs)
+
+    def arguments(
+        self, state: TrainState, inputs: StepInputs, *, collects: bool, parts: int
+    ) -> tuple[PyTree, PyTree, jax.Array, PyTree]:
+        """Return what a loss function that is dispatched receives; see `BatchGradients.arguments`.
+
+        That is parameters and batch, keys, and model state. The first two are None if they need no
+        cast: the caller uses its own arrays, so the program need not copy them.
+        """
+        keys, seen = self.batches.arguments(keyed(state)[0], inputs, collects=collects, parts=parts)
+        if self.policy is None:
+            return None, None, keys, seen
+        return self.policy.cast(state.params), self.policy.cast(inputs.batch), keys, seen
 
 
 def keyed(state: TrainState) -> tuple[TrainState, TrainState]:

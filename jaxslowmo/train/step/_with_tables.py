@@ -50,7 +50,7 @@ from ._gradients import (
     joined,
     statistics_before_if,
 )
-from ._optimized import averaging_of, mean_where_due
+from ._optimized import Averaging
 from ._parts import with_layouts
 from ._transforms import check_optimizer_with_tables
 from ._update import Pending, Reduced, Update, keyed
@@ -289,12 +289,9 @@ class UpdateWithTables(Update):
         If one replica refuses, the mean of gradients is useless on all.
         """
         assert gathered.refused is not None, "a `Requested` counts them"
-        refused = gathered.refused > 0
-        if self.gradients is None:
-            return refused
-        share = refused.astype(gathered.metrics["loss"].dtype)
-        reductions, *_ = averaging_of(self.gradients, state.opt_state[0], self.axis_name)
-        return mean_where_due(share, None, reductions, self.axis_name) > 0
+        share = (gathered.refused > 0).astype(gathered.metrics["loss"].dtype)
+        averaging = Averaging.of(self.gradients, state.opt_state[0], self.axis_name)
+        return averaging.mean(share, None) > 0
 
     def _exchanged(
         self, state: TrainState, done: Done, phase: Phase | None, moves_tables: bool | jax.Array
