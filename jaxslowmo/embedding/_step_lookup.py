@@ -28,9 +28,8 @@ class Lookup:
 
     A step has dense parameters, which its optimizer updates, and stored parameters, the tables,
     whose rows are requested by a batch and updated on the devices that hold them. Parameters are
-    `WithTables(dense, tables)`, and the states of the two optimizers are `WithTables`, too. A step
-    without tables has a `NoTables` with the same methods instead. Methods that take values of one
-    device are called with `axis` bound.
+    `WithTables(dense, tables)`, and the states of the two optimizers are `WithTables`, too. Methods
+    that take values of one device are called with `axis` bound.
 
     Attributes:
       embeddings: the embedding tables.
