@@ -84,7 +84,7 @@ def a_step(kind: str, seconds: float) -> tuple[Any, Any]:
             x = jnp.tanh(x @ params["w"])
         return jnp.mean(x**2)
 
-    def made() -> tuple[js.TrainStep, js.TrainState]:
+    def made() -> tuple[js.train.TrainStep, js.TrainState]:
         mesh = js.make_mesh({"replica": 1}, devices=jax.devices()[:1])
         step = js.make_train_step(loss, optax.sgd(0.01), sync="none", mesh=mesh)
         w = np.random.default_rng(0).normal(size=(WIDTH, WIDTH)) / WIDTH**0.5

@@ -24,7 +24,7 @@ import jaxslowmo as js
 
 Algorithm = Literal["all_reduce", "local_sgd", "slowmo", "diloco"]
 ModelStateMode = Literal["sync_mean", "broadcast", "local"]
-Mesh = jax.sharding.Mesh | js.VirtualMesh
+Mesh = jax.sharding.Mesh | js.mesh.VirtualMesh
 Batch = tuple[np.ndarray, np.ndarray]
 ALGORITHMS: tuple[Algorithm, ...] = ("all_reduce", "local_sgd", "slowmo", "diloco")
 MODEL_STATES: tuple[ModelStateMode, ...] = ("sync_mean", "broadcast", "local")
@@ -85,7 +85,7 @@ def train_step(
     mesh: Mesh,
     learning_rate: float,
     model_state: ModelStateMode,
-) -> js.TrainStep:
+) -> js.train.TrainStep:
     """The step of one algorithm; the exchanges are its only difference."""
 
     def loss_fn(

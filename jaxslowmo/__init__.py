@@ -6,32 +6,153 @@ that a step sends (`comm_report`).
 """
 
 import sys as _sys
+from importlib import import_module as _import_module
 from typing import TYPE_CHECKING
 
-from . import topology as topology
 from ._version import __version__ as __version__
 
-# `_api` loads jax and optax. It is imported at the first use of one of its names, because programs
-# without jax, such as those with torch, also use `jaxslowmo.topology`.
+# A package is imported at the first use of one of its names: all of them take a second, and
+# programs without jax, such as those with torch, also use `jaxslowmo.topology`.
 if TYPE_CHECKING:
-    from ._api import *  # noqa: F403
+    from . import algorithms as algorithms
+    from . import embedding as embedding
+    from . import gradients as gradients
+    from . import mesh as mesh
+    from . import pipeline as pipeline
+    from . import reports as reports
+    from . import sparse as sparse
+    from . import topology as topology
+    from . import train as train
+    from .algorithms import diloco as diloco
+    from .algorithms import hierarchical_local_sgd as hierarchical_local_sgd
+    from .algorithms import local_sgd as local_sgd
+    from .algorithms import only_finite as only_finite
+    from .algorithms import read_anchor as read_anchor
+    from .algorithms import sgp as sgp
+    from .algorithms import slow_momentum as slow_momentum
+    from .algorithms import slowmo as slowmo
+    from .collectives import codecs as codecs
+    from .embedding import Table as Table
+    from .embedding import bags as bags
+    from .embedding import embeddings as embeddings
+    from .embedding import rowwise_adagrad as rowwise_adagrad
+    from .embedding import rowwise_sgd as rowwise_sgd
+    from .gradients import Policy as Policy
+    from .gradients import accumulate as accumulate
+    from .gradients import all_reduce_gradients as all_reduce_gradients
+    from .gradients import clip_by_global_norm as clip_by_global_norm
+    from .gradients import dynamic_loss_scale as dynamic_loss_scale
+    from .gradients import loss_scale_of as loss_scale_of
+    from .gradients import post_local_gradients as post_local_gradients
+    from .gradients import skip_unused as skip_unused
+    from .gradients import unused_names as unused_names
+    from .gradients.reducer import hooks as hooks
+    from .mesh import check_in_sync as check_in_sync
+    from .mesh import check_same_tree as check_same_tree
+    from .mesh import consensus as consensus
+    from .mesh import make_mesh as make_mesh
+    from .mesh import replicate as replicate
+    from .mesh import virtual_mesh as virtual_mesh
+    from .pipeline import LayeredModel as LayeredModel
+    from .pipeline import partition_balanced as partition_balanced
+    from .pipeline import partition_by_cost as partition_by_cost
+    from .pipeline import partition_uniform as partition_uniform
+    from .pipeline import pipelined as pipelined
+    from .pipeline import schedules as schedules
+    from .reports import comm_report as comm_report
+    from .reports import comm_report_of as comm_report_of
+    from .reports import measured as measured
+    from .reports import schedule_report as schedule_report
+    from .sparse import all_reduce_rows as all_reduce_rows
+    from .sparse import row_value_and_grad as row_value_and_grad
+    from .tracing import check_all_used as check_all_used
+    from .tracing import ready_order as ready_order
+    from .tracing import unused_parameters as unused_parameters
+    from .train import Evaluate as Evaluate
+    from .train import Log as Log
+    from .train import Sweep as Sweep
+    from .train import TrainPipeline as TrainPipeline
+    from .train import TrainState as TrainState
+    from .train import bounded as bounded
+    from .train import host_mean as host_mean
+    from .train import make_train_step as make_train_step
+    from .train import recommended_compiler_options as recommended_compiler_options
+    from .train import set_hyperparams as set_hyperparams
+    from .train import train_loop as train_loop
+    from .train import typed_keys as typed_keys
+    from .train import uneven_batches as uneven_batches
+    from .transform import GradientSpec as GradientSpec
+    from .transform import GradientTransform as GradientTransform
+    from .transform import ParameterTransform as ParameterTransform
+    from .transform import chain as chain
+    from .transform import every as every
+    from .transform import gradient_transform as gradient_transform
+    from .transform import init as init
+    from .transform import phase_name as phase_name
+    from .transform import remembers_parameters as remembers_parameters
+    from .transform import spec as spec
+    from .tree import assign_buckets as assign_buckets
 else:  # hidden from type checkers, to which `__getattr__` would make every name a valid one
+    # Which package has which of the names above.
+    _NAMES = {
+        "algorithms": (
+            "diloco hierarchical_local_sgd local_sgd only_finite read_anchor sgp "
+            "slow_momentum slowmo"
+        ),
+        "embedding": "Table bags embeddings rowwise_adagrad rowwise_sgd",
+        "gradients": (
+            "Policy accumulate all_reduce_gradients clip_by_global_norm dynamic_loss_scale "
+            "loss_scale_of post_local_gradients skip_unused unused_names"
+        ),
+        "mesh": "check_in_sync check_same_tree consensus make_mesh replicate virtual_mesh",
+        "pipeline": (
+            "LayeredModel partition_balanced partition_by_cost partition_uniform pipelined"
+        ),
+        "reports": "comm_report comm_report_of measured schedule_report",
+        "sparse": "all_reduce_rows row_value_and_grad",
+        "tracing": "check_all_used ready_order unused_parameters",
+        "train": (
+            "Evaluate Log Sweep TrainPipeline TrainState bounded host_mean make_train_step "
+            "recommended_compiler_options set_hyperparams train_loop typed_keys "
+            "uneven_batches"
+        ),
+        "transform": (
+            "GradientSpec GradientTransform ParameterTransform chain every "
+            "gradient_transform init phase_name remembers_parameters"
+        ),
+        "tree": "assign_buckets",
+    }
+    # Where the modules above are.
+    _MODULES = {
+        "algorithms": "algorithms",
+        "codecs": "collectives.codecs",
+        "embedding": "embedding",
+        "gradients": "gradients",
+        "hooks": "gradients.reducer.hooks",
+        "mesh": "mesh",
+        "pipeline": "pipeline",
+        "reports": "reports",
+        "schedules": "pipeline.schedules",
+        "sparse": "sparse",
+        "spec": "transform.spec",
+        "topology": "topology",
+        "train": "train",
+    }
+    _HOMES = _MODULES | {name: home for home, names in _NAMES.items() for name in names.split()}
+    __all__ = sorted(_HOMES)
 
     def __getattr__(name: str) -> object:
-        """Return a name of `_api`, or a package that is loaded with it (`jaxslowmo.train`)."""
-        # Python and its tools look up underscored names in every module, and `_api` has none.
-        if name == "__all__" or not name.startswith("_"):
-            try:
-                from . import _api
-            except AttributeError as error:  # `hasattr` and `from` would hide it
-                raise ImportError(f"cannot import jaxslowmo._api: {error}") from error
-            public = {key: value for key, value in vars(_api).items() if not key.startswith("_")}
-            public["__all__"] = sorted({*public, "topology"})
-            globals().update(public | globals())  # names that were set since are kept
-            if name in globals():
-                return globals()[name]
-        message = f"module {__name__!r} has no attribute {name!r}"
-        raise AttributeError(message, name=name, obj=_sys.modules[__name__])
+        """Import and return a name of `_HOMES`."""
+        if name not in _HOMES:
+            message = f"module {__name__!r} has no attribute {name!r}"
+            raise AttributeError(message, name=name, obj=_sys.modules[__name__])
+        try:
+            home = _import_module(f".{_HOMES[name]}", __name__)
+        except AttributeError as error:  # `hasattr` and `from` would hide it
+            raise ImportError(f"cannot import jaxslowmo.{_HOMES[name]}: {error}") from error
+        value = home if name in _MODULES else getattr(home, name)
+        globals()[name] = value
+        return value
 
     def __dir__() -> list[str]:
-        return sorted({*__getattr__("__all__"), *globals()} - {"TYPE_CHECKING"})
+        return sorted({*_HOMES, *globals()} - {"TYPE_CHECKING"})

@@ -50,9 +50,9 @@ CLASSES = _words("Asked Found Given Known Made Moved Own Said Told")
 
 # "path:name": the reason.
 EXCEPTIONS: dict[str, str] = {
-    "jaxslowmo/embedding/_requests.py:asked": "a field of the public js.Requests",
-    "jaxslowmo/reports/time/_measured.py:asked": "as in js.AheadStep, in whose place it stands",
-    "jaxslowmo/train/step/_ahead.py:asked": "keyword argument of the public js.AheadStep",
+    "jaxslowmo/embedding/_requests.py:asked": "a field of the public js.embedding.Requests",
+    "jaxslowmo/reports/time/_measured.py:asked": "as in js.train.AheadStep, for which it stands",
+    "jaxslowmo/train/step/_ahead.py:asked": "keyword argument of the public js.train.AheadStep",
 }
 
 _ITEM = re.compile(r"^ {2,8}(\*{0,2}[A-Za-z_][\w.]*(?:, \*{0,2}\w+)*): +(.*)")

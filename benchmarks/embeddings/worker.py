@@ -59,7 +59,7 @@ def loss_fn(params, batch, *, embedded):
     return optax.sigmoid_binary_cross_entropy(logits, batch["label"]).mean()
 
 
-def tables(capacity: int | str) -> js.Embeddings:
+def tables(capacity: int | str) -> js.embedding.Embeddings:
     return js.embeddings(
         {name: js.Table(workload.ROWS, workload.DIM) for name in NAMES},
         axis_name="shard",

@@ -30,8 +30,12 @@ def on_post_build(config: Any) -> None:
 
 
 def _entries(names: list[PublicName], level: int) -> str:
+    # Of a module without names at the top level the name alone, which is narrow.
+    has_top = any(name.path.count(".") == 1 for name in names)
     lines = ["| name | what it is |", "|---|---|"]
-    lines += [f"| [`{name.listed}`][{name.path}] | {_cell(name.summary)} |" for name in names]
+    for name in names:
+        shown = name.short if has_top else name.path.rpartition(".")[2]
+        lines.append(f"| [`{shown}`][{name.path}] | {_cell(name.summary)} |")
     for name in names:
         lines += ["", f"::: {name.path}", "    options:", f"      heading_level: {level}"]
     return "\n".join(lines)

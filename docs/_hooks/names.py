@@ -7,20 +7,27 @@ import ast
 import functools
 import re
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard
 
 ROOT = Path(__file__).parents[2]
-# Packages whose own names are public too, as `jaxslowmo.<topic>.<name>`, and where they lie.
+# Modules whose own names are public too, as `jaxslowmo.<topic>.<name>`, and where they lie.
 TOPICS = {
-    "topology": "topology",
-    "hooks": "gradients/reducer/hooks",
-    "codecs": "collectives/codecs",
-    "spec": "transform/spec",
-    "pipeline": "pipeline",
-    "schedules": "pipeline/schedules",
-    "checkpoint": "checkpoint",
-    "data": "language/data",
-    "models": "language/models",
+    "algorithms": "algorithms/__init__.py",
+    "embedding": "embedding/__init__.py",
+    "gradients": "gradients/__init__.py",
+    "mesh": "mesh/__init__.py",
+    "reports": "reports/__init__.py",
+    "sparse": "sparse.py",
+    "train": "train/__init__.py",
+    "topology": "topology/__init__.py",
+    "hooks": "gradients/reducer/hooks/__init__.py",
+    "codecs": "collectives/codecs/__init__.py",
+    "spec": "transform/spec/__init__.py",
+    "pipeline": "pipeline/__init__.py",
+    "schedules": "pipeline/schedules/__init__.py",
+    "checkpoint": "checkpoint/__init__.py",
+    "data": "language/data/__init__.py",
+    "models": "language/models/__init__.py",
 }
 
 # Packages of packages, each of which is listed by itself.
@@ -46,31 +53,26 @@ class PublicName(NamedTuple):
         """As the guides write it: `js.hooks.int8`."""
         return self.path.replace("jaxslowmo.", "js.", 1)
 
-    @property
-    def listed(self) -> str:
-        """As a page of its package lists it, so narrow that it fits: `js.slowmo`, `int8`."""
-        return self.short if self.path.count(".") == 1 else self.path.rpartition(".")[2]
-
 
 @functools.cache
 def public_names() -> dict[str, list[PublicName]]:
     """Public names by the package they are listed under, functions before classes."""
     package = ROOT / "jaxslowmo"
     groups: dict[str, list[PublicName]] = {}
-    for module, name in _reexports(package / "_api.py"):
-        if name not in TOPICS:
-            first, *rest = module.split(".")
-            group = ".".join(["jaxslowmo", first, *(rest[:1] if first in DIVIDED else [])])
-            summary = _summary(package, module, name)
-            groups.setdefault(group, []).append(PublicName(f"jaxslowmo.{name}", summary))
-    for topic, folder in TOPICS.items():
-        # Some names of a package are on the top level, too, and listed as that.
-        known = groups.setdefault(f"jaxslowmo.{topic}", [])
-        above = {name.path.rpartition(".")[2] for name in known}
-        names = _names_in(package / folder, f"jaxslowmo.{topic}")
-        known += [name for name in names if name.path.rpartition(".")[2] not in above]
-    groups["torch_compat"] = _names_in(ROOT / "torch_compat", "torch_compat")
-    groups["torch_compat.on_jax"] = _names_in(ROOT / "torch_compat/on_jax", "torch_compat.on_jax")
+    reexports = _reexports(package / "__init__.py")
+    # Not `__version__`, nor modules: `from . import train`.
+    above = [(m, n) for m, n in reexports if m and n not in TOPICS and n[0] != "_"]
+    for module, name in above:
+        summary = _summary(package, module, name)
+        groups.setdefault(_group(module, name), []).append(PublicName(f"jaxslowmo.{name}", summary))
+    for topic, place in TOPICS.items():
+        for public in _names_in(package / place, f"jaxslowmo.{topic}"):
+            name = public.path.rpartition(".")[2]
+            if (topic, name) not in above:  # else it is listed as a name of the top level
+                groups.setdefault(_group(topic, name), []).append(public)
+    groups["torch_compat"] = _names_in(ROOT / "torch_compat/__init__.py", "torch_compat")
+    on_jax = ROOT / "torch_compat/on_jax/__init__.py"
+    groups["torch_compat.on_jax"] = _names_in(on_jax, "torch_compat.on_jax")
     return {group: sorted(names, key=_is_class) for group, names in groups.items()}
 
 
@@ -107,12 +109,27 @@ def target(code: str, known: dict[str, str]) -> str | None:
     return known.get(name)
 
 
-def _names_in(folder: Path, prefix: str) -> list[PublicName]:
+def _names_in(path: Path, prefix: str) -> list[PublicName]:
+    """What the file re-exports; where it has an `__all__`, only what is in that."""
+    public = next((ast.literal_eval(x.value) for x in _body(path) if _is_all(x)), None)
     return [
-        PublicName(f"{prefix}.{name}", _summary(folder, module, name))
-        for module, name in _reexports(folder / "__init__.py")
-        if module  # `from . import runtime` is a module, not a name
+        PublicName(f"{prefix}.{name}", _summary(path.parent, module, name))
+        for module, name in _reexports(path)
+        # `from . import runtime` is a module, not a name.
+        if module and (public is None or name in public)
     ]
+
+
+def _is_all(node: ast.stmt) -> TypeGuard[ast.Assign]:
+    return isinstance(node, ast.Assign) and _targets(node) == ["__all__"]
+
+
+def _group(package: str, name: str) -> str:
+    """What the pages call the names beside which this one is listed."""
+    if package in DIVIDED:
+        source = {n: m for m, n in _reexports(ROOT / "jaxslowmo" / TOPICS[package])}
+        package += f".{source[name]}"
+    return f"jaxslowmo.{package}"
 
 
 def search_boost(anchor: str) -> float:
@@ -154,17 +171,18 @@ def _summary(folder: Path, module: str, name: str) -> str:
     """First line of the docstring of what `from .<module> import <name>` in `folder` is."""
     above = len(module) - len(module.lstrip("."))
     target = (folder / Path(*[".."] * above) / module.lstrip(".").replace(".", "/")).resolve()
-    if target.is_dir():
-        source = {n: m for m, n in _reexports(target / "__init__.py")}
-        return _summary(target, source[name], name)
-    body = _body(target.with_suffix(".py"))
+    path = target / "__init__.py" if target.is_dir() else target.with_suffix(".py")
+    source = {n: m for m, n in _reexports(path)}
+    if name in source:
+        return _summary(path.parent, source[name], name)
+    body = _body(path)
     for node, after in zip(body, [*body[1:], None], strict=True):
         if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == name:
             return (ast.get_docstring(node) or "").partition("\n")[0]
         if isinstance(node, ast.Assign | ast.AnnAssign) and name in _targets(node):
             said = after.value if isinstance(after, ast.Expr) else None
             return str(said.value).partition("\n")[0] if isinstance(said, ast.Constant) else ""
-    raise ValueError(f"`name` must be defined in {target}, got {name!r}.")
+    raise ValueError(f"`name` must be defined in {path}, got {name!r}.")
 
 
 def _targets(node: ast.Assign | ast.AnnAssign) -> list[str]:

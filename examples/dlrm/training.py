@@ -58,11 +58,11 @@ class Options:
 
 def make_step(
     graphdef: nnx.GraphDef[DLRM],
-    embeddings: js.Embeddings,
+    embeddings: js.embedding.Embeddings,
     mesh: jax.sharding.Mesh,
     options: Options,
     num_steps: int,
-) -> js.TrainStep:
+) -> js.train.TrainStep:
     """The step of one algorithm; between replicas the tables follow it as the dense part does."""
 
     def loss_fn(params: nnx.State, batch: Batch, *, embedded: dict[str, jax.Array]) -> jax.Array:
@@ -87,7 +87,7 @@ def make_step(
     )
 
 
-def tables(num_rows: dict[str, int], options: Options, num_steps: int) -> js.Embeddings:
+def tables(num_rows: dict[str, int], options: Options, num_steps: int) -> js.embedding.Embeddings:
     """A table per categorical column; `dest` also has where an aircraft flew earlier that day."""
     return js.embeddings(
         {
@@ -112,7 +112,7 @@ def train(
     mesh: jax.sharding.Mesh,
     options: Options,
     on_step: Callable[[int, int, Curve], None] = lambda *_: None,
-) -> tuple[Curve, js.InputPipelineReport]:
+) -> tuple[Curve, js.train.InputPipelineReport]:
     """Train and score.
 
     Args:
@@ -163,16 +163,16 @@ def as_batch(flights: Flights) -> Batch:
 
 
 def scorer(
-    graphdef: nnx.GraphDef[DLRM], embeddings: js.Embeddings, mesh: jax.sharding.Mesh
-) -> Callable[[js.WithTables, Flights], float]:
+    graphdef: nnx.GraphDef[DLRM], embeddings: js.embedding.Embeddings, mesh: jax.sharding.Mesh
+) -> Callable[[js.embedding.WithTables, Flights], float]:
     """Area under the ROC curve of the consensus of all replicas, on one device."""
 
     @jax.jit
-    def logits(params: js.WithTables, batch: Batch) -> jax.Array:
+    def logits(params: js.embedding.WithTables, batch: Batch) -> jax.Array:
         embedded = embeddings.reference(params.tables, batch["ids"])
         return nnx.merge(graphdef, params.dense)(batch["dense"], embedded)
 
-    def score(params: js.WithTables, flights: Flights) -> float:
+    def score(params: js.embedding.WithTables, flights: Flights) -> float:
         one = jax.device_put(js.consensus(params, mesh=mesh), mesh.devices.flat[0])
         parts = range(0, len(flights.late), SCORED_AT_ONCE)
         found = [logits(one, as_batch(flights.rows(slice(i, i + SCORED_AT_ONCE)))) for i in parts]

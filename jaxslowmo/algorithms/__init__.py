@@ -14,3 +14,20 @@ from ._slowmo import slow_momentum as slow_momentum
 from ._slowmo import slowmo as slowmo
 from .outer import OuterState as OuterState
 from .outer import read_anchor as read_anchor
+
+# What users may use; the rest is for other packages.
+__all__ = [
+    "LocalSGDState",
+    "OnlyFiniteState",
+    "OuterState",
+    "SGPState",
+    "SlowMomentumState",
+    "diloco",
+    "hierarchical_local_sgd",
+    "local_sgd",
+    "only_finite",
+    "read_anchor",
+    "sgp",
+    "slow_momentum",
+    "slowmo",
+]

@@ -133,7 +133,7 @@ class Bench:
         self._batch = np.random.default_rng(train.seed).integers(0, 256, shape, np.uint8)
         self.buckets = {limit: self._layout(step) for limit, step in self._steps.items()}
 
-    def _layout(self, step: js.TrainStep) -> tuple[tuple[tuple[str, ...], int], ...]:
+    def _layout(self, step: js.train.TrainStep) -> tuple[tuple[tuple[str, ...], int], ...]:
         with noted_buffers() as notes:
             step.traced_by_phase(self._state, self._batch)
         return tuple((note.leaves, note.size_bytes) for note in notes)

@@ -21,3 +21,18 @@ from ._requests import Requests as Requests
 from ._step_lookup import Lookup as Lookup
 from ._table import Table as Table
 from ._table import WithTables as WithTables
+
+# What users may use; the rest is for other packages.
+__all__ = [
+    "Bags",
+    "Embeddings",
+    "Requests",
+    "RowwiseOptimizer",
+    "RowwiseState",
+    "Table",
+    "WithTables",
+    "bags",
+    "embeddings",
+    "rowwise_adagrad",
+    "rowwise_sgd",
+]

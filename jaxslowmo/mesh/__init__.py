@@ -59,3 +59,17 @@ from ._replicas import on_mesh as on_mesh
 from ._replicas import replicate as replicate
 from ._replicas import replicate_as as replicate_as
 from ._replicas import sharded_like as sharded_like
+
+# What users may use; the rest is for other packages.
+__all__ = [
+    "Divergence",
+    "OutOfSyncError",
+    "SyncReport",
+    "VirtualMesh",
+    "check_in_sync",
+    "check_same_tree",
+    "consensus",
+    "make_mesh",
+    "replicate",
+    "virtual_mesh",
+]

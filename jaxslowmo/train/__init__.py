@@ -23,3 +23,29 @@ from .step import TrainStep as TrainStep
 from .step import bounded as bounded
 from .step import make_train_step as make_train_step
 from .step import recommended_compiler_options as recommended_compiler_options
+
+# What users may use; the rest is for other packages.
+__all__ = [
+    "AheadStep",
+    "Evaluate",
+    "GradientWindow",
+    "Hook",
+    "InputPipelineReport",
+    "InputStageTimes",
+    "Log",
+    "StepResult",
+    "Sweep",
+    "SweepState",
+    "TrainPipeline",
+    "TrainState",
+    "TrainStep",
+    "WeightedBatch",
+    "bounded",
+    "host_mean",
+    "make_train_step",
+    "recommended_compiler_options",
+    "set_hyperparams",
+    "train_loop",
+    "typed_keys",
+    "uneven_batches",
+]

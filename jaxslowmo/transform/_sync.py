@@ -59,8 +59,8 @@ class Event:
     Let y be the parameters after the optimizer's update. `run((updates, others, state), now)`
     returns the three afterwards, where `updates` is what is added to `now.params`, and `others`
     are further floating arrays: average them if you average y, else return them as they are. It is
-    called inside the mapped axes, for one replica, and traced under `js.phase_scope(name)`; with
-    `forms` it opens that scope itself, by the name of the form that it runs.
+    called inside the mapped axes, for one replica, and traced under `js.spec.phase_scope(name)`;
+    with `forms` it opens that scope itself, by the name of the form that it runs.
 
     Attributes:
       name: its name in phases and reports.

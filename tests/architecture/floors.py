@@ -6,15 +6,14 @@ from pathlib import Path
 from architecture.imports import PACKAGE, TORCH, TREES, imports_of
 
 TOP_LEVEL = ""  # the `__init__.py` of a tree
-API = "_api"  # what the top level re-exports, at the first use of one of the names
 ON_JAX = "on_jax"  # the one part of torch_compat on jax's engine
 
 # A package imports only from lower floors; packages on one floor do not import each other.
 FLOORS: dict[str, float] = {
     "_support": -1, "_version": -1, "tree": 0, "topology": 0, "mesh": 1, "language": 1,
     "data": 2, "models": 2, "tracing": 2, "collectives": 2, "transform": 3, "algorithms": 4,
-    "gradients": 4, "pipeline": 5, "embedding": 5, "reports": 6, "train": 7, "checkpoint": 8,
-    API: 9, TOP_LEVEL: 9.5, "cli": 10, "__main__": 11,
+    "gradients": 4, "pipeline": 5, "embedding": 5, "sparse": 5, "reports": 6, "train": 7,
+    "checkpoint": 8, TOP_LEVEL: 9, "cli": 10, "__main__": 11,
 }  # fmt: skip
 TORCH_FLOORS: dict[str, float] = {
     "memory": -1, "autograd_threads": 0, "batches": 0, "errors": 0, "master": 0, "samples": 0,
@@ -23,8 +22,8 @@ TORCH_FLOORS: dict[str, float] = {
     "synchronizer": 3, ON_JAX: 4, "xla_worker": 4, "manager": 5, TOP_LEVEL: 6, "examples": 7,
 }  # fmt: skip
 # Units that may import less than lower floors: `import jaxslowmo.topology` must work without jax.
-ONLY = {TOP_LEVEL: {API, "topology", "_version"}, "topology": set()}
-LAZY = {API, ON_JAX}  # loaded when one of their names is used
+ONLY = {TOP_LEVEL: {"_version"}, "topology": set()}
+LAZY = {ON_JAX}  # loaded when one of their names is used
 # These may need an extra. All others import, at module level, only what the core installs.
 BEYOND_CORE = {"language", "data", "models", "checkpoint", "cli", "__main__", "examples"}
 CORE_DEPENDENCIES = {"jax", "jaxlib", "numpy", "optax"}
@@ -43,10 +42,9 @@ def _inside(floors: dict[str, float], importer: str, imported: str, eager: bool)
     """What is wrong with an import inside of a tree; "" if nothing is."""
     if importer == imported:
         return ""
-    if floors is FLOORS and importer in ONLY:
-        if imported not in ONLY[importer]:
-            return f"{importer or 'the top level'} must not import {imported}"
-    elif not floors.get(imported, 99) < floors[importer] or imported == API:
+    strict = floors is FLOORS and importer in ONLY and (eager or importer != TOP_LEVEL)
+    allowed = imported in ONLY[importer] if strict else floors.get(imported, 99) < floors[importer]
+    if not allowed:
         return f"{importer or 'the top level'} must not import {imported or 'the top level'}"
     return f"loads {imported} before it is used" if imported in LAZY and eager else ""
 

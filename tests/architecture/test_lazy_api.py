@@ -1,8 +1,9 @@
-"""`import jaxslowmo` loads neither jax nor optax; a name of `_api` does, at its first use.
+"""`import jaxslowmo` loads neither jax nor optax; a name loads the package that has it.
 
 `pip install .` brings jax, optax and numpy, and using all names needs no more.
 """
 
+import ast
 import importlib.metadata
 import pickle
 import subprocess
@@ -12,10 +13,9 @@ from pathlib import Path
 import pytest
 
 import jaxslowmo as js
-from jaxslowmo import _api
 from support.waiting import PATIENCE_SECONDS
 
-NAMES = [name for name in vars(_api) if not name.startswith("_")]
+INIT = ast.parse(Path(js.__file__).read_text("utf-8"))
 EXTRAS = ["flax", "grain", "matplotlib", "orbax", "orbax.checkpoint", "rich", "typer"]
 
 
@@ -25,6 +25,26 @@ def run_python(code: str) -> str:
     done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_SECONDS)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
+
+
+def test_what_type_checkers_read_is_what_python_does():
+    for_checkers = next(n for n in INIT.body if isinstance(n, ast.If)).body
+    imports = [(node.module, alias) for node in for_checkers for alias in node.names]
+    assert [alias.asname for _, alias in imports] == [alias.name for _, alias in imports]
+    assert {alias.name for _, alias in imports} == set(js.__all__)
+    for module, alias in imports:
+        # A module says its place itself: `from .collectives import codecs`.
+        place = f"jaxslowmo.{module}" if module else "jaxslowmo"
+        scope = {}
+        exec(f"from {place} import {alias.name} as found", scope)
+        assert getattr(js, alias.name) is scope["found"]
+
+
+def test_the_top_level_stays_small():
+    names = [name for name in js.__all__ if not isinstance(getattr(js, name), type(js))]
+    assert len(names) <= 80
+    states = [name for name in names if name.endswith(("Report", "State", "Times", "Result"))]
+    assert states == ["TrainState"]
 
 
 def test_all_names_are_used_without_the_extras_that_are_not_even_looked_for():
@@ -61,6 +81,7 @@ def test_an_import_and_what_tools_ask_of_every_module_load_no_jax():
     code = (
         "import inspect, sys, jaxslowmo as js, jaxslowmo.topology\n"
         "inspect.unwrap(js), inspect.getdoc(js), hasattr(js, '__wrapped__'), hasattr(js, '_x')\n"
+        "dir(js), js.__all__, js.topology.ring\n"
         "print([m for m in ('jax', 'optax') if m in sys.modules])"
     )
     assert run_python(code) == "[]"
@@ -69,12 +90,19 @@ def test_an_import_and_what_tools_ask_of_every_module_load_no_jax():
     assert run_python(without + code) == "((1, 2), (2, 0), (0, 1))"
 
 
-def test_every_name_of_the_api_is_that_of_the_package_and_classes_survive_pickling():
-    for name in NAMES:
-        assert getattr(js, name) is getattr(_api, name)
-        if isinstance(getattr(js, name), type):
-            assert pickle.loads(pickle.dumps(getattr(js, name))) is getattr(js, name)
-    data = pickle.dumps(js.CommRow)  # loads where nothing is imported
+def test_a_name_loads_no_package_that_it_does_not_need():
+    heavy = ("embedding", "gradients", "pipeline", "reports", "train")
+    code = (
+        "import sys, jaxslowmo as js\njs.slowmo, js.local_sgd, js.make_mesh, js.chain\n"
+        f"print([name for name in {heavy} if f'jaxslowmo.{{name}}' in sys.modules])"
+    )
+    assert run_python(code) == "[]"
+
+
+def test_classes_survive_pickling():
+    for cls in (js.TrainState, js.Policy, js.reports.CommRow, js.algorithms.LocalSGDState):
+        assert pickle.loads(pickle.dumps(cls)) is cls
+    data = pickle.dumps(js.reports.CommRow)  # loads where nothing is imported
     assert run_python(f"import pickle; print(pickle.loads({data!r}).__name__)") == "CommRow"
 
 
@@ -83,7 +111,7 @@ def test_first_use():
     uses = [
         "from jaxslowmo import local_sgd as found",
         "from jaxslowmo import *; found = local_sgd",
-        "import jaxslowmo as js; dir(js); found = vars(js)['local_sgd']",
+        "import jaxslowmo as js; js.local_sgd; found = vars(js)['local_sgd']",
         "import jaxslowmo as js; found = js.algorithms.local_sgd",
         "import jaxslowmo as js; js.make_train_step; found = js.algorithms.local_sgd",
         # What was set before the first use stays.
@@ -96,7 +124,7 @@ def test_first_use():
         "        del sys.modules[name]\n"
         "    scope = {}\n"
         "    exec(use, scope)\n"
-        "    from jaxslowmo._api import local_sgd\n"
+        "    from jaxslowmo.algorithms import local_sgd\n"
         "    print(scope['found'] is local_sgd)"
     )
     assert run_python(code).split() == ["True"] * len(uses)
@@ -105,12 +133,10 @@ def test_first_use():
 def test_a_star_import_and_dir_have_the_public_names_only():
     scope = {}
     exec("from jaxslowmo import *", scope)
-    assert scope.keys() - {"__builtins__"} == {*NAMES, "topology"}
+    assert scope.keys() - {"__builtins__"} == set(js.__all__)
     listed = run_python("import jaxslowmo; print(*dir(jaxslowmo))").split()
-    assert {*NAMES, "topology", "__version__", "__doc__"} <= set(listed)
-    # Packages stand in it as soon as they are loaded.
-    packages = {p.parent.name for p in Path(js.__file__).parent.glob("*/__init__.py")}
-    assert {name for name in listed if not name.startswith("_")} <= {*NAMES, *packages}
+    assert {*js.__all__, "__version__", "__doc__"} <= set(listed)
+    assert {name for name in listed if not name.startswith("_")} == set(js.__all__)
 
 
 def test_an_unknown_name_is_an_attribute_error_and_a_missing_dependency_is_none():
@@ -121,7 +147,7 @@ def test_an_unknown_name_is_an_attribute_error_and_a_missing_dependency_is_none(
         code = (
             f"import sys, types; sys.modules['optax'] = {module}\n"
             "import jaxslowmo as js\n"
-            "for use in ('from jaxslowmo import local_sgd', 'js.local_sgd', 'dir(js)'):\n"
+            "for use in ('from jaxslowmo import local_sgd', 'js.local_sgd', 'js.algorithms'):\n"
             "    try:\n        exec(use)\n"
             "    except ImportError as error:\n        print('optax' in str(error))"
         )

@@ -10,29 +10,20 @@ from jaxslowmo import checkpoint, data, models
 
 
 def public_names(module: types.ModuleType) -> dict[str, Any]:
-    """What `module` re-exports, and what its re-exported packages do, by dotted name."""
+    """What `module` re-exports, and what modules among that do, by dotted name."""
     found = {}
-    for name in dir(module):
-        if name.startswith("_"):
-            continue
+    # Without an `__all__` all that it re-exports is public, but for its folders.
+    for name in getattr(module, "__all__", None) or dir(module):
         value = getattr(module, name)
         if not isinstance(value, types.ModuleType):
-            found[name] = value
-        elif value.__name__ == f"jaxslowmo.{TOPICS.get(name)}":
+            found |= {} if name.startswith("_") else {name: value}
+        elif module is jaxslowmo:
             found |= {f"{name}.{key}": inner for key, inner in public_names(value).items()}
     return found
 
 
-# Packages that are themselves part of the public surface, as `jaxslowmo.<name>`.
-TOPICS = {
-    "topology": "topology",
-    "hooks": "gradients.reducer.hooks",
-    "codecs": "collectives.codecs",
-    "schedules": "pipeline.schedules",
-    "spec": "transform.spec",
-}
 PUBLIC = public_names(jaxslowmo)
-# Not loaded with the top level: imported by their own names.
+# No names of the top level: imported by their own names.
 for module in (checkpoint, data, models):
     topic = module.__name__.partition(".")[2]
     PUBLIC |= {f"{topic}.{key}": value for key, value in public_names(module).items()}

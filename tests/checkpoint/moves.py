@@ -23,7 +23,7 @@ class Run(ABC):
       params: one copy of its parameters, as it takes them.
     """
 
-    step: js.TrainStep
+    step: js.train.TrainStep
     params: Any
 
     def trained(self, state: js.TrainState, start: int, end: int) -> js.TrainState:

@@ -53,7 +53,7 @@ def make_step(
     mode: Any = "host",
     sync: js.ParameterTransform | None = None,
     optimizer: optax.GradientTransformation | None = None,
-) -> js.TrainStep:
+) -> js.train.TrainStep:
     """A step on a mesh, or on so many virtual replicas."""
     axis = ("node", "device") if name == "two levels" else "replica"
     reduced = js.all_reduce_gradients(axis, hook=js.hooks.int8(error_feedback=True))

@@ -24,7 +24,7 @@ def consensus(state: js.TrainState) -> dict[str, np.ndarray]:
     params, sync = state.params, state.opt_state[-1]
     gossip = getattr(sync, "base", sync)
     terms = [(np.ones(len(state.step)), params)]
-    if isinstance(gossip, js.SGPState):
+    if isinstance(gossip, js.algorithms.SGPState):
         terms = [(gossip.weight, params), *((a.weight, a.mean) for a in gossip.in_flight)]
     total = sum(np.sum(w, dtype=np.float64) for w, _ in terms)
     return {

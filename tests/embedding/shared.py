@@ -17,11 +17,11 @@ class Update(NamedTuple):
 
     embedded: dict[str, jax.Array]
     tables: dict[str, jax.Array]
-    state: js.RowwiseState
+    state: js.embedding.RowwiseState
     metrics: dict[str, jax.Array]
 
 
-def embeddings_of_all_kinds(**options: Any) -> js.Embeddings:
+def embeddings_of_all_kinds(**options: Any) -> js.embedding.Embeddings:
     """Return embeddings with tables of every way to shard and to pool."""
     kinds = [("row", "sum"), ("column", "mean"), ("table", "sum"), ("table", None)]
     tables = {
@@ -38,7 +38,7 @@ def loss_of(embedded: dict[str, jax.Array]) -> jax.Array:
     return sum(jnp.sum(x.astype(jnp.float32) ** 2) * (i + 1) for i, (_, x) in enumerate(parts))
 
 
-def per_device(emb: js.Embeddings, tables: Any, state: Any, bags: Any) -> Update:
+def per_device(emb: js.embedding.Embeddings, tables: Any, state: Any, bags: Any) -> Update:
     """Run one update on a device, within the axis."""
     requests = emb.exchange_ids(bags)
 
@@ -52,7 +52,7 @@ def per_device(emb: js.Embeddings, tables: Any, state: Any, bags: Any) -> Update
     return Update(embedded, tables, state, metrics)
 
 
-def update_of(emb: js.Embeddings, mesh: Any, *, check_vma: bool = True):
+def update_of(emb: js.embedding.Embeddings, mesh: Any, *, check_vma: bool = True):
     """Return `update(tables, state, bags) -> Update` on a mesh or on a number of devices."""
     run = functools.partial(per_device, emb)
     if emb.axis_name is None:

@@ -8,7 +8,7 @@ import pytest
 import jaxslowmo as js
 
 
-def emb_of(axis_name=None, **options) -> js.Embeddings:
+def emb_of(axis_name=None, **options) -> js.embedding.Embeddings:
     tables = {"user": js.Table(300, 2, features=("buyer", "seller")), "item": js.Table(1, 2)}
     return js.embeddings(tables, axis_name=axis_name, optimizer=js.rowwise_sgd(0.1), **options)
 

@@ -21,7 +21,7 @@ IDS = 16 // DEVICES * LENGTH  # of a device and table
 INT, FLOAT, HALF = 4, 4, 2
 
 
-def report(tables, num_shards=DEVICES, **options) -> js.CommReport:
+def report(tables, num_shards=DEVICES, **options) -> js.reports.CommReport:
     options = {"axis_name": "shard", "optimizer": js.rowwise_adagrad(0.1), **options}
     emb = js.embeddings(tables, **options).over(num_shards)
     stored = jax.eval_shape(emb.init, jax.random.key(0))
@@ -74,7 +74,7 @@ def test_specs_of_requests_are_those_of_what_an_exchange_returns():
     """Requests of columns are equal on all devices; weights are there where bags have them."""
     emb = embeddings_of_all_kinds().over(DEVICES)
     ids = jax.ShapeDtypeStruct((16, LENGTH), jnp.int32)
-    bags = {"t0": js.Bags(ids, jax.ShapeDtypeStruct(ids.shape, jnp.float32)), "t1": ids}
+    bags = {"t0": js.embedding.Bags(ids, jax.ShapeDtypeStruct(ids.shape, jnp.float32)), "t1": ids}
     specs = emb.request_specs(bags)
     assert (specs.asked, set(specs.weights)) == ({"t0": P("shard"), "t1": P()}, {"t0"})
     mesh = js.make_mesh({"shard": DEVICES}, devices=jax.devices()[:DEVICES])

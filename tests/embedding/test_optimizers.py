@@ -10,7 +10,7 @@ import numpy as np
 import jaxslowmo as js
 
 
-def emb_of(optimizer, dtype=jnp.float32, num_rows=8, dim=3) -> js.Embeddings:
+def emb_of(optimizer, dtype=jnp.float32, num_rows=8, dim=3) -> js.embedding.Embeddings:
     table = js.Table(num_rows, dim, dtype=dtype)
     return js.embeddings({"t": table}, axis_name=None, optimizer=optimizer)
 

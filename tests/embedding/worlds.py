@@ -30,7 +30,7 @@ ID_TYPES = ["int32", "int8", "uint16", "int64"]
 class World(NamedTuple):
     """Tables and everything that is fixed when their program is compiled."""
 
-    emb: js.Embeddings
+    emb: js.embedding.Embeddings
     rule: Rule
     mesh: jax.sharding.Mesh | None
     check_vma: bool

@@ -34,7 +34,7 @@ def sharded(specs):
     mesh = jax.sharding.AbstractMesh((2, 4), ("replica", "fsdp"))
     own = P("replica")
     mapped = jax.shard_map(
-        lambda grads: tx.update(grads, js.AllReduceGradientsState())[0],
+        lambda grads: tx.update(grads, js.gradients.AllReduceGradientsState())[0],
         mesh=mesh,
         in_specs=own,
         out_specs=P(),
@@ -123,7 +123,7 @@ SKIP_UNUSED = {
     "names of other leaves": Refusal(lambda: js.unused_names(skip(SGD), {"b": 1}), "zip"),
 }
 
-GRADIENT = js.RowGradient(jnp.array([1, 2]), jnp.ones((2, 3)), 4)
+GRADIENT = js.sparse.RowGradient(jnp.array([1, 2]), jnp.ones((2, 3)), 4)
 HALVED = jax.tree.map(lambda x: 0.5 * x, GRADIENT)
 ROWS, VALUES = jnp.zeros((4, 2), jnp.int32), jnp.ones((4, 2, 3))
 
@@ -132,7 +132,7 @@ def rows_option(axis_name="replica", **options):
     return js.all_reduce_rows(axis_name, **{"tables": ("t",), **options})
 
 
-def rows_update(leaf=lambda r, v: js.RowGradient(r, v, 4), weight=None, **options):
+def rows_update(leaf=lambda r, v: js.sparse.RowGradient(r, v, 4), weight=None, **options):
     tx = rows_option(**options)
 
     def step(rows, values):
@@ -150,7 +150,7 @@ def on_four(update, values):
 
 def summed_rows(values):
     tx = rows_option("axis")
-    return tx.update({"t": js.RowGradient(ROWS[0], values, 4)}, tx.init({"t": 0}))[0]
+    return tx.update({"t": js.sparse.RowGradient(ROWS[0], values, 4)}, tx.init({"t": 0}))[0]
 
 
 def summed_leaves(values):
@@ -163,11 +163,11 @@ def looked_up(**names):
 
 
 def coalesced(rows=GRADIENT.rows, values=GRADIENT.values, num_rows=4, **options):
-    return js.coalesce(js.RowGradient(rows, values, num_rows), **options)
+    return js.sparse.coalesce(js.sparse.RowGradient(rows, values, num_rows), **options)
 
 
 def touched(**options):
-    return js.gather_rows(VALUES[0], ROWS[0], **options).touched
+    return js.sparse.gather_rows(VALUES[0], ROWS[0], **options).touched
 
 
 SPARSE = {
@@ -184,7 +184,7 @@ SPARSE = {
     "unnamed": Refusal(lambda: rows_update(tables=(), dense=optax.identity()), "`tables`", "'t'"),
     "a weight": Refusal(lambda: rows_update(weight=jnp.ones(2)), "`weight`"),
     "scaled": Refusal(
-        lambda: rows_update(lambda r, v: js.RowGradient(v[:, 0], v, 4)), "'t'", "float32"
+        lambda: rows_update(lambda r, v: js.sparse.RowGradient(v[:, 0], v, 4)), "'t'", "float32"
     ),
     "an integer table": Refusal(lambda: rows_update(lambda r, v: r), "t", "int32"),
     "rows that jax has summed": Refusal(
@@ -197,16 +197,20 @@ SPARSE = {
         lambda: rows_update(lambda r, v: jnp.zeros((4, 3), jnp.int32)), "t", "int32"
     ),
     "two tables": Refusal(
-        lambda: GRADIENT + js.RowGradient(GRADIENT.rows, GRADIENT.values, 5), "float32[4, 3]"
+        lambda: GRADIENT + js.sparse.RowGradient(GRADIENT.rows, GRADIENT.values, 5), "float32[4, 3]"
     ),
-    "no floats": Refusal(lambda: js.row_gradient(ROWS, capacity=1), "`dense`", "int32[4, 2]"),
-    "indices": Refusal(lambda: js.gather_rows(VALUES[0], jnp.ones(2)), "integer", "'f'"),
-    "rows that were scaled": Refusal(lambda: js.coalesce(HALVED), "`gradient`", "float32"),
+    "no floats": Refusal(
+        lambda: js.sparse.row_gradient(ROWS, capacity=1), "`dense`", "int32[4, 2]"
+    ),
+    "indices": Refusal(lambda: js.sparse.gather_rows(VALUES[0], jnp.ones(2)), "integer", "'f'"),
+    "rows that were scaled": Refusal(lambda: js.sparse.coalesce(HALVED), "`gradient`", "float32"),
     "scaled rows as a table": Refusal(HALVED.to_dense, "to_dense", "float32"),
     "a row for each": Refusal(lambda: coalesced(GRADIENT.rows[:1]), "(1,)", (2, 3)),
     "integer values": Refusal(lambda: coalesced(values=GRADIENT.rows), "values", "int32"),
     "rows of another table": Refusal(
-        lambda: js.apply_rows(jnp.ones((5, 3)), GRADIENT, learning_rate=1.0), "`table`", (5, 3)
+        lambda: js.sparse.apply_rows(jnp.ones((5, 3)), GRADIENT, learning_rate=1.0),
+        "`table`",
+        (5, 3),
     ),
     "a lookup of no leaf": Refusal(lambda: looked_up(emb=ROWS), "`tables`", "emb"),
     "not the table": Refusal(lambda: jnp.dot(touched(), 1), "TouchedRows", "", TypeError),

@@ -72,7 +72,7 @@ def test_every_mesh_gives_the_weighted_mean_with_the_same_bits_on_all_devices(ki
     params, shares = params_and_shares("star, overlap")
     one = js.consensus(params, mesh=mesh, shares=shares)
     np.testing.assert_allclose(one["w"], EXACT, rtol=1e-5)
-    if not isinstance(mesh, js.VirtualMesh):
+    if not isinstance(mesh, js.mesh.VirtualMesh):
         for leaf in one.values():
             copies = [np.asarray(s.data) for s in leaf.addressable_shards]
             assert len(copies) == mesh.size
@@ -88,7 +88,7 @@ def test_gossip_has_the_weighted_mean_of_replicas_and_values_in_flight(name, pla
     np.testing.assert_allclose(one["w"], EXACT, rtol=1e-5)
     assert np.abs(np.asarray(state.params["w"]).mean(0) - EXACT).max() > 0.01  # the plain mean
     evaluate = js.Evaluate(lambda params, _: {"w": params["w"]}, mesh=step.mesh)
-    result = js.StepResult(STEPS, state, (), {}, {})
+    result = js.train.StepResult(STEPS, state, (), {}, {})
     np.testing.assert_array_equal(evaluate(result)["w"], one["w"])
     with pytest.raises(ValueError, match="`state`"):
         step.consensus(state.params)
@@ -168,7 +168,7 @@ def test_weights_of_only_some_leaves_are_refused():
         with pytest.raises(ValueError, match=r"js\.sgp"):
             step.consensus(state)
         with pytest.raises(ValueError, match=r"js\.sgp"):
-            js.Evaluate(lambda *_: {}, mesh=step.mesh)(js.StepResult(1, state, (), {}, {}))
+            js.Evaluate(lambda *_: {}, mesh=step.mesh)(js.train.StepResult(1, state, (), {}, {}))
 
 
 def test_regular_gossip_of_several_groups_has_the_plain_mean():

@@ -58,8 +58,8 @@ EXPECTED = [
 @pytest.mark.parametrize("kind", ["explicit", "virtual"])
 def test_every_leaf_and_replica_that_differs_is_listed(kind):
     mesh = MESHES[kind]({"replica": REPLICAS})
-    assert js.check_in_sync(params(), mesh=mesh) == js.SyncReport(8, REPLICAS, ())
-    with pytest.raises(js.OutOfSyncError) as caught:
+    assert js.check_in_sync(params(), mesh=mesh) == js.mesh.SyncReport(8, REPLICAS, ())
+    with pytest.raises(js.mesh.OutOfSyncError) as caught:
         js.check_in_sync(changed(), mesh=mesh)
     assert list(map(tuple, caught.value.divergences)) == EXPECTED
     said = str(caught.value)
@@ -69,7 +69,7 @@ def test_every_leaf_and_replica_that_differs_is_listed(kind):
 
 def test_tolerance_is_for_floating_leaves():
     mesh, tree = js.virtual_mesh({"replica": REPLICAS}), changed()
-    with pytest.raises(js.OutOfSyncError, match="by more than 1 ") as caught:
+    with pytest.raises(js.mesh.OutOfSyncError, match="by more than 1 ") as caught:
         js.check_in_sync(tree, mesh=mesh, tolerance=1.0)
     accepted = {("half", 1), ("layer/w", 1)}
     beyond = [(d.leaf, d.replica) for d in caught.value.divergences]
@@ -82,20 +82,20 @@ def test_tolerance_is_for_floating_leaves():
 def test_zeros_of_either_sign_differ_in_their_bits_only():
     zeros = {"z": jnp.array([[0.0], [-0.0]])}
     mesh = js.virtual_mesh({"replica": 2})
-    with pytest.raises(js.OutOfSyncError, match="z: replica 1 by 0 in 1 of 1 elements"):
+    with pytest.raises(js.mesh.OutOfSyncError, match="z: replica 1 by 0 in 1 of 1 elements"):
         js.check_in_sync(zeros, mesh=mesh)
     assert len(js.check_in_sync(zeros, mesh=mesh, tolerance=1e-30).divergences) == 1
-    assert js.check_in_sync({}, mesh=mesh) == js.SyncReport(0, 2, ())
+    assert js.check_in_sync({}, mesh=mesh) == js.mesh.SyncReport(0, 2, ())
 
 
 def test_the_error_travels_between_processes():
     """As what a worker of a pool raised does."""
     tree = {"w": jnp.ones((2, 3)).at[1, 2].set(2.0)}
-    with pytest.raises(js.OutOfSyncError, match=r"0\.5") as caught:
+    with pytest.raises(js.mesh.OutOfSyncError, match=r"0\.5") as caught:
         js.check_in_sync(tree, mesh=js.virtual_mesh({"replica": 2}), tolerance=0.5)
     caught.value.add_note("in epoch 3")
     found = pickle.loads(pickle.dumps(caught.value))
-    assert (type(found), str(found)) == (js.OutOfSyncError, str(caught.value))
+    assert (type(found), str(found)) == (js.mesh.OutOfSyncError, str(caught.value))
     assert found.divergences == caught.value.divergences != ()
     assert found.__notes__ == ["in epoch 3"]
 
@@ -106,7 +106,7 @@ def test_leaves_that_are_sharded_inside_a_replica(mesh_of):
     w[1, 5, 2] = 1.0
     place = NamedSharding(mesh, P("replica", "fsdp"))
     tree = {"w": jax.device_put(w, place), "b": jnp.ones((2, 3))}
-    with pytest.raises(js.OutOfSyncError, match="w: replica 1 by 1 in 1 of 24"):
+    with pytest.raises(js.mesh.OutOfSyncError, match="w: replica 1 by 1 in 1 of 24"):
         js.check_in_sync(tree, mesh=mesh, axis_name=("slice", "replica"))
     # Nothing of the table's size is moved to compare fingerprints.
     compiled = _fingerprints_fn(mesh, "replica", frozenset({"fsdp"})).lower([tree["w"]]).compile()
@@ -120,7 +120,9 @@ def test_copies_inside_a_replica_are_compared(mesh_of):
     blocks[3] = blocks[3] + np.array([[0.0, 0.25, 0.0]], np.float32)
     arrays = [jax.device_put(b, d) for b, d in zip(blocks, mesh.devices.ravel(), strict=True)]
     tree = {"w": jax.make_array_from_single_device_arrays((2, 3), place, arrays)}
-    with pytest.raises(js.OutOfSyncError, match=r"w: replica 1 \(device 1\) by 0.25 in 1 of 3"):
+    with pytest.raises(
+        js.mesh.OutOfSyncError, match=r"w: replica 1 \(device 1\) by 0.25 in 1 of 3"
+    ):
         js.check_in_sync(tree, mesh=mesh)
     virtual = js.virtual_mesh({"replica": 2, "device": 2})
     assert not js.check_in_sync({"w": jnp.ones((2, 3))}, mesh=virtual).divergences

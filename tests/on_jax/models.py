@@ -161,7 +161,7 @@ def assert_as_torch(
 
 def step_of(
     module: nn.Module, of_batch: Callable[..., Any] = loss, *, replicas: int = 2, **options: Any
-) -> tuple[js.TrainStep, js.TrainState]:
+) -> tuple[js.train.TrainStep, js.TrainState]:
     """A step with SGD for the module on so many devices, and its first state."""
     loss_fn, params, model_state = on_jax.as_loss(module, of_batch)
     mesh = js.make_mesh({"replica": replicas}, devices=jax.devices()[:replicas])

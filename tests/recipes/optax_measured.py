@@ -52,7 +52,7 @@ def batch_of(case: Case, x: np.ndarray, *, has_data: bool = True) -> Any:
     return x, scale, slope
 
 
-def started(case: Case) -> tuple[js.TrainStep, js.TrainState]:
+def started(case: Case) -> tuple[js.train.TrainStep, js.TrainState]:
     """A step that averages at some later time, and its state."""
     sync = js.local_sgd("replica", sync_every=PERIOD)
     with warnings.catch_warnings():

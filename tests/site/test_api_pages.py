@@ -12,18 +12,6 @@ import names
 import jaxslowmo
 
 DOCS = Path(__file__).parents[2] / "docs"
-# Modules whose own names are public, as users write them.
-TOPICS = [
-    "topology",
-    "hooks",
-    "codecs",
-    "schedules",
-    "spec",
-    "pipeline",
-    "checkpoint",
-    "data",
-    "models",
-]
 
 
 def rendered() -> dict[str, str]:
@@ -37,18 +25,21 @@ def rendered() -> dict[str, str]:
 def importable() -> set[str]:
     """Dotted public names, asked of the modules themselves."""
 
-    def below(prefix: str, module: types.ModuleType) -> set[str]:
-        kept = {k: v for k, v in vars(module).items() if not k.startswith("_")}
-        modules = {k for k, v in kept.items() if isinstance(v, types.ModuleType)}
-        return {f"{prefix}.{name}" for name in kept.keys() - modules}
-
-    modules = {f"jaxslowmo.{t}": importlib.import_module(f"jaxslowmo.{t}") for t in TOPICS[6:]}
-    modules |= {f"jaxslowmo.{t}": getattr(jaxslowmo, t) for t in TOPICS[:6]}
-    found = set().union(*(below(prefix, module) for prefix, module in modules.items()))
-    top = {n for n in jaxslowmo.__all__ if not isinstance(getattr(jaxslowmo, n), types.ModuleType)}
-    # A name that js.pipeline shares with the top level is described once, as the top level's.
-    found -= {f"jaxslowmo.pipeline.{name}" for name in top}
-    return found | {f"jaxslowmo.{name}" for name in top}
+    top = {name: getattr(jaxslowmo, name) for name in jaxslowmo.__all__}
+    modules = {k: v for k, v in top.items() if isinstance(v, types.ModuleType)}
+    for name in ("checkpoint", "data", "models"):  # imported by their own names
+        modules[name] = importlib.import_module(f"jaxslowmo.{name}")
+    found = {f"jaxslowmo.{name}" for name in top.keys() - modules}
+    for topic, module in modules.items():
+        public = getattr(module, "__all__", None) or [n for n in vars(module) if n[0] != "_"]
+        values = {name: getattr(module, name) for name in public}
+        # What a module shares with the top level is described once, as the top level's.
+        found |= {
+            f"jaxslowmo.{topic}.{name}"
+            for name, value in values.items()
+            if not isinstance(value, types.ModuleType) and top.get(name) is not value
+        }
+    return found
 
 
 def test_every_public_name_is_described_on_exactly_one_page():

@@ -18,7 +18,7 @@ KNOWN = names.targets()
         ("local_sgd(48)", "jaxslowmo.local_sgd"),
         ("js.make_mesh({'replica': 4})", "jaxslowmo.make_mesh"),
         ("js.topology.ring", "jaxslowmo.topology.ring"),
-        ("js.CommReport.wire_bytes", "jaxslowmo.CommReport"),
+        ("js.reports.CommReport.wire_bytes", "jaxslowmo.reports.CommReport"),
         ("TPUManager", "torch_compat.TPUManager"),
         ("jaxslowmo.checkpoint", None),  # a module
         ("init", None),  # words of English
@@ -40,6 +40,6 @@ def spans(path: Path) -> list[str]:
 
 @pytest.mark.parametrize("page", sorted(str(p.relative_to(DOCS)) for p in DOCS.rglob("*.md")))
 def test_what_pages_write_of_js_exists(page):
-    modules = {"js.topology", "js.hooks", "js.checkpoint", "js.data", "js.models"}
+    modules = {f"js.{topic}" for topic in names.TOPICS}
     for code in spans(DOCS / page):
         assert code in modules or names.target(code, KNOWN), code

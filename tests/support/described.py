@@ -51,7 +51,7 @@ def lowered_update(transform: Any, params: Any, mesh: Mesh, **options: Any) -> j
 
 def report_of_sync(
     sync: js.ParameterTransform, params: Any, mesh: Mesh, phase: tuple[str, ...] | None
-) -> js.CommReport:
+) -> js.reports.CommReport:
     """Return the `comm_report` of one update of `sync` alone, compiled for `mesh`.
 
     Args:
@@ -94,7 +94,7 @@ def lowered_step(
     """
     optimizer = optax.sgd(0.1) if optimizer is None else optimizer
 
-    def step_on(where: Any, **more: Any) -> js.TrainStep:
+    def step_on(where: Any, **more: Any) -> js.train.TrainStep:
         return js.make_train_step(
             loss,
             optimizer,
@@ -126,7 +126,7 @@ class _Compiled:
 
 def compiled_rows(
     kind: str, lowered: jax.stages.Lowered, compiled: jax.stages.Compiled, mesh: Mesh
-) -> tuple[js.CommRow, ...]:
+) -> tuple[js.reports.CommRow, ...]:
     """Return the collectives of a compiled program of `kind`, all of which have known axes."""
     program: Any = _Compiled(lowered, compiled)
     rows = js.comm_report_of({kind: program}, mesh=mesh).select(level="compiled")

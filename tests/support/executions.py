@@ -36,9 +36,9 @@ def one_step(
     return step
 
 
-def gossip_state(state: Any) -> js.SGPState:
+def gossip_state(state: Any) -> js.algorithms.SGPState:
     """Return the only `SGPState` in the state of a chain."""
-    is_gossip = lambda x: isinstance(x, js.SGPState)  # noqa: E731
+    is_gossip = lambda x: isinstance(x, js.algorithms.SGPState)  # noqa: E731
     (gossip,) = filter(is_gossip, jax.tree.leaves(state, is_leaf=is_gossip))
     return gossip
 

@@ -83,7 +83,7 @@ def lowered_average(
       **options: further arguments of `js.make_train_step`.
     """
 
-    def step_on(where: Any) -> js.TrainStep:
+    def step_on(where: Any) -> js.train.TrainStep:
         mode = "traced" if windowed else "host"
         options_of_step = {"gradients": gradients, "mode": mode, **options}
         return js.make_train_step(loss, optimizer, mesh=where, **options_of_step)

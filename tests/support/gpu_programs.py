@@ -176,7 +176,7 @@ def program(name: str) -> Program:
     return Program(mesh, compiled, read_facts(name, lowered, compiled, mesh, read_gpu_schedule))
 
 
-def report(name: str, **selected: Any) -> tuple[js.CommRow, ...]:
+def report(name: str, **selected: Any) -> tuple[js.reports.CommRow, ...]:
     """Return the rows of the `comm_report` of a program as compiled, by kind of step."""
     one = program(name)
     return js.comm_report_of(one.compiled, mesh=one.mesh).select(level="compiled", **selected)

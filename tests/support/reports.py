@@ -25,7 +25,7 @@ def loss(params, batch):
     return jnp.mean(out * params["scale"]) + jnp.sum(params["half"].astype(jnp.float32))
 
 
-def report(mesh, mode="traced", **parts) -> js.CommReport:
+def report(mesh, mode="traced", **parts) -> js.reports.CommReport:
     """Return the report of the lowered programs; compiling them would take most of the time."""
     step = js.make_train_step(loss, optax.adam(1e-3), mesh=mesh, mode=mode, **parts)
     traced = step.traced_by_phase(jax.eval_shape(step.init, PARAMS), BATCH)
@@ -33,7 +33,9 @@ def report(mesh, mode="traced", **parts) -> js.CommReport:
     return js.comm_report_of(lowered.get(None, lowered), compile=False)
 
 
-def rows(report: js.CommReport, kind: str, axis: str = "replica") -> set[tuple[str, int, int]]:
+def rows(
+    report: js.reports.CommReport, kind: str, axis: str = "replica"
+) -> set[tuple[str, int, int]]:
     """Return (collective, count, bytes) of all emitted collectives over the axis."""
     return {
         (r.collective, r.count, r.bytes)

@@ -83,7 +83,7 @@ class Sharded(abc.ABC):
         """Return the bytes that a device should send in a slow step: a scatter and a gather."""
         return round(2 * (self.replicas - 1) / self.replicas * 4 * self.on_a_device())
 
-    def step(self) -> js.TrainStep:
+    def step(self) -> js.train.TrainStep:
         sync: Any = js.local_sgd("replica", sync_every=12, param_specs=self.specs)
         if self.shard_state is not None:
             options: Any = {"param_specs": self.specs, "shard_state": self.shard_state}
@@ -95,7 +95,7 @@ class Sharded(abc.ABC):
     def loss_fn(self) -> Callable[..., Any]:
         return gpt_loss_fn(self.config, gpt_rules(self.mesh))
 
-    def state(self, step: js.TrainStep) -> js.TrainState:
+    def state(self, step: js.train.TrainStep) -> js.TrainState:
         """Return the shapes of the state, placed as `step.init` places it."""
         mesh = self.mesh
 

@@ -148,7 +148,7 @@ def _lowered(algorithm: str, place: Place) -> Mapping[str, jax.stages.Lowered]:
     return lowered_step(loss, params=PARAMS, batch=batch, mesh=place.mesh, **transforms)
 
 
-def emitted(algorithm: str, place: Place) -> js.CommReport:
+def emitted(algorithm: str, place: Place) -> js.reports.CommReport:
     """Return the report on what the programs of a step ask for, which are not compiled for it."""
     return js.comm_report_of(lowered(algorithm, place), mesh=place.mesh, compile=False)
 
@@ -198,7 +198,7 @@ class Facts(Generic[S]):
       temporary_bytes: memory besides, while it runs.
     """
 
-    rows: tuple[js.CommRow, ...]
+    rows: tuple[js.reports.CommRow, ...]
     schedule: S
     text: str
     argument_bytes: int

@@ -27,7 +27,7 @@ class Note:
         return {self.name: result.step}
 
 
-def make_step() -> js.TrainStep:
+def make_step() -> js.train.TrainStep:
     return js.make_train_step(
         lambda p, b: (jnp.mean((b @ p["w"]) ** 2), {"mean": b.mean()}),
         optax.sgd(0.1),

@@ -108,7 +108,9 @@ def test_an_update_runs_the_branch_of_its_own_exchange_alone():
     """A select would run all of them; the conditional stays one under three maps."""
     make = chain_of("slowmo")
     sweep = js.Sweep(loss_fn=loss_fn, make=make, settings=SETTINGS, replicas=REPLICAS)
-    run = jax.jit(lambda models, batches: sweep.run(js.SweepState(*models, count=0), batches)[1])
+    run = jax.jit(
+        lambda models, batches: sweep.run(js.train.SweepState(*models, count=0), batches)[1]
+    )
     state = sweep.init(stacked(parameters))
     program = run.lower((state.params, state.opt_state), stacked(batches)).as_text()
     assert program.count("stablehlo.case") == 1

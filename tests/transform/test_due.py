@@ -35,7 +35,7 @@ huge_ones = schedules_of(
 )
 
 
-def defined(schedule: js.Every, t: int) -> bool:
+def defined(schedule: js.spec.Every, t: int) -> bool:
     """The sentence of the contract."""
     if t <= schedule.start:
         return schedule.before == "all"
@@ -82,7 +82,7 @@ def test_a_period_beyond_the_counter_is_never_due(k, strict_promotion):
 
 
 def test_an_int_is_a_plain_schedule_and_schedules_are_values():
-    assert as_schedule(np.int64(3)) == js.every(3) == js.Every(3, 0, 0, "none")
+    assert as_schedule(np.int64(3)) == js.every(3) == js.spec.Every(3, 0, 0, "none")
     assert len({js.every(3), js.every(3), js.every(3, before="all")}) == 2
 
 

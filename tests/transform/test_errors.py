@@ -43,7 +43,7 @@ ROWS = {
     "start -1": schedule(start=-1),
     "offset": schedule(offset=0.5),
     "before": schedule(before="some"),
-    "class of a period": of(lambda: js.Every(0), "`k`", 0),
+    "class of a period": of(lambda: js.spec.Every(0), "`k`", 0),
     "axis": exchange("`axis_name`", "('',)", axis_name=("",)),
     "no axes": exchange("`axis_name`", "()", axis_name=()),
     "axis twice": exchange("`axis_name`", "('a', 'a')", axis_name=("a", "a")),

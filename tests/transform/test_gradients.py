@@ -110,7 +110,7 @@ def test_states_of_which_nobody_knows():
     tx = js.dynamic_loss_scale(js.chain(mean, adam, js.accumulate(optax.chain(mean), 2)))
     first, second = tx.spec.unknown(tx.init(PARAMS))
     assert jax.tree.structure(first) == jax.tree.structure(adam.init(PARAMS))
-    assert isinstance(second[0], js.AllReduceGradientsState)
+    assert isinstance(second[0], js.gradients.AllReduceGradientsState)
     assert js.chain(mean, clip).spec.unknown(((), ())) == []
 
 

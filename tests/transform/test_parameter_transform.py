@@ -30,7 +30,7 @@ class NotesState(NamedTuple):
 class Notes(js.spec.Sync):
     """Events that write down that they ran; `told` are their schedules, and what they replace."""
 
-    told: tuple[tuple[js.Every, bool], ...]
+    told: tuple[tuple[js.spec.Every, bool], ...]
     owner = "notes"
     state = NotesState
     axes = ("replica",)

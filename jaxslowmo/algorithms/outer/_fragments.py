@@ -150,7 +150,7 @@ def of_fragment(owner: str, fragment: Fragment, at: StatePlacement) -> StatePlac
     if at.form is not None:
         raise ValueError(
             f"{owner}: a state with several `fragments` can't be converted from parameters in "
-            "another form (`js.SavedForm`): restore it in the form in which it was saved."
+            "another form (`js.checkpoint.SavedForm`): restore it in the form that was saved."
         )
     specs = None if at.specs is None else tuple(at.specs[i] for i in fragment.places)
     return replace(at, specs=specs)

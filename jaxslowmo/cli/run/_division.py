@@ -45,7 +45,7 @@ class RunDevices:
       is_cpu: whether the devices are CPU devices, which share the cores of the host.
     """
 
-    mesh: jax.sharding.Mesh | js.VirtualMesh
+    mesh: jax.sharding.Mesh | js.mesh.VirtualMesh
     description: str
     is_virtual: bool
     is_cpu: bool
@@ -194,7 +194,7 @@ class Text:
 
 
 def divide_text(
-    config: TrainConfig, corpus: Corpus, mesh: Mesh | js.VirtualMesh | None = None
+    config: TrainConfig, corpus: Corpus, mesh: Mesh | js.mesh.VirtualMesh | None = None
 ) -> Text:
     """Divide the corpus among the replicas, and return the text of this process.
 
@@ -251,7 +251,7 @@ class RunBatches(Iterator[np.ndarray]):
         self,
         text: Text,
         config: TrainConfig,
-        mesh: Mesh | js.VirtualMesh,
+        mesh: Mesh | js.mesh.VirtualMesh,
     ) -> None:
         self._batches = TextBatches(
             text.shares,

@@ -40,7 +40,7 @@ class RunResult:
     status: str
     records: list[dict[str, Any]]
     summary: dict[str, Any]
-    statistics: js.StepReport | None = None
+    statistics: js.reports.StepReport | None = None
     saved: int | None = None
 
     @property

@@ -68,7 +68,7 @@ class Keeper:
         self,
         config: TrainConfig,
         folder: RunFolder,
-        step: js.TrainStep,
+        step: js.train.TrainStep,
         params: Any,
         *,
         cluster: Cluster,

@@ -79,7 +79,7 @@ class RunFiles:
     def _write_config(self) -> None:
         write_json(self._folder.config, self._config)
 
-    def finish(self, summary: dict[str, Any], statistics: js.StepReport | None) -> None:
+    def finish(self, summary: dict[str, Any], statistics: js.reports.StepReport | None) -> None:
         """Write summary.json, and statistics.json if there are statistics."""
         if not self._writes:
             return

@@ -89,7 +89,7 @@ class Form:
         """Return a tree like that of `init_gpt`, from the one that `step.consensus` returns."""
         return tree if self.layers is None else self.layers.join(tree)
 
-    def init(self, seed: int, mesh: Mesh | js.VirtualMesh) -> Any:
+    def init(self, seed: int, mesh: Mesh | js.mesh.VirtualMesh) -> Any:
         """Return one copy of the initial parameters, for `step.init`.
 
         They depend on the seed, not on the mesh.

@@ -162,7 +162,7 @@ class Algorithm:
     gradients: optax.GradientTransformation | None
     sync: js.ParameterTransform | None
 
-    def make_step(self, loss_fn: Any, config: TrainConfig, **options: Any) -> js.TrainStep:
+    def make_step(self, loss_fn: Any, config: TrainConfig, **options: Any) -> js.train.TrainStep:
         """Return the training step; `options` are further arguments of `js.make_train_step`."""
         return js.make_train_step(
             loss_fn,

@@ -63,7 +63,9 @@ class ByteLedger:
         self.sent = sent
 
     @classmethod
-    def of_step(cls, step: js.TrainStep, state: Any, batch: Any, *, sent: int = 0) -> "ByteLedger":
+    def of_step(
+        cls, step: js.train.TrainStep, state: Any, batch: Any, *, sent: int = 0
+    ) -> "ByteLedger":
         """Return the ledger of a step, from its programs, which are neither compiled nor run."""
         report = emitted(step, state, batch)
         inner = math.prod(size for name, size in step.mesh.shape.items() if name != "replica")
@@ -100,7 +102,7 @@ class ByteLedger:
         return max(rounds, default=always) if event == "round" else always
 
 
-def emitted(step: js.TrainStep, state: Any, batch: Any) -> js.CommReport:
+def emitted(step: js.train.TrainStep, state: Any, batch: Any) -> js.reports.CommReport:
     """Return the collectives of a step's programs, which are traced and neither compiled nor run.
 
     These are the collectives that the algorithm emits. To read those that a backend executes, every
@@ -172,7 +174,7 @@ class Recorder:
 
     def step(
         self,
-        result: js.StepResult,
+        result: js.train.StepResult,
         *,
         evaluate: Callable[[], Mapping[str, float]] | None = None,
         now: bool = False,

@@ -17,7 +17,7 @@ from ._division import RunBatches
 from ._keeper import Keeper, Progress
 from ._recorder import Recorder
 
-Evaluation = Callable[[js.StepResult], Mapping[str, float]]
+Evaluation = Callable[[js.train.StepResult], Mapping[str, float]]
 
 
 @dataclasses.dataclass
@@ -36,7 +36,7 @@ class Session:
     """
 
     config: TrainConfig
-    step: js.TrainStep | js.MeasuredStep
+    step: js.train.TrainStep | js.reports.MeasuredStep
     evaluate: Evaluation
     batches: RunBatches
     recorder: Recorder
@@ -98,7 +98,7 @@ class Session:
         self.batches.position = pipeline.position
         return status, state, done
 
-    def _after(self, result: js.StepResult) -> str | None:
+    def _after(self, result: js.train.StepResult) -> str | None:
         """Record and save after a step; return the status with which to end, or None."""
         config, is_last = self.config, result.step == self.config.steps
         if self.keeper is not None:
@@ -122,11 +122,11 @@ class Session:
                 self.keeper.save(result.state, self._progress(result), wait=bool(stop))
         return stop or ("finished" if is_early else None)
 
-    def _progress(self, result: js.StepResult) -> Progress:
+    def _progress(self, result: js.train.StepResult) -> Progress:
         recorder = self.recorder
         return Progress(result.step, result.position, recorder.bytes_sent, recorder.best)
 
-    def _evaluate(self, result: js.StepResult) -> Mapping[str, float]:
+    def _evaluate(self, result: js.train.StepResult) -> Mapping[str, float]:
         with self.stop.besides_steps():
             return self.evaluate(result)
 

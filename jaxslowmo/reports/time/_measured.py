@@ -196,7 +196,7 @@ class MeasuredStep:
 
 
 class MeasuredAhead:
-    """A `js.AheadStep` of a measured step, whose updates count as those of that step.
+    """A `js.train.AheadStep` of a measured step, whose updates count as those of that step.
 
     Args:
       ahead: the step that `step.ahead` returned.

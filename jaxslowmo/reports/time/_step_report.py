@@ -46,7 +46,7 @@ class KindOfStep:
 
 @dataclass(frozen=True)
 class StepReport:
-    """The times of a `js.MeasuredStep`; `str(report)` is a table.
+    """The times of a `js.reports.MeasuredStep`; `str(report)` is a table.
 
     Attributes:
       iteration: number of steps so far.

@@ -161,7 +161,7 @@ def test_half_precision_is_measured_in_float32():
 
 
 def test_rows_are_clipped_and_hidden_leaves_and_integers_are_not():
-    rows = js.RowGradient(jnp.array([1, 4, 1, 5]), jnp.ones((4, 2)), num_rows=5)
+    rows = js.sparse.RowGradient(jnp.array([1, 4, 1, 5]), jnp.ones((4, 2)), num_rows=5)
     grads = {"table": rows, "w": jnp.array([1.0, 2.0]), "steps": jnp.array([7])}
     tx = js.clip_by_global_norm(0.5)
     clipped, state = tx.update(grads, tx.init({"w": grads["w"]}))

@@ -34,7 +34,7 @@ def program(mesh, tx, *, specs=True, **told):
     def per_replica(grads, weight):
         grads = jax.tree.map(lambda x: x[0], grads)
         weight = {} if weight is None else {"weight": weight[0]}
-        means, _ = tx.update(grads, js.AllReduceGradientsState(), **told, **weight)
+        means, _ = tx.update(grads, js.gradients.AllReduceGradientsState(), **told, **weight)
         return jax.tree.map(lambda x: jax.lax.pcast(x, "replica", to="varying")[None], means)
 
     mapped = jax.shard_map(

@@ -36,7 +36,7 @@ def reduced(axis_name="replica", **options):
     tx = js.all_reduce_rows(axis_name, **options)
 
     def step(rows, values, weight=None):
-        grads = {"table": js.RowGradient(rows, values, NUM_ROWS)}
+        grads = {"table": js.sparse.RowGradient(rows, values, NUM_ROWS)}
         grads, state = tx.update(grads, tx.init({"table": None}), weight=weight)
         return grads["table"], state
 
@@ -48,7 +48,7 @@ def of_array(axis_name="replica", **options):
     tx = js.all_reduce_rows(axis_name, tables=("table",), **options)
 
     def step(rows, values, weight=None):
-        grads = {"table": js.RowGradient(rows, values, NUM_ROWS).to_dense(), "other": values}
+        grads = {"table": js.sparse.RowGradient(rows, values, NUM_ROWS).to_dense(), "other": values}
         grads, state = tx.update(grads, tx.init(grads), weight=weight)
         assert grads["other"] is values
         return grads["table"], state
@@ -78,7 +78,7 @@ def all_ways(rows, values, weight):
 
 def as_arrays(mean):
     """Per replica as a table; rows must be sorted, each once, padding behind and zero."""
-    if not isinstance(mean, js.RowGradient):
+    if not isinstance(mean, js.sparse.RowGradient):
         return np.asarray(mean)
     rows, values = np.asarray(mean.rows), np.asarray(mean.values)
     for r, v in zip(rows, values, strict=True):
@@ -109,7 +109,7 @@ def test_every_way_gives_the_weighted_mean():
             assert np.asarray(state.needed).tolist() == [distinct] * len(rows), name
     # An optimizer may decay the rows that a mean names: those of an idle replica alone are not.
     used = {*rows[weight > 0].ravel().tolist(), NUM_ROWS}
-    named = [np.asarray(x.rows) for x, _ in found.values() if isinstance(x, js.RowGradient)]
+    named = [np.asarray(x.rows) for x, _ in found.values() if isinstance(x, js.sparse.RowGradient)]
     assert named
     assert all(set(each.ravel().tolist()) <= used for each in named)
     assert not {*rows.ravel().tolist()} <= used
@@ -140,7 +140,9 @@ def test_any_sizes_without_weights(replicas, num_rows, size, capacity, tail, see
     def step(rows, values):
         found = {}
         for name, tx in transforms.items():
-            (mean,), state = tx.update([js.RowGradient(rows, values, num_rows)], tx.init([None]))
+            (mean,), state = tx.update(
+                [js.sparse.RowGradient(rows, values, num_rows)], tx.init([None])
+            )
             found[name] = mean.to_dense() if name == "as rows" else mean, state
         return found
 
@@ -172,7 +174,7 @@ def test_several_axes_at_once():
     means, overflows = jax.jit(run)(rows, values)
     assert overflows == 1
     for mean in means:
-        table = mean.to_dense() if isinstance(mean, js.RowGradient) else mean
+        table = mean.to_dense() if isinstance(mean, js.sparse.RowGradient) else mean
         np.testing.assert_allclose(table, dense_of(rows, values).mean(0), **CLOSE)
 
 
@@ -196,7 +198,7 @@ def test_other_leaves_go_to_the_dense_transform_with_its_state():
     )
 
     def step(rows, values, bias):
-        table = js.RowGradient(rows, values, NUM_ROWS)
+        table = js.sparse.RowGradient(rows, values, NUM_ROWS)
         params = {"deep": {"table": jnp.zeros(table.shape)}, "bias": bias}
         state = tx.init(params)
         for _ in range(2):

@@ -19,8 +19,8 @@ def dense_of(rows, values, num_rows):
 
 
 # Few sizes, since each compiles programs of its own.
-coalesce = jax.jit(js.coalesce, static_argnames="capacity")
-to_dense = jax.jit(js.RowGradient.to_dense)
+coalesce = jax.jit(js.sparse.coalesce, static_argnames="capacity")
+to_dense = jax.jit(js.sparse.RowGradient.to_dense)
 
 
 @settings(max_examples=10)
@@ -34,7 +34,7 @@ to_dense = jax.jit(js.RowGradient.to_dense)
 def test_coalescing_keeps_the_sum(rows, capacity, tail):
     num_rows = 7
     values = np.random.default_rng(len(rows)).normal(size=(len(rows), *tail)).astype("float32")
-    gradient = js.RowGradient(jnp.array(rows, jnp.int32), jnp.asarray(values), num_rows)
+    gradient = js.sparse.RowGradient(jnp.array(rows, jnp.int32), jnp.asarray(values), num_rows)
     whole = dense_of(rows, values, num_rows)
     np.testing.assert_allclose(to_dense(gradient), whole, atol=1e-6)
     found, distinct, overflow = coalesce(gradient, capacity=capacity)
@@ -53,7 +53,7 @@ def test_coalescing_keeps_the_sum(rows, capacity, tail):
 
 def test_half_precision_is_summed_in_float32():
     ones = jnp.ones((4096, 1), jnp.bfloat16)
-    gradient = js.RowGradient(jnp.zeros(4096, jnp.int32), ones, 2)
+    gradient = js.sparse.RowGradient(jnp.zeros(4096, jnp.int32), ones, 2)
     for dense in (to_dense(gradient), to_dense(coalesce(gradient).gradient)):
         assert dense.dtype == jnp.bfloat16
         assert dense[0, 0] == 4096  # one after the other in bfloat16, 1s stop adding at 256
@@ -61,7 +61,7 @@ def test_half_precision_is_summed_in_float32():
 
 def test_rows_of_a_dense_gradient():
     dense = jnp.zeros((6, 2)).at[1, 1].set(-0.5).at[4, 0].set(jnp.nan)
-    row_gradient = jax.jit(js.row_gradient, static_argnames="capacity")
+    row_gradient = jax.jit(js.sparse.row_gradient, static_argnames="capacity")
     found, distinct, overflow = row_gradient(dense, capacity=3)
     assert (found.rows.tolist(), int(distinct), int(overflow)) == ([1, 4, 6], 2, 0)
     np.testing.assert_array_equal(found.to_dense(), dense)

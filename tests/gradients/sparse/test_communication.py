@@ -12,11 +12,11 @@ REPLICAS, NUM_ROWS, ENTRIES, ROW_BYTES = 4, 1000, 6, 4 * 5
 TABLE_BYTES = NUM_ROWS * ROW_BYTES
 
 
-def report(weighted=False, num_rows=NUM_ROWS, **options) -> js.CommReport:
+def report(weighted=False, num_rows=NUM_ROWS, **options) -> js.reports.CommReport:
     tx = js.all_reduce_rows("replica", **options)
 
     def per_device(rows, values):
-        grads = {"table": js.RowGradient(rows, values, num_rows)}
+        grads = {"table": js.sparse.RowGradient(rows, values, num_rows)}
         weight = values[0, 0] if weighted else None
         out = tx.update(grads, tx.init({"table": 0}), weight=weight)
         return jax.tree.map(lambda x: x[None], out)

@@ -33,7 +33,7 @@ def test_every_step_is_that_of_torch(case):
     def step(params, state, batch):
         _, grads = value_and_grad(params, batch)
         grads, state = tx.update(grads, state, params)
-        emb = js.apply_rows(params["emb"], grads["emb"], learning_rate=meta["lr"])
+        emb = js.sparse.apply_rows(params["emb"], grads["emb"], learning_rate=meta["lr"])
         bias = optax.apply_updates(params["bias"], -meta["lr"] * grads["bias"])
         return {"emb": emb, "bias": bias}, state, grads
 

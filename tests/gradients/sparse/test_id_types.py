@@ -85,17 +85,17 @@ def test_gradients_made_by_hand(dtype, strict_promotion):
     def program(rows, values):
         found = {}
         for n in rows:
-            gradient, one = js.RowGradient(rows[n], values[n], n), jnp.ones(1, jnp.float32)
-            other = js.RowGradient(jnp.array([n - 1], jnp.int32), one, n)
+            gradient, one = js.sparse.RowGradient(rows[n], values[n], n), jnp.ones(1, jnp.float32)
+            other = js.sparse.RowGradient(jnp.array([n - 1], jnp.int32), one, n)
             means = {
                 way: tx.update({"t": gradient}, tx.init({"t": None})) for way, tx in ways.items()
             }
             table = jnp.zeros(n, jnp.float32)
             dense = {
                 "whole": gradient.to_dense(),
-                "once": js.coalesce(gradient).gradient.to_dense(),
+                "once": js.sparse.coalesce(gradient).gradient.to_dense(),
                 **{way: mean["t"] for way, (mean, _) in means.items()},
-                "moved": -2 * js.apply_rows(table, gradient, learning_rate=0.5),
+                "moved": -2 * js.sparse.apply_rows(table, gradient, learning_rate=0.5),
             }
             invalid = [state.invalid for _, state in means.values()]
             found[n] = dense, (gradient + other, other + gradient), invalid
@@ -115,15 +115,15 @@ def test_gradients_made_by_hand(dtype, strict_promotion):
 
 def test_numbers_of_four_bits():
     ids = jnp.asarray([0, 3, 7, 3]).astype("int4")
-    found = jax.jit(js.gather_rows)(jnp.arange(20.0)[:, None], ids)
+    found = jax.jit(js.sparse.gather_rows)(jnp.arange(20.0)[:, None], ids)
     assert found.touched.rows.tolist() == [0, 3, 7, 20]
-    whole = jax.jit(js.RowGradient.to_dense)(js.RowGradient(ids, jnp.ones(4), 20))
+    whole = jax.jit(js.sparse.RowGradient.to_dense)(js.sparse.RowGradient(ids, jnp.ones(4), 20))
     np.testing.assert_array_equal(whole, summed([0, 3, 7, 3], np.ones(4), 20))
 
 
 def test_rows_of_a_dense_gradient_are_int32():
     with jax.enable_x64(True):
         found = jax.eval_shape(
-            lambda x: js.row_gradient(x, capacity=300), jnp.ones((300, 1))
+            lambda x: js.sparse.row_gradient(x, capacity=300), jnp.ones((300, 1))
         ).gradient
     assert found.rows.dtype == jnp.int32

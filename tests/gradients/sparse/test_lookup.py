@@ -62,7 +62,7 @@ def test_rows_that_are_missing_are_nan(tokens, looked_up, capacity):
 
 
 def test_overflow_of_gathered_rows_is_counted():
-    found = js.gather_rows(jnp.ones((9, 2)), jnp.array([8, 1, 1, 5]), capacity=2)
+    found = js.sparse.gather_rows(jnp.ones((9, 2)), jnp.array([8, 1, 1, 5]), capacity=2)
     assert found.overflow == 1
     assert found.touched.rows.tolist() == [1, 5]
     assert found.positions.tolist() == [2, 0, 0, 1]

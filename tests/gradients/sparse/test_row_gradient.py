@@ -16,13 +16,13 @@ def test_dtypes_are_kept_under_x64(dtype, strict_promotion):
     @jax.jit
     def found_in(table, values):
         loss = lambda p, i: jnp.sum(p["t"][i] ** 2)  # noqa: E731
-        gradient = js.RowGradient(jnp.array([1, 3, 1]), values, 4)
+        gradient = js.sparse.RowGradient(jnp.array([1, 3, 1]), values, 4)
         looked_up = js.row_value_and_grad(loss, lambda i: {"t": i})({"t": table}, jnp.array([2, 2]))
         return {
             "to_dense": gradient.to_dense(),
-            "coalesce": js.coalesce(gradient).gradient.to_dense(),
-            "row_gradient": js.row_gradient(table, capacity=4).gradient.values,
-            "apply_rows": js.apply_rows(table, gradient, learning_rate=0.1),
+            "coalesce": js.sparse.coalesce(gradient).gradient.to_dense(),
+            "row_gradient": js.sparse.row_gradient(table, capacity=4).gradient.values,
+            "apply_rows": js.sparse.apply_rows(table, gradient, learning_rate=0.1),
             "row_value_and_grad": looked_up[1]["t"].to_dense(),
         }
 
@@ -40,7 +40,7 @@ def test_dtypes_are_kept_under_x64(dtype, strict_promotion):
 
 def test_an_optimizer_does_not_take_rows_for_gradients():
     params = {"t": jnp.ones((4, 2))}
-    grads = {"t": js.RowGradient(jnp.array([1]), jnp.ones((1, 2)), 4)}
+    grads = {"t": js.sparse.RowGradient(jnp.array([1]), jnp.ones((1, 2)), 4)}
     updates, _ = optax.sgd(0.1).update(grads, optax.sgd(0.1).init(params))
     with pytest.raises((ValueError, TypeError)):
         optax.apply_updates(params, updates)

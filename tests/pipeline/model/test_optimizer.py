@@ -127,7 +127,7 @@ def test_ours_see_all_stages_and_count_tied_leaves_once(mesh_of):
     found, _ = trained(pipe, mesh, optimizer(None))
     known, _ = trained(MODEL, js.virtual_mesh({"replica": 2}), optimizer(once))
     assert_close(pipe.layout.unstack_like(found.params), known.params)
-    both = [parts_of(s.opt_state, js.ClipByGlobalNormState)[0] for s in (found, known)]
+    both = [parts_of(s.opt_state, js.gradients.ClipByGlobalNormState)[0] for s in (found, known)]
     assert_close(*both)
     assert (np.asarray(both[0].clip_factor) < 1).all()
 

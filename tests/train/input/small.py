@@ -19,7 +19,7 @@ BATCHES = np.random.default_rng(1).normal(size=(9, 4, 3)).astype(np.float32)
 
 
 @functools.cache
-def small_step(kind: str = "virtual") -> js.TrainStep:
+def small_step(kind: str = "virtual") -> js.train.TrainStep:
     """The same compiled programs for all tests."""
     axes = {"replica": 2}
     return js.make_train_step(
@@ -32,7 +32,7 @@ def small_step(kind: str = "virtual") -> js.TrainStep:
     )
 
 
-def start(step: js.TrainStep) -> js.TrainState:
+def start(step: js.train.TrainStep) -> js.TrainState:
     return step.init({"w": np.ones(3, np.float32)})
 
 

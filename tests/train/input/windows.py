@@ -16,7 +16,7 @@ PARAMS = {"w": np.zeros(NUM, np.float32)}
 
 
 @functools.cache
-def telling_step() -> js.TrainStep:
+def telling_step() -> js.train.TrainStep:
     """Its gradient is the batch, so its parameters tell which batches each update was made of."""
     return js.make_train_step(
         lambda params, batch: jnp.mean(batch @ params["w"]),
