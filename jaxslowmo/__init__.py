@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from . import sparse as sparse
     from . import topology as topology
     from . import train as train
+    from .algorithms import LocalSGDState as LocalSGDState
     from .algorithms import diloco as diloco
     from .algorithms import hierarchical_local_sgd as hierarchical_local_sgd
     from .algorithms import local_sgd as local_sgd
@@ -32,7 +33,9 @@ if TYPE_CHECKING:
     from .algorithms import slow_momentum as slow_momentum
     from .algorithms import slowmo as slowmo
     from .collectives import codecs as codecs
+    from .embedding import Bags as Bags
     from .embedding import Table as Table
+    from .embedding import WithTables as WithTables
     from .embedding import bags as bags
     from .embedding import embeddings as embeddings
     from .embedding import rowwise_adagrad as rowwise_adagrad
@@ -73,6 +76,7 @@ if TYPE_CHECKING:
     from .train import Sweep as Sweep
     from .train import TrainPipeline as TrainPipeline
     from .train import TrainState as TrainState
+    from .train import WeightedBatch as WeightedBatch
     from .train import bounded as bounded
     from .train import host_mean as host_mean
     from .train import make_train_step as make_train_step
@@ -96,10 +100,10 @@ else:  # hidden from type checkers, to which `__getattr__` would make every name
     # Which package has which of the names above.
     _NAMES = {
         "algorithms": (
-            "diloco hierarchical_local_sgd local_sgd only_finite read_anchor sgp "
+            "LocalSGDState diloco hierarchical_local_sgd local_sgd only_finite read_anchor sgp "
             "slow_momentum slowmo"
         ),
-        "embedding": "Table bags embeddings rowwise_adagrad rowwise_sgd",
+        "embedding": "Bags Table WithTables bags embeddings rowwise_adagrad rowwise_sgd",
         "gradients": (
             "Policy accumulate all_reduce_gradients clip_by_global_norm dynamic_loss_scale "
             "loss_scale_of post_local_gradients skip_unused unused_names"
@@ -112,9 +116,9 @@ else:  # hidden from type checkers, to which `__getattr__` would make every name
         "sparse": "all_reduce_rows row_value_and_grad",
         "tracing": "check_all_used ready_order unused_parameters",
         "train": (
-            "Evaluate Log Sweep TrainPipeline TrainState bounded host_mean make_train_step "
-            "recommended_compiler_options set_hyperparams train_loop typed_keys "
-            "uneven_batches"
+            "Evaluate Log Sweep TrainPipeline TrainState WeightedBatch bounded host_mean "
+            "make_train_step recommended_compiler_options set_hyperparams train_loop "
+            "typed_keys uneven_batches"
         ),
         "transform": (
             "GradientSpec GradientTransform ParameterTransform chain every "

@@ -50,7 +50,7 @@ def test_the_longest_bag_is_the_length_unless_there_is_one():
 
 
 def test_bags_are_trees():
-    assert jax.tree.map(jnp.shape, js.bags([[1, 2]])) == js.embedding.Bags((1, 2), None)
+    assert jax.tree.map(jnp.shape, js.bags([[1, 2]])) == js.Bags((1, 2), None)
 
 
 def test_features_may_be_missing_and_inputs_finds_them_anywhere():
@@ -69,5 +69,5 @@ def test_arrays_of_other_libraries_are_numpys():
         def __array__(self, dtype=None, copy=None):
             return np.array([[3, -1]])
 
-    found = bags_of({"a": Tensor(), "b": js.embedding.Bags(Tensor())}, ("a", "b"), None)
+    found = bags_of({"a": Tensor(), "b": js.Bags(Tensor())}, ("a", "b"), None)
     assert [bags.ids.tolist() for bags in found.values()] == [[[3, -1]], [[3, -1]]]

@@ -40,7 +40,7 @@ def of_batch(batch, inputs=None):
 
 
 def of_feature(ids, weights=None):
-    return of_batch({"a": ids if weights is None else js.embedding.Bags(ids, weights)})
+    return of_batch({"a": ids if weights is None else js.Bags(ids, weights)})
 
 
 def bags(rows=(1, 2), **options):

@@ -247,7 +247,7 @@ OF_TABLES = {
 
 
 def with_tables_of(stored):
-    return step_of(1, **none).init(js.embedding.WithTables(DENSE, stored))
+    return step_of(1, **none).init(js.WithTables(DENSE, stored))
 
 
 @functools.cache

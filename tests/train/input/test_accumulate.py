@@ -150,7 +150,7 @@ def test_a_pipeline_is_the_calls_it_stands_for(
             for i in itertools.islice(number, length):
                 weight = np.float32([1 + i % 2, i % 3]) if weighted else None
                 held.append((BATCHES[i % 9], weight))
-                given_.append(js.train.WeightedBatch(*held[-1]) if weighted else BATCHES[i % 9])
+                given_.append(js.WeightedBatch(*held[-1]) if weighted else BATCHES[i % 9])
             iterator = iter(given_)
             while True:
                 if trained in evaluations:
