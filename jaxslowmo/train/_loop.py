@@ -16,7 +16,7 @@ from ..mesh import AnyMesh, consensus
 from ..transform import Every, ParameterTransform, as_schedule
 from ..tree import at_least_float32, leaf_names
 from ._train_state import TrainState, updates_of
-from .input import Partial, StepResult, TrainPipeline, at_most, check_accumulation
+from .input import Partial, StepResult, TrainPipeline, check_accumulation
 from .step.update import averaged
 
 
@@ -253,15 +253,11 @@ def train_loop(
     if prefetch is None:
         prefetch = 0 if isinstance(batches, Iterator) else _PREFETCH
     done = _done(state, end)
-    left = None if end is None else max(0, end - done)
     pipeline = TrainPipeline(
-        step,
-        state,
-        at_most(iter(batches), left, accumulate),
-        depth=prefetch,
-        accumulate=accumulate,
-        partial=partial,
+        step, state, batches, depth=prefetch, accumulate=accumulate, partial=partial
     )
+    if end is not None:
+        pipeline._take_at_most(max(0, end - done) * accumulate)
     return _run(pipeline, end, tuple(hooks), done)
 
 

@@ -15,7 +15,7 @@ from .._support.coordinator import NoNoteError, forget, gather_notes
 from .._support.types import AxisName, PyTree
 from ..mesh import AnyMesh, axis_names, replica_count
 from ..tree import leaf_names
-from .batches import from_parts, is_of_processes, own_parts, processes_of, topic_of
+from ._batches import from_parts, is_of_processes, own_parts, processes_of, topic_of
 
 OnExhausted = Literal["follow", "raise"]
 _OWNER = "uneven_batches"

@@ -2,19 +2,53 @@
 
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 import jax
+import numpy as np
 
 from ..._support.checks import as_int, check_choice
-from ..._support.types import PyTree
-from .._train_state import TrainState
-from ..step import AheadMode
-from ._feed import Feed, InputStages, Prepared, Stage, step_method
-from ._input_report import Clock, InputPipelineReport, InputStageTimes
-from ._updates import Evaluation, LookaheadStep, Partial, StepResult, Training
+from ..._support.types import Phase, PyTree
+from .._batches import count_here
+from .._train_state import TrainState, updates_of
+from ..step import AheadMode, BoundedStep
+from ._loader import Batch, Loader
+from ._stage_times import Clock, InputPipelineReport, InputStageTimes
+
+Partial = Literal["step", "discard", "error"]
+Stage = Callable[[PyTree], PyTree]
+_MAX_COUNTS = 32  # steps whose counts stay on the devices, so that reading them does not wait
+
+
+@dataclass
+class StepResult:
+    """The result of one step.
+
+    Attributes:
+      step: number of updates so far, this one included: the state's own count, unless `start` of
+        `js.train_loop` says otherwise.
+      state: state after the step. The next step donates its buffers, so read it before that.
+      metrics: arrays on the devices, stacked per replica; reading them waits for the step.
+      phase: what the step exchanged, `()` for a local step; see `js.phase_name`.
+      reports: what the hooks returned, merged in their order.
+      position: what `get_state()` of the batches returned right after the batch of this step; None
+        if they have no `get_state`. It does not include batches that were loaded ahead, or those
+        of an incomplete update. Save it with the state.
+      is_update: False for a batch whose gradients wait for those of the following batches, with
+        `js.TrainPipeline(accumulate=...)`; `step` is then the number of the last update.
+    """
+
+    step: int
+    state: TrainState
+    metrics: dict[str, jax.Array]
+    phase: Phase
+    reports: dict[str, Any] = field(default_factory=dict)
+    position: Any = None
+    is_update: bool = True
 
 
 class TrainPipeline(Iterator[Any]):
@@ -73,6 +107,7 @@ class TrainPipeline(Iterator[Any]):
         does not include batches that are loaded ahead, or that wait for the rest of an update.
       partial_update: the `js.StepResult` of the update that `partial="step"` made when the batches
         ended, whose metrics are means over its batches; None at any other time.
+      trains: True if the pipeline trains its own state, False if it evaluates that of another.
 
     Raises:
       ValueError: accumulate < 1, or > 1 where the pipeline evaluates or the step is a function;
@@ -103,39 +138,47 @@ class TrainPipeline(Iterator[Any]):
     ) -> None:
         _check(step, stages, depth, timeout)
         check_accumulation(accumulate, partial)
-        depth, accumulate = int(depth), int(accumulate)  # such as NumPy integers
-        self._refuse_ids = step_method(step, "refuse_ids")
-        prepare = InputStages(step, stages)
-        read = _state_reader(state)
-        has_next = depth > 0 and read is None
-        step = self._with_lookahead(step, has_next, mode, num_exact=num_exact, room=room)
-        runner: Training | Evaluation
-        if read is None:
-            runner = Training(step, state, accumulate, partial)
-        elif accumulate > 1:
+        self._depth, self._accumulate = int(depth), int(accumulate)  # such as NumPy integers
+        self._drain, self._partial = drain, partial
+        self._state, self._read_state = state, _state_reader(state)
+        self.trains = self._read_state is None
+        if accumulate > 1 and not self.trains:
             raise ValueError(
                 f"`accumulate`={accumulate} batches make one update, and a pipeline that evaluates "
                 "makes none: leave it out."
             )
-        else:
-            runner = Evaluation(step, read)
-        # The feed reads the state of `runner`: a reference to `self` would keep the thread alive.
-        self._runner = runner
-        self._feed = Feed(
-            prepare,
-            depth=depth,
-            drain=drain,
-            timeout=timeout,
-            state=lambda: runner.state,
-            looks_ahead=self._tables is not None,
-        )
+        if accumulate > 1 and not (hasattr(step, "collect") and hasattr(step, "apply")):
+            raise ValueError(
+                f"`accumulate`={accumulate} needs a step of js.make_train_step, got "
+                f"{getattr(step, '__name__', type(step).__name__)}."
+            )
+        self._place, self._refuse_ids = _method(step, "place"), _method(step, "refuse_ids")
+        # A `TrainStep` limits how many calls run at once by itself.
+        self._step: Any = step if self._place else BoundedStep(step)
+        self._set_ahead(step, mode, num_exact=num_exact, room=room)
+        if stages is None:
+            stages = () if self._place or jax.process_count() > 1 else (_put_arrays,)
+        self._stages = [
+            (Clock(name), BoundedStep(stage))
+            for name, stage in zip(_names(stages), stages, strict=True)
+        ]
+        # An update of several batches: those that were collected, and the position after them.
+        self._window: Any = None
+        self._num_collected, self._window_position = 0, None
+        self._num_updates = updates_of(state) if self.trains else 0
+        self.partial_update: StepResult | None = None
+        # Batches that are ready, oldest first; what was raised in place of one ends the queue.
+        self._held: deque[Batch | BaseException] = deque()
+        self._loader = Loader(is_ahead=self._depth > 0, timeout=timeout)
+        weakref.finalize(self, self._loader.close, wait=False)
+        self._is_open = self._is_closed = False  # open: the end of the iterator was not reported
+        self.position: Any = None
         if batches is not None:
-            runner.position = self._feed.give(iter(batches)).position()
-        self._clocks = [self._feed.load_clock, *prepare.clocks, Clock("step")]
+            self.position = self._loader.give(iter(batches)).position()
+        self._place_clock, self._step_clock = Clock("place"), Clock("step")
+        self._wait_clock = Clock("wait")
         self._start: float | None = None
         self._end = self._inside = 0.0
-        self._has_batches = batches is not None
-        self._drain, self._is_closed = drain, False
 
     def __iter__(self) -> "TrainPipeline":
         return self
@@ -172,22 +215,23 @@ class TrainPipeline(Iterator[Any]):
         if self._is_closed:
             raise ValueError("`progress` of a js.TrainPipeline that was closed: make another one.")
         if iterator is not None:
-            self._feed.give(iterator)
-            self._has_batches = True
-        if not self._has_batches:
+            before = self._loader.source
+            self._is_open &= self._loader.give(iterator) is before
+        if self._loader.source is None:
             raise ValueError("progress: `iterator` must be given where there were no `batches`.")
         start = time.perf_counter()
         self._start = start if self._start is None else self._start
         try:
             self.refuse_ids(num_running=1)  # before a batch is taken, since that would be lost
-            batch = self._feed.next()
+            batch = self._next()
+            self.partial_update = None
             if batch is None:
                 self.refuse_ids()
-                if self._drain:
-                    self._runner.end()
+                if self._drain and self._num_collected:
+                    self._end_window()
                 raise StopIteration
-            result = self._clocks[-1](self._runner, batch)
-            self._feed.prepare()
+            result = self._step_clock(self._use, batch)
+            self._prepare()
             return result
         finally:
             self._end = time.perf_counter()
@@ -206,51 +250,195 @@ class TrainPipeline(Iterator[Any]):
             self._refuse_ids(num_running)
 
     @property
-    def trains(self) -> bool:
-        """True if the pipeline trains its own state, False if it evaluates that of another."""
-        return isinstance(self._runner, Training)
-
-    @property
     def state(self) -> Any:
         """The state after the last result."""
-        return self._runner.state
+        return self._state if self._read_state is None else self._read_state()
 
     @state.setter
     def state(self, state: Any) -> None:
-        # An evaluation's is that of another pipeline, which can only be read.
-        self._runner.state = state  # pyright: ignore[reportAttributeAccessIssue]
+        self._state, self._read_state = state, None
+
+    # Batches: loaded, held, taken.
+
+    def _take_at_most(self, num_batches: int) -> None:
+        """Take no more than so many batches from the iterator."""
+        self._loader.num_left = num_batches
+
+    def _next(self) -> Batch | None:
+        """Return the next batch, or None after the last one.
+
+        Raises:
+          TimeoutError: the batch did not come in time; the next call waits for it again.
+          BaseException: what the iterator or a stage raised in place of the batch.
+        """
+        if not self._is_open:
+            self._loader.open()
+            self._is_open = True
+        num_kept = 0 if self._drain else self._depth
+        while len(self._held) <= num_kept and not self._has_failed:
+            if not self._hold(self._depth + 1, wait=True):
+                self._is_open = False
+                return None
+        if self._ahead is not None:
+            self._hold_another()
+        first = self._held.popleft()
+        if isinstance(first, BaseException):
+            raise first
+        return first
+
+    def _hold_another(self) -> None:
+        """Wait until a second batch is held; the first stays held, so that Ctrl-C loses neither."""
+        try:
+            while len(self._held) < 2 and not self._has_failed:
+                if not self._hold(self._depth + 1, wait=True):
+                    break
+        except TimeoutError:
+            if jax.process_count() > 1:  # the others run a program that needs that batch
+                raise
+
+    def _prepare(self) -> None:
+        """Prepare the batches that are loaded, or in several processes wait for the next one."""
+        # Several processes must prepare the same batches between the same two steps.
+        waits = jax.process_count() > 1
+        num_ahead = min(self._depth, 1) if waits else self._depth
+        while len(self._held) < num_ahead and not self._has_failed:
+            try:
+                if not self._hold(self._depth, wait=waits):
+                    break
+            except TimeoutError:  # raised again when the batch is needed
+                break
+        self._loader.allow(self._depth - len(self._held))
 
     @property
-    def position(self) -> Any:
-        """The position of the iterator right after the last batch that is in the state."""
-        return self._runner.position
+    def _has_failed(self) -> bool:
+        return bool(self._held) and isinstance(self._held[-1], BaseException)
 
-    @property
-    def partial_update(self) -> StepResult | None:
-        """The result of the update of the batches that were left when their iterator ended."""
-        return self._runner.partial_update if isinstance(self._runner, Training) else None
+    def _hold(self, limit: int, *, wait: bool) -> bool:
+        """Prepare and hold one more batch, at most `limit`; return False if there is none (yet)."""
+        self._loader.allow(limit - len(self._held))
+        take = self._loader.take
+        item = self._wait_clock(take, wait=True) if wait else take(wait=False)
+        if isinstance(item, Batch):
+            try:
+                item = self._prepared(*item)
+            except Exception as error:  # raised later, in the turn of this batch
+                item = error
+        if item is not None:
+            self._held.append(item)
+        return item is not None
 
-    def _with_lookahead(self, step: Any, has_next: bool, mode: Any, **options: Any) -> Any:
-        """Return a step that also does the table exchange of the next batch, if it has tables."""
-        self._tables: LookaheadStep | None = None
+    def _prepared(self, batch: PyTree, weight: Any, position: Any) -> Batch:
+        """Place a batch and run the stages on it, without waiting for the devices."""
+        if self._place:
+            # Stages may make the ids of tables, so ids are checked after the last stage.
+            options = {"check_ids": False} if self._stages else {}
+            batch, weight = self._place_clock(
+                self._place, batch, weight, state=self.state, **options
+            )
+        for clock, stage in self._stages:
+            batch = clock(stage, batch)
+        if self._place and self._stages:
+            # Check the output of the stages now: later the error would come with another batch.
+            batch, weight = self._place(batch, weight, state=self.state)
+        return Batch(batch, weight, position)
+
+    # Steps.
+
+    def _use(self, batch: Batch) -> Any:
+        """Run the step on a batch: evaluate it, collect its gradients or update the state."""
+        if not self.trains:
+            result = self._call(batch)
+            self.position = batch.position
+            return result
+        if self._num_collected + 1 == self._accumulate:
+            windowed = {"window": self._window} if self._accumulate > 1 else {}
+            return self._update(lambda: self._call(batch, **windowed), batch.position)
+        self._window, metrics = self._call(
+            batch, collect=True, window=self._window, num_batches=self._accumulate - 1
+        )
+        self._num_collected += 1
+        self._window_position = batch.position
+        return StepResult(
+            self._num_updates, self.state, metrics, (), position=self.position, is_update=False
+        )
+
+    def _update(self, call: Callable[[], Any], position: Any) -> StepResult:
+        next_phase = getattr(self._step, "next_phase", None)
+        phase = () if next_phase is None else next_phase(self.state)
+        result = call()
+        if not isinstance(result, tuple) or len(result) != 2:
+            raise ValueError(
+                "`step` must return `(state, metrics)` where `state` is one to train, got "
+                f"{type(result).__name__}; to evaluate, give a pipeline or a function that returns "
+                "the state."
+            )
+        self.state, metrics = result
+        self.position = position
+        self._num_updates += 1
+        self._window, self._num_collected = None, 0
+        return StepResult(self._num_updates, self.state, metrics, phase, position=position)
+
+    def _end_window(self) -> None:
+        """Treat the batches that were collected when the batches end as `partial` says."""
+        if self._partial == "error":
+            raise ValueError(
+                f"`batches` ended after {self._num_collected} of the {self._accumulate} of an "
+                'update (`accumulate`), and `partial`="error". They wait: batches of another '
+                "iterator complete the update."
+            )
+        if self._partial == "discard":
+            self._window, self._num_collected = None, 0
+            return
+        apply = self._step.apply
+        self.partial_update = self._update(
+            lambda: apply(self.state, self._window), self._window_position
+        )
+
+    def _call(self, batch: Batch, **options: Any) -> Any:
+        """Call the step, with `collect` its `collect`; for tables request the next batch's rows."""
+        if self._ahead is None:
+            step = self._step.collect if options.pop("collect", False) else self._step
+            weight = () if batch.weight is None else (batch.weight,)
+            return step(self.state, batch.batch, *weight, **options)
+        requested, requested_for = self._requested
+        if requested_for is not batch.batch:
+            requested = self._ahead.prime(self.state, batch.batch)
+        following = self._held[0] if self._held else None
+        following = following.batch if isinstance(following, Batch) else None
+        new, metrics, requested = self._ahead(
+            self.state, batch.batch, requested, following, batch.weight, **options
+        )
+        self._requested = requested, following
+        self._counts.append({n: x for n, x in metrics.items() if n.startswith("embeddings/")})
+        self._read_counts(_MAX_COUNTS)
+        return new, metrics
+
+    def _set_ahead(self, step: Any, mode: Any, **options: Any) -> None:
+        """Make `self._ahead`, which also does the table exchange of the next batch, if needed."""
+        self._ahead: Any = None
+        self._requested: Any = None, None  # rows, and the batch for which they were requested
+        self._counts: deque[dict[str, Any]] = deque()
+        self._num_resent = self._num_requested = 0
+        has_next = self._depth > 0 and self.trains
         needs_next = mode != "exact" or bool(options["num_exact"])
         if needs_next and not has_next:
             raise ValueError(
                 f"`mode`={mode!r} and its {options} need a pipeline that trains with "
                 "`depth` > 0: without a batch ahead no rows can be requested from the tables."
             )
-        if not needs_next and not (has_next and getattr(step, "embeddings", None) is not None):
-            return step
-        if not hasattr(step, "ahead"):
-            raise ValueError(f"`mode`={mode!r} needs a step of js.make_train_step with tables.")
-        self_ref = weakref.ref(self)  # a strong reference would keep the thread alive
+        if needs_next or (has_next and getattr(step, "embeddings", None) is not None):
+            if not hasattr(step, "ahead"):
+                raise ValueError(f"`mode`={mode!r} needs a step of js.make_train_step with tables.")
+            self._ahead = step.ahead(mode, **options)
 
-        def upcoming() -> Prepared | None:
-            pipeline = self_ref()
-            return None if pipeline is None else pipeline._feed.peek()
-
-        self._tables = LookaheadStep(step.ahead(mode, **options), step, upcoming)
-        return self._tables
+    def _read_counts(self, num_kept: int) -> None:
+        """Add up the counts of all but the last `num_kept` steps, and wait for those."""
+        while len(self._counts) > num_kept:
+            for name, count in self._counts.popleft().items():
+                if name.endswith("/resent"):
+                    self._num_resent += count_here(count)
+                elif name.endswith("/asked"):
+                    self._num_requested += count_here(count)
 
     def report(self) -> InputPipelineReport:
         """Return the times of the stages so far.
@@ -260,26 +448,32 @@ class TrainPipeline(Iterator[Any]):
 
         Communication: none.
         """
+        self._read_counts(0)
+        patches = self._ahead is not None and self._ahead.mode == "patched"
         seconds = 0.0 if self._start is None else self._end - self._start
+        placing = [self._place_clock] if self._place else []
+        stages = [clock for clock, _ in self._stages]
+        clocks = [self._loader.clock, *placing, *stages, self._step_clock]
         return InputPipelineReport(
             stages=tuple(
-                InputStageTimes(
-                    clock.name, clock.count, clock.seconds, max(0.0, seconds - clock.seconds)
-                )
-                for clock in self._clocks
+                InputStageTimes(x.name, x.count, x.seconds, max(0.0, seconds - x.seconds))
+                for x in clocks
             ),
-            batches=self._clocks[-1].count,
-            held=self._feed.num_held,
+            batches=self._step_clock.count,
+            held=len(self._held),
             seconds=seconds,
-            waiting_seconds=self._feed.wait_clock.seconds,
+            waiting_seconds=self._wait_clock.seconds,
             caller_seconds=seconds - self._inside,
-            resent_share=None if self._tables is None else self._tables.resent_share,
+            resent_share=(
+                self._num_resent / self._num_requested if patches and self._num_requested else None
+            ),
         )
 
     def close(self) -> None:
         """End the thread and drop the batches that are held; state and position stay."""
         self._is_closed = True
-        self._feed.close()
+        self._loader.close()
+        self._held.clear()
 
     def __enter__(self) -> "TrainPipeline":
         return self
@@ -291,6 +485,28 @@ class TrainPipeline(Iterator[Any]):
         traceback: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def _method(step: Any, name: str) -> Any:
+    """Return a method of a step, or of the object whose method the step is; None if missing."""
+    return getattr(step, name, None) or getattr(getattr(step, "__self__", None), name, None)
+
+
+def _put_arrays(batch: PyTree) -> PyTree:
+    """Return the batch with numeric arrays on the default device; other leaves stay."""
+
+    def put(x: Any) -> Any:
+        is_array = isinstance(x, np.ndarray) and x.dtype.kind in "biufc"
+        return jax.device_put(x) if is_array or isinstance(x, jax.Array) else x
+
+    return jax.tree.map(put, batch)
+
+
+def _names(stages: Sequence[Stage]) -> list[str]:
+    names = [getattr(stage, "__name__", type(stage).__name__) for stage in stages]
+    if len(set(names)) == len(names):
+        return names
+    return [f"{name} {i}" for i, name in enumerate(names, 1)]
 
 
 def _state_reader(state: Any) -> Callable[[], Any] | None:

@@ -13,9 +13,9 @@ from ..._support.types import Phase, PyTree
 from ...embedding import Ahead, Carry
 from ...mesh import AnyMesh, VirtualMesh, axis_names
 from ...transform import ParameterTransform
+from .._batches import HostBatch, Placing
 from .._hyperparams import NumberPlaces, number_places, replace_numbers
 from .._train_state import StateLayout, TrainState
-from ..batches import Comparison, HostBatch, Placing, is_of_processes
 from ._beside_steps import BesideSteps
 from ._in_flight import StepsInFlight
 from ._step_programs import (
@@ -150,8 +150,7 @@ class Runner:
         self.embeddings, self._warn = parts.lookup.embeddings, warn_once()
         self.layouts = Layouts(mesh, parts.axis_name, parts.lookup, parts.sync)
         lookup = parts.lookup if parts.lookup.embeddings is not None else None
-        compare = Comparison(mesh, host_batch) if is_of_processes(mesh) else None
-        self.placing = Placing(mesh, parts.axis_name, host_batch, lookup, compare)
+        self.placing = Placing(mesh, parts.axis_name, host_batch, lookup)
         self.programs = Programs(parts, mesh, donate, self._warn)
         self.in_flight = StepsInFlight()
         self._counts = HostCounts()
@@ -176,7 +175,7 @@ class Runner:
     ) -> tuple[PyTree, Any]:
         """Return a batch and its weight, placed on the devices; see `TrainStep.place`."""
         layout = self.layouts.last if state is None else self.layouts.of(state)
-        batch, weight = self.placing.compared(batch, weight, layout, check_ids=check_ids)
+        batch, weight = self.placing.compared(batch, weight, layout.data_axes, check_ids=check_ids)
         if isinstance(self.mesh, VirtualMesh):
             batch = self.placing.copied(batch)
         return batch, weight
@@ -186,7 +185,7 @@ class Runner:
     ) -> StepInputs:
         """Check the arguments of a step, compare them between processes, and place the batch."""
         self.refuse(state)
-        batch, weight = self.placing.compared(batch, weight, self.layouts.of(state))
+        batch, weight = self.placing.compared(batch, weight, self.layouts.of(state).data_axes)
         if window is not None:
             self.refuse_window(window, state, weight)
         return StepInputs(batch, weight, window)
@@ -216,7 +215,7 @@ class Runner:
         self.placing.refuse_counted()
         layout = self.layouts.of(state)
         inputs = self.dispatched(add_to_window(fits=True), layout, state, inputs)
-        leaves, structure = jax.tree.flatten(self.placing.share(inputs.batch, layout))
+        leaves, structure = jax.tree.flatten(self.placing.share(inputs.batch, layout.data_axes))
         self._collected = share = structure, tuple(leaves)
         if inputs.window is not None:
             room = self._counts.get(inputs.window.count) or Room(0, None)
@@ -295,8 +294,8 @@ class Runner:
         """Return the compiled program of an update, compiling it if needed; nothing runs."""
         refuse_non_state(state)
         layout = self.layouts.of(state)
-        batch, weight = self.placing.placed(inputs.batch, inputs.weight, layout)
-        upcoming, _ = self.placing.placed(inputs.upcoming, None, layout)
+        batch, weight = self.placing.placed(inputs.batch, inputs.weight, layout.data_axes)
+        upcoming, _ = self.placing.placed(inputs.upcoming, None, layout.data_axes)
         inputs = inputs._replace(batch=batch, weight=weight, upcoming=upcoming)
         self._replace_numbers(state)
         task = update(self._phase(state), windowed=inputs.window is not None, ahead=ahead)

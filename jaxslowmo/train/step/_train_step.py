@@ -13,8 +13,8 @@ from ...mesh import AnyMesh, Shares, VirtualMesh, consensus
 from ...tracing import ready_order
 from ...transform import phase_name
 from ...tree import check_arrays
+from .._batches import HostBatch, as_arrays
 from .._train_state import TrainState, started
-from ..batches import HostBatch, as_arrays
 from ._ahead import AheadMode, AheadStep
 from ._settings import compare_settings
 from ._step_programs import EVALUATE, abstract, update
@@ -322,7 +322,7 @@ class TrainStep:
         runner = self._runner
         if runner.parts.differentiation.dispatched is not None:
             return None
-        share = runner.placing.share(as_arrays(batch), runner.layouts.of(state))
+        share = runner.placing.share(as_arrays(batch), runner.layouts.of(state).data_axes)
         params, model_state = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), (state.params, state.model_state)
         )
@@ -347,7 +347,7 @@ class TrainStep:
         runner.check(state)
         layout = runner.layouts.of(state)
         mesh = abstract(self.mesh) if isinstance(self.mesh, VirtualMesh) else self.mesh
-        inputs = StepInputs(*runner.placing.placed(batch, None, layout))
+        inputs = StepInputs(*runner.placing.placed(batch, None, layout.data_axes))
 
         def trace(phase: Phase | None) -> jax.stages.Traced:
             # If the compiler handles some axes, the step's own programs depend on the placement of

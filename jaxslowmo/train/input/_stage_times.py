@@ -25,8 +25,8 @@ class Clock:
         self.count = 0
         self.seconds = 0.0
 
-    def __call__(self, fn: Callable[..., Any], *args: Any) -> Any:
-        """Return `fn(*args)` and add the time of the call.
+    def __call__(self, fn: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        """Return `fn(*args, **options)` and add the time of the call.
 
         Raises:
           RuntimeError: `fn` raised StopIteration, which would look like the end of the batches.
@@ -34,7 +34,7 @@ class Clock:
         began = time.perf_counter()
         try:
             with jax.profiler.TraceAnnotation(f"jaxslowmo.input/{self.name}"):
-                result = fn(*args)
+                result = fn(*args, **options)
         except StopIteration as error:
             raise RuntimeError(f"{self.name} of a pipeline raised StopIteration") from error
         finally:
