@@ -12,7 +12,7 @@ import weakref
 import zlib
 from collections import Counter, deque
 from collections.abc import Mapping
-from typing import Any, Literal, NamedTuple, Protocol, TypeGuard
+from typing import Any, Literal, NamedTuple, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -149,12 +149,8 @@ def from_parts(x: Any, mesh: Mesh, axes: tuple[str, ...]) -> jax.Array:
 
 def _cuttable(x: Any) -> Any:
     """Return `x` such that slicing its rows runs no program over several devices."""
-    if not isinstance(x, jax.Array) or len(x.devices()) == 1:
-        return x
-    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        words = jnp.asarray(np.asarray(jax.random.key_data(x)))
-        return jax.random.wrap_key_data(words, impl=jax.random.key_impl(x))
-    return np.asarray(x)
+    is_over_several = isinstance(x, jax.Array) and len(x.devices()) > 1
+    return jax.device_put(x, jax.local_devices()[0]) if is_over_several else x
 
 
 def count_here(count: Any) -> int:
@@ -164,11 +160,9 @@ def count_here(count: Any) -> int:
     """
     if isinstance(count, Tracer):
         return 0
-    if not isinstance(count, jax.Array) or count.is_fully_addressable:
-        return int(np.sum(count))
     # Devices of one replica hold the same part.
     parts = {str(shard.index): shard.data for shard in count.addressable_shards}
-    return int(sum(np.sum(np.asarray(part)) for part in parts.values()))
+    return sum(int(np.sum(np.asarray(part))) for part in parts.values())
 
 
 def _in_lists_of_numbers(batch: PyTree) -> list[bool]:
@@ -182,18 +176,6 @@ def _in_lists_of_numbers(batch: PyTree) -> list[bool]:
     return [is_list_of_numbers(x) for x in nodes for _ in jax.tree.leaves(x)]
 
 
-class IdCheck(Protocol):
-    """Checks of the ids that a batch looks up in tables."""
-
-    def check(self, batch: PyTree, num_parts: int) -> bool:
-        """Raise `ValueError` for wrong ids in arrays of the host; return whether it saw all ids."""
-        ...
-
-    def refuse(self, metrics: dict[str, Any]) -> None:
-        """Raise `ValueError` if metrics of a program have counted wrong ids."""
-        ...
-
-
 class Placing:
     """The placement of a step's batches: checks them and puts them on the devices of the mesh.
 
@@ -203,11 +185,14 @@ class Placing:
       mesh: mesh of the step.
       axis_name: name of the replica axis or axes.
       host_batch: whether host arrays hold this process' parts ("local") or the whole ("global").
-      check: checks ids in host arrays before they are used; None for a step without tables.
+      check: object that checks the ids which a batch looks up in tables; None for a step without
+        tables. `check.check(batch, num_parts)` raises `ValueError` for wrong ids in arrays of the
+        host, and returns whether it saw all ids. `check.refuse(metrics)` raises it if a program has
+        counted wrong ids.
     """
 
     def __init__(
-        self, mesh: AnyMesh, axis_name: AxisName, host_batch: HostBatch, check: IdCheck | None
+        self, mesh: AnyMesh, axis_name: AxisName, host_batch: HostBatch, check: Any
     ) -> None:
         self._mesh, self._axis_name = mesh, axis_name
         self._host_batch: HostBatch = host_batch
@@ -233,6 +218,11 @@ class Placing:
         Communication: none in one process, and for shapes that were compared before; else one
           message of each process to the coordinator, and one back.
         """
+        if weight is None and self._check is None:
+            # 30 us less per step for batches that were placed ahead.
+            leaves = jax.tree.leaves(batch)
+            if leaves and all(self._lies_split(x, axes) and x.size for x in leaves):
+                return batch, None
         batch = as_arrays(batch)
         if is_of_processes(self._mesh):
             self._compare(batch, axes, self._mesh)
@@ -280,12 +270,13 @@ class Placing:
         self._note_checked(batch, on_device, of_host=False)
         return on_device
 
-    def share(self, batch: PyTree, axes: tuple[str, ...]) -> PyTree:
-        """Return the shapes and dtypes of one device's part of a batch of arrays."""
+    def share(self, batch: PyTree, axes: tuple[str, ...], num_parts: int = 1) -> PyTree:
+        """Return the shapes and dtypes of one device's part of a batch of arrays, or of more."""
 
         def share(x: Any) -> jax.ShapeDtypeStruct:
-            parts = self._num_parts(x, axes) if self._is_split(x, axes) else None
-            shape = x.shape if parts is None else (x.shape[0] // parts, *x.shape[1:])
+            shape = x.shape
+            if self._is_split(x, axes):
+                shape = (shape[0] // self._num_parts(x, axes) * num_parts, *shape[1:])
             return jax.ShapeDtypeStruct(shape, jnp.result_type(x))
 
         return jax.tree.map(share, batch)
@@ -375,16 +366,21 @@ class Placing:
             raise ValueError(f"`weight` must be >= 0 and finite, got {array.tolist()}.")
         return jnp.asarray(array) if isinstance(self._mesh, VirtualMesh) else self._put(array, axes)
 
+    def _lies_split(self, x: Any, axes: tuple[str, ...]) -> bool:
+        """Return whether the leading dimension of `x` is split over at least `axes` already."""
+        sharding = getattr(x, "sharding", None)
+        if not isinstance(sharding, NamedSharding) or sharding.mesh != self._mesh:
+            return False
+        entry = sharding.spec[0] if sharding.spec else ()
+        split = entry if isinstance(entry, tuple) else (entry,)
+        return split[: len(axes)] == axes
+
     def _put(self, x: Any, axes: tuple[str, ...]) -> Any:
         """Return `x` with its leading dimension split over `axes`, or whole if there are none."""
         mesh = self._mesh
         assert isinstance(mesh, Mesh), "virtual replicas share one device"
-        sharding = getattr(x, "sharding", None)
-        if isinstance(sharding, NamedSharding) and sharding.mesh == mesh and sharding.spec and axes:
-            entry = sharding.spec[0]
-            split = entry if isinstance(entry, tuple) else (entry,)
-            if split[: len(axes)] == axes:  # it may be split finer than it must be
-                return x
+        if axes and self._lies_split(x, axes):
+            return x
         target = NamedSharding(mesh, P(axes) if axes else P())
         if isinstance(x, jax.ShapeDtypeStruct):
             return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=target)
@@ -414,29 +410,31 @@ class Placing:
         self._topic = self._topic or topic_of("batch", mesh)
         key = f"{self._topic}/{len(self._seen)}"
         patience = PATIENCE_SECONDS if is_first else HINT_SECONDS
-        notes = {jax.process_index(): self._note(batch, axes, with_values=is_first)}
-        first, *others = processes_of(mesh)
-        if first in notes:
-            silent = []
-            for process in others:
-                try:
-                    # After one timeout the other notes are either there or late: don't wait again.
-                    text = wait_for(f"{key}/notes/{process}", 0 if silent else patience)
+        note = self._note(batch, axes, with_values=is_first)
+        process, *others = processes_of(mesh)
+        decides = process == jax.process_index()
+        notes = {process: note}
+        try:
+            if decides:
+                for process in others:
+                    text = wait_for(f"{key}/notes/{process}", patience)
                     notes[process] = Note(*json.loads(text))
-                except NoNoteError:
-                    silent.append(process)
-            verdict = compared(notes)
-            if silent and not verdict.error:
-                verdict = self._silence(silent, patience)
+                verdict = compared(notes)
+            else:
+                tell(f"{key}/notes/{jax.process_index()}", json.dumps(note))
+                verdict = Verdict(*json.loads(wait_for(f"{key}/verdict", patience)))
+        except NoNoteError:
+            verdict = Verdict(
+                warning=f"`batch`: in step {self._num_calls} process {process} did not report "
+                f"within {patience:g} s what it gives, so batches were not compared, and training "
+                "goes on. Either it is late, or it gives a batch of a shape that it gave before "
+                "while others have one of another shape. Then the exchange of this step hangs or "
+                "ends in an error of the network: each process must give as many rows in every "
+                "step. Pad or drop the last batch, or see js.uneven_batches."
+            )
+        if decides:
             tell(f"{key}/verdict", json.dumps(verdict))
             forget(f"{key}/notes")
-        else:
-            (process, note), *_ = notes.items()
-            tell(f"{key}/notes/{process}", json.dumps(note))
-            try:
-                verdict = Verdict(*json.loads(wait_for(f"{key}/verdict", patience)))
-            except NoNoteError:
-                verdict = self._silence([first], patience)
         if verdict.error:
             raise ValueError(verdict.error)
         if verdict.warning:
@@ -446,22 +444,14 @@ class Placing:
         problem = self._uneven(batch, axes)
         if problem:
             return Note(self._num_calls, problem, [], {})
-        count = _num_parts(self._mesh, axes)
-
-        def whole(x: Any) -> jax.ShapeDtypeStruct:
-            shape = x.shape
-            if self._is_split(x, axes):
-                shape = (shape[0] // self._num_parts(x, axes) * count, *shape[1:])
-            return jax.ShapeDtypeStruct(shape, jax.typeof(x).dtype)
-
+        whole = self.share(batch, axes, _num_parts(self._mesh, axes))
         digests = self._digests(batch, axes) if with_values else {}
-        return Note(self._num_calls, None, describe(jax.tree.map(whole, batch)), digests)
+        return Note(self._num_calls, None, describe(whole), digests)
 
     def _digests(self, batch: PyTree, axes: tuple[str, ...]) -> dict[str, str]:
         arrays = [x for x in jax.tree.leaves(batch) if is_of_host(x)]
-        if self._host_batch == "global":
-            return {"whole": digest(arrays)}
-        parts = own_parts(self._mesh, axes)
+        is_whole = self._host_batch == "global"
+        parts = ("whole",) if is_whole else own_parts(self._mesh, axes)
         split = [x for x in arrays if self._is_split(x, axes)]
         shared = [x for x in arrays if not self._is_split(x, axes)]
 
@@ -471,16 +461,6 @@ class Placing:
 
         digests = {str(part): digest([rows(x, i) for x in split]) for i, part in enumerate(parts)}
         return digests | ({"shared": digest(shared)} if shared else {})
-
-    def _silence(self, which: list[int], patience: float) -> "Verdict":
-        return Verdict(
-            warning=f"`batch`: in step {self._num_calls} {name_processes(which)} did not report "
-            f"within {patience:g} s what they give, so it was not compared, and training goes on. "
-            "Either they are late, or they give a batch of a shape that they gave before while "
-            "this process has one of another shape. Then the exchange of this step hangs or ends "
-            "in an error of the network: each process must give as many rows in every step. Pad or "
-            "drop the last batch, or see js.uneven_batches."
-        )
 
 
 class Note(NamedTuple):

@@ -1,7 +1,7 @@
 """Batches loaded and put on the devices ahead of the steps that use them."""
 
-from ._stage_times import InputPipelineReport as InputPipelineReport
-from ._stage_times import InputStageTimes as InputStageTimes
+from ._train_pipeline import InputPipelineReport as InputPipelineReport
+from ._train_pipeline import InputStageTimes as InputStageTimes
 from ._train_pipeline import Partial as Partial
 from ._train_pipeline import StepResult as StepResult
 from ._train_pipeline import TrainPipeline as TrainPipeline

@@ -1,4 +1,4 @@
-"""Batches of iterators, loaded when they are needed or ahead of that in a thread."""
+"""Batches of iterators, loaded when they are needed or ahead of that in a thread, and timed."""
 
 import array
 import atexit
@@ -6,9 +6,10 @@ import contextvars
 import copy
 import math
 import threading
+import time
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -16,12 +17,46 @@ import numpy as np
 
 from ..._support.types import PyTree
 from .._uneven import WeightedBatch
-from ._stage_times import Clock
 
 # Attributes of objects whose memory other libraries can share.
 _INTERFACES = ("__array_interface__", "__dlpack__")
 # How long `Loader.close`, or the exit of the process, waits for a batch that is being loaded.
 ENDING_SECONDS = 1.0
+
+
+class Clock:
+    """A counter and timer of calls, which a jax profiler trace shows as `jaxslowmo.input/NAME`.
+
+    Args:
+      name: name of the stage.
+
+    Attributes:
+      name: name of the stage.
+      count: number of calls that returned.
+      seconds: total time of all calls.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.count = 0
+        self.seconds = 0.0
+
+    def __call__(self, fn: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        """Return `fn(*args, **options)` and add the time of the call.
+
+        Raises:
+          RuntimeError: `fn` raised StopIteration, which would look like the end of the batches.
+        """
+        began = time.perf_counter()
+        try:
+            with jax.profiler.TraceAnnotation(f"jaxslowmo.input/{self.name}"):
+                result = fn(*args, **options)
+        except StopIteration as error:
+            raise RuntimeError(f"{self.name} of a pipeline raised StopIteration") from error
+        finally:
+            self.seconds += time.perf_counter() - began
+        self.count += 1
+        return result
 
 
 class Batch(NamedTuple):
@@ -98,17 +133,13 @@ def _copied(leaf: Any) -> Any:
     return leaf if isinstance(leaf, jax.Array | np.generic) else copy.deepcopy(leaf)
 
 
-_LOCK = threading.Lock()
 _SHARED: "weakref.WeakValueDictionary[int, SharedIterator]" = weakref.WeakValueDictionary()
 
 
 def shared(iterator: Iterator[PyTree]) -> SharedIterator:
     """Return the one `SharedIterator` of an iterator; two threads must not enter a generator."""
-    with _LOCK:
-        source = _SHARED.get(id(iterator))
-        if source is None:  # the new one holds the iterator, so that its id is not used again
-            source = _SHARED[id(iterator)] = SharedIterator(iterator)
-        return source
+    # It holds the iterator, so that its id is not used again.
+    return _SHARED.setdefault(id(iterator), SharedIterator(iterator))
 
 
 class Loader:
@@ -198,14 +229,11 @@ class Loader:
             thread.join(ENDING_SECONDS)
 
     def _run(self) -> None:
-        while self._has_room() and self._load():
-            pass
-
-    def _has_room(self) -> bool:
-        """Wait for permission to load a batch; return False if the loader was closed."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._is_closed or len(self._items) < self._room)
-            return not self._is_closed
+        goes_on = True
+        while goes_on:
+            with self._changed:
+                self._changed.wait_for(lambda: self._is_closed or len(self._items) < self._room)
+            goes_on = not self._is_closed and self._load()
 
     def _load(self) -> bool:
         """Load a batch, or what is raised in its place; return False at the end of `source`."""

@@ -1,23 +1,22 @@
 """A pipeline that loads batches and puts them on the devices ahead of the steps that use them."""
 
+import contextlib
 import time
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any, Literal
 
 import jax
 import numpy as np
 
-from ..._support.checks import as_int, check_choice
+from ..._support.checks import check_choice, checked_int
 from ..._support.types import Phase, PyTree
 from .._batches import count_here
 from .._train_state import TrainState, updates_of
 from ..step import AheadMode, BoundedStep
-from ._loader import Batch, Loader
-from ._stage_times import Clock, InputPipelineReport, InputStageTimes
+from ._loader import Batch, Clock, Loader
 
 Partial = Literal["step", "discard", "error"]
 Stage = Callable[[PyTree], PyTree]
@@ -51,7 +50,75 @@ class StepResult:
     is_update: bool = True
 
 
-class TrainPipeline(Iterator[Any]):
+@dataclass(frozen=True)
+class InputStageTimes:
+    """The times of one stage of a pipeline, in seconds of host time.
+
+    Attributes:
+      name: "load", "place", the name of a function in `stages`, or "step".
+      batches: number of batches that went through the stage.
+      busy_seconds: time in the iterator for "load"; for other stages time in the call, which starts
+        the work on the devices and need not wait for it.
+      idle_seconds: the rest of the time since the first call of the pipeline.
+    """
+
+    name: str
+    batches: int
+    busy_seconds: float
+    idle_seconds: float
+
+
+@dataclass(frozen=True)
+class InputPipelineReport:
+    """The times of a pipeline since its first call, in seconds of host time.
+
+    The thread that trains spends its time in the stages except "load", waiting for a batch, or in
+    the caller's code.
+
+    Attributes:
+      stages: times of the stages in order, "load" first and "step" last.
+      batches: number of batches that were used.
+      held: number of batches that are prepared and wait for their turn.
+      seconds: time from the first call to the end of the last call.
+      waiting_seconds: time that calls waited for a batch to be loaded.
+      caller_seconds: time between calls. If the caller reads a result, this includes waiting for
+        the devices.
+      resent_share: fraction of the requested table rows that were sent again because the previous
+        step changed them, for `mode="patched"`; None for other modes.
+    """
+
+    stages: tuple[InputStageTimes, ...]
+    batches: int
+    held: int
+    seconds: float
+    waiting_seconds: float
+    caller_seconds: float
+    resent_share: float | None = None
+
+    @property
+    def slowest(self) -> str:
+        """The name of what took most time: "load", a later stage, or "caller"."""
+        spent = {s.name: s.busy_seconds for s in self.stages if s.name != "load"}
+        spent |= {"load": self.waiting_seconds, "caller": self.caller_seconds}
+        return max(spent, key=lambda name: spent[name])
+
+    def __str__(self) -> str:
+        """Return the report as a table of text."""
+        lines = [
+            f"{self.batches} batches in {self.seconds:.3f} s, {self.held} held; waited "
+            f"{self.waiting_seconds:.3f} s for batches, {self.caller_seconds:.3f} s between calls",
+            f"{'stage':<16}{'batches':>9}{'busy s':>10}{'idle s':>10}",
+        ]
+        lines += [
+            f"{s.name:<16}{s.batches:>9}{s.busy_seconds:>10.3f}{s.idle_seconds:>10.3f}"
+            for s in self.stages
+        ]
+        if self.resent_share is not None:
+            lines.append(f"{self.resent_share:.1%} of the rows looked up ahead were sent again")
+        return "\n".join(lines)
+
+
+class TrainPipeline(Iterator[Any], contextlib.AbstractContextManager[Any]):
     """An iterator of step results that prepares batches ahead, to train or to evaluate.
 
     A thread takes batches from their iterator while steps run. Each batch is put on the devices,
@@ -136,20 +203,25 @@ class TrainPipeline(Iterator[Any]):
         num_exact: int = 0,
         room: float = 0.25,
     ) -> None:
-        _check(step, stages, depth, timeout)
-        check_accumulation(accumulate, partial)
-        self._depth, self._accumulate = int(depth), int(accumulate)  # such as NumPy integers
+        self._depth = checked_int("`depth` counts batches and", depth, 0)
+        self._accumulate = check_accumulation(accumulate, partial)
         self._drain, self._partial = drain, partial
+        is_positive = isinstance(timeout, int | float) and timeout > 0
+        if timeout is not None and not (is_positive and depth > 0):
+            raise ValueError(
+                "`timeout` must be a number of seconds > 0, and needs `depth` > 0: without a "
+                f"thread nothing can be waited for. Got {timeout!r} and `depth`={depth}."
+            )
+        if stages is not None and not (isinstance(stages, Sequence) and all(map(callable, stages))):
+            raise ValueError(
+                f"`stages` must be a sequence of functions `batch -> batch`, got {stages!r}."
+            )
         self._state, self._read_state = state, _state_reader(state)
         self.trains = self._read_state is None
-        if accumulate > 1 and not self.trains:
+        if accumulate > 1 and not (self.trains and hasattr(step, "collect")):
             raise ValueError(
-                f"`accumulate`={accumulate} batches make one update, and a pipeline that evaluates "
-                "makes none: leave it out."
-            )
-        if accumulate > 1 and not (hasattr(step, "collect") and hasattr(step, "apply")):
-            raise ValueError(
-                f"`accumulate`={accumulate} needs a step of js.make_train_step, got "
+                f"`accumulate`={accumulate} batches make one update: that needs a pipeline that "
+                "trains with a step of js.make_train_step, got "
                 f"{getattr(step, '__name__', type(step).__name__)}."
             )
         self._place, self._refuse_ids = _method(step, "place"), _method(step, "refuse_ids")
@@ -157,7 +229,7 @@ class TrainPipeline(Iterator[Any]):
         self._step: Any = step if self._place else BoundedStep(step)
         self._set_ahead(step, mode, num_exact=num_exact, room=room)
         if stages is None:
-            stages = () if self._place or jax.process_count() > 1 else (_put_arrays,)
+            stages = () if self._place or jax.process_count() > 1 else (put_arrays,)
         self._stages = [
             (Clock(name), BoundedStep(stage))
             for name, stage in zip(_names(stages), stages, strict=True)
@@ -179,9 +251,6 @@ class TrainPipeline(Iterator[Any]):
         self._wait_clock = Clock("wait")
         self._start: float | None = None
         self._end = self._inside = 0.0
-
-    def __iter__(self) -> "TrainPipeline":
-        return self
 
     def __next__(self) -> Any:
         """Return the next result; raise `StopIteration` after the last one."""
@@ -274,58 +343,46 @@ class TrainPipeline(Iterator[Any]):
         if not self._is_open:
             self._loader.open()
             self._is_open = True
-        num_kept = 0 if self._drain else self._depth
-        while len(self._held) <= num_kept and not self._has_failed:
-            if not self._hold(self._depth + 1, wait=True):
-                self._is_open = False
-                return None
+        limit = self._depth + 1
+        if not self._hold(1 if self._drain else limit, limit, wait=True):
+            self._is_open = False
+            return None
         if self._ahead is not None:
-            self._hold_another()
+            # The first batch stays held, so that Ctrl-C loses neither. Without the second one no
+            # rows are requested; other processes run a program that needs it.
+            with contextlib.suppress(*([] if jax.process_count() > 1 else [TimeoutError])):
+                self._hold(2, limit, wait=True)
         first = self._held.popleft()
         if isinstance(first, BaseException):
             raise first
         return first
 
-    def _hold_another(self) -> None:
-        """Wait until a second batch is held; the first stays held, so that Ctrl-C loses neither."""
-        try:
-            while len(self._held) < 2 and not self._has_failed:
-                if not self._hold(self._depth + 1, wait=True):
-                    break
-        except TimeoutError:
-            if jax.process_count() > 1:  # the others run a program that needs that batch
-                raise
-
     def _prepare(self) -> None:
         """Prepare the batches that are loaded, or in several processes wait for the next one."""
         # Several processes must prepare the same batches between the same two steps.
         waits = jax.process_count() > 1
-        num_ahead = min(self._depth, 1) if waits else self._depth
-        while len(self._held) < num_ahead and not self._has_failed:
-            try:
-                if not self._hold(self._depth, wait=waits):
-                    break
-            except TimeoutError:  # raised again when the batch is needed
-                break
+        with contextlib.suppress(TimeoutError):  # raised again when the batch is needed
+            self._hold(min(self._depth, 1) if waits else self._depth, self._depth, wait=waits)
         self._loader.allow(self._depth - len(self._held))
 
-    @property
-    def _has_failed(self) -> bool:
-        return bool(self._held) and isinstance(self._held[-1], BaseException)
+    def _hold(self, count: int, limit: int, *, wait: bool) -> bool:
+        """Prepare batches until `count` are held or one failed; return False if there are fewer.
 
-    def _hold(self, limit: int, *, wait: bool) -> bool:
-        """Prepare and hold one more batch, at most `limit`; return False if there is none (yet)."""
-        self._loader.allow(limit - len(self._held))
-        take = self._loader.take
-        item = self._wait_clock(take, wait=True) if wait else take(wait=False)
-        if isinstance(item, Batch):
+        Meanwhile the loader loads until `limit` are loaded or held.
+        """
+        while len(self._held) < count:
+            if self._held and isinstance(self._held[-1], BaseException):
+                break
+            self._loader.allow(limit - len(self._held))
+            take = self._loader.take
+            item = self._wait_clock(take, wait=True) if wait else take(wait=False)
+            if item is None:
+                return False
             try:
-                item = self._prepared(*item)
+                self._held.append(self._prepared(*item) if isinstance(item, Batch) else item)
             except Exception as error:  # raised later, in the turn of this batch
-                item = error
-        if item is not None:
-            self._held.append(item)
-        return item is not None
+                self._held.append(error)
+        return True
 
     def _prepared(self, batch: PyTree, weight: Any, position: Any) -> Batch:
         """Place a batch and run the stages on it, without waiting for the devices."""
@@ -418,27 +475,23 @@ class TrainPipeline(Iterator[Any]):
         self._ahead: Any = None
         self._requested: Any = None, None  # rows, and the batch for which they were requested
         self._counts: deque[dict[str, Any]] = deque()
-        self._num_resent = self._num_requested = 0
+        self._rows: Counter[str] = Counter()
         has_next = self._depth > 0 and self.trains
         needs_next = mode != "exact" or bool(options["num_exact"])
-        if needs_next and not has_next:
+        if needs_next and not (has_next and hasattr(step, "ahead")):
             raise ValueError(
-                f"`mode`={mode!r} and its {options} need a pipeline that trains with "
-                "`depth` > 0: without a batch ahead no rows can be requested from the tables."
+                f"`mode`={mode!r} and its {options} need a pipeline that trains with `depth` > 0, "
+                "for a batch ahead whose rows can be requested from the tables, and a step of "
+                "js.make_train_step with tables."
             )
         if needs_next or (has_next and getattr(step, "embeddings", None) is not None):
-            if not hasattr(step, "ahead"):
-                raise ValueError(f"`mode`={mode!r} needs a step of js.make_train_step with tables.")
             self._ahead = step.ahead(mode, **options)
 
     def _read_counts(self, num_kept: int) -> None:
         """Add up the counts of all but the last `num_kept` steps, and wait for those."""
         while len(self._counts) > num_kept:
             for name, count in self._counts.popleft().items():
-                if name.endswith("/resent"):
-                    self._num_resent += count_here(count)
-                elif name.endswith("/asked"):
-                    self._num_requested += count_here(count)
+                self._rows[name.rpartition("/")[2]] += count_here(count)
 
     def report(self) -> InputPipelineReport:
         """Return the times of the stages so far.
@@ -449,7 +502,7 @@ class TrainPipeline(Iterator[Any]):
         Communication: none.
         """
         self._read_counts(0)
-        patches = self._ahead is not None and self._ahead.mode == "patched"
+        patches = self._ahead is not None and self._ahead.mode == "patched" and self._rows["asked"]
         seconds = 0.0 if self._start is None else self._end - self._start
         placing = [self._place_clock] if self._place else []
         stages = [clock for clock, _ in self._stages]
@@ -464,9 +517,7 @@ class TrainPipeline(Iterator[Any]):
             seconds=seconds,
             waiting_seconds=self._wait_clock.seconds,
             caller_seconds=seconds - self._inside,
-            resent_share=(
-                self._num_resent / self._num_requested if patches and self._num_requested else None
-            ),
+            resent_share=self._rows["resent"] / self._rows["asked"] if patches else None,
         )
 
     def close(self) -> None:
@@ -475,14 +526,9 @@ class TrainPipeline(Iterator[Any]):
         self._loader.close()
         self._held.clear()
 
-    def __enter__(self) -> "TrainPipeline":
-        return self
-
     def __exit__(
         self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
+        *error: object,
     ) -> None:
         self.close()
 
@@ -492,7 +538,7 @@ def _method(step: Any, name: str) -> Any:
     return getattr(step, name, None) or getattr(getattr(step, "__self__", None), name, None)
 
 
-def _put_arrays(batch: PyTree) -> PyTree:
+def put_arrays(batch: PyTree) -> PyTree:
     """Return the batch with numeric arrays on the default device; other leaves stay."""
 
     def put(x: Any) -> Any:
@@ -504,9 +550,8 @@ def _put_arrays(batch: PyTree) -> PyTree:
 
 def _names(stages: Sequence[Stage]) -> list[str]:
     names = [getattr(stage, "__name__", type(stage).__name__) for stage in stages]
-    if len(set(names)) == len(names):
-        return names
-    return [f"{name} {i}" for i, name in enumerate(names, 1)]
+    is_unique = len(set(names)) == len(names)
+    return names if is_unique else [f"{name} {i}" for i, name in enumerate(names, 1)]
 
 
 def _state_reader(state: Any) -> Callable[[], Any] | None:
@@ -518,27 +563,7 @@ def _state_reader(state: Any) -> Callable[[], Any] | None:
     return state if is_function else None
 
 
-def check_accumulation(accumulate: Any, partial: Any) -> None:
-    """Raise `ValueError` for a wrong number of batches per update, or a wrong `partial`."""
-    if as_int(accumulate, 1) is None:
-        raise ValueError(
-            f"`accumulate` counts batches per update and must be an int >= 1, got {accumulate!r}."
-        )
+def check_accumulation(accumulate: Any, partial: Any) -> int:
+    """Return the number of batches per update; raise `ValueError` if it or `partial` is wrong."""
     check_choice("partial", partial, Partial)
-
-
-def _check(step: Any, stages: Any, depth: Any, timeout: Any) -> None:
-    if not callable(step):
-        raise ValueError(f"`step` must be a function, got {type(step).__name__}.")
-    if as_int(depth, 0) is None:
-        raise ValueError(f"`depth` counts batches and must be an int >= 0, got {depth!r}.")
-    is_number = isinstance(timeout, int | float) and not isinstance(timeout, bool)
-    if timeout is not None and (depth == 0 or not is_number or not timeout > 0):
-        raise ValueError(
-            "`timeout` must be a number of seconds > 0, and needs `depth` > 0: without a thread "
-            f"nothing can be waited for. Got {timeout!r} and `depth`={depth}."
-        )
-    if stages is not None and not (isinstance(stages, Sequence) and all(map(callable, stages))):
-        raise ValueError(
-            f"`stages` must be a sequence of functions `batch -> batch`, got {stages!r}."
-        )
+    return checked_int("`accumulate` counts batches per update and", accumulate, 1)
