@@ -149,8 +149,12 @@ def from_parts(x: Any, mesh: Mesh, axes: tuple[str, ...]) -> jax.Array:
 
 def _cuttable(x: Any) -> Any:
     """Return `x` such that slicing its rows runs no program over several devices."""
-    is_over_several = isinstance(x, jax.Array) and len(x.devices()) > 1
-    return jax.device_put(x, jax.local_devices()[0]) if is_over_several else x
+    if not isinstance(x, jax.Array) or len(x.devices()) == 1:
+        return x
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        words = jnp.asarray(np.asarray(jax.random.key_data(x)))
+        return jax.random.wrap_key_data(words, impl=jax.random.key_impl(x))
+    return np.asarray(x)
 
 
 def count_here(count: Any) -> int:
@@ -413,9 +417,9 @@ class Placing:
         note = self._note(batch, axes, with_values=is_first)
         process, *others = processes_of(mesh)
         decides = process == jax.process_index()
-        notes = {process: note}
         try:
             if decides:
+                notes = {process: note}
                 for process in others:
                     text = wait_for(f"{key}/notes/{process}", patience)
                     notes[process] = Note(*json.loads(text))
