@@ -1,5 +1,6 @@
 """Training with the transforms of this library: state, step, loop and hooks."""
 
+from ._batches import own_parts as own_parts
 from ._hyperparams import set_hyperparams as set_hyperparams
 from ._loop import Evaluate as Evaluate
 from ._loop import Hook as Hook

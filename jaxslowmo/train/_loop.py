@@ -9,14 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._support.checks import as_int, warn_user
-from .._support.types import AxisName, Phase, PyTree
+from .._support.checks import checked_int, warn_user
+from .._support.types import AxisName, PyTree
 from ..algorithms import shares_of_gossip
 from ..mesh import AnyMesh, consensus
 from ..transform import Every, ParameterTransform, as_schedule
 from ..tree import at_least_float32, leaf_names
 from ._train_state import TrainState, updates_of
-from .input import Partial, StepResult, TrainPipeline, at_most, check_accumulation
+from .input import Partial, StepResult, TrainPipeline, check_accumulation
 from .step import averaged
 
 
@@ -158,22 +158,8 @@ class Evaluate:
 _PREFETCH = 2  # default for iterables that only the loop iterates over
 
 
-class LoopStep(Protocol):
-    """A `TrainStep`, or another object with the methods that the loop calls."""
-
-    def next_phase(self, state: TrainState) -> Phase:
-        """Return the phase of the next update: the exchanges due in it, other than of gradients."""
-        ...
-
-    def __call__(
-        self, state: TrainState, batch: PyTree, weight: Any = None
-    ) -> tuple[TrainState, Any]:
-        """Run one update; return the new state and metrics."""
-        ...
-
-
 def train_loop(
-    step: LoopStep | TrainPipeline,
+    step: Callable[..., Any] | TrainPipeline,
     state: TrainState | None = None,
     batches: Iterable[PyTree] | None = None,
     *,
@@ -222,7 +208,7 @@ def train_loop(
     Example:
       for result in js.train_loop(step, state, batches, num_steps=100): ...
     """
-    end = None if num_steps is None else _count("num_steps", num_steps)
+    end = None if num_steps is None else checked_int("`num_steps` counts steps and", num_steps, 0)
     check_accumulation(accumulate, partial)
     for hook in hooks:
         if not hasattr(hook, "every"):
@@ -253,15 +239,11 @@ def train_loop(
     if prefetch is None:
         prefetch = 0 if isinstance(batches, Iterator) else _PREFETCH
     done = _done(state, end)
-    left = None if end is None else max(0, end - done)
     pipeline = TrainPipeline(
-        step,
-        state,
-        at_most(iter(batches), left, accumulate),
-        depth=prefetch,
-        accumulate=accumulate,
-        partial=partial,
+        step, state, batches, depth=prefetch, accumulate=accumulate, partial=partial
     )
+    if end is not None:
+        pipeline._take_at_most(max(0, end - done) * accumulate)
     return _run(pipeline, end, tuple(hooks), done)
 
 
@@ -274,13 +256,6 @@ def _done(state: Any, end: int | None) -> int:
             f"the last one, so nothing runs: for n more steps pass `num_steps`={done} + n."
         )
     return done
-
-
-def _count(argument: str, value: Any) -> int:
-    number = as_int(value, 0)
-    if number is None:
-        raise ValueError(f"`{argument}` counts steps and must be an int >= 0, got {value!r}.")
-    return number
 
 
 def _run(

@@ -1,6 +1,7 @@
 """Batches for replicas that have different amounts of data."""
 
 import contextlib
+import itertools
 import json
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
@@ -15,13 +16,12 @@ from .._support.coordinator import NoNoteError, forget, gather_notes
 from .._support.types import AxisName, PyTree
 from ..mesh import AnyMesh, axis_names, replica_count
 from ..tree import leaf_names
-from .batches import from_parts, is_of_processes, own_parts, processes_of, topic_of
+from ._batches import from_parts, is_of_processes, own_parts, processes_of, topic_of
 
 OnExhausted = Literal["follow", "raise"]
 _OWNER = "uneven_batches"
 # Loading a first batch may take minutes.
 PATIENCE_SECONDS = 1800.0
-_ELSEWHERE = -1  # entry for a replica of which this process has no device
 
 
 class WeightedBatch(NamedTuple):
@@ -35,66 +35,6 @@ class WeightedBatch(NamedTuple):
 
     batch: PyTree
     weight: Any
-
-
-class Others:
-    """The processes of a mesh, which exchange notes before every batch.
-
-    The notes go over the coordinator: an exchange between devices would wait for all steps that
-    were started before.
-
-    Args:
-      mesh: a mesh over several processes. All make these objects in the same order.
-      axes: the replica axes of the mesh.
-    """
-
-    def __init__(self, mesh: Mesh, axes: tuple[str, ...]) -> None:
-        self._mesh, self._axes, self._processes = mesh, axes, processes_of(mesh)
-        self._topic = topic_of("uneven", mesh)
-        self._batches = 0
-
-    def gathered(self, local: np.ndarray) -> np.ndarray:
-        """Return the int32 arrays (*s) of all processes, stacked: (processes, *s).
-
-        Raises:
-          RuntimeError: another process could not load its batch, or does not answer.
-
-        Communication: that of `gather_notes`.
-        """
-        notes = [json.loads(note) for note in self._gather(json.dumps(local.tolist()))]
-        for process, note in zip(self._processes, notes, strict=True):
-            if isinstance(note, str):
-                raise RuntimeError(
-                    f"{_OWNER}: `shares` of process {process} ended in an error: {note}"
-                )
-        return np.array(notes, np.int32)
-
-    def placed(self, x: Any) -> jax.Array:
-        """Return the array over all processes; `x` is the part of this process's replicas."""
-        return from_parts(x, self._mesh, self._axes)
-
-    def tell_failure(self, error: Exception) -> None:
-        """Tell the other processes that this one failed to load its batch.
-
-        Communication: that of `gather_notes`.
-        """
-        with contextlib.suppress(RuntimeError):  # the caller raises `error`, which matters more
-            self._gather(json.dumps(f"{type(error).__name__}: {error}"[:300]))
-
-    def _gather(self, text: str) -> list[str]:
-        self._batches += 1
-        topic = f"{self._topic}/{self._batches}"
-        try:
-            notes = gather_notes(topic, text, self._processes, PATIENCE_SECONDS)
-        except NoNoteError as error:
-            raise RuntimeError(
-                f"{_OWNER}: another process has not given batch {self._batches} for "
-                f"{PATIENCE_SECONDS:g} s."
-            ) from error
-        if jax.process_index() == self._processes[0]:
-            # Processes that sent a note for this batch have read the notes for the one before.
-            forget(f"{self._topic}/{self._batches - 1}")
-        return notes
 
 
 def uneven_batches(
@@ -142,58 +82,91 @@ def uneven_batches(
     check_choice("on_exhausted", on_exhausted, OnExhausted, _OWNER)
     replicas = replica_count(_OWNER, mesh, axis_name)
     axes = axis_names(axis_name)
-    local_replicas = list(own_parts(mesh, axes))
+    local_replicas = own_parts(mesh, axes)
     if len(shares) != len(local_replicas):
         raise ValueError(
             f"{_OWNER}: `shares` must hold the batches of each replica of this process, which has "
             f"{len(local_replicas)} of {replicas}, got {len(shares)} shares."
         )
-    others = Others(mesh, axes) if is_of_processes(mesh) else None
-    return _joined(
-        [iter(share) for share in shares], local_replicas, replicas, others, on_exhausted
-    )
+    gather = _NoteExchange(mesh) if is_of_processes(mesh) else None
+    return _joined([iter(share) for share in shares], mesh, axes, gather, on_exhausted)
 
 
-def _next(shares: list[Iterator[PyTree]], others: Others | None) -> list[PyTree | None]:
-    """Return the next batch of each share, None for a share that has ended."""
-    try:
-        return [next(share, None) for share in shares]
-    except Exception as error:
-        if others is not None:
-            others.tell_failure(error)
-        raise
+class _NoteExchange:
+    """An exchange of notes between the processes of a mesh, once for each batch.
+
+    The notes go over the coordinator: an exchange between devices would wait for all steps that
+    were started before. All processes make these objects in the same order.
+    """
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._processes, self._topic = processes_of(mesh), topic_of("uneven", mesh)
+        self._batches = 0
+
+    def __call__(self, note: dict[str, Any]) -> list[dict[str, Any]]:
+        """Return the notes of all processes.
+
+        Raises:
+          RuntimeError: another process could not load its batch, or does not answer.
+
+        Communication: that of `gather_notes`.
+        """
+        self._batches += 1
+        topic = f"{self._topic}/{self._batches}"
+        try:
+            texts = gather_notes(topic, json.dumps(note), self._processes, PATIENCE_SECONDS)
+        except NoNoteError as error:
+            raise RuntimeError(
+                f"{_OWNER}: another process has not given batch {self._batches} for "
+                f"{PATIENCE_SECONDS:g} s."
+            ) from error
+        if jax.process_index() == self._processes[0]:
+            # Processes that sent a note for this batch have read the notes for the one before.
+            forget(f"{self._topic}/{self._batches - 1}")
+        notes = [json.loads(text) for text in texts]
+        for process, each in zip(self._processes, notes, strict=True):
+            if "error" in each:
+                raise RuntimeError(
+                    f"{_OWNER}: `shares` of process {process} ended in an error: {each['error']}"
+                )
+        return notes
 
 
 def _joined(
     shares: list[Iterator[PyTree]],
-    local_replicas: list[int],
-    replicas: int,
-    others: Others | None,
+    mesh: AnyMesh,
+    axes: tuple[str, ...],
+    gather: _NoteExchange | None,
     on_exhausted: str,
 ) -> Iterator[WeightedBatch]:
+    local_replicas = own_parts(mesh, axes)
     last: list[PyTree | None] = [None] * len(shares)
     reference: list[str] = []
     while True:
-        fresh = _next(shares, others)
+        try:
+            fresh = [next(share, None) for share in shares]
+        except Exception as error:
+            # The others are told, and `error`, which matters more, is raised here.
+            with contextlib.suppress(RuntimeError):
+                if gather is not None:
+                    gather({"error": f"{type(error).__name__}: {error}"[:300]})
+            raise
         last = [old if new is None else new for new, old in zip(fresh, last, strict=True)]
         reference = reference or _describe(next((b for b in last if b is not None), {}))
         problem = _problem(last, local_replicas, reference)
-        samples, marks = np.full((2, replicas), _ELSEWHERE, np.int32)
-        samples[local_replicas] = [
-            0 if batch is None or problem else np.shape(jax.tree.leaves(batch)[0])[0]
-            for batch in fresh
-        ]
-        marks[local_replicas] = 0 if problem else 1 + zlib.crc32(repr(reference).encode()) % 2**30
-        local = np.stack([samples, marks])
-        notes = local[None] if others is None else others.gathered(local)
-        samples, marks = notes.max(axis=0)
-        problem = problem or _problem_between(notes)
-        if problem:
+        sizes = [0 if b is None or problem else len(jax.tree.leaves(b)[0]) for b in fresh]
+        note = {
+            "shapes": 0 if problem else 1 + zlib.crc32(repr(reference).encode()),
+            "samples": [*zip(local_replicas, sizes, strict=True)],
+        }
+        notes = [note] if gather is None else gather(note)
+        samples, problem_between = _samples(notes)
+        if problem := problem or problem_between:
             raise ValueError(f"{_OWNER}: `shares`: {problem}.")
-        if not samples.any():
+        if not any(samples):
             return
-        if on_exhausted == "raise" and not samples.all():
-            gone = np.flatnonzero(samples == 0).tolist()
+        if on_exhausted == "raise" and not all(samples):
+            gone = [replica for replica, size in enumerate(samples) if not size]
             raise RuntimeError(
                 f"{_OWNER}: replicas {gone} have run out of batches before the others, and "
                 '`on_exhausted`="raise".'
@@ -201,44 +174,36 @@ def _joined(
         template = next(batch for batch in last if batch is not None)
         whole = [template if batch is None else batch for batch in last]
         batch = jax.tree.map(lambda *parts: np.concatenate(parts), *whole)
-        weight = samples.astype(np.float32)
-        if others is None:
-            yield WeightedBatch(batch, weight)
-        else:
-            yield WeightedBatch(
-                jax.tree.map(others.placed, batch), others.placed(weight[local_replicas])
+        weight = np.array(samples, np.float32)
+        if is_of_processes(mesh):
+            batch, weight = jax.tree.map(
+                lambda x: from_parts(x, mesh, axes), (batch, weight[list(local_replicas)])
             )
+        yield WeightedBatch(batch, weight)
 
 
-def _problem_between(notes: np.ndarray) -> str | None:
-    """Return how the processes' (processes, 2, replicas) samples and marks disagree, if they do."""
-    held = notes != _ELSEWHERE
-    samples, marks = np.moveaxis(notes, 1, 0)
-    distinct = sorted(set(marks[held[:, 1]].tolist()))
-    if distinct[0] == 0 or len(distinct) > 1:
-        by_replica = marks.max(axis=0).tolist()
-        return (
-            "batches have other shapes on another process "
-            f"(marks {by_replica} of the replicas' shapes, 0 where they change)"
-        )
-    least = np.where(held[:, 0], samples, np.iinfo(samples.dtype).max).min(axis=0)
-    differ = np.flatnonzero(least != samples.max(axis=0)).tolist()
+def _samples(notes: list[dict[str, Any]]) -> tuple[list[int], str | None]:
+    """Return the number of samples of each replica, and how the processes disagree, if they do."""
+    if len({note["shapes"] for note in notes}) > 1:
+        return [], "batches have other shapes on another process"
+    sizes: dict[int, set[int]] = {}
+    for replica, size in itertools.chain(*(note["samples"] for note in notes)):
+        sizes.setdefault(replica, set()).add(size)
+    differ = sorted(replica for replica, each in sizes.items() if len(each) > 1)
     if differ:
-        return (
+        return [], (
             f"processes that share replicas {differ} must give the same batches for them, and give "
-            f"{least[differ].tolist()} samples and {samples.max(axis=0)[differ].tolist()}"
+            f"{[sorted(sizes[replica]) for replica in differ]} samples"
         )
-    return None
+    return [max(sizes[replica]) for replica in sorted(sizes)], None
 
 
 def _problem(
-    batches: list[PyTree | None], local_replicas: list[int], reference: list[str]
+    batches: list[PyTree | None], local_replicas: Sequence[int], reference: list[str]
 ) -> str | None:
     """Return what is wrong with the batches of this process; None if nothing is."""
     if not reference:
-        return (
-            f"replicas {local_replicas} of this process have no batch at all, or one without arrays"
-        )
+        return f"replicas {[*local_replicas]} of this process have no batch, or one without arrays"
     for replica, batch in zip(local_replicas, batches, strict=True):
         named = zip(leaf_names(batch), jax.tree.leaves(batch), strict=True)
         if numbers := [name for name, x in named if np.ndim(x) == 0]:

@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 import jaxslowmo as js
 from jaxslowmo.data import Corpus, TextBatches, split_corpus, validation_batches
 from jaxslowmo.models import gpt_preset
-from jaxslowmo.train.batches import own_parts
+from jaxslowmo.train import own_parts
 
 from .._errors import CommandError, usage_errors
 from ..config._mesh import MODEL_AXES

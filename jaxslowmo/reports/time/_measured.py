@@ -220,11 +220,12 @@ class MeasuredAhead:
         weight: Any = None,
         window: Any = None,
         collect: bool = False,
+        num_batches: int = 0,
     ) -> Any:
         """Call the step; batches that are only collected are not measured."""
         args = state, batch, asked, next_batch, weight, window
         if collect:
-            return self._ahead(*args, collect)
+            return self._ahead(*args, collect, num_batches)
         return self._call(self._ahead, args, {}, self._ahead.asks_for(next_batch))
 
 

@@ -1,4 +1,4 @@
-"""Loaders that take batches from an iterator, on request or ahead in a thread."""
+"""Batches of iterators, loaded when they are needed or ahead of that in a thread, and timed."""
 
 import array
 import atexit
@@ -10,31 +10,66 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from functools import partial
-from types import TracebackType
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from ..._support.types import PyTree
-from ._input_report import Clock
+from .._uneven import WeightedBatch
 
 # Attributes of objects whose memory other libraries can share.
 _INTERFACES = ("__array_interface__", "__dlpack__")
-_LOCK = threading.Lock()
-_SHARED: "weakref.WeakValueDictionary[int, SharedIterator]" = weakref.WeakValueDictionary()
+# How long `Loader.close`, or the exit of the process, waits for a batch that is being loaded.
+ENDING_SECONDS = 1.0
 
 
-class Loaded(NamedTuple):
-    """A batch as its iterator returned it.
+class Clock:
+    """A counter and timer of calls, which a jax profiler trace shows as `jaxslowmo.input/NAME`.
+
+    Args:
+      name: name of the stage.
 
     Attributes:
-      batch: a `WeightedBatch`, or whatever the step takes.
+      name: name of the stage.
+      count: number of calls that returned.
+      seconds: total time of all calls.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.count = 0
+        self.seconds = 0.0
+
+    def __call__(self, fn: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        """Return `fn(*args, **options)` and add the time of the call.
+
+        Raises:
+          RuntimeError: `fn` raised StopIteration, which would look like the end of the batches.
+        """
+        began = time.perf_counter()
+        try:
+            with jax.profiler.TraceAnnotation(f"jaxslowmo.input/{self.name}"):
+                result = fn(*args, **options)
+        except StopIteration as error:
+            raise RuntimeError(f"{self.name} of a pipeline raised StopIteration") from error
+        finally:
+            self.seconds += time.perf_counter() - began
+        self.count += 1
+        return result
+
+
+class Batch(NamedTuple):
+    """A batch of a pipeline, as its iterator returned it or ready for the step.
+
+    Attributes:
+      batch: tree of arrays, or whatever the step takes.
+      weight: weights of the replicas; None: all equal.
       position: what the iterator's `get_state()` returned right after the batch; None without one.
     """
 
     batch: PyTree
+    weight: Any
     position: Any
 
 
@@ -46,7 +81,7 @@ class SharedIterator:
         self._lock = threading.Lock()
         self._last: Any = None
 
-    def take(self, *, waits: bool = False) -> Loaded | None:
+    def take(self, *, waits: bool = False) -> Batch | None:
         """Return the next batch, or None after the last; raise what the iterator raises.
 
         Args:
@@ -61,25 +96,24 @@ class SharedIterator:
             self._last = self._position()
             # New containers: an iterator may put new arrays into the same dict each time.
             batch = jax.tree.map(_copied if waits else lambda leaf: leaf, batch)
-            return Loaded(batch, self._last)
+            batch, weight = batch if isinstance(batch, WeightedBatch) else (batch, None)
+            return Batch(batch, weight, self._last)
 
     def position(self) -> Any:
         """Return what `get_state()` returns now; None for iterators without one.
 
         While another thread takes a batch, this returns the position before that batch.
         """
-        if not self._lock.acquire(blocking=False):
-            return self._last
-        try:
-            return self._position()
-        finally:
-            self._lock.release()
+        if self._lock.acquire(blocking=False):
+            try:
+                self._last = self._position()
+            finally:
+                self._lock.release()
+        return self._last
 
     def _position(self) -> Any:
         get_state = getattr(self.iterator, "get_state", None)
-        if get_state is None:
-            return None
-        position = get_state()
+        position = None if get_state is None else get_state()
         # Some iterators return a container that they change later.
         return copy.deepcopy(position) if isinstance(position, dict | list) else position
 
@@ -99,221 +133,127 @@ def _copied(leaf: Any) -> Any:
     return leaf if isinstance(leaf, jax.Array | np.generic) else copy.deepcopy(leaf)
 
 
+_SHARED: "weakref.WeakValueDictionary[int, SharedIterator]" = weakref.WeakValueDictionary()
+
+
 def shared(iterator: Iterator[PyTree]) -> SharedIterator:
     """Return the one `SharedIterator` of an iterator; two threads must not enter a generator."""
-    with _LOCK:
-        source = _SHARED.get(id(iterator))
-        if source is None:  # the new one holds the iterator, so that its id is not used again
-            source = _SHARED[id(iterator)] = SharedIterator(iterator)
-        return source
-
-
-def at_most(
-    iterator: Iterator[PyTree], num_steps: int | None, per_step: int = 1
-) -> Iterator[PyTree]:
-    """Return an iterator over the batches of the first `num_steps` steps; None: all batches."""
-    return iterator if num_steps is None else _AtMost(iterator, num_steps * per_step)
-
-
-class _AtMost(Iterator[PyTree]):
-    def __init__(self, iterator: Iterator[PyTree], count: int) -> None:
-        self._source, self._left = shared(iterator), count
-        self._position = self._source.position()
-
-    def __next__(self) -> PyTree:
-        loaded = self._source.take() if self._left > 0 else None
-        if loaded is None:
-            raise StopIteration
-        self._left -= 1
-        self._position = loaded.position
-        return loaded.batch
-
-    def get_state(self) -> Any:
-        return self._position
-
-
-# How long closing a loader, or the exit of the process, waits for a batch that is being loaded.
-ENDING_SECONDS = 1.0
-# How often a call that waits checks that the thread of the loader is alive.
-_LOOK_SECONDS = 1.0
-
-
-class EndOfBatches(NamedTuple):
-    """The end of an iterator.
-
-    Attributes:
-      error: exception that the iterator raised; None if there was no further batch.
-      traceback: traceback of the error from within the iterator.
-    """
-
-    error: BaseException | None = None
-    traceback: TracebackType | None = None
-
-
-class Direct:
-    """A loader that takes each batch when it is requested, in the calling thread.
-
-    Args:
-      source: iterator of the batches.
-      clock: timer of the calls of the iterator.
-    """
-
-    def __init__(self, source: SharedIterator, clock: Clock) -> None:
-        self._source, self._clock = source, clock
-        self._is_finished = False
-
-    def allow(self, count: int) -> None:
-        """Do nothing: no batch is loaded ahead."""
-
-    def take(
-        self, *, wait: bool = True, timeout: float | None = None
-    ) -> Loaded | EndOfBatches | None:
-        """Return the next batch, or the end; None with `wait=False`."""
-        del timeout  # an iterator cannot be interrupted
-        if self._is_finished:
-            return EndOfBatches()
-        return _taken(self._source.take, self._clock) if wait else None
-
-    def finish(self) -> None:
-        """Take no further batch."""
-        self._is_finished = True
-
-    close = finish
+    # It holds the iterator, so that its id is not used again.
+    return _SHARED.setdefault(id(iterator), SharedIterator(iterator))
 
 
 class Loader:
-    """A loader that takes batches ahead in its own thread, up to a number that is allowed.
+    """The batches of one iterator after the other: loaded in a thread, or by the call for them.
 
-    The thread ends with the iterator, with `finish` or `close`, or when nothing references the
-    loader.
+    What an iterator raises takes the place of a batch. The thread ends at the end of an iterator
+    and with `close`. It holds the loader, so the loader must hold nothing that closes it.
 
     Args:
-      source: iterator of the batches.
-      clock: timer of the calls of the iterator.
+      is_ahead: whether a thread loads batches before they are requested.
+      timeout: seconds that `take` waits for the thread; None: no limit.
+
+    Attributes:
+      source: the iterator of the next batches; None before the first `give`.
+      num_left: number of batches to load at most; at first there is no limit.
+      clock: timer of the calls of the iterators.
     """
 
-    def __init__(self, source: SharedIterator, clock: Clock) -> None:
-        self._queue = _Queue()
-        self._thread = threading.Thread(
-            target=contextvars.copy_context().run,  # keep settings such as numpy.errstate
-            args=(_load, source, self._queue, clock),
-            name="jaxslowmo-loader",
-            daemon=True,
-        )
-        weakref.finalize(self, self._queue.close).atexit = False
-        _RUNNING.add(self)
-        self._thread.start()
+    def __init__(self, *, is_ahead: bool, timeout: float | None) -> None:
+        self.source: SharedIterator | None = None
+        self.num_left = math.inf
+        self.clock = Clock("load")
+        self._is_ahead, self._timeout = is_ahead, timeout
+        self._changed = threading.Condition()
+        self._items: deque[Batch | BaseException] = deque()
+        self._room = 0
+        self._is_loading = self._is_closed = False  # loading: the end of `source` was not reached
+        self._thread: threading.Thread | None = None
+
+    def give(self, iterator: Iterator[PyTree]) -> SharedIterator:
+        """Take the next batches from this iterator, and return its `SharedIterator`."""
+        self.source = shared(iterator)
+        return self.source
+
+    def open(self) -> None:
+        """Ask the iterator for batches, also if it has ended before."""
+        if self._is_loading:
+            return
+        self._is_loading = True
+        if self._is_ahead:
+            self._thread = threading.Thread(
+                target=contextvars.copy_context().run,  # keep settings such as numpy.errstate
+                args=(self._run,),
+                name="jaxslowmo-loader",
+                daemon=True,
+            )
+            _RUNNING.add(self)
+            self._thread.start()
 
     def allow(self, count: int) -> None:
         """Let the thread load until `count` batches are loaded and not taken yet."""
-        self._queue.allow(count)
+        with self._changed:
+            self._room = count
+            self._changed.notify_all()
 
-    def take(
-        self, *, wait: bool = True, timeout: float | None = None
-    ) -> Loaded | EndOfBatches | None:
-        """Return the next batch; after the last batch return the end at every call.
+    def take(self, *, wait: bool) -> Batch | BaseException | None:
+        """Return the next batch, or what the iterator raised in its place; None after the last.
 
         Args:
-          wait: whether to wait for the batch; if False, return None if none is loaded yet.
-          timeout: seconds after which to return None; None waits without a limit.
+          wait: whether to wait for the batch; if False, None also means that none is loaded yet.
 
         Raises:
-          RuntimeError: the thread no longer exists, as in a forked process.
+          TimeoutError: the batch was not loaded in time; it can still be taken later.
         """
-        limit = math.inf if timeout is None else time.monotonic() + timeout
-        while True:
-            seconds = min(limit - time.monotonic(), _LOOK_SECONDS) if wait else 0.0
-            item = self._queue.take(seconds)
-            if item is not None or seconds <= 0:
-                return item
-            if not self._thread.is_alive() and not self._queue.is_ready:
-                raise RuntimeError(
-                    "the thread that loads batches is gone, as in a process that was forked: make "
-                    "the pipeline in the process that uses it."
+        if wait and not self._is_ahead and self._is_loading:
+            self._load()
+        with self._changed:
+            is_over = lambda: self._items or not self._is_loading  # noqa: E731
+            if wait and not self._changed.wait_for(is_over, self._timeout):
+                raise TimeoutError(
+                    f"`batches` gave none within `timeout`={self._timeout:g} s; the loader goes "
+                    "on, and the next call waits for the same batch."
                 )
-
-    def finish(self) -> None:
-        """Load no further batch; those loaded, or being loaded, can still be taken."""
-        self._queue.finish()
-
-    def close(self) -> None:
-        """End the thread; wait at most a second for a batch that is being loaded."""
-        self._queue.close()
-        if self._thread is not threading.current_thread():
-            self._thread.join(ENDING_SECONDS)
-
-
-class _Queue:
-    """The state that a thread shares with its loader; the thread must not keep that alive."""
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._items: deque[Loaded | EndOfBatches] = deque()
-        self._allowed = 0
-        self._is_finished = False
-        self._is_closed = False
-
-    @property
-    def is_ready(self) -> bool:
-        return bool(self._items)
-
-    def allow(self, count: int) -> None:
-        with self._changed:
-            self._allowed = count
-            self._changed.notify_all()
-
-    def wait_for_room(self) -> bool:
-        """Wait for permission to load a batch; return False if `finish` was called."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._is_finished or len(self._items) < self._allowed)
-            return not self._is_finished
-
-    def put(self, item: Loaded | EndOfBatches) -> None:
-        with self._changed:
-            if not self._is_closed:
-                self._items.append(item)
-            self._changed.notify_all()
-
-    def take(self, seconds: float) -> Loaded | EndOfBatches | None:
-        with self._changed:
-            if seconds > 0:
-                self._changed.wait_for(lambda: self._items, seconds)
-            if not self._items or isinstance(self._items[0], EndOfBatches):
-                return self._items[0] if self._items else None
-            self._allowed -= 1  # the caller counts the batches that it has taken
+            if not self._items:
+                return None
+            self._room -= 1  # the caller counts the batches that it has taken
             return self._items.popleft()
 
-    def finish(self) -> None:
+    def close(self, *, wait: bool = True) -> None:
+        """Drop all batches and end the thread; wait at most a second for one being loaded."""
         with self._changed:
-            self._is_finished = True
-            self._changed.notify_all()
-
-    def close(self) -> None:
-        with self._changed:
-            self._is_finished = self._is_closed = True
+            self._is_closed, self._is_loading = True, False
             self._items.clear()
             self._changed.notify_all()
+        thread = self._thread
+        if wait and thread is not None and thread is not threading.current_thread():
+            thread.join(ENDING_SECONDS)
 
+    def _run(self) -> None:
+        goes_on = True
+        while goes_on:
+            with self._changed:
+                self._changed.wait_for(lambda: self._is_closed or len(self._items) < self._room)
+            goes_on = not self._is_closed and self._load()
 
-def _load(source: SharedIterator, queue: _Queue, clock: Clock) -> None:
-    while queue.wait_for_room():
-        item = _taken(partial(source.take, waits=True), clock)
-        queue.put(item)
-        if isinstance(item, EndOfBatches):
-            return
-        del item  # else the batch would stay in memory until the next one is loaded
-    queue.put(EndOfBatches())
-
-
-def _taken(take: Callable[[], Loaded | None], clock: Clock) -> Loaded | EndOfBatches:
-    try:
-        loaded = clock(take)
-    except BaseException as error:  # raised by the call that needs this batch
-        return EndOfBatches(error, error.__traceback__)
-    if loaded is None:
-        clock.count -= 1  # it counts batches, and this call returned none
-        return EndOfBatches()
-    return loaded
+    def _load(self) -> bool:
+        """Load a batch, or what is raised in its place; return False at the end of `source`."""
+        source = self.source
+        assert source is not None, "`give` comes before `open`"
+        item: Batch | BaseException | None = None
+        try:
+            if self.num_left > 0:
+                item = self.clock(source.take, waits=self._is_ahead)
+                self.num_left -= item is not None
+                self.clock.count -= item is None  # it counts batches
+        except BaseException as error:  # raised by the call that needs this batch
+            item = error
+        with self._changed:
+            if item is not None and not self._is_closed:
+                self._items.append(item)
+            has_ended = item is None and source is self.source
+            self._is_loading &= not has_ended
+            self._changed.notify_all()
+            return not has_ended
 
 
 _RUNNING: "weakref.WeakSet[Loader]" = weakref.WeakSet()

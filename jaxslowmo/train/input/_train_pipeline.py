@@ -1,23 +1,124 @@
 """A pipeline that loads batches and puts them on the devices ahead of the steps that use them."""
 
+import contextlib
 import time
 import weakref
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from types import TracebackType
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import jax
+import numpy as np
 
-from ..._support.checks import as_int, check_choice
-from ..._support.types import PyTree
-from .._train_state import TrainState
-from ..step import AheadMode
-from ._feed import Feed, InputStages, Prepared, Stage, step_method
-from ._input_report import Clock, InputPipelineReport, InputStageTimes
-from ._updates import Evaluation, LookaheadStep, Partial, StepResult, Training
+from ..._support.checks import check_choice, checked_int
+from ..._support.types import Phase, PyTree
+from .._batches import count_here
+from .._train_state import TrainState, updates_of
+from ..step import AheadMode, BoundedStep
+from ._loader import Batch, Clock, Loader
+
+Partial = Literal["step", "discard", "error"]
+Stage = Callable[[PyTree], PyTree]
+_MAX_COUNTS = 32  # steps whose counts stay on the devices, so that reading them does not wait
 
 
-class TrainPipeline(Iterator[Any]):
+@dataclass
+class StepResult:
+    """The result of one step.
+
+    Attributes:
+      step: number of updates so far, this one included: the state's own count, unless `start` of
+        `js.train_loop` says otherwise.
+      state: state after the step. The next step donates its buffers, so read it before that.
+      metrics: arrays on the devices, stacked per replica; reading them waits for the step.
+      phase: what the step exchanged, `()` for a local step; see `js.phase_name`.
+      reports: what the hooks returned, merged in their order.
+      position: what `get_state()` of the batches returned right after the batch of this step; None
+        if they have no `get_state`. It does not include batches that were loaded ahead, or those
+        of an incomplete update. Save it with the state.
+      is_update: False for a batch whose gradients wait for those of the following batches, with
+        `js.TrainPipeline(accumulate=...)`; `step` is then the number of the last update.
+    """
+
+    step: int
+    state: TrainState
+    metrics: dict[str, jax.Array]
+    phase: Phase
+    reports: dict[str, Any] = field(default_factory=dict)
+    position: Any = None
+    is_update: bool = True
+
+
+@dataclass(frozen=True)
+class InputStageTimes:
+    """The times of one stage of a pipeline, in seconds of host time.
+
+    Attributes:
+      name: "load", "place", the name of a function in `stages`, or "step".
+      batches: number of batches that went through the stage.
+      busy_seconds: time in the iterator for "load"; for other stages time in the call, which starts
+        the work on the devices and need not wait for it.
+      idle_seconds: the rest of the time since the first call of the pipeline.
+    """
+
+    name: str
+    batches: int
+    busy_seconds: float
+    idle_seconds: float
+
+
+@dataclass(frozen=True)
+class InputPipelineReport:
+    """The times of a pipeline since its first call, in seconds of host time.
+
+    The thread that trains spends its time in the stages except "load", waiting for a batch, or in
+    the caller's code.
+
+    Attributes:
+      stages: times of the stages in order, "load" first and "step" last.
+      batches: number of batches that were used.
+      held: number of batches that are prepared and wait for their turn.
+      seconds: time from the first call to the end of the last call.
+      waiting_seconds: time that calls waited for a batch to be loaded.
+      caller_seconds: time between calls. If the caller reads a result, this includes waiting for
+        the devices.
+      resent_share: fraction of the requested table rows that were sent again because the previous
+        step changed them, for `mode="patched"`; None for other modes.
+    """
+
+    stages: tuple[InputStageTimes, ...]
+    batches: int
+    held: int
+    seconds: float
+    waiting_seconds: float
+    caller_seconds: float
+    resent_share: float | None = None
+
+    @property
+    def slowest(self) -> str:
+        """The name of what took most time: "load", a later stage, or "caller"."""
+        spent = {s.name: s.busy_seconds for s in self.stages if s.name != "load"}
+        spent |= {"load": self.waiting_seconds, "caller": self.caller_seconds}
+        return max(spent, key=lambda name: spent[name])
+
+    def __str__(self) -> str:
+        """Return the report as a table of text."""
+        lines = [
+            f"{self.batches} batches in {self.seconds:.3f} s, {self.held} held; waited "
+            f"{self.waiting_seconds:.3f} s for batches, {self.caller_seconds:.3f} s between calls",
+            f"{'stage':<16}{'batches':>9}{'busy s':>10}{'idle s':>10}",
+        ]
+        lines += [
+            f"{s.name:<16}{s.batches:>9}{s.busy_seconds:>10.3f}{s.idle_seconds:>10.3f}"
+            for s in self.stages
+        ]
+        if self.resent_share is not None:
+            lines.append(f"{self.resent_share:.1%} of the rows looked up ahead were sent again")
+        return "\n".join(lines)
+
+
+class TrainPipeline(Iterator[Any], contextlib.AbstractContextManager[Any]):
     """An iterator of step results that prepares batches ahead, to train or to evaluate.
 
     A thread takes batches from their iterator while steps run. Each batch is put on the devices,
@@ -73,6 +174,7 @@ class TrainPipeline(Iterator[Any]):
         does not include batches that are loaded ahead, or that wait for the rest of an update.
       partial_update: the `js.StepResult` of the update that `partial="step"` made when the batches
         ended, whose metrics are means over its batches; None at any other time.
+      trains: True if the pipeline trains its own state, False if it evaluates that of another.
 
     Raises:
       ValueError: accumulate < 1, or > 1 where the pipeline evaluates or the step is a function;
@@ -101,44 +203,54 @@ class TrainPipeline(Iterator[Any]):
         num_exact: int = 0,
         room: float = 0.25,
     ) -> None:
-        _check(step, stages, depth, timeout)
-        check_accumulation(accumulate, partial)
-        depth, accumulate = int(depth), int(accumulate)  # such as NumPy integers
-        self._refuse_ids = step_method(step, "refuse_ids")
-        prepare = InputStages(step, stages)
-        read = _state_reader(state)
-        has_next = depth > 0 and read is None
-        step = self._with_lookahead(step, has_next, mode, num_exact=num_exact, room=room)
-        runner: Training | Evaluation
-        if read is None:
-            runner = Training(step, state, accumulate, partial)
-        elif accumulate > 1:
+        self._depth = checked_int("`depth` counts batches and", depth, 0)
+        self._accumulate = check_accumulation(accumulate, partial)
+        self._drain, self._partial = drain, partial
+        is_positive = isinstance(timeout, int | float) and timeout > 0
+        if timeout is not None and not (is_positive and depth > 0):
             raise ValueError(
-                f"`accumulate`={accumulate} batches make one update, and a pipeline that evaluates "
-                "makes none: leave it out."
+                "`timeout` must be a number of seconds > 0, and needs `depth` > 0: without a "
+                f"thread nothing can be waited for. Got {timeout!r} and `depth`={depth}."
             )
-        else:
-            runner = Evaluation(step, read)
-        # The feed reads the state of `runner`: a reference to `self` would keep the thread alive.
-        self._runner = runner
-        self._feed = Feed(
-            prepare,
-            depth=depth,
-            drain=drain,
-            timeout=timeout,
-            state=lambda: runner.state,
-            looks_ahead=self._tables is not None,
-        )
+        if stages is not None and not (isinstance(stages, Sequence) and all(map(callable, stages))):
+            raise ValueError(
+                f"`stages` must be a sequence of functions `batch -> batch`, got {stages!r}."
+            )
+        self._state, self._read_state = state, _state_reader(state)
+        self.trains = self._read_state is None
+        if accumulate > 1 and not (self.trains and hasattr(step, "collect")):
+            raise ValueError(
+                f"`accumulate`={accumulate} batches make one update: that needs a pipeline that "
+                "trains with a step of js.make_train_step, got "
+                f"{getattr(step, '__name__', type(step).__name__)}."
+            )
+        self._place, self._refuse_ids = _method(step, "place"), _method(step, "refuse_ids")
+        # A `TrainStep` limits how many calls run at once by itself.
+        self._step: Any = step if self._place else BoundedStep(step)
+        self._set_ahead(step, mode, num_exact=num_exact, room=room)
+        if stages is None:
+            stages = () if self._place or jax.process_count() > 1 else (put_arrays,)
+        self._stages = [
+            (Clock(name), BoundedStep(stage))
+            for name, stage in zip(_names(stages), stages, strict=True)
+        ]
+        # An update of several batches: those that were collected, and the position after them.
+        self._window: Any = None
+        self._num_collected, self._window_position = 0, None
+        self._num_updates = updates_of(state) if self.trains else 0
+        self.partial_update: StepResult | None = None
+        # Batches that are ready, oldest first; what was raised in place of one ends the queue.
+        self._held: deque[Batch | BaseException] = deque()
+        self._loader = Loader(is_ahead=self._depth > 0, timeout=timeout)
+        weakref.finalize(self, self._loader.close, wait=False)
+        self._is_open = self._is_closed = False  # open: the end of the iterator was not reported
+        self.position: Any = None
         if batches is not None:
-            runner.position = self._feed.give(iter(batches)).position()
-        self._clocks = [self._feed.load_clock, *prepare.clocks, Clock("step")]
+            self.position = self._loader.give(iter(batches)).position()
+        self._place_clock, self._step_clock = Clock("place"), Clock("step")
+        self._wait_clock = Clock("wait")
         self._start: float | None = None
         self._end = self._inside = 0.0
-        self._has_batches = batches is not None
-        self._drain, self._is_closed = drain, False
-
-    def __iter__(self) -> "TrainPipeline":
-        return self
 
     def __next__(self) -> Any:
         """Return the next result; raise `StopIteration` after the last one."""
@@ -172,22 +284,23 @@ class TrainPipeline(Iterator[Any]):
         if self._is_closed:
             raise ValueError("`progress` of a js.TrainPipeline that was closed: make another one.")
         if iterator is not None:
-            self._feed.give(iterator)
-            self._has_batches = True
-        if not self._has_batches:
+            before = self._loader.source
+            self._is_open &= self._loader.give(iterator) is before
+        if self._loader.source is None:
             raise ValueError("progress: `iterator` must be given where there were no `batches`.")
         start = time.perf_counter()
         self._start = start if self._start is None else self._start
         try:
             self.refuse_ids(num_running=1)  # before a batch is taken, since that would be lost
-            batch = self._feed.next()
+            batch = self._next()
+            self.partial_update = None
             if batch is None:
                 self.refuse_ids()
-                if self._drain:
-                    self._runner.end()
+                if self._drain and self._num_collected:
+                    self._end_window()
                 raise StopIteration
-            result = self._clocks[-1](self._runner, batch)
-            self._feed.prepare()
+            result = self._step_clock(self._use, batch)
+            self._prepare()
             return result
         finally:
             self._end = time.perf_counter()
@@ -206,51 +319,179 @@ class TrainPipeline(Iterator[Any]):
             self._refuse_ids(num_running)
 
     @property
-    def trains(self) -> bool:
-        """True if the pipeline trains its own state, False if it evaluates that of another."""
-        return isinstance(self._runner, Training)
-
-    @property
     def state(self) -> Any:
         """The state after the last result."""
-        return self._runner.state
+        return self._state if self._read_state is None else self._read_state()
 
     @state.setter
     def state(self, state: Any) -> None:
-        # An evaluation's is that of another pipeline, which can only be read.
-        self._runner.state = state  # pyright: ignore[reportAttributeAccessIssue]
+        self._state, self._read_state = state, None
 
-    @property
-    def position(self) -> Any:
-        """The position of the iterator right after the last batch that is in the state."""
-        return self._runner.position
+    # Batches: loaded, held, taken.
 
-    @property
-    def partial_update(self) -> StepResult | None:
-        """The result of the update of the batches that were left when their iterator ended."""
-        return self._runner.partial_update if isinstance(self._runner, Training) else None
+    def _take_at_most(self, num_batches: int) -> None:
+        """Take no more than so many batches from the iterator."""
+        self._loader.num_left = num_batches
 
-    def _with_lookahead(self, step: Any, has_next: bool, mode: Any, **options: Any) -> Any:
-        """Return a step that also does the table exchange of the next batch, if it has tables."""
-        self._tables: LookaheadStep | None = None
-        needs_next = mode != "exact" or bool(options["num_exact"])
-        if needs_next and not has_next:
-            raise ValueError(
-                f"`mode`={mode!r} and its {options} need a pipeline that trains with "
-                "`depth` > 0: without a batch ahead no rows can be requested from the tables."
+    def _next(self) -> Batch | None:
+        """Return the next batch, or None after the last one.
+
+        Raises:
+          TimeoutError: the batch did not come in time; the next call waits for it again.
+          BaseException: what the iterator or a stage raised in place of the batch.
+        """
+        if not self._is_open:
+            self._loader.open()
+            self._is_open = True
+        limit = self._depth + 1
+        if not self._hold(1 if self._drain else limit, limit, wait=True):
+            self._is_open = False
+            return None
+        if self._ahead is not None:
+            # The first batch stays held, so that Ctrl-C loses neither. Without the second one no
+            # rows are requested; other processes run a program that needs it.
+            with contextlib.suppress(*([] if jax.process_count() > 1 else [TimeoutError])):
+                self._hold(2, limit, wait=True)
+        first = self._held.popleft()
+        if isinstance(first, BaseException):
+            raise first
+        return first
+
+    def _prepare(self) -> None:
+        """Prepare the batches that are loaded, or in several processes wait for the next one."""
+        # Several processes must prepare the same batches between the same two steps.
+        waits = jax.process_count() > 1
+        with contextlib.suppress(TimeoutError):  # raised again when the batch is needed
+            self._hold(min(self._depth, 1) if waits else self._depth, self._depth, wait=waits)
+        self._loader.allow(self._depth - len(self._held))
+
+    def _hold(self, count: int, limit: int, *, wait: bool) -> bool:
+        """Prepare batches until `count` are held or one failed; return False if there are fewer.
+
+        Meanwhile the loader loads until `limit` are loaded or held.
+        """
+        while len(self._held) < count:
+            if self._held and isinstance(self._held[-1], BaseException):
+                break
+            self._loader.allow(limit - len(self._held))
+            take = self._loader.take
+            item = self._wait_clock(take, wait=True) if wait else take(wait=False)
+            if item is None:
+                return False
+            try:
+                self._held.append(self._prepared(*item) if isinstance(item, Batch) else item)
+            except Exception as error:  # raised later, in the turn of this batch
+                self._held.append(error)
+        return True
+
+    def _prepared(self, batch: PyTree, weight: Any, position: Any) -> Batch:
+        """Place a batch and run the stages on it, without waiting for the devices."""
+        if self._place:
+            # Stages may make the ids of tables, so ids are checked after the last stage.
+            options = {"check_ids": False} if self._stages else {}
+            batch, weight = self._place_clock(
+                self._place, batch, weight, state=self.state, **options
             )
-        if not needs_next and not (has_next and getattr(step, "embeddings", None) is not None):
-            return step
-        if not hasattr(step, "ahead"):
-            raise ValueError(f"`mode`={mode!r} needs a step of js.make_train_step with tables.")
-        self_ref = weakref.ref(self)  # a strong reference would keep the thread alive
+        for clock, stage in self._stages:
+            batch = clock(stage, batch)
+        if self._place and self._stages:
+            # Check the output of the stages now: later the error would come with another batch.
+            batch, weight = self._place(batch, weight, state=self.state)
+        return Batch(batch, weight, position)
 
-        def upcoming() -> Prepared | None:
-            pipeline = self_ref()
-            return None if pipeline is None else pipeline._feed.peek()
+    # Steps.
 
-        self._tables = LookaheadStep(step.ahead(mode, **options), step, upcoming)
-        return self._tables
+    def _use(self, batch: Batch) -> Any:
+        """Run the step on a batch: evaluate it, collect its gradients or update the state."""
+        if not self.trains:
+            result = self._call(batch)
+            self.position = batch.position
+            return result
+        if self._num_collected + 1 == self._accumulate:
+            windowed = {"window": self._window} if self._accumulate > 1 else {}
+            return self._update(lambda: self._call(batch, **windowed), batch.position)
+        self._window, metrics = self._call(
+            batch, collect=True, window=self._window, num_batches=self._accumulate - 1
+        )
+        self._num_collected += 1
+        self._window_position = batch.position
+        return StepResult(
+            self._num_updates, self.state, metrics, (), position=self.position, is_update=False
+        )
+
+    def _update(self, call: Callable[[], Any], position: Any) -> StepResult:
+        next_phase = getattr(self._step, "next_phase", None)
+        phase = () if next_phase is None else next_phase(self.state)
+        result = call()
+        if not isinstance(result, tuple) or len(result) != 2:
+            raise ValueError(
+                "`step` must return `(state, metrics)` where `state` is one to train, got "
+                f"{type(result).__name__}; to evaluate, give a pipeline or a function that returns "
+                "the state."
+            )
+        self.state, metrics = result
+        self.position = position
+        self._num_updates += 1
+        self._window, self._num_collected = None, 0
+        return StepResult(self._num_updates, self.state, metrics, phase, position=position)
+
+    def _end_window(self) -> None:
+        """Treat the batches that were collected when the batches end as `partial` says."""
+        if self._partial == "error":
+            raise ValueError(
+                f"`batches` ended after {self._num_collected} of the {self._accumulate} of an "
+                'update (`accumulate`), and `partial`="error". They wait: batches of another '
+                "iterator complete the update."
+            )
+        if self._partial == "discard":
+            self._window, self._num_collected = None, 0
+            return
+        apply = self._step.apply
+        self.partial_update = self._update(
+            lambda: apply(self.state, self._window), self._window_position
+        )
+
+    def _call(self, batch: Batch, **options: Any) -> Any:
+        """Call the step, with `collect` its `collect`; for tables request the next batch's rows."""
+        if self._ahead is None:
+            step = self._step.collect if options.pop("collect", False) else self._step
+            weight = () if batch.weight is None else (batch.weight,)
+            return step(self.state, batch.batch, *weight, **options)
+        requested, requested_for = self._requested
+        if requested_for is not batch.batch:
+            requested = self._ahead.prime(self.state, batch.batch)
+        following = self._held[0] if self._held else None
+        following = following.batch if isinstance(following, Batch) else None
+        new, metrics, requested = self._ahead(
+            self.state, batch.batch, requested, following, batch.weight, **options
+        )
+        self._requested = requested, following
+        self._counts.append({n: x for n, x in metrics.items() if n.startswith("embeddings/")})
+        self._read_counts(_MAX_COUNTS)
+        return new, metrics
+
+    def _set_ahead(self, step: Any, mode: Any, **options: Any) -> None:
+        """Make `self._ahead`, which also does the table exchange of the next batch, if needed."""
+        self._ahead: Any = None
+        self._requested: Any = None, None  # rows, and the batch for which they were requested
+        self._counts: deque[dict[str, Any]] = deque()
+        self._rows: Counter[str] = Counter()
+        has_next = self._depth > 0 and self.trains
+        needs_next = mode != "exact" or bool(options["num_exact"])
+        if needs_next and not (has_next and hasattr(step, "ahead")):
+            raise ValueError(
+                f"`mode`={mode!r} and its {options} need a pipeline that trains with `depth` > 0, "
+                "for a batch ahead whose rows can be requested from the tables, and a step of "
+                "js.make_train_step with tables."
+            )
+        if needs_next or (has_next and getattr(step, "embeddings", None) is not None):
+            self._ahead = step.ahead(mode, **options)
+
+    def _read_counts(self, num_kept: int) -> None:
+        """Add up the counts of all but the last `num_kept` steps, and wait for those."""
+        while len(self._counts) > num_kept:
+            for name, count in self._counts.popleft().items():
+                self._rows[name.rpartition("/")[2]] += count_here(count)
 
     def report(self) -> InputPipelineReport:
         """Return the times of the stages so far.
@@ -260,37 +501,57 @@ class TrainPipeline(Iterator[Any]):
 
         Communication: none.
         """
+        self._read_counts(0)
+        patches = self._ahead is not None and self._ahead.mode == "patched" and self._rows["asked"]
         seconds = 0.0 if self._start is None else self._end - self._start
+        placing = [self._place_clock] if self._place else []
+        stages = [clock for clock, _ in self._stages]
+        clocks = [self._loader.clock, *placing, *stages, self._step_clock]
         return InputPipelineReport(
             stages=tuple(
-                InputStageTimes(
-                    clock.name, clock.count, clock.seconds, max(0.0, seconds - clock.seconds)
-                )
-                for clock in self._clocks
+                InputStageTimes(x.name, x.count, x.seconds, max(0.0, seconds - x.seconds))
+                for x in clocks
             ),
-            batches=self._clocks[-1].count,
-            held=self._feed.num_held,
+            batches=self._step_clock.count,
+            held=len(self._held),
             seconds=seconds,
-            waiting_seconds=self._feed.wait_clock.seconds,
+            waiting_seconds=self._wait_clock.seconds,
             caller_seconds=seconds - self._inside,
-            resent_share=None if self._tables is None else self._tables.resent_share,
+            resent_share=self._rows["resent"] / self._rows["asked"] if patches else None,
         )
 
     def close(self) -> None:
         """End the thread and drop the batches that are held; state and position stay."""
         self._is_closed = True
-        self._feed.close()
-
-    def __enter__(self) -> "TrainPipeline":
-        return self
+        self._loader.close()
+        self._held.clear()
 
     def __exit__(
         self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
+        *error: object,
     ) -> None:
         self.close()
+
+
+def _method(step: Any, name: str) -> Any:
+    """Return a method of a step, or of the object whose method the step is; None if missing."""
+    return getattr(step, name, None) or getattr(getattr(step, "__self__", None), name, None)
+
+
+def put_arrays(batch: PyTree) -> PyTree:
+    """Return the batch with numeric arrays on the default device; other leaves stay."""
+
+    def put(x: Any) -> Any:
+        is_array = isinstance(x, np.ndarray) and x.dtype.kind in "biufc"
+        return jax.device_put(x) if is_array or isinstance(x, jax.Array) else x
+
+    return jax.tree.map(put, batch)
+
+
+def _names(stages: Sequence[Stage]) -> list[str]:
+    names = [getattr(stage, "__name__", type(stage).__name__) for stage in stages]
+    is_unique = len(set(names)) == len(names)
+    return names if is_unique else [f"{name} {i}" for i, name in enumerate(names, 1)]
 
 
 def _state_reader(state: Any) -> Callable[[], Any] | None:
@@ -302,27 +563,7 @@ def _state_reader(state: Any) -> Callable[[], Any] | None:
     return state if is_function else None
 
 
-def check_accumulation(accumulate: Any, partial: Any) -> None:
-    """Raise `ValueError` for a wrong number of batches per update, or a wrong `partial`."""
-    if as_int(accumulate, 1) is None:
-        raise ValueError(
-            f"`accumulate` counts batches per update and must be an int >= 1, got {accumulate!r}."
-        )
+def check_accumulation(accumulate: Any, partial: Any) -> int:
+    """Return the number of batches per update; raise `ValueError` if it or `partial` is wrong."""
     check_choice("partial", partial, Partial)
-
-
-def _check(step: Any, stages: Any, depth: Any, timeout: Any) -> None:
-    if not callable(step):
-        raise ValueError(f"`step` must be a function, got {type(step).__name__}.")
-    if as_int(depth, 0) is None:
-        raise ValueError(f"`depth` counts batches and must be an int >= 0, got {depth!r}.")
-    is_number = isinstance(timeout, int | float) and not isinstance(timeout, bool)
-    if timeout is not None and (depth == 0 or not is_number or not timeout > 0):
-        raise ValueError(
-            "`timeout` must be a number of seconds > 0, and needs `depth` > 0: without a thread "
-            f"nothing can be waited for. Got {timeout!r} and `depth`={depth}."
-        )
-    if stages is not None and not (isinstance(stages, Sequence) and all(map(callable, stages))):
-        raise ValueError(
-            f"`stages` must be a sequence of functions `batch -> batch`, got {stages!r}."
-        )
+    return checked_int("`accumulate` counts batches per update and", accumulate, 1)

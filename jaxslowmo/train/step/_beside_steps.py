@@ -21,8 +21,8 @@ import jax.numpy as jnp
 from ..._support.types import AxisName, Phase, PyTree
 from ...mesh import AnyMesh, axis_names, map_replicas
 from ...transform import Beside
+from .._batches import is_of_processes, processes_of
 from .._train_state import TrainState
-from ..batches import is_of_processes, processes_of
 from ._states import of_one_replica
 
 

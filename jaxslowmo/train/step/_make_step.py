@@ -13,7 +13,7 @@ from ...gradients.precision import Policy, computing_in
 from ...mesh import AnyMesh, replica_count
 from ...tracing import FullLoss, as_full_loss
 from ...transform import LossProgram, ParameterTransform, over_stages, spec_of
-from ..batches import HostBatch
+from .._batches import HostBatch
 from ._compiler_options import checked_compiler_options
 from ._gradients import BatchGradients, ModelStateMode, WithResults
 from ._runner import Mode, Runner

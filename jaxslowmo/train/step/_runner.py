@@ -14,9 +14,9 @@ from ..._support.types import CompilerOptions, Phase, PyTree
 from ...embedding import Ahead, Carry, Lookup
 from ...mesh import AnyMesh, VirtualMesh, axis_names, inner_specs, model_axes
 from ...tracing import ready_order
+from .._batches import HostBatch, Placing, as_arrays
 from .._hyperparams import NumberPlaces, number_places, replace_numbers
 from .._train_state import StateLayout, TrainState
-from ..batches import HostBatch, Placing, as_arrays
 from . import _programs as programs
 from ._beside_steps import BesideSteps
 from ._gradients import GradientWindow, Metrics, StepInputs, WithResults

@@ -12,8 +12,8 @@ from ...embedding import WithTables
 from ...mesh import Shares, consensus
 from ...transform import phase_name
 from ...tree import check_arrays
+from .._batches import HostBatch
 from .._train_state import TrainState, started
-from ..batches import HostBatch
 from ._ahead import AheadMode, AheadStep
 from ._gradients import GradientWindow, Metrics, StepInputs
 from ._runner import Runner

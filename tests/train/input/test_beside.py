@@ -131,6 +131,15 @@ def test_another_state_is_looked_up_anew_also_of_a_measured_step():
     assert report.average.forward_compute_time > 0
 
 
+def test_a_measured_step_collects():
+    """Batches that are only collected are not measured."""
+    step, (expected, _) = step_for(*USUAL), plainly(*USUAL, 2)
+    measured = js.measured(step)
+    pipeline = js.TrainPipeline(measured, step.init(DENSE), BATCHES, accumulate=2)
+    same(losses_of(pipeline), expected)
+    assert measured.report().iteration == len(BATCHES) // 2
+
+
 def test_a_wait_that_ends_loses_no_batch():
     """The batch before one that is late is not looked ahead from, and trained."""
     step, (expected, _) = step_for(*USUAL), plainly(*USUAL)

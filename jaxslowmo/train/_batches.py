@@ -1,0 +1,549 @@
+"""Batches as processes give them and as the devices need them: placed, checked and compared.
+
+A batch is a tree of arrays. Over the devices of a mesh its leading dimensions are split, and leaves
+that all examples share are whole. Each process may give its part of a batch or all of it, so a
+`Placing` also compares what they give.
+"""
+
+import functools
+import json
+import math
+import weakref
+import zlib
+from collections import Counter, deque
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple, TypeGuard
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from .._support.checks import warn_user
+from .._support.coordinator import NoNoteError, forget, tell, wait_for
+from .._support.types import AxisName, PyTree
+from ..mesh import (
+    AnyMesh,
+    Description,
+    VirtualMesh,
+    axis_names,
+    describe,
+    differences,
+    digest,
+    is_of_host,
+    is_shared,
+    name_processes,
+)
+from ..tree import leaf_names
+
+HostBatch = Literal["local", "global"]
+
+# How long to wait for what another process gives at the first step. It may be late for a good
+# reason, and the exchanges of the step wait for it anyway.
+PATIENCE_SECONDS = 120.0
+# How long at a later step with a batch of another shape. If that process went on with a shape that
+# it gave before, the network of its exchange gives up (gloo after 30 s), and the reason must have
+# been told before that.
+HINT_SECONDS = 15.0
+_MAX_DIFFERENCES = 3
+_MAX_NAMED = 8  # leaves that an error message lists
+
+
+# Parts and processes of a mesh.
+
+
+@functools.lru_cache(maxsize=64)
+def own_parts(mesh: AnyMesh, axes: tuple[str, ...]) -> tuple[int, ...]:
+    """Return the parts of a dimension split over `axes` that devices of this process hold.
+
+    Args:
+      mesh: mesh of one process or of several; a `VirtualMesh` holds all parts.
+      axes: names of mesh axes, outermost first.
+
+    Returns:
+      Part numbers in 0 .. number of parts - 1, ascending. They need not be consecutive. Where
+      devices differ along another axis, several processes hold the same part.
+
+    Communication: none.
+    """
+    count = _num_parts(mesh, axes)
+    if isinstance(mesh, VirtualMesh):
+        return tuple(range(count))
+    held = NamedSharding(mesh, P(axes)).addressable_devices_indices_map((count,)).values()
+    return tuple(sorted({index[0].indices(count)[0] for index in held if index}))
+
+
+def _num_parts(mesh: AnyMesh, axes: tuple[str, ...]) -> int:
+    return math.prod(mesh.shape[name] for name in axes)
+
+
+def is_of_processes(mesh: AnyMesh) -> TypeGuard[Mesh]:
+    """Return whether devices of several processes form the mesh."""
+    return isinstance(mesh, Mesh) and mesh.is_multi_process
+
+
+def processes_of(mesh: Mesh) -> list[int]:
+    """Return the indices of the processes whose devices form the mesh, ascending."""
+    return sorted({device.process_index for device in mesh.devices.flat})
+
+
+_num_topics: Counter[str] = Counter()
+
+
+def topic_of(kind: str, mesh: Mesh) -> str:
+    """Return a new key prefix for messages about one object between the processes of a mesh.
+
+    All processes must create such objects in the same order.
+
+    Args:
+      kind: kind of the object, such as "batch".
+      mesh: mesh whose devices belong to several processes.
+    """
+    name = f"jaxslowmo/{kind}/{zlib.crc32(repr(processes_of(mesh)).encode()):08x}"
+    _num_topics[name] += 1
+    return f"{name}/{_num_topics[name]}"
+
+
+# Arrays.
+
+
+def as_arrays(batch: PyTree) -> PyTree:
+    """Return the batch with arrays of other libraries, such as torch on CPU, as NumPy arrays."""
+
+    def as_array(x: Any) -> Any:
+        if isinstance(x, jax.Array | jax.ShapeDtypeStruct | np.ndarray):
+            return x
+        if isinstance(x, bool | int | float | complex):
+            return jnp.asarray(x)  # as weakly typed as in a program of one device
+        return x.__jax_array__() if hasattr(x, "__jax_array__") else np.asarray(x)
+
+    return jax.tree.map(as_array, batch)
+
+
+def from_parts(x: Any, mesh: Mesh, axes: tuple[str, ...]) -> jax.Array:
+    """Return an array over all processes, built from the parts that each process holds.
+
+    Args:
+      x: NumPy or jax array (local parts * rows, ...): the rows of `own_parts`, one part after the
+        other. Every part has the same number of rows on every process. Processes that hold the
+        same part must pass the same values.
+      mesh: mesh whose devices belong to several processes.
+      axes: mesh axes over which the leading dimension is split.
+
+    Communication: none.
+    """
+    local_parts = own_parts(mesh, axes)
+    rows = x.shape[0] // len(local_parts)
+    whole = rows * _num_parts(mesh, axes)
+    x = _cuttable(x)
+
+    def of_device(index: Any) -> Any:
+        begin = rows * local_parts.index(index[0].indices(whole)[0] // rows)
+        return x[begin : begin + rows]
+
+    shape = (whole, *x.shape[1:])
+    return jax.make_array_from_callback(shape, NamedSharding(mesh, P(axes)), of_device)
+
+
+def _cuttable(x: Any) -> Any:
+    """Return `x` such that slicing its rows runs no program over several devices."""
+    if not isinstance(x, jax.Array) or len(x.devices()) == 1:
+        return x
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        words = jnp.asarray(np.asarray(jax.random.key_data(x)))
+        return jax.random.wrap_key_data(words, impl=jax.random.key_impl(x))
+    return np.asarray(x)
+
+
+def count_here(count: Any) -> int:
+    """Return the sum of a count, (replicas,), over the replicas of this process; wait for it.
+
+    A traced count gives 0.
+    """
+    if isinstance(count, Tracer):
+        return 0
+    # Devices of one replica hold the same part.
+    parts = {str(shard.index): shard.data for shard in count.addressable_shards}
+    return sum(int(np.sum(np.asarray(part))) for part in parts.values())
+
+
+def _in_lists_of_numbers(batch: PyTree) -> list[bool]:
+    """Return for each leaf whether a list holds it in which all elements are numbers."""
+
+    def is_list_of_numbers(x: Any) -> bool:
+        is_flat = isinstance(x, list) and len(x) > 1 and jax.tree_util.all_leaves(x)
+        return is_flat and not any(map(np.ndim, x))
+
+    nodes = jax.tree.leaves(batch, is_leaf=is_list_of_numbers)
+    return [is_list_of_numbers(x) for x in nodes for _ in jax.tree.leaves(x)]
+
+
+class Placing:
+    """The placement of a step's batches: checks them and puts them on the devices of the mesh.
+
+    Methods take `axes`, the mesh axes over which a batch is split, outermost first.
+
+    Args:
+      mesh: mesh of the step.
+      axis_name: name of the replica axis or axes.
+      host_batch: whether host arrays hold this process' parts ("local") or the whole ("global").
+      check: object that checks the ids which a batch looks up in tables; None for a step without
+        tables. `check.check(batch, num_parts)` raises `ValueError` for wrong ids in arrays of the
+        host, and returns whether it saw all ids. `check.refuse(metrics)` raises it if a program has
+        counted wrong ids.
+    """
+
+    def __init__(
+        self, mesh: AnyMesh, axis_name: AxisName, host_batch: HostBatch, check: Any
+    ) -> None:
+        self._mesh, self._axis_name = mesh, axis_name
+        self._host_batch: HostBatch = host_batch
+        self._check = check
+        self._checked: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+        # For each program that ran, its counts of ids that were not checked on the host.
+        self._counts: deque[dict[str, Any]] = deque()
+        # Batches that were compared between processes: their shapes and how many there were.
+        self._seen: set[Any] = set()
+        self._num_calls = 0
+        self._topic: str | None = None
+
+    def compared(
+        self, batch: PyTree, weight: Any, axes: tuple[str, ...], *, check_ids: bool = True
+    ) -> tuple[PyTree, jax.Array | None]:
+        """Return the placed batch and weight, after the processes have compared their batches.
+
+        Raises:
+          ValueError: what `placed` raises; wrong ids in host arrays, unless `check_ids` is False;
+            on every process: parts whose shapes do not fit together, or values that differ where
+            they must be equal.
+
+        Communication: none in one process, and for shapes that were compared before; else one
+          message of each process to the coordinator, and one back.
+        """
+        if weight is None and self._check is None:
+            # 30 us less per step for batches that were placed ahead.
+            leaves = jax.tree.leaves(batch)
+            if leaves and all(self._lies_split(x, axes) and x.size for x in leaves):
+                return batch, None
+        batch = as_arrays(batch)
+        if is_of_processes(self._mesh):
+            self._compare(batch, axes, self._mesh)
+        if self._check is None or not check_ids:
+            return self.placed(batch, weight, axes)
+        # `check` reports whether it saw the ids of all tables: `inputs` may make some
+        # on devices, from arrays of the host.
+        host = [x for x in jax.tree.leaves(batch) if isinstance(x, np.ndarray)]
+        is_checked = bool(host) and self._check.check(batch, self._num_parts(host[0], axes))
+        placed, weight = self.placed(batch, weight, axes)
+        self._note_checked(batch, placed, of_host=is_checked)
+        return placed, weight
+
+    def placed(
+        self, batch: PyTree, weight: Any, axes: tuple[str, ...]
+    ) -> tuple[PyTree, jax.Array | None]:
+        """Return a batch and its weight on the devices; keep arrays that are split there already.
+
+        A `jax.ShapeDtypeStruct` stays one.
+
+        Args:
+          batch: tree of arrays, as `TrainStep` takes it.
+          weight: one number per replica. In several processes a host array holds the weights of the
+            replicas that have devices in this process with "local", those of all with "global".
+          axes: mesh axes over which the batch is split.
+
+        Raises:
+          ValueError: a leading dimension that does not split evenly, all are listed; a weight of
+            another shape, and in a host array one below 0 or not finite.
+
+        Communication: host to device; none between replicas or processes.
+        """
+        batch = as_arrays(batch)
+        if problem := self._uneven(batch, axes):
+            raise ValueError(problem)
+        if not isinstance(self._mesh, VirtualMesh):
+            batch = jax.tree.map(
+                lambda x: self._put(x, axes if self._is_split(x, axes) else ()), batch
+            )
+        return batch, self._placed_weight(weight)
+
+    def copied(self, batch: PyTree) -> PyTree:
+        """Return a copy of a batch for virtual replicas on their one device."""
+        on_device = jax.device_put(batch)
+        self._note_checked(batch, on_device, of_host=False)
+        return on_device
+
+    def share(self, batch: PyTree, axes: tuple[str, ...], num_parts: int = 1) -> PyTree:
+        """Return the shapes and dtypes of one device's part of a batch of arrays, or of more."""
+
+        def share(x: Any) -> jax.ShapeDtypeStruct:
+            shape = x.shape
+            if self._is_split(x, axes):
+                shape = (shape[0] // self._num_parts(x, axes) * num_parts, *shape[1:])
+            return jax.ShapeDtypeStruct(shape, jnp.result_type(x))
+
+        return jax.tree.map(share, batch)
+
+    def ran(self, batch: PyTree, metrics: Mapping[str, Any]) -> None:
+        """Keep a program's counts of wrong ids, unless all ids of its batch were checked before.
+
+        `refuse_counted` reads the counts.
+        """
+        if self._check is None:
+            return
+        is_checked = all(self._checked.get(id(x)) is x for x in jax.tree.leaves(batch))
+        counts = {n: x for n, x in metrics.items() if n.startswith("embeddings/")}
+        self._counts.append({} if is_checked else counts)
+
+    def refuse_counted(self, num_running: int = 1) -> None:
+        """Raise `ValueError` if a program counted ids that are in no table.
+
+        Args:
+          num_running: number of last programs to leave out, since they may still be running.
+        """
+        while self._check is not None and len(self._counts) > num_running:
+            counts = self._counts.popleft()
+            self._check.refuse({name: count_here(x) for name, x in counts.items()})
+
+    def _note_checked(self, batch: PyTree, placed: PyTree, *, of_host: bool) -> None:
+        """Mark placed leaves as checked if their source was, or if it is NumPy and `of_host`."""
+        for leaf, placed_leaf in zip(jax.tree.leaves(batch), jax.tree.leaves(placed), strict=True):
+            was_checked = self._checked.get(id(leaf)) is leaf
+            if was_checked or (of_host and isinstance(leaf, np.ndarray)):
+                self._checked[id(placed_leaf)] = placed_leaf
+
+    def _num_parts(self, x: Any, axes: tuple[str, ...]) -> int:
+        """Return how many parts `x` holds the rows of: all parts, or those of this process."""
+        if self._host_batch == "local" and is_of_processes(self._mesh) and is_of_host(x):
+            return len(own_parts(self._mesh, axes))
+        return _num_parts(self._mesh, axes)
+
+    def _is_split(self, x: Any, axes: tuple[str, ...]) -> bool:
+        """Return whether a leaf can be split over `axes`; in an even batch others are shared."""
+        shape, parts = np.shape(x), self._num_parts(x, axes)
+        return bool(shape) and shape[0] > 0 and parts > 0 and shape[0] % parts == 0
+
+    def _uneven(self, batch: PyTree, axes: tuple[str, ...]) -> str | None:
+        """Return a message that lists leaves that are neither split evenly nor shared, if any.
+
+        One leaf at least must be split: a batch of one example is none for several devices.
+        """
+        leaves = jax.tree.leaves(batch)
+        divides = [self._is_split(x, axes) for x in leaves]
+        in_lists = _in_lists_of_numbers(batch)
+        is_right = [
+            splits or (is_shared(x) and not in_list)
+            for splits, x, in_list in zip(divides, leaves, in_lists, strict=True)
+        ]
+        if all(is_right) and (any(divides) or not leaves):
+            return None
+        named = zip(leaf_names(batch), is_right, leaves, strict=True)
+        wrong = [f"{name} {np.shape(x)}" for name, right, x in named if not right or all(is_right)]
+        more = f" and {len(wrong) - _MAX_NAMED} more" if len(wrong) > _MAX_NAMED else ""
+        if any(in_lists):
+            more += "; lists of numbers are not arrays, np.asarray makes one"
+        every = _num_parts(self._mesh, axes)
+        size = f"{every}, the size of axes {axes} together"
+        if any(self._num_parts(x, axes) != every for x in leaves):
+            num_local = len(own_parts(self._mesh, axes))
+            size = f'{num_local}, this process\' share of {size} (`host_batch`="local")'
+        return (
+            "`batch`: the leading dimension of every leaf must be a positive multiple of "
+            f"{size}, or 1 (or none at all) for a leaf that all examples share, got "
+            f"{', '.join(wrong[:_MAX_NAMED])}{more}."
+        )
+
+    def _placed_weight(self, weight: Any) -> jax.Array | None:
+        if weight is None:
+            return None
+        axes = axis_names(self._axis_name)
+        array = weight if isinstance(weight, jax.Array) else np.asarray(weight, np.float32)
+        held, replicas = self._num_parts(array, axes), _num_parts(self._mesh, axes)
+        if array.shape != (held,):
+            whose = "" if held == replicas else f" of this process, which has {held} of {replicas}"
+            raise ValueError(
+                f"`weight` must hold one number per replica{whose}, shape ({held},), got shape "
+                f"{array.shape}."
+            )
+        if isinstance(array, np.ndarray) and not np.all((array >= 0) & np.isfinite(array)):
+            raise ValueError(f"`weight` must be >= 0 and finite, got {array.tolist()}.")
+        return jnp.asarray(array) if isinstance(self._mesh, VirtualMesh) else self._put(array, axes)
+
+    def _lies_split(self, x: Any, axes: tuple[str, ...]) -> bool:
+        """Return whether the leading dimension of `x` is split over at least `axes` already."""
+        sharding = getattr(x, "sharding", None)
+        if not isinstance(sharding, NamedSharding) or sharding.mesh != self._mesh:
+            return False
+        entry = sharding.spec[0] if sharding.spec else ()
+        split = entry if isinstance(entry, tuple) else (entry,)
+        return split[: len(axes)] == axes
+
+    def _put(self, x: Any, axes: tuple[str, ...]) -> Any:
+        """Return `x` with its leading dimension split over `axes`, or whole if there are none."""
+        mesh = self._mesh
+        assert isinstance(mesh, Mesh), "virtual replicas share one device"
+        if axes and self._lies_split(x, axes):
+            return x
+        target = NamedSharding(mesh, P(axes) if axes else P())
+        if isinstance(x, jax.ShapeDtypeStruct):
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=target)
+        # In several processes, `device_put` of a host array with such a sharding gathers it from
+        # all processes to check that they agree: communication, and an error for different parts.
+        if not mesh.is_multi_process or not is_of_host(x):
+            return jax.device_put(x, target)
+        if self._host_batch == "local" and axes:
+            return from_parts(x, mesh, axes)
+        x = _cuttable(x)
+        return jax.make_array_from_callback(x.shape, target, x.__getitem__)
+
+    # Comparison between processes.
+
+    def _compare(self, batch: PyTree, axes: tuple[str, ...], mesh: Mesh) -> None:
+        """Compare a batch of arrays with those of the other processes where its shapes are new.
+
+        The first process of the mesh compares the notes of all, and tells them the verdict.
+        """
+        leaves, treedef = jax.tree.flatten(batch)
+        types = [(x.shape, x.dtype) for x in leaves if is_of_host(x)]
+        self._num_calls += bool(types)  # arrays on devices were compared when placed
+        if not types or (treedef, *types) in self._seen:
+            return
+        is_first = not self._seen
+        self._seen.add((treedef, *types))
+        self._topic = self._topic or topic_of("batch", mesh)
+        key = f"{self._topic}/{len(self._seen)}"
+        patience = PATIENCE_SECONDS if is_first else HINT_SECONDS
+        note = self._note(batch, axes, with_values=is_first)
+        process, *others = processes_of(mesh)
+        decides = process == jax.process_index()
+        try:
+            if decides:
+                notes = {process: note}
+                for process in others:
+                    text = wait_for(f"{key}/notes/{process}", patience)
+                    notes[process] = Note(*json.loads(text))
+                verdict = compared(notes)
+            else:
+                tell(f"{key}/notes/{jax.process_index()}", json.dumps(note))
+                verdict = Verdict(*json.loads(wait_for(f"{key}/verdict", patience)))
+        except NoNoteError:
+            verdict = Verdict(
+                warning=f"`batch`: in step {self._num_calls} process {process} did not report "
+                f"within {patience:g} s what it gives, so batches were not compared, and training "
+                "goes on. Either it is late, or it gives a batch of a shape that it gave before "
+                "while others have one of another shape. Then the exchange of this step hangs or "
+                "ends in an error of the network: each process must give as many rows in every "
+                "step. Pad or drop the last batch, or see js.uneven_batches."
+            )
+        if decides:
+            tell(f"{key}/verdict", json.dumps(verdict))
+            forget(f"{key}/notes")
+        if verdict.error:
+            raise ValueError(verdict.error)
+        if verdict.warning:
+            warn_user(verdict.warning)
+
+    def _note(self, batch: PyTree, axes: tuple[str, ...], *, with_values: bool) -> "Note":
+        problem = self._uneven(batch, axes)
+        if problem:
+            return Note(self._num_calls, problem, [], {})
+        whole = self.share(batch, axes, _num_parts(self._mesh, axes))
+        digests = self._digests(batch, axes) if with_values else {}
+        return Note(self._num_calls, None, describe(whole), digests)
+
+    def _digests(self, batch: PyTree, axes: tuple[str, ...]) -> dict[str, str]:
+        arrays = [x for x in jax.tree.leaves(batch) if is_of_host(x)]
+        is_whole = self._host_batch == "global"
+        parts = ("whole",) if is_whole else own_parts(self._mesh, axes)
+        split = [x for x in arrays if self._is_split(x, axes)]
+        shared = [x for x in arrays if not self._is_split(x, axes)]
+
+        def rows(x: Any, i: int) -> Any:
+            size = x.shape[0] // len(parts)
+            return x[i * size : (i + 1) * size]
+
+        digests = {str(part): digest([rows(x, i) for x in split]) for i, part in enumerate(parts)}
+        return digests | ({"shared": digest(shared)} if shared else {})
+
+
+class Note(NamedTuple):
+    """A description of one process' batch that it sends to the others.
+
+    Attributes:
+      call: number of the call with a batch in host arrays, from 1.
+      problem: error message if the batch of this process is wrong by itself, else None.
+      leaves: names, shapes and dtypes of the whole batch, as this process infers it.
+      digests: at the first step only, checksums of the data: of each part, by its number, and of
+        what all examples share, "shared"; or "whole" if each process gives the whole batch.
+    """
+
+    call: int
+    problem: str | None
+    leaves: Description
+    digests: dict[str, str]
+
+
+class Verdict(NamedTuple):
+    """The result of a comparison, the same for all processes; at most one text is set."""
+
+    error: str | None = None
+    warning: str | None = None
+
+
+# What processes must give alike, by the name of its digest; all others are parts.
+_ALIKE = {
+    "shared": "a leaf that all examples share, without a dimension or with a leading one of 1",
+    "whole": 'the whole batch, which `host_batch`="global" takes from every process, where "local" '
+    "takes what each process has of it",
+}
+_SAME_PART = (
+    "the same part of the batch, which they hold since their devices differ along axes over which "
+    "it is not split"
+)
+
+
+def compared(notes: Mapping[int, Note]) -> Verdict:
+    """Return what is wrong with the batches that the notes of the processes describe."""
+    for process, note in notes.items():
+        if note.problem:
+            return Verdict(f"process {process}: {note.problem}")
+    calls = {process: note.call for process, note in notes.items()}
+    if len(set(calls.values())) > 1:
+        return Verdict(
+            "`batch`: processes give a batch of another shape in different steps: "
+            + ", ".join(f"process {process} in step {call}" for process, call in calls.items())
+            + "."
+        )
+    differs = differences([note.leaves for note in notes.values()], list(notes))
+    if differs:
+        more = len(differs) - _MAX_DIFFERENCES
+        return Verdict(
+            "`batch`: what processes give does not make one batch; its shape would be "
+            f"{'; '.join(differs[:_MAX_DIFFERENCES])}{f'; and {more} more' if more > 0 else ''}. "
+            "Each must give as many rows for each of its parts: pad or drop the last batch, or see "
+            "js.uneven_batches."
+        )
+    givers: dict[str, dict[str, list[int]]] = {}  # processes, by the part and its digest
+    by_data: dict[tuple[str, ...], list[int]] = {}
+    for process, note in notes.items():
+        for part, value in note.digests.items():
+            givers.setdefault(part, {}).setdefault(value, []).append(process)
+        by_data.setdefault(tuple(note.digests.values()), []).append(process)
+    for part, by_value in givers.items():
+        if len(by_value) > 1:
+            one, other, *_ = (processes[0] for processes in by_value.values())
+            return Verdict(
+                f"`batch`: processes {one} and {other} give different data for "
+                f"{_ALIKE.get(part, _SAME_PART)}."
+            )
+    for values, which in by_data.items():
+        if values and len({tuple(notes[process].digests) for process in which}) > 1:
+            return Verdict(
+                warning=f"`batch`: {name_processes(which)} give the same data as different parts "
+                "of the first batch. Where each process loads the whole batch, pass "
+                '`host_batch`="global" to js.make_train_step; where each loads a part, shard the '
+                "data by jax.process_index(). If it is equal for a good reason, such as zeros in a "
+                "test, nothing is wrong."
+            )
+    return Verdict()
