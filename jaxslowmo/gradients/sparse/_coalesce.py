@@ -7,7 +7,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from ...collectives import scaled
-from ...mesh import vary_over, varying_axes
 from ...tree import at_least_float32
 from ._row_gradient import RowGradient, add_entries, check_row_gradient, checked_capacity, inside
 
@@ -191,10 +190,8 @@ def add_in_order(
         ), None
 
     entries = (places, values) if shares is None else (places, values, shares)
-    # The zeros must vary over the same axes as the values: a scan keeps the type of its carry.
-    axes = frozenset().union(*map(varying_axes, entries))
-    zeros = jnp.zeros((num_places, *values.shape[2:]), wide)
-    return lax.scan(add, vary_over(zeros, axes), entries)[0]
+    zeros = jnp.zeros_like(values, wide, shape=(num_places, *values.shape[2:]))
+    return lax.scan(add, zeros, entries)[0]
 
 
 def add_up_rows(rows: jax.Array, values: jax.Array, num_rows: int) -> RowGradient:

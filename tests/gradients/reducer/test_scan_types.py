@@ -43,7 +43,7 @@ INNER = optax.chain(optax.trace(0.9), optax.scale_by_schedule(lambda _: 0.1))
 TRANSFORMS = {
     "all_reduce_gradients": reduce(),
     **{f"all_reduce_gradients {name}": reduce(hook) for name, hook in HOOKS.items()},
-    "accumulate int8": js.accumulate(optax.chain(reduce(js.hooks.int8()), INNER), every=2),
+    "accumulate int8": js.accumulate(js.chain(reduce(js.hooks.int8()), INNER), every=2),
     "accumulate alone": js.accumulate(INNER, every=2),
     "post_local_gradients twice": js.post_local_gradients(
         js.every(2, start=1), reduce(js.hooks.int8()), reduce(low_rank())
@@ -216,10 +216,3 @@ def test_float64_gradients_keep_their_precision():
         ):
             wanted = np.broadcast_to(np.tensordot(share, grads, 1), mean.shape)
             np.testing.assert_allclose(mean, wanted, rtol=1e-13, atol=1e-15, err_msg=name)
-
-
-def test_what_an_update_needs_besides_is_not_needed_for_a_state():
-    """The axes over which gradients are reduced are found by a look at an update."""
-    needs_value = optax.with_extra_args_support(optax.polyak_sgd(0.1))
-    tx = js.accumulate(optax.chain(reduce(), needs_value), every=2)
-    trace(lambda params: tx.init(params), "equal")

@@ -81,7 +81,8 @@ def mean_where_due(
             return weighted_means([flat], weight, axes, idle_as_zeros=False)[0][0]
 
     for axes, due in reductions:
-        x = run_if(due, partial(mean_over, axes), lambda x: x, x)
+        equal_over = {*axes, *axis_names(axis_name)}
+        x = run_if(due, partial(mean_over, axes), lambda x: x, x, axes=equal_over)
     return x
 
 

@@ -262,7 +262,9 @@ class ReplicaStep:
             return self.parts.exchanged(state, done.dense, phase)
         exchanged = partial(self._exchanged_in, phase=phase)
         alone = partial(self._exchanged_in, phase=())
-        return run_if(self._moves_stored(state, phase), exchanged, alone, (state, done))
+        due, sync = self._moves_stored(state, phase), self.parts.sync
+        axes = () if sync is None else sync.bound_axes
+        return run_if(due, exchanged, alone, (state, done), axes=axes)
 
     def _exchanged_in(self, both: tuple[TrainState, Local], phase: Phase | None) -> TrainState:
         """Return the state after an exchange; the updates of stored parameters in it are zeros."""
