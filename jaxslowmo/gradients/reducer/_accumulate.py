@@ -61,7 +61,9 @@ def accumulate(
     (`make_train_step(accumulate=4)` splits one batch instead.)
 
     Args:
-      inner: transform of the gradients that were collected since its last call.
+      inner: transform of the gradients that were collected since its last call. A `js.chain` says
+        over which axes it reduces; of an `optax.chain` this is unknown, and under `vmap` a call
+        that only collects may then compute the update, too.
       every: number of calls per update, or `js.every(...)` on the number of the call.
       average: whether `inner` receives the mean of the calls. False passes the sum, as in torch,
         where users scale the loss themselves.
