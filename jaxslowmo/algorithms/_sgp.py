@@ -13,7 +13,7 @@ from .._support.checks import checked_int, warn_once
 from .._support.settings import records_settings
 from .._support.types import AxisName, Phase, PyTree
 from ..collectives.codecs import Codec
-from ..mesh import Shares, axis_names, axis_size, is_bound, vary_over
+from ..mesh import Shares, axis_names, axis_size
 from ..topology import Graph, Mixing, check_graph, check_mixing, npeer_directed_exponential
 from ..transform import (
     Carried,
@@ -235,21 +235,16 @@ class SGP(Sync):
 
     def init(self, params: PyTree) -> SGPState:
         """Return the first state: weight 1, nothing in flight."""
-
-        def differing(weight: jax.Array) -> jax.Array:
-            """Return `weight`, typed as varying over the nodes, though it is equal at first."""
-            return vary_over(weight, filter(is_bound, axis_names(self.over.axis_name)))
-
         # With overlap k a message arrives k - 1 exchanges later, so at first nothing arrives. Every
         # entry has its own arrays, so that a whole state can be donated.
         in_flight = tuple(
-            Arrival(jax.tree.map(jnp.zeros_like, params), differing(jnp.zeros([], jnp.float32)))
+            Arrival(jax.tree.map(jnp.zeros_like, params), jnp.zeros([], jnp.float32))
             for _ in range(self.overlap - 1)
         )
         return SGPState(
             count=jnp.zeros([], jnp.int32),
             exchanges=jnp.zeros([], jnp.int32),
-            weight=differing(jnp.ones([], jnp.float32)),
+            weight=jnp.ones([], jnp.float32),
             in_flight=in_flight,
         )
 

@@ -15,8 +15,14 @@ from .._support.checks import warn_once
 from .._support.settings import records_settings
 from .._support.types import AxisName, PyTree
 from ..collectives.codecs import Codec
-from ..mesh import match_varying
-from ..transform import Every, ParameterTransform, as_schedule, checked_exchange, every
+from ..transform import (
+    Every,
+    ParameterTransform,
+    TypedTransform,
+    as_schedule,
+    checked_exchange,
+    every,
+)
 from .outer import ALONE, NO_RATE, Fragments, Outer, OuterRate, Placement, shards_state
 
 LearningRate = float | optax.Schedule | Literal["optimizer"] | None
@@ -241,10 +247,9 @@ def slow_momentum(
             ahead = velocity
         step = jax.tree.map(lambda a: _times(-alpha, a), ahead)
         made_at = jnp.maximum(_times(beta, state.made_at), jnp.maximum(state.since, gamma))
-        after = SlowMomentumState(velocity, gamma, made_at, jnp.zeros_like(state.since))
-        return step, match_varying(after, state)
+        return step, SlowMomentumState(velocity, gamma, made_at, jnp.zeros_like(state.since))
 
-    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+    return TypedTransform(init_fn, update_fn)
 
 
 def _number(argument: str, value: Any, below: float = math.inf) -> float | jax.Array:

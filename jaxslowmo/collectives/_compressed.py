@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from .._support.types import AxisName
-from ..mesh import axis_names, axis_size, vary_over, varying_axes
+from ..mesh import axis_names, axis_size
 from ..tree import at_least_float32
 from ._scatter import gather_slices
 
@@ -76,7 +76,7 @@ def gather(packed: jax.Array, axis_name: AxisName) -> jax.Array:
     Communication: one all-gather of the result over `axis_name` (of parts of it over each of
       several axes).
     """
-    return gather_slices(packed, axis_name, like=jnp.zeros([]))
+    return gather_slices(packed, axis_name)
 
 
 def _layout(num_bytes: int) -> tuple[int, int]:
@@ -242,7 +242,6 @@ def quantised_mean(
     )
     per = how.chunk_size(size, replicas)
     chunks = jnp.pad(flat, (0, replicas * per - size)).reshape(replicas, per)
-    chunks = vary_over(chunks, axis_names(axis_name))
 
     sent = how.encode(chunks, to_chunk)
     mine = (jnp.arange(replicas, dtype=me.dtype) == me)[:, None]
@@ -275,7 +274,6 @@ def top_k_mean(
     Communication: one all-gather over `axis_name` of R * k values and int32 positions (of parts of
       it over each of several axes).
     """
-    flat = vary_over(flat, axis_names(axis_name))
     magnitude = jnp.where(jnp.isnan(flat), jnp.full_like(flat, jnp.inf), jnp.abs(flat))
     positions = lax.top_k(magnitude, k)[1].astype(jnp.int32)
     values = flat[positions].astype(dtype)
@@ -291,7 +289,6 @@ def top_k_mean(
         positions, values = entries
         return total.at[positions].add(values.astype(wide), unique_indices=True), None
 
-    # The carry of a scan must keep its type, so it has to vary over the axes of what is added.
-    zeros = vary_over(jnp.zeros(flat.shape, wide), varying_axes(packed))
+    zeros = jnp.zeros_like(all_values, wide, shape=flat.shape)
     total, _ = lax.scan(add, zeros, (all_positions, all_values))
     return (total / axis_size(axis_name)).astype(dtype), lost

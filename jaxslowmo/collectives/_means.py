@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from .._support.types import AxisName
-from ..mesh import axis_size, settle
+from ..mesh import axis_size, sum_over
 from ..tree import at_least_float32
 from ._scatter import in_slices
 from .codecs import Codec
@@ -38,12 +38,12 @@ def all_mean(flat: jax.Array, axis_name: AxisName, *, factor: jax.Array | None =
     Communication: one all-reduce of `flat` over `axis_name`; none if its size is 1.
     """
     count = axis_size(axis_name)
-    if count == 1 or flat.size == 0:
-        return settle(flat if factor is None else scaled(flat, factor), axis_name)
-    if flat.dtype == jnp.float16:  # above 65504 the sum overflows even if the mean does not
+    if flat.dtype == jnp.float16 and count > 1:
+        # Above 65504 the sum overflows even if the mean does not.
         part = _divided(flat, count) if factor is None else scaled(flat, factor / count)
-        return lax.psum(part, axis_name)
-    return _divided(lax.psum(flat if factor is None else scaled(flat, factor), axis_name), count)
+        return sum_over(part, axis_name)
+    total = sum_over(flat if factor is None else scaled(flat, factor), axis_name)
+    return total if count == 1 or flat.size == 0 else _divided(total, count)
 
 
 def _divided(x: jax.Array, count: int) -> jax.Array:
@@ -97,7 +97,7 @@ def total_weight(weight: jax.Array, axis_name: AxisName) -> TotalWeight:
 
     Communication: one all-reduce of 8 bytes over `axis_name`.
     """
-    return TotalWeight(*_sum(_with_active(weight), axis_name))
+    return TotalWeight(*sum_over(_with_active(weight), axis_name))
 
 
 def relative_weight(
@@ -153,7 +153,7 @@ def weighted_means(
         return [all_mean(flat, axis_name, factor=factor) for flat in flats]
     carrier = carriers[0]
     counts, part = _with_active(weight), scaled(flats[carrier], weight)
-    sums = _sum(jnp.concatenate([part, counts.astype(part.dtype)]), axis_name)
+    sums = sum_over(jnp.concatenate([part, counts.astype(part.dtype)]), axis_name)
     total = TotalWeight(*sums[-2:].astype(_precise()))
     factor = relative_weight(weight, total, axis_name, idle_as_zeros=idle_as_zeros)
     divisor = total.weight
@@ -167,7 +167,7 @@ def weighted_means(
         # equal gradients of replicas of 257 samples would become 256/257 of themselves.
         if flat.dtype.itemsize < 4:
             return all_mean(flat, axis_name, factor=factor)
-        return quotient(_sum(scaled(flat, weight), axis_name), divisor)
+        return quotient(sum_over(scaled(flat, weight), axis_name), divisor)
 
     return [mean(i, flat) for i, flat in enumerate(flats)]
 
@@ -185,12 +185,6 @@ def _with_active(weight: jax.Array) -> jax.Array:
 def _positive(weight: jax.Array) -> jax.Array:
     """Return the weight; 0 for NaN and weights below 0."""
     return jnp.where(weight > 0, weight, jnp.zeros_like(weight))
-
-
-def _sum(x: jax.Array, axis_name: AxisName) -> jax.Array:
-    if axis_size(axis_name) == 1 or x.size == 0:
-        return settle(x, axis_name)
-    return lax.psum(x, axis_name)
 
 
 def coded_mean(

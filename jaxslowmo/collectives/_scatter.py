@@ -31,7 +31,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from .._support.types import AxisName
-from ..mesh import axis_names, axis_size, between_cpu_processes, checks_varying, varying_axes
+from ..mesh import axis_names, axis_size, between_cpu_processes, checks_varying, sum_over
 from ._permute import permute
 
 _TILE = (8, 128)  # rows and lanes of a float32 tile
@@ -91,23 +91,25 @@ def local_slice(x: jax.Array, local_axes: AxisName, *, dimension: int = 0) -> ja
     return lax.dynamic_slice_in_dim(x, lax.axis_index(local_axes) * size, size, dimension)
 
 
-def gather_slices(
-    x: jax.Array, local_axes: AxisName, *, like: jax.Array, dimension: int = 0
-) -> jax.Array:
+def gather_slices(x: jax.Array, local_axes: AxisName, *, dimension: int = 0) -> jax.Array:
     """Gather the slices that the devices hold along `dimension` to the whole array.
 
     Args:
       x: this device's slice.
       local_axes: axis inside the replica, or several, outermost first.
-      like: value whose type the result follows: over an axis where `like` is typed as equal, so is
-        the result.
       dimension: dimension along which the slices are joined.
 
-    Communication: one all-gather of the whole array over each of `local_axes`.
+    Returns:
+      The array, equal (and typed as equal) over `local_axes`.
+
+    Communication: one all-gather of the whole array over each of `local_axes` of more than one
+      device.
     """
     for name in reversed(axis_names(local_axes)):
-        tracked = name in varying_axes(lax.axis_index(name))
-        to = "invarying" if tracked and name not in varying_axes(like) else "varying"
+        if axis_size(name) == 1:
+            x = sum_over(x, name)
+            continue
+        to = "invarying" if checks_varying(name) else "varying"
         x = lax.all_gather(x, name, axis=dimension, tiled=True, to=to)
     return x
 
@@ -137,7 +139,7 @@ def in_slices(
     layout = shard_layout(flat.size, parts)
     slices = jnp.pad(flat, (0, parts * layout.size - flat.size)).reshape(-1, layout.lanes)
     result = exchange(local_slice(slices, local_axis_name))
-    return gather_slices(result, local_axis_name, like=flat).reshape(-1)[: flat.size]
+    return gather_slices(result, local_axis_name).reshape(-1)[: flat.size]
 
 
 def _in_shards(flat: jax.Array, layout: ShardLayout, num_shards: int) -> jax.Array:
@@ -223,13 +225,7 @@ def ring_scatter_sum(parts: jax.Array, axis_name: str) -> jax.Array:
 
 def _gather(shard: jax.Array, axis_name: AxisName) -> jax.Array:
     """Return all shards, `(num_shards, *shard)`, in the order of `_scatter_sum`."""
-    whole = shard
-    for name in reversed(axis_names(axis_name)):
-        if axis_size(name) > 1:
-            # Typed as equal, like an all-reduce's result: later code is then traced once for both.
-            to = "invarying" if checks_varying(name) else "varying"
-            whole = lax.all_gather(whole, name, axis=0, tiled=True, to=to)
-    return whole.reshape(axis_size(axis_name), *shard.shape)
+    return gather_slices(shard, axis_name).reshape(axis_size(axis_name), *shard.shape)
 
 
 def mean_to_shards(
@@ -263,7 +259,7 @@ def mean_to_shards(
         return _scatter_sum(shards, axis_name) / count
     mine = local_slice(shards, local_axis_name, dimension=1)
     part = _scatter_sum(mine, axis_name) / count
-    return gather_slices(part, local_axis_name, like=flat)
+    return gather_slices(part, local_axis_name)
 
 
 def all_gather_shards(
@@ -293,5 +289,5 @@ def all_gather_shards(
     if local_axis_name is None or axis_size(local_axis_name) == 1:
         return _gather(shard, axis_name).reshape(-1)[:size]
     parts = _gather(local_slice(shard, local_axis_name), axis_name)
-    joined = gather_slices(parts, local_axis_name, like=shard, dimension=1)
+    joined = gather_slices(parts, local_axis_name, dimension=1)
     return joined.reshape(-1)[:size]

@@ -10,7 +10,6 @@ from jax import lax
 
 from .._support.types import PyTree
 from ..gradients.sparse import RowGradient, Rows, coalesce
-from ..mesh import match_varying
 from ..transform import unseen_zero
 from ..tree import all_finite, at_least_float32, cast
 from ._requests import Requests
@@ -97,14 +96,14 @@ def ordered_after(rows: dict[str, jax.Array], read: PyTree) -> dict[str, jax.Arr
     zero = jnp.zeros([], jnp.int32)
     for x in jax.tree.leaves(read):
         zero = zero + unseen_zero(x)
-    return {name: x + match_varying(zero, x) for name, x in rows.items()}
+    return {name: x + zero for name, x in rows.items()}
 
 
 def empty_rows(like: Rows, num_batches: int) -> Rows:
     """Return empty gradients with room for the rows of several batches, in at least float32.
 
     Args:
-      like: row gradients of one batch; only shapes, dtypes and varying axes are used.
+      like: row gradients of one batch; only shapes and dtypes are used.
       num_batches: number of batches, 0 or more.
     """
 
@@ -112,7 +111,7 @@ def empty_rows(like: Rows, num_batches: int) -> Rows:
         room = num_batches * g.rows.shape[0]
         values = jnp.zeros((room, *g.values.shape[1:]), at_least_float32(g.values.dtype))
         padding = jnp.full(room, g.num_rows, g.rows.dtype)
-        return match_varying(RowGradient(padding, values, g.num_rows), g)
+        return RowGradient(padding, values, g.num_rows)
 
     return {name: empty(gradient) for name, gradient in like.items()}
 

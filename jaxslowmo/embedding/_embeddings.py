@@ -148,7 +148,7 @@ class Embeddings:
           bags: ids or `js.Bags` of this device by feature; features may be missing.
 
         Returns:
-          The `js.Requests` that `lookup`, `pooled` and `send_back` need.
+          The `js.embedding.Requests` that `lookup`, `pooled` and `send_back` need.
 
         Communication: one all-to-all of devices * capacity int32 for all tables together; for those
           with `shard="column"` one all-gather of the same size instead.

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ..gradients.sparse import RowGradient
-from ..mesh import axis_size, vary_over, varying_axes
+from ..mesh import sum_over
 from ..transform import isolated
 from ._stores import TableLayout
 
@@ -198,9 +198,7 @@ def apply_row_gradients(
 
 def _set_rows(whole: jax.Array, rows: jax.Array, values: jax.Array) -> jax.Array:
     """Return `whole` with new rows, rounded to its dtype; drop padding."""
-    values = values.astype(whole.dtype)
-    axes = frozenset().union(*map(varying_axes, (whole, rows, values)))
-    return vary_over(whole, axes).at[rows].set(values, mode="drop")
+    return whole.at[rows].set(values.astype(whole.dtype), mode="drop")
 
 
 def _sum_of_squares(rows: jax.Array, values: jax.Array) -> jax.Array:
@@ -221,9 +219,7 @@ def _mean_squares(layout: TableLayout, gradients: Mapping[str, RowGradient]) -> 
     }
     split = {name: x for name, x in sums.items() if layout.is_split(name)}
     if split and axis is not None:
-        flat = jnp.concatenate(list(split.values()))
-        if axis_size(axis) > 1 or axis in varying_axes(flat):
-            flat = lax.psum(flat, axis)
+        flat = sum_over(jnp.concatenate(list(split.values())), axis)
         parts = lax.split(flat, [x.size for x in split.values()])
         sums |= dict(zip(split, parts, strict=True))
     return {name: total / layout.stores[name].dim for name, total in sums.items()}

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from .._support.types import PyTree
 from ..collectives import gather_slices
 from ..gradients.sparse import NOWHERE, distinct_rows, row_numbers
-from ..mesh import axis_size, settle
+from ..mesh import axis_size
 from ._bags import Bags
 from ._stores import Store, TableLayout, TablePlace
 from ._table import Capacity
@@ -68,9 +68,7 @@ def gather_blocks(blocks: Sequence[jax.Array], axis_name: str | None) -> list[ja
     """
     if not blocks or axis_name is None:
         return [block[None] for block in blocks]
-    if axis_size(axis_name) == 1:
-        return [settle(block, axis_name)[None] for block in blocks]
-    flat = gather_slices(jnp.concatenate(blocks)[None], axis_name, like=jnp.zeros([]))
+    flat = gather_slices(jnp.concatenate(blocks)[None], axis_name)
     return list(lax.split(flat, [block.size for block in blocks], axis=1))
 
 

@@ -19,7 +19,6 @@ from ..mesh import (
     replica_count,
     replicate,
     roles_of_batch,
-    vary_over,
 )
 from ..tree import reshaped
 from ._embeddings import Embeddings
@@ -154,8 +153,7 @@ def table_maker(
         def make(bits: jax.Array) -> PyTree:
             return embeddings.init_local(jax.random.wrap_key_data(bits))
 
-        local = on_shards(nested, make, bits, kinds=("whole",), out=embeddings.specs)
-        return vary_over(local, axis_names(axis_name))
+        return on_shards(nested, make, bits, kinds=("whole",), out=embeddings.specs)
 
     mapped = map_replicas(
         per_replica,

@@ -13,7 +13,6 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from ..mesh import vary_over, varying_axes
 from ._table import MOST_ROWS, OWNER, Table, Tables
 
 PARTS = 64
@@ -299,8 +298,7 @@ def first_local_values(tables: Tables, layout: TableLayout, key: Any) -> dict[st
     if layout.axis_name is None:
         return first_values(tables, layout, key)
     device = lax.axis_index(layout.axis_name)
-    arrays = {name: _first_block(tables, layout, name, key, device) for name in layout.stores}
-    return vary_over(arrays, (layout.axis_name,))
+    return {name: _first_block(tables, layout, name, key, device) for name in layout.stores}
 
 
 def _first_block(
@@ -337,7 +335,6 @@ def _local_tables(
 ) -> jax.Array:
     """Return the initial values of the tables of a device, concatenated, and make no others."""
     block = jnp.zeros((store.local_rows, store.dim), store.dtype)
-    block = vary_over(block, varying_axes(device))
     for name, place in layout.places.items():
         if place.store != store.name:
             continue
@@ -345,8 +342,7 @@ def _local_tables(
 
         def filled(block: jax.Array, table=table, init_key=init_key, place=place) -> jax.Array:
             values = _local_columns(table, init_key, table.dim, jnp.int32(0))
-            axes = varying_axes(block)
-            return lax.dynamic_update_slice(block, vary_over(values, axes), (place.first_row, 0))
+            return lax.dynamic_update_slice(block, values, (place.first_row, 0))
 
         block = lax.cond(device == place.first_owner, filled, lambda block: block, block)
     return block

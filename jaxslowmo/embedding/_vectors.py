@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from .._support.types import PyTree
+from ..mesh import axis_names
 from ..transform import run_if
 from ..tree import at_least_float32, leaf_names
 from ._requests import OUTSIDE, PADDING, Requests, in_blocks, in_slots, num_devices, swap_blocks
@@ -115,7 +116,8 @@ def patched_rows(
     fall_back = flag > 0
     if everything is not False:
         fall_back |= everything
-    return run_if(fall_back, send_all, send_changed, vectors)
+    axes = axis_names(layout.axis_name or ())
+    return run_if(fall_back, send_all, send_changed, vectors, axes=axes)
 
 
 def _is_among(requested: jax.Array, changed: jax.Array | None) -> jax.Array:

@@ -5,7 +5,7 @@
 of these cases, and often have nothing to do.
 """
 
-from collections.abc import Callable, Collection, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
 import jax
@@ -69,52 +69,58 @@ def varying_axes(x: Any) -> frozenset[str]:
     return frozenset(tracked.varying if tracked is not None else getattr(aval, "vma", ()))
 
 
-def axes_of(tree: PyTree) -> frozenset[str]:
-    """Return the axes that at least one leaf is typed as varying over."""
-    return frozenset[str]().union(*map(varying_axes, jax.tree.leaves(tree)))
-
-
 def checks_varying(name: str) -> bool:
     """Return whether jax tracks, at this point of the trace, which values vary over axis `name`."""
     return name in varying_axes(lax.axis_index(name))
 
 
-def vary_over(tree: PyTree, axes: Iterable[str]) -> PyTree:
-    """Mark every leaf as varying over `axes`, where that is tracked and not yet so."""
-    required = tuple(axes)
-    leaves, treedef = jax.tree.flatten(tree)
-    missing = [
-        {a for a in required if a not in axes_of_x} for axes_of_x in map(varying_axes, leaves)
-    ]
-    # `checks_varying` adds an equation to the program: call it once per axis and tree, and only for
-    # axes that some leaf lacks.
-    tracked = {a for a in required if any(a in each for each in missing) and checks_varying(a)}
-    return treedef.unflatten(
-        [cast_varying(x, each & tracked) for x, each in zip(leaves, missing, strict=True)]
-    )
+def tracks_types() -> bool:
+    """Return whether values have types of varying axes here: in `shard_map` that checks them."""
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    return bool(manual) and checks_varying(manual[0])
 
 
-def cast_varying(x: jax.Array, axes: Collection[str]) -> jax.Array:
-    """Mark `x`, which varies over none of `axes` yet, as varying over these tracked axes."""
+def varied(x: jax.Array, axes: frozenset[str]) -> jax.Array:
+    """Return `x` typed as varying over these tracked axes, too."""
     # Sorted, because the order of a set differs between processes and all need the same program.
-    return lax.pcast(x, tuple(sorted(axes)), to="varying") if axes else x
+    missing = tuple(sorted(axes - varying_axes(x)))
+    return lax.pcast(x, missing, to="varying") if missing else x
 
 
-def settle(x: jax.Array, axis_name: AxisName) -> jax.Array:
-    """Return `x` typed as equal over axes of size 1, which is true of every value.
-
-    Communication: none (a sum over one position, where jax tracks what varies).
-    """
-    tracked = tuple(a for a in axis_names(axis_name) if a in varying_axes(x))
-    return lax.psum(x, tracked) if tracked else x
+def vary_over(tree: PyTree, axes: Iterable[str]) -> PyTree:
+    """Return `tree` with every leaf typed as varying over those of `axes` that are tracked."""
+    tracked = frozenset(filter(checks_varying, axes))
+    return jax.tree.map(lambda x: varied(x, tracked), tree) if tracked else tree
 
 
 def match_varying(tree: PyTree, like: PyTree) -> PyTree:
-    """Mark each leaf of `tree` as varying at least over the axes its partner in `like` does."""
-    # No need for `checks_varying`: an axis in the partner's type is tracked.
-    return jax.tree.map(
-        lambda x, ref: cast_varying(x, varying_axes(ref) - varying_axes(x)), tree, like
-    )
+    """Return `tree` with each leaf typed as varying over the axes that its partner varies over."""
+    return jax.tree.map(lambda x, ref: varied(x, varying_axes(ref)), tree, like)
+
+
+def sum_over(x: jax.Array, axis_name: AxisName) -> jax.Array:
+    """Return the sum of `x` over `axis_name`, typed as equal over it.
+
+    Communication: one all-reduce of `x`; none if the axis has size 1, or `x` no element.
+    """
+    return _over(lax.psum, x, axis_names(axis_name))
+
+
+def max_over(x: jax.Array, axis_name: AxisName) -> jax.Array:
+    """Return the maximum of `x` over `axis_name`, typed as equal over it.
+
+    Communication: as of `sum_over`.
+    """
+    return _over(lax.pmax, x, axis_names(axis_name))
+
+
+def _over(join: Callable[..., Any], x: jax.Array, names: tuple[str, ...]) -> jax.Array:
+    typed = tuple(name for name in names if name in varying_axes(x))
+    if axis_size(names) == 1 or x.size == 0:
+        # It is equal already, and joining it with nothing else changes the type alone.
+        return join(x, typed) if typed else x
+    # jax refuses a value that is typed as varying over some of the axes.
+    return join(vary_over(x, names) if typed else x, names)
 
 
 def uniform(value: jax.Array, axes: Iterable[str]) -> jax.Array:
@@ -216,7 +222,7 @@ def from_first(tree: PyTree, axis_name: AxisName) -> PyTree:
             implementation = jax.random.key_impl(x)
             return jax.random.wrap_key_data(first(jax.random.key_data(x)), impl=implementation)
         if axis_size(axis_name) == 1:
-            return settle(x, axis_name)
+            return sum_over(x, axis_name)
         summand = jnp.where(lax.axis_index(axis_name) == 0, x, jnp.zeros_like(x))
         return lax.psum(summand, axis_name).astype(x.dtype)
 

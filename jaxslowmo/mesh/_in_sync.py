@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from .._support.types import AxisName, PyTree, axis_names
 from ..tree import at_least_float32, leaf_names
-from ._axes import from_first, vary_over
+from ._axes import from_first
 from ._meshes import AnyMesh, VirtualMesh, map_replicas, model_axes
 from ._replicas import check_stacked, on_mesh
 
@@ -226,7 +226,7 @@ def _compared_axes(
 def _from_each(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     """Gather `x` of every position along `axes` to all, as `(positions, *x.shape)`."""
     every = jnp.zeros((lax.axis_size(axes), *x.shape), x.dtype)
-    return lax.psum(vary_over(every.at[lax.axis_index(axes)].set(x), axes), axes)
+    return lax.psum(every.at[lax.axis_index(axes)].set(x), axes)
 
 
 @functools.lru_cache(maxsize=64)
@@ -244,7 +244,7 @@ def _differences_fn(mesh: AnyMesh, axis_name: AxisName, automatic: frozenset[str
     axes = _compared_axes(mesh, axis_name, automatic)
 
     def one(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        first = _bits_from_first(vary_over(x, axes), axes)
+        first = _bits_from_first(x, axes)
         words, first_words = bit_words(x), bit_words(first)
         unequal = words != first_words
         if words.ndim > x.ndim:  # several words for each element

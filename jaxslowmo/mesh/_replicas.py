@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec as P
 from .._support.checks import warn_user
 from .._support.types import AxisName, PyTree, axis_names
 from ..tree import check_arrays, leaf_names
-from ._axes import only_over, vary_over
+from ._axes import only_over
 from ._meshes import AnyMesh, VirtualMesh, map_replicas, model_axes, replica_count
 
 Description = list[tuple[str, str]]
@@ -235,7 +235,7 @@ def check_stacked(owner: str, tree: PyTree, mesh: AnyMesh, axis_name: AxisName) 
 @functools.lru_cache(maxsize=64)
 def _replicate_fn(mesh: AnyMesh, axis_name: AxisName, automatic: frozenset[str]):
     def per_replica(tree: PyTree) -> PyTree:
-        return vary_over(jax.tree.map(jnp.copy, tree), axis_names(axis_name))
+        return jax.tree.map(jnp.copy, tree)
 
     return jax.jit(
         map_replicas(

@@ -59,9 +59,7 @@ def pipelined(
     devices, and the loss function and its step cannot be called inside of jax.jit.
 
     Args:
-      model: the layers and the loss. In one program, as always under `shard_map`, a loop inside
-        of a layer must derive its first carry from its input, as `jnp.zeros_like(x[0])`, and not
-        from `jnp.zeros(...)`.
+      model: the layers and the loss.
       params: one tree per layer, arrays or `ShapeDtypeStruct`s; only shapes and dtypes are used.
       schedule: the order of operations; it must have as many stages as `mesh` has along
         `axis_name`.

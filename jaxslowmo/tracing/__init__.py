@@ -1,7 +1,6 @@
 """Facts from traced programs: gradients of a loss, what a transform sends and what it mixes."""
 
 from ._jaxprs import UpdateFacts as UpdateFacts
-from ._jaxprs import axes_sent_over as axes_sent_over
 from ._jaxprs import collective_axes as collective_axes
 from ._jaxprs import read_update as read_update
 from ._jaxprs import traced_update as traced_update

@@ -1,7 +1,6 @@
 """Find the axes over which programs communicate, and between whose positions results differ."""
 
 import contextlib
-import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -16,8 +15,6 @@ from .._support.types import AxisName, PyTree
 from ..mesh import AnyMesh, map_replicas
 from ._programs import called_program, interpret, programs_in, scan_operands
 
-# The axes of a program that was read before: a conditional inside others is read once per level.
-_known: weakref.WeakKeyDictionary[Any, frozenset[str]] = weakref.WeakKeyDictionary()
 _NOT_SENDING = {"axis_index", "pvary", "pcast"}  # name an axis, and send nothing
 
 
@@ -31,11 +28,8 @@ def collective_axes(program: Any, counts: Callable[[Any], bool] | None = None) -
 
     Communication: none.
     """
-    jaxpr = getattr(program, "jaxpr", program)
-    if counts is None and jaxpr in _known:
-        return _known[jaxpr]
     axes: set[str] = set()
-    for equation in jaxpr.eqns:
+    for equation in getattr(program, "jaxpr", program).eqns:
         equation_axes: set[str] = set()
         for part in programs_in(equation):
             equation_axes |= collective_axes(part, counts)
@@ -46,23 +40,7 @@ def collective_axes(program: Any, counts: Callable[[Any], bool] | None = None) -
                 equation_axes |= _names(equation.params.get(key, ()))
         if equation_axes and (counts is None or counts(equation)):
             axes |= equation_axes
-    result = frozenset(axes)
-    if counts is None:
-        _known[jaxpr] = result
-    return result
-
-
-def axes_sent_over(update: Callable[..., Any], *args: Any) -> frozenset[str]:
-    """Return the names of the axes over which an update of these arguments communicates.
-
-    The set is empty where the update needs arguments of a training step, such as `value`.
-
-    Communication: none; it is only traced.
-    """
-    try:
-        return collective_axes(jax.make_jaxpr(update)(*args))
-    except TypeError:
-        return frozenset()
+    return frozenset(axes)
 
 
 def _names(axes: Any) -> set[str]:

@@ -43,8 +43,6 @@ _TRIVIAL = {
     "expand_dims",
     "name",
     "neg",
-    "pcast",
-    "pvary",
     "real",
     "reduce_precision",
     "reshape",

@@ -17,8 +17,6 @@ from jax._src import source_info_util  # No public way says to which scope an eq
 from jax._src.core import NamedAxisEffect  # or which effect is a collective's.
 from jax.extend.core import JaxprEqn, Literal, Var
 
-from ..mesh import vary_over
-
 _Value = TypeVar("_Value")
 Atom = Var | Literal
 Instead = Callable[[JaxprEqn, list[Any]], Sequence[Any] | None]
@@ -195,9 +193,6 @@ def _opened(equation: JaxprEqn, operands: list[Any]) -> list[Any] | None:
 
 
 def _bind(equation: JaxprEqn, operands: Sequence[Any]) -> Sequence[Any]:
-    if equation.primitive.name == "pvary":
-        # What was equal over an axis where it was traced may be typed as varying here already.
-        return [vary_over(x, equation.params["axes"]) for x in operands]
     with _scope(equation):
         params = equation.primitive.get_bind_params(equation.params)
         results = equation.primitive.bind(*operands, **params)

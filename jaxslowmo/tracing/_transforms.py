@@ -31,7 +31,7 @@ _OF_ELEMENTS = frozenset(
         *["atanh", "cbrt", "ceil", "clamp", "convert_element_type", "copy", "copy_p", "cos"],
         *["cosh", "div", "eq", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "floor", "ge"],
         *["gt", "integer_pow", "is_finite", "le", "lgamma", "log", "log1p", "logistic", "lt"],
-        *["max", "mesh_cast", "min", "mul", "ne", "neg", "nextafter", "not", "or", "pow", "pvary"],
+        *["max", "mesh_cast", "min", "mul", "ne", "neg", "nextafter", "not", "or", "pow"],
         *["reduce_precision", "rem", "reshard", "round", "rsqrt", "select_n"],
         *["sharding_constraint", "sign", "sin", "sinh", "sqrt", "square", "stop_gradient", "sub"],
         *["tan", "tanh", "xor"],

@@ -56,6 +56,7 @@ from ._replica_exchange import packing_of as packing_of
 from ._replica_exchange import planned_by_group as planned_by_group
 from ._replica_exchange import replica_mean as replica_mean
 from ._state_classes import NoExchangeState as NoExchangeState
+from ._state_classes import TypedTransform as TypedTransform
 from ._state_classes import counters_in as counters_in
 from ._state_classes import gradient_state as gradient_state
 from ._state_classes import holds_state as holds_state

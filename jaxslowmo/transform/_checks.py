@@ -18,7 +18,6 @@ from ..mesh import (
     axis_size,
     checks_varying,
     is_bound,
-    match_varying,
     require_axes,
     specs_key,
     typed_specs,
@@ -256,9 +255,7 @@ class Checked:
         for layer in sync.layers():
             check_varying(layer.owner, params, updates, layer.groups[-1].axis_name)
         now = Now(params, increment(state.count), communicate, share, phase, extra)
-        updates, others, after = sync.step((updates, others, state), now)
-        # The types of the state do not change, so that an update can be the body of a loop.
-        return updates, others, match_varying(after, state)
+        return sync.step((updates, others, state), now)
 
     def _check_axes(self) -> None:
         """Raise `ValueError` for axes that are not bound; warn if there is nothing to send."""

@@ -14,8 +14,7 @@ from jax import lax
 from .._support.checks import checked_int
 from .._support.scopes import PHASE
 from .._support.types import PyTree
-from ..mesh import cast_varying, checks_varying, match_varying, uniform, varying_axes
-from ..tracing import collective_axes
+from ..mesh import tracks_types, uniform, varied, varying_axes
 
 
 @dataclass(frozen=True)
@@ -187,7 +186,7 @@ def run_if(
     otherwise: Callable[[PyTree], PyTree],
     operand: PyTree,
     *,
-    axes: Iterable[str] | None = None,
+    axes: Iterable[str],
 ) -> PyTree:
     """Return `exchange(operand)` if `due`, else `otherwise(operand)`; a `lax.cond` if traced.
 
@@ -202,7 +201,7 @@ def run_if(
         which results vary may differ: the result of a mean varies over fewer.
       operand: tree of arrays.
       axes: names of the mapped axes over which the functions communicate, along which `due` is
-        equal; None: they are looked for in the functions' programs.
+        equal.
 
     Returns:
       The result of the function that ran.
@@ -211,11 +210,9 @@ def run_if(
     """
     if isinstance(due, bool):
         return exchange(operand) if due else otherwise(operand)
-    if axes is not None and not any(map(checks_varying, axes := list(axes))):
-        return lax.cond(uniform(due, axes), exchange, otherwise, operand)
     # A select would run the collectives of both branches in every update.
-    (run, leave), found = _with_equal_types([exchange, otherwise], operand)
-    return lax.cond(uniform(due, found), run, leave, operand)
+    run, leave = _of_equal_types([exchange, otherwise], operand)
+    return lax.cond(uniform(due, axes), run, leave, operand)
 
 
 def run_one_of(
@@ -223,51 +220,31 @@ def run_one_of(
     branches: Sequence[Callable[[PyTree], PyTree]],
     operand: PyTree,
     *,
-    axes: Iterable[str] | None = None,
+    axes: Iterable[str],
 ) -> PyTree:
     """Return `branches[index](operand)`; a `lax.switch` if `index` is traced. See `run_if`."""
     if len(branches) == 1:
         index = 0  # no switch, even if the index is traced
     if isinstance(index, int):
         return branches[index](operand)
-    if axes is not None and not any(map(checks_varying, axes := list(axes))):
-        return lax.switch(uniform(index, axes), branches, operand)
-    cast_branches, found = _with_equal_types(branches, operand)
-    return lax.switch(uniform(index, found), cast_branches, operand)
+    return lax.switch(uniform(index, axes), _of_equal_types(branches, operand), operand)
 
 
-def _with_equal_types(
+def _of_equal_types(
     branches: Sequence[Callable[[PyTree], PyTree]], operand: PyTree
-) -> tuple[list[Callable[[PyTree], PyTree]], frozenset[str]]:
-    """Return branches whose results vary over equal axes, and the axes of their collectives.
+) -> Sequence[Callable[[PyTree], PyTree]]:
+    """Return branches whose results have equal types, where types name axes that values vary over.
 
-    The result of a mean varies over fewer axes than that of other branches. Each branch is traced
-    once: the conditional finds the trace in the cache of `jax.jit`. With two traces per branch, a
-    cond inside a cond would trace its branches four times.
+    The result of a mean varies over fewer axes than that of another branch. Each result is typed as
+    varying over all axes that it varies over in some branch.
     """
-    # `inline` adds no call to the program.
-    jitted = [jax.jit(branch, inline=True) for branch in branches]
-    jaxprs = [branch.trace(operand).jaxpr for branch in jitted]
-    exchanged = frozenset[str]().union(*map(collective_axes, jaxprs))
-    # Each result is cast to the union of the axes that it varies over in any branch.
-    types = [[varying_axes(aval) for aval in jaxpr.out_avals] for jaxpr in jaxprs]
-    # Compute unions once: gossip graphs can have hundreds of rounds, with a branch for each.
-    axes = [frozenset[str]().union(*each) for each in zip(*types, strict=True)]
-
-    def with_casts(
-        branch: Callable[[PyTree], PyTree], branch_axes: list[frozenset[str]]
-    ) -> Callable[[PyTree], PyTree]:
-        missing = [wanted - has for wanted, has in zip(axes, branch_axes, strict=True)]
-        if not any(missing):
-            return branch
-
-        def cast(x: PyTree) -> PyTree:
-            leaves, treedef = jax.tree.flatten(branch(x))
-            return treedef.unflatten(map(cast_varying, leaves, missing))
-
-        return cast
-
-    return [with_casts(*each) for each in zip(jitted, types, strict=True)], exchanged
+    if not tracks_types():
+        return branches
+    # Each branch is traced once: the conditional finds the trace. `inline` adds no call.
+    traced = [jax.jit(branch, inline=True) for branch in branches]
+    results = [branch.eval_shape(operand) for branch in traced]
+    axes = jax.tree.map(lambda *each: frozenset().union(*map(varying_axes, each)), *results)
+    return [lambda x, fn=fn: jax.tree.map(varied, fn(x), axes) for fn in traced]
 
 
 def isolated(fn: Callable[..., PyTree], source: jax.Array, *operands: PyTree) -> PyTree:
@@ -290,12 +267,11 @@ def isolated(fn: Callable[..., PyTree], source: jax.Array, *operands: PyTree) ->
         return fn(*operands)
     shapes = jax.eval_shape(fn, *operands)
 
-    def never(*operands: PyTree) -> PyTree:
+    def never(operands: tuple[PyTree, ...]) -> PyTree:
         del operands
-        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-        return match_varying(zeros, shapes)
+        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
 
-    return lax.cond(unseen_zero(source) == 0, fn, never, *operands)
+    return run_if(unseen_zero(source) == 0, lambda x: fn(*x), never, operands, axes=())
 
 
 def unseen_zero(x: jax.Array) -> jax.Array:

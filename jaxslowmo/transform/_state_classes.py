@@ -1,17 +1,48 @@
 """The classes of states, by which chains and checkpoints know what a state is of."""
 
+import functools
 from collections import OrderedDict
-from collections.abc import Iterator
-from typing import Any, Literal, NamedTuple, Self, TypeVar
+from collections.abc import Callable, Iterator
+from typing import Any, Literal, NamedTuple, Self, TypeVar, cast
 
 import jax
 import optax
 
 from .._support.settings import Settings
 from .._support.types import PyTree
+from ..mesh import match_varying, tracks_types, vary_over, varying_axes
 
 
-class WithSpec(optax.GradientTransformationExtraArgs):
+class TypedTransform(optax.GradientTransformationExtraArgs):
+    """An optax transform whose state keeps its types of varying axes from update to update.
+
+    Values have such types in a `jax.shard_map` with its default check, `check_vma=True`: in loops
+    of users, not in a training step. A state that is made there varies over the axes that all
+    parameters vary over, and each update returns it typed as it was, so that it can be carried by a
+    loop or leave the `shard_map` as it came in. Results of means stay typed as equal. Elsewhere
+    both functions are called as they are.
+    """
+
+    def __new__(cls, init: Callable[[PyTree], PyTree], update: Callable[..., Any]) -> Self:
+        """Make the transform of two functions, which need not care for these types."""
+
+        @functools.wraps(init)
+        def typed_init(params: PyTree) -> PyTree:
+            state = init(params)
+            axes = [varying_axes(x) for x in jax.tree.leaves(params)] if tracks_types() else []
+            return vary_over(state, frozenset.intersection(*axes)) if axes else state
+
+        @functools.wraps(update)
+        def typed_update(
+            updates: PyTree, state: PyTree, params: PyTree | None = None, **extra: Any
+        ) -> tuple[PyTree, PyTree]:
+            updates, after = update(updates, state, params, **extra)
+            return updates, match_varying(after, state) if tracks_types() else after
+
+        return super().__new__(cls, cast("optax.TransformInitFn", typed_init), typed_update)
+
+
+class WithSpec(TypedTransform):
     """An optax transform that holds more than its two functions, which copies keep.
 
     Attributes:

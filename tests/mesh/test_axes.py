@@ -11,9 +11,11 @@ from jax.sharding import PartitionSpec as P
 
 import jaxslowmo as js
 from jaxslowmo.mesh import (
-    axes_of,
     checks_varying,
     match_varying,
+    max_over,
+    sum_over,
+    tracks_types,
     uniform,
     vary_over,
     varying_axes,
@@ -64,25 +66,42 @@ def test_types_of_varying_values(check_vma):
     def per_device(x):
         mean = lax.pmean(x, "replica")
         seen["tracked"] = checks_varying("replica")
+        seen["anywhere"] = tracks_types()
         seen["x"], seen["mean"] = varying_axes(x), varying_axes(mean)
         seen["cast"] = varying_axes(vary_over({"m": mean}, ("replica",))["m"])
         seen["twice"] = varying_axes(vary_over(x, ("replica",)))
         seen["matched"] = varying_axes(match_varying(mean, x))
-        seen["all"] = axes_of({"x": x, "mean": mean})
         jaxpr = jax.make_jaxpr(lambda v: (v, lax.pmean(v, "replica")))(x).jaxpr
         seen["traced"], seen["traced mean"] = (varying_axes(v.aval) for v in jaxpr.outvars)
-        # To ask whether types are tracked is an equation, which stays: once per axis and tree.
-        tree = {str(i): x + i for i in range(10)} | {"mean": mean}
-        asked = jax.make_jaxpr(lambda t: vary_over(t, ("replica", "device")))(tree)
-        seen["asked"] = sum(e.primitive.name == "axis_index" for e in asked.jaxpr.eqns)
         return match_varying(mean, x)
 
     mesh = js.make_mesh({"replica": 4, "device": 2})
     specs = {"in_specs": P("replica"), "out_specs": P("replica"), "check_vma": check_vma}
     jax.eval_shape(jax.shard_map(per_device, mesh=mesh, **specs), jnp.ones(4))
     varying = dict.fromkeys(
-        ("x", "cast", "twice", "matched", "all", "traced"),
+        ("x", "cast", "twice", "matched", "traced"),
         frozenset({"replica"} if check_vma else ()),
     )
     equal = dict.fromkeys(("mean", "traced mean"), frozenset())
-    assert seen == {"tracked": check_vma, "asked": 2, **varying, **equal}
+    assert seen == {"tracked": check_vma, "anywhere": check_vma, **varying, **equal}
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("join", [sum_over, max_over])
+def test_what_is_joined_over_axes_is_typed_as_equal_over_them(join, check_vma, mesh_of):
+    """Over axes of size 1, too, where nothing is sent; values may vary over some of the axes."""
+
+    def per_device(x):
+        alone = join(x, "alone")
+        return join(alone, ("replica", "device")), alone
+
+    mapped = jax.shard_map(
+        per_device,
+        mesh=mesh_of({"replica": 2, "device": 2, "alone": 1}),
+        in_specs=P(("replica", "alone")),
+        out_specs=(P(), P("replica")),
+        check_vma=check_vma,
+    )
+    whole, alone = jax.jit(mapped)(jnp.array([1.0, 2.0]))
+    assert whole.tolist() == [6.0 if join is sum_over else 2.0]
+    assert alone.tolist() == [1.0, 2.0]

@@ -104,7 +104,7 @@ def test_phases_are_what_is_due(own, slow, exact):
 @pytest.mark.parametrize("due", [False, True])
 def test_every_branch_runs_once(execution, due, mesh_of):
     """As Python, however deep it stands: a mean of a mean, each where due."""
-    ran = []
+    ran, axes = [], ("replica",)
 
     def mean(x):
         ran.append("mean")
@@ -113,9 +113,9 @@ def test_every_branch_runs_once(execution, due, mesh_of):
     def one(x, due):
         def outer(x):
             ran.append("outer")
-            return 2 * run_if(due, mean, lambda x: x, x)
+            return 2 * run_if(due, mean, lambda x: x, x, axes=axes)
 
-        return run_one_of(due.astype(jnp.int32), [lambda x: x, outer], x)
+        return run_one_of(due.astype(jnp.int32), [lambda x: x, outer], x, axes=axes)
 
     mapped = jax.vmap(one, axis_name="replica", in_axes=(0, None))
     if execution == "shard_map":

@@ -18,7 +18,7 @@ from jax import lax
 
 from ..._support.types import Phase, PyTree
 from ...collectives import all_mean, mean_beside, quotient
-from ...mesh import axis_names, match_varying, uniform
+from ...mesh import axis_names, uniform
 from ...transform import Beside, Exchange, packing_of
 from ...tree import Buffer, at_least_float32
 from ._fragments import SEND, SLOW, Turn, joined, views
@@ -58,7 +58,7 @@ def average_part(flight: InFlight, exchange: Exchange, delay: int) -> InFlight:
         padded = jnp.pad(flat, (0, delay * size - flat.size))
         start = number * size
         part = lax.dynamic_slice(padded, (start,), (size,))
-        mean = match_varying(mean_beside(part, axes, local), part)
+        mean = mean_beside(part, axes, local)
         return lax.dynamic_update_slice(padded, mean, (start,))[: flat.size]
 
     # In place: what is in flight needs no second buffer, and parts that a run sends again, since it
@@ -81,7 +81,7 @@ def average_all(flight: InFlight, *, exchange: Exchange, delay: int) -> InFlight
 
     def averaged(buffer: Buffer, flat: jax.Array) -> jax.Array:
         del buffer
-        return match_varying(mean_beside(flat, axes, local), flat)
+        return mean_beside(flat, axes, local)
 
     # Parts that are a mean already keep it. A host exchanges for replicas that are no larger than a
     # device, so nothing is laid out.

@@ -25,7 +25,7 @@ import optax
 from ..._support.checks import checked_int
 from ..._support.types import PyTree
 from ...collectives import all_mean, quotient, scaled
-from ...mesh import axis_names, match_varying
+from ...mesh import axis_names
 from ...transform import (
     Beside,
     Event,
@@ -537,14 +537,14 @@ class Outer(Divided):
             rate=one if rate is None else rate.astype(one.dtype),
             parts=jnp.where(allowed, 0, NOTHING).astype(jnp.int32),
         )
-        return updates, others, state._replace(in_flight=match_varying(taken, old))
+        return updates, others, state._replace(in_flight=taken)
 
     def send(self, fragment: Fragment, now: Now, operand: Operand) -> Operand:
         """Average the next part of what is in flight."""
         updates, others, state = operand
         over = exchange_of(fragment, self.over, now.params)
         flight = average_part(state.in_flight, over, self.delay)
-        return updates, others, state._replace(in_flight=match_varying(flight, state.in_flight))
+        return updates, others, state._replace(in_flight=flight)
 
     def land(self, fragment: Fragment, now: Now, operand: Operand) -> Operand:
         """Make the slow step with what has arrived, if all of it has."""

@@ -15,15 +15,14 @@ from ..._support.scopes import CLIP
 from ..._support.settings import records_settings
 from ..._support.types import AxisName, PyTree
 from ...mesh import (
-    axes_of,
     axis_names,
     axis_size,
     checks_varying,
-    match_varying,
+    max_over,
     require_axes,
-    settle,
     specs_of_leaves,
-    vary_over,
+    sum_over,
+    varying_axes,
 )
 from ...transform import (
     GradientTransform,
@@ -97,8 +96,8 @@ def clip_by_global_norm(
     Returns:
       A gradient transform with state `ClipByGlobalNormState`. A norm that is infinite or NaN makes
       all gradients NaN, on all devices along `model_axes`, so that a later check sees it on every
-      device (`js.dynamic_loss_scale` around it checks before, and passes zeros). In a
-      `js.RowGradient` leaf each row counts by the sum of its entries. Integers are left alone.
+      device (`js.dynamic_loss_scale` around it checks before, and passes zeros). In a leaf
+      `js.sparse.RowGradient` a row counts by the sum of its entries. Integers are left alone.
       In the `gradients` of a step with tables (`embeddings=`) it counts and scales their rows, too.
 
     Raises:
@@ -126,8 +125,7 @@ def clip_by_global_norm(
 
     def init_fn(params: PyTree) -> ClipByGlobalNormState:
         dtype = widest(jax.tree.leaves(params))
-        start = ClipByGlobalNormState(jnp.zeros([], dtype), jnp.ones([], dtype))
-        return vary_over(start, axes_of(params) - set(axes))
+        return ClipByGlobalNormState(jnp.zeros([], dtype), jnp.ones([], dtype))
 
     def update_fn(
         updates: PyTree,
@@ -146,7 +144,7 @@ def clip_by_global_norm(
         one = jnp.ones_like(ratio)
         factor = jnp.where(jnp.isfinite(total), jnp.minimum(ratio, one), jnp.nan * one)
         numbers = cast(total, state.norm.dtype), cast(factor, state.clip_factor.dtype)
-        new = match_varying(ClipByGlobalNormState(*numbers), state)
+        new = ClipByGlobalNormState(*numbers)
         return scaled(updates, new.clip_factor), new
 
     return GradientTransform(init_fn, update_fn, Reduction(clips=True, of_rows=True))
@@ -215,10 +213,7 @@ def global_norm(
     )
     if largest:  # not every backend's maximum keeps a NaN
         total = jnp.where(jnp.isnan(total), jnp.inf, total)
-    if any(axis_size(axis) > 1 for axis in axes):
-        total = (lax.pmax if largest else lax.psum)(vary_over(total, axes), axes)
-    else:
-        total = settle(total, axes)
+    total = (max_over if largest else sum_over)(total, axes)
     if largest or norm == 1:
         return total
     return jnp.sqrt(total) if norm == 2 else total ** jnp.asarray(1 / norm, wide)
@@ -317,7 +312,8 @@ class Counting:
         """Return for each leaf the axes over which its shards or its stages' parameters differ."""
         axes = frozenset(a for a in self.axes if axis_size(a) > 1)
         tracked = frozenset(filter(checks_varying, axes))
-        typed = [axes_of(leaf) & tracked for leaf in leaves]
+        arrays = [leaf.values if is_row_gradient(leaf) else leaf for leaf in leaves]
+        typed = [varying_axes(x) & tracked for x in arrays]
         if self.param_specs is None:
             tables = frozenset[str]()
             if isinstance(tree, WithRows):  # the other leaves are whole on these devices

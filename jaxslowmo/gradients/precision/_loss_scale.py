@@ -11,8 +11,8 @@ import optax
 from ..._support.checks import checked_int
 from ..._support.settings import records_settings
 from ..._support.types import AxisName, PyTree
-from ...mesh import axes_of, axis_names, match_varying, require_axes, vary_over
-from ...tracing import axes_sent_over, collective_axes
+from ...mesh import axis_names, require_axes
+from ...tracing import collective_axes
 from ...transform import (
     Around,
     GradientTransform,
@@ -204,11 +204,7 @@ def dynamic_loss_scale(
                 f"{_OWNER}: `optimizer` must not hold another js.dynamic_loss_scale, got one: "
                 "gradients would be divided twice."
             )
-        # Typed as after an update: equal over the axes on which all positions skip together.
-        differing = axes_of(params) - set(names)
-        if differing:
-            differing -= axes_sent_over(inner.update, params, inner_state, params)
-        return vary_over(rule.start(inner_state), differing)
+        return rule.start(inner_state)
 
     def update_fn(
         updates: PyTree,
@@ -243,7 +239,7 @@ def dynamic_loss_scale(
         # and no infinite or NaN number may be sent.
         new_updates, inner_state = run(zero_if(skip, grads), state.inner)
         new = rule.after(state, skip)._replace(inner=as_before_if(skip, inner_state, state.inner))
-        return zero_if(skip, new_updates), match_varying(new, state)
+        return zero_if(skip, new_updates), new
 
     takes = {"weight", "finite", "unscaled"}
     flags = {"skips": True, "returns_updates": True, "of_rows": False}

@@ -7,11 +7,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from ..._support.scopes import LOSS_SCALE
 from ..._support.types import PyTree
-from ...mesh import vary_over
+from ...mesh import max_over
 from ...tracing import FullLoss
 from ...transform import known_states, remembered
 from ...tree import all_finite, at_least_float32, cast, kept_if, parts_of
@@ -224,7 +223,7 @@ def anywhere(flag: jax.Array, axes: Iterable[str], weight: jax.Array | None) -> 
       weight: this replica's share, (). If some replica along `axes` has a weight above 0, those of
         weight 0, whose batch may hold anything, do not count; otherwise all count.
 
-    Communication: one all-reduce (max) of 4 bytes over `axes`, if there are any.
+    Communication: one all-reduce (max) of 4 bytes over `axes`, if they have several positions.
     """
     names = tuple(sorted(axes))
     if not names:
@@ -234,7 +233,7 @@ def anywhere(flag: jax.Array, axes: Iterable[str], weight: jax.Array | None) -> 
         # In the maximum a replica with weight outranks all without; the lowest bit is the flag.
         code = code + 2 * (weight > 0).astype(jnp.int32)
     with jax.named_scope(LOSS_SCALE):
-        return lax.pmax(vary_over(code, names), names) % 2 == 1
+        return max_over(code, names) % 2 == 1
 
 
 def zero_if(overflow: jax.Array, tree: PyTree) -> PyTree:

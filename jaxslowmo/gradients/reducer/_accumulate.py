@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -10,8 +11,7 @@ import optax
 
 from ..._support.settings import records_settings
 from ..._support.types import PyTree
-from ...mesh import axes_of, match_varying, vary_over, varying_axes
-from ...tracing import axes_sent_over
+from ...mesh import vary_over
 from ...transform import (
     Around,
     Communicate,
@@ -61,7 +61,9 @@ def accumulate(
     (`make_train_step(accumulate=4)` splits one batch instead.)
 
     Args:
-      inner: transform of the gradients that were collected since its last call.
+      inner: transform of the gradients that were collected since its last call. A `js.chain` says
+        over which axes it reduces; of an `optax.chain` this is unknown, and under `vmap` a call
+        that only collects may then compute the update, too.
       every: number of calls per update, or `js.every(...)` on the number of the call.
       average: whether `inner` receives the mean of the calls. False passes the sum, as in torch,
         where users scale the loss themselves.
@@ -86,15 +88,11 @@ def accumulate(
 
     def init_fn(params: PyTree) -> AccumulateState:
         check_floating(_OWNER, params)
-        state = transform.init(params)
-        reduced = _reduced_axes(transform, state, params)
         wide_zeros = lambda p: jnp.zeros_like(p, dtype=at_least_float32(p.dtype))  # noqa: E731
-        return AccumulateState(
-            count=jnp.zeros([], jnp.int32),
-            total=vary_over(jax.tree.map(wide_zeros, params), reduced),
-            weight=vary_over(jnp.zeros([], jnp.float32), _common_axes(params) | reduced),
-            inner=state,
-        )
+        sums = jax.tree.map(wide_zeros, params), jnp.zeros([], jnp.float32)
+        # Gradients differ over the axes that `inner` reduces over, even if parameters do not.
+        total, weight = vary_over(sums, spec.axes)
+        return AccumulateState(jnp.zeros([], jnp.int32), total, weight, transform.init(params))
 
     def update_fn(
         updates: PyTree,
@@ -117,6 +115,7 @@ def accumulate(
             state.inner,
         )
 
+        @partial(jax.jit, inline=True)  # traced once for both branches; it adds no call
         def update(s: AccumulateState) -> tuple[PyTree, AccumulateState]:
             whole = s.total
             if average:  # dividing by infinity gives zeros without a `where` for every leaf
@@ -124,14 +123,14 @@ def accumulate(
             whole = jax.tree.map(lambda t, g: cast(t, g.dtype), whole, updates)
             arguments = extra if share is None else {**extra, "weight": s.weight}
             new_updates, after = transform.update(whole, s.inner, params, **arguments)
-            empty = match_varying(jax.tree.map(zeros_like, s.total), s.total)
+            empty = jax.tree.map(jnp.zeros_like, s.total)
             return new_updates, AccumulateState(count, empty, jnp.zeros_like(s.weight), after)
 
         def collect(s: AccumulateState) -> tuple[PyTree, AccumulateState]:
-            # No second trace: jax finds the trace of `update` in its cache.
             return jax.tree.map(zeros_like, jax.eval_shape(update, s)[0]), s
 
-        return run_if(schedule(count) if step is None else step, update, collect, state)
+        due = schedule(count) if step is None else step
+        return run_if(due, update, collect, state, axes=spec.axes)
 
     spec = _Accumulated.of(spec_of(inner), takes={"weight"}, of_rows=False, schedule=schedule)
     return GradientTransform(init_fn, update_fn, spec)
@@ -153,27 +152,3 @@ def _weighted(grads: PyTree, weight: jax.Array | None) -> PyTree:
         return grads
     counts, factor = weight > 0, by_dtype(weight)
     return jax.tree.map(lambda g: kept_if(counts, g * factor(g.dtype)), grads)
-
-
-def _common_axes(tree: PyTree) -> frozenset[str]:
-    """Return the mapped axes that all leaves vary over."""
-    each = [varying_axes(leaf) for leaf in jax.tree.leaves(tree)]
-    return frozenset.intersection(*each) if each else frozenset()
-
-
-def _reduced_axes(
-    transform: optax.GradientTransformationExtraArgs, state: PyTree, params: PyTree
-) -> frozenset[str]:
-    """Return the axes with equal parameters but different gradients that `transform` reduces over.
-
-    There are such axes only under `shard_map(check_vma=True)`, where the type of accumulated
-    gradients must contain them.
-
-    Args:
-      transform: the gradient transform.
-      state: state of `transform`.
-      params: parameters whose gradients it reduces.
-    """
-    varied = vary_over(params, jax.sharding.get_abstract_mesh().manual_axes)
-    unlike = axes_of(varied) - axes_of(params)
-    return unlike and unlike & axes_sent_over(transform.update, varied, state, params)

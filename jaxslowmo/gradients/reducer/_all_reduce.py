@@ -10,7 +10,7 @@ from ..._support.checks import check_choice, checked_int, warn_once
 from ..._support.scopes import ALL_REDUCE_GRADIENTS
 from ..._support.settings import records_settings
 from ..._support.types import AxisName, PyTree
-from ...mesh import axes_of, axis_names, axis_size, require_axes, vary_over
+from ...mesh import axis_names, axis_size, require_axes
 from ...transform import (
     GradientTransform,
     LayoutNotice,
@@ -105,7 +105,7 @@ def all_reduce_gradients(
       is 0. `ready_order`: a function that returns the positions of all leaves, for an `order` of
       None; `make_train_step` passes it, and it is called only if the order decides which gradients
       share a bucket. `param_specs`: as above, used if that is None.
-      Means of `js.RowGradient` leaves are those of `js.all_reduce_rows(output="rows")`.
+      Means of `js.sparse.RowGradient` leaves are those of `js.all_reduce_rows(output="rows")`.
 
     Raises:
       ValueError: at construction: negative sizes, an invalid order, hook or `divide_by`. At trace
@@ -162,8 +162,6 @@ def all_reduce_gradients(
             require_axes(_OWNER, "axis_name", axis_name)
             check_floating(_OWNER, params)
             states = init_hook(hook, layout.planned(params, param_specs), axis_name)
-            # Gradients of parameters that are sharded over other axes differ over these, too.
-            states = vary_over(states, axes_of(params) - set(axis_names(axis_name)))
         return AllReduceGradientsState(jnp.zeros([], jnp.int32), states)
 
     def update_fn(

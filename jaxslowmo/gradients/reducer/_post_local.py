@@ -95,7 +95,7 @@ def post_local_gradients(
 
         operand = updates, state
         first, second = with_equal_entries([runs(early, "before"), runs(late, "after")], operand)
-        return run_if(spec.is_early(state), first, second, operand)
+        return run_if(spec.is_early(state), first, second, operand, axes=spec.axes)
 
     return GradientTransform(init_fn, update_fn, spec)
 

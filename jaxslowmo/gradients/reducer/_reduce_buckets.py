@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from ..._support.scopes import GRADIENTS
 from ..._support.types import AxisName, PyTree
 from ...collectives import all_mean, relative_weight, scaled, total_weight, weighted_means
-from ...mesh import typed_specs, vary_over
+from ...mesh import axis_names, typed_specs, vary_over
 from ...transform import BufferGroup, TreePacking, planned_by_group
 from ...tree import Buffer, BufferPlan, leaf_names, plan_buffers
 from ._hook import CommHook, GradBucket, GradPiece
@@ -210,7 +210,10 @@ def reduce_with_hook(
 
 
 def init_hook(hook: CommHook, buckets: TreePacking, axis_name: AxisName) -> HookStates:
-    """Return the hook's states, one per bucket; for sharded leaves stacked, one per block."""
+    """Return the hook's states, one per bucket; for sharded leaves stacked, one per block.
+
+    They differ between replicas and devices.
+    """
 
     def group_init(group: BufferGroup) -> HookStates:
         flats = [jax.ShapeDtypeStruct((b.num_elements,), b.dtype) for b in group.plan.buffers]
@@ -218,15 +221,14 @@ def init_hook(hook: CommHook, buckets: TreePacking, axis_name: AxisName) -> Hook
         return _with_device_axis(group, tuple(hook.init(bucket) for bucket in hook_buckets))
 
     by_group = buckets.each(group_init, kinds=(), out="flat")
-    return tuple(state for states in by_group for state in states)
+    return vary_over(tuple(state for states in by_group for state in states), axis_names(axis_name))
 
 
 def _with_device_axis(group: BufferGroup, states: HookStates) -> HookStates:
     """Return a device's local states as its part of arrays over all devices of the replica."""
-    axes = group.leaves.axis_sizes
-    if not axes:
+    if not group.leaves.axis_sizes:
         return states
-    return vary_over(jax.tree.map(lambda x: jnp.asarray(x)[None], states), axes)
+    return jax.tree.map(lambda x: jnp.asarray(x)[None], states)
 
 
 def _without_device_axis(group: BufferGroup, states: Sequence[Any]) -> Sequence[Any]:

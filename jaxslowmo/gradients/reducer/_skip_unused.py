@@ -5,12 +5,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax import lax
 
 from ..._support.scopes import SKIP_UNUSED
 from ..._support.settings import records_settings
 from ..._support.types import AxisName, PyTree
-from ...mesh import axes_of, axis_names, axis_size, match_varying, require_axes, settle, vary_over
+from ...mesh import require_axes, sum_over
 from ...transform import (
     Around,
     GradientTransform,
@@ -98,7 +97,6 @@ def skip_unused(
         count = len(jax.tree.leaves(params))
         _select(inner, jax.tree.map(lambda _: True, params), state, state)
         zeros = jnp.zeros(count, jnp.int32)
-        zeros = vary_over(zeros, axes_of(params) - set(axis_names(axis_name)))
         return SkipUnusedState(zeros - 1, zeros, state)
 
     def update_fn(
@@ -127,8 +125,6 @@ def skip_unused(
         updates, after = inner.update(updates, state.inner, params, **extra)
         updates = jax.tree.map(lambda m, u: jnp.where(m, u, jnp.zeros_like(u)), mask, updates)
         kept = _select(inner, mask, after, state.inner)
-        # Sums are typed as equal on all replicas; a state that enters a shard_map is not.
-        used_by = match_varying(used_by, state.used_by)
         return updates, SkipUnusedState(used_by, times_used, kept)
 
     flags = {"skips": True, "returns_updates": True, "of_rows": False}
@@ -178,10 +174,7 @@ def _sum(uses: list[Any], axis_name: AxisName) -> jax.Array:
     if not uses:
         return jnp.zeros(0, jnp.int32)
     counts = jnp.stack([jnp.asarray(u).astype(jnp.int32) for u in uses])
-    if axis_size(axis_name) == 1:
-        return settle(counts, axis_name)
-    # Gradients may be typed as equal over some of several axes.
-    return lax.psum(vary_over(counts, axis_names(axis_name)), axis_name)
+    return sum_over(counts, axis_name)
 
 
 def _select(inner: optax.GradientTransformation, mask: PyTree, new: PyTree, old: PyTree) -> PyTree:

@@ -11,7 +11,7 @@ from ..._support.checks import check_choice
 from ..._support.scopes import ALL_REDUCE_ROWS
 from ..._support.settings import records_settings
 from ..._support.types import AxisName, PyTree
-from ...mesh import axis_names, require_axes, vary_over, varying_axes
+from ...mesh import axis_names, require_axes
 from ...transform import (
     GradientTransform,
     Joined,
@@ -94,9 +94,9 @@ def all_reduce_rows(
         bytes. It is decided when the program is traced: rows where R * k * (4 + w) <= 2 * N *
         w, for R replicas, k rows sent by each, and a table of N rows of w bytes.
       output: `"dense"` returns arrays of the tables' shapes, which any optimizer takes. `"rows"`
-        returns `RowGradient`s for `js.apply_rows`: the union of all replicas' rows, sorted, each
-        once, in min(R * k, N) entries with k as if `capacity` were None; they always travel as
-        rows.
+        returns `RowGradient`s for `js.sparse.apply_rows`: the union of all replicas' rows, sorted,
+        each once, in min(R * k, N) entries with k as if `capacity` were None; they always travel
+        as rows.
       divide_by: divisor where some replicas have weight 0; see `js.all_reduce_gradients`.
 
     Returns:
@@ -139,12 +139,9 @@ def all_reduce_rows(
         return TableReduction(axis_name, capacities(name), path, as_rows, by_initial)
 
     def init_fn(params: PyTree) -> AllReduceRowsState:
-        tables, others, _ = _split(params, names)
-        # Each part of a table has different rows: if it varies over other axes, so do the counters.
-        axes = frozenset[str]().union(*map(varying_axes, jax.tree.leaves(tables)))
+        _, others, _ = _split(params, names)
         zero = jnp.zeros([], jnp.int32)
-        number = vary_over(zero, axes - set(axis_names(axis_name)))
-        return AllReduceRowsState(zero, number, number, number, inner.init(others))
+        return AllReduceRowsState(zero, zero, zero, zero, inner.init(others))
 
     def update_fn(
         updates: PyTree, state: PyTree, params: PyTree | None = None, **extra: Any

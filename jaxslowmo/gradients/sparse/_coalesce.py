@@ -7,7 +7,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from ...collectives import scaled
-from ...mesh import vary_over, varying_axes
 from ...tree import at_least_float32
 from ._row_gradient import RowGradient, add_entries, check_row_gradient, checked_capacity, inside
 
@@ -15,7 +14,7 @@ NOWHERE = 2**31 - 1  # beyond any capacity: scatters drop entries at this place
 
 
 class Coalesced(NamedTuple):
-    """The result of `js.coalesce` and `js.row_gradient`.
+    """The result of `js.sparse.coalesce` and `js.sparse.row_gradient`.
 
     Attributes:
       gradient: sorted distinct rows, padding at the end. If `overflow` is not 0 it does not hold
@@ -122,7 +121,7 @@ def row_gradient(dense: jax.Array, *, capacity: int | None) -> Coalesced:
       capacity: entries of the result; None is one for each row.
 
     Returns:
-      A `Coalesced`; see `js.coalesce`.
+      A `Coalesced`; see `js.sparse.coalesce`.
 
     Raises:
       ValueError: capacity < 1, a scalar, or a gradient that is not floating.
@@ -191,10 +190,8 @@ def add_in_order(
         ), None
 
     entries = (places, values) if shares is None else (places, values, shares)
-    # The zeros must vary over the same axes as the values: a scan keeps the type of its carry.
-    axes = frozenset().union(*map(varying_axes, entries))
-    zeros = jnp.zeros((num_places, *values.shape[2:]), wide)
-    return lax.scan(add, vary_over(zeros, axes), entries)[0]
+    zeros = jnp.zeros_like(values, wide, shape=(num_places, *values.shape[2:]))
+    return lax.scan(add, zeros, entries)[0]
 
 
 def add_up_rows(rows: jax.Array, values: jax.Array, num_rows: int) -> RowGradient:

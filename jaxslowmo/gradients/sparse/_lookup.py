@@ -60,7 +60,7 @@ class TouchedRows(SomeRows):
 
 
 class GatheredRows(NamedTuple):
-    """The result of `js.gather_rows`.
+    """The result of `js.sparse.gather_rows`.
 
     Attributes:
       touched: the distinct rows, a `TouchedRows`.

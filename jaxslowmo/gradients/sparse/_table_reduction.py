@@ -10,7 +10,7 @@ from jax import lax
 
 from ..._support.types import AxisName
 from ...collectives import all_mean, gather_slices, quotient, scaled
-from ...mesh import axis_names, axis_size, settle, vary_over
+from ...mesh import axis_names, axis_size, sum_over
 from ...transform import phase_scope, run_if
 from ...tree import at_least_float32
 from ._coalesce import add_in_order, compact, distinct_places, nonzero_rows
@@ -59,7 +59,6 @@ class TableReduction:
 
         Communication: as `js.all_reduce_rows` states.
         """
-        gradient = vary_over(gradient, axis_names(self.axis_name))
         most = _most_rows(gradient)
         send = most if self.capacity is None else min(self.capacity, most)
         if not self._sends_rows(gradient, send):
@@ -77,7 +76,8 @@ class TableReduction:
                 return self._mean_of_table(gradient, gathered.shares)
 
         # All replicas take the same branch, since each has the numbers of all.
-        return run_if(gathered.facts.overflow, again, lambda m: m, mean), gathered.facts
+        overflow, axes = gathered.facts.overflow, axis_names(self.axis_name)
+        return run_if(overflow, again, lambda m: m, mean, axes=axes), gathered.facts
 
     def _sends_rows(self, gradient: Table, num_entries: int) -> bool:
         """Return whether to send `num_entries` rows; "auto" sends whichever has fewer bytes.
@@ -128,11 +128,9 @@ class TableReduction:
     def _all_gather(self, x: jax.Array) -> jax.Array:
         """Return the arrays of all replicas, `(replicas, *x.shape)`, typed as equal on all."""
         replicas = axis_size(self.axis_name)
-        if replicas == 1:
-            return settle(x, self.axis_name)[None]
         if x.size == 0:
             return jnp.zeros((replicas, *x.shape), x.dtype)
-        return gather_slices(x[None], self.axis_name, like=jnp.zeros([]))
+        return gather_slices(x[None], self.axis_name)
 
     def _combine(self, gradient: Table, gathered: _Gathered) -> Table:
         """Return the mean of gathered rows, added replica by replica: equal bits on all."""
@@ -155,9 +153,7 @@ class TableReduction:
         if shares is None:
             return all_mean(dense, self.axis_name)
         part = scaled(dense, shares[lax.axis_index(self.axis_name)])
-        if axis_size(self.axis_name) == 1 or part.size == 0:
-            return settle(part, self.axis_name)
-        return lax.psum(part, self.axis_name)
+        return sum_over(part, self.axis_name)
 
 
 def _most_rows(gradient: Table) -> int:

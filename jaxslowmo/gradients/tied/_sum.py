@@ -16,7 +16,7 @@ from ..._support.scopes import TIED
 from ..._support.settings import records_settings
 from ..._support.types import PyTree
 from ...collectives import permute
-from ...mesh import axis_size, require_axes, vary_over
+from ...mesh import axis_size, require_axes
 from ...transform import GradientTransform, Reduction
 from ...tree import leaf_names, plan_buffers
 from .._leaves import check_not_summed
@@ -156,7 +156,7 @@ def _summed(leaves: list[jax.Array], holders: tuple[int, ...], axis_name: str) -
 
 def _exchange(holders: tuple[int, ...], axis_name: str) -> Callable[[jax.Array], jax.Array]:
     if len(holders) == axis_size(axis_name):
-        return lambda x: vary_over(lax.psum(x, axis_name), [axis_name])
+        return lambda x: lax.psum(x, axis_name)
     if len(holders) == 2:
         one, other = holders
         pair = [(one, other), (other, one)]

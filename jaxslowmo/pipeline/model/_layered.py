@@ -9,7 +9,6 @@ import optax
 from jax import lax
 
 from ..._support.types import PyTree
-from ...mesh import match_varying
 from ...transform import LossProgram
 from ...tree import leaf_names
 from ._calls import Keyed, LayerCall, call_signature, check_leaves, loss_terms
@@ -246,7 +245,7 @@ class LayeredModel(LossProgram):
 
         def step(x: PyTree, now: tuple[PyTree, PyTree, jax.Array]) -> tuple[PyTree, PyTree]:
             y, new = layer(x, *now)
-            return match_varying(y, x), new
+            return y, new
 
         return lax.scan(step, x, (weights, state, first + jnp.arange(run.count)))
 

@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ..._support.types import PyTree
-from ...mesh import only_over, vary_over, varying_axes
+from ...mesh import only_over
 from ...tracing import ProgramReader, has_side_effects
 from ...tree import Staged
 from ._buffer_packing import BufferPacking, Leaf, buffer_name
@@ -352,7 +352,6 @@ def _per_stage(
       shared: values that are equal on all stages; the shared results of `branch` must be so, too.
     """
     axis = packing.axis_name
-    axes = set[str]().union(*map(varying_axes, jax.tree.leaves((staged, shared))))
 
     def device(staged: list[Buffers], shared: list[Any]) -> Any:
         local = jax.tree.map(lambda x: x[0], staged)
@@ -376,7 +375,7 @@ def _per_stage(
     )
     if context.empty:  # outside of jit, `shard_map` can only map all axes of a mesh
         mapped = jax.jit(mapped)
-    return vary_over(mapped(staged, shared), axes)
+    return mapped(staged, shared)
 
 
 def _branches(branches: Sequence[Callable[..., Any]], *operands: PyTree) -> Callable[..., Any]:

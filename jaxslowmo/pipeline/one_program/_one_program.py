@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ..._support.types import PyTree
-from ...mesh import only_over, place_key, vary_over, varying_axes
+from ...mesh import only_over, place_key
 from ...tree import Staged
 from ..model import Loss, LossTerms, without_state
 from ..plan import Ending, Pipelined, Plan, gathered, in_microbatches, microbatch_specs
@@ -57,11 +57,9 @@ class OneProgram(Pipelined):
             for name, spec in specs.items()
             if differentiates and jnp.issubdtype(stacked[name].dtype, jnp.inexact)
         }
-        arguments = stacked.buffers, states, microbatches, rng
-        axes = {axis_name, *new_axes}.union(*map(varying_axes, jax.tree.leaves(arguments)))
         mesh = self.mesh if context.empty else context
         ending = Ending(plan, data_axes, outer_axes)
-        step: Any = OneProgramStep(plan, table, ending, tuple(sorted(axes)), differentiates)
+        step: Any = OneProgramStep(plan, table, ending, differentiates)
         of_batch = microbatch_specs(microbatches, data_axes)
         of_states = P(axis_name) if axis_name in new_axes else P()
         if new_axes:  # empty if all are mapped already, which an axis of one stage may be
@@ -88,14 +86,12 @@ class OneProgramStep:
       plan: the plan of the pipeline.
       table: the operations of each device stage in each tick.
       ending: the reductions at the end of the step.
-      axes: all axes that some value varies over.
       differentiates: whether to compute gradients.
     """
 
     plan: Plan
     table: TickTable
     ending: Ending
-    axes: tuple[str, ...]
     differentiates: bool
 
     def __call__(
@@ -115,18 +111,14 @@ class OneProgramStep:
         plan, ending = self.plan, self.ending
         whole = {name: gathered(x[0], ending.spec(name)) for name, x in buffers.items()}
         if rng is not None:
-            rng = vary_over(place_key(rng, ending.data_axes), self.axes)
-        values = whole, {name: x[0] for name, x in states.items()}, batch
-        # All branches of a switch must return equal types, which include the axes that vary.
-        whole, local_states, batch = vary_over(values, self.axes)
+            rng = place_key(rng, ending.data_axes)
         return Device(
             buffers=whole,
-            states=local_states,
+            states={name: x[0] for name, x in states.items()},
             layouts={name: _automatic(plan.layout.specs[name][1:]) for name in buffers},
             batch=batch,
             rng=rng,
             shifts=plan.shifts,
-            axes=self.axes,
             axis_name=plan.axis_name,
         )
 
@@ -134,13 +126,13 @@ class OneProgramStep:
         """Return the program for the types of the values on a device."""
         plan = self.plan
         zero = jnp.zeros((), jnp.int32)
-        microbatch = device.vary(device.microbatch(Half(*[zero] * 6, arrivals=())))
+        microbatch = device.microbatch(Half(*[zero] * 6, arrivals=()))
         weights = [kind.weights.read(device.buffers, 0) for kind in plan.kinds]
         states = [kind.states and kind.states.read(device.states, 0) for kind in plan.kinds]
         activations, loss = self._types(weights, states, microbatch)
         programs = None
         if self.differentiates:
-            x = device.vary(activations.tree(nothing(activations.types)))
+            x = activations.tree(nothing(activations.types))
             programs = [
                 plan.stage_program(
                     kind, leaves, kind.with_state(None if kind.is_first else x, state), microbatch

@@ -5,7 +5,7 @@ the gradient of its input, W that of its weights, and BW both. Each tick has two
 runs at most one F, then at most one of B, W and BW. A device may hold several stages of the model.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -17,7 +17,6 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from ..._support.types import PyTree
-from ...mesh import vary_over
 from ...tree import at_least_float32
 from ..model import LossTerms, without_state
 from ..plan import Plan, Totals, microbatch_of
@@ -49,7 +48,6 @@ class Device:
       rng: the PRNG key of the step, or None.
       shifts: (stages of the model,) ints, index of the first layer of a stage, less that of the
         first stage of the same kind, for which the program was traced.
-      axes: the mapped axes over which all values are typed as varying.
       axis_name: the mesh axis along which each device has other stages of the model.
     """
 
@@ -59,22 +57,12 @@ class Device:
     batch: PyTree
     rng: Any
     shifts: np.ndarray
-    axes: tuple[str, ...]
     axis_name: str
 
     def microbatch(self, now: Half) -> PyTree:
         """Return the microbatch of an operation."""
         shift = jnp.asarray(self.shifts)[now.model_stage]
         return microbatch_of(self.batch, self.rng, now.microbatch, shift)
-
-    def vary(self, tree: PyTree) -> PyTree:
-        """Return `tree` typed as varying over all `axes`, as all branches must return it."""
-        return vary_over(tree, self.axes)
-
-    def switch(self, branch: jax.Array, fns: Sequence[Callable[..., Any]], *operands: Any) -> Any:
-        """Call function number `branch`; return its results typed as varying over all `axes`."""
-        varied = [lambda *args, fn=fn: self.vary(fn(*args)) for fn in fns]
-        return lax.switch(branch, varied, *operands)
 
     def sent(self, leaves: Sequence[jax.Array], channel: Channel) -> list[jax.Array]:
         """Send arrays over a channel, and return those that arrive on this device.
@@ -219,8 +207,7 @@ class Scan:
             (all_idle if backward is None else backward.numbers, self.table.backward),
         ]
         columns = jax.tree.map(device.column, halves)
-        start = device.vary(self._start(device))
-        return lax.scan(tick, start, columns)[0].totals
+        return lax.scan(tick, self._start(device), columns)[0].totals
 
     @property
     def stash(self) -> Ring:
@@ -302,7 +289,7 @@ class _Forward:
 
     def step(self, carry: ScanCarry, branch: jax.Array, now: Half) -> tuple[ScanCarry, Values]:
         totals = carry.totals
-        y, written, loss, states = self._device.switch(
+        y, written, loss, states = lax.switch(
             branch,
             [self._idle, *(partial(self._run, i, now) for _, i in self._branches)],
             *(carry.activations, carry.stash, totals.loss, totals.states),
@@ -350,7 +337,7 @@ class _Backward:
     def step(self, carry: ScanCarry, branch: jax.Array, now: Half) -> ScanCarry:
         totals = carry.totals
         runs = [partial(self._run, operation, i, now) for operation, i in self._branches]
-        sent, written, grads = self._device.switch(
+        sent, written, grads = lax.switch(
             branch,
             [self._idle, *runs],
             *(carry.cotangents, carry.stash, carry.kept, totals.grads),

@@ -53,7 +53,7 @@ Origin = typing.Literal["weights", "microbatch", "x", "dy", "stash"]
 # Changes of layout or dtype of one array need no arithmetic, so the smaller of the two forms is
 # stored.
 _LAYOUTS = {"broadcast_in_dim", "copy", "copy_p", "reshape", "squeeze", "transpose"}
-_TYPES = {"convert_element_type", "pcast", "pvary", "reduced_vary_cast", "reduced_vary_cast_p"}
+_TYPES = {"convert_element_type"}
 _NOTES = {"name", "sharding_constraint", "stop_gradient"}
 _FREE = _LAYOUTS | _TYPES | _NOTES
 # Cheap primitives, of which masks, positions and one-hot vectors of a microbatch are made.

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.extend.core import JaxprEqn, Var
 
 from ..._support.types import PyTree
-from ...mesh import cast_varying, varying_axes
+from ...mesh import match_varying
 from ...tracing import Atom, flattened, run
 from ._flat import FlatProgram, Origin, is_loop, struct_of, type_of
 from ._loops import needed_first, weights_first
@@ -83,15 +83,7 @@ class Argument:
             raise ValueError(
                 f"`{self.name}`: leaf {i} must be {expected}, as the stage was traced, got {got}."
             )
-        varying = varying_axes(x)
-        if more := varying - varying_axes(aval):
-            axes = ", ".join(map(repr, sorted(more)))
-            raise ValueError(
-                f"`{self.name}`: leaf {i} varies over {axes}, but did not when "
-                "the stage was traced: give `split_stage` arrays that vary over all axes that "
-                "those of the calls do (`jax.lax.pcast(x, axes, to='varying')`)."
-            )
-        return cast_varying(x, varying_axes(aval) - varying)
+        return match_varying(x, aval)
 
 
 def is_differentiable(x: Any) -> bool:

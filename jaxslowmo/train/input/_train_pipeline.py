@@ -172,8 +172,8 @@ class TrainPipeline(Iterator[Any], contextlib.AbstractContextManager[Any]):
       position: what `get_state()` of the iterator returned right after the last batch that is in
         the state, or before the first batch; None without `get_state`. Save it with the state: it
         does not include batches that are loaded ahead, or that wait for the rest of an update.
-      partial_update: the `js.StepResult` of the update that `partial="step"` made when the batches
-        ended, whose metrics are means over its batches; None at any other time.
+      partial_update: the `js.train.StepResult` of the update that `partial="step"` made when the
+        batches ended, whose metrics are means over its batches; None at any other time.
       trains: True if the pipeline trains its own state, False if it evaluates that of another.
 
     Raises:
@@ -264,7 +264,7 @@ class TrainPipeline(Iterator[Any], contextlib.AbstractContextManager[Any]):
             come first. None, or the same iterator as before, continues with that.
 
         Returns:
-          A `js.StepResult`, or what `step` returns where the pipeline evaluates.
+          A `js.train.StepResult`, or what `step` returns where the pipeline evaluates.
 
         Raises:
           StopIteration: there is no batch left. The next call tries the ended iterator again, as a
@@ -497,7 +497,7 @@ class TrainPipeline(Iterator[Any], contextlib.AbstractContextManager[Any]):
         """Return the times of the stages so far.
 
         Returns:
-          A `js.InputPipelineReport`.
+          A `js.train.InputPipelineReport`.
 
         Communication: none.
         """

@@ -85,7 +85,7 @@ class Averaging(NamedTuple):
                 return weighted_means([flat], weight, axes, idle_as_zeros=False)[0][0]
 
         for axes, due in self.reductions:
-            x = run_if(due, partial(mean_over, axes), lambda x: x, x, axes=axes)
+            x = run_if(due, partial(mean_over, axes), lambda x: x, x, axes={*axes, *self.replicas})
         return x
 
 

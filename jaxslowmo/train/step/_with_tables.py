@@ -304,7 +304,7 @@ class UpdateWithTables(Update):
         """
         exchanged = partial(self._exchanged_in, phase=phase)
         alone = partial(self._exchanged_in, phase=())
-        axes = () if self.sync is None else (*self.sync.axes, *self.sync.local_axes)
+        axes = () if self.sync is None else self.sync.bound_axes
         return run_if(moves_tables, exchanged, alone, (state, done), axes=axes)
 
     def _exchanged_in(self, both: tuple[TrainState, Done], phase: Phase | None) -> TrainState:

@@ -43,7 +43,7 @@ INNER = optax.chain(optax.trace(0.9), optax.scale_by_schedule(lambda _: 0.1))
 TRANSFORMS = {
     "all_reduce_gradients": reduce(),
     **{f"all_reduce_gradients {name}": reduce(hook) for name, hook in HOOKS.items()},
-    "accumulate int8": js.accumulate(optax.chain(reduce(js.hooks.int8()), INNER), every=2),
+    "accumulate int8": js.accumulate(js.chain(reduce(js.hooks.int8()), INNER), every=2),
     "accumulate alone": js.accumulate(INNER, every=2),
     "post_local_gradients twice": js.post_local_gradients(
         js.every(2, start=1), reduce(js.hooks.int8()), reduce(low_rank())
@@ -158,6 +158,45 @@ def test_a_state_that_comes_in(name):
     trace(run, "stacked", jax.eval_shape(init, PARAMS), specs=(P("replica"),))
 
 
+def kept_equal(tx):
+    """Data parallelism as users write it: parameters and state are equal on all, by their types."""
+
+    def step(params, state, batch):
+        own = jax.lax.pcast(params, "replica", to="varying")
+        grads = jax.grad(lambda p: sum(jnp.mean(x * batch.mean()) for x in jax.tree.leaves(p)))(own)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    mesh = js.make_mesh({"replica": 4})
+    init = jax.shard_map(tx.init, mesh=mesh, in_specs=P(), out_specs=P())
+    specs = {"in_specs": (P(), P(), P("replica")), "out_specs": P()}
+    params = {"m": jnp.ones((4, 6)), "v": jnp.ones(6)}
+    state = jax.eval_shape(init, params)
+    jax.eval_shape(jax.shard_map(step, mesh=mesh, **specs), params, state, jnp.ones(4))
+
+
+EQUAL = {
+    "alone": js.chain(reduce(), optax.adam(0.1)),
+    "optax's chain": optax.chain(reduce(), optax.adam(0.1)),
+    **{
+        f"hook {name}": js.chain(reduce(HOOKS[name]), optax.adam(0.1))
+        for name in ("mean", "stateless", "bf16_compress", "fp16_compress")
+    },
+    "clipped": js.chain(reduce(), js.clip_by_global_norm(1.0), optax.adam(0.1)),
+    "skipping": js.skip_unused(js.chain(reduce(), optax.adam(0.1)), "replica"),
+    "scaled": js.dynamic_loss_scale(js.chain(reduce(), optax.adam(0.1))),
+    "post-local": js.chain(
+        js.post_local_gradients(js.every(2, start=1), reduce(), reduce()), optax.adam(0.1)
+    ),
+    "rows": js.chain(js.all_reduce_rows("replica", tables=("m",), dense=reduce()), optax.adam(0.1)),
+}
+
+
+@pytest.mark.parametrize("name", EQUAL)
+def test_what_is_reduced_stays_equal(name):
+    kept_equal(EQUAL[name])
+
+
 WIDE = {"m": jnp.float32, "v": jnp.float64, "h": jnp.bfloat16}
 
 
@@ -216,10 +255,3 @@ def test_float64_gradients_keep_their_precision():
         ):
             wanted = np.broadcast_to(np.tensordot(share, grads, 1), mean.shape)
             np.testing.assert_allclose(mean, wanted, rtol=1e-13, atol=1e-15, err_msg=name)
-
-
-def test_what_an_update_needs_besides_is_not_needed_for_a_state():
-    """The axes over which gradients are reduced are found by a look at an update."""
-    needs_value = optax.with_extra_args_support(optax.polyak_sgd(0.1))
-    tx = js.accumulate(optax.chain(reduce(), needs_value), every=2)
-    trace(lambda params: tx.init(params), "equal")

