@@ -194,10 +194,11 @@ def _updates(step: Any, state: Any, use: dict[str, Any], look: Look) -> Iterator
                 before.append(metrics)
         elif drive == "evaluate":
             before = [step.evaluate(state, batch, weight)]
-        if drive == "apply":  # `step.compiled` has no name for its program
+        if drive not in ("apply", "jit"):  # `step.compiled` does not return what these run
+            look(state, lambda s=state, b=batch, w=weight, o=window: step.compiled(s, b, w, **o))
+        if drive == "apply":
             state, metrics = step.apply(state, **window)
         else:
-            look(state, lambda s=state, b=batch, w=weight, o=window: step.compiled(s, b, w, **o))
             state, metrics = call(state, batch, weight, **window)
         yield state, [*before, metrics]
 
@@ -289,7 +290,7 @@ def _run(cell: Cell, step: Any, states: list[Any], use: dict[str, Any]) -> None:
     cell |= first | {"compiled again": again["compiled"]}
     cell["other results again"] = [field for field in differing if field != "compiled"]
     cell |= {f"compiled, {phase}": rows for phase, rows in programs.items()}
-    if "local" in programs and step.mode == "host":
+    if "local" in programs and step.mode == "host" and step.sync is not None:
         axes = {step.axis_name} if isinstance(step.axis_name, str) else set(step.axis_name)
         over = [row for row in programs["local"] if axes & set(re.findall(r"\w+", row))]
         cell["sent over replicas by local steps"] = over
