@@ -1,5 +1,6 @@
 """The tools that compare two checkouts: the same scenarios every time, and no difference missed."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -103,3 +104,21 @@ def test_programs_with_other_names_or_another_order_have_the_same_operations():
         "step: now only",
         "no program before: step: AttributeError: no name",
     ]
+
+
+def test_a_table_of_steps_says_which_field_of_which_cell_differs(tmp_path):
+    import step_table
+
+    before = {"host, diloco, plain": {"update 1, params": "ab", "emitted": ["one", "two"]}}
+    file = tmp_path / "table.json"
+    file.write_text(json.dumps(before))
+    before = step_table.table_of(file, "host, *", 1)
+    assert step_table.table_of(file, "traced, *", 1) == {}
+    assert step_table.differing(before, before) == []
+    cell = {"update 1, params": "cd", "emitted": ["one", "three"], "error": "ValueError: no"}
+    assert step_table.differing(before, {"host, diloco, plain": cell}) == [
+        "host, diloco, plain: update 1, params: ab -> cd",
+        "host, diloco, plain: emitted: ['two'] -> ['three']",
+        "host, diloco, plain: error: nothing -> ValueError: no",
+    ]
+    assert len(step_table.differing(before, {})) == 2
