@@ -222,11 +222,13 @@ def _rows(program: Any, **options: Any) -> list[str]:
 
 
 def _gradient(step: Any, state: Any, batch: Any) -> Any:
-    """Of a loss after one update, by the parameters before it."""
+    """Of the loss in the third update by the first parameters; the second update may exchange."""
 
     def loss_after(params: Any) -> Any:
-        new, _ = step(state._replace(params=params), batch)
-        return step(new, batch)[1]["loss"].sum()
+        new, metrics = state._replace(params=params), {}
+        for _ in range(3):
+            new, metrics = step(new, batch)
+        return metrics["loss"].sum()
 
     return jax.grad(loss_after)(state.params)
 
