@@ -281,7 +281,7 @@ def _run(cell: Cell, step: Any, states: list[Any], use: dict[str, Any]) -> None:
     def look(state: Any, compiled: Callable[[], Any]) -> None:
         phase = js.phase_name(step.next_phase(state)) if step.mode == "host" else "one program"
         if phase not in programs:
-            mesh = {} if isinstance(step.mesh, js.VirtualMesh) else {"mesh": step.mesh}
+            mesh = {} if not isinstance(step.mesh, jax.sharding.Mesh) else {"mesh": step.mesh}
             programs[phase] = _rows(compiled(), **mesh)
 
     first, again = (
