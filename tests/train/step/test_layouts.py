@@ -93,3 +93,12 @@ def test_state_that_is_sharded_where_no_parameter_is_is_refused(mesh_of, part, l
     changed = jax.tree_util.tree_map_with_path(moved, getattr(state, part))
     with pytest.raises(ValueError, match=f"`{part}`.*'{leaf}'.*'fsdp'"):
         step(state._replace(**{part: changed}), BATCH)
+
+
+def test_a_state_that_came_back_as_arrays_of_the_host_gets_the_layout_of_the_step(mesh_of):
+    step = step_of(mesh_of({"replica": 4, "fsdp": 2}), slowmo())
+    state, _ = step(start(step), BATCH)
+    (there, _), (back, _) = step(state, BATCH), step(jax.tree.map(np.asarray, state), BATCH)
+    for one, other in zip(*map(jax.tree.leaves, (there.params, back.params)), strict=True):
+        assert one.sharding.is_equivalent_to(other.sharding, one.ndim)
+        np.testing.assert_array_equal(one, other)
