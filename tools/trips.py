@@ -11,6 +11,9 @@ Five trips, of functions that are called (modules that are only imported do not 
 * gradient of a pipeline: `js.pipelined` of a schedule that does not split backward passes, and the
   trace of `jax.grad` of it.
 * train: `jaxslowmo train`, from its configuration to the first collective that is traced.
+
+Returns are counted from one file of the package to another. Where jax calls a function of the
+package, as `jax.tree.map` does, its return to jax is none.
 """
 
 import argparse
@@ -74,8 +77,9 @@ def follow(run: Callable[[], Any], *, to_collective: bool = False) -> Trip:
             return
         if event == "call":
             files[str(Path(path).relative_to(PACKAGE))] = None
-        elif event == "return" and frame.f_back and frame.f_back.f_code.co_filename != path:
-            returns += 1
+        elif event == "return" and frame.f_back:
+            back = frame.f_back.f_code.co_filename
+            returns += back != path and back.startswith(str(PACKAGE))
 
     sys.setprofile(note)
     try:
