@@ -163,13 +163,15 @@ def _zero(name: str, zeros: list[bool]) -> bool:
     )
 
 
-FullLoss = Callable[..., tuple[jax.Array, tuple[dict[str, jax.Array], PyTree]]]
+FullLoss = Callable[..., tuple[Any, tuple[dict[str, jax.Array], PyTree]]]
+"""A loss function as `as_full_loss` returns it; the loss is a scalar, or a pair `(sum, weight)`."""
 
 
 def as_full_loss(loss_fn: Callable[..., Any]) -> FullLoss:
     """Return a loss as `(params, batch, *, rng, model_state) -> (loss, (metrics, model_state))`.
 
-    The keyword `embedded=`, what was looked up in tables for the batch, is passed on.
+    The loss is a scalar, or a pair of scalars `(sum, weight)`; see `as_quotient`. The keyword
+    `embedded=`, what was looked up in tables for the batch, is passed on.
 
     Raises:
       ValueError: `loss_fn` is not callable; at trace time, there is model state and the function
@@ -205,21 +207,48 @@ def as_full_loss(loss_fn: Callable[..., Any]) -> FullLoss:
                 )
             keywords["embedded"] = embedded
         out = loss_fn(params, batch, **keywords)
-        loss, aux = out if isinstance(out, tuple) and len(out) == 2 else (out, {})
+        loss, aux = out, {}
+        if isinstance(out, tuple) and len(out) == 2 and isinstance(out[1], dict | tuple):
+            loss, aux = out
         if isinstance(aux, tuple) and len(aux) == 2:
             metrics, model_state = aux
         else:
             metrics = aux
-        if isinstance(loss, tuple) or jnp.shape(loss) != () or not isinstance(metrics, dict):
+        terms = loss if isinstance(loss, tuple) else (loss, 1.0)
+        are_scalars = len(terms) == 2 and all(jnp.shape(x) == () for x in terms)
+        if not are_scalars or not isinstance(metrics, dict):
             raise ValueError(
-                "`loss_fn` must return a scalar loss, (loss, metrics dict) or (loss, (metrics "
-                f"dict, model_state)), got {jax.tree.map(jnp.shape, out)}."
+                "`loss_fn` must return a scalar loss or a pair of scalars (sum, weight), alone or "
+                "as loss in (loss, metrics dict) and (loss, (metrics dict, model_state)), got "
+                f"{jax.tree.map(jnp.shape, out)}."
             )
-        check_loss("loss_fn", loss)
+        check_loss("loss_fn", terms[0])
         # A Python float is a float32 loss, also where jax counts in float64.
-        return jnp.float32(loss) if type(loss) is float else loss, (metrics, model_state)
+        loss = jax.tree.map(lambda x: jnp.float32(x) if type(x) is float else x, loss)
+        return loss, (metrics, model_state)
 
     return full
+
+
+def as_quotient(loss: Any) -> tuple[jax.Array, jax.Array | None]:
+    """Return the value of a loss, and its weight in means over several batches.
+
+    Args:
+      loss: () float; or `(sum, weight)`, whose value is sum / weight. The weight, such as a number
+        of tokens, is >= 0 and has no gradient.
+
+    Returns:
+      The value, and the weight as () float32; None for a loss that is no pair, of which all count
+      equally. A weight of 0 divides by nothing, and becomes the least number above 0, so that the
+      mean of such losses alone is theirs.
+    """
+    if not isinstance(loss, tuple):
+        return loss, None
+    total, weight = loss
+    weight = jax.lax.stop_gradient(jnp.asarray(weight, jnp.float32))
+    divisor = jnp.where(weight > 0, weight, 1)
+    value = total.astype(jnp.promote_types(total.dtype, jnp.float32)) / divisor
+    return value, jnp.maximum(weight, jnp.finfo(jnp.float32).tiny)
 
 
 def check_loss(argument: str, loss: Any) -> None:
@@ -260,8 +289,10 @@ def gradient_facts(
         )
 
     def gradients(params: PyTree, batch: PyTree, rng: Any, model_state: PyTree) -> list[Any]:
-        differentiate = jax.grad(loss, has_aux=True)
-        return jax.tree.leaves(differentiate(params, batch, rng=rng, model_state=model_state)[0])
+        def value(params: PyTree) -> jax.Array:
+            return as_quotient(loss(params, batch, rng=rng, model_state=model_state)[0])[0]
+
+        return jax.tree.leaves(jax.grad(value)(params))
 
     # Shapes are all that tracing needs, so a key is described and not made.
     key = jax.eval_shape(lambda: jax.random.key(0)) if rng is None else rng

@@ -213,11 +213,14 @@ def mean_gradients(
     axis_name: AxisName,
     ready_order: ReadyOrder | None = None,
     param_specs: PyTree | None = None,
+    weight: jax.Array | None = None,
 ) -> PyTree:
     """Return the mean of `grads` over `axis_name`, in buckets of the default sizes.
+
+    `weight`, () float32, is that of this device's gradients in the mean; None: all are equal.
 
     Communication: one all-reduce over `axis_name` per bucket.
     """
     buckets = BucketLayout(BUCKET_LIMITS).planned(grads, param_specs, ready_order)
     with jax.named_scope(_OWNER):
-        return reduce_plainly(buckets, grads, axis_name, None, True)
+        return reduce_plainly(buckets, grads, axis_name, weight, False)

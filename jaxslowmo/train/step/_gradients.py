@@ -6,7 +6,7 @@ state has floating leaves, called statistics (such as BatchNorm's), and other le
 PRNG keys. A replica of weight 0 is idle: its batch counts for nothing.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -21,7 +21,7 @@ from ...embedding import Carry, WithVectors, added_rows, empty_rows, summed
 from ...gradients.precision import DynamicLossScaleState, loss_scale_of, scaled_value_and_grad
 from ...gradients.sparse import Rows
 from ...mesh import device_keys, from_first, is_shared, place_key
-from ...tracing import FullLoss, ready_order
+from ...tracing import FullLoss, as_quotient, ready_order
 from ...transform import Exchange, replica_mean, unless_idle
 from ...tree import added, at_least_float32, by_dtype, cast, kept_if, parts_of, zeros_like
 from .._train_state import TrainState
@@ -49,6 +49,8 @@ class GradientWindow(NamedTuple):
       refused: (replicas,) int32, ids so far that are in no table, or have no slot; if it is not 0
         the update will be skipped. None without tables.
       num_placed: (replicas,) int32, batches in the room; None without tables.
+      loss_weight: (devices,) float32, sum of the weights of losses that are pairs `(sum, weight)`,
+        by which gradients and losses are weighted; None for other losses.
     """
 
     totals: PyTree
@@ -59,6 +61,7 @@ class GradientWindow(NamedTuple):
     rows: Rows
     refused: jax.Array | None = None
     num_placed: jax.Array | None = None
+    loss_weight: jax.Array | None = None
 
 
 class StepInputs(NamedTuple):
@@ -81,7 +84,7 @@ class StepInputs(NamedTuple):
 
 # Role of each field, as `map_replicas` takes it.
 WINDOW_ROLES = GradientWindow._make(
-    ("device", "stacked", "device", "stacked", "stacked", "device", "stacked", "stacked")
+    ("device", "stacked", "device", *("stacked",) * 2, "device", *("stacked",) * 2, "device")
 )
 INPUT_ROLES: Any = StepInputs._make(("batch", "stacked", WINDOW_ROLES, "device", "batch"))
 
@@ -111,6 +114,8 @@ class Gradients(NamedTuple):
       data: the arguments of the loss; None for a window, whose batches are gone.
       rows: dict by table of mean gradients of the rows that this device holds; {} without tables.
       refused: () int32, number of the replica's ids that forbid the update; None without tables.
+      loss_weight: () float32, weight of this device's loss where losses are pairs `(sum, weight)`;
+        None for other losses, which count equally.
     """
 
     grads: PyTree
@@ -120,6 +125,14 @@ class Gradients(NamedTuple):
     data: LossData | None
     rows: Rows
     refused: jax.Array | None = None
+    loss_weight: jax.Array | None = None
+
+    @property
+    def share(self) -> jax.Array | None:
+        """This device's weight, (), in means of gradients and losses; None if all are equal."""
+        if self.loss_weight is None or self.weight is None:
+            return self.weight if self.loss_weight is None else self.loss_weight
+        return unless_idle(self.loss_weight, self.weight)
 
 
 class WithResults(NamedTuple):
@@ -177,7 +190,7 @@ class BatchGradients:
         window, metrics = inputs.window, None
         if inputs.batch is not None:
             window, metrics = self.collected(state, inputs)
-        gradients = means_of(window)
+        gradients = means_of(window, self.inner_axes)
         grads = jax.tree.map(lambda g, p: cast(g, p.dtype), gradients.grads, state.params)
         # The model state of a replica that was idle in all batches is that with which they began.
         gradients = self._agreed(gradients._replace(grads=grads), gradients.model_state)
@@ -215,8 +228,8 @@ class BatchGradients:
         counted = _counted(gradients, window.model_state)
         # `added_to` multiplies metrics by the weight, so give it those before `_counted`, which
         # has added the weight itself as a metric.
-        window = added_to(window, counted._replace(metrics=gradients.metrics), fits=fits)
-        return window, counted.metrics
+        counted_in = counted._replace(metrics=gradients.metrics)
+        return added_to(window, counted_in, self.inner_axes, fits=fits), counted.metrics
 
     def evaluated(self, state: TrainState, inputs: StepInputs) -> Metrics:
         """Return the metrics of a replica's batch, of which each device evaluates its part.
@@ -225,8 +238,10 @@ class BatchGradients:
           `model_state="broadcast"` also that of `from_first_replica`.
         """
         data = LossData(inputs.batch, self._device_key(state), self._seen(state)[1])
-        value, (metrics, _) = self.at(state.params, data)
-        return _with_weight(self._of_replica(with_loss(metrics, value)), inputs.weight)
+        loss, (metrics, _) = self.at(state.params, data)
+        value, loss_weight = as_quotient(loss)
+        metrics = self._of_replica(with_loss(metrics, value), loss_weight)
+        return _with_weight(metrics, inputs.weight)
 
     def arguments(
         self, state: TrainState, inputs: StepInputs, *, collects: bool, parts: int
@@ -274,15 +289,17 @@ class BatchGradients:
                 'none of them, or make the pipeline with `executor`="one_program".'
             )
         if self.accumulate == 1:
-            return as_value(self.at(params, data)[0])
+            return as_value(as_quotient(self.at(params, data)[0])[0])
         parts = split_batch(batch, self.accumulate)
 
-        def one(state: PyTree, x: tuple[PyTree, jax.Array]) -> tuple[PyTree, jax.Array]:
-            value, (_, state) = self.at(params, LossData(*x, state))
-            return state, as_value(value)
+        def one(state: PyTree, x: tuple[PyTree, jax.Array]) -> tuple[PyTree, Any]:
+            loss, (_, state) = self.at(params, LossData(*x, state))
+            value, weight = as_quotient(loss)
+            return state, (as_value(value), weight)
 
         keys = jax.random.split(key, self.accumulate)
-        return lax.scan(one, model_state, (parts, keys))[1].mean()
+        _, (values, weights) = lax.scan(one, model_state, (parts, keys))
+        return values.mean() if weights is None else (values * weights).sum() / weights.sum()
 
     def ready_order(self, state: TrainState, batch: PyTree) -> tuple[int, ...]:
         """Return the order in which the backward pass completes the gradients of the leaves.
@@ -312,8 +329,9 @@ class BatchGradients:
 
     def _of_batch(self, state: TrainState, data: LossData, weight: Any) -> Gradients:
         """Return the gradients of a batch; `weight`, the replica's, is only passed on."""
-        (metrics, model_state), grads, _ = self.differentiated(state, state.params, *data)
-        return Gradients(grads, self._of_replica(metrics), model_state, weight, data, {})
+        (metrics, model_state, share), grads, _ = self.differentiated(state, state.params, *data)
+        metrics = self._of_replica(metrics, share)
+        return Gradients(grads, metrics, model_state, weight, data, {}, loss_weight=share)
 
     def differentiated(
         self, state: TrainState, params: PyTree, batch: PyTree, key: jax.Array, model_state: PyTree
@@ -334,10 +352,17 @@ class BatchGradients:
             model_state = agree_inside(gradients.model_state, self.inner_axes)
         return _counted(gradients._replace(model_state=model_state), before)
 
-    def _of_replica(self, metrics: Metrics) -> Metrics:
-        """Return the means of a device's metrics over all devices of its replica."""
+    def _of_replica(self, metrics: Metrics, loss_weight: jax.Array | None) -> Metrics:
+        """Return the means of a device's metrics over all devices of its replica.
+
+        That of the loss is weighted, if losses have weights.
+        """
         if not self.inner_axes:
             return metrics
+        if loss_weight is not None:
+            whole = lax.psum(loss_weight, self.inner_axes)
+            share = loss_weight / whole * lax.axis_size(self.inner_axes)
+            metrics = {**metrics, "loss": as_value(metrics["loss"]) * share}
         with jax.named_scope(METRICS):
             leaves, treedef = jax.tree.flatten(averaged(metrics))
             means = mean_over([_as_floats(x) for x in leaves], self.inner_axes)
@@ -354,14 +379,16 @@ def value_and_gradients(
     *,
     accumulate: int,
     divides: bool = True,
-) -> tuple[tuple[Metrics, PyTree], PyTree, PyTree]:
-    """Return metrics, model state and mean gradients over `accumulate` microbatches of a batch.
+) -> tuple[tuple[Metrics, PyTree, jax.Array | None], PyTree, PyTree]:
+    """Return results and mean gradients over `accumulate` microbatches of a batch.
 
-    Metrics include the loss. Gradients and the loss are summed in at least float32 and returned in
-    their own dtypes; model state passes from microbatch to microbatch. With a `scale`, gradients
-    are taken of the loss times `scale`, and divided by it again unless `divides` is False; the loss
-    is then at least float32. The last result is the gradient of the vectors of a batch
-    `WithVectors`, per example; None for other batches.
+    The results are metrics, model state, and the weight of losses that are pairs `(sum, weight)`,
+    by which losses and gradients of microbatches are weighted; None for others. Metrics include the
+    loss. Gradients and the loss are summed in at least float32 and returned in their own dtypes;
+    model state passes from microbatch to microbatch. With a `scale`, gradients are taken of the
+    loss times `scale`, and divided by it again unless `divides` is False; the loss is then at least
+    float32. The last result is the gradient of the vectors of a batch `WithVectors`, per example;
+    None for other batches.
 
     Communication: none, whatever the number of microbatches.
     """
@@ -370,7 +397,9 @@ def value_and_gradients(
         params, embedded = both
         if embedded is not None:
             part = part._replace(embedded=embedded)
-        return loss(params, part, rng=key, model_state=state)
+        value, aux = loss(params, part, rng=key, model_state=state)
+        value, weight = as_quotient(value)
+        return value, (weight, aux)
 
     if scale is None:
         differentiate = jax.value_and_grad(of, has_aux=True)
@@ -379,25 +408,37 @@ def value_and_gradients(
 
     def one(state: PyTree, part: PyTree, key: jax.Array):
         both = params, part.embedded if isinstance(part, WithVectors) else None
-        (value, (metrics, state)), (grads, embedded_grads) = differentiate(both, part, key, state)
-        return (with_loss(metrics, value), state), grads, embedded_grads
+        (value, aux), (grads, embedded_grads) = differentiate(both, part, key, state)
+        weight, (metrics, state) = aux
+        return (with_loss(metrics, value), state, weight), grads, embedded_grads
 
     if accumulate == 1:
         return one(model_state, batch, rng)
     parts, keys = split_batch(batch, accumulate), jax.random.split(rng, accumulate)
     first = jax.tree.map(lambda x: x[0], parts)
-    (metrics, _), grads, _ = jax.eval_shape(one, model_state, first, keys[0])
-    kinds = averaged(metrics), grads
+    (metrics, _, weight), grads, _ = jax.eval_shape(one, model_state, first, keys[0])
+    kinds = averaged(metrics), grads, weight
     totals = jax.tree.map(wide_zeros, kinds)
 
     def add(carry: tuple[PyTree, PyTree], x: tuple[PyTree, jax.Array]):
         totals, state = carry
-        (metrics, state), grads, embedded_grads = one(state, *x)
-        totals = jax.tree.map(lambda t, x: t + x.astype(t.dtype), totals, (metrics, grads))
+        (metrics, state, weight), grads, embedded_grads = one(state, *x)
+        if weight is not None:
+            metrics = {**metrics, "loss": _weighted(metrics["loss"], weight)}
+            grads = _weighted(grads, weight)
+        terms = metrics, grads, weight
+        totals = jax.tree.map(lambda t, x: t + x.astype(t.dtype), totals, terms)
         return (totals, state), embedded_grads
 
     (totals, model_state), embedded_grads = lax.scan(add, (totals, model_state), (parts, keys))
-    metrics, grads = jax.tree.map(lambda t, s: (t / accumulate).astype(s.dtype), totals, kinds)
+    metrics, grads, weight = totals
+    if weight is not None:
+        # The divisor of the loss and of gradients is the sum of weights, and not their number.
+        share = by_dtype(accumulate / weight)
+        metrics = {**metrics, "loss": metrics["loss"] * share(metrics["loss"].dtype)}
+        grads = jax.tree.map(lambda g: g * share(g.dtype), grads)
+    means = jax.tree.map(lambda t, s: (t / accumulate).astype(s.dtype), (metrics, grads), kinds[:2])
+    metrics, grads = means
 
     def joined(g: jax.Array, embedded: jax.Array) -> jax.Array:
         # An example has a gradient in its own microbatch only. One that all share has one in each.
@@ -406,7 +447,7 @@ def value_and_gradients(
 
     if isinstance(batch, WithVectors):
         embedded_grads = jax.tree.map(joined, embedded_grads, batch.embedded)
-    return (metrics, model_state), grads, embedded_grads
+    return (metrics, model_state, weight), grads, embedded_grads
 
 
 def split_batch(batch: PyTree, parts: int) -> PyTree:
@@ -449,38 +490,65 @@ def empty_window(like: Gradients, num_batches: int) -> GradientWindow:
         empty_rows(like.rows, num_batches),
         jax.tree.map(zeros_like, like.refused),
         count if like.rows else None,
+        jax.tree.map(zeros_like, like.loss_weight),
     )
 
 
-def added_to(window: GradientWindow, gradients: Gradients, *, fits: bool) -> GradientWindow:
-    """Return the window with one more batch; `fits` says whether there is room for its rows."""
+def added_to(
+    window: GradientWindow, gradients: Gradients, inner_axes: tuple[str, ...], *, fits: bool
+) -> GradientWindow:
+    """Return the window with one more batch; `fits` says whether there is room for its rows.
+
+    Communication: for losses with weights 4 bytes over `inner_axes`; else none.
+    """
     weight, place = gradients.weight, window.num_placed if fits else None
+    share, metrics = gradients.share, _weighted(averaged(gradients.metrics), weight)
+    if gradients.loss_weight is not None and share is not None:
+        loss = gradients.metrics["loss"]
+        metrics = {**metrics, "loss": _weighted(loss, _summed(share, inner_axes))}
     return GradientWindow(
-        jax.tree.map(added, window.totals, _weighted(gradients.grads, weight)),
-        jax.tree.map(added, window.metrics, _weighted(averaged(gradients.metrics), weight)),
+        jax.tree.map(added, window.totals, _weighted(gradients.grads, share)),
+        jax.tree.map(added, window.metrics, metrics),
         gradients.model_state,
         None if window.weight is None or weight is None else window.weight + weight,
         window.count + 1,
         added_rows(window.rows, gradients.rows, weight, place),
         jax.tree.map(jnp.add, window.refused, gradients.refused),
         window.num_placed if place is None else place + 1,
+        None if gradients.loss_weight is None else jax.tree.map(jnp.add, window.loss_weight, share),
     )
 
 
-def means_of(window: GradientWindow) -> Gradients:
+def means_of(window: GradientWindow, inner_axes: tuple[str, ...]) -> Gradients:
     """Return the means of gradients and metrics over a window's batches, in at least float32.
 
     They are zeros on a replica that was idle.
+
+    Communication: for losses with weights 4 bytes over `inner_axes`; else none.
     """
-    if window.weight is None:
-        divisor = by_dtype(window.count)
-    else:
-        # Division by infinity gives zeros on idle replicas, without a `where` for every leaf.
-        divisor = by_dtype(jnp.where(window.weight > 0, window.weight, jnp.inf))
-    sums = window.totals, window.metrics
-    totals, metrics = jax.tree.map(lambda x: x / divisor(x.dtype), sums)
-    rows, model_state = summed(window.rows, divisor), window.model_state
-    return Gradients(totals, metrics, model_state, window.weight, None, rows, window.refused)
+
+    def over(tree: PyTree, divisor: Any) -> PyTree:
+        return jax.tree.map(lambda x: x / divisor(x.dtype), tree)
+
+    divisor = by_dtype(window.count) if window.weight is None else _unless_zero(window.weight)
+    metrics, of_grads = over(window.metrics, divisor), divisor
+    if window.loss_weight is not None:
+        of_loss = _unless_zero(_summed(window.loss_weight, inner_axes))
+        metrics = {**metrics, "loss": over(window.metrics["loss"], of_loss)}
+        of_grads = _unless_zero(window.loss_weight)
+    return Gradients(
+        *(over(window.totals, of_grads), metrics, window.model_state, window.weight, None),
+        *(summed(window.rows, divisor), window.refused, window.loss_weight),
+    )
+
+
+def _unless_zero(weight: jax.Array) -> Callable[[Any], jax.Array]:
+    """Return the weight by dtype; instead of 0 infinity, which makes the sums of idle ones 0."""
+    return by_dtype(jnp.where(weight > 0, weight, jnp.inf))
+
+
+def _summed(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    return lax.psum(x, axes) if axes else x
 
 
 def _weighted(tree: PyTree, weight: jax.Array | None) -> PyTree:

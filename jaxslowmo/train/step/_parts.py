@@ -5,7 +5,9 @@ from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, Self
 
+import jax
 import optax
+from jax import lax
 
 from ..._support.types import AxisName, PyTree
 from ...gradients.precision import Policy
@@ -69,7 +71,23 @@ class Parts:
         grads, specs = gathered.grads, self.param_specs
         if specs is not None:
             grads = laid_out(grads, specs)
-        return mean_gradients(grads, axes, order, specs) if axes else grads
+        return mean_gradients(grads, axes, order, specs, gathered.loss_weight) if axes else grads
+
+    def shares(
+        self, gathered: Gradients, axes: tuple[str, ...]
+    ) -> tuple[jax.Array | None, jax.Array | None]:
+        """Return this device's weight in `gradients`, and its replica's in means over replicas.
+
+        They differ for losses with weights of which `gradients` itself averages those over inner
+        axes; `axes` are the inner axes over which the step has averaged.
+
+        Communication: for losses with weights one all-reduce of 4 bytes over the inner axes.
+        """
+        share = gathered.share
+        if gathered.loss_weight is None or share is None or not self.inner_axes:
+            return share, share
+        of_replica = lax.psum(share, self.inner_axes)
+        return of_replica if axes == self.inner_axes else share, of_replica
 
     def lacking(self, state: PyTree, inner_axes: tuple[str, ...] | None = None) -> tuple[str, ...]:
         """Return the inner axes over which the step must average, since `gradients` does not.

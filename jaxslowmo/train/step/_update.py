@@ -57,6 +57,7 @@ class Reduced(NamedTuple):
     loss: jax.Array | None  # None if an unknown transform averaged the gradients
     over: set[str]  # replica axes over which some update averages
     weights: Weights  # this replica's in what follows
+    share: jax.Array | None  # and in means of gradients and losses
 
 
 class Pending(NamedTuple):
@@ -86,16 +87,9 @@ class Update(Parts):
         independently, it keeps its optimizer state, too. With a window the weight is that of the
         whole window; the metrics are those of the batch.
 
-        Args:
-          state: the state of the replica.
-          inputs: the batch and the window.
-          phase: what to exchange; None: the counter in the state decides.
-          like: for a window alone, the types of one device's part of a batch.
-
-        Returns:
-          The new state, the metrics, and None: nothing is carried to the next step.
-
-        Communication: see `make_train_step`.
+        `phase` is what to exchange; with None the counter in the state decides. `like`, for a
+        window alone, is the types of one device's part of a batch. The third result is what is
+        carried to the next step: nothing.
         """
         now, then = keyed(state)
         gradients, metrics = self.batches.gathered(now, inputs)
@@ -106,10 +100,14 @@ class Update(Parts):
 
     def reduced(self, state: TrainState, gathered: Gradients, like: PyTree) -> Reduced:
         """Average gradients and the loss; `like` is this device's part of a batch, or its types."""
-        weight, before, specs = gathered.weight, state.opt_state[0], self.param_specs
+        before, specs, lacking = (
+            state.opt_state[0],
+            self.param_specs,
+            self.lacking(state.opt_state[0]),
+        )
         loss: jax.Array | None = as_value(gathered.metrics["loss"])
-        order = self.order(state, like)
-        grads, after = self.means_inside(gathered, self.lacking(before), order), before
+        order, (weight, share) = self.order(state, like), self.shares(gathered, lacking)
+        grads, after = self.means_inside(gathered, lacking, order), before
         averaging = Averaging.of(self.gradients, before, self.axis_name)
         if self.gradients is not None:
             given = {"weight": weight, "ready_order": order, "param_specs": specs}
@@ -118,9 +116,13 @@ class Update(Parts):
             if parts_of(state.opt_state, DynamicLossScaleState):
                 update = unless_overflow(update, {*averaging.over, *self.inner_axes}, weight)
             grads, after = update(grads, before, state.params)
-        loss = None if averaging.hides else averaging.mean(loss, weight)
-        weights = Weights(weight, weight).after(averaging)
-        return Reduced(grads, after, loss, averaging.over, weights)
+        loss = None if averaging.hides else averaging.mean(loss, share)
+        weights = Weights(gathered.weight, gathered.weight).after(averaging)
+        if gathered.loss_weight is None:
+            share = weights.update
+        elif averaging.reductions:
+            share = Weights(share, share).after(averaging).update
+        return Reduced(grads, after, loss, averaging.over, weights, share)
 
     def optimized(
         self,
@@ -133,7 +135,7 @@ class Update(Parts):
 
         `finite` says whether what the optimizer is not given, rows of tables, is finite.
         """
-        before, weight, value = state.opt_state[1], reduced.weights.update, reduced.loss
+        before, weight, value = state.opt_state[1], reduced.share, reduced.loss
         averaging = Averaging.of(self.optimizer, before, self.axis_name)
         averaged = averaging.over | reduced.over
         if averaging.hides and not averaged.isdisjoint(axis_names(self.axis_name)):

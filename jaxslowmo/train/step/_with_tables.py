@@ -106,11 +106,16 @@ class TableBatches(BatchGradients):
 
     def _of_batch(self, state: TrainState, data: LossData, weight: Any) -> Gradients:
         requested, key, seen = data
-        (metrics, model_state), grads, rows, batch = self.lookup.differentiated(
+        (metrics, model_state, loss_weight), grads, rows, batch = self.lookup.differentiated(
             requested, state.params, partial(self.differentiated, state), key, seen
         )
+        if loss_weight is not None:
+            raise ValueError(
+                "`loss_fn` of a step with `embeddings` must return a loss, the mean over the "
+                "examples of a device, got a pair (sum, weight), by which rows are not weighted."
+            )
         data = LossData(batch, key, seen)
-        metrics, refused = self._of_replica(metrics), requested.refused
+        metrics, refused = self._of_replica(metrics, None), requested.refused
         return Gradients(grads, metrics, model_state, weight, data, rows, refused)
 
 
