@@ -41,7 +41,8 @@ def host_mean(metrics: Mapping[str, jax.Array]) -> dict[str, float | np.ndarray]
     """Wait for a step's metrics and return their means over the replicas.
 
     If the metrics hold "weight", since the step was called with weights, the means are weighted;
-    replicas of weight 0 are left out.
+    replicas of weight 0 are left out. If they hold "loss_weight", since the loss function returns
+    `(sum, weight)`, the mean of the loss is weighted by that: it is the quotient over all replicas.
 
     Args:
       metrics: arrays `(replicas, *s)` of numbers, as a step returns them.
@@ -56,18 +57,22 @@ def host_mean(metrics: Mapping[str, jax.Array]) -> dict[str, float | np.ndarray]
 
     Communication: none between replicas; device to host.
     """
-    weights = metrics.get("weight")
-    local_weights = None
-    if weights is not None and weights.ndim == 1:
-        local_weights = _local_replicas("weight", weights)
+    weights = {
+        name: _local_replicas(name, metrics[name])
+        for name in ("weight", "loss_weight")
+        if name in metrics and metrics[name].ndim == 1
+    }
     means: dict[str, float | np.ndarray] = {}
     for name, value in zip(leaf_names(metrics), jax.tree.leaves(metrics), strict=True):
         each = _local_replicas(name, value)
         mean = np.mean(each, axis=0)
+        weight = weights.get("weight") if name not in weights else None
+        if name == "loss":
+            weight = weights.get("loss_weight", weight)
         # An idle replica reports zeros. If all replicas of this process are idle, the mean is 0.
-        if name != "weight" and local_weights is not None and local_weights.any():
-            used = local_weights > 0
-            mean = np.tensordot(local_weights[used] / local_weights.sum(), each[used], axes=1)
+        if weight is not None and weight.any():
+            used = weight > 0
+            mean = np.tensordot(weight[used] / weight.sum(), each[used], axes=1)
         means[name] = mean if mean.ndim else mean.item()
     return means
 
@@ -297,14 +302,18 @@ def _next_update(pipeline: TrainPipeline) -> StepResult | None:
 def _means(batches: list[dict[str, jax.Array]]) -> dict[str, jax.Array]:
     """Return each replica's mean of the metrics over batches, weighted if batches have weights.
 
-    They are in at least float32; "weight" is the sum of the weights, and a replica that was idle in
-    all batches has zeros. Metrics that only the last batch has, such as the loss scale, describe
-    the update and are returned unchanged.
+    They are in at least float32; "weight" and "loss_weight" are the sums of the weights, and a
+    replica that was idle in all batches has zeros. Metrics that only the last batch has, such as
+    the loss scale, describe the update and are returned unchanged.
     """
     count = len(batches)
-    weights = [batch["weight"] for batch in batches] if "weight" in batches[0] else None
+    all_weights = {
+        name: [batch[name] for batch in batches]
+        for name in ("weight", "loss_weight")
+        if name in batches[0]
+    }
 
-    def mean(*each: jax.Array) -> jax.Array:
+    def mean(weights: list[jax.Array] | None, *each: jax.Array) -> jax.Array:
         values = averaged([x.astype(at_least_float32(x.dtype)) for x in each])
         if weights is None:
             return jnp.asarray(sum(values[1:], values[0]) / count)
@@ -314,9 +323,14 @@ def _means(batches: list[dict[str, jax.Array]]) -> dict[str, jax.Array]:
         whole = sum(shares[1:], shares[0])
         return sum(rest, total) / jnp.where(whole > 0, whole, jnp.inf)
 
-    names = [name for name in batches[0] if name != "weight"]
-    means = {name: jax.tree.map(mean, *(batch[name] for batch in batches)) for name in names}
-    means = {**batches[-1], **means}
-    if weights is None:
-        return means
-    return {**means, "weight": sum(weights[1:], weights[0])}
+    means = {}
+    for name in batches[0]:
+        if name in all_weights:
+            continue
+        weights = all_weights.get("weight")
+        if name == "loss":
+            weights = all_weights.get("loss_weight", weights)
+        of_name = functools.partial(mean, weights)
+        means[name] = jax.tree.map(of_name, *(batch[name] for batch in batches))
+    sums = {name: sum(each[1:], each[0]) for name, each in all_weights.items()}
+    return {**batches[-1], **means, **sums}

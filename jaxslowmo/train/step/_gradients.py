@@ -190,7 +190,7 @@ class BatchGradients:
         window, metrics = inputs.window, None
         if inputs.batch is not None:
             window, metrics = self.collected(state, inputs)
-        gradients = means_of(window, self.inner_axes)
+        gradients = means_of(window)
         grads = jax.tree.map(lambda g, p: cast(g, p.dtype), gradients.grads, state.params)
         # The model state of a replica that was idle in all batches is that with which they began.
         gradients = self._agreed(gradients._replace(grads=grads), gradients.model_state)
@@ -355,14 +355,17 @@ class BatchGradients:
     def _of_replica(self, metrics: Metrics, loss_weight: jax.Array | None) -> Metrics:
         """Return the means of a device's metrics over all devices of its replica.
 
-        That of the loss is weighted, if losses have weights.
+        If losses have weights, that of the loss is weighted, and the sum of the weights is a
+        metric, too.
         """
+        if loss_weight is not None:
+            whole = summed_over(loss_weight, self.inner_axes)
+            if self.inner_axes:
+                share = loss_weight / whole * lax.axis_size(self.inner_axes)
+                metrics = {**metrics, "loss": as_value(metrics["loss"]) * share}
+            metrics = {**metrics, "loss_weight": whole}
         if not self.inner_axes:
             return metrics
-        if loss_weight is not None:
-            whole = lax.psum(loss_weight, self.inner_axes)
-            share = loss_weight / whole * lax.axis_size(self.inner_axes)
-            metrics = {**metrics, "loss": as_value(metrics["loss"]) * share}
         with jax.named_scope(METRICS):
             leaves, treedef = jax.tree.flatten(averaged(metrics))
             means = mean_over([_as_floats(x) for x in leaves], self.inner_axes)
@@ -504,8 +507,8 @@ def added_to(
     weight, place = gradients.weight, window.num_placed if fits else None
     share, metrics = gradients.share, _weighted(averaged(gradients.metrics), weight)
     if gradients.loss_weight is not None and share is not None:
-        loss = gradients.metrics["loss"]
-        metrics = {**metrics, "loss": _weighted(loss, _summed(share, inner_axes))}
+        loss, whole = gradients.metrics["loss"], summed_over(share, inner_axes)
+        metrics = {**metrics, "loss": _weighted(loss, whole), "loss_weight": whole}
     return GradientWindow(
         jax.tree.map(added, window.totals, _weighted(gradients.grads, share)),
         jax.tree.map(added, window.metrics, metrics),
@@ -519,12 +522,10 @@ def added_to(
     )
 
 
-def means_of(window: GradientWindow, inner_axes: tuple[str, ...]) -> Gradients:
+def means_of(window: GradientWindow) -> Gradients:
     """Return the means of gradients and metrics over a window's batches, in at least float32.
 
     They are zeros on a replica that was idle.
-
-    Communication: for losses with weights 4 bytes over `inner_axes`; else none.
     """
 
     def over(tree: PyTree, divisor: Any) -> PyTree:
@@ -533,8 +534,8 @@ def means_of(window: GradientWindow, inner_axes: tuple[str, ...]) -> Gradients:
     divisor = by_dtype(window.count) if window.weight is None else _unless_zero(window.weight)
     metrics, of_grads = over(window.metrics, divisor), divisor
     if window.loss_weight is not None:
-        of_loss = _unless_zero(_summed(window.loss_weight, inner_axes))
-        metrics = {**metrics, "loss": over(window.metrics["loss"], of_loss)}
+        loss, whole = window.metrics["loss"], window.metrics["loss_weight"]
+        metrics = {**metrics, "loss": over(loss, _unless_zero(whole)), "loss_weight": whole}
         of_grads = _unless_zero(window.loss_weight)
     return Gradients(
         *(over(window.totals, of_grads), metrics, window.model_state, window.weight, None),
@@ -547,7 +548,8 @@ def _unless_zero(weight: jax.Array) -> Callable[[Any], jax.Array]:
     return by_dtype(jnp.where(weight > 0, weight, jnp.inf))
 
 
-def _summed(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+def summed_over(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """Return the sum over these axes; `x` without any."""
     return lax.psum(x, axes) if axes else x
 
 
@@ -577,9 +579,10 @@ def with_loss(metrics: Mapping[str, Any], loss: jax.Array) -> Metrics:
     """Return a loss function's metrics with the loss.
 
     Raises:
-      ValueError: a metric called "loss" or "weight".
+      ValueError: a metric called "loss", "weight" or "loss_weight".
     """
-    return joined(jax.tree.map(_as_metric, dict(metrics)), {"loss": loss}, taken=("weight",))
+    taken = "weight", "loss_weight"
+    return joined(jax.tree.map(_as_metric, dict(metrics)), {"loss": loss}, taken)
 
 
 def joined(metrics: Metrics, more: Mapping[str, Any], taken: tuple[str, ...] = ()) -> Metrics:

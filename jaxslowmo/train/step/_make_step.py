@@ -49,7 +49,10 @@ def make_train_step(
         dtype and shape under names other than "loss" and "weight"; half precision and booleans
         become float32, as means of integers over devices or microbatches do. The loss has a real
         floating dtype, float32 for a Python float. It may average itself over axes of the mesh, as
-        under `jax.pmap`.
+        under `jax.pmap`. It may be a pair `(sum, weight)`, such as over tokens and their number:
+        then loss and gradients are those of the quotient over all microbatches, batches of a
+        window, devices of a replica and, where gradients are averaged, replicas; the metrics have
+        `loss_weight`. Local updates use the replica's own quotient.
       optimizer: any optax transform; its state stays local to each replica. A `js.chain` is split:
         everything up to the last transform that reduces gradients, with this library's clipping
         right after it, becomes `gradients`; a parameter transform at its end becomes `sync`; the

@@ -7,7 +7,6 @@ from typing import Any, Self
 
 import jax
 import optax
-from jax import lax
 
 from ..._support.types import AxisName, PyTree
 from ...gradients.precision import Policy
@@ -25,7 +24,7 @@ from ...transform import (
     spec_of,
 )
 from .._train_state import StateLayout, TrainState
-from ._gradients import BatchGradients, Gradients
+from ._gradients import BatchGradients, Gradients, summed_over
 
 
 @dataclass(frozen=True)
@@ -86,7 +85,7 @@ class Parts:
         share = gathered.share
         if gathered.loss_weight is None or share is None or not self.inner_axes:
             return share, share
-        of_replica = lax.psum(share, self.inner_axes)
+        of_replica = summed_over(share, self.inner_axes)
         return of_replica if axes == self.inner_axes else share, of_replica
 
     def lacking(self, state: PyTree, inner_axes: tuple[str, ...] | None = None) -> tuple[str, ...]:

@@ -86,6 +86,19 @@ def test_gradients_and_loss_are_those_of_the_whole_batch(shape, over, accumulate
     # The loss of each replica is that of its part of the last batch.
     parts = halves(batches[-1])
     close(metrics["loss"], np.array([quotient(PARAMS, part) for part in parts]))
+    close(js.host_mean(metrics)["loss"], quotient(PARAMS, batches[-1]))
+
+
+def test_the_loop_reports_the_loss_of_all_batches_of_an_update():
+    both = js.all_reduce_gradients(("replica", "device"))
+    step = js.make_train_step(
+        with_metrics, optax.sgd(RATE), gradients=both, mesh=js.make_mesh(INNER)
+    )
+    batches = [batch_of(8, num_empty=n) for n in (1, 0, 3)]
+    (result,) = js.train_loop(step, step.init(PARAMS), batches, accumulate=3)
+    close(js.host_mean(result.metrics)["loss"], quotient(PARAMS, joined(batches)))
+    tokens = sum(batch["mask"].sum() for batch in batches)
+    close(result.metrics["loss_weight"].sum(), tokens)
 
 
 def test_a_window_alone_and_an_evaluation_have_the_loss_of_the_whole():
