@@ -64,6 +64,11 @@ def from_elsewhere(use):
     return getattr(step, use)(state, BATCHES[0])
 
 
+def compiled_of_shapes():
+    step = made(sync=local, mode="host")
+    return step.compiled(jax.eval_shape(lambda: step.init(PARAMS)), BATCHES[0])
+
+
 def wrong(call, *pairs, **others):
     """A row for each wrong argument, (name, value)."""
     return {
@@ -95,6 +100,10 @@ OF_STEPS = {
     ),
     "axis of optimizer": Refusal(lambda: made(js.all_reduce_gradients("node")), "`optimizer`"),
     "no state": Refusal(lambda: made(**none)(PARAMS, BATCHES[0]), "`state`", "dict"),
+    "no state to order": Refusal(
+        lambda: made(**none).ready_order(PARAMS, BATCHES[0]), "`state`", "dict"
+    ),
+    "a counter without value": Refusal(compiled_of_shapes, "`state`", 'mode="traced"'),
     "loss of a dtype": Refusal(
         lambda: stepped(fn=lambda p, b: jnp.sum(b > 0), **none), "`loss_fn`", "int32"
     ),

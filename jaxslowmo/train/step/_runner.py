@@ -137,21 +137,21 @@ class Runner:
 
     # States.
 
-    def take(self, state: TrainState, *, updates: bool = True) -> None:
+    def take(self, state: TrainState, *, updates: bool = True, runs: bool = True) -> None:
         """Raise `ValueError` unless the step can use `state`, and take over its layout.
 
-        `updates` says whether its optimizer state is used.
+        Args:
+          state: the state.
+          updates: whether its optimizer state is used.
+          runs: whether a program takes it; if not, it may have been donated.
         """
-        if self._made(state):
+        is_own = self._made(state)
+        if not is_own:
+            refuse_non_state(state)
+        if runs:
             refuse_donated(state)
+        if is_own:
             return
-        refuse_non_state(state)
-        refuse_donated(state)
-        self.look_at(state, updates=updates)
-
-    def look_at(self, state: TrainState, *, updates: bool = True) -> None:
-        """Take over the layout of a state of another origin, which may have been donated."""
-        refuse_non_state(state)
         if updates:
             refuse_state_of_another_step(state, self._parts)
         self._lay_out(state)
@@ -232,11 +232,12 @@ class Runner:
     def _so_far(self, state: TrainState) -> UpdateCounts:
         """Return the counts of a state; read them from the device if they were not noted."""
         counter, sync = self._counter(state), self._parts.sync
-        if isinstance(counter, Tracer):
+        if isinstance(counter, Tracer | jax.ShapeDtypeStruct):
             raise ValueError(
                 '`next_phase`, and with it every step with `mode`="host", reads the counter in '
-                "`state`, which has no value inside of jax.jit, lax.scan and the like: call it "
-                'outside, or use mode="traced", whose one program decides by itself.'
+                "`state`, which has no value inside of jax.jit, lax.scan and the like, nor as a "
+                'shape: call it outside with arrays, or use mode="traced", whose one program '
+                "decides by itself."
             )
         counts = self._counts.get(counter)
         if counts is None:
@@ -374,8 +375,10 @@ class Runner:
                 "and pass them to your own jax.jit(compiler_options=...)."
             )
         layout = self.layout
-        # Inside of another program there is no next step that might compile again.
+        # Inside of another program there is no next step that might compile again, and a state of
+        # shapes, of host arrays or on one device does not say where its results shall be.
         is_pinned = bool(layout.axes) and not is_traced
+        is_pinned = is_pinned and (self._made(state) or _is_placed(state))
         key = task, inputs.window is None, layout.axes, layout.key, is_pinned
         if key not in self._programs:
             where = self.update, layout, self.mesh
@@ -395,8 +398,7 @@ class Runner:
         self, state: TrainState, inputs: StepInputs, ahead: Ahead | None = None
     ) -> jax.stages.Compiled:
         """Return the compiled program of an update, compiling it if needed; nothing runs."""
-        if not self._made(state):
-            self.look_at(state)
+        self.take(state, runs=False)
         axes = self.layout.data_axes
         batch, weight = self.placing.placed(inputs.batch, inputs.weight, axes)
         upcoming, _ = self.placing.placed(inputs.upcoming, None, axes)
@@ -409,16 +411,11 @@ class Runner:
 
     def traced(self, state: TrainState, batch: PyTree, phase: Phase | None) -> jax.stages.Traced:
         """Return the traced program of an update in a phase; see `TrainStep.traced_by_phase`."""
-        if not self._made(state):
-            self.look_at(state)
+        self.take(state, runs=False)
         inputs = StepInputs(*self.placing.placed(batch, None, self.layout.data_axes))
         task = _update(phase, self._ahead)
-        # If the compiler handles some axes, the step's own programs depend on the placement of the
-        # state, which shapes need not have.
         if isinstance(self.mesh, VirtualMesh):
             program = self._build(task, programs.abstract(self.mesh))
-        elif self.layout.axes and not _is_placed(state):
-            program = self._build(task, self.mesh)
         else:
             program = self.program(task, state, inputs)
         ready = self.dispatched(task, state, inputs, runs=False)
@@ -428,6 +425,7 @@ class Runner:
         """Return the order in which gradients are ready; see `TrainStep.ready_order`."""
         if self._parts.program.dispatch is not None:
             return None
+        self.take(state, updates=False, runs=False)
         share = self.placing.share(as_arrays(batch), self.layout.data_axes)
         params, model_state = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), (state.params, state.model_state)
