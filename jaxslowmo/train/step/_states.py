@@ -204,8 +204,8 @@ def _refuse_other_parameters(window: GradientWindow, state: TrainState) -> None:
         if has.get(name) != holds.get(name):
             raise ValueError(
                 "`window` must hold gradients of the parameters in `state`, of which it was "
-                f"collected: of leaf {name!r} `state` has shape {has.get(name)}, and the window "
-                f"{holds.get(name)}."
+                f"collected: of leaf {name!r} `state` has shape {has.get(name, 'none')}, and the "
+                f"window {holds.get(name, 'none')}."
             )
 
 
