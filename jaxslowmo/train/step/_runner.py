@@ -124,7 +124,8 @@ class Runner:
         self.layout = update.layout(mesh, frozenset(), None, None)
         self.update = update.laid_out(self.layout)
         self._is_fixed = False  # whether a state has said what the layout is
-        self._checked: set[bool] = set()  # whether states were checked that it made, or was given
+        self._is_checked = False  # whether a state was checked
+        self._is_given_checked = False  # whether one was that another object made
         self._programs: dict[Any, Any] = {}
         self.placing = Placing(mesh, update.axis_name, host_batch, lookup)
         self._in_flight = StepsInFlight()
@@ -155,24 +156,22 @@ class Runner:
         if updates:
             refuse_state_of_another_step(state, self._parts)
         self._lay_out(state)
-        if updates:
+        if updates and not self._is_given_checked:
             self.check(state)
+            self._is_given_checked = True
 
     def _made(self, state: TrainState) -> bool:
         """Return whether a program of this step, or its `init`, returned the state."""
         return getattr(state, "known_layout", None) is self.layout
 
     def check(self, state: TrainState) -> None:
-        """Raise `ValueError` for errors that only a state shows; done for the first states."""
-        is_own = self._made(state)
-        if is_own in self._checked:
-            return
-        parts, sync = self._parts, self._parts.sync
-        check_state(state, parts, self.mesh, self.mode, self._warn, is_first=not self._checked)
+        """Raise `ValueError` for errors that only a state shows."""
+        parts, sync, is_first = self._parts, self._parts.sync, not self._is_checked
+        check_state(state, parts, self.mesh, self.mode, self._warn, is_first=is_first)
         # Repetitive parameters have equal shards, too, so states made by this step are not checked.
-        if sync is not None and not is_own:
+        if sync is not None and not self._made(state):
             check_shards(sync.shards(state.opt_state[-1]))
-        self._checked.add(is_own)
+        self._is_checked = True
 
     def made(self, state: TrainState) -> None:
         """Take a state that `init` has made."""
