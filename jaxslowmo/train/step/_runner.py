@@ -366,8 +366,8 @@ class Runner:
         """Return the jitted program of a task, built at its first use."""
         if (before_run := self._parts.program.before_run) is not None:
             before_run()
-        is_traced = isinstance(state.step, Tracer)
-        if self._options and (is_traced or _holds_tracers(inputs.batch)):
+        leaves = jax.tree.leaves((state.step, inputs.batch)) if self._options else ()
+        if any(isinstance(x, Tracer) for x in leaves):
             raise ValueError(
                 "A step with `compiler_options` cannot be called inside of jax.jit, lax.scan and "
                 "the like, where jax takes none: call it outside, or make the step without them "
@@ -376,7 +376,7 @@ class Runner:
         layout = self.layout
         # Inside of another program there is no next step that might compile again, and a state of
         # shapes, of host arrays or on one device does not say where its results shall be.
-        is_pinned = bool(layout.axes) and not is_traced
+        is_pinned = bool(layout.axes) and not isinstance(state.step, Tracer)
         is_pinned = is_pinned and (self._made(state) or _is_placed(state))
         key = task, inputs.window is None, layout.axes, layout.key, is_pinned
         if key not in self._programs:
@@ -514,10 +514,6 @@ def _collect(ahead: Ahead | None, *, fits: bool) -> Task:
     results = "window", "metrics", "carry"
     # jax warns of donated buffers that no result can reuse, as those of a window that grows.
     return Task.of("collected", results, "window" if fits else None, ahead=ahead, fits=fits)
-
-
-def _holds_tracers(batch: PyTree) -> bool:
-    return any(isinstance(x, Tracer) for x in jax.tree.leaves(batch))
 
 
 def _is_placed(state: TrainState) -> bool:
