@@ -64,6 +64,18 @@ def from_elsewhere(use):
     return getattr(step, use)(state, BATCHES[0])
 
 
+def started_again():
+    """Make a second state, of which other things are wrong than of the first."""
+    step = made(optax.chain(sgd, local), stateful)
+    step.init(PARAMS)
+    return step.init(PARAMS, model_state=np.zeros(1, np.float32))
+
+
+def compiled_of_shapes():
+    step = made(sync=local, mode="host")
+    return step.compiled(jax.eval_shape(lambda: step.init(PARAMS)), BATCHES[0])
+
+
 def wrong(call, *pairs, **others):
     """A row for each wrong argument, (name, value)."""
     return {
@@ -95,6 +107,10 @@ OF_STEPS = {
     ),
     "axis of optimizer": Refusal(lambda: made(js.all_reduce_gradients("node")), "`optimizer`"),
     "no state": Refusal(lambda: made(**none)(PARAMS, BATCHES[0]), "`state`", "dict"),
+    "no state to order": Refusal(
+        lambda: made(**none).ready_order(PARAMS, BATCHES[0]), "`state`", "dict"
+    ),
+    "a counter without value": Refusal(compiled_of_shapes, "`state`", 'mode="traced"'),
     "loss of a dtype": Refusal(
         lambda: stepped(fn=lambda p, b: jnp.sum(b > 0), **none), "`loss_fn`", "int32"
     ),
@@ -126,6 +142,7 @@ HIDDEN = {  # behind an optax.chain: the message names js.chain
     "sync": lambda: started(optax.chain(sgd, optax.masked(local, ALL)), mode="host"),
     "scale": lambda: started(optax.chain(mean, optax.add_decayed_weights(0.1), scale(sgd))),
     "model state": lambda: started(optax.chain(sgd, local), fn=stateful, model_state=np.zeros(1)),
+    "model state of a second state": started_again,
     "scale of tables": lambda: with_tables(optax.chain(scale(sgd)), **none),
 }
 BY_HAND = [  # collectives of which nothing is known

@@ -11,8 +11,8 @@ import jaxslowmo as js
 from train.step.problem import KINDS, PARAMS, loss
 
 
-def step_of(mesh):
-    return js.make_train_step(loss, optax.sgd(0.1), sync="none", mesh=mesh, donate=False)
+def step_of(mesh, donate=False):
+    return js.make_train_step(loss, optax.sgd(0.1), sync="none", mesh=mesh, donate=donate)
 
 
 class Tensor:
@@ -66,7 +66,7 @@ def test_what_all_examples_share_is_whole_everywhere(kind):
 def test_a_batch_is_split_over_all_axes_but_those_of_the_parameters(mesh_of):
     """Before the first call a step knows of no layout: a state tells it."""
     mesh = mesh_of({"replica": 2, "model": 2})
-    step, other = step_of(mesh), step_of(mesh)
+    step, other = step_of(mesh), step_of(mesh, donate=True)
     first, _ = step.place(np.ones((8, 8), np.float32))
     assert first.sharding == NamedSharding(mesh, P(("replica", "model")))
     lies = NamedSharding(mesh, P("model", None))
@@ -75,3 +75,6 @@ def test_a_batch_is_split_over_all_axes_but_those_of_the_parameters(mesh_of):
     batch, _ = step.place(np.ones((8, 8), np.float32), state=state)
     assert batch.sharding.spec == P(("replica",))
     assert step.place(batch)[0] is batch
+    other(state, batch)
+    assert state.step.is_deleted()
+    assert step.place(batch, state=state)[0] is batch  # only its layout is used

@@ -37,13 +37,12 @@ class StepsInFlight:
 
         Communication: none.
         """
-        if self._is_on_cpu is False or isinstance(result, Tracer):
+        if isinstance(result, Tracer):
             return
         if self._is_on_cpu is None:
             self._is_on_cpu = _is_on_cpu(result)
-            self.admit(result)
-            return
-        self._results.append(result)
+        if self._is_on_cpu:
+            self._results.append(result)
         if len(self._results) > MAX_STEPS:
             jax.block_until_ready(self._results.popleft())
 

@@ -17,14 +17,7 @@ from ..._support.scopes import METRICS
 from ..._support.types import AxisName, PyTree
 from ...collectives import all_mean, weighted_means
 from ...mesh import axis_names, axis_size
-from ...transform import (
-    ReducedAxes,
-    Reduction,
-    holds_state,
-    run_if,
-    spec_of,
-    takes_extra,
-)
+from ...transform import ReducedAxes, Reduction, holds_state, run_if, spec_of, takes_extra
 from ._gradients import LossData
 
 USE_CHAIN = (

@@ -114,7 +114,7 @@ def pinned(
     each = NamedSharding(mesh, P(first))
 
     def places(tree: PyTree) -> PyTree:
-        return jax.tree.map(lambda x: getattr(x, "sharding", None), tree)
+        return jax.tree.map(lambda x: x.sharding, tree)
 
     def of_window() -> Any:
         if inputs.window is not None:

@@ -124,7 +124,8 @@ class Runner:
         self.layout = update.layout(mesh, frozenset(), None, None)
         self.update = update.laid_out(self.layout)
         self._is_fixed = False  # whether a state has said what the layout is
-        self._checked: set[bool] = set()  # whether states were checked that it made, or was given
+        self._is_checked = False  # whether a state was checked
+        self._is_given_checked = False  # whether one was that another object made
         self._programs: dict[Any, Any] = {}
         self.placing = Placing(mesh, update.axis_name, host_batch, lookup)
         self._in_flight = StepsInFlight()
@@ -137,42 +138,40 @@ class Runner:
 
     # States.
 
-    def take(self, state: TrainState, *, updates: bool = True) -> None:
+    def take(self, state: TrainState, *, updates: bool = True, runs: bool = True) -> None:
         """Raise `ValueError` unless the step can use `state`, and take over its layout.
 
-        `updates` says whether its optimizer state is used.
+        Args:
+          state: the state.
+          updates: whether its optimizer state is used.
+          runs: whether a program takes it; if not, it may have been donated.
         """
-        if self._made(state):
+        is_own = self._made(state)
+        if not is_own:
+            refuse_non_state(state)
+        if runs:
             refuse_donated(state)
+        if is_own:
             return
-        refuse_non_state(state)
-        refuse_donated(state)
-        self.look_at(state, updates=updates)
-
-    def look_at(self, state: TrainState, *, updates: bool = True) -> None:
-        """Take over the layout of a state of another origin, which may have been donated."""
-        refuse_non_state(state)
         if updates:
             refuse_state_of_another_step(state, self._parts)
         self._lay_out(state)
-        if updates:
+        if updates and not self._is_given_checked:
             self.check(state)
+            self._is_given_checked = True
 
     def _made(self, state: TrainState) -> bool:
         """Return whether a program of this step, or its `init`, returned the state."""
         return getattr(state, "known_layout", None) is self.layout
 
     def check(self, state: TrainState) -> None:
-        """Raise `ValueError` for errors that only a state shows; done for the first states."""
-        is_own = self._made(state)
-        if is_own in self._checked:
-            return
-        parts, sync = self._parts, self._parts.sync
-        check_state(state, parts, self.mesh, self.mode, self._warn, is_first=not self._checked)
+        """Raise `ValueError` for errors that only a state shows."""
+        parts, sync, is_first = self._parts, self._parts.sync, not self._is_checked
+        check_state(state, parts, self.mesh, self.mode, self._warn, is_first=is_first)
         # Repetitive parameters have equal shards, too, so states made by this step are not checked.
-        if sync is not None and not is_own:
+        if sync is not None and not self._made(state):
             check_shards(sync.shards(state.opt_state[-1]))
-        self._checked.add(is_own)
+        self._is_checked = True
 
     def made(self, state: TrainState) -> None:
         """Take a state that `init` has made."""
@@ -232,11 +231,12 @@ class Runner:
     def _so_far(self, state: TrainState) -> UpdateCounts:
         """Return the counts of a state; read them from the device if they were not noted."""
         counter, sync = self._counter(state), self._parts.sync
-        if isinstance(counter, Tracer):
+        if isinstance(counter, Tracer | jax.ShapeDtypeStruct):
             raise ValueError(
                 '`next_phase`, and with it every step with `mode`="host", reads the counter in '
-                "`state`, which has no value inside of jax.jit, lax.scan and the like: call it "
-                'outside, or use mode="traced", whose one program decides by itself.'
+                "`state`, which has no value inside of jax.jit, lax.scan and the like, nor as a "
+                'shape: call it outside with arrays, or use mode="traced", whose one program '
+                "decides by itself."
             )
         counts = self._counts.get(counter)
         if counts is None:
@@ -366,16 +366,18 @@ class Runner:
         """Return the jitted program of a task, built at its first use."""
         if (before_run := self._parts.program.before_run) is not None:
             before_run()
-        is_traced = isinstance(state.step, Tracer)
-        if self._options and (is_traced or _holds_tracers(inputs.batch)):
+        leaves = jax.tree.leaves((state.step, inputs.batch)) if self._options else ()
+        if any(isinstance(x, Tracer) for x in leaves):
             raise ValueError(
                 "A step with `compiler_options` cannot be called inside of jax.jit, lax.scan and "
                 "the like, where jax takes none: call it outside, or make the step without them "
                 "and pass them to your own jax.jit(compiler_options=...)."
             )
         layout = self.layout
-        # Inside of another program there is no next step that might compile again.
-        is_pinned = bool(layout.axes) and not is_traced
+        # Inside of another program there is no next step that might compile again, and a state of
+        # shapes, of host arrays or on one device does not say where its results shall be.
+        is_pinned = bool(layout.axes) and not isinstance(state.step, Tracer)
+        is_pinned = is_pinned and (self._made(state) or _is_placed(state))
         key = task, inputs.window is None, layout.axes, layout.key, is_pinned
         if key not in self._programs:
             where = self.update, layout, self.mesh
@@ -395,8 +397,7 @@ class Runner:
         self, state: TrainState, inputs: StepInputs, ahead: Ahead | None = None
     ) -> jax.stages.Compiled:
         """Return the compiled program of an update, compiling it if needed; nothing runs."""
-        if not self._made(state):
-            self.look_at(state)
+        self.take(state, runs=False)
         axes = self.layout.data_axes
         batch, weight = self.placing.placed(inputs.batch, inputs.weight, axes)
         upcoming, _ = self.placing.placed(inputs.upcoming, None, axes)
@@ -409,16 +410,11 @@ class Runner:
 
     def traced(self, state: TrainState, batch: PyTree, phase: Phase | None) -> jax.stages.Traced:
         """Return the traced program of an update in a phase; see `TrainStep.traced_by_phase`."""
-        if not self._made(state):
-            self.look_at(state)
+        self.take(state, runs=False)
         inputs = StepInputs(*self.placing.placed(batch, None, self.layout.data_axes))
         task = _update(phase, self._ahead)
-        # If the compiler handles some axes, the step's own programs depend on the placement of the
-        # state, which shapes need not have.
         if isinstance(self.mesh, VirtualMesh):
             program = self._build(task, programs.abstract(self.mesh))
-        elif self.layout.axes and not _is_placed(state):
-            program = self._build(task, self.mesh)
         else:
             program = self.program(task, state, inputs)
         ready = self.dispatched(task, state, inputs, runs=False)
@@ -428,6 +424,7 @@ class Runner:
         """Return the order in which gradients are ready; see `TrainStep.ready_order`."""
         if self._parts.program.dispatch is not None:
             return None
+        self.take(state, updates=False, runs=False)
         share = self.placing.share(as_arrays(batch), self.layout.data_axes)
         params, model_state = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), (state.params, state.model_state)
@@ -517,10 +514,6 @@ def _collect(ahead: Ahead | None, *, fits: bool) -> Task:
     results = "window", "metrics", "carry"
     # jax warns of donated buffers that no result can reuse, as those of a window that grows.
     return Task.of("collected", results, "window" if fits else None, ahead=ahead, fits=fits)
-
-
-def _holds_tracers(batch: PyTree) -> bool:
-    return any(isinstance(x, Tracer) for x in jax.tree.leaves(batch))
 
 
 def _is_placed(state: TrainState) -> bool:

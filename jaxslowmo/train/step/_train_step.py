@@ -248,7 +248,7 @@ class TrainStep:
         Communication: host to device; between processes that of a call, which then has none.
         """
         if state is not None:
-            self._runner.take(state, updates=False)
+            self._runner.take(state, updates=False, runs=False)
         return self._runner.place(batch, weight, check_ids=check_ids)
 
     def evaluate(self, state: TrainState, batch: PyTree, weight: Any = None) -> Metrics:

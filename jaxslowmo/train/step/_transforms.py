@@ -322,8 +322,8 @@ _SEE_DENSE_ALONE: dict[type, str] = {
 def check_optimizer_with_tables(optimizer: PyTree, unknown: PyTree) -> None:
     """Raise `ValueError` for an `optimizer` with transforms that table rows would need, too."""
     wrong = [
-        f"a transform of js that exchanges {moves}, or tables drift apart: pass it as `gradients` "
-        f"or `sync`. {USE_CHAIN}"
+        f"a transform of js that exchanges {moves}, since dense parameters would agree and tables "
+        f"drift apart: pass it as `gradients` or `sync`. {USE_CHAIN}"
         for moves in _MOVES
         if holds_state(optimizer, moves)
     ]

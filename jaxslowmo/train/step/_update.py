@@ -17,13 +17,7 @@ from ...gradients.precision import (
     zero_if,
 )
 from ...mesh import axis_names
-from ...transform import (
-    increment,
-    layouts_known,
-    phase_scope,
-    spec_of,
-    unless_idle,
-)
+from ...transform import increment, layouts_known, phase_scope, spec_of, unless_idle
 from ...tree import apply_exactly, parts_of
 from .._train_state import TrainState
 from ._gradients import (
@@ -39,13 +33,7 @@ from ._gradients import (
     statistics_before_if,
     with_statistics,
 )
-from ._optimized import (
-    Averaging,
-    Weights,
-    accepted_arguments,
-    optimizer_rate,
-    run_optimizer,
-)
+from ._optimized import Averaging, Weights, accepted_arguments, optimizer_rate, run_optimizer
 from ._parts import Parts
 
 

@@ -28,15 +28,7 @@ from ...gradients.precision import (
 from ...gradients.reducer import ReadyOrder
 from ...gradients.sparse import WithRows, mean_rows
 from ...mesh import AnyMesh
-from ...transform import (
-    chain,
-    increment,
-    no_exchange,
-    note_followed,
-    run_if,
-    spec_of,
-    unless_idle,
-)
+from ...transform import chain, increment, no_exchange, note_followed, run_if, spec_of, unless_idle
 from ...tree import parts_of
 from .._train_state import StateLayout, TrainState
 from ._gradients import (

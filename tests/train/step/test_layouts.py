@@ -102,3 +102,19 @@ def test_a_state_that_came_back_as_arrays_of_the_host_gets_the_layout_of_the_ste
     for one, other in zip(*map(jax.tree.leaves, (there.params, back.params)), strict=True):
         assert one.sharding.is_equivalent_to(other.sharding, one.ndim)
         np.testing.assert_array_equal(one, other)
+
+
+def test_a_state_on_one_device_does_not_change_the_programs_of_the_next_states(mesh_of):
+    """Where it lies says nothing of where results shall be: the layout of the step does."""
+    step = step_of(mesh_of({"replica": 4, "fsdp": 2}), slowmo())
+    state = start(step)
+    back, _ = step(jax.tree.map(lambda x: jax.numpy.asarray(np.asarray(x)), state), BATCH)
+    there, _ = step(state, BATCH)
+    for one, other in zip(*map(jax.tree.leaves, (there.params, back.params)), strict=True):
+        assert one.sharding.is_equivalent_to(other.sharding, one.ndim)
+        np.testing.assert_array_equal(one, other)
+    step = step_of(step.mesh, slowmo())
+    state = start(step)
+    with pytest.raises(ValueError, match="incompatible devices"):
+        step(jax.device_put(state, jax.devices()[0]), BATCH)
+    step(state, BATCH)
