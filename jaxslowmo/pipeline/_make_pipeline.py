@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from .._support.checks import check_choice
 from .._support.types import PyTree
 from .host import HostPipeline
-from .model import Block, LayeredModel, StageLayout, equal_layers, model_blocks, refuse_keys
+from .model import Block, LayeredModel, StageLayout, model_blocks, refuse_keys
 from .one_program import OneProgram
 from .partition import blocks_by_bytes
 from .plan import Pipelined, Plan, Segment, Segments, StageKind
@@ -118,7 +118,7 @@ def pipelined(
     )
     layouts = [layout]
     if states is not None:
-        untied = LayeredModel(model.layers, model.loss)
+        untied = LayeredModel(model.layers, model.loss, takes=model.takes)
         runs = layout.all_runs
         layouts.append(StageLayout(untied, states, blocks, schedule.placement, runs=runs, **placed))
     kinds, of_stage = _stage_kinds(model, layouts)
@@ -170,12 +170,11 @@ def _stage_kinds(
     for k, block in enumerate(blocks):
         ends = k == 0, k == len(blocks) - 1
         segments = [_segments_of(layout, k) for layout in layouts]
-        layers = model.layers[block.start : block.end]
         for i, kind in enumerate(kinds):
             of_kind = [kind.weights] if kind.states is None else [kind.weights, kind.states]
-            others = model.layers[kind.start : kind.start + len(layers)]
-            is_alike = (kind.is_first, kind.is_last) == ends
-            is_alike = is_alike and all(map(equal_layers, others, layers))
+            is_alike = (kind.is_first, kind.is_last) == ends and all(
+                model.equal_layers(kind.start + at - block.start, at) for at in range(*block)
+            )
             if is_alike and [*map(_form, of_kind)] == [*map(_form, segments)]:
                 of_stage[k] = i
                 for one, other in zip(of_kind, segments, strict=True):

@@ -11,7 +11,6 @@ from ._calls import quotient as quotient
 from ._layered import LayeredModel as LayeredModel
 from ._layered import Run as Run
 from ._layered import WithState as WithState
-from ._layered import equal_layers as equal_layers
 from ._layered import without_state as without_state
 from ._optimizer import StagePacking as StagePacking
 from ._stage_layout import Block as Block

@@ -14,7 +14,7 @@ from ..._support.types import PyTree
 from ...mesh import axis_names
 from ...tree import Staged, leaf_names
 from ._buffer_packing import Leaf, LeafPlace, buffer_name
-from ._layered import LayeredModel, Run, runs_of
+from ._layered import LayeredModel, Run
 from ._optimizer import StagePacking
 from ._stacking import stacked, unstacked
 
@@ -149,7 +149,7 @@ class StageLayout:
         self._first = np.cumsum([0, *(d.num_leaves for d in treedefs)]).tolist()
         also = [str(jax.tree.map(_kind_of, x)) for x in beside or [None] * len(params)]
         kinds = list(zip(treedefs, map(tuple, leaves), map(tuple, paths), also, strict=True))
-        rows = [runs_of(model.layers, kinds, *block) for block in self.blocks]
+        rows = [model.runs(kinds, *block) for block in self.blocks]
         self.all_runs: list[tuple[Run, ...]] = rows if runs is None else list(runs)
         self._paths, self._treedefs = paths, treedefs
         stages: list[list[int]] = [[] for _ in range(mesh.shape[axis_name])]
