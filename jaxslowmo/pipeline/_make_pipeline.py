@@ -15,7 +15,7 @@ from .host import HostPipeline
 from .model import Block, LayeredModel, StageLayout, model_blocks, refuse_keys
 from .one_program import OneProgram
 from .partition import blocks_by_bytes
-from .plan import Pipelined, Plan, Segment, Segments, StageKind
+from .plan import Pipelined, Plan, Segments, StageKind
 from .schedules import Schedule
 
 Executor = Literal["one_program", "host"]
@@ -192,25 +192,20 @@ def _segments_of(layout: StageLayout, model_stage: int) -> Segments:
     """Return the leaves of a stage of the model, as the first stage of a new kind."""
     runs, packing = layout.runs(model_stage), layout.packing
     treedef = jax.tree_util.treedef_tuple(layout.treedef(run.start) for run in runs)
-    segments = [
-        Segment(place, run.count, packing.part_size(place.leaf))
-        for run in runs
-        for place in layout.places(run)
-    ]
+    places = tuple(place for run in runs for place in layout.places(run))
     starts = {name: np.zeros(len(layout.blocks), np.int32) for name in packing.axes}
-    return Segments(treedef, tuple(segments), packing, starts)
+    return Segments(treedef, places, packing, starts)
 
 
 def _first_places(segments: Segments) -> dict[str, int]:
     """Return the start of a stage's first leaf in each buffer."""
-    return {s.place.leaf.buffer: s.place.start for s in reversed(segments.segments)}
+    return {place.leaf.buffer: place.start for place in reversed(segments.places)}
 
 
 def _form(segments: Segments) -> tuple[Any, list[Any]]:
     """Return a key of the places of a stage's leaves, relative to the first leaf in each buffer."""
     first = _first_places(segments)
-    places = [(s.place.start - first[s.place.leaf.buffer], s) for s in segments.segments]
-    return segments.treedef, [(start, s.place.leaf, s.count) for start, s in places]
+    return segments.treedef, [(p.start - first[p.leaf.buffer], p.leaf) for p in segments.places]
 
 
 def check_pipeline(model: Any, schedule: Any) -> None:

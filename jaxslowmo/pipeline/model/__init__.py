@@ -2,6 +2,7 @@
 
 from ._buffer_packing import BufferPacking as BufferPacking
 from ._buffer_packing import LeafPlace as LeafPlace
+from ._buffer_packing import with_part as with_part
 from ._calls import Keyed as Keyed
 from ._calls import Loss as Loss
 from ._calls import LossTerms as LossTerms

@@ -20,7 +20,7 @@ from ...tree import Staged
 from ._buffer_packing import BufferPacking, Leaf, buffer_name
 from ._stacking import unstacked
 from ._stage_reading import StageReading, read_on_stages
-from ._ties import for_each_copy, seen_once
+from ._ties import Change, for_each_copy, in_each, seen_once
 
 Buffers = dict[str, Any]
 Branch = Callable[[int, list[Buffers], list[Any]], tuple[list[Buffers], list[Any]]]
@@ -55,7 +55,7 @@ class StagePacking(BufferPacking):
             return self._on_mesh(tx.init(params))  # type: ignore[arg-type]
         kinds = {name: x.dtype for name, x in params.items()}
         stages = range(self.num_stages)
-        every = [jax.eval_shape(self._seen(tx.init, s), self.types(s, kinds)) for s in stages]
+        every = [jax.eval_shape(self._seen(tx.init, s), self.types(kinds, s)) for s in stages]
         form, keeps = _form(self, every, reading.shared[0]), reading.by_element
 
         def branch(stage: int, staged: list[Buffers], _: list[Any]) -> Any:
@@ -128,14 +128,9 @@ class StagePacking(BufferPacking):
         if not self.ties:
             return fn
 
-        def changed(tree: PyTree, change: Callable[..., list[Any]]) -> PyTree:
-            def one(x: Any) -> Any:
-                if not self.mirrors(x):
-                    return x
-                parts = self.outer.flatten_up_to(x)
-                return self.outer.unflatten(change(parts, self.ties, self.stages[stage]))
-
-            return jax.tree.map(one, tree, is_leaf=self.mirrors)
+        def changed(tree: PyTree, change: Change) -> PyTree:
+            held = self.stages[stage]
+            return in_each(self.outer, tree, lambda parts: change(parts, self.ties, held))
 
         def seeing(*args: Any, **kwargs: Any) -> PyTree:
             args, kwargs = changed((args, kwargs), seen_once)
@@ -200,17 +195,12 @@ class StagePacking(BufferPacking):
         automatic = frozenset(jax.sharding.get_abstract_mesh().auto_axes)
         if not automatic:
             return tree
-        parts = self.outer.flatten_up_to(tree)
-        for position in self.stages[stage]:
-            subtree, leaves = self.subtrees[position], self.leaves[position]
-            specs = [
-                only_over(leaf.spec, automatic if keeps_parts else frozenset()) for leaf in leaves
-            ]
-            placed = map(
-                lax.with_sharding_constraint, subtree.flatten_up_to(parts[position]), specs
-            )
-            parts[position] = subtree.unflatten(list(placed))
-        return self.outer.unflatten(parts)
+        over = automatic if keeps_parts else frozenset[str]()
+        return self.map(
+            lambda p, x: lax.with_sharding_constraint(x, only_over(p.leaf.spec, over)),
+            tree,
+            stage=stage,
+        )
 
 
 class _Form(NamedTuple):

@@ -189,10 +189,11 @@ class StageLayout:
         return self.all_runs[model_stage]
 
     def places(self, run: Run) -> list[LeafPlace]:
-        """Return the places of the first layer's leaves in a run; other layers follow them."""
+        """Return the places of the leaves of a run, each of all its layers if it has several."""
         first = self._first[run.start]
         count = self._treedefs[run.start].num_leaves
-        return [self.packing.places[first + i][0] for i in range(count)]
+        places = [self.packing.places[first + i][0] for i in range(count)]
+        return [p._replace(leaf=p.leaf.of_layers(run.count)) for p in places]
 
     def treedef(self, layer: int) -> Any:
         """Return the structure of a layer's parameters."""
@@ -205,8 +206,8 @@ class StageLayout:
           ValueError: copies that are sharded differently.
         """
         groups = []
-        for group in self._model.tied:
-            places = [self.packing.places[self._position(*copy)][0] for copy in group]
+        for group, positions in zip(self._model.tied, self.packing.ties, strict=True):
+            places = [self.packing.places[i][0] for i in positions]
             specs = [place.leaf.spec for place in places]
             if len(set(specs)) > 1:
                 raise ValueError(

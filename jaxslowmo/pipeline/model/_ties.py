@@ -153,6 +153,29 @@ def for_each_copy(parts: Sequence[Any], groups: Groups, held: Collection[int]) -
     return parts
 
 
+Change = Callable[[Sequence[Any], Groups, Collection[int]], list[Any]]
+"""`seen_once` or `for_each_copy`."""
+
+
+def mirrors(outer: Any, x: Any) -> bool:
+    """Return whether `x` has the structure `outer` of parameters, with any trees as leaves."""
+    try:
+        outer.flatten_up_to(x)
+    except (ValueError, TypeError):
+        return False
+    return True
+
+
+def in_each(outer: Any, tree: PyTree, change: Callable[[list[Any]], list[Any]]) -> PyTree:
+    """Return `tree` with the parts of each tree like the parameters in it replaced by `change`."""
+
+    def one(x: Any) -> Any:
+        return outer.unflatten(change(outer.flatten_up_to(x))) if is_like(x) else x
+
+    is_like = partial(mirrors, outer)
+    return jax.tree.map(one, tree, is_leaf=is_like)
+
+
 def tied_transform(
     groups_of: Callable[[PyTree], Groups], tx: optax.GradientTransformation
 ) -> optax.GradientTransformationExtraArgs:
@@ -164,23 +187,10 @@ def tied_transform(
     """
     inner = optax.with_extra_args_support(tx)
 
-    def changed(tree: PyTree, params: PyTree, change: Callable[..., list[Any]]) -> PyTree:
-        outer, groups = jax.tree.structure(params), groups_of(params)
-
-        def mirrors(x: Any) -> bool:
-            try:
-                outer.flatten_up_to(x)
-            except (ValueError, TypeError):
-                return False
-            return True
-
-        def one(x: Any) -> Any:
-            if not mirrors(x):
-                return x
-            parts = outer.flatten_up_to(x)
-            return outer.unflatten(change(parts, groups, range(len(parts))))
-
-        return jax.tree.map(one, tree, is_leaf=mirrors)
+    def changed(tree: PyTree, params: PyTree, change: Change) -> PyTree:
+        outer = jax.tree.structure(params)
+        held = range(outer.num_leaves)
+        return in_each(outer, tree, lambda parts: change(parts, groups_of(params), held))
 
     def init(params: PyTree) -> PyTree:
         return changed(inner.init(changed(params, params, seen_once)), params, for_each_copy)
