@@ -5,14 +5,13 @@ import numbers
 from collections.abc import Sequence
 from typing import Any, Literal
 
-import jax
 import numpy as np
 from jax.sharding import Mesh
 
 from .._support.checks import check_choice
 from .._support.types import PyTree
 from .host import HostPipeline
-from .model import Block, LayeredModel, StageLayout, model_blocks, refuse_keys
+from .model import Block, LayeredModel, StageLayout, model_blocks
 from .one_program import OneProgram
 from .partition import blocks_by_bytes
 from .plan import Pipelined, Plan, Segments, StageKind
@@ -146,7 +145,6 @@ def _blocks(
 ) -> tuple[Block, ...]:
     """Return the layers of each stage of the model."""
     model.check_params(params)
-    refuse_keys(params)
     count = schedule.num_stages * schedule.num_chunks
     if parts is None and count <= len(params):
         return tuple(Block(*block) for block in blocks_by_bytes(params, count))
@@ -190,11 +188,8 @@ def _stage_kinds(
 
 def _segments_of(layout: StageLayout, model_stage: int) -> Segments:
     """Return the leaves of a stage of the model, as the first stage of a new kind."""
-    runs, packing = layout.runs(model_stage), layout.packing
-    treedef = jax.tree_util.treedef_tuple(layout.treedef(run.start) for run in runs)
-    places = tuple(place for run in runs for place in layout.places(run))
-    starts = {name: np.zeros(len(layout.blocks), np.int32) for name in packing.axes}
-    return Segments(treedef, places, packing, starts)
+    starts = {name: np.zeros(len(layout.blocks), np.int32) for name in layout.packing.axes}
+    return Segments(*layout.places(model_stage), layout.packing, starts)
 
 
 def _first_places(segments: Segments) -> dict[str, int]:

@@ -17,4 +17,3 @@ from ._optimizer import StagePacking as StagePacking
 from ._stage_layout import Block as Block
 from ._stage_layout import StageLayout as StageLayout
 from ._stage_layout import model_blocks as model_blocks
-from ._stage_layout import refuse_keys as refuse_keys

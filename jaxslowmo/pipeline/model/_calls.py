@@ -114,30 +114,31 @@ def _short(signature: inspect.Signature) -> str:
     return str(signature.replace(parameters=bare, return_annotation=signature.empty))
 
 
-def check_leaves(argument: str, tree: PyTree) -> None:
+def check_leaves(argument: str, tree: PyTree, *, keys: bool = False) -> None:
     """Raise `ValueError` for a leaf that is not an array, a number or the type of an array.
 
     Args:
       argument: the name of the public argument, for the message.
       tree: the value of the argument.
+      keys: whether leaves may also be PRNG keys.
     """
     leaves = jax.tree.leaves(tree)
-    if all(map(_is_array, leaves)):
+    wrong = [i for i, x in enumerate(leaves) if not (_is_number(x) or (keys and _is_key(x)))]
+    if not wrong:
         return
-    named = zip(leaf_names(tree), leaves, strict=True)
-    name, wrong = next((name, x) for name, x in named if not _is_array(x))
-    raise ValueError(
-        f"`{argument}` must hold arrays alone, got {_kind(wrong)} at {name!r}: of a module pass "
-        "the arrays, such as `eqx.filter(module, eqx.is_array)` or the first part of "
-        "`eqx.partition(module, eqx.is_array)`."
+    x, name = leaves[wrong[0]], leaf_names(tree)[wrong[0]]
+    hint = (
+        "pass PRNG keys as `rng`, of which each layer that takes `key` gets its own."
+        if _is_key(x)
+        else "of a module pass the arrays, such as `eqx.filter(module, eqx.is_array)` or the first "
+        "part of `eqx.partition(module, eqx.is_array)`."
     )
+    raise ValueError(f"`{argument}` must hold arrays alone, got {_kind(x)} at {name!r}: {hint}")
 
 
-def _is_array(x: Any) -> bool:
-    try:
-        return _is_number(x) or jnp.issubdtype(x.dtype, jax.dtypes.extended)
-    except (AttributeError, TypeError):
-        return False
+def _is_key(x: Any) -> bool:
+    is_of_jax = isinstance(x, jax.Array | jax.ShapeDtypeStruct)
+    return is_of_jax and jnp.issubdtype(x.dtype, jax.dtypes.extended)
 
 
 def _is_number(x: Any) -> bool:

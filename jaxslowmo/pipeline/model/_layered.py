@@ -269,7 +269,7 @@ class LayeredModel(LossProgram):
                 f"`model_state` must be a list of one tree per layer, {len(self.layers)} of them, "
                 f"{{}} for layers that take no `state`, got {got!r}."
             )
-        check_leaves("model_state", model_state)
+        check_leaves("model_state", model_state, keys=True)
         return list(model_state)
 
     def as_one(self, params: Sequence[PyTree]) -> list[PyTree]:

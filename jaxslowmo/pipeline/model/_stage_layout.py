@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from ..._support.types import PyTree
 from ...mesh import axis_names
-from ...tree import Staged, leaf_names
+from ...tree import Staged, in_model_form, leaf_names
 from ._buffer_packing import Leaf, LeafPlace, buffer_name
 from ._layered import LayeredModel, Run
 from ._optimizer import StagePacking
@@ -139,9 +139,8 @@ class StageLayout:
             one run.
         """
         model.check_params(params)
-        self._model, self._mesh = model, mesh
+        self._model = model
         self.blocks, self.placement = tuple(blocks), tuple(placement)
-        refuse_keys(params)
         treedefs = [jax.tree.structure(layer) for layer in params]
         sizes = tuple((a, mesh.shape[a]) for a in mesh.axis_names if a != axis_name)
         leaves = _leaves_of(params, param_specs, sizes)
@@ -171,7 +170,6 @@ class StageLayout:
             mesh=mesh,
         )
         self.specs = self.packing.staged(self.packing.specs)
-        self._dtypes = {name: np.dtype(name.partition("/")[0]) for name in self.packing.axes}
         held = sum(leaf.size for leaf in flat)
         shapes = self.packing.shapes.values()
         self.num_padding: int = sum(int(np.prod(shape)) for shape in shapes) - held
@@ -182,22 +180,27 @@ class StageLayout:
     @property
     def types(self) -> Staged:
         """The types of `stack(params)`."""
-        return self.packing.staged(self.packing.buffer_types(self._dtypes))
+        dtypes = {name: np.dtype(name.partition("/")[0]) for name in self.packing.axes}
+        return self.packing.staged(self.packing.buffer_types(dtypes))
 
     def runs(self, model_stage: int) -> tuple[Run, ...]:
         """Return the layers of a stage of the model, consecutive equal layers as one run."""
         return self.all_runs[model_stage]
 
-    def places(self, run: Run) -> list[LeafPlace]:
-        """Return the places of the leaves of a run, each of all its layers if it has several."""
-        first = self._first[run.start]
-        count = self._treedefs[run.start].num_leaves
-        places = [self.packing.places[first + i][0] for i in range(count)]
-        return [p._replace(leaf=p.leaf.of_layers(run.count)) for p in places]
+    def places(self, model_stage: int) -> tuple[Any, tuple[LeafPlace, ...]]:
+        """Return the leaves of a stage of the model, one tree per run of layers.
 
-    def treedef(self, layer: int) -> Any:
-        """Return the structure of a layer's parameters."""
-        return self._treedefs[layer]
+        Returns:
+          The structure of a tuple of such trees, and the places of its leaves.
+        """
+        runs = self.runs(model_stage)
+        places = []
+        for run in runs:
+            first, last = self._first[run.start : run.start + 2]
+            of_one = (self.packing.places[i][0] for i in range(first, last))
+            places += [p._replace(leaf=p.leaf.of_layers(run.count)) for p in of_one]
+        trees = [self._treedefs[run.start] for run in runs]
+        return jax.tree_util.treedef_tuple(trees), tuple(places)
 
     def tied_places(self) -> list[list[LeafPlace]]:
         """Return the places of the copies of each tied parameter.
@@ -243,7 +246,6 @@ class StageLayout:
           otherwise the copies that move them to their stages.
         """
         self._model.check_params(params)
-        refuse_keys(params)
         whole = jax.tree.map(_as_array, type(params)(self._model.as_one(params)))  # type: ignore
         if jax.tree.structure(whole) != self.packing.outer:
             raise ValueError("`params` must have the layers that the layout was made of.")
@@ -281,11 +283,7 @@ class StageLayout:
 
     def unstack_like(self, tree: PyTree) -> PyTree:
         """Undo `stack_like`: return the tree with every stacked part as one tree per layer."""
-
-        def whole(x: Any) -> Any:
-            return unstacked(x.packing, x.buffers) if isinstance(x, Staged) else x
-
-        return jax.tree.map(whole, tree, is_leaf=lambda x: isinstance(x, Staged))
+        return in_model_form(tree)
 
     def _num_lead(self, tree: PyTree) -> int:
         """Return the number of leading dimensions; 0 for shapes that are not the parameters'."""
@@ -304,20 +302,6 @@ class StageLayout:
         types = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[num_lead:], a.dtype), x)
         packing = self.packing.like([types] * self.packing.num_stages)
         return stacked(packing, x, num_lead)
-
-
-def refuse_keys(params: Sequence[PyTree]) -> None:
-    """Raise `ValueError` for PRNG keys among parameters."""
-    is_key = [
-        jnp.issubdtype(jnp.result_type(x), jax.dtypes.extended) for x in jax.tree.leaves(params)
-    ]
-    if any(is_key):  # names of thousands of leaves take a while to make
-        at = is_key.index(True)
-        raise ValueError(
-            f"`params` must hold numbers, got {leaf_names(params)[at]!r} of type "
-            f"{jnp.result_type(jax.tree.leaves(params)[at])}: pass PRNG keys as `rng`, of which "
-            "each layer that takes `key` gets its own."
-        )
 
 
 def _leaves_of(
