@@ -33,6 +33,13 @@ class Leaf(NamedTuple):
     spec: P
     buffer: str
 
+    @classmethod
+    def of(cls, x: Any, spec: P, axis_sizes: Sequence[tuple[str, int]]) -> "Leaf":
+        """Return the leaf of an array or type; axes are in the order of the mesh."""
+        leaf = cls(jnp.shape(x), spec, np.dtype(jnp.result_type(x)).name)
+        over = [axis for axis, _ in axis_sizes if axis in leaf.axes]
+        return leaf._replace(buffer="/".join((leaf.buffer, *over)))
+
     @property
     def axes(self) -> frozenset[str]:
         """The axes over which the array is sharded."""
@@ -64,11 +71,6 @@ def with_part(buffer: jax.Array, place: LeafPlace, part: jax.Array) -> jax.Array
     return lax.dynamic_update_slice_in_dim(
         buffer, part.astype(buffer.dtype), place.start, buffer.ndim - 1
     )
-
-
-def buffer_name(dtype: Any, axes: Sequence[str]) -> str:
-    """Return the name of the buffer of leaves of this dtype that are sharded over these axes."""
-    return "/".join((np.dtype(dtype).name, *axes))
 
 
 @dataclass(frozen=True)
@@ -317,6 +319,4 @@ class BufferPacking:
 
     def _leaf_like(self, x: Any, parameter: Leaf | None) -> Leaf:
         spec = parameter.spec if parameter is not None and parameter.shape == x.shape else P()
-        leaf = Leaf(tuple(x.shape), spec, "")
-        axes = [axis for axis, _ in self.axis_sizes if axis in leaf.axes]
-        return leaf._replace(buffer=buffer_name(x.dtype, axes))
+        return Leaf.of(x, spec, self.axis_sizes)

@@ -1,6 +1,7 @@
 """A model of layers, and any run of them as a stage of a pipeline."""
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -10,9 +11,8 @@ from jax import lax
 
 from ..._support.types import PyTree
 from ...transform import LossProgram
-from ...tree import leaf_names
 from ._calls import Keyed, Takes, call_signature, check_leaves, loss_terms, takes_of
-from ._ties import TiedLeaf, Ties, as_one, as_ties, check_ties, tied_transform
+from ._ties import TiedLeaf, Ties, as_one, as_ties, tied_positions, tied_transform
 
 # Shorter runs of equal layers are unrolled: the compiler does not fuse across the border of a loop.
 _SHORTEST = 4
@@ -138,11 +138,9 @@ class LayeredModel(LossProgram):
         """
         # `check_params` is too strict: leaves may be functions, as in an equinox module.
         self._check_count(params)
-        if self.tied:
-            check_ties(self.tied, params)
         microbatch = batch if rng is None else Keyed(batch, rng)
         whole = self.stage(0, len(self.layers))
-        weights = tuple(as_one(self.tied, params))
+        weights = tuple(as_one(tied_positions(self.tied, params), params))
         if not self.takes_state:
             return whole(weights, None, microbatch).value(1)
         states = self.checked_state(model_state)
@@ -274,7 +272,7 @@ class LayeredModel(LossProgram):
 
     def as_one(self, params: Sequence[PyTree]) -> list[PyTree]:
         """Return `params` with tied leaves replaced by the first of their group."""
-        return as_one(self.tied, params, differentiable=False)
+        return as_one(tied_positions(self.tied, params), params, differentiable=False)
 
     def tied_transform(
         self, tx: optax.GradientTransformation
@@ -289,23 +287,13 @@ class LayeredModel(LossProgram):
         """
         if not self.tied:
             return optax.with_extra_args_support(tx)
-
-        def groups_of(params: Sequence[PyTree]) -> tuple[tuple[int, ...], ...]:
-            counts = [len(jax.tree.leaves(layer)) for layer in params]
-            names = [leaf_names(layer) for layer in params]
-            return tuple(
-                tuple(sum(counts[:layer]) + names[layer].index(path) for layer, path in group)
-                for group in self.tied
-            )
-
-        return tied_transform(groups_of, tx)
+        return tied_transform(partial(tied_positions, self.tied), tx)
 
     def check_params(self, params: Sequence[PyTree]) -> None:
         """Raise `ValueError` unless `params` has a tree of arrays per layer and the tied leaves."""
         self._check_count(params)
         check_leaves("params", params)
-        if self.tied:
-            check_ties(self.tied, params)
+        tied_positions(self.tied, params)
 
     def _check_count(self, params: Any) -> None:
         if not isinstance(params, Sequence) or len(params) != len(self.layers):

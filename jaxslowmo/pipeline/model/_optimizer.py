@@ -1,6 +1,7 @@
 """Run an optax transform on each stage's leaves, with the paths and shapes of the model."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ from ..._support.types import PyTree
 from ...mesh import only_over
 from ...tracing import ProgramReader, has_side_effects
 from ...tree import Staged
-from ._buffer_packing import BufferPacking, Leaf, buffer_name
+from ._buffer_packing import BufferPacking, Leaf
 from ._stacking import unstacked
 from ._stage_reading import StageReading, read_on_stages
 from ._ties import Change, for_each_copy, in_each, seen_once
@@ -229,20 +230,9 @@ class _Form(NamedTuple):
     def packed(
         self, state: PyTree, stage: int, keeps_parts: bool
     ) -> tuple[list[Buffers], list[Any]]:
-        """Return the buffers of one stage's state, and its values that are equal on all stages.
-
-        Raises:
-          ValueError: a state of another structure.
-        """
-        try:
-            nodes = self.structure.flatten_up_to(state)
-            pairs = list(zip(self.nodes, nodes, strict=True))
-            staged = [_pack(p, x, stage, keeps_parts) for p, x in pairs if p is not None]
-        except ValueError as error:
-            raise ValueError(
-                "`optimizer` must keep a state of one structure, and an update changes what it has "
-                f"of stage {stage}: {error}"
-            ) from None
+        """Return the buffers of one stage's state, and its values that are equal on all stages."""
+        pairs = list(zip(self.nodes, self.structure.flatten_up_to(state), strict=True))
+        staged = [_pack(p, x, stage, keeps_parts) for p, x in pairs if p is not None]
         return staged, [jnp.asarray(x) for p, x in pairs if p is None]
 
     def unpacked(
@@ -317,16 +307,13 @@ def _form(packing: StagePacking, states: Sequence[PyTree], shared: Sequence[bool
 
 def _packing_of_values(packing: StagePacking, values: Sequence[Any]) -> StagePacking:
     """Return the packing of one array per stage that belongs to no parameter."""
-    leaves = tuple((Leaf(x.shape, P(), buffer_name(x.dtype, ())),) for x in values)
-    return StagePacking(
+    return replace(
+        packing,
         outer=_per_stage_structure(len(values)),
         subtrees=tuple(jax.tree.structure(0) for _ in values),
-        leaves=leaves,
+        leaves=tuple((Leaf.of(x, P(), ()),) for x in values),
         stages=tuple((i,) for i in range(len(values))),
         ties=(),
-        axis_sizes=packing.axis_sizes,
-        axis_name=packing.axis_name,
-        mesh=packing.mesh,
     )
 
 

@@ -1,5 +1,6 @@
 """Divide the layers of a model into stages, and stack the parameters of all stages in one tree."""
 
+import math
 import operator
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -13,10 +14,11 @@ from jax.sharding import PartitionSpec as P
 from ..._support.types import PyTree
 from ...mesh import axis_names
 from ...tree import Staged, in_model_form, leaf_names
-from ._buffer_packing import Leaf, LeafPlace, buffer_name
+from ._buffer_packing import Leaf, LeafPlace
 from ._layered import LayeredModel, Run
 from ._optimizer import StagePacking
 from ._stacking import stacked, unstacked
+from ._ties import tied_positions
 
 
 class Block(NamedTuple):
@@ -27,7 +29,7 @@ class Block(NamedTuple):
 
 
 def model_blocks(
-    num_layers: int, num_stages: int, num_chunks: int = 1, parts: Sequence[Any] | None = None
+    num_layers: int, num_stages: int, num_chunks: int, parts: Sequence[Any] | None
 ) -> tuple[Block, ...]:
     """Return the stages of a model, in the model's order.
 
@@ -36,7 +38,7 @@ def model_blocks(
       num_stages: number of device stages.
       num_chunks: number of stages of the model on each device stage.
       parts: the result of a function such as `js.partition_uniform`: for each device stage a list
-        of [start, end), one per chunk. None: as evenly as possible.
+        of [start, end), one per chunk. None if there are fewer layers than stages of the model.
 
     Returns:
       `num_stages * num_chunks` blocks.
@@ -52,9 +54,6 @@ def model_blocks(
             f"`schedule` has {num_stages} stages{of_chunks} and the model {num_layers} layers: "
             "every stage needs at least one layer."
         )
-    if parts is None:
-        bounds = [num_layers * k // count for k in range(count + 1)]
-        return tuple(map(Block, bounds[:-1], bounds[1:]))
     blocks = _blocks_of(parts, num_stages, num_chunks)
     for block in blocks:
         if block.start >= block.end:
@@ -150,7 +149,7 @@ class StageLayout:
         kinds = list(zip(treedefs, map(tuple, leaves), map(tuple, paths), also, strict=True))
         rows = [model.runs(kinds, *block) for block in self.blocks]
         self.all_runs: list[tuple[Run, ...]] = rows if runs is None else list(runs)
-        self._paths, self._treedefs = paths, treedefs
+        self._treedefs = treedefs
         stages: list[list[int]] = [[] for _ in range(mesh.shape[axis_name])]
         for runs_of_stage, stage in zip(self.all_runs, placement, strict=True):
             for run in runs_of_stage:
@@ -164,7 +163,7 @@ class StageLayout:
             subtrees=tuple(jax.tree.structure(0) for _ in flat),
             leaves=tuple((leaf,) for leaf in flat),
             stages=tuple(map(tuple, stages)),
-            ties=tuple(tuple(self._position(*c) for c in group) for group in model.tied),
+            ties=tied_positions(model.tied, params),
             axis_sizes=sizes,
             axis_name=axis_name,
             mesh=mesh,
@@ -172,10 +171,7 @@ class StageLayout:
         self.specs = self.packing.staged(self.packing.specs)
         held = sum(leaf.size for leaf in flat)
         shapes = self.packing.shapes.values()
-        self.num_padding: int = sum(int(np.prod(shape)) for shape in shapes) - held
-
-    def _position(self, layer: int, path: str) -> int:
-        return self._first[layer] + self._paths[layer].index(path)
+        self.num_padding: int = sum(math.prod(shape) for shape in shapes) - held
 
     @property
     def types(self) -> Staged:
@@ -324,7 +320,7 @@ def _leaves_of(
     for layer, specs in zip(params, every, strict=True):
         flat = jax.tree.leaves(specs, is_leaf=_is_spec)
         leaves = zip(leaf_names(layer), jax.tree.leaves(layer), flat, strict=True)
-        by_layer.append([_leaf(*leaf, dict(sizes)) for leaf in leaves])
+        by_layer.append([_leaf(*leaf, sizes) for leaf in leaves])
     return by_layer
 
 
@@ -332,31 +328,29 @@ def _is_spec(x: Any) -> bool:
     return isinstance(x, P)
 
 
-def _leaf(name: str, x: Any, spec: P, sizes: Mapping[str, int]) -> Leaf:
+def _leaf(name: str, x: Any, spec: P, sizes: Sequence[tuple[str, int]]) -> Leaf:
     if len(spec) > jnp.ndim(x):
         raise ValueError(
             f"`param_specs` has {spec} for {name!r}, which has {jnp.ndim(x)} dimensions."
         )
     while spec and spec[-1] is None:
         spec = P(*spec[:-1])
-    leaf = Leaf(jnp.shape(x), spec, "")
-    if unknown := sorted(leaf.axes - set(sizes)):
-        others = ", ".join(map(repr, sizes)) or "none"
+    leaf = Leaf.of(x, spec, sizes)
+    if unknown := sorted(leaf.axes - set(dict(sizes))):
+        others = ", ".join(repr(axis) for axis, _ in sizes) or "none"
         raise ValueError(
             f"`param_specs` names axis {unknown[0]!r} at {name!r}; leaves may be sharded over "
             f"the axes of `mesh` inside a stage: {others}."
         )
     for size, entry in zip(leaf.shape, spec, strict=False):
         names = axis_names(entry or ())
-        parts = int(np.prod([sizes[a] for a in names]))
+        parts = math.prod(dict(sizes)[axis] for axis in names)
         if size % parts:
             raise ValueError(
                 f"`param_specs` has {spec} for {name!r} of shape {list(leaf.shape)}, whose "
                 f"dimension of {size} does not divide by the {parts} devices along {names}."
             )
-    return leaf._replace(
-        buffer=buffer_name(jnp.result_type(x), [a for a in sizes if a in leaf.axes])
-    )
+    return leaf
 
 
 def _kind_of(x: Any) -> str:

@@ -6,6 +6,7 @@ So there is one set of moments, one decay and one share in a norm.
 
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import jax
@@ -21,6 +22,9 @@ TiedLeaf = tuple[int, str]
 """A layer, and the path of a leaf in its parameters, such as `"dense/kernel"`."""
 
 Ties = tuple[tuple[TiedLeaf, ...], ...]
+
+Groups = tuple[tuple[int, ...], ...]
+"""Positions of the leaves of each tied parameter among those of the model, the first one first."""
 
 
 def as_ties(tied: Any, num_layers: int) -> Ties:
@@ -53,51 +57,55 @@ def _as_leaf(leaf: Any, num_layers: int) -> TiedLeaf:
     return leaf[0], leaf[1]
 
 
-def check_ties(ties: Ties, params: Sequence[PyTree]) -> None:
-    """Raise `ValueError` for tied leaves that `params` lacks, or whose shapes or dtypes differ."""
+def tied_positions(ties: Ties, params: Sequence[PyTree]) -> Groups:
+    """Return the positions of tied leaves among the leaves of all layers.
+
+    Raises:
+      ValueError: a leaf that `params` lacks, a group whose shapes or dtypes differ.
+    """
+    if not ties:
+        return ()
+    leaves, names = jax.tree.leaves(list(params)), [leaf_names(layer) for layer in params]
+    first = [0, *accumulate(map(len, names))]
+    groups = []
     for group in ties:
-        types = []
         for layer, path in group:
-            named = dict(
-                zip(leaf_names(params[layer]), jax.tree.leaves(params[layer]), strict=True)
-            )
-            if path not in named:
-                has = ", ".join(named) or "no leaves"
+            if path not in names[layer]:
+                has = ", ".join(names[layer]) or "no leaves"
                 raise ValueError(f"`tied` names {path!r} of layer {layer}, which has {has}.")
-            types.append((jnp.shape(named[path]), jnp.result_type(named[path])))
-        if len(set(types)) > 1:
-            kinds = ", ".join(
-                f"{path!r} of layer {layer} is {dtype}{list(shape)}"
-                for (layer, path), (shape, dtype) in zip(group, types, strict=True)
+        positions = tuple(first[layer] + names[layer].index(path) for layer, path in group)
+        kinds = [f"{jnp.result_type(leaves[i])}{list(jnp.shape(leaves[i]))}" for i in positions]
+        if len(set(kinds)) > 1:
+            each = zip(group, kinds, strict=True)
+            raise ValueError(
+                "`tied` leaves must have equal shapes and dtypes: "
+                f"{', '.join(f'{path!r} of layer {layer} is {x}' for (layer, path), x in each)}."
             )
-            raise ValueError(f"`tied` leaves must have equal shapes and dtypes: {kinds}.")
+        groups.append(positions)
+    return tuple(groups)
 
 
-def as_one(ties: Ties, params: Sequence[PyTree], *, differentiable: bool = True) -> list[PyTree]:
+def as_one(
+    groups: Groups, params: Sequence[PyTree], *, differentiable: bool = True
+) -> list[PyTree]:
     """Return `params` with every tied leaf equal to the first of its group.
 
     Args:
-      ties: the groups of tied leaves of the model.
+      groups: the result of `tied_positions`.
       params: one tree per layer.
       differentiable: whether the gradient of each leaf is the sum over its group. If False, each
         leaf keeps its own gradient, for callers that add up the gradients of stages themselves.
     """
-    if not ties:
-        return list(params)
-    split = [jax.tree.flatten(layer) for layer in params]
-    leaves = [list(of_layer) for of_layer, _ in split]
-    places = [{name: i for i, name in enumerate(leaf_names(layer))} for layer in params]
-    for group in ties:
-        spots = [(layer, places[layer][path]) for layer, path in group]
-        copies = [leaves[layer][i] for layer, i in spots]
+    leaves, treedef = jax.tree.flatten(list(params))
+    for group in groups:
+        copies = [leaves[i] for i in group]
         if differentiable or any(isinstance(x, Tracer) for x in copies):
             equal: Any = _first_of(differentiable, copies)
         else:
             equal = [copies[0]] * len(copies)
-        for (layer, i), leaf in zip(spots, equal, strict=True):
-            leaves[layer][i] = leaf
-    pairs = zip(leaves, split, strict=True)
-    return [treedef.unflatten(of_layer) for of_layer, (_, treedef) in pairs]
+        for i, leaf in zip(group, equal, strict=True):
+            leaves[i] = leaf
+    return treedef.unflatten(leaves)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -117,10 +125,6 @@ def _backward(adds_up: bool, _: None, cotangents: list[jax.Array]) -> tuple[list
 
 
 _first_of.defvjp(_forward, _backward)
-
-
-Groups = tuple[tuple[int, ...], ...]
-"""Positions of the leaves of each tied parameter among those of the model, the first one first."""
 
 
 def seen_once(parts: Sequence[Any], groups: Groups, held: Collection[int]) -> list[Any]:
