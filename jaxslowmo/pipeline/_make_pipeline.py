@@ -156,7 +156,7 @@ def _stage_kinds(
 ) -> tuple[list[StageKind], np.ndarray]:
     """Return the kinds of a model's stages, and the index of each stage's kind.
 
-    Stages are of one kind if their functions are equal and their leaves have equal relative places.
+    Stages are of one kind if their functions and their leaves are equal.
 
     Args:
       model: the layers.
@@ -173,12 +173,13 @@ def _stage_kinds(
             is_alike = (kind.is_first, kind.is_last) == ends and all(
                 model.equal_layers(kind.start + at - block.start, at) for at in range(*block)
             )
-            if is_alike and [*map(_form, of_kind)] == [*map(_form, segments)]:
+            pairs = list(zip(of_kind, segments, strict=True))
+            if is_alike and all(one.leaves == other.leaves for one, other in pairs):
                 of_stage[k] = i
-                for one, other in zip(of_kind, segments, strict=True):
-                    first = _first_places(one)
-                    for name, start in _first_places(other).items():
-                        one.starts[name][k] = start - first[name]
+                for one, other in pairs:
+                    for first, place in zip(one.places, other.places, strict=True):
+                        # The same for all leaves in a buffer: they follow each other in one order.
+                        one.starts[place.leaf.buffer][k] = place.start - first.start
                 break
         else:
             of_stage[k] = len(kinds)
@@ -190,17 +191,6 @@ def _segments_of(layout: StageLayout, model_stage: int) -> Segments:
     """Return the leaves of a stage of the model, as the first stage of a new kind."""
     starts = {name: np.zeros(len(layout.blocks), np.int32) for name in layout.packing.axes}
     return Segments(*layout.places(model_stage), layout.packing, starts)
-
-
-def _first_places(segments: Segments) -> dict[str, int]:
-    """Return the start of a stage's first leaf in each buffer."""
-    return {place.leaf.buffer: place.start for place in reversed(segments.places)}
-
-
-def _form(segments: Segments) -> tuple[Any, list[Any]]:
-    """Return a key of the places of a stage's leaves, relative to the first leaf in each buffer."""
-    first = _first_places(segments)
-    return segments.treedef, [(p.start - first[p.leaf.buffer], p.leaf) for p in segments.places]
 
 
 def check_pipeline(model: Any, schedule: Any) -> None:

@@ -150,7 +150,11 @@ class BufferPacking:
         for place in (place for places in self.places for place in places):
             end = place.start + self.part_size(place.leaf)
             ends[place.leaf.buffer] = max(ends[place.leaf.buffer], end)
-        return {n: (self.num_stages, *self.sizes(n), end) for n, end in ends.items()}
+        sizes = dict(self.axis_sizes)
+        return {
+            n: (self.num_stages, *(sizes[axis] for axis in self.axes[n]), end)
+            for n, end in ends.items()
+        }
 
     @property
     def specs(self) -> dict[str, P]:
@@ -160,11 +164,6 @@ class BufferPacking:
     def staged(self, buffers: Mapping[str, Any]) -> Staged:
         """Return the buffers as a `Staged` tree."""
         return Staged(dict(buffers), self)
-
-    def sizes(self, buffer: str) -> tuple[int, ...]:
-        """Return the sizes of the axes over which the leaves of a buffer are sharded."""
-        sizes = dict(self.axis_sizes)
-        return tuple(sizes[axis] for axis in self.axes[buffer])
 
     def part_size(self, leaf: Leaf) -> int:
         """Return the number of elements of a leaf in one part of its buffer."""

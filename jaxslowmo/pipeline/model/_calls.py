@@ -159,6 +159,11 @@ def _kind(x: Any) -> str:
     return "None" if x is None else type(x).__name__
 
 
+def type_text(x: Any) -> str:
+    """Return dtype and shape of an array, a number or the type of an array."""
+    return f"{jnp.result_type(x)}{list(jnp.shape(x))}"
+
+
 def call_signature(call: Callable[..., Any], takes_state: bool) -> inspect.Signature:
     """Return the signature of a `__call__`, with `model_state` only if `takes_state`."""
     whole = inspect.signature(call)

@@ -15,6 +15,7 @@ from ..._support.types import PyTree
 from ...mesh import axis_names
 from ...tree import Staged, in_model_form, leaf_names
 from ._buffer_packing import Leaf, LeafPlace
+from ._calls import type_text
 from ._layered import LayeredModel, Run
 from ._optimizer import StagePacking
 from ._stacking import stacked, unstacked
@@ -145,7 +146,7 @@ class StageLayout:
         leaves = _leaves_of(params, param_specs, sizes)
         paths = [leaf_names(layer) for layer in params]
         self._first = np.cumsum([0, *(d.num_leaves for d in treedefs)]).tolist()
-        also = [str(jax.tree.map(_kind_of, x)) for x in beside or [None] * len(params)]
+        also = [str(jax.tree.map(type_text, x)) for x in beside or [None] * len(params)]
         kinds = list(zip(treedefs, map(tuple, leaves), map(tuple, paths), also, strict=True))
         rows = [model.runs(kinds, *block) for block in self.blocks]
         self.all_runs: list[tuple[Run, ...]] = rows if runs is None else list(runs)
@@ -351,10 +352,6 @@ def _leaf(name: str, x: Any, spec: P, sizes: Sequence[tuple[str, int]]) -> Leaf:
                 f"dimension of {size} does not divide by the {parts} devices along {names}."
             )
     return leaf
-
-
-def _kind_of(x: Any) -> str:
-    return f"{jnp.result_type(x)}{list(jnp.shape(x))}"
 
 
 def _as_array(x: Any) -> Any:

@@ -10,13 +10,13 @@ from itertools import accumulate
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 from jax.core import Tracer
 
 from ..._support.types import PyTree
 from ...transform import GradientTransform
 from ...tree import leaf_names
+from ._calls import type_text
 
 TiedLeaf = tuple[int, str]
 """A layer, and the path of a leaf in its parameters, such as `"dense/kernel"`."""
@@ -74,7 +74,7 @@ def tied_positions(ties: Ties, params: Sequence[PyTree]) -> Groups:
                 has = ", ".join(names[layer]) or "no leaves"
                 raise ValueError(f"`tied` names {path!r} of layer {layer}, which has {has}.")
         positions = tuple(first[layer] + names[layer].index(path) for layer, path in group)
-        kinds = [f"{jnp.result_type(leaves[i])}{list(jnp.shape(leaves[i]))}" for i in positions]
+        kinds = [type_text(leaves[i]) for i in positions]
         if len(set(kinds)) > 1:
             each = zip(group, kinds, strict=True)
             raise ValueError(

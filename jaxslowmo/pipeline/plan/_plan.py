@@ -18,6 +18,7 @@ from ...mesh import axis_names, axis_size, from_first, only_over
 from ..model import (
     BufferPacking,
     LayeredModel,
+    Leaf,
     LeafPlace,
     Loss,
     LossTerms,
@@ -50,6 +51,11 @@ class Segments:
     places: tuple[LeafPlace, ...]
     packing: BufferPacking
     starts: Mapping[str, np.ndarray]
+
+    @property
+    def leaves(self) -> tuple[Any, list[Leaf]]:
+        """The structure and the leaves, wherever they are."""
+        return self.treedef, [place.leaf for place in self.places]
 
     def read(self, buffers: Buffers, model_stage: Any) -> PyTree:
         """Return the leaves of a stage, read from the buffers."""
