@@ -2,7 +2,7 @@
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -45,7 +45,7 @@ def keyed_microbatch(batch: PyTree, rng: jax.Array | None, index: Any, shift: An
 KEYWORDS = ("key", "state")
 """What a layer may take besides its parameters and its input."""
 
-Takes = Sequence[str] | Sequence[Sequence[str] | None] | None
+Takes = Collection[str] | Sequence[Collection[str] | None] | None
 """Names out of `KEYWORDS`: for all layers, or for each; None: those in the layer's signature."""
 
 
@@ -70,7 +70,7 @@ def _are_names(x: Any) -> bool:
     return is_collection and all(isinstance(name, str) and name in KEYWORDS for name in x)
 
 
-def _taken(index: int, layer: Any, said: Sequence[str] | None) -> tuple[str, ...]:
+def _taken(index: int, layer: Any, said: Collection[str] | None) -> tuple[str, ...]:
     """Return the keywords of layer `index`: those in `said`; None: those that its signature has."""
     if not callable(layer):
         raise ValueError(

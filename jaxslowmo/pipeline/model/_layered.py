@@ -1,7 +1,6 @@
 """A model of layers, and any run of them as a stage of a pipeline."""
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -12,7 +11,7 @@ from jax import lax
 from ..._support.types import PyTree
 from ...transform import LossProgram
 from ._calls import Keyed, Takes, call_signature, check_leaves, loss_terms, takes_of
-from ._ties import TiedLeaf, Ties, as_one, as_ties, tied_positions, tied_transform
+from ._ties import Groups, TiedLeaf, Ties, as_one, as_ties, tied_positions, tied_transform
 
 # Shorter runs of equal layers are unrolled: the compiler does not fuse across the border of a loop.
 _SHORTEST = 4
@@ -140,7 +139,7 @@ class LayeredModel(LossProgram):
         self._check_count(params)
         microbatch = batch if rng is None else Keyed(batch, rng)
         whole = self.stage(0, len(self.layers))
-        weights = tuple(as_one(tied_positions(self.tied, params), params))
+        weights = tuple(as_one(self.tied_positions(params), params))
         if not self.takes_state:
             return whole(weights, None, microbatch).value(1)
         states = self.checked_state(model_state)
@@ -270,9 +269,13 @@ class LayeredModel(LossProgram):
         check_leaves("model_state", model_state, keys=True)
         return list(model_state)
 
+    def tied_positions(self, params: Sequence[PyTree]) -> Groups:
+        """Return the positions of tied leaves; raise `ValueError` unless `params` has them."""
+        return tied_positions(self.tied, params) if self.tied else ()
+
     def as_one(self, params: Sequence[PyTree]) -> list[PyTree]:
         """Return `params` with tied leaves replaced by the first of their group."""
-        return as_one(tied_positions(self.tied, params), params, differentiable=False)
+        return as_one(self.tied_positions(params), params, differentiable=False)
 
     def tied_transform(
         self, tx: optax.GradientTransformation
@@ -287,13 +290,13 @@ class LayeredModel(LossProgram):
         """
         if not self.tied:
             return optax.with_extra_args_support(tx)
-        return tied_transform(partial(tied_positions, self.tied), tx)
+        return tied_transform(self.tied_positions, tx)
 
     def check_params(self, params: Sequence[PyTree]) -> None:
         """Raise `ValueError` unless `params` has a tree of arrays per layer and the tied leaves."""
         self._check_count(params)
         check_leaves("params", params)
-        tied_positions(self.tied, params)
+        self.tied_positions(params)
 
     def _check_count(self, params: Any) -> None:
         if not isinstance(params, Sequence) or len(params) != len(self.layers):

@@ -19,7 +19,6 @@ from ._calls import type_text
 from ._layered import LayeredModel, Run
 from ._optimizer import StagePacking
 from ._stacking import stacked, unstacked
-from ._ties import tied_positions
 
 
 class Block(NamedTuple):
@@ -164,7 +163,7 @@ class StageLayout:
             subtrees=tuple(jax.tree.structure(0) for _ in flat),
             leaves=tuple((leaf,) for leaf in flat),
             stages=tuple(map(tuple, stages)),
-            ties=tied_positions(model.tied, params),
+            ties=model.tied_positions(params),
             axis_sizes=sizes,
             axis_name=axis_name,
             mesh=mesh,

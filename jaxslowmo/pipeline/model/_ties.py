@@ -63,8 +63,6 @@ def tied_positions(ties: Ties, params: Sequence[PyTree]) -> Groups:
     Raises:
       ValueError: a leaf that `params` lacks, a group whose shapes or dtypes differ.
     """
-    if not ties:
-        return ()
     leaves, names = jax.tree.leaves(list(params)), [leaf_names(layer) for layer in params]
     first = [0, *accumulate(map(len, names))]
     groups = []
