@@ -157,9 +157,7 @@ def whole_types(types: PyTree) -> PyTree:
             lead = x[name].shape[: len(x[name].shape) - len(packing.shapes[name])]
             return jax.ShapeDtypeStruct((*lead, *place.leaf.shape), x[name].dtype)
 
-        parts = zip(packing.subtrees, packing.places, strict=True)
-        subtrees = [tree.unflatten(map(leaf, places)) for tree, places in parts]
-        return packing.outer.unflatten(subtrees)
+        return packing.map(leaf)
 
     return jax.tree.map(whole, types, is_leaf=is_staged)
 

@@ -5,17 +5,16 @@ import numbers
 from collections.abc import Sequence
 from typing import Any, Literal
 
-import jax
 import numpy as np
 from jax.sharding import Mesh
 
 from .._support.checks import check_choice
 from .._support.types import PyTree
 from .host import HostPipeline
-from .model import Block, LayeredModel, StageLayout, equal_layers, model_blocks, refuse_keys
+from .model import Block, LayeredModel, StageLayout, model_blocks
 from .one_program import OneProgram
 from .partition import blocks_by_bytes
-from .plan import Pipelined, Plan, Segment, Segments, StageKind
+from .plan import Pipelined, Plan, Segments, StageKind
 from .schedules import Schedule
 
 Executor = Literal["one_program", "host"]
@@ -118,7 +117,7 @@ def pipelined(
     )
     layouts = [layout]
     if states is not None:
-        untied = LayeredModel(model.layers, model.loss)
+        untied = LayeredModel(model.layers, model.loss, takes=model.takes)
         runs = layout.all_runs
         layouts.append(StageLayout(untied, states, blocks, schedule.placement, runs=runs, **placed))
     kinds, of_stage = _stage_kinds(model, layouts)
@@ -146,7 +145,6 @@ def _blocks(
 ) -> tuple[Block, ...]:
     """Return the layers of each stage of the model."""
     model.check_params(params)
-    refuse_keys(params)
     count = schedule.num_stages * schedule.num_chunks
     if parts is None and count <= len(params):
         return tuple(Block(*block) for block in blocks_by_bytes(params, count))
@@ -158,7 +156,7 @@ def _stage_kinds(
 ) -> tuple[list[StageKind], np.ndarray]:
     """Return the kinds of a model's stages, and the index of each stage's kind.
 
-    Stages are of one kind if their functions are equal and their leaves have equal relative places.
+    Stages are of one kind if their functions and their leaves are equal.
 
     Args:
       model: the layers.
@@ -170,18 +168,18 @@ def _stage_kinds(
     for k, block in enumerate(blocks):
         ends = k == 0, k == len(blocks) - 1
         segments = [_segments_of(layout, k) for layout in layouts]
-        layers = model.layers[block.start : block.end]
         for i, kind in enumerate(kinds):
             of_kind = [kind.weights] if kind.states is None else [kind.weights, kind.states]
-            others = model.layers[kind.start : kind.start + len(layers)]
-            is_alike = (kind.is_first, kind.is_last) == ends
-            is_alike = is_alike and all(map(equal_layers, others, layers))
-            if is_alike and [*map(_form, of_kind)] == [*map(_form, segments)]:
+            is_alike = (kind.is_first, kind.is_last) == ends and all(
+                model.equal_layers(kind.start + at - block.start, at) for at in range(*block)
+            )
+            pairs = list(zip(of_kind, segments, strict=True))
+            if is_alike and all(one.leaves == other.leaves for one, other in pairs):
                 of_stage[k] = i
-                for one, other in zip(of_kind, segments, strict=True):
-                    first = _first_places(one)
-                    for name, start in _first_places(other).items():
-                        one.starts[name][k] = start - first[name]
+                for one, other in pairs:
+                    for first, place in zip(one.places, other.places, strict=True):
+                        # The same for all leaves in a buffer: they follow each other in one order.
+                        one.starts[place.leaf.buffer][k] = place.start - first.start
                 break
         else:
             of_stage[k] = len(kinds)
@@ -191,27 +189,8 @@ def _stage_kinds(
 
 def _segments_of(layout: StageLayout, model_stage: int) -> Segments:
     """Return the leaves of a stage of the model, as the first stage of a new kind."""
-    runs, packing = layout.runs(model_stage), layout.packing
-    treedef = jax.tree_util.treedef_tuple(layout.treedef(run.start) for run in runs)
-    segments = [
-        Segment(place, run.count, packing.part_size(place.leaf))
-        for run in runs
-        for place in layout.places(run)
-    ]
-    starts = {name: np.zeros(len(layout.blocks), np.int32) for name in packing.axes}
-    return Segments(treedef, tuple(segments), packing, starts)
-
-
-def _first_places(segments: Segments) -> dict[str, int]:
-    """Return the start of a stage's first leaf in each buffer."""
-    return {s.place.leaf.buffer: s.place.start for s in reversed(segments.segments)}
-
-
-def _form(segments: Segments) -> tuple[Any, list[Any]]:
-    """Return a key of the places of a stage's leaves, relative to the first leaf in each buffer."""
-    first = _first_places(segments)
-    places = [(s.place.start - first[s.place.leaf.buffer], s) for s in segments.segments]
-    return segments.treedef, [(start, s.place.leaf, s.count) for start, s in places]
+    starts = {name: np.zeros(len(layout.blocks), np.int32) for name in layout.packing.axes}
+    return Segments(*layout.places(model_stage), layout.packing, starts)
 
 
 def check_pipeline(model: Any, schedule: Any) -> None:

@@ -190,6 +190,17 @@ MODELS = {
     "a third argument": Refusal(lambda: layer(lambda w, x, mask: x), "layer 0", "(w, x, mask)"),
     "another keyword": Refusal(lambda: layer(lambda w, x, *, train: x), "layer 0", "train"),
     "a key by position alone": Refusal(lambda: layer(lambda w, x, key, /: x), "layer 0", "key, /"),
+    "one name to take": Refusal(lambda: layered(takes="key"), "`takes`", "key"),
+    "another name to take": Refusal(lambda: layered(takes=("rng",)), "`takes`", ("rng",)),
+    "another name for one": Refusal(lambda: layered(takes=[(), None, ["rng"]]), "`takes`", "rng"),
+    "names of too few layers": Refusal(lambda: layered(takes=[(), ()]), "`takes`", "3 layers"),
+    "no name to take": Refusal(lambda: layered(takes=3), "`takes`", 3),
+    "a key that a layer lacks": Refusal(
+        lambda: layered(takes=[(), ("key",), ()]), "`takes`", "got dense"
+    ),
+    "a state that is not said": Refusal(
+        lambda: layered(layers=[stateful], takes=("key",)), "`takes`", "got stateful"
+    ),
     "a tie beyond the model": Refusal(lambda: tied([(0, "w"), (3, "w")]), "`tied`", 3),
     "a tie before the model": Refusal(lambda: tied([(0, "w"), (-1, "w")]), "`tied`", -1),
     "a tie of one": Refusal(lambda: tied([(0, "w")]), "`tied`", (0, "w")),

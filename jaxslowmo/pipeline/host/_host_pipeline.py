@@ -11,7 +11,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from ..._support.types import CompilerOptions, PyTree
 from ...tree import Staged, at_least_float32
-from ..model import Loss, LossTerms
+from ..model import Loss, LossTerms, type_text
 from ..plan import Pipelined, Plan, Totals
 from ._dispatch import Pass
 from ._stage_meshes import Spread, StageMeshes
@@ -140,7 +140,7 @@ class HostPipeline(Pipelined):
         if keys is not None and jnp.issubdtype(keys.dtype, jax.dtypes.prng_key):
             impl, keys = str(jax.random.key_impl(keys)), _words(keys)
         setting = HostSetting(self.plan, spread, parts, impl, differentiates, compiler_options)
-        types = jax.tree.map(_type_of, (stacked.buffers, batch, keys, states))
+        types = jax.tree.map(type_text, (stacked.buffers, batch, keys, states))
         key = *setting[1:], str(types)
         if key not in self._executions:
             self._executions[key] = Execution(setting, self._stages)
@@ -155,10 +155,6 @@ def _words(keys: Any) -> Any:
     if isinstance(keys, jax.ShapeDtypeStruct):
         return jax.eval_shape(jax.random.key_data, keys)
     return jax.random.key_data(keys)
-
-
-def _type_of(x: Any) -> str:
-    return f"{jnp.result_type(x)}{list(jnp.shape(x))}"
 
 
 class Execution:

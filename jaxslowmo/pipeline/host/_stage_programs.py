@@ -216,10 +216,7 @@ class StagePrograms:
         setting, segments = self._setting, self._kind.weights
         lead = setting.replica.spec
         inside = frozenset(mesh.axis_names) - set(setting.spread.data_axes)
-        specs = [
-            P(*lead, *[None] * (s.count > 1), *only_over(s.place.leaf.spec, inside))
-            for s in segments.segments
-        ]
+        specs = [P(*lead, *only_over(place.leaf.spec, inside)) for place in segments.places]
         return segments.treedef.unflatten([NamedSharding(mesh, spec) for spec in specs])
 
     def _microbatch(self, data: StageInputs, number: jax.Array) -> PyTree:

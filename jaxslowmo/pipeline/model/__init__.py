@@ -1,20 +1,21 @@
 """A model as a list of layers: whole, as stages of a pipeline, and stacked over devices."""
 
 from ._buffer_packing import BufferPacking as BufferPacking
+from ._buffer_packing import Leaf as Leaf
 from ._buffer_packing import LeafPlace as LeafPlace
+from ._buffer_packing import with_part as with_part
 from ._calls import Keyed as Keyed
 from ._calls import Loss as Loss
 from ._calls import LossTerms as LossTerms
 from ._calls import call_signature as call_signature
 from ._calls import keyed_microbatch as keyed_microbatch
 from ._calls import quotient as quotient
+from ._calls import type_text as type_text
 from ._layered import LayeredModel as LayeredModel
 from ._layered import Run as Run
 from ._layered import WithState as WithState
-from ._layered import equal_layers as equal_layers
 from ._layered import without_state as without_state
 from ._optimizer import StagePacking as StagePacking
 from ._stage_layout import Block as Block
 from ._stage_layout import StageLayout as StageLayout
 from ._stage_layout import model_blocks as model_blocks
-from ._stage_layout import refuse_keys as refuse_keys

@@ -1,7 +1,7 @@
 """Pack the leaves of each stage into flat buffers, and read them back."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple, Self
@@ -10,12 +10,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ..._support.types import PyTree
 from ...mesh import axis_names
 from ...tree import Staged, from_blocks, to_blocks
+from ._ties import mirrors
 
 
 class Leaf(NamedTuple):
@@ -31,6 +33,13 @@ class Leaf(NamedTuple):
     spec: P
     buffer: str
 
+    @classmethod
+    def of(cls, x: Any, spec: P, axis_sizes: Sequence[tuple[str, int]]) -> "Leaf":
+        """Return the leaf of an array or type; axes are in the order of the mesh."""
+        leaf = cls(jnp.shape(x), spec, np.dtype(jnp.result_type(x)).name)
+        over = [axis for axis, _ in axis_sizes if axis in leaf.axes]
+        return leaf._replace(buffer="/".join((leaf.buffer, *over)))
+
     @property
     def axes(self) -> frozenset[str]:
         """The axes over which the array is sharded."""
@@ -41,18 +50,27 @@ class Leaf(NamedTuple):
         """The number of elements of the whole array."""
         return math.prod(self.shape)
 
+    def of_layers(self, count: int) -> "Leaf":
+        """Return the leaf (layers, *shape) of consecutive equal layers; this one for one layer."""
+        return Leaf((count, *self.shape), P(None, *self.spec), self.buffer) if count > 1 else self
+
 
 class LeafPlace(NamedTuple):
-    """The place of a leaf: device stage `stage`, from element `start` of its buffer on."""
+    """The place of a leaf: device stage `stage`, from element `start` of its buffer on.
+
+    The leaves of several equal layers that follow each other are one leaf (layers, *shape).
+    """
 
     stage: int
-    start: int
+    start: Any  # int, or () int32 while tracing
     leaf: Leaf
 
 
-def buffer_name(dtype: Any, axes: Sequence[str]) -> str:
-    """Return the name of the buffer of leaves of this dtype that are sharded over these axes."""
-    return "/".join((np.dtype(dtype).name, *axes))
+def with_part(buffer: jax.Array, place: LeafPlace, part: jax.Array) -> jax.Array:
+    """Return a stage's buffer with other elements at a place; see `BufferPacking.part`."""
+    return lax.dynamic_update_slice_in_dim(
+        buffer, part.astype(buffer.dtype), place.start, buffer.ndim - 1
+    )
 
 
 @dataclass(frozen=True)
@@ -132,7 +150,11 @@ class BufferPacking:
         for place in (place for places in self.places for place in places):
             end = place.start + self.part_size(place.leaf)
             ends[place.leaf.buffer] = max(ends[place.leaf.buffer], end)
-        return {n: (self.num_stages, *self.sizes(n), end) for n, end in ends.items()}
+        sizes = dict(self.axis_sizes)
+        return {
+            n: (self.num_stages, *(sizes[axis] for axis in self.axes[n]), end)
+            for n, end in ends.items()
+        }
 
     @property
     def specs(self) -> dict[str, P]:
@@ -143,27 +165,27 @@ class BufferPacking:
         """Return the buffers as a `Staged` tree."""
         return Staged(dict(buffers), self)
 
-    def sizes(self, buffer: str) -> tuple[int, ...]:
-        """Return the sizes of the axes over which the leaves of a buffer are sharded."""
-        sizes = dict(self.axis_sizes)
-        return tuple(sizes[axis] for axis in self.axes[buffer])
-
     def part_size(self, leaf: Leaf) -> int:
         """Return the number of elements of a leaf in one part of its buffer."""
         return leaf.size // math.prod(self._sizes_of(leaf).values())
 
+    def map(self, fn: Callable[..., Any], *trees: PyTree, stage: int | None = None) -> PyTree:
+        """Return the tree of `fn(place, *leaves)`, of one stage or (None) of the whole model."""
+        held = range(len(self.leaves)) if stage is None else frozenset(self.stages[stage])
+
+        def node(position: int, *parts: PyTree) -> PyTree:
+            if position not in held:
+                return optax.MaskedNode()
+            subtree = self.subtrees[position]
+            leaves = [subtree.flatten_up_to(part) for part in parts]
+            return subtree.unflatten(map(fn, self.places[position], *leaves))
+
+        parts = [self.outer.flatten_up_to(tree) for tree in trees]
+        return self.outer.unflatten(map(node, range(len(self.leaves)), *parts))
+
     def unpack(self, buffers: Mapping[str, Any], stage: int) -> PyTree:
         """Return the tree of one stage, read from its buffers (*sizes, elements)."""
-        held = set(self.stages[stage])
-        values = [
-            subtree.unflatten([self.read(buffers[p.leaf.buffer], p) for p in places])
-            if position in held
-            else optax.MaskedNode()
-            for position, (subtree, places) in enumerate(
-                zip(self.subtrees, self.places, strict=True)
-            )
-        ]
-        return self.outer.unflatten(values)
+        return self.map(lambda p: self.read(buffers[p.leaf.buffer], p), stage=stage)
 
     def pack(self, tree: PyTree, stage: int, numpy: Any = jnp, num_lead: int = 0) -> dict[str, Any]:
         """Return the buffers of a stage, (*lead, *sizes, elements).
@@ -201,13 +223,16 @@ class BufferPacking:
         )
 
     def read(self, buffer: Any, place: LeafPlace) -> Any:
-        """Return a leaf from a stage's buffer, (*lead, *sizes, elements)."""
-        size = self.part_size(place.leaf)
-        return self.whole(buffer[..., place.start : place.start + size], place.leaf)
+        """Return a leaf (*lead, *shape) from a stage's buffer, (*lead, *sizes, elements)."""
+        part = self.part(buffer, place)
+        return from_blocks(part, place.leaf.shape, place.leaf.spec, self._sizes_of(place.leaf))
 
-    def whole(self, part: Any, leaf: Leaf) -> Any:
-        """Return a leaf (*lead, *shape) from its part of a buffer, (*lead, *sizes, elements)."""
-        return from_blocks(part, leaf.shape, leaf.spec, self._sizes_of(leaf))
+    def part(self, buffer: Any, place: LeafPlace) -> Any:
+        """Return the elements (*lead, *sizes, elements) of a leaf in a stage's buffer."""
+        size = self.part_size(place.leaf)
+        if isinstance(place.start, int):
+            return buffer[..., place.start : place.start + size]
+        return lax.dynamic_slice_in_dim(buffer, place.start, size, buffer.ndim - 1)
 
     def flat(self, x: Any, leaf: Leaf, numpy: Any = jnp, num_lead: int = 0) -> Any:
         """Return a leaf in the form of its part of a buffer, (*lead, *sizes, elements)."""
@@ -219,28 +244,16 @@ class BufferPacking:
 
     def mirrors(self, x: Any) -> bool:
         """Return whether `x` has the structure of the parameters, with any trees as leaves."""
-        try:
-            self.outer.flatten_up_to(x)
-        except (ValueError, TypeError):
-            return False
-        return True
+        return mirrors(self.outer, x)
 
     def model_types(self, buffers: Mapping[str, Any]) -> PyTree:
         """Return the types of the tree of the whole model, from buffers or their types."""
-        return self.outer.unflatten(
-            [
-                subtree.unflatten(
-                    [jax.ShapeDtypeStruct(x.shape, buffers[x.buffer].dtype) for x in leaves]
-                )
-                for subtree, leaves in zip(self.subtrees, self.leaves, strict=True)
-            ]
-        )
+        return self.types({name: x.dtype for name, x in buffers.items()})
 
-    def types(self, stage: int, dtypes: Mapping[str, Any]) -> PyTree:
-        """Return the types of one stage's tree, from the dtype of each buffer."""
-        return jax.eval_shape(
-            lambda buffers: self.unpack(buffers, stage),
-            {n: jax.ShapeDtypeStruct(s[1:], dtypes[n]) for n, s in self.shapes.items()},
+    def types(self, dtypes: Mapping[str, Any], stage: int | None = None) -> PyTree:
+        """Return the types of the tree of a stage or of the model, from the buffers' dtypes."""
+        return self.map(
+            lambda p: jax.ShapeDtypeStruct(p.leaf.shape, dtypes[p.leaf.buffer]), stage=stage
         )
 
     def buffer_types(
@@ -305,6 +318,4 @@ class BufferPacking:
 
     def _leaf_like(self, x: Any, parameter: Leaf | None) -> Leaf:
         spec = parameter.spec if parameter is not None and parameter.shape == x.shape else P()
-        leaf = Leaf(tuple(x.shape), spec, "")
-        axes = [axis for axis, _ in self.axis_sizes if axis in leaf.axes]
-        return leaf._replace(buffer=buffer_name(x.dtype, axes))
+        return Leaf.of(x, spec, self.axis_sizes)

@@ -1,8 +1,8 @@
-"""Call layers and losses: which keywords a layer takes, and how terms of a loss add up."""
+"""Which keywords layers take, which leaves they may have, and how terms of a loss add up."""
 
 import functools
 import inspect
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -42,109 +42,66 @@ def keyed_microbatch(batch: PyTree, rng: jax.Array | None, index: Any, shift: An
     return batch if rng is None else Keyed(batch, jax.random.fold_in(rng, index), shift)
 
 
-class LayerCall:
-    """A layer, and the keywords that it is called with.
+KEYWORDS = ("key", "state")
+"""What a layer may take besides its parameters and its input."""
 
-    Attributes:
-      takes_key: whether it takes a PRNG key, or may take one: whether a layer with `**kwargs` does
-        is only known when it is called.
-      takes_state: whether it takes its part of the model state.
+Takes = Collection[str] | Sequence[Collection[str] | None] | None
+"""Names out of `KEYWORDS`: for all layers, or for each; None: those in the layer's signature."""
 
-    Args:
-      layer: the function; keywords that a `functools.partial` has bound are left as they are.
-      index: index of the layer in the model, for messages.
+
+def takes_of(layers: Sequence[Any], takes: Takes) -> tuple[tuple[str, ...], ...]:
+    """Return the keywords that each layer is called with.
 
     Raises:
-      ValueError: an object that cannot be called as `layer(params, x)`.
+      ValueError: `takes` of another form; a layer that cannot be called so.
     """
-
-    def __init__(self, layer: Any, index: int) -> None:
-        self._layer = layer
-        # None: the layer has `**kwargs`, so calls pass a key until one shows that it takes none.
-        self._key: bool | None = False
-        self.takes_key = self.takes_state = False
-        if not callable(layer):
-            raise ValueError(
-                f"`layers` must be functions of (params, x), got {type(layer).__name__} as layer "
-                f"{index}."
-            )
-        try:
-            signature = inspect.signature(layer)
-        except (TypeError, ValueError):  # builtins have no signature, and take no such keywords
-            return
-        bound = layer.keywords if isinstance(layer, functools.partial) else {}
-        self._key = _takes(signature, "key", bound)
-        self.takes_key = self._key is not False
-        self.takes_state = _takes(signature, "state", bound) is True
-        options = {"key": self._key, "state": self.takes_state}
-        try:
-            signature.bind(None, None, **{name: None for name, x in options.items() if x})
-        except TypeError:
-            raise ValueError(
-                "`layers` must be functions that can be called as layer(params, x), got "
-                f"{_name_of(layer)} as layer {index}, whose signature is {_short(signature)}."
-            ) from None
-
-    def __call__(self, params: PyTree, x: PyTree, key: Any, state: PyTree) -> Any:
-        """Call the layer with the keywords that it takes, and return its result.
-
-        Args:
-          params: the parameters of the layer.
-          x: the result of the previous layer, or the microbatch.
-          key: the PRNG key of the layer, or None.
-          state: the layer's part of the model state.
-        """
-        options = {"state": state} if self.takes_state else {}
-        if self._key is not None:
-            keyed = {"key": key} if self._key else {}
-            return self._layer(params, x, **keyed, **options)
-        try:
-            return self._layer(params, x, key=key, **options)
-        except TypeError as error:
-            if not _is_key_refused(error):
-                raise
-        result = self._layer(params, x, **options)
-        # The layer's code refuses a key, whatever the values are: later calls need not try.
-        self._key = False
-        return result
+    each: Any = [takes] * len(layers) if takes is None or _are_names(takes) else takes
+    is_form = isinstance(each, list | tuple) and len(each) == len(layers)
+    if not is_form or not all(x is None or _are_names(x) for x in each):
+        raise ValueError(
+            "`takes` must be names out of 'key' and 'state' for all layers, such as ('key',), or a "
+            f"list of one such tuple or None for each of the {len(layers)} layers, got {takes!r}."
+        )
+    return tuple(_taken(i, *one) for i, one in enumerate(zip(layers, each, strict=True)))
 
 
-def _takes(signature: inspect.Signature, name: str, bound: Collection[str]) -> bool | None:
-    """Return whether a function of two positional arguments also takes a keyword.
-
-    Args:
-      signature: the signature of the layer.
-      name: the keyword.
-      bound: the keywords that a `functools.partial` has bound.
-
-    Returns:
-      None if the keyword could only be one of `**kwargs`.
-    """
-    every = list(signature.parameters.values())
-    positional = [p for p in every if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    by_name = [p for p in every if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    if name in bound or name in [p.name for p in positional[:2] if p in by_name]:
-        return False
-    if name in [p.name for p in by_name]:
-        return True
-    return None if any(p.kind is p.VAR_KEYWORD for p in every) else False
+def _are_names(x: Any) -> bool:
+    is_collection = isinstance(x, list | tuple | set | frozenset)
+    return is_collection and all(isinstance(name, str) and name in KEYWORDS for name in x)
 
 
-def _is_key_refused(error: TypeError) -> bool:
-    """Return whether a layer with `**kwargs` passed its `key` to a function that takes none.
+def _taken(index: int, layer: Any, said: Collection[str] | None) -> tuple[str, ...]:
+    """Return the keywords of layer `index`: those in `said`; None: those that its signature has."""
+    if not callable(layer):
+        raise ValueError(
+            f"`layers` must be functions of (params, x), got {type(layer).__name__} as layer "
+            f"{index}."
+        )
+    try:
+        signature = inspect.signature(layer)
+    except (TypeError, ValueError):  # builtins have no signature, and take no such keywords
+        return tuple(name for name in KEYWORDS if name in (said or ()))
+    has = _names_in(signature, layer) if said is None else said
+    taken = tuple(name for name in KEYWORDS if name in has)
+    try:
+        signature.bind(None, None, **dict.fromkeys(taken))
+    except TypeError:
+        call = ", ".join(["params", "x", *(f"{name}={name}" for name in taken)])
+        raise ValueError(
+            f"`{'layers' if said is None else 'takes'}` must be such that layer {index} can be "
+            f"called as layer({call}), got {_name_of(layer)}, whose signature is "
+            f"{_short(signature)}."
+        ) from None
+    return taken
 
-    If a function on the way takes `key` by name, the layer does take one, and the error is a
-    mistake inside of it: called again without a key it might train without dropout.
-    """
-    if "unexpected keyword argument 'key'" not in str(error):
-        return False
-    traceback = error.__traceback__ and error.__traceback__.tb_next  # the frame after `__call__`
-    while traceback is not None:
-        code = traceback.tb_frame.f_code
-        if "key" in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]:
-            return False
-        traceback = traceback.tb_next
-    return True
+
+def _names_in(signature: inspect.Signature, layer: Any) -> list[str]:
+    """Return the names of parameters behind the first two that `functools.partial` hasn't bound."""
+    bound = layer.keywords if isinstance(layer, functools.partial) else {}
+    every = signature.parameters.values()
+    positional = [p.name for p in every if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    named = [p.name for p in every if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    return [name for name in named if name not in (*positional[:2], *bound)]
 
 
 def _name_of(layer: Any) -> str:
@@ -157,30 +114,31 @@ def _short(signature: inspect.Signature) -> str:
     return str(signature.replace(parameters=bare, return_annotation=signature.empty))
 
 
-def check_leaves(argument: str, tree: PyTree) -> None:
+def check_leaves(argument: str, tree: PyTree, *, keys: bool = False) -> None:
     """Raise `ValueError` for a leaf that is not an array, a number or the type of an array.
 
     Args:
       argument: the name of the public argument, for the message.
       tree: the value of the argument.
+      keys: whether leaves may also be PRNG keys.
     """
     leaves = jax.tree.leaves(tree)
-    if all(map(_is_array, leaves)):
+    wrong = [i for i, x in enumerate(leaves) if not (_is_number(x) or (keys and _is_key(x)))]
+    if not wrong:
         return
-    named = zip(leaf_names(tree), leaves, strict=True)
-    name, wrong = next((name, x) for name, x in named if not _is_array(x))
-    raise ValueError(
-        f"`{argument}` must hold arrays alone, got {_kind(wrong)} at {name!r}: of a module pass "
-        "the arrays, such as `eqx.filter(module, eqx.is_array)` or the first part of "
-        "`eqx.partition(module, eqx.is_array)`."
+    x, name = leaves[wrong[0]], leaf_names(tree)[wrong[0]]
+    hint = (
+        "pass PRNG keys as `rng`, of which each layer that takes `key` gets its own."
+        if _is_key(x)
+        else "of a module pass the arrays, such as `eqx.filter(module, eqx.is_array)` or the first "
+        "part of `eqx.partition(module, eqx.is_array)`."
     )
+    raise ValueError(f"`{argument}` must hold arrays alone, got {_kind(x)} at {name!r}: {hint}")
 
 
-def _is_array(x: Any) -> bool:
-    try:
-        return _is_number(x) or jnp.issubdtype(x.dtype, jax.dtypes.extended)
-    except (AttributeError, TypeError):
-        return False
+def _is_key(x: Any) -> bool:
+    is_of_jax = isinstance(x, jax.Array | jax.ShapeDtypeStruct)
+    return is_of_jax and jnp.issubdtype(x.dtype, jax.dtypes.extended)
 
 
 def _is_number(x: Any) -> bool:
@@ -199,6 +157,11 @@ def _kind(x: Any) -> str:
     if hasattr(x, "dtype") and hasattr(x, "shape"):
         return f"{x.dtype}{list(x.shape)}"
     return "None" if x is None else type(x).__name__
+
+
+def type_text(x: Any) -> str:
+    """Return dtype and shape of an array, a number or the type of an array."""
+    return f"{jnp.result_type(x)}{list(jnp.shape(x))}"
 
 
 def call_signature(call: Callable[..., Any], takes_state: bool) -> inspect.Signature:

@@ -10,9 +10,8 @@ from jax import lax
 
 from ..._support.types import PyTree
 from ...transform import LossProgram
-from ...tree import leaf_names
-from ._calls import Keyed, LayerCall, call_signature, check_leaves, loss_terms
-from ._ties import TiedLeaf, Ties, as_one, as_ties, check_ties, tied_transform
+from ._calls import Keyed, Takes, call_signature, check_leaves, loss_terms, takes_of
+from ._ties import Groups, TiedLeaf, Ties, as_one, as_ties, tied_positions, tied_transform
 
 # Shorter runs of equal layers are unrolled: the compiler does not fuse across the border of a loop.
 _SHORTEST = 4
@@ -30,41 +29,6 @@ class Run(NamedTuple):
 
     start: int
     count: int
-
-
-def runs_of(layers: Sequence[Any], kinds: Sequence[Any], start: int, end: int) -> tuple[Run, ...]:
-    """Return layers `start` to `end`, without `end`, in runs.
-
-    Args:
-      layers: functions of the whole model.
-      kinds: a description of each layer's parameters: structure, paths, shapes, dtypes, specs.
-      start: index of the first layer.
-      end: index after the last layer.
-    """
-    runs: list[Run] = []
-    at = start
-    while at < end:
-        count = 1
-        while at + count < end and _alike(layers, kinds, at, at + count):
-            count += 1
-        whole = count >= _SHORTEST
-        runs += [Run(at, count)] if whole else [Run(i, 1) for i in range(at, at + count)]
-        at += count
-    return tuple(runs)
-
-
-def _alike(layers: Sequence[Any], kinds: Sequence[Any], one: int, other: int) -> bool:
-    return kinds[one] == kinds[other] and equal_layers(layers[one], layers[other])
-
-
-def equal_layers(one: Any, other: Any) -> bool:
-    """Return whether two layers are the same function."""
-    if one is other:
-        return True
-    try:
-        return bool(one == other)
-    except Exception:  # some objects compare elementwise, as arrays do
-        return False
 
 
 class WithState(NamedTuple):
@@ -92,11 +56,10 @@ class LayeredModel(LossProgram):
 
     Args:
       layers: functions `layer(params, x) -> x`, one per layer. The first gets the microbatch as
-        `x`; the last returns the input of `loss`. A layer with a keyword `key` gets its own PRNG
-        key per microbatch, or None without `rng`. So does a layer with `**kwargs`, unless it passes
-        them to a function without `key`, such as flax's `module.apply`. A layer whose signature
-        names a keyword `state` gets its part of the model state, such as BatchNorm's statistics,
-        and returns (x, new state); no gradient passes through the state.
+        `x`; the last returns the input of `loss`. A layer that takes `key` gets its own PRNG key
+        per microbatch, or None without `rng`. A layer that takes `state` gets its part of the model
+        state, such as BatchNorm's statistics, and returns (x, new state); no gradient passes
+        through the state.
       loss: function `loss(output, microbatch)`. It returns a scalar, the mean over the examples of
         the microbatch, of a real floating dtype (float32 for a Python float); or a pair
         (sum, weight), such as a sum over unmasked tokens and their number: the loss is then sum of
@@ -106,10 +69,18 @@ class LayeredModel(LossProgram):
         `[((0, "table"), (9, "table"))]`. All leaves of a group have the value of the first, and the
         gradient of each is the sum over its group, so that any optimizer that works leaf by leaf
         keeps them equal.
+      takes: which of the keywords `key` and `state` layers are called with: `("key",)` for all
+        layers, or one such entry for each layer. None, for all or for one: those that the layer's
+        signature names, as third or later parameter or keyword-only. `**kwargs` names neither;
+        `functools.wraps` gives a wrapper the signature of what it wraps.
+
+    Attributes:
+      takes: the keywords of each layer, a tuple of tuples.
 
     Raises:
-      ValueError: no layers, a layer or a loss that is not a function, a layer that cannot be called
-        with two positional arguments, ties that name no leaf.
+      ValueError: no layers, a layer or a loss that is not a function, other names in `takes` or a
+        number of entries that is not that of the layers, a layer that cannot be called with two
+        positional arguments and these keywords, ties that name no leaf.
 
     Communication: none.
     """
@@ -120,6 +91,7 @@ class LayeredModel(LossProgram):
         loss: Callable[[Any, Any], Any],
         *,
         tied: Iterable[Iterable[TiedLeaf]] = (),
+        takes: Takes = None,
     ) -> None:
         if not isinstance(layers, Iterable):
             raise ValueError(
@@ -129,14 +101,14 @@ class LayeredModel(LossProgram):
         self.loss = loss
         if not self.layers:
             raise ValueError("`layers` must hold at least one function, got none.")
-        self._calls = tuple(LayerCall(layer, i) for i, layer in enumerate(self.layers))
+        self.takes = takes_of(self.layers, takes)
         if not callable(loss):
             raise ValueError(
                 f"`loss` must be a function of (output, microbatch), got {type(loss).__name__}."
             )
         self.tied: Ties = as_ties(tied, len(self.layers))
-        self.takes_key: bool = any(call.takes_key for call in self._calls)
-        self.takes_state: bool = any(call.takes_state for call in self._calls)
+        self.takes_key: bool = any("key" in names for names in self.takes)
+        self.takes_state: bool = any("state" in names for names in self.takes)
         # A step learns from the signature whether there is model state.
         self.__signature__ = call_signature(type(self).__call__, self.takes_state)
 
@@ -165,11 +137,9 @@ class LayeredModel(LossProgram):
         """
         # `check_params` is too strict: leaves may be functions, as in an equinox module.
         self._check_count(params)
-        if self.tied:
-            check_ties(self.tied, params)
         microbatch = batch if rng is None else Keyed(batch, rng)
         whole = self.stage(0, len(self.layers))
-        weights = tuple(as_one(self.tied, params))
+        weights = tuple(as_one(self.tied_positions(params), params))
         if not self.takes_state:
             return whole(weights, None, microbatch).value(1)
         states = self.checked_state(model_state)
@@ -225,10 +195,12 @@ class LayeredModel(LossProgram):
         first = run.start
 
         def layer(x: PyTree, params: PyTree, state: PyTree, index: Any) -> tuple[PyTree, PyTree]:
-            call = self._calls[first]
-            key = keyed.layer_key(index) if keyed is not None and call.takes_key else None
-            result = call(params, x, key, state)
-            return self._with_state(first, result) if call.takes_state else (result, state)
+            takes, options = self.takes[first], {}
+            if "key" in takes:
+                options["key"] = None if keyed is None else keyed.layer_key(index)
+            if "state" not in takes:
+                return self.layers[first](params, x, **options), state
+            return self._with_state(first, self.layers[first](params, x, **options, state=state))
 
         if run.count == 1:
             return layer(x, weights, state, first)
@@ -257,6 +229,35 @@ class LayeredModel(LossProgram):
             )
         return result
 
+    def equal_layers(self, one: int, other: int) -> bool:
+        """Return whether two layers are the same function, called with the same keywords."""
+        if self.takes[one] != self.takes[other]:
+            return False
+        a, b = self.layers[one], self.layers[other]
+        try:
+            return a is b or bool(a == b)
+        except Exception:  # some objects compare elementwise, as arrays do
+            return False
+
+    def runs(self, kinds: Sequence[Any], start: int, end: int) -> tuple[Run, ...]:
+        """Return layers `start` to `end`, without `end`, in runs.
+
+        Args:
+          kinds: a description of each layer's parameters: structure, paths, shapes, dtypes, specs.
+          start: index of the first layer.
+          end: index after the last layer.
+        """
+        runs: list[Run] = []
+        at = start
+        while at < end:
+            to = at + 1
+            while to < end and kinds[to] == kinds[at] and self.equal_layers(at, to):
+                to += 1
+            whole = to - at >= _SHORTEST
+            runs += [Run(at, to - at)] if whole else [Run(i, 1) for i in range(at, to)]
+            at = to
+        return tuple(runs)
+
     def checked_state(self, model_state: Any) -> list[PyTree]:
         """Return `model_state` as a list; raise `ValueError` unless it has one tree per layer."""
         if not isinstance(model_state, list | tuple) or len(model_state) != len(self.layers):
@@ -265,12 +266,16 @@ class LayeredModel(LossProgram):
                 f"`model_state` must be a list of one tree per layer, {len(self.layers)} of them, "
                 f"{{}} for layers that take no `state`, got {got!r}."
             )
-        check_leaves("model_state", model_state)
+        check_leaves("model_state", model_state, keys=True)
         return list(model_state)
+
+    def tied_positions(self, params: Sequence[PyTree]) -> Groups:
+        """Return the positions of tied leaves; raise `ValueError` unless `params` has them."""
+        return tied_positions(self.tied, params) if self.tied else ()
 
     def as_one(self, params: Sequence[PyTree]) -> list[PyTree]:
         """Return `params` with tied leaves replaced by the first of their group."""
-        return as_one(self.tied, params, differentiable=False)
+        return as_one(self.tied_positions(params), params, differentiable=False)
 
     def tied_transform(
         self, tx: optax.GradientTransformation
@@ -285,23 +290,13 @@ class LayeredModel(LossProgram):
         """
         if not self.tied:
             return optax.with_extra_args_support(tx)
-
-        def groups_of(params: Sequence[PyTree]) -> tuple[tuple[int, ...], ...]:
-            counts = [len(jax.tree.leaves(layer)) for layer in params]
-            names = [leaf_names(layer) for layer in params]
-            return tuple(
-                tuple(sum(counts[:layer]) + names[layer].index(path) for layer, path in group)
-                for group in self.tied
-            )
-
-        return tied_transform(groups_of, tx)
+        return tied_transform(self.tied_positions, tx)
 
     def check_params(self, params: Sequence[PyTree]) -> None:
         """Raise `ValueError` unless `params` has a tree of arrays per layer and the tied leaves."""
         self._check_count(params)
         check_leaves("params", params)
-        if self.tied:
-            check_ties(self.tied, params)
+        self.tied_positions(params)
 
     def _check_count(self, params: Any) -> None:
         if not isinstance(params, Sequence) or len(params) != len(self.layers):

@@ -1,6 +1,7 @@
 """Run an optax transform on each stage's leaves, with the paths and shapes of the model."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -17,10 +18,10 @@ from ..._support.types import PyTree
 from ...mesh import only_over
 from ...tracing import ProgramReader, has_side_effects
 from ...tree import Staged
-from ._buffer_packing import BufferPacking, Leaf, buffer_name
+from ._buffer_packing import BufferPacking, Leaf
 from ._stacking import unstacked
 from ._stage_reading import StageReading, read_on_stages
-from ._ties import for_each_copy, seen_once
+from ._ties import Change, for_each_copy, in_each, seen_once
 
 Buffers = dict[str, Any]
 Branch = Callable[[int, list[Buffers], list[Any]], tuple[list[Buffers], list[Any]]]
@@ -55,7 +56,7 @@ class StagePacking(BufferPacking):
             return self._on_mesh(tx.init(params))  # type: ignore[arg-type]
         kinds = {name: x.dtype for name, x in params.items()}
         stages = range(self.num_stages)
-        every = [jax.eval_shape(self._seen(tx.init, s), self.types(s, kinds)) for s in stages]
+        every = [jax.eval_shape(self._seen(tx.init, s), self.types(kinds, s)) for s in stages]
         form, keeps = _form(self, every, reading.shared[0]), reading.by_element
 
         def branch(stage: int, staged: list[Buffers], _: list[Any]) -> Any:
@@ -128,14 +129,9 @@ class StagePacking(BufferPacking):
         if not self.ties:
             return fn
 
-        def changed(tree: PyTree, change: Callable[..., list[Any]]) -> PyTree:
-            def one(x: Any) -> Any:
-                if not self.mirrors(x):
-                    return x
-                parts = self.outer.flatten_up_to(x)
-                return self.outer.unflatten(change(parts, self.ties, self.stages[stage]))
-
-            return jax.tree.map(one, tree, is_leaf=self.mirrors)
+        def changed(tree: PyTree, change: Change) -> PyTree:
+            held = self.stages[stage]
+            return in_each(self.outer, tree, lambda parts: change(parts, self.ties, held))
 
         def seeing(*args: Any, **kwargs: Any) -> PyTree:
             args, kwargs = changed((args, kwargs), seen_once)
@@ -200,17 +196,12 @@ class StagePacking(BufferPacking):
         automatic = frozenset(jax.sharding.get_abstract_mesh().auto_axes)
         if not automatic:
             return tree
-        parts = self.outer.flatten_up_to(tree)
-        for position in self.stages[stage]:
-            subtree, leaves = self.subtrees[position], self.leaves[position]
-            specs = [
-                only_over(leaf.spec, automatic if keeps_parts else frozenset()) for leaf in leaves
-            ]
-            placed = map(
-                lax.with_sharding_constraint, subtree.flatten_up_to(parts[position]), specs
-            )
-            parts[position] = subtree.unflatten(list(placed))
-        return self.outer.unflatten(parts)
+        over = automatic if keeps_parts else frozenset[str]()
+        return self.map(
+            lambda p, x: lax.with_sharding_constraint(x, only_over(p.leaf.spec, over)),
+            tree,
+            stage=stage,
+        )
 
 
 class _Form(NamedTuple):
@@ -239,20 +230,9 @@ class _Form(NamedTuple):
     def packed(
         self, state: PyTree, stage: int, keeps_parts: bool
     ) -> tuple[list[Buffers], list[Any]]:
-        """Return the buffers of one stage's state, and its values that are equal on all stages.
-
-        Raises:
-          ValueError: a state of another structure.
-        """
-        try:
-            nodes = self.structure.flatten_up_to(state)
-            pairs = list(zip(self.nodes, nodes, strict=True))
-            staged = [_pack(p, x, stage, keeps_parts) for p, x in pairs if p is not None]
-        except ValueError as error:
-            raise ValueError(
-                "`optimizer` must keep a state of one structure, and an update changes what it has "
-                f"of stage {stage}: {error}"
-            ) from None
+        """Return the buffers of one stage's state, and its values that are equal on all stages."""
+        pairs = list(zip(self.nodes, self.structure.flatten_up_to(state), strict=True))
+        staged = [_pack(p, x, stage, keeps_parts) for p, x in pairs if p is not None]
         return staged, [jnp.asarray(x) for p, x in pairs if p is None]
 
     def unpacked(
@@ -327,16 +307,13 @@ def _form(packing: StagePacking, states: Sequence[PyTree], shared: Sequence[bool
 
 def _packing_of_values(packing: StagePacking, values: Sequence[Any]) -> StagePacking:
     """Return the packing of one array per stage that belongs to no parameter."""
-    leaves = tuple((Leaf(x.shape, P(), buffer_name(x.dtype, ())),) for x in values)
-    return StagePacking(
+    return replace(
+        packing,
         outer=_per_stage_structure(len(values)),
         subtrees=tuple(jax.tree.structure(0) for _ in values),
-        leaves=leaves,
+        leaves=tuple((Leaf.of(x, P(), ()),) for x in values),
         stages=tuple((i,) for i in range(len(values))),
         ties=(),
-        axis_sizes=packing.axis_sizes,
-        axis_name=packing.axis_name,
-        mesh=packing.mesh,
     )
 
 

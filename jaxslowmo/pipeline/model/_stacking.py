@@ -83,11 +83,7 @@ def unstacked(packing: BufferPacking, buffers: Mapping[str, Any]) -> PyTree:
     lead = (slice(None),) * num_lead
 
     def whole(buffers: Mapping[str, Any]) -> PyTree:
-        parts = []
-        for subtree, places in zip(packing.subtrees, packing.places, strict=True):
-            pairs = [(buffers[p.leaf.buffer][(*lead, p.stage)], p) for p in places]
-            parts.append(subtree.unflatten([packing.read(x, p) for x, p in pairs]))
-        return packing.outer.unflatten(parts)
+        return packing.map(lambda p: packing.read(buffers[p.leaf.buffer][(*lead, p.stage)], p))
 
     arrays = list(buffers.values())
     if any(isinstance(x, jax.ShapeDtypeStruct) for x in arrays):
@@ -96,12 +92,8 @@ def unstacked(packing: BufferPacking, buffers: Mapping[str, Any]) -> PyTree:
     if isinstance(arrays[0] if arrays else None, Tracer) or not isinstance(sharding, NamedSharding):
         return whole(buffers)
     front = [*sharding.spec, *[None] * num_lead][:num_lead]
-    mesh, where = sharding.mesh, iter([p for places in packing.places for p in places])
-    kinds = {n: jax.ShapeDtypeStruct(x.shape, x.dtype) for n, x in buffers.items()}
-    shardings = jax.tree.map(
-        lambda _: NamedSharding(mesh, P(*front, *next(where).leaf.spec)),
-        jax.eval_shape(whole, kinds),
-    )
+    mesh = sharding.mesh
+    shardings = packing.map(lambda p: NamedSharding(mesh, P(*front, *p.leaf.spec)))
     return _placing(whole, mesh, shardings)(dict(buffers))
 
 

@@ -1,5 +1,6 @@
 """Divide the layers of a model into stages, and stack the parameters of all stages in one tree."""
 
+import math
 import operator
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -12,9 +13,10 @@ from jax.sharding import PartitionSpec as P
 
 from ..._support.types import PyTree
 from ...mesh import axis_names
-from ...tree import Staged, leaf_names
-from ._buffer_packing import Leaf, LeafPlace, buffer_name
-from ._layered import LayeredModel, Run, runs_of
+from ...tree import Staged, in_model_form, leaf_names
+from ._buffer_packing import Leaf, LeafPlace
+from ._calls import type_text
+from ._layered import LayeredModel, Run
 from ._optimizer import StagePacking
 from ._stacking import stacked, unstacked
 
@@ -27,7 +29,7 @@ class Block(NamedTuple):
 
 
 def model_blocks(
-    num_layers: int, num_stages: int, num_chunks: int = 1, parts: Sequence[Any] | None = None
+    num_layers: int, num_stages: int, num_chunks: int, parts: Sequence[Any] | None
 ) -> tuple[Block, ...]:
     """Return the stages of a model, in the model's order.
 
@@ -36,7 +38,7 @@ def model_blocks(
       num_stages: number of device stages.
       num_chunks: number of stages of the model on each device stage.
       parts: the result of a function such as `js.partition_uniform`: for each device stage a list
-        of [start, end), one per chunk. None: as evenly as possible.
+        of [start, end), one per chunk. None if there are fewer layers than stages of the model.
 
     Returns:
       `num_stages * num_chunks` blocks.
@@ -52,9 +54,6 @@ def model_blocks(
             f"`schedule` has {num_stages} stages{of_chunks} and the model {num_layers} layers: "
             "every stage needs at least one layer."
         )
-    if parts is None:
-        bounds = [num_layers * k // count for k in range(count + 1)]
-        return tuple(map(Block, bounds[:-1], bounds[1:]))
     blocks = _blocks_of(parts, num_stages, num_chunks)
     for block in blocks:
         if block.start >= block.end:
@@ -139,19 +138,18 @@ class StageLayout:
             one run.
         """
         model.check_params(params)
-        self._model, self._mesh = model, mesh
+        self._model = model
         self.blocks, self.placement = tuple(blocks), tuple(placement)
-        refuse_keys(params)
         treedefs = [jax.tree.structure(layer) for layer in params]
         sizes = tuple((a, mesh.shape[a]) for a in mesh.axis_names if a != axis_name)
         leaves = _leaves_of(params, param_specs, sizes)
         paths = [leaf_names(layer) for layer in params]
         self._first = np.cumsum([0, *(d.num_leaves for d in treedefs)]).tolist()
-        also = [str(jax.tree.map(_kind_of, x)) for x in beside or [None] * len(params)]
+        also = [str(jax.tree.map(type_text, x)) for x in beside or [None] * len(params)]
         kinds = list(zip(treedefs, map(tuple, leaves), map(tuple, paths), also, strict=True))
-        rows = [runs_of(model.layers, kinds, *block) for block in self.blocks]
+        rows = [model.runs(kinds, *block) for block in self.blocks]
         self.all_runs: list[tuple[Run, ...]] = rows if runs is None else list(runs)
-        self._paths, self._treedefs = paths, treedefs
+        self._treedefs = treedefs
         stages: list[list[int]] = [[] for _ in range(mesh.shape[axis_name])]
         for runs_of_stage, stage in zip(self.all_runs, placement, strict=True):
             for run in runs_of_stage:
@@ -165,38 +163,40 @@ class StageLayout:
             subtrees=tuple(jax.tree.structure(0) for _ in flat),
             leaves=tuple((leaf,) for leaf in flat),
             stages=tuple(map(tuple, stages)),
-            ties=tuple(tuple(self._position(*c) for c in group) for group in model.tied),
+            ties=model.tied_positions(params),
             axis_sizes=sizes,
             axis_name=axis_name,
             mesh=mesh,
         )
         self.specs = self.packing.staged(self.packing.specs)
-        self._dtypes = {name: np.dtype(name.partition("/")[0]) for name in self.packing.axes}
         held = sum(leaf.size for leaf in flat)
         shapes = self.packing.shapes.values()
-        self.num_padding: int = sum(int(np.prod(shape)) for shape in shapes) - held
-
-    def _position(self, layer: int, path: str) -> int:
-        return self._first[layer] + self._paths[layer].index(path)
+        self.num_padding: int = sum(math.prod(shape) for shape in shapes) - held
 
     @property
     def types(self) -> Staged:
         """The types of `stack(params)`."""
-        return self.packing.staged(self.packing.buffer_types(self._dtypes))
+        dtypes = {name: np.dtype(name.partition("/")[0]) for name in self.packing.axes}
+        return self.packing.staged(self.packing.buffer_types(dtypes))
 
     def runs(self, model_stage: int) -> tuple[Run, ...]:
         """Return the layers of a stage of the model, consecutive equal layers as one run."""
         return self.all_runs[model_stage]
 
-    def places(self, run: Run) -> list[LeafPlace]:
-        """Return the places of the first layer's leaves in a run; other layers follow them."""
-        first = self._first[run.start]
-        count = self._treedefs[run.start].num_leaves
-        return [self.packing.places[first + i][0] for i in range(count)]
+    def places(self, model_stage: int) -> tuple[Any, tuple[LeafPlace, ...]]:
+        """Return the leaves of a stage of the model, one tree per run of layers.
 
-    def treedef(self, layer: int) -> Any:
-        """Return the structure of a layer's parameters."""
-        return self._treedefs[layer]
+        Returns:
+          The structure of a tuple of such trees, and the places of its leaves.
+        """
+        runs = self.runs(model_stage)
+        places = []
+        for run in runs:
+            first, last = self._first[run.start : run.start + 2]
+            of_one = (self.packing.places[i][0] for i in range(first, last))
+            places += [p._replace(leaf=p.leaf.of_layers(run.count)) for p in of_one]
+        trees = [self._treedefs[run.start] for run in runs]
+        return jax.tree_util.treedef_tuple(trees), tuple(places)
 
     def tied_places(self) -> list[list[LeafPlace]]:
         """Return the places of the copies of each tied parameter.
@@ -205,8 +205,8 @@ class StageLayout:
           ValueError: copies that are sharded differently.
         """
         groups = []
-        for group in self._model.tied:
-            places = [self.packing.places[self._position(*copy)][0] for copy in group]
+        for group, positions in zip(self._model.tied, self.packing.ties, strict=True):
+            places = [self.packing.places[i][0] for i in positions]
             specs = [place.leaf.spec for place in places]
             if len(set(specs)) > 1:
                 raise ValueError(
@@ -242,7 +242,6 @@ class StageLayout:
           otherwise the copies that move them to their stages.
         """
         self._model.check_params(params)
-        refuse_keys(params)
         whole = jax.tree.map(_as_array, type(params)(self._model.as_one(params)))  # type: ignore
         if jax.tree.structure(whole) != self.packing.outer:
             raise ValueError("`params` must have the layers that the layout was made of.")
@@ -280,11 +279,7 @@ class StageLayout:
 
     def unstack_like(self, tree: PyTree) -> PyTree:
         """Undo `stack_like`: return the tree with every stacked part as one tree per layer."""
-
-        def whole(x: Any) -> Any:
-            return unstacked(x.packing, x.buffers) if isinstance(x, Staged) else x
-
-        return jax.tree.map(whole, tree, is_leaf=lambda x: isinstance(x, Staged))
+        return in_model_form(tree)
 
     def _num_lead(self, tree: PyTree) -> int:
         """Return the number of leading dimensions; 0 for shapes that are not the parameters'."""
@@ -303,20 +298,6 @@ class StageLayout:
         types = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[num_lead:], a.dtype), x)
         packing = self.packing.like([types] * self.packing.num_stages)
         return stacked(packing, x, num_lead)
-
-
-def refuse_keys(params: Sequence[PyTree]) -> None:
-    """Raise `ValueError` for PRNG keys among parameters."""
-    is_key = [
-        jnp.issubdtype(jnp.result_type(x), jax.dtypes.extended) for x in jax.tree.leaves(params)
-    ]
-    if any(is_key):  # names of thousands of leaves take a while to make
-        at = is_key.index(True)
-        raise ValueError(
-            f"`params` must hold numbers, got {leaf_names(params)[at]!r} of type "
-            f"{jnp.result_type(jax.tree.leaves(params)[at])}: pass PRNG keys as `rng`, of which "
-            "each layer that takes `key` gets its own."
-        )
 
 
 def _leaves_of(
@@ -339,7 +320,7 @@ def _leaves_of(
     for layer, specs in zip(params, every, strict=True):
         flat = jax.tree.leaves(specs, is_leaf=_is_spec)
         leaves = zip(leaf_names(layer), jax.tree.leaves(layer), flat, strict=True)
-        by_layer.append([_leaf(*leaf, dict(sizes)) for leaf in leaves])
+        by_layer.append([_leaf(*leaf, sizes) for leaf in leaves])
     return by_layer
 
 
@@ -347,35 +328,29 @@ def _is_spec(x: Any) -> bool:
     return isinstance(x, P)
 
 
-def _leaf(name: str, x: Any, spec: P, sizes: Mapping[str, int]) -> Leaf:
+def _leaf(name: str, x: Any, spec: P, sizes: Sequence[tuple[str, int]]) -> Leaf:
     if len(spec) > jnp.ndim(x):
         raise ValueError(
             f"`param_specs` has {spec} for {name!r}, which has {jnp.ndim(x)} dimensions."
         )
     while spec and spec[-1] is None:
         spec = P(*spec[:-1])
-    leaf = Leaf(jnp.shape(x), spec, "")
-    if unknown := sorted(leaf.axes - set(sizes)):
-        others = ", ".join(map(repr, sizes)) or "none"
+    leaf = Leaf.of(x, spec, sizes)
+    if unknown := sorted(leaf.axes - set(dict(sizes))):
+        others = ", ".join(repr(axis) for axis, _ in sizes) or "none"
         raise ValueError(
             f"`param_specs` names axis {unknown[0]!r} at {name!r}; leaves may be sharded over "
             f"the axes of `mesh` inside a stage: {others}."
         )
     for size, entry in zip(leaf.shape, spec, strict=False):
         names = axis_names(entry or ())
-        parts = int(np.prod([sizes[a] for a in names]))
+        parts = math.prod(dict(sizes)[axis] for axis in names)
         if size % parts:
             raise ValueError(
                 f"`param_specs` has {spec} for {name!r} of shape {list(leaf.shape)}, whose "
                 f"dimension of {size} does not divide by the {parts} devices along {names}."
             )
-    return leaf._replace(
-        buffer=buffer_name(jnp.result_type(x), [a for a in sizes if a in leaf.axes])
-    )
-
-
-def _kind_of(x: Any) -> str:
-    return f"{jnp.result_type(x)}{list(jnp.shape(x))}"
+    return leaf
 
 
 def _as_array(x: Any) -> Any:

@@ -68,7 +68,7 @@ def read_on_stages(
 
     whole = read_held(model, range(len(packing.leaves)))
     every = [
-        read_held(packing.types(stage, dict(dtypes)), held)
+        read_held(packing.types(dict(dtypes), stage), held)
         for stage, held in enumerate(packing.stages)
     ]
     if packing.num_stages == 1:  # there are no other stages

@@ -6,21 +6,25 @@ So there is one set of moments, one decay and one share in a norm.
 
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 from jax.core import Tracer
 
 from ..._support.types import PyTree
 from ...transform import GradientTransform
 from ...tree import leaf_names
+from ._calls import type_text
 
 TiedLeaf = tuple[int, str]
 """A layer, and the path of a leaf in its parameters, such as `"dense/kernel"`."""
 
 Ties = tuple[tuple[TiedLeaf, ...], ...]
+
+Groups = tuple[tuple[int, ...], ...]
+"""Positions of the leaves of each tied parameter among those of the model, the first one first."""
 
 
 def as_ties(tied: Any, num_layers: int) -> Ties:
@@ -53,51 +57,53 @@ def _as_leaf(leaf: Any, num_layers: int) -> TiedLeaf:
     return leaf[0], leaf[1]
 
 
-def check_ties(ties: Ties, params: Sequence[PyTree]) -> None:
-    """Raise `ValueError` for tied leaves that `params` lacks, or whose shapes or dtypes differ."""
+def tied_positions(ties: Ties, params: Sequence[PyTree]) -> Groups:
+    """Return the positions of tied leaves among the leaves of all layers.
+
+    Raises:
+      ValueError: a leaf that `params` lacks, a group whose shapes or dtypes differ.
+    """
+    leaves, names = jax.tree.leaves(list(params)), [leaf_names(layer) for layer in params]
+    first = [0, *accumulate(map(len, names))]
+    groups = []
     for group in ties:
-        types = []
         for layer, path in group:
-            named = dict(
-                zip(leaf_names(params[layer]), jax.tree.leaves(params[layer]), strict=True)
-            )
-            if path not in named:
-                has = ", ".join(named) or "no leaves"
+            if path not in names[layer]:
+                has = ", ".join(names[layer]) or "no leaves"
                 raise ValueError(f"`tied` names {path!r} of layer {layer}, which has {has}.")
-            types.append((jnp.shape(named[path]), jnp.result_type(named[path])))
-        if len(set(types)) > 1:
-            kinds = ", ".join(
-                f"{path!r} of layer {layer} is {dtype}{list(shape)}"
-                for (layer, path), (shape, dtype) in zip(group, types, strict=True)
+        positions = tuple(first[layer] + names[layer].index(path) for layer, path in group)
+        kinds = [type_text(leaves[i]) for i in positions]
+        if len(set(kinds)) > 1:
+            each = zip(group, kinds, strict=True)
+            raise ValueError(
+                "`tied` leaves must have equal shapes and dtypes: "
+                f"{', '.join(f'{path!r} of layer {layer} is {x}' for (layer, path), x in each)}."
             )
-            raise ValueError(f"`tied` leaves must have equal shapes and dtypes: {kinds}.")
+        groups.append(positions)
+    return tuple(groups)
 
 
-def as_one(ties: Ties, params: Sequence[PyTree], *, differentiable: bool = True) -> list[PyTree]:
+def as_one(
+    groups: Groups, params: Sequence[PyTree], *, differentiable: bool = True
+) -> list[PyTree]:
     """Return `params` with every tied leaf equal to the first of its group.
 
     Args:
-      ties: the groups of tied leaves of the model.
+      groups: the result of `tied_positions`.
       params: one tree per layer.
       differentiable: whether the gradient of each leaf is the sum over its group. If False, each
         leaf keeps its own gradient, for callers that add up the gradients of stages themselves.
     """
-    if not ties:
-        return list(params)
-    split = [jax.tree.flatten(layer) for layer in params]
-    leaves = [list(of_layer) for of_layer, _ in split]
-    places = [{name: i for i, name in enumerate(leaf_names(layer))} for layer in params]
-    for group in ties:
-        spots = [(layer, places[layer][path]) for layer, path in group]
-        copies = [leaves[layer][i] for layer, i in spots]
+    leaves, treedef = jax.tree.flatten(list(params))
+    for group in groups:
+        copies = [leaves[i] for i in group]
         if differentiable or any(isinstance(x, Tracer) for x in copies):
             equal: Any = _first_of(differentiable, copies)
         else:
             equal = [copies[0]] * len(copies)
-        for (layer, i), leaf in zip(spots, equal, strict=True):
-            leaves[layer][i] = leaf
-    pairs = zip(leaves, split, strict=True)
-    return [treedef.unflatten(of_layer) for of_layer, (_, treedef) in pairs]
+        for i, leaf in zip(group, equal, strict=True):
+            leaves[i] = leaf
+    return treedef.unflatten(leaves)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -117,10 +123,6 @@ def _backward(adds_up: bool, _: None, cotangents: list[jax.Array]) -> tuple[list
 
 
 _first_of.defvjp(_forward, _backward)
-
-
-Groups = tuple[tuple[int, ...], ...]
-"""Positions of the leaves of each tied parameter among those of the model, the first one first."""
 
 
 def seen_once(parts: Sequence[Any], groups: Groups, held: Collection[int]) -> list[Any]:
@@ -153,6 +155,29 @@ def for_each_copy(parts: Sequence[Any], groups: Groups, held: Collection[int]) -
     return parts
 
 
+Change = Callable[[Sequence[Any], Groups, Collection[int]], list[Any]]
+"""`seen_once` or `for_each_copy`."""
+
+
+def mirrors(outer: Any, x: Any) -> bool:
+    """Return whether `x` has the structure `outer` of parameters, with any trees as leaves."""
+    try:
+        outer.flatten_up_to(x)
+    except (ValueError, TypeError):
+        return False
+    return True
+
+
+def in_each(outer: Any, tree: PyTree, change: Callable[[list[Any]], list[Any]]) -> PyTree:
+    """Return `tree` with the parts of each tree like the parameters in it replaced by `change`."""
+
+    def one(x: Any) -> Any:
+        return outer.unflatten(change(outer.flatten_up_to(x))) if is_like(x) else x
+
+    is_like = partial(mirrors, outer)
+    return jax.tree.map(one, tree, is_leaf=is_like)
+
+
 def tied_transform(
     groups_of: Callable[[PyTree], Groups], tx: optax.GradientTransformation
 ) -> optax.GradientTransformationExtraArgs:
@@ -164,23 +189,10 @@ def tied_transform(
     """
     inner = optax.with_extra_args_support(tx)
 
-    def changed(tree: PyTree, params: PyTree, change: Callable[..., list[Any]]) -> PyTree:
-        outer, groups = jax.tree.structure(params), groups_of(params)
-
-        def mirrors(x: Any) -> bool:
-            try:
-                outer.flatten_up_to(x)
-            except (ValueError, TypeError):
-                return False
-            return True
-
-        def one(x: Any) -> Any:
-            if not mirrors(x):
-                return x
-            parts = outer.flatten_up_to(x)
-            return outer.unflatten(change(parts, groups, range(len(parts))))
-
-        return jax.tree.map(one, tree, is_leaf=mirrors)
+    def changed(tree: PyTree, params: PyTree, change: Change) -> PyTree:
+        outer = jax.tree.structure(params)
+        held = range(outer.num_leaves)
+        return in_each(outer, tree, lambda parts: change(parts, groups_of(params), held))
 
     def init(params: PyTree) -> PyTree:
         return changed(inner.init(changed(params, params, seen_once)), params, for_each_copy)

@@ -96,7 +96,8 @@ def layer_flops(
     batch = _types(microbatch)
     x, flops_of_layers, counted = batch, [], {}
     for i, weights in enumerate(map(_types, params)):
-        key = layers[i], _key((weights, x)), i == 0, i == len(layers) - 1
+        takes = model.takes[i] if isinstance(model, LayeredModel) else ()
+        key = layers[i], takes, _key((weights, x)), i == 0, i == len(layers) - 1
         if key not in counted:
             counted[key] = _counted(_one(model, i), weights, x, batch)
         flops, x = counted[key]

@@ -7,7 +7,6 @@ from ._pipelined import microbatch_specs as microbatch_specs
 from ._pipelined import share_of_microbatches as share_of_microbatches
 from ._plan import Ending as Ending
 from ._plan import Plan as Plan
-from ._plan import Segment as Segment
 from ._plan import Segments as Segments
 from ._plan import StageKind as StageKind
 from ._plan import Totals as Totals

@@ -329,9 +329,6 @@ def share_of_microbatches(batch: PyTree, data_axes: Sequence[str]) -> PyTree:
         if is_shared(x):
             return x
         size = x.shape[1] // math.prod(map(axis_size, data_axes))
-        index = 0
-        for name in data_axes:
-            index = index * axis_size(name) + lax.axis_index(name)
-        return lax.dynamic_slice_in_dim(x, index * size, size, 1)
+        return lax.dynamic_slice_in_dim(x, lax.axis_index(tuple(data_axes)) * size, size, 1)
 
     return jax.tree.map(share, batch, is_leaf=is_shared) if data_axes else batch

@@ -1,7 +1,7 @@
 """The plan of a pipeline: its kinds of stages, the places of leaves, and the end of a step."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -18,12 +18,14 @@ from ...mesh import axis_names, axis_size, from_first, only_over
 from ..model import (
     BufferPacking,
     LayeredModel,
+    Leaf,
     LeafPlace,
     Loss,
     LossTerms,
     StageLayout,
     WithState,
     quotient,
+    with_part,
     without_state,
 )
 from ..schedules import Schedule
@@ -33,48 +35,41 @@ Buffers = Mapping[str, jax.Array]
 """The buffers of one device by name, each (*sizes, elements)."""
 
 
-class Segment(NamedTuple):
-    """One leaf of a run of layers, which is contiguous in a buffer: layer after layer.
-
-    Attributes:
-      place: the place of the first layer's leaf, in the first stage of its kind.
-      count: number of layers.
-      size: number of elements of one layer in each part of the buffer.
-    """
-
-    place: LeafPlace
-    count: int
-    size: int
-
-
 @dataclass(frozen=True)
 class Segments:
     """The leaves of stages of one kind: one tree per run of layers, stacked over the run.
 
     Attributes:
       treedef: structure of a tuple of such trees.
-      segments: its leaves, in flattening order.
+      places: the places of its leaves in the first stage of its kind, in flattening order.
       packing: the places of all leaves.
       starts: maps each buffer to (stages of the model,) int32, the offset of a stage's leaves from
         those of the first stage of its kind.
     """
 
     treedef: Any
-    segments: tuple[Segment, ...]
+    places: tuple[LeafPlace, ...]
     packing: BufferPacking
     starts: Mapping[str, np.ndarray]
 
+    @property
+    def leaves(self) -> tuple[Any, list[Leaf]]:
+        """The structure and the leaves, wherever they are."""
+        return self.treedef, [place.leaf for place in self.places]
+
     def read(self, buffers: Buffers, model_stage: Any) -> PyTree:
         """Return the leaves of a stage, read from the buffers."""
-        return self.treedef.unflatten([self._read(buffers, s, model_stage) for s in self.segments])
+        places = self._places(model_stage)
+        return self.treedef.unflatten(
+            [self.packing.read(buffers[p.leaf.buffer], p) for p in places]
+        )
 
     def written(self, buffers: Buffers, tree: PyTree, model_stage: Any) -> dict[str, jax.Array]:
         """Return buffers with the leaves of a stage replaced."""
         new = dict(buffers)
-        for segment, x in zip(self.segments, self.treedef.flatten_up_to(tree), strict=True):
-            name = segment.place.leaf.buffer
-            flat = self._flat(segment, x).astype(new[name].dtype)
-            new[name] = _set(new[name], flat, self._start(segment, model_stage))
+        for place, x in self._placed(tree, model_stage):
+            flat = self.packing.flat(x, place.leaf)
+            new[place.leaf.buffer] = with_part(new[place.leaf.buffer], place, flat)
         return new
 
     def added(
@@ -92,50 +87,32 @@ class Segments:
         copies of 81 MB per microbatch in a GPT of 124 million parameters).
         """
         new = dict(totals)
-        for segment, x in zip(self.segments, self.treedef.flatten_up_to(tree), strict=True):
-            name = segment.place.leaf.buffer
-            total = new[name]
+        for place, x in self._placed(tree, model_stage):
+            total = new[place.leaf.buffer]
             if total is not None:
-                start = self._start(segment, model_stage)
-                flat = self._flat(segment, x).astype(total.dtype)
-                before = lax.dynamic_slice_in_dim(total, start, flat.shape[-1], total.ndim - 1)
-                total_now = before + flat
+                flat = self.packing.flat(x, place.leaf)
+                total_now = self.packing.part(total, place) + flat.astype(total.dtype)
                 if in_place:
                     total_now = lax.optimization_barrier(total_now)
-                new[name] = _set(total, total_now, start)
+                new[place.leaf.buffer] = with_part(total, place, total_now)
         return new
 
-    def _start(self, segment: Segment, model_stage: Any) -> Any:
-        starts = self.starts[segment.place.leaf.buffer]
-        if not starts.any():  # all stages of this kind have the leaf at the same place
-            return segment.place.start
-        if isinstance(model_stage, int):
-            return segment.place.start + int(starts[model_stage])
-        return segment.place.start + jnp.asarray(starts)[model_stage]
+    def _placed(self, tree: PyTree, model_stage: Any) -> Iterable[tuple[LeafPlace, Any]]:
+        """Return the places of a stage's leaves, each with its leaf in `tree`."""
+        return zip(self._places(model_stage), self.treedef.flatten_up_to(tree), strict=True)
 
-    def _read(self, buffers: Buffers, segment: Segment, model_stage: Any) -> jax.Array:
-        leaf, count = segment.place.leaf, segment.count
-        start, buffer = self._start(segment, model_stage), buffers[leaf.buffer]
-        size, axis = count * segment.size, buffer.ndim - 1
-        if isinstance(start, int):
-            part = lax.slice_in_dim(buffer, start, start + size, axis=axis)
-        else:
-            part = lax.dynamic_slice_in_dim(buffer, start, size, axis)
-        if count == 1:
-            return self.packing.whole(part, leaf)
-        part = jnp.moveaxis(part.reshape(*part.shape[:-1], count, segment.size), -2, 0)
-        return self.packing.whole(part, leaf)
+    def _places(self, model_stage: Any) -> list[LeafPlace]:
+        """Return the places in a stage of this kind, whose number may be traced."""
 
-    def _flat(self, segment: Segment, x: jax.Array) -> jax.Array:
-        leaf, count = segment.place.leaf, segment.count
-        if count == 1:
-            return self.packing.flat(x, leaf)
-        part = jnp.moveaxis(self.packing.flat(x, leaf, num_lead=1), 0, -2)
-        return part.reshape(*part.shape[:-2], count * segment.size)
+        def shift(starts: np.ndarray) -> Any:
+            if not starts.any():  # all stages of this kind have the leaf at the same place
+                return 0
+            is_known = isinstance(model_stage, int)
+            return int(starts[model_stage]) if is_known else jnp.asarray(starts)[model_stage]
 
-
-def _set(buffer: jax.Array, flat: jax.Array, start: Any) -> jax.Array:
-    return lax.dynamic_update_slice_in_dim(buffer, flat, start, buffer.ndim - 1)
+        starts = [shift(self.starts[place.leaf.buffer]) for place in self.places]
+        pairs = zip(self.places, starts, strict=True)
+        return [place._replace(start=place.start + start) for place, start in pairs]
 
 
 @dataclass(frozen=True)
@@ -243,7 +220,7 @@ class Plan:
         if kind.states is None:
             return dy
         segments = kind.states
-        return WithState(dy, list(segments.treedef.unflatten([None] * len(segments.segments))))
+        return WithState(dy, list(segments.treedef.unflatten([None] * len(segments.places))))
 
 
 def gathered(x: jax.Array, spec: P) -> jax.Array:
@@ -374,8 +351,7 @@ def _with_tied_sums(
 
     def part_of(buffers: dict[str, jax.Array], place: LeafPlace) -> jax.Array:
         """Return the elements at a place; on other stages they are arbitrary."""
-        end = place.start + packing.part_size(place.leaf)
-        return buffers[place.leaf.buffer][..., place.start : end]
+        return packing.part(buffers[place.leaf.buffer], place)
 
     stage = lax.axis_index(axis_name)
     sums: list[jax.Array] = []
@@ -391,9 +367,6 @@ def _with_tied_sums(
     new = dict(grads)
     for group, total in zip(groups, sums, strict=True):
         for place in group:
-            buffer = new[place.leaf.buffer]
             part = jnp.where(stage == place.stage, total, part_of(new, place))
-            new[place.leaf.buffer] = lax.dynamic_update_slice_in_dim(
-                buffer, part, place.start, buffer.ndim - 1
-            )
+            new[place.leaf.buffer] = with_part(new[place.leaf.buffer], place, part)
     return new

@@ -38,6 +38,8 @@ class Layer:
 
 
 def wrapped(layer):
+    """Return a layer whose own signature does not say what it takes."""
+
     def layer_with_any(params, x, **kwargs):
         return layer(params, x, **kwargs)
 
@@ -75,19 +77,41 @@ LAYERS: dict[str, Callable[..., Any]] = {
     "required": lambda params, x, *, key: noisy(params, x, key=key),
     "jit": jax.jit(noisy),
     "checkpoint": jax.checkpoint(noisy),
-    "kwargs": wrapped(noisy),
-    "kwargs twice": wrapped(wrapped(noisy)),
-    "kwargs in jit": jax.jit(wrapped(noisy)),
+    "third by position": lambda params, x, key: noisy(params, x, key=key),
+    "wraps": functools.wraps(noisy)(wrapped(noisy)),
+    "wraps in jit": jax.jit(functools.wraps(noisy)(wrapped(noisy))),
 }
+SAID: dict[str, tuple[Callable[..., Any], Any]] = {
+    "for all": (wrapped(noisy), ("key",)),
+    "in a list": (wrapped(noisy), ["key"]),
+    "for one": (wrapped(noisy), [(), ["key"]]),
+    "for one and None": (wrapped(noisy), (None, {"key"})),
+    "None for one": (noisy, [(), None]),
+    "bound": (functools.partial(noisy, key=None), [None, ("key",)]),
+}
+
+
+def assert_takes_a_key(model, known):
+    assert model.takes_key
+    assert not model.takes_state
+    assert model.takes[1] == ("key",)
+    for key in (None, jax.random.key(3), jax.random.key(4)):
+        assert_close(model(PARAMS, BATCH, rng=key), known(PARAMS, BATCH, rng=key))
 
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_layers_that_take_a_key_get_it(name):
     model = js.LayeredModel([dense, LAYERS[name]], mean)
-    known = js.LayeredModel([dense, noisy], mean)
-    assert model.takes_key
-    for key in (None, jax.random.key(3), jax.random.key(4)):
-        assert_close(model(PARAMS, BATCH, rng=key), known(PARAMS, BATCH, rng=key))
+    assert_takes_a_key(model, js.LayeredModel([dense, noisy], mean))
+
+
+@pytest.mark.parametrize("name", SAID)
+def test_layers_get_what_takes_says(name):
+    layer, takes = SAID[name]
+    is_for_all = all(isinstance(x, str) for x in takes)
+    first = wrapped(lambda params, x, key=None: dense(params, x)) if is_for_all else dense
+    model = js.LayeredModel([first, layer], mean, takes=takes)
+    assert_takes_a_key(model, js.LayeredModel([dense, noisy], mean))
 
 
 WITHOUT: dict[str, Callable[..., Any]] = {
@@ -97,11 +121,8 @@ WITHOUT: dict[str, Callable[..., Any]] = {
     "named key first": lambda key, state, **kwargs: dense(key, state),
     "bound": functools.partial(noisy, key=None),
     "bound of kwargs": functools.partial(wrapped(noisy), key=None),
-    "kwargs": wrapped(dense),
-    "kwargs twice": wrapped(wrapped(dense)),
-    "kwargs in jit": jax.jit(wrapped(dense)),
-    "kwargs around jit": wrapped(jax.jit(dense)),
-    "kwargs around checkpoint": wrapped(jax.checkpoint(dense)),
+    "kwargs": wrapped(noisy),
+    "kwargs in jit": jax.jit(wrapped(noisy)),
     "flax": lambda params, x, **kwargs: jnp.tanh(
         nn.Dense(WIDTH, use_bias=False).apply({"params": {"kernel": params}}, x, **kwargs)
     ),
@@ -111,71 +132,60 @@ WITHOUT: dict[str, Callable[..., Any]] = {
 @pytest.mark.parametrize("name", WITHOUT)
 def test_layers_that_take_no_key_get_none(name):
     model = js.LayeredModel([dense, WITHOUT[name]], mean)
-    assert model.takes_key == name.startswith(("kwargs", "flax"))
+    assert model.takes == ((), ())
+    assert not model.takes_key
     assert not model.takes_state
     known = js.LayeredModel([dense, dense], mean)(PARAMS, BATCH)
     for key in (None, jax.random.key(3)):
         assert_close(model(PARAMS, BATCH, rng=key), known)
-        assert_close(jax.jit(model)(PARAMS, BATCH, rng=key), known)
+
+
+def test_takes_can_keep_a_key_from_layers():
+    model, known = js.LayeredModel([noisy], mean, takes=()), js.LayeredModel([dense], mean)
+    key = jax.random.key(3)
+    assert_close(model(PARAMS[:1], BATCH, rng=key), known(PARAMS[:1], BATCH))
 
 
 def test_builtins_without_a_signature_get_two_arguments():
     assert js.LayeredModel([max], lambda x, _: x)([2.0], 3.0) == 3
 
 
-def test_kwargs_are_tried_once_and_keep_a_key_that_is_dropped_while_none():
-    seen = []
+def test_layers_are_called_once_and_their_errors_are_raised_as_they_are():
+    calls = []
 
     def layer(params, x, **kwargs):
-        seen.append(sorted(kwargs))
+        calls.append(sorted(kwargs))
         return dense(params, x, **kwargs)
 
-    model = js.LayeredModel([layer], mean)
-    for _ in range(2):
-        model(PARAMS[:1], BATCH)
-    assert seen == [["key"], [], []]
-    assert model.takes_key
-
-    def dropping(params, x, **kwargs):
-        return noisy(params, x, **{n: value for n, value in kwargs.items() if value is not None})
-
-    model, known = (js.LayeredModel([one], mean) for one in (dropping, noisy))
-    for key in (None, jax.random.key(3)):
-        assert_close(model(PARAMS[:1], BATCH, rng=key), known(PARAMS[:1], BATCH, rng=key))
+    js.LayeredModel([layer], mean)(PARAMS[:1], BATCH, rng=jax.random.key(0))
+    model = js.LayeredModel([layer], mean, takes=("key",))
+    with pytest.raises(TypeError, match="keyword argument 'key'"):
+        model(PARAMS[:1], BATCH, rng=jax.random.key(0))
+    assert calls == [[], ["key"]]
 
 
-def test_errors_from_deeper_inside_are_raised_as_they_are():
-    """Called again without a key, such a layer would train without dropout."""
-
-    def dropping(params, x, *, key=None):
-        return x if key is None else dense(params, x, key=key)  # type: ignore[call-arg]
-
-    def failing(params, x, **kwargs):
-        raise TypeError("of another kind, about 'key'")
-
-    def other(params, x, **kwargs):
-        return dense(params, x, rate=1, **kwargs)  # type: ignore[call-arg]
-
-    for layer, said in (
-        (dropping, "keyword argument 'key'"),
-        (wrapped(dropping), "keyword argument 'key'"),
-        (lambda params, x, **kwargs: dense(params, x, key=None), "keyword argument 'key'"),
-        (failing, "of another kind"),
-        (other, "keyword argument 'rate'"),
-    ):
-        with pytest.raises(TypeError, match=said):
-            js.LayeredModel([layer], mean)(PARAMS[:1], BATCH, rng=jax.random.key(0))
-
-
-def test_state_and_any_other_keywords():
-    def counting(params, x, *, state, **kwargs):
+def test_state_and_key_of_one_layer():
+    def counting(params, x, **kwargs):
+        state = kwargs.pop("state")
         return noisy(params, x, **kwargs), {"count": state["count"] + 1}
 
-    model = js.LayeredModel([counting], mean)
+    model = js.LayeredModel([counting], mean, takes={"state", "key"})
+    assert model.takes == (("key", "state"),)
     states = [{"count": jnp.zeros(())}]
     loss, (_, after) = model(PARAMS[:1], BATCH, rng=jax.random.key(0), model_state=states)
     known = js.LayeredModel([noisy], mean)(PARAMS[:1], BATCH, rng=jax.random.key(0))
     assert_close((loss, after), (known, [{"count": 1.0}]))
+
+
+@pytest.mark.parametrize("executor", ["one_program", "host"])
+def test_equal_layers_that_take_different_keywords_are_not_one_run(mesh_of, executor):
+    """A run and a kind of stages are called with one set of keywords."""
+    square, key = jnp.full((2, 2), 0.4), jax.random.key(5)
+    takes = [(), *[("key",)] * 3, *[()] * 4]
+    known = js.LayeredModel([noisy if names else dense for names in takes], mean)
+    model = js.LayeredModel([noisy] * 8, mean, takes=takes)
+    found = on_stages(mesh_of, model, [square] * 8, executor, rng=key)
+    assert_close(found, on_stages(mesh_of, known, [square] * 8, executor, rng=key))
 
 
 # What a loss returns: its function of the 4 x 3 outputs, and the value that it means.
