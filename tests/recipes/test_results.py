@@ -224,7 +224,8 @@ def test_with_tokens_as_weights_replicas_train_as_plain_jax_does_on_the_whole_ba
     text, loss = found["text"], found["token_loss"]
     expected, losses = trained_on_whole_batches(found, text, loss)
     np.testing.assert_allclose(found["token_losses"], losses, rtol=1e-5)
-    states = found["token_state"], found["inner_state"]
+    np.testing.assert_allclose(found["pair_losses"], losses, rtol=1e-5)
+    states = found["pair_state"], found["token_state"], found["inner_state"]
     for stacked in (found["token_params"], *(state.params for state in states)):
         assert_close(jax.tree.map(lambda leaf: leaf[0], stacked), expected, atol=1e-5)
     expected, _ = trained_on_whole_batches(found, text, loss, accumulate=3)

@@ -123,7 +123,8 @@ def pinned(
             lambda _, spec: NamedSharding(mesh, P(first, *spec)),
             *(update.dense(state.params), update.dense(layout.specs)),
         )
-        return GradientWindow._make((totals, None, None, None, None, each, None, None))
+        none: Any = GradientWindow._make([None] * len(GradientWindow._fields))
+        return none._replace(totals=totals, rows=each)
 
     shardings: dict[str, Callable[[], Any]] = {
         "state": lambda: places(state),
