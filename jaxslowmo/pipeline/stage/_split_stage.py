@@ -1,18 +1,44 @@
 """Split the backward pass of a stage into two operations that may run at different times."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import jax
+from jax.extend.core import JaxprEqn, Var
 
 from ..._support.types import PyTree
-from ._flat import struct_of
-from ._program import StagePart, WholeStage, check_count, traced
+from ...tracing import Atom, run
+from ._flat import FlatProgram, struct_of
+from ._loops import needed_first
+from ._program import Argument, trace_backward, trace_forward
 
 
 @dataclass(frozen=True)
-class StageProgram(WholeStage):
+class StagePart:
+    """One operation of a stage, on flat values: equations with their inputs and outputs."""
+
+    program: FlatProgram
+    equations: tuple[JaxprEqn, ...]
+    inputs: tuple[Var, ...]
+    outputs: tuple[Atom, ...]
+
+    @classmethod
+    def of(
+        cls, program: FlatProgram, inputs: tuple[Var, ...], outputs: tuple[Atom, ...]
+    ) -> "StagePart":
+        """Return the part that computes `outputs`, with all side effects of the program."""
+        equations = program.and_effects(program.cut(outputs).equations)
+        return cls(program, equations, inputs, outputs)
+
+    def __call__(self, values: Sequence[Any]) -> list[Any]:
+        inputs = dict(zip(self.inputs, values, strict=True)) | self.program.flat.constants
+        return run(self.equations, self.outputs, inputs)
+
+
+@dataclass(frozen=True)
+class StageProgram:
     """The operations F, B, W and BW of one stage as pure functions; made by `split_stage`.
 
     F is `forward`, B `backward_input`, W `backward_weight`, BW `backward`. An equation of the
@@ -24,13 +50,47 @@ class StageProgram(WholeStage):
       y: type of the stage's result, a tree of `jax.ShapeDtypeStruct`.
       stash: types of the arrays that F stores for the backward pass. They contain no leaf of
         weights or microbatch, and nothing that is cheap to compute from one of these alone.
-      kept: types of the arrays that B stores for W in addition to the stash.
 
     Communication: only that of the stage's function.
     """
 
-    _backward_input: StagePart = field(repr=False)
-    _backward_weight: StagePart = field(repr=False)
+    y: PyTree
+    stash: tuple[jax.ShapeDtypeStruct, ...]
+    _weights: Argument = field(repr=False)
+    _x: Argument = field(repr=False)
+    _microbatch: Argument = field(repr=False)
+    _y: Argument = field(repr=False)
+    _loss: bool = field(repr=False)
+    _forward: StagePart = field(repr=False)
+    _backward: StagePart = field(repr=False)
+
+    @property
+    def kept(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Types of the arrays that B stores for W in addition to the stash."""
+        of_input, _ = self._parts
+        return tuple(struct_of(v.aval) for v in of_input.outputs[self._x.num_chosen :])
+
+    def forward(
+        self, weights: PyTree, x: PyTree, microbatch: PyTree
+    ) -> tuple[PyTree, tuple[jax.Array, ...]]:
+        """Run F: return the stage's result, and the stash."""
+        args = (self._weights.flat(weights), self._x.flat(x), self._microbatch.flat(microbatch))
+        values = self._forward([leaf for leaves in args for leaf in leaves])
+        count = self._y.tree.num_leaves
+        return self._y.tree.unflatten(values[:count]), tuple(values[count:])
+
+    def backward(
+        self, weights: PyTree, microbatch: PyTree, stash: Sequence[jax.Array], dy: PyTree
+    ) -> tuple[PyTree, PyTree]:
+        """Run BW: return the cotangent of x and the gradient of the weights.
+
+        In `dy`, a tree like y, None stands for zeros; for a loss stage it is the loss' cotangent.
+        The results have None for leaves without cotangents, such as integers.
+        """
+        inputs = self._inputs(weights, microbatch, stash)
+        values = self._backward([*inputs, *self._cotangents(dy)])
+        count = self._x.num_chosen
+        return self._x.gradients(values[:count]), self._weights.gradients(values[count:])
 
     def backward_input(
         self, weights: PyTree, microbatch: PyTree, stash: Sequence[jax.Array], dy: PyTree
@@ -39,8 +99,9 @@ class StageProgram(WholeStage):
 
         In `dy`, a tree like y, None stands for zeros; for a loss stage it is the loss' cotangent.
         """
-        inputs = self._backward_inputs(weights, microbatch, stash)
-        values = self._backward_input([*inputs, *self._cotangents(dy)])
+        of_input, _ = self._parts
+        inputs = self._inputs(weights, microbatch, stash)
+        values = of_input([*inputs, *self._cotangents(dy)])
         count = self._x.num_chosen
         return self._x.gradients(values[:count]), tuple(values[count:])
 
@@ -52,9 +113,39 @@ class StageProgram(WholeStage):
         kept: Sequence[jax.Array],
     ) -> PyTree:
         """Run W: return the gradient of the weights (None for leaves that have none)."""
-        inputs = self._backward_inputs(weights, microbatch, stash)
-        check_count("kept", kept, self.kept)
-        return self._weights.gradients(self._backward_weight([*inputs, *kept]))
+        _, of_weights = self._parts
+        inputs = self._inputs(weights, microbatch, stash)
+        _check_count("kept", kept, self.kept)
+        return self._weights.gradients(of_weights([*inputs, *kept]))
+
+    @cached_property
+    def _parts(self) -> tuple[StagePart, StagePart]:
+        """B and W, which schedules that do not split the backward pass never trace."""
+        count = self._x.num_chosen
+        program = needed_first(self._backward.program, self._backward.outputs[:count])
+        inputs, outputs = program.flat.inputs, program.flat.outputs
+        dx, dweights = outputs[:count], outputs[count:]
+        before_dy = len(inputs) - self._y.num_chosen
+        of_input = StagePart.of(program, inputs, dx)
+        done = {*inputs[before_dy:], *(v for e in of_input.equations for v in e.outvars)}
+        equations, kept = program.cut(dweights, done.__contains__)
+        return (
+            replace(of_input, outputs=(*dx, *kept)),
+            StagePart(program, equations, (*inputs[:before_dy], *kept), dweights),
+        )
+
+    def _inputs(
+        self, weights: PyTree, microbatch: PyTree, stash: Sequence[jax.Array]
+    ) -> list[jax.Array]:
+        _check_count("stash", stash, self.stash)
+        return [*self._weights.flat(weights), *self._microbatch.flat(microbatch), *stash]
+
+    def _cotangents(self, dy: PyTree) -> list[jax.Array]:
+        if not self._loss:
+            return self._y.cotangents(dy)
+        of_loss = dy[0] if isinstance(dy, tuple) else dy
+        rest = [None] * (self._y.tree.num_leaves - 1)
+        return self._y.cotangents(self._y.tree.unflatten([of_loss, *rest]))
 
 
 def split_stage(
@@ -93,15 +184,28 @@ def split_stage(
     Raises:
       ValueError: `loss=True` for a stage that returns no floating scalar or (scalar, metrics).
     """
-    whole, back = traced(fn, weights, x, microbatch, loss=loss, remat=remat, splits=True)
-    program = back.program
-    of_input = program.and_effects(program.cut(back.dx).equations)
-    done = {*back.cotangents, *(v for equation in of_input for v in equation.outvars)}
-    of_weights, kept = program.cut(back.dweights, done.__contains__)
-    inputs = back.inputs[: len(back.inputs) - len(back.cotangents)]
-    fields: dict[str, Any] = vars(whole) | {"kept": tuple(struct_of(v.aval) for v in kept)}
+    of_weights, of_x = Argument.of("weights", weights), Argument.of("x", x)
+    of_data = Argument.of("microbatch", microbatch)
+    front = trace_forward(fn, of_weights, of_x, of_data, loss=loss)
+    back, stash = trace_backward(front, remat=remat)
+    result, inputs = front.result, front.program.flat.inputs
     return StageProgram(
-        **fields,
-        _backward_input=StagePart(program, of_input, back.inputs, (*back.dx, *kept)),
-        _backward_weight=StagePart(program, of_weights, (*inputs, *kept), back.dweights),
+        y=jax.tree.map(struct_of, result.tree.unflatten(result.types)),
+        stash=tuple(struct_of(v.aval) for v in stash),
+        _weights=of_weights,
+        _x=of_x,
+        _microbatch=of_data,
+        _y=result,
+        _loss=loss,
+        _forward=StagePart.of(front.program, inputs, (*front.y, *stash)),
+        _backward=StagePart.of(back, back.flat.inputs, back.flat.outputs),
     )
+
+
+def _check_count(name: str, arrays: Sequence[Any], types: Sequence[Any]) -> None:
+    """Raise `ValueError` for a number of arrays that differs from that of their types."""
+    if len(arrays) != len(types):
+        raise ValueError(
+            f"`{name}` must hold the {len(types)} arrays of `StageProgram.{name}`, got "
+            f"{len(arrays)}."
+        )
