@@ -13,7 +13,7 @@ from jax import lax
 from jax.extend.core import JaxprEqn, Var, jaxpr_as_fun
 
 from ...tracing import flattened, run, scan_operands, scan_options
-from ._flat import FlatProgram, Origin, is_loop, variables
+from ._flat import FlatProgram, Origin, is_loop, used_by, variables
 
 
 @dataclass(frozen=True)
@@ -99,14 +99,12 @@ class _Loop:
         params, flat = self.equation.params, self.body.flat
         fixed_names, carry, stacked_names = scan_operands(params, flat.inputs)
         fixed_operands, start, stacked = scan_operands(params, operands)
-        used = {v for equation in equations for v in variables(equation.invars)}
-        used |= set(variables(v for v, c in zip(flat.outputs, chosen, strict=True) if c))
-        used |= set(handed)
+        outputs = [v for v, is_mine in zip(flat.outputs, chosen, strict=True) if is_mine]
+        used = used_by(equations, (*outputs, *handed))
         fixed = dict(zip(fixed_names, fixed_operands, strict=True)) | flat.constants
         carried_in = {v: x for v, x, mine in zip(carry, start, chosen, strict=False) if mine}
         every = zip(stacked_names, stacked, strict=True)
         xs = {v: x for v, x in every if v in used} | dict(passed)
-        outputs = [v for v, is_mine in zip(flat.outputs, chosen, strict=True) if is_mine]
         count = len(carried_in)
 
         def iterate(carried: list[Any], slices: list[Any]) -> tuple[list[Any], list[Any]]:

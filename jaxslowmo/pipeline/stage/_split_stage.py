@@ -29,7 +29,7 @@ class StagePart:
         cls, program: FlatProgram, inputs: tuple[Var, ...], outputs: tuple[Atom, ...]
     ) -> "StagePart":
         """Return the part that computes `outputs`, with all side effects of the program."""
-        equations = program.and_effects(program.cut(outputs).equations)
+        equations = program.cut(outputs, with_effects=True).equations
         return cls(program, equations, inputs, outputs)
 
     def __call__(self, values: Sequence[Any]) -> list[Any]:
