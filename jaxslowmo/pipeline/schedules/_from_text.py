@@ -57,7 +57,7 @@ def _listed(names: Iterable[str]) -> str:
     return ", ".join(f"`{name}`" for name in names)
 
 
-_KINDS = {letter: kind for kind, letter in TORCH_LETTERS.items()}
+_KINDS: dict[str, Kind] = {letter: kind for kind, letter in TORCH_LETTERS.items()}
 _OPERATION = re.compile(r"(\d+)([FIWB])(\d+)")
 _OVERLAP = re.compile(r"\((.*);(.*)\)OVERLAP_F_B")
 _Parsed = tuple[Kind, int, int]  # kind, stage of the model, microbatch
