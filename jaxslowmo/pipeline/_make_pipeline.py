@@ -121,7 +121,7 @@ def pipelined(
         untied = LayeredModel(model.layers, model.loss)
         runs = layout.all_runs
         layouts.append(StageLayout(untied, states, blocks, schedule.placement, runs=runs, **placed))
-    kinds, of_stage = _stage_kinds(model, layouts)
+    kinds, of_stage = _stage_kinds(model, layouts, loops=not schedule.splits)
     plan = Plan(
         model=model,
         schedule=schedule,
@@ -154,7 +154,7 @@ def _blocks(
 
 
 def _stage_kinds(
-    model: LayeredModel, layouts: Sequence[StageLayout]
+    model: LayeredModel, layouts: Sequence[StageLayout], *, loops: bool
 ) -> tuple[list[StageKind], np.ndarray]:
     """Return the kinds of a model's stages, and the index of each stage's kind.
 
@@ -163,6 +163,8 @@ def _stage_kinds(
     Args:
       model: the layers.
       layouts: the layout of the parameters, and that of the model state if there is one.
+      loops: whether equal layers in a row are a loop. A loop cannot be divided into B and W, so
+        schedules that divide backward passes have their layers written out.
     """
     kinds: list[StageKind] = []
     blocks, runs = layouts[0].blocks, layouts[0].all_runs
@@ -185,7 +187,8 @@ def _stage_kinds(
                 break
         else:
             of_stage[k] = len(kinds)
-            kinds.append(StageKind(model.stage(*block, runs[k]), *ends, block.start, *segments))
+            fn = model.stage(*block, runs[k], loops=loops)
+            kinds.append(StageKind(fn, *ends, block.start, *segments))
     return kinds, of_stage
 
 

@@ -27,11 +27,6 @@ def struct_of(aval: Any) -> jax.ShapeDtypeStruct:
     )
 
 
-def is_loop(equation: JaxprEqn) -> bool:
-    """Return whether an equation is a scan that may be split into two loops."""
-    return equation.primitive.name == "scan" and not equation.effects
-
-
 def size_in_bytes(v: Atom) -> int:
     """Return the size of an array in bytes."""
     return math.prod(v.aval.shape) * v.aval.dtype.itemsize  # type: ignore[attr-defined]
@@ -119,12 +114,6 @@ class FlatProgram:
         if depends <= {"weights", "heavy"}:
             return "weights"
         return "microbatch" if depends <= {"microbatch"} else "stash"
-
-    def needed_inputs(self, targets: Iterable[Atom]) -> set[Var]:
-        """Return the inputs of the program that the values `targets` depend on."""
-        targets = tuple(targets)
-        equations = self.cut(targets).equations
-        return used_by(equations, targets) & set(self.flat.inputs)
 
     def cut(
         self,

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Any
 
 import jax
@@ -11,7 +10,6 @@ from jax.extend.core import JaxprEqn, Var
 from ..._support.types import PyTree
 from ...tracing import Atom, run
 from ._flat import FlatProgram, struct_of
-from ._loops import needed_first
 from ._program import Argument, trace_backward, trace_forward
 
 
@@ -50,12 +48,14 @@ class StageProgram:
       y: type of the stage's result, a tree of `jax.ShapeDtypeStruct`.
       stash: types of the arrays that F stores for the backward pass. They contain no leaf of
         weights or microbatch, and nothing that is cheap to compute from one of these alone.
+      kept: types of the arrays that B stores for W in addition to the stash.
 
     Communication: only that of the stage's function.
     """
 
     y: PyTree
     stash: tuple[jax.ShapeDtypeStruct, ...]
+    kept: tuple[jax.ShapeDtypeStruct, ...]
     _weights: Argument = field(repr=False)
     _x: Argument = field(repr=False)
     _microbatch: Argument = field(repr=False)
@@ -63,12 +63,8 @@ class StageProgram:
     _loss: bool = field(repr=False)
     _forward: StagePart = field(repr=False)
     _backward: StagePart = field(repr=False)
-
-    @property
-    def kept(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """Types of the arrays that B stores for W in addition to the stash."""
-        of_input, _ = self._parts
-        return tuple(struct_of(v.aval) for v in of_input.outputs[self._x.num_chosen :])
+    _backward_input: StagePart = field(repr=False)
+    _backward_weight: StagePart = field(repr=False)
 
     def forward(
         self, weights: PyTree, x: PyTree, microbatch: PyTree
@@ -99,9 +95,8 @@ class StageProgram:
 
         In `dy`, a tree like y, None stands for zeros; for a loss stage it is the loss' cotangent.
         """
-        of_input, _ = self._parts
         inputs = self._inputs(weights, microbatch, stash)
-        values = of_input([*inputs, *self._cotangents(dy)])
+        values = self._backward_input([*inputs, *self._cotangents(dy)])
         count = self._x.num_chosen
         return self._x.gradients(values[:count]), tuple(values[count:])
 
@@ -113,26 +108,9 @@ class StageProgram:
         kept: Sequence[jax.Array],
     ) -> PyTree:
         """Run W: return the gradient of the weights (None for leaves that have none)."""
-        _, of_weights = self._parts
         inputs = self._inputs(weights, microbatch, stash)
         _check_count("kept", kept, self.kept)
-        return self._weights.gradients(of_weights([*inputs, *kept]))
-
-    @cached_property
-    def _parts(self) -> tuple[StagePart, StagePart]:
-        """B and W, which schedules that do not split the backward pass never trace."""
-        count = self._x.num_chosen
-        program = needed_first(self._backward.program, self._backward.outputs[:count])
-        inputs, outputs = program.flat.inputs, program.flat.outputs
-        dx, dweights = outputs[:count], outputs[count:]
-        before_dy = len(inputs) - self._y.num_chosen
-        of_input = StagePart.of(program, inputs, dx)
-        done = {*inputs[before_dy:], *(v for e in of_input.equations for v in e.outvars)}
-        equations, kept = program.cut(dweights, done.__contains__)
-        return (
-            replace(of_input, outputs=(*dx, *kept)),
-            StagePart(program, equations, (*inputs[:before_dy], *kept), dweights),
-        )
+        return self._weights.gradients(self._backward_weight([*inputs, *kept]))
 
     def _inputs(
         self, weights: PyTree, microbatch: PyTree, stash: Sequence[jax.Array]
@@ -161,9 +139,9 @@ def split_stage(
 
     The equations of the traced backward pass are divided: B computes the cotangent of `x`, and W
     everything that B has not computed, so that B and W together do the work of the whole. Calls,
-    also checkpointed ones, are inlined, and a `lax.scan` becomes a loop in each part. A `cond`, a
-    `while_loop`, a scan inside of a scan or a kernel belongs to B as a whole if the cotangent of
-    `x` needs any of its results. Zero-bubble schedules (Qi et al. 2024, section 2) need this split.
+    also checkpointed ones, are inlined. A `scan`, a `cond`, a `while_loop` or a kernel belongs to B
+    as a whole if the cotangent of `x` needs any of its results. Zero-bubble schedules (Qi et al.
+    2024, section 2) need this split.
 
     Args:
       fn: the function of the stage, `fn(weights, x, microbatch) -> y`, of trees. Leaves of integers
@@ -188,17 +166,25 @@ def split_stage(
     of_data = Argument.of("microbatch", microbatch)
     front = trace_forward(fn, of_weights, of_x, of_data, loss=loss)
     back, stash = trace_backward(front, remat=remat)
-    result, inputs = front.result, front.program.flat.inputs
+    result, (inputs, outputs) = front.result, (back.flat.inputs, back.flat.outputs)
+    dx, dweights = outputs[: of_x.num_chosen], outputs[of_x.num_chosen :]
+    before_dy = len(inputs) - result.num_chosen
+    of_input = StagePart.of(back, inputs, dx)
+    done = {*inputs[before_dy:], *(v for e in of_input.equations for v in e.outvars)}
+    equations, kept = back.cut(dweights, done.__contains__)
     return StageProgram(
         y=jax.tree.map(struct_of, result.tree.unflatten(result.types)),
         stash=tuple(struct_of(v.aval) for v in stash),
+        kept=tuple(struct_of(v.aval) for v in kept),
         _weights=of_weights,
         _x=of_x,
         _microbatch=of_data,
         _y=result,
         _loss=loss,
-        _forward=StagePart.of(front.program, inputs, (*front.y, *stash)),
-        _backward=StagePart.of(back, back.flat.inputs, back.flat.outputs),
+        _forward=StagePart.of(front.program, front.program.flat.inputs, (*front.y, *stash)),
+        _backward=StagePart.of(back, inputs, outputs),
+        _backward_input=replace(of_input, outputs=(*dx, *kept)),
+        _backward_weight=StagePart(back, equations, (*inputs[:before_dy], *kept), dweights),
     )
 
 
