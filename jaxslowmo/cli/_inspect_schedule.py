@@ -9,7 +9,8 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from jaxslowmo.pipeline import schedules
-from jaxslowmo.pipeline.schedules import Schedule, drawing
+from jaxslowmo.pipeline.schedules import Schedule
+from jaxslowmo.reports.time import COLOURS, Piece, grid_lines, schedule_picture, schedule_title
 
 from ._errors import CommandError, file_errors, usage_errors
 from ._output import facts_table, numbers_table, say
@@ -40,8 +41,8 @@ def inspect_schedule(config: InspectScheduleConfig, out: Path | None) -> int:
         "stash of each stage, microbatches of a chunk": _row(schedule.stash),
         "messages that each stage sends": _row(schedule.sends),
     }
-    console.print(facts_table(facts, title=_title(schedule), title_justify="left"))
-    for line in drawing.grid_lines(schedule, width=console.width, whole=config.whole):
+    console.print(facts_table(facts, title=schedule_title(schedule), title_justify="left"))
+    for line in grid_lines(schedule, width=console.width, whole=config.whole):
         console.print(_coloured(line), no_wrap=True, crop=False, soft_wrap=True)
     say(console, _legend(schedule), "")
     if config.table is None:
@@ -132,7 +133,7 @@ def _draw(
     )
     try:
         with file_errors("--out", "write", out):
-            schedules.picture(simulation, out, title=_title(schedule), lines=[line])
+            schedule_picture(simulation, out, title=schedule_title(schedule), lines=[line])
     except ValueError as error:  # matplotlib does not know the format
         raise CommandError(f"--out: cannot write {out}: {error}") from None
 
@@ -141,25 +142,16 @@ def _how(config: InspectScheduleConfig) -> str:
     return "in lockstep" if config.lockstep else "each stage as soon as it can"
 
 
-def _title(schedule: Schedule) -> str:
-    chunks = schedule.num_chunks
-    of_chunks = f", {chunks} chunks" if chunks > 1 else ""
-    return (
-        f"{schedule.name}: {schedule.num_stages} stages, {schedule.num_microbatches} "
-        f"microbatches{of_chunks}"
-    )
-
-
 def _legend(schedule: Schedule) -> str:
     backward = "I gradient of the input, W of the weights, B both"
     where = "chunk, operation, microbatch" if schedule.num_chunks > 1 else "operation, microbatch"
     return f"{where}: F forward{'' if schedule.forward_only else f', {backward}'}; . idle"
 
 
-def _coloured(line: list[drawing.Piece]) -> Text:
+def _coloured(line: list[Piece]) -> Text:
     text = Text()
     for piece in line:
-        text.append(piece.text, f"white on {drawing.COLOURS[piece.kind]}" if piece.kind else "")
+        text.append(piece.text, f"white on {COLOURS[piece.kind]}" if piece.kind else "")
     return text
 
 

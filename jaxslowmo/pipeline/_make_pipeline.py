@@ -120,7 +120,7 @@ def pipelined(
         untied = LayeredModel(model.layers, model.loss, takes=model.takes)
         runs = layout.all_runs
         layouts.append(StageLayout(untied, states, blocks, schedule.placement, runs=runs, **placed))
-    kinds, of_stage = _stage_kinds(model, layouts)
+    kinds, of_stage = _stage_kinds(model, layouts, loops=not schedule.splits)
     plan = Plan(
         model=model,
         schedule=schedule,
@@ -152,7 +152,7 @@ def _blocks(
 
 
 def _stage_kinds(
-    model: LayeredModel, layouts: Sequence[StageLayout]
+    model: LayeredModel, layouts: Sequence[StageLayout], *, loops: bool
 ) -> tuple[list[StageKind], np.ndarray]:
     """Return the kinds of a model's stages, and the index of each stage's kind.
 
@@ -161,6 +161,8 @@ def _stage_kinds(
     Args:
       model: the layers.
       layouts: the layout of the parameters, and that of the model state if there is one.
+      loops: whether equal layers in a row are a loop. A loop cannot be divided into B and W, so
+        schedules that divide backward passes have their layers written out.
     """
     kinds: list[StageKind] = []
     blocks, runs = layouts[0].blocks, layouts[0].all_runs
@@ -183,7 +185,8 @@ def _stage_kinds(
                 break
         else:
             of_stage[k] = len(kinds)
-            kinds.append(StageKind(model.stage(*block, runs[k]), *ends, block.start, *segments))
+            fn = model.stage(*block, runs[k], loops=loops)
+            kinds.append(StageKind(fn, *ends, block.start, *segments))
     return kinds, of_stage
 
 

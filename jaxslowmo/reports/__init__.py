@@ -13,4 +13,6 @@ from .time import ScheduleReport as ScheduleReport
 from .time import StepReport as StepReport
 from .time import StepTimes as StepTimes
 from .time import measured as measured
+from .time import schedule_grid as schedule_grid
+from .time import schedule_picture as schedule_picture
 from .time import schedule_report as schedule_report

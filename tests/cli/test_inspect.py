@@ -164,7 +164,9 @@ def test_a_schedule_with_its_grid_and_the_kinds_beside_it(call):
         ["zero_bubble (H1)", "1", *both, "4", "16"],
     ):
         assert row in outcome.rows
-    assert js.schedules.grid(schedule) in "\n".join(map(str.rstrip, outcome.out.splitlines()))
+    assert js.reports.schedule_grid(schedule) in "\n".join(
+        map(str.rstrip, outcome.out.splitlines())
+    )
     kinds = "gpipe one_f_one_b interleaved zero_bubble|(H1) zero_bubble|(H2) zbv lockstep"
     assert [row[0].replace(" ", "|") for row in outcome.rows[-7:]] == kinds.split()
     sizes = "--stages 4 --microbatches 6 --lockstep --most-stash 3"

@@ -13,7 +13,7 @@ import optax
 from jax.sharding import PartitionSpec as P
 
 import jaxslowmo as js
-from jaxslowmo.pipeline.schedules import Operation
+from jaxslowmo.pipeline.schedules import Operation, Schedule
 from support.layered import language_model, tokens
 from support.refusals import Refusal, each
 
@@ -62,7 +62,8 @@ def rows(table, argument, value="", **options):
 
 
 def operations(argument, value, *found):
-    return rows([[Operation(*one) for one in found]], argument, value)
+    cells = (tuple((Operation(*one),) for one in found),)
+    return Refusal(lambda: Schedule("mine", 1, 1, 1, (0,), cells), argument, value)
 
 
 def changed(schedule, argument, value, **change):
@@ -75,14 +76,12 @@ TABLES = {
     "no rows": rows([], "`rows`"),
     "idle rows": rows(["", ""], "`rows`"),
     "a number as row": rows([3], "`rows`", 3),
-    "a number as cell": rows([["0F0", 3]], "cell", "0F0"),
-    "both forms": rows(["0F0,0B0", [None]], "`rows`"),
+    "cells that are cut apart": rows([["0F0", "0B0"]], "`rows`", ["0F0", "0B0"]),
     "an unknown letter": rows(["0F0,0X0"], "column 1 of stage 0", "0X0"),
     "a pair without a mark": rows(["0F0,(0F1;0B0),0B1"], "column 1", "(0F1;0B0)"),
     "a stage on two devices": rows(["0F0,0B0,1F0", "1B0"], "stage 1 of the model", "0 and 1"),
     "a gap in the model": rows(["0F0,0B0", "2F0,2B0"], "stage 1"),
     "uneven chunks": rows(["0F0,1F0,1B0,0B0", "2F0,2B0"], "2 times"),
-    "another placement": rows(["0F0", "1F0"], "`placement`", (1, 0), placement=(1, 0)),
     "columns that are no ticks": rows(["0F0,,0B0", "1F0,1B0"], "1F0", "F of", lockstep=True),
     "a missing backward pass": rows(["0F0,0F1,0B0"], "microbatch 1 on stage 0", "not 0"),
     "F twice": rows(["0F0,0F0,0B0"], "(F) of microbatch 0", "not 2"),

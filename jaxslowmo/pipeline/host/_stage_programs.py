@@ -177,8 +177,8 @@ class StagePrograms:
     def __init__(self, setting: HostSetting, number: int, mesh: Mesh) -> None:
         plan = setting.plan
         self._setting, self._plan, self._number = setting, plan, number
-        self._kind = self._plan.kinds[self._plan.of_stage[number]]
-        self._stage: Any = None
+        self._kind = plan.kinds[plan.of_stage[number]]
+        self._stage: Any = None  # F traces it, which is dispatched before B, W and BW
         data: Any = StageInputs(setting.replica, setting.batch, setting.batch)  # type: ignore[arg-type]
         device, mapped = setting.device, partial(setting.mapped, mesh)
         axes = setting.spread.data_axes
@@ -254,34 +254,29 @@ class StagePrograms:
         self, data: StageInputs, number: jax.Array, stash: PyTree, dy: PyTree
     ) -> tuple[PyTree, PyTree]:
         weights, microbatch = data.weights, self._microbatch(data, number)
-        dx, kept = self._traced.backward_input(weights, microbatch, stash, self._cotangent(dy))
+        dx, kept = self._stage.backward_input(weights, microbatch, stash, self._cotangent(dy))
         return self._sent(dx), kept
 
     def _backward_weight(
         self, data: StageInputs, number: jax.Array, stash: PyTree, kept: PyTree, total: PyTree
     ) -> PyTree:
         weights, microbatch = data.weights, self._microbatch(data, number)
-        grads = self._traced.backward_weight(weights, microbatch, stash, kept)
+        grads = self._stage.backward_weight(weights, microbatch, stash, kept)
         return self._kind.weights.added(total, grads, self._number, in_place=False)
 
     def _backward(
         self, data: StageInputs, number: jax.Array, stash: PyTree, dy: PyTree, total: PyTree
     ) -> tuple[PyTree, PyTree]:
         weights, microbatch = data.weights, self._microbatch(data, number)
-        dx, grads = self._traced.backward(weights, microbatch, stash, self._cotangent(dy))
+        dx, grads = self._stage.backward(weights, microbatch, stash, self._cotangent(dy))
         added = self._kind.weights.added(total, grads, self._number, in_place=False)
         return self._sent(dx), added
-
-    @property
-    def _traced(self) -> Any:
-        assert self._stage is not None, "F is dispatched before B, W and BW"
-        return self._stage
 
     def _sent(self, dx: PyTree) -> PyTree:
         return None if self._kind.is_first else without_state(dx)
 
     def _cotangent(self, dy: PyTree) -> PyTree:
-        return self._plan.cotangent(self._kind, self._traced, dy)
+        return self._plan.cotangent(self._kind, self._stage, dy)
 
 
 class StepPrograms:

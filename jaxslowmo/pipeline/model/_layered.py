@@ -149,7 +149,7 @@ class LayeredModel(LossProgram):
         return loss, (metrics, terms.state)
 
     def stage(
-        self, start: int, end: int, runs: Sequence[Run] | None = None
+        self, start: int, end: int, runs: Sequence[Run] | None = None, *, loops: bool = True
     ) -> Callable[[Sequence[PyTree], PyTree, PyTree], Any]:
         """Return layers `start` to `end`, without `end`, as a function (weights, x, microbatch).
 
@@ -159,6 +159,7 @@ class LayeredModel(LossProgram):
             loss and returns its `LossTerms`.
           runs: the same layers in runs; weights are then one tree per run, stacked if it has
             several layers. None: each layer is its own run.
+          loops: whether a run of several layers is a loop; otherwise its layers are written out.
 
         Returns:
           A function, which takes and returns `WithState` if layers of the model take `state`.
@@ -179,7 +180,7 @@ class LayeredModel(LossProgram):
                 x = examples
             after = []
             for run, run_weights, state in zip(all_runs, weights, states, strict=True):
-                x, new = self._run(run, run_weights, x, state, keyed)
+                x, new = self._run(run, run_weights, x, state, keyed, loops)
                 after.append(lax.stop_gradient(new))
             if is_last:
                 terms = loss_terms(self.loss(x, examples))
@@ -189,7 +190,13 @@ class LayeredModel(LossProgram):
         return compute
 
     def _run(
-        self, run: Run, weights: PyTree, x: PyTree, state: PyTree, keyed: Keyed | None
+        self,
+        run: Run,
+        weights: PyTree,
+        x: PyTree,
+        state: PyTree,
+        keyed: Keyed | None,
+        loops: bool,
     ) -> tuple[PyTree, PyTree]:
         """Return the output of the layers of a run, and their new state."""
         first = run.start
@@ -206,8 +213,8 @@ class LayeredModel(LossProgram):
             return layer(x, weights, state, first)
         one, before = jax.tree.map(lambda w: w[0], (weights, state))
         kind = jax.eval_shape(layer, x, one, before, first)[0]
-        if _types_of(kind) != _types_of(x):
-            # A scan needs a carry of one type, and these layers change the type of their input.
+        # A scan needs a carry of one type, and layers may change the type of their input.
+        if not loops or _types_of(kind) != _types_of(x):
             after = []
             for i in range(run.count):
                 one, before = jax.tree.map(lambda w, i=i: w[i], (weights, state))

@@ -201,27 +201,14 @@ def activations_of(results: Sequence[PyTree]) -> Activations:
     Raises:
       ValueError: two results that differ in structure, shapes or dtypes.
     """
-    if not results:
-        return Activations(jax.tree.structure(()), ())
-    leaves, treedef = jax.tree.flatten(results[0])
-    first = _text(results[0])
-    for k, other in enumerate(results[1:], start=1):
-        if _text(other) != first or jax.tree.structure(other) != treedef:
+    types = [jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), y) for y in results]
+    every = [Activations(jax.tree.structure(y), tuple(jax.tree.leaves(y))) for y in types]
+    for k, other in enumerate(every):
+        if other != every[0]:
             raise ValueError(
                 "`model`: one program sends activations of one type between all stages, and here "
-                f"stage 0 gives {first}, but stage {k} {_text(other)}. Cut the model elsewhere "
+                f"stage 0 gives {types[0]}, but stage {k} {types[k]}. Cut the model elsewhere "
                 '(`parts`), let layers give the same type, or use `executor`="host", which does '
                 "not need it."
             )
-    return Activations(treedef, tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves))
-
-
-def _text(tree: PyTree) -> str:
-    return str(jax.tree.map(lambda x: _Type(f"{x.dtype}{list(x.shape)}"), tree))
-
-
-class _Type(str):
-    """A type that prints without quotes."""
-
-    def __repr__(self) -> str:
-        return str(self)
+    return every[0] if every else Activations(jax.tree.structure(()), ())

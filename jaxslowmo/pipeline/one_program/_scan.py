@@ -5,7 +5,7 @@ the gradient of its input, W that of its weights, and BW both. Each tick has two
 runs at most one F, then at most one of B, W and BW. A device may hold several stages of the model.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -20,6 +20,7 @@ from ..._support.types import PyTree
 from ...tree import at_least_float32
 from ..model import LossTerms, without_state
 from ..plan import Plan, Totals, microbatch_of
+from ..stage import StageProgram
 from ._tick_table import (
     KINDS,
     Buffers,
@@ -169,7 +170,7 @@ class Scan:
 
     plan: Plan
     table: TickTable
-    programs: Sequence[Any] | None
+    programs: Sequence[StageProgram] | None
     activations: Activations
     loss: LossTerms
     in_branches: bool
@@ -212,22 +213,20 @@ class Scan:
     @property
     def stash(self) -> Ring:
         """The layout of the buffers for arrays that F stores."""
-        return Ring([p.stash for p in self.programs or ()], self._rows(self.table.stash))
+        return self._ring(self.table.stash, lambda program: program.stash)
 
     @property
     def kept(self) -> Ring:
         """The layout of the buffers for arrays that B stores for W."""
-        rows = self._rows(self.table.kept)
-        # Kinds of stages that need no row have no buffers.
-        kept = [p.kept if n else () for p, n in zip(self.programs or (), rows, strict=False)]
-        return Ring(kept, rows)
+        return self._ring(self.table.kept, lambda program: program.kept)
 
-    def _rows(self, of_model_stages: Sequence[int]) -> list[int]:
-        """Return for each kind the most rows that one of its stages needs; [] without programs."""
-        of_kinds = [0] * len(self.programs or ())
-        for i, count in zip(self.plan.of_stage, of_model_stages, strict=True) if of_kinds else ():
-            of_kinds[i] = max(of_kinds[i], count)
-        return of_kinds
+    def _ring(self, rows: Sequence[int], types_of: Callable[[StageProgram], Sequence[Any]]) -> Ring:
+        """Return a layout of buffers, for the rows that each stage of the model needs."""
+        programs, of_stage = self.programs or (), self.plan.of_stage
+        # A kind of stages has as many rows as the one that needs most; without rows no buffers.
+        of_kinds = [int(np.max(np.asarray(rows)[of_stage == i])) for i in range(len(programs))]
+        pairs = zip(programs, of_kinds, strict=True)
+        return Ring([types_of(program) if n else () for program, n in pairs], of_kinds)
 
     def branches(
         self, half: Half, operations: Sequence[str]

@@ -1,10 +1,10 @@
 """A schedule as tables of integers that one program scans over, and buffers with numbered rows."""
 
 import heapq
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise, product
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,12 +26,10 @@ KINDS = ("", "F", "B", "W", "BW")
 _FORWARD, _BACKWARD, _TRAVEL, _MOMENTS = 1, 2, 2, 4
 
 
-Rows = dict[tuple[int, int], int]  # maps (stage of the model, microbatch) to a row
+_Key = tuple[int, int]  # stage of the model, microbatch
+Rows = dict[_Key, int]  # maps a microbatch at a stage of the model to a row
 Channel = tuple[tuple[int, int], ...]
 _Placed = tuple[int, Operation, int, int]  # tick, operation, its model stage and microbatch
-
-
-Key = TypeVar("Key", bound=Hashable)
 
 
 class Lifetime(NamedTuple):
@@ -41,26 +39,18 @@ class Lifetime(NamedTuple):
     end: int
 
 
-def rows_of(lifetimes: Mapping[Key, Lifetime]) -> tuple[dict[Key, int], int]:
-    """Assign a row to every value, so that no two values that live at the same time share one.
-
-    Returns:
-      The rows, and the number of rows: the most values that live at once.
-    """
-    rows: dict[Key, int] = {}
+def rows_of(lifetimes: Mapping[_Key, Lifetime]) -> Rows:
+    """Return a row for every value, as few as no two values that live at the same time share."""
+    rows: Rows = {}
     free: list[int] = []
     busy: list[tuple[int, int]] = []  # last moment in use, row
-    count = 0
     for key, life in sorted(lifetimes.items(), key=lambda item: item[1]):
         while busy and busy[0][0] < life.start:
             heapq.heappush(free, heapq.heappop(busy)[1])
-        if free:
-            row = heapq.heappop(free)
-        else:
-            row, count = count, count + 1
-        rows[key] = row
-        heapq.heappush(busy, (life.end, row))
-    return rows, count
+        # All rows are free or busy, so their number is the next new row.
+        rows[key] = heapq.heappop(free) if free else len(busy)
+        heapq.heappush(busy, (life.end, rows[key]))
+    return rows
 
 
 class Half(NamedTuple):
@@ -173,13 +163,13 @@ def _rows(schedule: Schedule, operations: Sequence[_Placed]) -> list[Rows]:
         """Return the rows of results of `writer`, `sender` stages further on, for `reader`."""
         all_rows: Rows = {}
         for held in schedule.model_stages:
-            lives: dict[tuple[int, int], Lifetime] = {}
+            lives: dict[_Key, Lifetime] = {}
             for k, m in product(held, range(schedule.num_microbatches)):
                 start, end = moments.get((writer, k + sender, m)), moments.get((reader, k, m))
                 if start is not None and end is not None and start != end:
                     lives[k, m] = Lifetime(start + _TRAVEL * (sender != 0), end)
             assert all(a <= b for a, b in lives.values()), "ticks keep dependencies"
-            all_rows |= rows_of(lives)[0]
+            all_rows |= rows_of(lives)
         return all_rows
 
     return [rows("F", -1, "F"), rows("B", 1, "B"), rows("F", 0, "W"), rows("B", 0, "W")]

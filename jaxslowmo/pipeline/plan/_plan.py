@@ -29,7 +29,7 @@ from ..model import (
     without_state,
 )
 from ..schedules import Schedule
-from ..stage import WholeStage, split_stage, whole_stage
+from ..stage import StageProgram, split_stage
 
 Buffers = Mapping[str, jax.Array]
 """The buffers of one device by name, each (*sizes, elements)."""
@@ -140,7 +140,7 @@ class StageKind:
         return x if self.states is None else WithState(x, list(states))
 
     def forward(
-        self, program: WholeStage | None, weights: PyTree, x: PyTree, microbatch: PyTree
+        self, program: StageProgram | None, weights: PyTree, x: PyTree, microbatch: PyTree
     ) -> tuple[PyTree, Sequence[jax.Array], PyTree]:
         """Run the forward pass of a stage.
 
@@ -204,12 +204,11 @@ class Plan:
 
     def stage_program(
         self, kind: StageKind, weights: PyTree, x: PyTree, microbatch: PyTree
-    ) -> WholeStage:
+    ) -> StageProgram:
         """Return the operations of a stage, traced for arguments of these types."""
-        program_of: Any = split_stage if self.schedule.splits else whole_stage
-        return program_of(kind.fn, weights, x, microbatch, loss=kind.is_last, remat=self.remat)
+        return split_stage(kind.fn, weights, x, microbatch, loss=kind.is_last, remat=self.remat)
 
-    def cotangent(self, kind: StageKind, program: WholeStage, dy: PyTree) -> PyTree:
+    def cotangent(self, kind: StageKind, program: StageProgram, dy: PyTree) -> PyTree:
         """Return the cotangent of a stage's result, from `dy`, that of its activations."""
         if kind.is_last:
             terms = program.y

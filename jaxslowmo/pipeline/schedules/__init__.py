@@ -13,5 +13,3 @@ from ._schedule import Schedule as Schedule
 from ._simulation import Simulation as Simulation
 from ._zbv import zbv as zbv
 from ._zero_bubble import zero_bubble as zero_bubble
-from .drawing import grid as grid
-from .drawing import picture as picture

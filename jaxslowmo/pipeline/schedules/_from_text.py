@@ -1,4 +1,4 @@
-"""Make a schedule from the name of its kind, from torch's notation, or from operations."""
+"""Make a schedule from the name of its kind, or from a table in torch's notation."""
 
 import inspect
 import re
@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from ._basic import gpipe, one_f_one_b, round_robin
+from ._basic import gpipe, one_f_one_b
 from ._interleaved import interleaved
 from ._lockstep import lockstep
-from ._operations import TORCH_LETTERS, Cell, Operation
+from ._operations import TORCH_LETTERS, Kind, Operation
 from ._schedule import Schedule
 from ._zbv import zbv
 from ._zero_bubble import zero_bubble
@@ -57,30 +57,22 @@ def _listed(names: Iterable[str]) -> str:
     return ", ".join(f"`{name}`" for name in names)
 
 
-_KINDS = {letter: kind for kind, letter in TORCH_LETTERS.items()}
+_KINDS: dict[str, Kind] = {letter: kind for kind, letter in TORCH_LETTERS.items()}
 _OPERATION = re.compile(r"(\d+)([FIWB])(\d+)")
-_OVERLAP = re.compile(r"\((.*)\)OVERLAP_F_B")
-_ParsedOperation = tuple[Any, int, int]  # kind, stage of the model, microbatch
+_OVERLAP = re.compile(r"\((.*);(.*)\)OVERLAP_F_B")
+_Parsed = tuple[Kind, int, int]  # kind, stage of the model, microbatch
 
 
 def from_table(
-    rows: Iterable[str | Iterable[str | Operation | Iterable[Operation] | None]],
-    *,
-    placement: Sequence[int] | None = None,
-    lockstep: bool = False,
-    name: str = "from_table",
+    rows: Sequence[str], *, lockstep: bool = False, name: str = "from_table"
 ) -> Schedule:
-    """Make a schedule from a table, in torch's notation or of operations.
+    """Make a schedule from a table in torch's notation, which `Schedule.orders` prints.
 
     Args:
-      rows: one row per device stage, in one of three forms. (1) Strings as `Schedule.orders` and
-        `torch.distributed.pipelining` write them: cells between commas; an empty cell is idle; an
-        operation is such as "3I0" (stage of the model; F forward, I gradient of the input, W
-        gradient of the weights, B both; microbatch); two that share a column are such as
-        "(0F3;3B1)OVERLAP_F_B". (2) Sequences of such cells, as `csv.reader` makes them.
-        (3) Sequences whose cells are an `Operation`, a sequence of them, or None.
-      placement: the device stage of each stage of the model. Strings already determine it; for
-        operations None puts stage k of the model on device stage k % p.
+      rows: one string per device stage, of cells between commas. An empty cell is idle. An
+        operation is such as "3I0": stage of the model; F forward, I gradient of the input, W
+        gradient of the weights, B both; microbatch. Two that share a column are such as
+        "(0F3;3B1)OVERLAP_F_B".
       lockstep: whether the columns are ticks, as in the tables of `lockstep`.
       name: name of the schedule.
 
@@ -95,99 +87,55 @@ def from_table(
       >>> from_table(["0F0,,,0I0,0W0", ",1F0,1I0,1W0"]).stash
       (1, 1)
     """
-    if isinstance(rows, str):
-        raise ValueError(f"`rows` must be one string per device stage, got the string {rows!r}.")
-    if not isinstance(rows, Iterable) or isinstance(rows, bytes):
-        raise ValueError(f"`rows` must hold one row per device stage, got {rows!r}.")
-    row_list: list[Any] = [_joined(row) for row in rows]
-    if not row_list:
-        raise ValueError("`rows` must hold one row per device stage, got none.")
-    if all(isinstance(row, str) for row in row_list):
-        parsed = [_read_row(stage, row) for stage, row in enumerate(row_list)]
-        stage_of = _placement(parsed)
-        if placement is not None and tuple(placement) != stage_of:
-            raise ValueError(f"`placement` is {tuple(placement)}, but the rows hold {stage_of}.")
-        placement = stage_of
-        chunk = {k: stage_of[:k].count(stage) for k, stage in enumerate(stage_of)}
-        cells = tuple(
-            tuple(tuple(Operation(kind, s, chunk[k], j) for kind, k, j in cell) for cell in row)
-            for s, row in enumerate(parsed)
+    is_text = isinstance(rows, list | tuple) and all(isinstance(row, str) for row in rows)
+    if not is_text or not any(row.strip(",") for row in rows):
+        raise ValueError(
+            "`rows` must be a list of strings, the operations of each device stage as "
+            f"`Schedule.orders` prints them, got {rows!r}."
         )
-    elif any(isinstance(row, str) for row in row_list):
-        raise ValueError("`rows` must all be strings or all be sequences of operations.")
-    else:
-        cells = tuple(tuple(map(_cell, row)) for row in row_list)
-    operations = [operation for row in cells for cell in row for operation in cell]
-    if not operations:
-        raise ValueError("`rows` must hold operations, got idle columns only.")
-    num_chunks = 1 + max(operation.chunk for operation in operations)
+    parsed = [
+        [_read_cell(text, column, stage) for column, text in enumerate(row.split(","))]
+        for stage, row in enumerate(rows)
+    ]
+    placement = _placement(parsed)
+    chunk = [placement[:k].count(stage) for k, stage in enumerate(placement)]
     return Schedule(
         name,
-        num_stages=len(cells),
-        num_microbatches=1 + max(operation.microbatch for operation in operations),
-        num_chunks=num_chunks,
-        placement=tuple(placement) if placement else round_robin(len(cells), num_chunks),
-        cells=cells,
+        num_stages=len(rows),
+        num_microbatches=1 + max(m for row in parsed for cell in row for _, _, m in cell),
+        num_chunks=1 + max(chunk),
+        placement=placement,
+        cells=tuple(
+            tuple(tuple(Operation(kind, s, chunk[k], m) for kind, k, m in cell) for cell in row)
+            for s, row in enumerate(parsed)
+        ),
         lockstep=lockstep,
     )
 
 
-def _joined(row: Any) -> Any:
-    """Return a row of strings as one string, any other row as a list."""
-    if isinstance(row, str):
-        return row
-    if not isinstance(row, Iterable) or isinstance(row, bytes):
+def _read_cell(text: str, column: int, stage: int) -> list[_Parsed]:
+    together = _OVERLAP.fullmatch(text)
+    words = together.groups() if together else [text] * bool(text)
+    matches = [m for m in map(_OPERATION.fullmatch, words) if m]
+    if len(matches) < len(words):
         raise ValueError(
-            f"`rows`: a row must be a string or a sequence of operations, got {row!r}."
+            f"`rows`: {text!r} in column {column} of stage {stage} is no operation: stage of "
+            "the model, one of F, I, W, B, microbatch, as 3I0; two as (0F3;3B1)OVERLAP_F_B."
         )
-    cells = list(row)
-    if any(isinstance(cell, str) for cell in cells) and all(
-        cell is None or isinstance(cell, str) for cell in cells
-    ):
-        return ",".join(cell or "" for cell in cells)
-    return cells
+    return [(_KINDS[m[2]], int(m[1]), int(m[3])) for m in matches]
 
 
-def _read_row(stage: int, row: str) -> list[list[_ParsedOperation]]:
-    cells = []
-    for column, text in enumerate(row.split(",")):
-        text = text.strip()
-        together = _OVERLAP.fullmatch(text)
-        words = together[1].split(";") if together else [text] * bool(text)
-        matches = [_OPERATION.fullmatch(word) for word in words]
-        if not all(matches):
-            raise ValueError(
-                f"`rows`: {text!r} in column {column} of stage {stage} is no operation: stage of "
-                "the model, one of F, I, W, B, microbatch, as 3I0; two as (0F3;3B1)OVERLAP_F_B."
-            )
-        cells.append([(_KINDS[m[2]], int(m[1]), int(m[3])) for m in matches if m])
-    return cells
-
-
-def _placement(rows: list[list[list[_ParsedOperation]]]) -> tuple[int, ...]:
+def _placement(rows: Sequence[Sequence[Sequence[_Parsed]]]) -> tuple[int, ...]:
     """Return the device stage of each stage of the model, from the rows that name it."""
     stage_of: dict[int, int] = {}
     for stage, row in enumerate(rows):
-        for _, model_stage, _ in (operation for cell in row for operation in cell):
-            if stage_of.setdefault(model_stage, stage) != stage:
+        for _, k, _ in (operation for cell in row for operation in cell):
+            if stage_of.setdefault(k, stage) != stage:
                 raise ValueError(
-                    f"`rows`: stage {model_stage} of the model is in the rows of stages "
-                    f"{stage_of[model_stage]} and {stage}; one of them must hold all of it."
+                    f"`rows`: stage {k} of the model is in the rows of stages {stage_of[k]} and "
+                    f"{stage}; one of them must hold all of it."
                 )
-    missing = sorted(set(range(max(stage_of, default=-1) + 1)) - set(stage_of))
-    if missing:
-        raise ValueError(f"`rows`: no row holds stage {missing[0]} of the model.")
-    return tuple(stage_of[model_stage] for model_stage in sorted(stage_of))
-
-
-def _cell(value: Any) -> Cell:
-    if value is None:
-        return ()
-    if isinstance(value, Operation):
-        return (value,)
-    cell = tuple(value) if isinstance(value, Iterable) else (value,)
-    if not all(isinstance(operation, Operation) for operation in cell):
-        raise ValueError(
-            f"`rows`: a cell must be an Operation, a sequence of them or None, got {value!r}."
-        )
-    return cell
+    for k in range(max(stage_of)):
+        if k not in stage_of:
+            raise ValueError(f"`rows`: no row holds stage {k} of the model.")
+    return tuple(stage_of[k] for k in sorted(stage_of))

@@ -31,6 +31,11 @@ class Operation(NamedTuple):
     chunk: int
     microbatch: int
 
+    @property
+    def letter(self) -> str:
+        """torch's letter of its kind: F, I, W or B."""
+        return TORCH_LETTERS[self.kind]
+
 
 Cell = tuple[Operation, ...]
 """What a stage does in one column of the table: nothing, one operation, or an F and a B."""
@@ -86,8 +91,7 @@ class PlacedOperation(NamedTuple):
     @property
     def letters(self) -> str:
         """The operation in torch's notation, such as "3I0" on stage 3 of the model."""
-        operation = self.operation
-        return f"{self.model_stage}{TORCH_LETTERS[operation.kind]}{operation.microbatch}"
+        return f"{self.model_stage}{self.operation.letter}{self.operation.microbatch}"
 
 
 def as_sizes(num_stages: int, num_microbatches: int, num_chunks: int) -> tuple[int, int, int]:

@@ -27,11 +27,6 @@ def struct_of(aval: Any) -> jax.ShapeDtypeStruct:
     )
 
 
-def is_loop(equation: JaxprEqn) -> bool:
-    """Return whether an equation is a scan that may be split into two loops."""
-    return equation.primitive.name == "scan" and not equation.effects
-
-
 def size_in_bytes(v: Atom) -> int:
     """Return the size of an array in bytes."""
     return math.prod(v.aval.shape) * v.aval.dtype.itemsize  # type: ignore[attr-defined]
@@ -120,14 +115,12 @@ class FlatProgram:
             return "weights"
         return "microbatch" if depends <= {"microbatch"} else "stash"
 
-    def needed_inputs(self, targets: Iterable[Atom]) -> set[Var]:
-        """Return the inputs of the program that the values `targets` depend on."""
-        targets = tuple(targets)
-        equations = self.cut(targets).equations
-        return used_by(equations, targets) & set(self.flat.inputs)
-
     def cut(
-        self, targets: Iterable[Atom], elsewhere: Callable[[Var], bool] = lambda v: False
+        self,
+        targets: Iterable[Atom],
+        elsewhere: Callable[[Var], bool] = lambda v: False,
+        *,
+        with_effects: bool = False,
     ) -> Cut:
         """Return the part that computes `targets`, from values that are computed `elsewhere`.
 
@@ -135,11 +128,14 @@ class FlatProgram:
           targets: values of the program.
           elsewhere: function that returns whether another part computes a value; this part then
             receives the value, unless it is cheap.
+          with_effects: whether the part has all equations with side effects, too.
         """
-        mine: set[int] = set()
+        equations = self.flat.equations
+        mine = {i for i, e in enumerate(equations) if with_effects and has_side_effects(e)}
         handed: dict[Var, None] = {}
         seen: set[Var] = set()
-        waiting = list(variables(targets))[::-1]
+        waiting = [v for i in mine for v in variables(equations[i].invars)]
+        waiting += list(variables(targets))[::-1]
         while waiting:
             v = waiting.pop()
             if v in seen:
@@ -149,18 +145,5 @@ class FlatProgram:
                 handed[v] = None
             elif (maker := self._makers.get(v)) is not None:
                 mine.add(maker)
-                waiting.extend(variables(self.flat.equations[maker].invars))
-        return Cut(self._in_order(mine), tuple(handed))
-
-    def and_effects(self, equations: Iterable[JaxprEqn]) -> tuple[JaxprEqn, ...]:
-        """Return `equations` with those that have side effects, which must not be dropped."""
-        effects = list(filter(has_side_effects, self.flat.equations))
-        needed = self.cut(v for e in effects for v in e.invars).equations
-        return self._in_order({self._position[id(e)] for e in (*equations, *effects, *needed)})
-
-    @cached_property
-    def _position(self) -> dict[int, int]:
-        return {id(equation): i for i, equation in enumerate(self.flat.equations)}
-
-    def _in_order(self, positions: Iterable[int]) -> tuple[JaxprEqn, ...]:
-        return tuple(self.flat.equations[i] for i in sorted(positions))
+                waiting.extend(variables(equations[maker].invars))
+        return Cut(tuple(equations[i] for i in sorted(mine)), tuple(handed))

@@ -1,18 +1,18 @@
-"""Trace a stage of a model to two programs, its forward and its backward pass."""
+"""Trace a stage of a model to two flat programs, its forward and its backward pass."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import JaxprEqn, Var
+from jax.extend.core import Var
 
 from ..._support.types import PyTree
 from ...mesh import match_varying
 from ...tracing import Atom, flattened, run
-from ._flat import FlatProgram, Origin, is_loop, struct_of, type_of
-from ._loops import needed_first, weights_first
+from ._flat import FlatProgram, Origin, type_of
+from ._loops import weights_first
 
 
 @dataclass(frozen=True)
@@ -105,18 +105,6 @@ class Forward:
     result: Argument  # the stage's y
 
 
-@dataclass(frozen=True)
-class Backward:
-    """The traced backward pass, a program of weights, microbatch, stash and cotangents."""
-
-    program: FlatProgram
-    stash: tuple[Var, ...]  # variables of the forward pass
-    inputs: tuple[Var, ...]  # weights, microbatch, stash, cotangents of y
-    cotangents: tuple[Var, ...]  # the last of the inputs
-    dx: tuple[Atom, ...]
-    dweights: tuple[Atom, ...]
-
-
 def trace_forward(
     fn: Callable[..., PyTree], weights: Argument, x: Argument, microbatch: Argument, *, loss: bool
 ) -> Forward:
@@ -149,9 +137,7 @@ def trace_forward(
     origins: dict[Var, Origin] = dict.fromkeys(flat.inputs, "microbatch")
     origins |= dict.fromkeys(flat.inputs[: len(weights.types) + len(x.types)], "x")
     origins |= dict.fromkeys(flat.inputs[: len(weights.types)], "weights")
-    program = FlatProgram(flat, origins)
-    if any(map(is_loop, flat.equations)):
-        program = weights_first(program)
+    program = weights_first(FlatProgram(flat, origins))
     of_weights, of_x, of_microbatch = _divide(program.flat.inputs, weights, x)
     count = len(traced_y["seeded"])
     y, residuals = program.flat.outputs[:count], program.flat.outputs[count:]
@@ -162,12 +148,16 @@ def trace_forward(
     )
 
 
-def trace_backward(forward: Forward, x: Argument, *, remat: bool, splits: bool) -> Backward:
+def trace_backward(forward: Forward, *, remat: bool) -> tuple[FlatProgram, tuple[Var, ...]]:
     """Trace the backward pass, and choose the stash that it needs of the forward pass.
 
-    With `splits`, a loop becomes two if the cotangent of x needs only some of its results. With
-    `remat` the stash is x. Otherwise it is the residuals, except those that can be computed cheaply
-    from weights, microbatch or a smaller array, which is then stashed instead.
+    With `remat` the stash is x. Otherwise it is the residuals, except those that can be computed
+    cheaply from weights, microbatch or a smaller array, which is then stashed instead.
+
+    Returns:
+      The program, whose inputs are weights, microbatch, stash and cotangents of y, and whose
+      outputs are the cotangents of x and then the gradients of the weights; and the stash, as
+      variables of the forward pass.
     """
     at_hand = {*forward.weights, *forward.microbatch}
     if remat:
@@ -189,13 +179,7 @@ def trace_backward(forward: Forward, x: Argument, *, remat: bool, splits: bool) 
     origins: dict[Var, Origin] = dict.fromkeys(flat.inputs, "dy")
     pairs = zip(flat.inputs, inputs_before_dy, strict=False)
     origins |= {v: forward.program.origins.get(source, "stash") for v, source in pairs}
-    whole = FlatProgram(flat, origins)
-    program = whole
-    if splits and any(map(is_loop, flat.equations)):
-        program = needed_first(whole, flat.outputs[: x.num_chosen])
-    inputs, results = program.flat.inputs, program.flat.outputs
-    dx, dweights = results[: x.num_chosen], results[x.num_chosen :]
-    return Backward(program, stash, inputs, inputs[len(inputs_before_dy) :], dx, dweights)
+    return FlatProgram(flat, origins), stash
 
 
 def _divide(flat: Sequence[Any], *first: Argument) -> list[tuple[Any, ...]]:
@@ -217,139 +201,4 @@ def _check_loss(y: PyTree) -> None:
         raise ValueError(
             "`loss=True` is for a stage that gives a loss, a floating scalar, or (loss, metrics), "
             f"got {jax.tree.map(jax.typeof, y)}."
-        )
-
-
-@dataclass(frozen=True)
-class StagePart:
-    """One operation of a stage, on flat values: equations with their inputs and outputs."""
-
-    program: FlatProgram
-    equations: tuple[JaxprEqn, ...]
-    inputs: tuple[Var, ...]
-    outputs: tuple[Atom, ...]
-
-    def __call__(self, values: Sequence[Any]) -> list[Any]:
-        inputs = dict(zip(self.inputs, values, strict=True)) | self.program.flat.constants
-        return run(self.equations, self.outputs, inputs)
-
-
-@dataclass(frozen=True)
-class WholeStage:
-    """The operations F and BW of one stage as pure functions.
-
-    Both can be traced under jit, scan, switch and shard_map, and take arrays of the types that the
-    stage was traced with.
-
-    Attributes:
-      y: type of the stage's result, a tree of `jax.ShapeDtypeStruct`.
-      stash: types of the arrays that F stores for the backward pass. They contain no leaf of
-        weights or microbatch, and nothing that is cheap to compute from one of these alone.
-      kept: types of the arrays that B stores for W in addition to the stash; () without B and W.
-    """
-
-    y: PyTree
-    stash: tuple[jax.ShapeDtypeStruct, ...]
-    kept: tuple[jax.ShapeDtypeStruct, ...]
-    _weights: Argument = field(repr=False)
-    _x: Argument = field(repr=False)
-    _microbatch: Argument = field(repr=False)
-    _y: Argument = field(repr=False)
-    _loss: bool = field(repr=False)
-    _forward: StagePart = field(repr=False)
-    _backward: StagePart = field(repr=False)
-
-    def forward(
-        self, weights: PyTree, x: PyTree, microbatch: PyTree
-    ) -> tuple[PyTree, tuple[jax.Array, ...]]:
-        """Run F: return the stage's result, and the stash."""
-        args = (self._weights.flat(weights), self._x.flat(x), self._microbatch.flat(microbatch))
-        values = self._forward([leaf for leaves in args for leaf in leaves])
-        count = self._y.tree.num_leaves
-        return self._y.tree.unflatten(values[:count]), tuple(values[count:])
-
-    def backward(
-        self, weights: PyTree, microbatch: PyTree, stash: Sequence[jax.Array], dy: PyTree
-    ) -> tuple[PyTree, PyTree]:
-        """Run BW: return the cotangent of x and the gradient of the weights.
-
-        In `dy`, a tree like y, None stands for zeros; for a loss stage it is the loss' cotangent.
-        The results have None for leaves without cotangents, such as integers.
-        """
-        inputs = self._backward_inputs(weights, microbatch, stash)
-        values = self._backward([*inputs, *self._cotangents(dy)])
-        count = self._x.num_chosen
-        return self._x.gradients(values[:count]), self._weights.gradients(values[count:])
-
-    def _backward_inputs(
-        self, weights: PyTree, microbatch: PyTree, stash: Sequence[jax.Array]
-    ) -> list[jax.Array]:
-        check_count("stash", stash, self.stash)
-        return [*self._weights.flat(weights), *self._microbatch.flat(microbatch), *stash]
-
-    def _cotangents(self, dy: PyTree) -> list[jax.Array]:
-        if not self._loss:
-            return self._y.cotangents(dy)
-        of_loss = dy[0] if isinstance(dy, tuple) else dy
-        rest = [None] * (self._y.tree.num_leaves - 1)
-        return self._y.cotangents(self._y.tree.unflatten([of_loss, *rest]))
-
-
-def whole_stage(
-    fn: Callable[[PyTree, PyTree, PyTree], PyTree],
-    weights: PyTree,
-    x: PyTree,
-    microbatch: PyTree,
-    *,
-    loss: bool = False,
-    remat: bool = False,
-) -> WholeStage:
-    """Make the forward and the backward pass of a stage; see `split_stage` for the arguments."""
-    return traced(fn, weights, x, microbatch, loss=loss, remat=remat, splits=False)[0]
-
-
-def traced(
-    fn: Callable[[PyTree, PyTree, PyTree], PyTree],
-    weights: PyTree,
-    x: PyTree,
-    microbatch: PyTree,
-    *,
-    loss: bool,
-    remat: bool,
-    splits: bool,
-) -> tuple[WholeStage, Backward]:
-    """Return a stage and its traced backward pass; see `split_stage` for the arguments.
-
-    Raises:
-      ValueError: `loss=True` for a stage that returns no floating scalar or (scalar, metrics).
-    """
-    of_weights, of_x = Argument.of("weights", weights), Argument.of("x", x)
-    of_data = Argument.of("microbatch", microbatch)
-    front = trace_forward(fn, of_weights, of_x, of_data, loss=loss)
-    back = trace_backward(front, of_x, remat=remat, splits=splits)
-    outputs, gradients = (*front.y, *back.stash), (*back.dx, *back.dweights)
-    forward = front.program.and_effects(front.program.cut(outputs).equations)
-    both = back.program.and_effects(back.program.cut(gradients).equations)
-    inputs = *front.weights, *front.x, *front.microbatch
-    stage = WholeStage(
-        y=jax.tree.map(struct_of, front.result.tree.unflatten(front.result.types)),
-        stash=tuple(struct_of(v.aval) for v in back.stash),
-        kept=(),
-        _weights=of_weights,
-        _x=of_x,
-        _microbatch=of_data,
-        _y=front.result,
-        _loss=loss,
-        _forward=StagePart(front.program, forward, inputs, outputs),
-        _backward=StagePart(back.program, both, back.inputs, gradients),
-    )
-    return stage, back
-
-
-def check_count(name: str, arrays: Sequence[Any], types: Sequence[Any]) -> None:
-    """Raise `ValueError` for a number of arrays that differs from that of their types."""
-    if len(arrays) != len(types):
-        raise ValueError(
-            f"`{name}` must hold the {len(types)} arrays of `StageProgram.{name}`, got "
-            f"{len(arrays)}."
         )

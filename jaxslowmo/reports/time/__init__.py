@@ -2,6 +2,12 @@
 
 from ._measured import MeasuredStep as MeasuredStep
 from ._measured import measured as measured
+from ._schedule_grid import Piece as Piece
+from ._schedule_grid import grid_lines as grid_lines
+from ._schedule_grid import schedule_grid as schedule_grid
+from ._schedule_grid import schedule_title as schedule_title
+from ._schedule_picture import COLOURS as COLOURS
+from ._schedule_picture import schedule_picture as schedule_picture
 from ._schedule_report import ScheduleReport as ScheduleReport
 from ._schedule_report import schedule_report as schedule_report
 from ._stage_costs import CompiledPipeline as CompiledPipeline

@@ -2,12 +2,13 @@
 
 import os
 from dataclasses import dataclass
-from functools import cached_property
 
 from ..._support.types import PyTree
-from ...pipeline import HostPipeline, Pipelined, Schedule, schedules
+from ...pipeline import HostPipeline, Pipelined, Schedule
 from ...pipeline.schedules import Simulation
 from ..communication import aligned
+from ._schedule_grid import schedule_grid, schedule_title
+from ._schedule_picture import schedule_picture
 from ._stage_costs import (
     CompiledPipeline,
     ModelStage,
@@ -55,19 +56,10 @@ class ScheduleReport:
         """Share of the devices' time that is idle, as this pipeline runs the schedule."""
         return self.simulation.bubble
 
-    @cached_property
-    def title(self) -> str:
-        """The schedule with its sizes."""
-        schedule = self.schedule
-        chunks = f", {schedule.num_chunks} chunks" if schedule.num_chunks > 1 else ""
-        return (
-            f"{schedule.name}: {schedule.num_stages} stages, {schedule.num_microbatches} "
-            f"microbatches{chunks}"
-        )
-
     def __str__(self) -> str:
-        parts = [[self.title], _facts(self), _by_model_stage(self), _by_device_stage(self)]
-        return "\n\n".join(["\n".join(lines) for lines in parts] + [schedules.grid(self.schedule)])
+        tables = (_facts(self), _by_model_stage(self), _by_device_stage(self))
+        texts = ["\n".join(lines) for lines in tables]
+        return "\n\n".join([schedule_title(self.schedule), *texts, schedule_grid(self.schedule)])
 
     def picture(self, path: str | os.PathLike[str]) -> None:
         """Draw the step to scale and write it to a file, whose ending decides the format.
@@ -77,7 +69,8 @@ class ScheduleReport:
         """
         how = "one program, in lockstep" if self.lockstep else "each stage as soon as it can"
         line = f"{how}; time in {self.unit}; bubble {_percent(self.bubble)}"
-        schedules.picture(self.simulation, path, title=self.title, lines=[line])
+        title = schedule_title(self.schedule)
+        schedule_picture(self.simulation, path, title=title, lines=[line])
 
 
 def schedule_report(

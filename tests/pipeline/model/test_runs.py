@@ -33,3 +33,16 @@ def test_programs_grow_neither_with_equal_layers_nor_with_microbatches(mesh_of):
 
     assert length(30, 4) == length(10, 64) == length(10, 4)
     assert length(4, 4) != length(10, 4)  # two layers are no loop
+
+
+def test_layers_are_written_out_for_schedules_that_divide_backward_passes(mesh_of):
+    model, params = language_model(10)
+    num_loops = {}
+    for kind in ("one_f_one_b", "zero_bubble"):
+        schedule = js.schedules.by_name(kind, 2, 4)
+        pipe = js.pipelined(model, params, schedule, mesh=mesh_of({"stage": 2}))
+        grad = jax.jit(jax.grad(pipe, has_aux=True))
+        text = grad.lower(pipe.layout.types, tokens(8)).as_text()
+        num_loops[kind] = text.count("stablehlo.while")
+    assert num_loops["zero_bubble"] == 1  # over the ticks
+    assert num_loops["one_f_one_b"] > 1

@@ -1,4 +1,4 @@
-"""Tables as others write them: strings, cells of strings, operations."""
+"""Tables in torch's notation."""
 
 import jaxslowmo as js
 from jaxslowmo.pipeline.schedules import Operation
@@ -6,24 +6,18 @@ from jaxslowmo.pipeline.schedules import Operation
 ROWS = ["0F0,0F1,,0B0,,0B1", ",1F0,1B0,1F1,1B1"]
 
 
-def test_strings_and_operations_are_one_table():
-    schedule = js.schedules.from_table(ROWS)
-    assert schedule.orders() == ROWS
+def test_a_table_is_read_as_it_is_printed():
+    schedule = js.schedules.from_table(ROWS, name="mine")
+    assert (schedule.orders(), schedule.name) == (ROWS, "mine")
     assert schedule.rows[1][:2] == (None, Operation("F", 1, 0, 0))
-    assert js.schedules.from_table(schedule.rows) == schedule
-    assert js.schedules.from_table(schedule.cells) == schedule
-    assert js.schedules.from_table(iter(schedule.rows), placement=[0, 1]) == schedule
-    assert js.schedules.from_table([row.split(",") for row in ROWS]) == schedule  # csv.reader
-    mine = js.schedules.from_table([" 0F0 , 0B0"], name="mine")
-    assert (mine.orders(), mine.name) == (["0F0,0B0"], "mine")
 
 
-def test_placement_is_read_off_strings_and_given_for_operations():
+def test_placement_is_read_off_the_rows():
     v = js.schedules.zbv(2, 3)
-    assert js.schedules.from_table(v.orders()).placement == (0, 1, 1, 0)
-    assert js.schedules.from_table(v.rows, placement=v.placement, name="zbv") == v
+    assert js.schedules.from_table(v.orders(), name="zbv") == v
+    assert v.placement == (0, 1, 1, 0)
     round_robin = js.schedules.interleaved(2, 2, 2)
-    assert js.schedules.from_table(round_robin.rows).placement == (0, 1, 0, 1)
+    assert js.schedules.from_table(round_robin.orders(), name="interleaved") == round_robin
 
 
 def test_a_forward_only_table():

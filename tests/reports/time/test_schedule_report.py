@@ -99,7 +99,7 @@ def test_the_compiled_program_agrees(report):
 def test_text_and_picture(report, tmp_path):
     text = str(report)
     assert text.startswith("zero_bubble: 2 stages, 4 microbatches\n")
-    assert text.endswith(js.schedules.grid(report.schedule))
+    assert text.endswith(js.reports.schedule_grid(report.schedule))
     lines = [line.split() for line in text.splitlines()]
     ticks = str(len(report.schedule.ticks()))
     compiled, last = report.compiled, report.stages[1]

@@ -4,26 +4,25 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from ...._support.extras import needed_by
-from ...._support.files import replacing
-from .._operations import TORCH_LETTERS, Kind
-from .._simulation import Simulation
+from ..._support.extras import needed_by
+from ..._support.files import replacing
+from ...pipeline.schedules import Simulation
 
 # Okabe and Ito's colours, which colour-blind readers can distinguish.
-COLOURS: dict[Kind, str] = {"F": "#0072B2", "B": "#009E73", "W": "#E69F00", "BW": "#D55E00"}
+COLOURS: dict[str, str] = {"F": "#0072B2", "B": "#009E73", "W": "#E69F00", "BW": "#D55E00"}
 """The colour of each kind of operation, in pictures and on terminals."""
-_MEANING: dict[Kind, str] = {
-    "F": "forward",
-    "B": "gradient of the input",
-    "W": "gradient of the weights",
-    "BW": "both gradients",
+_LEGEND = {
+    "F": "F: forward",
+    "B": "I: gradient of the input",
+    "W": "W: gradient of the weights",
+    "BW": "B: both gradients",
 }
 _INK, _GREY = "#333333", "#666666"
 _WIDTH = 14.0  # inches
 _MOST_LETTERS = 14.0 / 0.06  # digits of microbatch numbers that fit into the whole width
 
 
-def picture(
+def schedule_picture(
     simulation: Simulation,
     path: str | os.PathLike[str],
     *,
@@ -96,9 +95,7 @@ def _legend(figure: Any, simulation: Simulation) -> None:
 
     kinds = {timed.operation.kind for line in simulation.timeline for timed in line}
     handles = [
-        Patch(color=COLOURS[kind], label=f"{TORCH_LETTERS[kind]}: {meaning}")
-        for kind, meaning in _MEANING.items()
-        if kind in kinds
+        Patch(color=COLOURS[kind], label=label) for kind, label in _LEGEND.items() if kind in kinds
     ]
     figure.legend(
         handles=handles, loc="lower left", ncols=4, frameon=False, labelcolor=_INK, fontsize=9

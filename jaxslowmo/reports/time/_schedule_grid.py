@@ -1,10 +1,9 @@
 """Draw a schedule as text: a row per stage, a column per tick, in blocks of limited width."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from .._operations import TORCH_LETTERS, Cell, Kind
-from .._schedule import Schedule
+from ...pipeline.schedules import Operation, Schedule
 
 # A schedule of more blocks than these is shortened to its begin and its end: the steady state
 # between them repeats itself.
@@ -15,10 +14,19 @@ class Piece(NamedTuple):
     """A piece of a line that has one colour; `kind` is that of its operation, else None."""
 
     text: str
-    kind: Kind | None = None
+    kind: str | None = None
 
 
-def grid(schedule: Schedule, *, width: int = 100, whole: bool = False) -> str:
+def schedule_title(schedule: Schedule) -> str:
+    """Return the name of a schedule with its sizes."""
+    chunks = f", {schedule.num_chunks} chunks" if schedule.num_chunks > 1 else ""
+    return (
+        f"{schedule.name}: {schedule.num_stages} stages, {schedule.num_microbatches} "
+        f"microbatches{chunks}"
+    )
+
+
+def schedule_grid(schedule: Schedule, *, width: int = 100, whole: bool = False) -> str:
     """Return a schedule as text: a row per stage, a column per tick of `Schedule.ticks`.
 
     Letters are torch's: F3 is the forward pass of microbatch 3, I3 the gradient of its input, W3
@@ -34,7 +42,7 @@ def grid(schedule: Schedule, *, width: int = 100, whole: bool = False) -> str:
       The lines, without a line feed at the end.
 
     Example:
-      >>> print(grid(zero_bubble(2, 2)))
+      >>> print(schedule_grid(js.schedules.zero_bubble(2, 2)))
       ticks 0 to 6
       0 | F0 F1 .  I0 W0 I1 W1
       1 | .  F0 I0 F1 I1 W0 W1
@@ -46,7 +54,7 @@ def grid(schedule: Schedule, *, width: int = 100, whole: bool = False) -> str:
 def grid_lines(
     schedule: Schedule, *, width: int = 100, whole: bool = False
 ) -> Iterator[list[Piece]]:
-    """Yield the lines of `grid` in pieces that can be coloured."""
+    """Yield the lines of `schedule_grid` in pieces that can be coloured."""
     ticks = schedule.ticks()
     names = [[_name(schedule, cell) for cell in tick] for tick in ticks]
     wide = max(len(name) for tick in names for name in tick)
@@ -69,14 +77,14 @@ def grid_lines(
             yield line
 
 
-def _name(schedule: Schedule, cell: Cell) -> str:
-    words = [f"{TORCH_LETTERS[operation.kind]}{operation.microbatch}" for operation in cell]
+def _name(schedule: Schedule, cell: Sequence[Operation]) -> str:
+    words = [f"{operation.letter}{operation.microbatch}" for operation in cell]
     if schedule.num_chunks > 1:
         words = [f"{operation.chunk}{word}" for operation, word in zip(cell, words, strict=True)]
     return "+".join(words) or "."
 
 
-def _pieces(cell: Cell, name: str, wide: int) -> list[Piece]:
+def _pieces(cell: Sequence[Operation], name: str, wide: int) -> list[Piece]:
     """Return `name`, padded to `wide`, in pieces: two if an F and a B share the tick."""
     fill = " " * (wide - len(name))
     if len(cell) < 2:
