@@ -102,6 +102,7 @@ class Runner:
       compiler_options: options for the compiler of every program.
 
     Attributes:
+      parts: the parts of the step.
       lookup: the lookup of rows in tables; None without tables.
       update: the parts, for the layout of the states.
       layout: the layout of the states.
@@ -118,7 +119,7 @@ class Runner:
         donate: bool,
         compiler_options: CompilerOptions,
     ) -> None:
-        self._parts, self.mesh, self.mode = update, mesh, mode
+        self.parts, self.mesh, self.mode = update, mesh, mode
         self._donates, self._options, self._warn = donate, compiler_options, warn_once()
         self.lookup, self._ahead = lookup, None if lookup is None else Ahead()
         self.layout = update.layout(mesh, frozenset(), None, None)
@@ -154,7 +155,7 @@ class Runner:
         if is_own:
             return
         if updates:
-            refuse_state_of_another_step(state, self._parts)
+            refuse_state_of_another_step(state, self.parts)
         self._lay_out(state)
         if updates and not self._is_given_checked:
             self.check(state)
@@ -166,7 +167,7 @@ class Runner:
 
     def check(self, state: TrainState) -> None:
         """Raise `ValueError` for errors that only a state shows."""
-        parts, sync, is_first = self._parts, self._parts.sync, not self._is_checked
+        parts, sync, is_first = self.parts, self.parts.sync, not self._is_checked
         check_state(state, parts, self.mesh, self.mode, self._warn, is_first=is_first)
         # Repetitive parameters have equal shards, too, so states made by this step are not checked.
         if sync is not None and not self._made(state):
@@ -193,44 +194,44 @@ class Runner:
         if known is not None and known[:2] == self.layout[:2]:
             layout = known
         elif any(isinstance(getattr(x, "sharding", None), NamedSharding) for x in leaves):
-            axes = model_axes(state.params, self.mesh, self._parts.axis_name)
-            specs = inner_specs(state.params, self.mesh, self._parts.axis_name) if axes else None
-            layout = self._parts.layout(self.mesh, axes, specs, state.params)
+            axes = model_axes(state.params, self.mesh, self.parts.axis_name)
+            specs = inner_specs(state.params, self.mesh, self.parts.axis_name) if axes else None
+            layout = self.parts.layout(self.mesh, axes, specs, state.params)
             refuse_beyond(layout, state)
         elif not self._is_fixed:
-            layout = self._parts.layout(self.mesh, frozenset(), None, state.params)
-        if not self._is_fixed or (layout.axes, layout.key) != (self.layout.axes, self.layout.key):
-            self._use(layout, state)
+            layout = self.parts.layout(self.mesh, frozenset(), None, state.params)
+        division = None if self.parts.sync is None else self.parts.sync.division(state.params)
+        layout, now = layout._replace(division=division), self.layout
+        is_other = (layout.axes, layout.key, division) != (now.axes, now.key, now.division)
+        if is_other or not self._is_fixed:
+            self._use(layout)
 
-    def _use(self, layout: StateLayout, state: TrainState) -> None:
-        sync, mesh, division = self._parts.sync, self.mesh, None
-        self.update, self._is_fixed = self._parts.laid_out(layout), True
-        if sync is not None:
-            division = sync.division(state.params)
-            if sync.shards_whole_leaves and layout.specs and programs.has_auto(mesh, layout.axes):
-                self._warn(
-                    f"`sync` keeps shards of the parameters and was given no `param_specs`, and "
-                    f"leaves are sharded over {sorted(layout.axes)} inside a replica: slow steps "
-                    "gather them first. Pass `param_specs`, one PartitionSpec per leaf, or "
-                    "shard_state=False."
-                )
-        shards = shards_of_sync(sync, layout)
-        self.layout = layout._replace(shards=shards, division=division)
+    def _use(self, layout: StateLayout) -> None:
+        sync, mesh = self.parts.sync, self.mesh
+        self.update, self._is_fixed = self.parts.laid_out(layout), True
+        needs_specs = sync is not None and sync.shards_whole_leaves and layout.specs is not None
+        if needs_specs and programs.has_auto(mesh, layout.axes):
+            self._warn(
+                f"`sync` keeps shards of the parameters and was given no `param_specs`, and leaves "
+                f"are sharded over {sorted(layout.axes)} inside a replica: slow steps gather them "
+                "first. Pass `param_specs`, one PartitionSpec per leaf, or shard_state=False."
+            )
+        self.layout = layout._replace(shards=shards_of_sync(sync, layout))
 
     # Counters.
 
     def next_phase(self, state: TrainState) -> Phase:
         """Return the phase of the next update, on the host; `()` without a sync."""
         self.take(state)
-        sync, so_far = self._parts.sync, self._so_far(state)
+        sync, so_far = self.parts.sync, self._so_far(state)
         return () if sync is None else sync.phase(so_far.updates + 1, so_far.skipped)
 
     def _counter(self, state: TrainState) -> jax.Array:
-        return state.step if self._parts.sync is None else state.opt_state[-1].count
+        return state.step if self.parts.sync is None else state.opt_state[-1].count
 
     def _so_far(self, state: TrainState) -> UpdateCounts:
         """Return the counts of a state; read them from the device if they were not noted."""
-        counter, sync = self._counter(state), self._parts.sync
+        counter, sync = self._counter(state), self.parts.sync
         if isinstance(counter, Tracer | jax.ShapeDtypeStruct):
             raise ValueError(
                 '`next_phase`, and with it every step with `mode`="host", reads the counter in '
@@ -269,7 +270,7 @@ class Runner:
 
     def refuse_window(self, window: Any, state: TrainState, weight: Any = ...) -> None:
         """Raise `ValueError` unless `window` is an unused window of this state, or None."""
-        dense = state._replace(params=self._parts.dense(state.params))
+        dense = state._replace(params=self.parts.dense(state.params))
         refuse_unusable_window(window, dense, weight)
 
     # Tasks.
@@ -364,7 +365,7 @@ class Runner:
 
     def program(self, task: Task, state: TrainState, inputs: StepInputs) -> Any:
         """Return the jitted program of a task, built at its first use."""
-        if (before_run := self._parts.program.before_run) is not None:
+        if (before_run := self.parts.program.before_run) is not None:
             before_run()
         leaves = jax.tree.leaves((state.step, inputs.batch)) if self._options else ()
         if any(isinstance(x, Tracer) for x in leaves):
@@ -422,7 +423,7 @@ class Runner:
 
     def ready_order(self, state: TrainState, batch: PyTree) -> tuple[int, ...] | None:
         """Return the order in which gradients are ready; see `TrainStep.ready_order`."""
-        if self._parts.program.dispatch is not None:
+        if self.parts.program.dispatch is not None:
             return None
         self.take(state, updates=False, runs=False)
         share = self.placing.share(as_arrays(batch), self.layout.data_axes)
@@ -447,7 +448,7 @@ class Runner:
           inputs: inputs with a placed batch; returned unchanged if there is nothing to dispatch.
           runs: whether to compute the results; False returns their types.
         """
-        dispatch = self._parts.program.dispatch
+        dispatch = self.parts.program.dispatch
         if dispatch is None or inputs.batch is None or isinstance(inputs.batch, WithResults):
             return inputs
         if isinstance(state.step, Tracer):
@@ -458,7 +459,7 @@ class Runner:
             )
         differentiates = task is not EVALUATE
         collects = inputs.window is not None or task.method in ("opened", "collected")
-        parts = self._parts.cuts if differentiates else 1
+        parts = self.parts.cuts if differentiates else 1
         which = Task.of("arguments", "arguments", collects=collects, parts=parts)
         state = state._replace(opt_state=())
         program = self.program(which, state, inputs)
@@ -469,7 +470,7 @@ class Runner:
             inputs.batch if batch is None else batch,
             rng=keys,
             model_state=seen,
-            replicas=axis_names(self._parts.axis_name),
+            replicas=axis_names(self.parts.axis_name),
             inner_axes=self.layout.inner_axes,
             parts=parts,
             differentiates=differentiates,

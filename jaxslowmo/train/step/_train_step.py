@@ -36,7 +36,7 @@ class TrainStep:
 
     def __init__(self, runner: Runner, host_batch: HostBatch, settings: Mapping[str, Any]) -> None:
         self._runner, self._settings = runner, settings
-        parts, lookup = runner.update, runner.lookup
+        parts, lookup = runner.parts, runner.lookup
         self.mesh, self.axis_name, self.mode = runner.mesh, parts.axis_name, runner.mode
         self.embeddings = None if lookup is None else lookup.embeddings
         self.tx, self.sync = parts.chain(), parts.sync
@@ -53,7 +53,7 @@ class TrainStep:
         placement: dict[str, Any] = {"mesh": self.mesh, "axis_name": self.axis_name}
         settings = {"seed": seed, **self._settings}
         compare_settings(settings, None, **placement)
-        parts = self._runner.update
+        parts = self._runner.parts
         has_tables = isinstance(params, WithTables)
         dense = params.dense if has_tables else params
         # Both checks come before the forms, so that errors have the user's names of leaves.

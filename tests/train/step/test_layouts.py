@@ -118,3 +118,24 @@ def test_a_state_on_one_device_does_not_change_the_programs_of_the_next_states(m
     with pytest.raises(ValueError, match="incompatible devices"):
         step(jax.device_put(state, jax.devices()[0]), BATCH)
     step(state, BATCH)
+
+
+def test_states_of_two_models_each_know_how_their_parameters_are_divided(mesh_of):
+    """Checkpoints record it: the layout of one model must not stand in the state of another."""
+
+    def division_of(step, params):
+        return step.init(params).known_layout.division
+
+    def made():
+        sync = js.diloco("replica", sync_every=2, fragments=2)
+        return step_of(mesh_of({"replica": 2}), sync, fn=lambda p, _: sum(x.sum() for x in p))
+
+    models = [[np.ones(4, np.float32)] * count for count in (2, 4)]
+    alone = [division_of(made(), params) for params in models]
+    step = made()
+    assert [division_of(step, params) for params in models] == alone
+    assert alone[0] != alone[1]
+    states = [step.init(params) for params in models]
+    for _ in range(2):
+        states = [step(state, BATCH)[0] for state in states]
+    assert [state.known_layout.division for state in states] == alone
