@@ -208,7 +208,8 @@ def as_full_loss(loss_fn: Callable[..., Any]) -> FullLoss:
             keywords["embedded"] = embedded
         out = loss_fn(params, batch, **keywords)
         loss, aux = out, {}
-        if isinstance(out, tuple) and len(out) == 2 and isinstance(out[1], dict | tuple):
+        has_two = isinstance(out, tuple) and len(out) == 2
+        if has_two and not isinstance(out[1], jax.Array | np.ndarray | np.generic | float | int):
             loss, aux = out
         if isinstance(aux, tuple) and len(aux) == 2:
             metrics, model_state = aux
