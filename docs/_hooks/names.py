@@ -110,7 +110,7 @@ def target(code: str, known: dict[str, str]) -> str | None:
 
 
 def _names_in(path: Path, prefix: str) -> list[PublicName]:
-    """What the file re-exports; where it has an `__all__`, only what is in that."""
+    """Return the names that the file re-exports; with an `__all__`, only those in it."""
     public = next((ast.literal_eval(x.value) for x in _body(path) if _is_all(x)), None)
     return [
         PublicName(f"{prefix}.{name}", _summary(path.parent, module, name))
@@ -125,7 +125,7 @@ def _is_all(node: ast.stmt) -> TypeGuard[ast.Assign]:
 
 
 def _group(package: str, name: str) -> str:
-    """What the pages call the names beside which this one is listed."""
+    """Return what the pages call the names beside which this one is listed."""
     if package in DIVIDED:
         source = {n: m for m, n in _reexports(ROOT / "jaxslowmo" / TOPICS[package])}
         package += f".{source[name]}"

@@ -10,7 +10,7 @@ from jaxslowmo import checkpoint, data, models
 
 
 def public_names(module: types.ModuleType) -> dict[str, Any]:
-    """What `module` re-exports, and what modules among that do, by dotted name."""
+    """Return the names that `module` and the modules in it re-export, with dots."""
     found = {}
     # Without an `__all__` all that it re-exports is public, but for its folders.
     for name in getattr(module, "__all__", None) or dir(module):

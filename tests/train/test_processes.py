@@ -13,7 +13,7 @@ def notes(*digests, **changed):
 
 
 def test_what_is_said_of_notes():
-    """Of parts that differ nothing; of equal ones a warning, of what makes no batch an error."""
+    """Parts that differ are right, equal ones warn, and what makes no batch is an error."""
     assert compared(notes({"0": "a"}, {"1": "b"})) == Verdict()
     assert compared(notes({"0": "a"}, {"0": "a"})) == Verdict()  # of one part
     assert compared(notes({}, {})) == Verdict()  # later, values are not compared

@@ -23,7 +23,7 @@ from .problems import ROWS, batches, loss, loss_with_state, model_state, paramet
 from .runs import named
 
 Cell = dict[str, Any]
-"""What a cell holds, by name of field: digests, numbers, lists of collectives, errors."""
+"""The content of a cell by name of field: digests, numbers, collectives, errors."""
 UPDATES = 5
 COMPILED = [0]
 
@@ -166,7 +166,7 @@ def _batches(use: dict[str, Any]) -> list[list[Any]]:
 
 
 def _weights(use: dict[str, Any]) -> list[Any]:
-    """Of each update; the last replica is idle from the third update on."""
+    """Return the weights of each update; the last replica is idle from the third on."""
     return [np.array([1, 2, 3, t < 2], "f4") if "weights" in use else None for t in range(UPDATES)]
 
 
@@ -204,7 +204,7 @@ def _updates(step: Any, state: Any, use: dict[str, Any], look: Look) -> Iterator
 
 
 def _digest(tree: Any) -> str:
-    """Of the leaves in order: their types, shapes and bytes, but not their names."""
+    """Return a digest of the leaves in order: types, shapes and bytes, but not their names."""
     result = hashlib.sha256()
     for x in named(tree=tree).values():
         result.update(f"{x.dtype}{x.shape}".encode() + x.tobytes())
@@ -222,7 +222,7 @@ def _rows(program: Any, **options: Any) -> list[str]:
 
 
 def _gradient(step: Any, state: Any, batch: Any) -> Any:
-    """Of the loss in the third update by the first parameters; the second update may exchange."""
+    """Differentiate the third update's loss by the first parameters, through an exchange."""
 
     def loss_after(params: Any) -> Any:
         new, metrics = state._replace(params=params), {}

@@ -43,7 +43,7 @@ def keyed_microbatch(batch: PyTree, rng: jax.Array | None, index: Any, shift: An
 
 
 KEYWORDS = ("key", "state")
-"""What a layer may take besides its parameters and its input."""
+"""The arguments that a layer may take besides its parameters and its input."""
 
 Takes = Collection[str] | Sequence[Collection[str] | None] | None
 """Names out of `KEYWORDS`: for all layers, or for each; None: those in the layer's signature."""

@@ -67,7 +67,7 @@ _NUM_RECENT = 16  # arrays: one a state or window, of which few are in use at a 
 
 
 class Recent:
-    """What the host knows of the last few arrays on devices, such as the value of a counter.
+    """Facts that the host knows of the last few arrays on devices, such as a counter's value.
 
     Reading a counter from the device waits for the step that computes it. Here each is read at most
     once, and the counters of later states follow from it. An entry belongs to one array, so several

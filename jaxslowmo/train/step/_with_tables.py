@@ -67,7 +67,7 @@ class Local(NamedTuple):
 
 
 class Done(NamedTuple):
-    """What an update has changed before the exchange of parameters.
+    """The results of an update before the exchange of parameters.
 
     Attributes:
       pending: the update of the dense parameters.

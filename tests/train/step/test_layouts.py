@@ -105,7 +105,7 @@ def test_a_state_that_came_back_as_arrays_of_the_host_gets_the_layout_of_the_ste
 
 
 def test_a_state_on_one_device_does_not_change_the_programs_of_the_next_states(mesh_of):
-    """Where it lies says nothing of where results shall be: the layout of the step does."""
+    """The layout of the step says where results are, and not where this state is."""
     step = step_of(mesh_of({"replica": 4, "fsdp": 2}), slowmo())
     state = start(step)
     back, _ = step(jax.tree.map(lambda x: jax.numpy.asarray(np.asarray(x)), state), BATCH)

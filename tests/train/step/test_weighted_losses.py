@@ -10,6 +10,7 @@ import optax
 import pytest
 
 import jaxslowmo as js
+from train.step import tables
 
 RNG = np.random.default_rng(3)
 PARAMS = {"w": RNG.normal(size=(4, 3)).astype(np.float32), "b": np.zeros(3, np.float32)}
@@ -196,6 +197,16 @@ def test_the_weight_joins_the_gradients_all_reduce():
         return [(row.collective, row.count) for row in report.select(level="compiled")]
 
     assert collectives(terms) == collectives(quotient) == [("all-reduce", 1)]
+
+
+def test_with_tables_a_pair_is_refused():
+    def pair(params, batch, *, embedded):
+        return tables.loss(params, batch, embedded=embedded), 1.0
+
+    step = tables.step_of(1, loss_fn=pair, gradients=js.all_reduce_gradients("replica"))
+    state = step.init(tables.DENSE)
+    with pytest.raises(ValueError, match="`loss_fn` of a step with `embeddings`"):
+        step(state, tables.batches(1)[0])
 
 
 def test_what_is_no_pair_of_scalars_is_refused():
