@@ -31,7 +31,8 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from .._support.types import AxisName
-from ..mesh import axis_names, axis_size, between_cpu_processes, checks_varying, sum_over
+from .._support.varying import checks_varying, tracks_types
+from ..mesh import axis_names, axis_size, between_cpu_processes, sum_over
 from ._permute import permute
 
 _TILE = (8, 128)  # rows and lanes of a float32 tile
@@ -187,7 +188,10 @@ def _reduce_scatter(rows: jax.Array, name: str) -> jax.Array:
         return scatter(rows)
     # jax 0.12 fails to lower it if the mesh has Explicit axes, so they are made manual. `rows` is
     # not split over them.
-    return jax.shard_map(scatter, in_specs=P(), out_specs=P(), axis_names=explicit)(rows)
+    mapped = jax.shard_map(
+        scatter, in_specs=P(), out_specs=P(), axis_names=explicit, check_vma=tracks_types()
+    )
+    return mapped(rows)
 
 
 def ring_scatter_sum(parts: jax.Array, axis_name: str) -> jax.Array:

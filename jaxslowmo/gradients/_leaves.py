@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 
 from .._support.types import AxisName, PyTree
-from ..mesh import axis_names, checks_varying, varying_axes
+from .._support.varying import checks_varying, varying_axes
+from ..mesh import axis_names
 from ..tree import at_least_float32, by_dtype, cast, leaf_names
 
 

@@ -3,7 +3,6 @@
 from .._support.types import axis_names as axis_names
 from ._axes import axis_size as axis_size
 from ._axes import between_cpu_processes as between_cpu_processes
-from ._axes import checks_varying as checks_varying
 from ._axes import device_keys as device_keys
 from ._axes import from_first as from_first
 from ._axes import is_bound as is_bound
@@ -19,12 +18,10 @@ from ._axes import specs_key as specs_key
 from ._axes import specs_of_leaves as specs_of_leaves
 from ._axes import specs_over as specs_over
 from ._axes import sum_over as sum_over
-from ._axes import tracks_types as tracks_types
 from ._axes import typed_specs as typed_specs
 from ._axes import uniform as uniform
 from ._axes import varied as varied
 from ._axes import vary_over as vary_over
-from ._axes import varying_axes as varying_axes
 from ._consensus import Shares as Shares
 from ._consensus import consensus as consensus
 from ._in_sync import FINGERPRINT_SEEDS as FINGERPRINT_SEEDS

@@ -10,11 +10,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import core, lax
+from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from .._support.types import AxisName, PyTree, axis_names
+from .._support.varying import checks_varying, varying_axes
 
 
 def _bound_axes() -> list[str]:
@@ -56,28 +57,6 @@ def is_bound(name: str) -> bool:
 def axis_size(axis_name: AxisName) -> int:
     """Return the number of positions along `axis_name`: the product of sizes for a tuple."""
     return lax.axis_size(axis_name)
-
-
-def varying_axes(x: Any) -> frozenset[str]:
-    """Return the axes that the type of `x` says it varies over; empty where jax tracks none.
-
-    `x` is an array, or a type of one.
-    """
-    is_type = isinstance(x, jax.ShapeDtypeStruct | core.ShapedArray)
-    aval = x if is_type else jax.typeof(x)
-    tracked = getattr(aval, "manual_axis_type", None)
-    return frozenset(tracked.varying if tracked is not None else getattr(aval, "vma", ()))
-
-
-def checks_varying(name: str) -> bool:
-    """Return whether jax tracks, at this point of the trace, which values vary over axis `name`."""
-    return name in varying_axes(lax.axis_index(name))
-
-
-def tracks_types() -> bool:
-    """Return whether values have types of varying axes here: in `shard_map` that checks them."""
-    manual = jax.sharding.get_abstract_mesh().manual_axes
-    return bool(manual) and checks_varying(manual[0])
 
 
 def varied(x: jax.Array, axes: frozenset[str]) -> jax.Array:

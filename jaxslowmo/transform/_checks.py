@@ -13,15 +13,14 @@ from jax.sharding import AxisType
 
 from .._support.checks import warn_once
 from .._support.types import AxisName, Phase, PyTree
+from .._support.varying import checks_varying, varying_axes
 from ..mesh import (
     axis_names,
     axis_size,
-    checks_varying,
     is_bound,
     require_axes,
     specs_key,
     typed_specs,
-    varying_axes,
 )
 from ..tree import check_floating, kept_if, leaf_names
 from ._due import Communicate, increment

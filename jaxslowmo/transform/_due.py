@@ -14,7 +14,8 @@ from jax import lax
 from .._support.checks import checked_int
 from .._support.scopes import PHASE
 from .._support.types import PyTree
-from ..mesh import tracks_types, uniform, varied, varying_axes
+from .._support.varying import tracks_types, varying_axes
+from ..mesh import uniform, varied
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,8 @@ import optax
 
 from .._support.settings import Settings
 from .._support.types import PyTree
-from ..mesh import match_varying, tracks_types, vary_over, varying_axes
+from .._support.varying import tracks_types, varying_axes
+from ..mesh import match_varying, vary_over
 
 
 class TypedTransform(optax.GradientTransformationExtraArgs):

@@ -18,6 +18,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from .._support.types import PyTree, axis_names
+from .._support.varying import tracks_types
 from ._buffers import Buffer, BufferPlan, note_buffers
 from ._leaves import leaf_names
 
@@ -149,6 +150,7 @@ class BufferGroup(NamedTuple):
             in_specs=tuple(specs[kind] for kind in kinds),
             out_specs=tuple(specs[x] for x in out) if isinstance(out, tuple) else specs[out],
             axis_names=automatic,
+            check_vma=tracks_types(),
         )(*args)
 
 

@@ -14,15 +14,14 @@ from jax.sharding import PartitionSpec as P
 from ..._support.scopes import CLIP
 from ..._support.settings import records_settings
 from ..._support.types import AxisName, PyTree
+from ..._support.varying import checks_varying, varying_axes
 from ...mesh import (
     axis_names,
     axis_size,
-    checks_varying,
     max_over,
     require_axes,
     specs_of_leaves,
     sum_over,
-    varying_axes,
 )
 from ...transform import (
     GradientTransform,

@@ -139,3 +139,34 @@ def test_states_of_two_models_each_know_how_their_parameters_are_divided(mesh_of
     for _ in range(2):
         states = [step(state, BATCH)[0] for state in states]
     assert [state.known_layout.division for state in states] == alone
+
+
+GOSSIP = js.topology.self_weighted(0.4)
+GIVEN_SPECS = {
+    "average": lambda s: js.local_sgd("replica", sync_every=2, param_specs=s),
+    "gossip": lambda s: js.sgp("replica", mixing=GOSSIP, param_specs=s),
+    "late gossip": lambda s: js.sgp("replica", mixing=GOSSIP, overlap=2, param_specs=s),
+    "over late gossip": lambda s: js.slowmo(
+        "replica", base=GIVEN_SPECS["late gossip"](s), sync_every=3, param_specs=s
+    ),
+    "whole": lambda s: js.diloco("replica", sync_every=2, shard_state=False, param_specs=s),
+    "late": lambda s: js.diloco("replica", sync_every=3, delay=1, param_specs=s),
+    "in fragments": lambda s: js.diloco("replica", sync_every=2, fragments=2, param_specs=s),
+}
+
+
+@pytest.mark.parametrize("mode", ["traced", "host"])
+@pytest.mark.parametrize("sync", GIVEN_SPECS.values(), ids=GIVEN_SPECS.keys())
+def test_given_specs_all_algorithms_train_as_on_whole_leaves(mesh_of, sync, mode):
+    steps = [
+        js.make_train_step(loss, SGD, sync=made, mesh=mesh, mode=mode)
+        for made, mesh in (
+            (sync(SPECS), mesh_of({"replica": 4, "fsdp": 2})),
+            (sync(None), js.virtual_mesh({"replica": 4})),
+        )
+    ]
+    states = [start(steps[0]), steps[1].init(PARAMS)]
+    for t in range(4):
+        states = [step(x, BATCH + 0.01 * t)[0] for step, x in zip(steps, states, strict=True)]
+    for one, other in zip(*(jax.tree.leaves(state.params) for state in states), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)

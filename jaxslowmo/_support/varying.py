@@ -1,0 +1,32 @@
+"""Types of varying axes, which jax tracks in `shard_map(check_vma=True)`: does a value have one?"""
+
+from typing import Any
+
+import jax
+from jax import core, lax
+
+
+def varying_axes(x: Any) -> frozenset[str]:
+    """Return the axes that the type of `x` says it varies over; empty where jax tracks none.
+
+    `x` is an array, or a type of one.
+    """
+    is_type = isinstance(x, jax.ShapeDtypeStruct | core.ShapedArray)
+    aval = x if is_type else jax.typeof(x)
+    tracked = getattr(aval, "manual_axis_type", None)
+    return frozenset(tracked.varying if tracked is not None else getattr(aval, "vma", ()))
+
+
+def checks_varying(name: str) -> bool:
+    """Return whether jax tracks, at this point of the trace, which values vary over axis `name`."""
+    return name in varying_axes(lax.axis_index(name))
+
+
+def tracks_types() -> bool:
+    """Return whether values have types of varying axes here: in `shard_map` that checks them.
+
+    A map inside of another passes it on as its `check_vma`: else its results would have types of
+    the outer axes where the other values have none.
+    """
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    return bool(manual) and checks_varying(manual[0])
