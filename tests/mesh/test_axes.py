@@ -10,15 +10,13 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import jaxslowmo as js
+from jaxslowmo._support.varying import checks_varying, tracks_types, varying_axes
 from jaxslowmo.mesh import (
-    checks_varying,
     match_varying,
     max_over,
     sum_over,
-    tracks_types,
     uniform,
     vary_over,
-    varying_axes,
 )
 
 
