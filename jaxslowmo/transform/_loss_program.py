@@ -29,7 +29,7 @@ class LossProgram:
     param_specs: PyTree | None = None
     param_types: PyTree | None = None
     dispatch: Callable[..., Any] | None = None
-    before_run: Callable[[], None] | None = None
+    before_run: Callable[..., None] | None = None
 
     @staticmethod
     def of(loss_fn: Any) -> "LossProgram":
