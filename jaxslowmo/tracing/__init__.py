@@ -5,6 +5,7 @@ from ._jaxprs import collective_axes as collective_axes
 from ._jaxprs import read_update as read_update
 from ._jaxprs import traced_update as traced_update
 from ._losses import FullLoss as FullLoss
+from ._losses import Quotient as Quotient
 from ._losses import as_full_loss as as_full_loss
 from ._losses import as_quotient as as_quotient
 from ._losses import check_all_used as check_all_used

@@ -163,15 +163,27 @@ def _zero(name: str, zeros: list[bool]) -> bool:
     )
 
 
+class Quotient(NamedTuple):
+    """A loss that is a quotient of sums already, and its weight among others.
+
+    Attributes:
+      value: () float, the sum divided by the weight.
+      weight: () float32, >= 0.
+    """
+
+    value: jax.Array
+    weight: jax.Array
+
+
 FullLoss = Callable[..., tuple[Any, tuple[dict[str, jax.Array], PyTree]]]
-"""A loss function as `as_full_loss` returns it; the loss is a scalar, or a pair `(sum, weight)`."""
+"""A loss function as `as_full_loss` returns it; the loss is one that `as_quotient` takes."""
 
 
 def as_full_loss(loss_fn: Callable[..., Any]) -> FullLoss:
     """Return a loss as `(params, batch, *, rng, model_state) -> (loss, (metrics, model_state))`.
 
-    The loss is a scalar, or a pair of scalars `(sum, weight)`; see `as_quotient`. The keyword
-    `embedded=`, what was looked up in tables for the batch, is passed on.
+    The loss is a scalar, a pair of scalars `(sum, weight)` or a `Quotient`; see `as_quotient`. The
+    keyword `embedded=`, what was looked up in tables for the batch, is passed on.
 
     Raises:
       ValueError: `loss_fn` is not callable; at trace time, there is model state and the function
@@ -235,8 +247,8 @@ def as_quotient(loss: Any) -> tuple[jax.Array, jax.Array | None]:
     """Return the value of a loss, and its weight in means over several batches.
 
     Args:
-      loss: () float; or `(sum, weight)`, whose value is sum / weight. The weight, such as a number
-        of tokens, is >= 0 and has no gradient.
+      loss: () float; or `(sum, weight)`, whose value is sum / weight; or a `Quotient`. The weight,
+        such as a number of tokens, is >= 0 and has no gradient.
 
     Returns:
       The value, and the weight as () float32; None for a loss that is no pair, of which all count
@@ -247,8 +259,10 @@ def as_quotient(loss: Any) -> tuple[jax.Array, jax.Array | None]:
         return loss, None
     total, weight = loss
     weight = jax.lax.stop_gradient(jnp.asarray(weight, jnp.float32))
-    divisor = jnp.where(weight > 0, weight, 1)
-    value = total.astype(jnp.promote_types(total.dtype, jnp.float32)) / divisor
+    value = total
+    if not isinstance(loss, Quotient):
+        divisor = jnp.where(weight > 0, weight, 1)
+        value = total.astype(jnp.promote_types(total.dtype, jnp.float32)) / divisor
     return value, jnp.maximum(weight, jnp.finfo(jnp.float32).tiny)
 
 

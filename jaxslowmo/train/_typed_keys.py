@@ -46,8 +46,8 @@ class TypedKeys(LossProgram):
     """The loss function that `typed_keys` returns."""
 
     def __init__(self, loss_fn: Callable[..., Any]) -> None:
-        self._loss = as_full_loss(loss_fn)
         self._program = program = LossProgram.of(loss_fn)
+        self._loss = as_full_loss(program.weighted or loss_fn)
         self.param_specs, self.param_types = program.param_specs, program.param_types
         self.dispatch, self.check_mesh = program.dispatch, program.check_mesh
         self.before_run, self.params_form = program.before_run, program.params_form

@@ -1,6 +1,7 @@
 """`HostPipeline`, a pipeline whose operations are separate programs that the host dispatches."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -25,13 +26,13 @@ class Results(NamedTuple):
     between whose devices the batch was split.
 
     Attributes:
-      value: the loss, or (loss, metrics).
+      loss: the loss.
       states: the buffers of the new model state; {} for models without.
       grads: the buffers of the gradients of the floating parameters; None if no gradients were
         requested.
     """
 
-    value: Any
+    loss: Loss
     states: dict[str, Any]
     grads: dict[str, Any] | None
 
@@ -73,7 +74,7 @@ class HostPipeline(Pipelined):
             results = self._computed(
                 Spread((), (), self.data_axes), stacked, batch, keys, states, 1, differentiates
             )
-        return (results.value, results.states), results.grads or {}
+        return (results.loss, results.states), results.grads or {}
 
     def check_mesh(self, mesh: Any) -> None:
         """Raise `ValueError` unless `mesh` is the mesh of this pipeline."""
@@ -187,15 +188,12 @@ class Execution:
         results = self._ended(self._pass(data, states, 0))
         if parts == 1:
             return results
-        states, results = results.states, _with_wide_metrics(results)
-        total = _wide(results)
+        total = _terms(results)
         for part in range(1, parts):
-            results = _with_wide_metrics(self._ended(self._pass(data, states, part)))
-            states, total = results.states, _sum(total, results)
+            results = self._ended(self._pass(data, results.states, part))
+            total = _sum(total, _terms(results))
         # Average over the parts, like a step with `accumulate`; model state is that of the last.
-        last = results._replace(states={})
-        mean = jax.tree.map(lambda t, x: (t / parts).astype(x.dtype), total, last)
-        return mean._replace(states=states)
+        return _mean(total, _without_states(results), parts=parts)._replace(states=results.states)
 
     def types(self, buffers: Any, batch: PyTree, keys: Any, states: dict[str, Any]) -> Results:
         """Return the types of the result of `run`, from types of its arguments."""
@@ -211,10 +209,12 @@ class Execution:
         zeros = jax.eval_shape(self._step.zeros[0]) if self._setting.differentiates else {}
         totals = Totals(jax.eval_shape(_sum_of_terms, [terms]), zeros, after)
         totals = jax.tree.map(self._of_all_stages, totals)
-        value, new_states, grads = jax.eval_shape(self._step.ending(terms), totals)
-        results = Results(value, new_states, grads if self._setting.differentiates else None)
+        loss, new_states, grads = jax.eval_shape(self._step.ending(terms), totals)
+        results = Results(loss, new_states, grads if self._setting.differentiates else None)
         if self._setting.parts > 1:
-            results = jax.eval_shape(_with_wide_metrics, results)
+            last, terms = _without_states(results), jax.eval_shape(_terms, results)
+            mean = jax.eval_shape(partial(_mean, parts=self._setting.parts), terms, last)
+            results = mean._replace(states=results.states)
         return jax.tree.map(
             lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
             results,
@@ -230,8 +230,8 @@ class Execution:
 
         every = setting.shardings(mesh, setting.lead)
         grads = results.grads and {n: every[n] for n in results.grads}
-        value = over(results.value, setting.loss.spec)
-        return Results(value, over(results.states, setting.lead.spec), grads)
+        loss = over(results.loss, setting.loss.spec)
+        return Results(loss, over(results.states, setting.lead.spec), grads)
 
     def _of_all_stages(self, x: Any) -> jax.ShapeDtypeStruct:
         count = self._schedule.num_stages
@@ -304,16 +304,16 @@ class Execution:
             for name in one_pass.states[0]
         }
         totals = Totals(loss, grads, states)
-        value, new_states, grads = self._step.ending(every[0])(totals)
-        results = Results(value, new_states, grads if setting.differentiates else None)
+        loss, new_states, grads = self._step.ending(every[0])(totals)
+        results = Results(loss, new_states, grads if setting.differentiates else None)
         if AxisType.Explicit in setting.plan.mesh.axis_types:
             # Move nothing, but give results types with shardings on the mesh of the step's program.
             placed = jax.device_put(results, self._shardings(results))
             if not setting.spread.lead:
                 # Outside of jit, `jax.grad` starts from a cotangent without a mesh, and jax 0.10
                 # and 0.12 refuse to multiply it with gradients on this mesh.
-                value = jax.tree.map(lambda x: x.addressable_data(0), results.value)
-                return placed._replace(value=value)
+                loss = jax.tree.map(lambda x: x.addressable_data(0), results.loss)
+                return placed._replace(loss=loss)
             results = placed
         return results
 
@@ -337,22 +337,43 @@ def _sum_of_terms(every: list[LossTerms]) -> LossTerms:
     return jax.tree.map(total, *every)
 
 
-def _with_wide_metrics(results: Results) -> Results:
-    """Return results with metrics in float32, in which a step adds them up."""
-    if not isinstance(results.value, tuple):
+def _without_states(results: Results) -> Results:
+    return results._replace(states={})
+
+
+@jax.jit
+def _terms(results: Results) -> Results:
+    """Return the terms of a part in sums over the parts, in at least float32.
+
+    Loss and gradients are multiplied by the weight of the loss, if it has one.
+    """
+    wide = jax.tree.map(lambda x: x.astype(at_least_float32(x.dtype)), _without_states(results))
+    return _times(wide, results.loss.weight)
+
+
+@jax.jit
+def _sum(total: Results, terms: Results) -> Results:
+    return jax.tree.map(jnp.add, total, terms)
+
+
+@partial(jax.jit, static_argnames="parts")
+def _mean(total: Results, last: Results, *, parts: int) -> Results:
+    """Return means over the parts from their sums, in the dtypes of `last`; metrics are float32."""
+    weight = total.loss.weight
+    if weight is not None:
+        total = _times(total, parts / jnp.where(weight > 0, weight, 1))
+    means = jax.tree.map(lambda t: t / parts, total)
+    typed = jax.tree.map(lambda mean, x: mean.astype(x.dtype), means, last)
+    return typed._replace(loss=typed.loss._replace(weight=weight, metrics=means.loss.metrics))
+
+
+def _times(results: Results, weight: jax.Array | None) -> Results:
+    """Return results with loss and gradients multiplied by a weight, () or (positions,)."""
+    if weight is None:
         return results
-    loss, metrics = results.value
-    wide = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), metrics)
-    return results._replace(value=(loss, wide))
 
+    def times(x: jax.Array) -> jax.Array:
+        return x * jnp.expand_dims(weight, range(weight.ndim, x.ndim)).astype(x.dtype)
 
-@jax.jit
-def _wide(results: Results) -> Results:
-    results = results._replace(states={})
-    return jax.tree.map(lambda x: x.astype(at_least_float32(x.dtype)), results)
-
-
-@jax.jit
-def _sum(total: Results, results: Results) -> Results:
-    results = results._replace(states={})
-    return jax.tree.map(lambda t, x: t + x.astype(t.dtype), total, results)
+    loss = results.loss._replace(value=times(results.loss.value))
+    return results._replace(loss=loss, grads=jax.tree.map(times, results.grads))

@@ -313,7 +313,7 @@ class StepPrograms:
     def ending(self, loss: LossTerms) -> Any:
         """Return the program that reduces the totals of all devices.
 
-        Its results are loss and metrics, the buffers of the model state, and the buffers of the
+        Its results are the loss, the buffers of the model state, and the buffers of the
         gradients, {} without gradients.
 
         Args:
@@ -331,9 +331,9 @@ class StepPrograms:
         names = _floating(setting) if setting.differentiates else []
 
         def ended(totals: Totals) -> Any:
-            value, terms = ending.loss(totals.loss, dtype)
-            grads = ending.gradients(totals, terms) if names else {}
-            return value, *jax.tree.map(lambda x: x[0], (ending.states(totals), grads))
+            loss = ending.loss(totals.loss, dtype)
+            grads = ending.gradients(totals, loss.weight) if names else {}
+            return loss, *jax.tree.map(lambda x: x[0], (ending.states(totals), grads))
 
         roles = {n: setting.of_buffer(n, setting.lead, axes) for n in names}
         every = setting.shardings(self._mesh, setting.lead)

@@ -7,7 +7,6 @@ from ._buffer_packing import with_part as with_part
 from ._calls import Keyed as Keyed
 from ._calls import Loss as Loss
 from ._calls import LossTerms as LossTerms
-from ._calls import call_signature as call_signature
 from ._calls import keyed_microbatch as keyed_microbatch
 from ._calls import quotient as quotient
 from ._calls import type_text as type_text

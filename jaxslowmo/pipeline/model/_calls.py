@@ -10,12 +10,38 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..._support.types import PyTree
-from ...tracing import check_loss
+from ...tracing import Quotient, check_loss
 from ...tree import leaf_names
 
 Metrics = dict[str, jax.Array]
-Loss = jax.Array | tuple[jax.Array, Metrics]
-"""() loss, or (loss, metrics)."""
+
+
+class Loss(NamedTuple):
+    """The loss of a batch, and its metrics.
+
+    Attributes:
+      value: () the loss.
+      weight: () the sum of the weights of all examples; None where the loss is a mean over them.
+      metrics: maps names to scalars; None if the loss function returns none.
+    """
+
+    value: jax.Array
+    weight: jax.Array | None
+    metrics: Metrics | None
+
+    def returned(self, state: PyTree = None, *, weighted: bool) -> Any:
+        """Return what a loss function returns: loss, (loss, metrics) or (loss, (metrics, state)).
+
+        Args:
+          state: the new model state; None for models without.
+          weighted: whether a loss with a weight is returned as a `Quotient`.
+        """
+        loss: Any = self.value
+        if weighted and self.weight is not None:
+            loss = Quotient(self.value, self.weight)
+        if state is not None:
+            return loss, (self.metrics or {}, state)
+        return loss if self.metrics is None else (loss, self.metrics)
 
 
 class Keyed(NamedTuple):
@@ -164,13 +190,6 @@ def type_text(x: Any) -> str:
     return f"{jnp.result_type(x)}{list(jnp.shape(x))}"
 
 
-def call_signature(call: Callable[..., Any], takes_state: bool) -> inspect.Signature:
-    """Return the signature of a `__call__`, with `model_state` only if `takes_state`."""
-    whole = inspect.signature(call)
-    kept = [p for n, p in whole.parameters.items() if n != "model_state" or takes_state]
-    return whole.replace(parameters=kept[1:])  # without `self`
-
-
 class LossTerms(NamedTuple):
     """The terms of the loss of a microbatch, or their sums over several.
 
@@ -194,12 +213,11 @@ class LossTerms(NamedTuple):
         }
         return self._replace(weight=weight, metrics=metrics)
 
-    def value(self, count: Any) -> Loss:
+    def loss(self, count: Any) -> Loss:
         """Return the loss of all examples, from sums over `count` microbatches; 0 for weight 0."""
-        loss = self.total / count if self.weight is None else quotient(self.total, self.weight)
-        if self.metrics is None:
-            return loss
-        return loss, {name: _mean(x, count) for name, x in self.metrics.items()}
+        value = self.total / count if self.weight is None else quotient(self.total, self.weight)
+        metrics = self.metrics and {name: _mean(x, count) for name, x in self.metrics.items()}
+        return Loss(value, self.weight, metrics)
 
 
 def quotient(total: jax.Array, weight: jax.Array) -> jax.Array:

@@ -10,7 +10,7 @@ from jax import lax
 
 from ..._support.types import PyTree
 from ...transform import LossProgram
-from ._calls import Keyed, Takes, call_signature, check_leaves, loss_terms, takes_of
+from ._calls import Keyed, Takes, check_leaves, loss_terms, takes_of
 from ._ties import Groups, TiedLeaf, Ties, as_one, as_ties, tied_positions, tied_transform
 
 # Shorter runs of equal layers are unrolled: the compiler does not fuse across the border of a loop.
@@ -109,8 +109,6 @@ class LayeredModel(LossProgram):
         self.tied: Ties = as_ties(tied, len(self.layers))
         self.takes_key: bool = any("key" in names for names in self.takes)
         self.takes_state: bool = any("state" in names for names in self.takes)
-        # A step learns from the signature whether there is model state.
-        self.__signature__ = call_signature(type(self).__call__, self.takes_state)
 
     def __call__(
         self,
@@ -135,18 +133,29 @@ class LayeredModel(LossProgram):
         Raises:
           ValueError: parameters or model state of other layers, or an invalid loss.
         """
+        return self._called(params, batch, rng, model_state, weighted=False)
+
+    def weighted(
+        self, params: Sequence[PyTree], batch: PyTree, *, rng: Any = None, model_state: Any = None
+    ) -> Any:
+        """Compute the loss as the call does; a quotient of sums is a `tracing.Quotient`."""
+        return self._called(params, batch, rng, model_state, weighted=True)
+
+    def _called(
+        self, params: Sequence[PyTree], batch: PyTree, rng: Any, model_state: Any, *, weighted: bool
+    ) -> Any:
         # `check_params` is too strict: leaves may be functions, as in an equinox module.
         self._check_count(params)
         microbatch = batch if rng is None else Keyed(batch, rng)
         whole = self.stage(0, len(self.layers))
         weights = tuple(as_one(self.tied_positions(params), params))
-        if not self.takes_state:
-            return whole(weights, None, microbatch).value(1)
-        states = self.checked_state(model_state)
-        terms = whole(weights, WithState(None, states), microbatch)
-        value = terms.value(1)
-        loss, metrics = value if isinstance(value, tuple) else (value, {})
-        return loss, (metrics, terms.state)
+        x = None
+        if self.takes_state:
+            x = WithState(None, self.checked_state(model_state))
+        elif jax.tree.leaves(model_state):
+            raise ValueError("`model_state` must be left out, since no layer takes `state`.")
+        terms = whole(weights, x, microbatch)
+        return terms.loss(1).returned(terms.state, weighted=weighted)
 
     def stage(
         self, start: int, end: int, runs: Sequence[Run] | None = None, *, loops: bool = True

@@ -74,8 +74,8 @@ class OneProgram(Pipelined):
         if context.empty:  # outside of jit, `shard_map` can only map all axes of a mesh
             step = jax.jit(step)
         microbatches = _laid_out(microbatches, of_batch, mesh)
-        value, after, grads = step(stacked.buffers, states, microbatches, rng)
-        return (value, after), grads
+        loss, after, grads = step(stacked.buffers, states, microbatches, rng)
+        return (loss, after), grads
 
 
 @dataclass(frozen=True)
@@ -97,13 +97,13 @@ class OneProgramStep:
     def __call__(
         self, buffers: dict[str, Any], states: dict[str, Any], batch: PyTree, rng: Any
     ) -> tuple[Loss, dict[str, Any], dict[str, Any]]:
-        """Return loss with metrics, equal on all devices, and a stage's state and gradients."""
+        """Return the loss, equal on all devices, and a stage's model state and gradients."""
         device = self._device(buffers, states, batch, rng)
         scan = self._scan(device)
         totals = scan.run(device)
-        value, terms = self.ending.loss(totals.loss, scan.loss.total.dtype)
-        grads = self.ending.gradients(totals, terms) if self.differentiates else {}
-        return value, self.ending.states(totals), grads
+        loss = self.ending.loss(totals.loss, scan.loss.total.dtype)
+        grads = self.ending.gradients(totals, loss.weight) if self.differentiates else {}
+        return loss, self.ending.states(totals), grads
 
     def _device(
         self, buffers: dict[str, Any], states: dict[str, Any], batch: PyTree, rng: Any

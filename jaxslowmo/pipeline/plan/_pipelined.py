@@ -15,7 +15,7 @@ from ..._support.types import PyTree
 from ...mesh import axis_size
 from ...transform import LossProgram
 from ...tree import Staged, leaf_names
-from ..model import LayeredModel, Loss, StageLayout, call_signature, keyed_microbatch
+from ..model import LayeredModel, Loss, StageLayout, keyed_microbatch
 from ..schedules import Schedule
 from ._plan import Plan
 
@@ -50,7 +50,6 @@ class Pipelined(LossProgram):
         self._run = jax.custom_vjp(self._evaluated)
         # `symbolic_zeros` tells whether a gradient of the batch is requested, which is an error.
         self._run.defvjp(self._differentiated, self._pulled_back, symbolic_zeros=True)
-        self.__signature__ = call_signature(Pipelined.__call__, plan.model.takes_state)
 
     def params_form(self, params: PyTree) -> PyTree:
         """Return parameters in the form that the loss function takes.
@@ -99,6 +98,17 @@ class Pipelined(LossProgram):
             with tied leaves, are requested; `rng` is not a PRNG key; with `executor="host"` a call
             inside of jax.jit or another transformation.
         """
+        return self._called(stacked, batch, rng, model_state, weighted=False)
+
+    def weighted(
+        self, stacked: PyTree, batch: PyTree, *, rng: Any = None, model_state: PyTree = None
+    ) -> Any:
+        """Compute the loss as the call does; a quotient of sums is a `tracing.Quotient`."""
+        return self._called(stacked, batch, rng, model_state, weighted=True)
+
+    def _called(
+        self, stacked: PyTree, batch: PyTree, rng: Any, model_state: PyTree, *, weighted: bool
+    ) -> Any:
         if isinstance(stacked, list | tuple):
             stacked = self.layout.stack(stacked)
         if not isinstance(stacked, Staged) or stacked.packing != self.layout.packing:
@@ -119,11 +129,11 @@ class Pipelined(LossProgram):
         states: dict[str, Any] = {}
         if self.state_layout is not None:
             states = _checked_state(self.state_layout, self.model_state_form(model_state))
-        value, after = self._run(stacked, states, batch, rng if self.model.takes_key else None)
-        if self.state_layout is None:
-            return value
-        loss, metrics = value if isinstance(value, tuple) else (value, {})
-        return loss, (metrics, self.state_layout.packing.staged(after))
+        elif jax.tree.leaves(model_state):
+            raise ValueError("`model_state` must be left out, since no layer takes `state`.")
+        loss, after = self._run(stacked, states, batch, rng if self.model.takes_key else None)
+        state = None if self.state_layout is None else self.state_layout.packing.staged(after)
+        return loss.returned(state, weighted=weighted)
 
     def execute(
         self, stacked: Staged, states: PyTree, batch: PyTree, rng: Any, *, differentiates: bool
@@ -138,7 +148,7 @@ class Pipelined(LossProgram):
           differentiates: whether to compute gradients.
 
         Returns:
-          ((loss with metrics, buffers of the new model state), buffers of the gradients of floating
+          ((the loss, buffers of the new model state), buffers of the gradients of floating
           parameters); the latter are {} without gradients.
         """
         raise NotImplementedError
@@ -165,8 +175,7 @@ class Pipelined(LossProgram):
         return results, self.layout.packing.staged({**none, **grads})
 
     def _pulled_back(self, grads: PyTree, cotangent: Any) -> tuple[PyTree, None, None, None]:
-        value, _ = cotangent
-        of_loss: Any = value[0] if isinstance(value, tuple) else value
+        of_loss: Any = cotangent[0].value
         if isinstance(of_loss, jax.custom_derivatives.SymbolicZero):  # only metrics were used
             of_loss = jnp.zeros((), jnp.float32)
 

@@ -277,8 +277,8 @@ class Ending:
     data_axes: tuple[str, ...]
     outer_axes: tuple[str, ...]
 
-    def loss(self, terms: LossTerms, dtype: jnp.dtype) -> tuple[Loss, LossTerms]:
-        """Return loss and metrics, the loss in `dtype`, and the terms of all microbatches.
+    def loss(self, terms: LossTerms, dtype: jnp.dtype) -> Loss:
+        """Return the loss of all microbatches, in `dtype`.
 
         Communication: one all-reduce of a few numbers over the stages and the data axes; if there
           is a weight, one of it over data axes that are mapped outside.
@@ -288,10 +288,8 @@ class Ending:
             terms = terms.with_weights(lambda x: lax.pmean(x, self.outer_axes))
         # Only the last stage has a loss; the terms of the others are 0.
         terms = lax.psum(terms, (self.plan.axis_name, *self.data_axes))
-        value = terms.value(self.plan.schedule.num_microbatches * self._num_shares)
-        if isinstance(value, tuple):
-            return (value[0].astype(dtype), value[1]), terms
-        return value.astype(dtype), terms
+        loss = terms.loss(self.plan.schedule.num_microbatches * self._num_shares)
+        return loss._replace(value=loss.value.astype(dtype))
 
     def states(self, totals: Totals) -> dict[str, jax.Array]:
         """Return the model state of a stage after all microbatches, buffers (1, elements).
@@ -307,20 +305,22 @@ class Ending:
 
         return {name: agreed(x)[None] for name, x in totals.states.items()}
 
-    def gradients(self, totals: Totals, terms: LossTerms) -> dict[str, jax.Array]:
+    def gradients(self, totals: Totals, weight: jax.Array | None) -> dict[str, jax.Array]:
         """Return the gradients in the dtypes of the parameters, buffers (1, *sizes, elements).
+
+        `weight` is that of the loss of all microbatches.
 
         Communication: over the data axes one reduce-scatter of each buffer that is sharded there,
           an all-reduce of the others; over the stages that of `sum_over_holders` for tied leaves.
         """
         plan = self.plan
-        scale = 1 / (plan.gradient_scale * (1 if terms.weight is not None else self._num_shares))
+        scale = 1 / (plan.gradient_scale * (1 if weight is not None else self._num_shares))
         sums: dict[str, jax.Array] = {}
         for name, total in totals.grads.items():
             if total is not None:
                 total = scattered_sum(total, self.spec(name), self.data_axes)
                 total = total if scale == 1 else total * scale
-                sums[name] = total if terms.weight is None else quotient(total, terms.weight)
+                sums[name] = total if weight is None else quotient(total, weight)
         sums = _with_tied_sums(sums, plan.tied, plan.layout.packing, plan.axis_name)
         dtypes = {name: name.partition("/")[0] for name in sums}
         return {name: total[None].astype(dtypes[name]) for name, total in sums.items()}

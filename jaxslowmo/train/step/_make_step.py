@@ -194,7 +194,7 @@ def make_train_step(
         exchange = lookup.of_sync(exchange)
     program = LossProgram.of(loss_fn)
     program.check_mesh(mesh)
-    loss = as_full_loss(loss_fn)
+    loss = as_full_loss(program.weighted or loss_fn)
     if program.dispatch is not None:
         loss = of_results(loss, policy)
     elif policy is not None:

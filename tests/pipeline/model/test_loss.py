@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import jaxslowmo as js
 from support.layered import assert_close, block, embed, head, language_model, tokens
@@ -19,7 +20,8 @@ def masked(logits, batch):
     return (-jnp.sum(own * batch["mask"]), count), {"right": (jnp.sum(right), count)}
 
 
-MODEL = js.LayeredModel([embed, block, block, head], masked, tied=[((0, "table"), (3, "table"))])
+TIED = ((0, "table"), (3, "table"))
+MODEL = js.LayeredModel([embed, block, block, head], masked, tied=[TIED])
 
 
 def examples(count, seed=0):
@@ -64,17 +66,99 @@ def test_leaves_that_examples_share_reach_every_microbatch_whole(mesh_of, execut
     check(pipe, model, {**examples(16), **shared})
 
 
-def test_a_host_pipeline_divides_by_the_weight_of_each_replica(mesh_of):
+RATE = 0.5
+SHAPES = {
+    "replicas": ({"replica": 2, "stage": 2}, "replica", ()),
+    "one stage": ({"replica": 2, "stage": 1}, "replica", ()),
+    "parts by the pipeline": ({"replica": 2, "stage": 2, "data": 2}, "replica", ("data",)),
+    "parts by the step": ({"replica": 2, "stage": 2, "data": 2}, ("replica", "data"), ("data",)),
+    "parts the pipeline ignores": ({"replica": 2, "stage": 2, "data": 2}, ("replica", "data"), ()),
+}
+
+
+def quotient(params, batch):
+    """The loss of all examples at once, in plain jax; the head has the table of the embedding."""
+    x = embed(params[0], batch)
+    for own in params[1:3]:
+        x = block(own, x)
+    (total, count), _ = masked(head({**params[3], "table": params[0]["table"]}, x), batch)
+    return total / count
+
+
+def stepped(params, batch):
+    grads = jax.grad(quotient)(params, batch)
+    first, *rest = jax.tree.map(lambda p, g: p - RATE * g, params, grads)
+    return [first, *rest[:2], {**rest[2], "table": first["table"]}]
+
+
+def joined(batches):
+    return jax.tree.map(lambda *x: np.concatenate(x), *batches)
+
+
+def pipes(name, executor, mesh):
+    axes = SHAPES[name][2]
+    schedule = js.schedules.one_f_one_b(mesh.shape["stage"], 2)
+    specs = None
+    if name == "parts by the pipeline":  # which gathers over these axes, so that it maps them
+        specs = jax.tree.map(lambda x: P("data") if x.shape[0] % 2 == 0 else P(), PARAMS)
+    return js.pipelined(
+        MODEL, PARAMS, schedule, mesh=mesh, data_axes=axes, executor=executor, param_specs=specs
+    )
+
+
+@pytest.mark.parametrize("executor", ["one_program", "host"])
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize(("accumulate", "num_batches"), [(1, 1), (2, 3)])
+def test_steps_have_the_quotient_of_the_whole_batch(
+    mesh_of, name, executor, accumulate, num_batches
+):
+    sizes, over, _ = SHAPES[name]
+    mesh = mesh_of(sizes)
+    step = js.make_train_step(
+        pipes(name, executor, mesh),
+        optax.sgd(RATE),
+        gradients=js.all_reduce_gradients(over),
+        mesh=mesh,
+        accumulate=accumulate,
+    )
+    state, window = step.init(PARAMS), None
+    batches = [examples(16, seed) for seed in range(num_batches)]
+    batches[0]["mask"][:4] = 0
+    for batch in batches[:-1]:
+        window, _ = step.collect(state, batch, window=window)
+    state, metrics = step(state, batches[-1], window=window)
+    assert_close(step.consensus(state), stepped(PARAMS, joined(batches)))
+    assert_close(js.host_mean(metrics)["loss"], quotient(PARAMS, batches[-1]))
+    assert_close(np.sum(metrics["loss_weight"]), np.float32(batches[-1]["mask"].sum()))
+
+
+def test_a_model_without_stages_is_exact_in_a_step_and_local_updates_use_the_replicas_own():
+    mesh, batch = js.virtual_mesh({"replica": 2}), examples(16)
+    options = {"mesh": mesh, "accumulate": 2}
+    averaged = js.make_train_step(
+        MODEL, optax.sgd(RATE), gradients=js.all_reduce_gradients("replica"), **options
+    )
+    assert_close(
+        averaged.consensus(averaged(averaged.init(PARAMS), batch)[0]), stepped(PARAMS, batch)
+    )
+    local = js.make_train_step(
+        MODEL, optax.sgd(RATE), sync=js.local_sgd("replica", sync_every=1), **options
+    )
+    own = [stepped(PARAMS, jax.tree.map(lambda x, at=at: x[at : at + 8], batch)) for at in (0, 8)]
+    mean = jax.tree.map(lambda a, b: (a + b) / 2, *own)
+    assert_close(local.consensus(local(local.init(PARAMS), batch)[0]), mean)
+
+
+@pytest.mark.parametrize("executor", ["one_program", "host"])
+def test_a_call_returns_a_scalar_and_each_replica_divides_by_its_own_weight(mesh_of, executor):
     mesh = mesh_of({"replica": 2, "stage": 2})
-    schedule = js.schedules.one_f_one_b(2, 4)
-    pipe = js.pipelined(MODEL, PARAMS, schedule, mesh=mesh, executor="host")
-    step = js.make_train_step(pipe, optax.sgd(1.0), sync="none", mesh=mesh)
-    batch, alone = examples(32), jax.jit(jax.value_and_grad(MODEL, has_aux=True))
+    pipe = pipes("replicas", executor, mesh)
+    step = js.make_train_step(pipe, optax.sgd(RATE), sync="none", mesh=mesh)
+    batch = examples(32)
     state, metrics = step(step.init(PARAMS), batch)
-    for r in range(2):
-        own = jax.tree.map(lambda x, r=r: x[16 * r : 16 * r + 16], batch)
-        (loss, more), grads = alone(PARAMS, own)
-        of_replica = jax.tree.map(lambda x, r=r: np.asarray(x)[r], (metrics, state.params))
-        assert_close(of_replica[0], {"loss": loss, **more})
-        moved = jax.tree.map(np.subtract, PARAMS, grads)
-        assert_close(pipe.layout.unstack(of_replica[1]), moved)
+    parts = [jax.tree.map(lambda x, at=at: x[at : at + 16], batch) for at in (0, 16)]
+    assert_close(metrics["loss"], np.array([quotient(PARAMS, part) for part in parts]))
+    for r, part in enumerate(parts):
+        assert jnp.shape(MODEL(PARAMS, part)[0]) == ()
+        own = pipe.layout.unstack(jax.tree.map(lambda x, r=r: np.asarray(x)[r], state.params))
+        assert_close(own, stepped(PARAMS, part))
