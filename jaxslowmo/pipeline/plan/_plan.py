@@ -315,15 +315,19 @@ class Ending:
         """
         plan = self.plan
         scale = 1 / (plan.gradient_scale * (1 if weight is not None else self._num_shares))
-        sums: dict[str, jax.Array] = {}
-        for name, total in totals.grads.items():
-            if total is not None:
-                total = scattered_sum(total, self.spec(name), self.data_axes)
-                total = total if scale == 1 else total * scale
-                sums[name] = total if weight is None else quotient(total, weight)
+        sums = {
+            name: scattered_sum(total, self.spec(name), self.data_axes)
+            for name, total in totals.grads.items()
+            if total is not None
+        }
         sums = _with_tied_sums(sums, plan.tied, plan.layout.packing, plan.axis_name)
-        dtypes = {name: name.partition("/")[0] for name in sums}
-        return {name: total[None].astype(dtypes[name]) for name, total in sums.items()}
+
+        def mean(name: str, total: jax.Array) -> jax.Array:
+            total = total if scale == 1 else total * scale
+            total = total if weight is None else quotient(total, weight)
+            return total[None].astype(name.partition("/")[0])
+
+        return {name: mean(name, total) for name, total in sums.items()}
 
     def spec(self, name: str) -> P:
         """Return the sharding of a stage's buffer over the data axes."""

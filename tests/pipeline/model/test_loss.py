@@ -162,3 +162,19 @@ def test_a_call_returns_a_scalar_and_each_replica_divides_by_its_own_weight(mesh
         assert jnp.shape(MODEL(PARAMS, part)[0]) == ()
         own = pipe.layout.unstack(jax.tree.map(lambda x, r=r: np.asarray(x)[r], state.params))
         assert_close(own, stepped(PARAMS, part))
+
+
+def test_the_weight_joins_the_all_reduces_that_there_are(mesh_of):
+    def mean(logits, batch):
+        (total, _), metrics = masked(logits, batch)
+        return total / 16, metrics
+
+    mesh, batch, counts = mesh_of({"replica": 2, "stage": 2}), examples(16), []
+    for loss in (masked, mean):
+        model = js.LayeredModel(MODEL.layers, loss, tied=[TIED])
+        pipe = js.pipelined(model, PARAMS, js.schedules.one_f_one_b(2, 2), mesh=mesh)
+        gradients = js.all_reduce_gradients("replica")
+        step = js.make_train_step(pipe, optax.sgd(RATE), gradients=gradients, mesh=mesh)
+        report = js.comm_report(step, step.init(PARAMS), batch)
+        counts.append([(row.collective, row.count) for row in report.select(level="compiled")])
+    assert counts[0] == counts[1]
