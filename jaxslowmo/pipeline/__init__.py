@@ -6,6 +6,9 @@ from ..gradients.tied import sum_tied_gradients as sum_tied_gradients
 from . import schedules as schedules
 from ._make_pipeline import Executor as Executor
 from ._make_pipeline import pipelined as pipelined
+from ._pipelined import Pipelined as Pipelined
+from ._split_stage import StageProgram as StageProgram
+from ._split_stage import split_stage as split_stage
 from .host import HostPipeline as HostPipeline
 from .model import LayeredModel as LayeredModel
 from .model import StageLayout as StageLayout
@@ -15,7 +18,4 @@ from .partition import layer_flops as layer_flops
 from .partition import partition_balanced as partition_balanced
 from .partition import partition_by_cost as partition_by_cost
 from .partition import partition_uniform as partition_uniform
-from .plan import Pipelined as Pipelined
 from .schedules import Schedule as Schedule
-from .stage import StageProgram as StageProgram
-from .stage import split_stage as split_stage

@@ -5,16 +5,16 @@ import numbers
 from collections.abc import Sequence
 from typing import Any, Literal
 
-import numpy as np
 from jax.sharding import Mesh
 
 from .._support.checks import check_choice
 from .._support.types import PyTree
+from ._pipelined import Pipelined
+from ._plan import Plan, stage_kinds
 from .host import HostPipeline
 from .model import Block, LayeredModel, StageLayout, model_blocks
 from .one_program import OneProgram
 from .partition import blocks_by_bytes
-from .plan import Pipelined, Plan, Segments, StageKind
 from .schedules import Schedule
 
 Executor = Literal["one_program", "host"]
@@ -106,9 +106,11 @@ def pipelined(
       stage.
     """
     check_choice("executor", executor, Executor)
-    check_pipeline(model, schedule)
-    data_axes = as_axes(data_axes)
-    check_arguments(schedule, mesh, axis_name, data_axes, remat, gradient_scale, batch_memory)
+    check_choice("batch_memory", batch_memory, BatchMemory)
+    _check_parts(model, schedule, mesh, gradient_scale)
+    is_one = isinstance(data_axes, str) or not isinstance(data_axes, Sequence)
+    data_axes = (data_axes,) if is_one else tuple(data_axes)
+    _check_axes(schedule, mesh, axis_name, data_axes)
     blocks = _blocks(model, params, schedule, parts)
     states = model.checked_state(model_state) if model.takes_state else None
     placed: dict[str, Any] = {"mesh": mesh, "axis_name": axis_name}
@@ -120,7 +122,7 @@ def pipelined(
         untied = LayeredModel(model.layers, model.loss, takes=model.takes)
         runs = layout.all_runs
         layouts.append(StageLayout(untied, states, blocks, schedule.placement, runs=runs, **placed))
-    kinds, of_stage = _stage_kinds(model, layouts, loops=not schedule.splits)
+    kinds, of_stage = stage_kinds(model, layouts, loops=not schedule.splits)
     plan = Plan(
         model=model,
         schedule=schedule,
@@ -131,7 +133,6 @@ def pipelined(
         state_layout=layouts[-1] if model.takes_state else None,
         kinds=kinds,
         of_stage=of_stage,
-        shifts=np.array([b.start for b in blocks]) - np.array([kinds[i].start for i in of_stage]),
         tied=layout.tied_places(),
         remat=bool(remat),
         gradient_scale=gradient_scale,
@@ -151,102 +152,25 @@ def _blocks(
     return model_blocks(len(model.layers), schedule.num_stages, schedule.num_chunks, parts)
 
 
-def _stage_kinds(
-    model: LayeredModel, layouts: Sequence[StageLayout], *, loops: bool
-) -> tuple[list[StageKind], np.ndarray]:
-    """Return the kinds of a model's stages, and the index of each stage's kind.
-
-    Stages are of one kind if their functions and their leaves are equal.
-
-    Args:
-      model: the layers.
-      layouts: the layout of the parameters, and that of the model state if there is one.
-      loops: whether equal layers in a row are a loop. A loop cannot be divided into B and W, so
-        schedules that divide backward passes have their layers written out.
-    """
-    kinds: list[StageKind] = []
-    blocks, runs = layouts[0].blocks, layouts[0].all_runs
-    of_stage = np.zeros(len(blocks), np.int32)
-    for k, block in enumerate(blocks):
-        ends = k == 0, k == len(blocks) - 1
-        segments = [_segments_of(layout, k) for layout in layouts]
-        for i, kind in enumerate(kinds):
-            of_kind = [kind.weights] if kind.states is None else [kind.weights, kind.states]
-            is_alike = (kind.is_first, kind.is_last) == ends and all(
-                model.equal_layers(kind.start + at - block.start, at) for at in range(*block)
-            )
-            pairs = list(zip(of_kind, segments, strict=True))
-            if is_alike and all(one.leaves == other.leaves for one, other in pairs):
-                of_stage[k] = i
-                for one, other in pairs:
-                    for first, place in zip(one.places, other.places, strict=True):
-                        # The same for all leaves in a buffer: they follow each other in one order.
-                        one.starts[place.leaf.buffer][k] = place.start - first.start
-                break
-        else:
-            of_stage[k] = len(kinds)
-            fn = model.stage(*block, runs[k], loops=loops)
-            kinds.append(StageKind(fn, *ends, block.start, *segments))
-    return kinds, of_stage
+def _check_parts(model: Any, schedule: Any, mesh: Any, gradient_scale: Any) -> None:
+    """Raise `ValueError` for an argument of another kind."""
+    needed = {
+        "model": (model, LayeredModel, "a js.LayeredModel, of functions of (params, x) and a loss"),
+        "schedule": (schedule, Schedule, "a schedule such as js.schedules.one_f_one_b(4, 16)"),
+        "mesh": (mesh, Mesh, "a jax.sharding.Mesh, whose devices the stages are"),
+    }
+    for argument, (value, kind, what) in needed.items():
+        if not isinstance(value, kind):
+            raise ValueError(f"`{argument}` must be {what}, got {type(value).__name__}.")
+    is_number = isinstance(gradient_scale, numbers.Real) and math.isfinite(gradient_scale)
+    if not is_number or float(gradient_scale) <= 0:
+        raise ValueError(f"`gradient_scale` must be a number above 0, got {gradient_scale!r}.")
 
 
-def _segments_of(layout: StageLayout, model_stage: int) -> Segments:
-    """Return the leaves of a stage of the model, as the first stage of a new kind."""
-    starts = {name: np.zeros(len(layout.blocks), np.int32) for name in layout.packing.axes}
-    return Segments(*layout.places(model_stage), layout.packing, starts)
-
-
-def check_pipeline(model: Any, schedule: Any) -> None:
-    """Raise `ValueError` unless these are a `LayeredModel` and a `Schedule`."""
-    if not isinstance(model, LayeredModel):
-        raise ValueError(
-            "`model` must be a js.LayeredModel, of functions of (params, x) and a loss, got "
-            f"{type(model).__name__}."
-        )
-    if not isinstance(schedule, Schedule):
-        raise ValueError(
-            "`schedule` must be a js.pipeline.Schedule such as js.schedules.one_f_one_b(4, 16), "
-            f"got {schedule!r}."
-        )
-
-
-def as_axes(axes: Any) -> tuple[str, ...]:
-    """Return the names in `data_axes`, which may be a single name.
-
-    Raises:
-      ValueError: a value that is neither a name nor a sequence of names.
-    """
-    names = (axes,) if isinstance(axes, str) else axes
-    if not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
-        raise ValueError(
-            "`data_axes` must be the name of an axis of `mesh` or a sequence of names, got "
-            f"{axes!r}."
-        )
-    return tuple(names)
-
-
-def check_arguments(
-    schedule: Schedule,
-    mesh: Any,
-    axis_name: Any,
-    data_axes: tuple[str, ...],
-    remat: Any,
-    gradient_scale: Any,
-    batch_memory: Any,
-) -> None:
-    """Raise `ValueError` for an invalid mesh, axis, flag, memory or scale."""
-    if not isinstance(mesh, Mesh):
-        raise ValueError(
-            "`mesh` must be a jax.sharding.Mesh, whose devices the stages are, got "
-            f"{type(mesh).__name__}."
-        )
-    if not isinstance(axis_name, str):
-        raise ValueError(
-            f"`axis_name` must be the name of one axis of `mesh`, that of the stages, got "
-            f"{axis_name!r}."
-        )
+def _check_axes(schedule: Schedule, mesh: Mesh, axis_name: Any, data_axes: tuple[Any, ...]) -> None:
+    """Raise `ValueError` for axes that the mesh lacks, or that have another size or use."""
     for argument, name in (("axis_name", axis_name), *(("data_axes", a) for a in data_axes)):
-        if name not in mesh.shape:
+        if name not in mesh.axis_names:
             raise ValueError(
                 f"`{argument}` {name!r} is not an axis of `mesh`, which has "
                 f"{', '.join(map(repr, mesh.axis_names))}."
@@ -260,12 +184,3 @@ def check_arguments(
             f"`schedule` {schedule.name!r} has {schedule.num_stages} stages, and `mesh` "
             f"{mesh.shape[axis_name]} along axis {axis_name!r}: the numbers must be equal."
         )
-    if not isinstance(remat, bool | np.bool_):
-        raise ValueError(
-            "`remat` must be True or False, whether backward passes compute forward passes again, "
-            f"got {remat!r}."
-        )
-    check_choice("batch_memory", batch_memory, BatchMemory)
-    is_number = isinstance(gradient_scale, numbers.Real) and math.isfinite(gradient_scale)
-    if not is_number or float(gradient_scale) <= 0:
-        raise ValueError(f"`gradient_scale` must be a number above 0, got {gradient_scale!r}.")

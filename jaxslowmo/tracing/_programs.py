@@ -2,7 +2,7 @@
 
 No other package has a walker of its own. What reads programs takes `interpret` to compute something
 with their equations (facts, types, expressions), and `equations_in` to look at every equation; what
-takes programs apart, as `pipeline/stage` does, takes `flattened` and `run`.
+takes programs apart, as `pipeline/_split_stage.py` does, takes `flattened` and `run`.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

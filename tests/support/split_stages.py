@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxslowmo.pipeline.stage import StageProgram, split_stage
+from jaxslowmo.pipeline import StageProgram, split_stage
 
 
 class Compiled(NamedTuple):

@@ -9,7 +9,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from ..plan import Plan
+from .._plan import Plan
 
 
 @dataclass(frozen=True)

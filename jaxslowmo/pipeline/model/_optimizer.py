@@ -1,7 +1,6 @@
 """Run an optax transform on each stage's leaves, with the paths and shapes of the model."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -18,7 +17,7 @@ from ..._support.types import PyTree
 from ...mesh import only_over
 from ...tracing import ProgramReader, has_side_effects
 from ...tree import Staged
-from ._buffer_packing import BufferPacking, Leaf
+from ._buffer_packing import BufferPacking
 from ._stacking import unstacked
 from ._stage_reading import StageReading, read_on_stages
 from ._ties import Change, for_each_copy, in_each, seen_once
@@ -57,7 +56,7 @@ class StagePacking(BufferPacking):
         kinds = {name: x.dtype for name, x in params.items()}
         stages = range(self.num_stages)
         every = [jax.eval_shape(self._seen(tx.init, s), self.types(kinds, s)) for s in stages]
-        form, keeps = _form(self, every, reading.shared[0]), reading.by_element
+        form, keeps = _form(self, every), reading.by_element
 
         def branch(stage: int, staged: list[Buffers], _: list[Any]) -> Any:
             tree = self.tree(staged[0], stage, keeps)
@@ -95,12 +94,12 @@ class StagePacking(BufferPacking):
         operands = [*(trees[name].buffers for name in names), *staged]
         equal = [*(extra[name] for name in arrays), *shared]
         form = before
-        if len(reading.shared) > 1:  # such as that of optax.monitor, which begins empty
+        if reading.reshapes:  # such as that of a transform whose state begins empty
             local = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), operands)
             every = [
                 jax.eval_shape(partial(updated, s), local, equal)[1] for s in range(self.num_stages)
             ]
-            form = _form(self, every, reading.shared[1])
+            form = _form(self, every)
 
         def branch(stage: int, staged: list[Buffers], shared: list[Any]) -> Any:
             new_updates, after = updated(stage, staged, shared)
@@ -232,7 +231,7 @@ class _Form(NamedTuple):
     ) -> tuple[list[Buffers], list[Any]]:
         """Return the buffers of one stage's state, and its values that are equal on all stages."""
         pairs = list(zip(self.nodes, self.structure.flatten_up_to(state), strict=True))
-        staged = [_pack(p, x, stage, keeps_parts) for p, x in pairs if p is not None]
+        staged = [p.buffers(x, stage, keeps_parts) for p, x in pairs if p is not None]
         return staged, [jnp.asarray(x) for p, x in pairs if p is None]
 
     def unpacked(
@@ -242,7 +241,7 @@ class _Form(NamedTuple):
         buffers, values = iter(staged), iter(shared)
         return self.structure.unflatten(
             [
-                next(values) if p is None else _unpack(p, next(buffers), stage, keeps_parts)
+                next(values) if p is None else p.tree(next(buffers), stage, keeps_parts)
                 for p in self.nodes
             ]
         )
@@ -255,39 +254,12 @@ class _Form(NamedTuple):
         )
 
 
-# Key of the structure for a leaf of the state that belongs to no parameter and differs between
-# stages: a dict with one value per stage. Parameters are a sequence of layers, and never a dict.
-_OF_STAGE = "of each stage"
-
-
-def _pack(packing: StagePacking, x: PyTree, stage: int, keeps_parts: bool) -> Buffers:
-    if packing.outer == _per_stage_structure(packing.num_stages):
-        x = {_OF_STAGE: [x] * packing.num_stages}
-    return packing.buffers(x, stage, keeps_parts)
-
-
-def _unpack(packing: StagePacking, buffers: Buffers, stage: int, keeps_parts: bool) -> PyTree:
-    if packing.outer == _per_stage_structure(packing.num_stages):
-        return packing.unpack(buffers, stage)[_OF_STAGE][stage]
-    return packing.tree(buffers, stage, keeps_parts)
-
-
-def _per_stage_structure(num_stages: int) -> Any:
-    return jax.tree.structure({_OF_STAGE: [0] * num_stages})
-
-
 def _is_array(x: Any) -> bool:
     return isinstance(x, jax.Array | np.ndarray | np.generic)
 
 
-def _form(packing: StagePacking, states: Sequence[PyTree], shared: Sequence[bool]) -> _Form:
-    """Return the form of the states of all stages.
-
-    Args:
-      packing: the packing of the parameters.
-      states: one state of types for each stage.
-      shared: for each array that does not mirror the parameters, whether it is equal on all stages.
-    """
+def _form(packing: StagePacking, states: Sequence[PyTree]) -> _Form:
+    """Return the form of the states of all stages, from one state of types for each."""
     flat = [jax.tree.flatten(state, is_leaf=packing.mirrors) for state in states]
     structure = flat[0][1]
     if any(other != structure for _, other in flat):
@@ -295,26 +267,9 @@ def _form(packing: StagePacking, states: Sequence[PyTree], shared: Sequence[bool
             "`optimizer` must keep states of one structure for all stages, got "
             f"{', '.join(str(other) for _, other in flat)}."
         )
-    nodes: list[Any] = []
-    are_shared = iter(shared)
-    for values in zip(*(nodes_of_stage for nodes_of_stage, _ in flat), strict=True):
-        if packing.mirrors(values[0]):
-            nodes.append(packing.like(values))
-            continue
-        nodes.append(None if next(are_shared, True) else _packing_of_values(packing, values))
-    return _Form(structure, tuple(nodes))
-
-
-def _packing_of_values(packing: StagePacking, values: Sequence[Any]) -> StagePacking:
-    """Return the packing of one array per stage that belongs to no parameter."""
-    return replace(
-        packing,
-        outer=_per_stage_structure(len(values)),
-        subtrees=tuple(jax.tree.structure(0) for _ in values),
-        leaves=tuple((Leaf.of(x, P(), ()),) for x in values),
-        stages=tuple((i,) for i in range(len(values))),
-        ties=(),
-    )
+    nodes = zip(*(of_stage for of_stage, _ in flat), strict=True)
+    packings = (packing.like(each) if packing.mirrors(each[0]) else None for each in nodes)
+    return _Form(structure, tuple(packings))
 
 
 def _per_stage(

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Collection
+from itertools import chain
 from typing import Any, NamedTuple
 
 import jax
@@ -25,14 +26,13 @@ class StageReading(NamedTuple):
         instead; "" if it was proved not to.
       on_buffers: whether its results on the buffers of all stages are those on the leaves.
       by_element: whether it combines no elements of a leaf, so that leaves may stay sharded.
-      shared: for each array of the state that belongs to no parameter, whether it is equal on all
-        stages; for the first state, and for another structure after an update, as in `Reading`.
+      reshapes: whether an update gives the state another structure.
     """
 
     refusal: str
     on_buffers: bool = False
     by_element: bool = False
-    shared: tuple[tuple[bool, ...], ...] = ()
+    reshapes: bool = False
 
 
 @functools.lru_cache(maxsize=64)
@@ -71,18 +71,9 @@ def read_on_stages(
         read_held(packing.types(dict(dtypes), stage), held)
         for stage, held in enumerate(packing.stages)
     ]
-    if packing.num_stages == 1:  # there are no other stages
-        every = [whole]
-    elif why := _why_not(packing, whole, every):
+    if packing.num_stages > 1 and (why := _why_not(packing, whole, every)):
         return StageReading(f"{why}. {instead_of(state)}")
-    shared = tuple(
-        tuple(
-            packing.num_stages == 1 or (key is not None and {key} == {*others})
-            for key, *others in zip(*keys, strict=True)
-        )
-        for keys in zip(whole.shared, *(each.shared for each in every), strict=True)
-    )
-    return StageReading("", False, whole.by_element, shared or ((),))
+    return StageReading("", False, whole.by_element, reshapes=len(whole.shared) > 1)
 
 
 def _why_not(packing: BufferPacking, whole: Reading, every: list[Reading]) -> str:
@@ -95,4 +86,9 @@ def _why_not(packing: BufferPacking, whole: Reading, every: list[Reading]) -> st
         for name, alone, among_all in zip(names, reading.leaves, whole.leaves, strict=True):
             if alone and alone != among_all:
                 return f"it treats {name!r} differently where it sees other leaves, too"
+    for key, *others in zip(*([*chain(*each.shared)] for each in (whole, *every)), strict=True):
+        if key is None or {key} != {*others}:
+            return (
+                "it keeps a number that is computed from leaves, so that stages would differ in it"
+            )
     return ""

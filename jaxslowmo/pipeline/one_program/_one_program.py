@@ -13,8 +13,9 @@ from jax.sharding import PartitionSpec as P
 from ..._support.types import PyTree
 from ...mesh import only_over, place_key
 from ...tree import Staged
+from .._pipelined import Pipelined, in_microbatches, microbatch_specs
+from .._plan import Ending, Plan, gathered
 from ..model import Loss, LossTerms, without_state
-from ..plan import Ending, Pipelined, Plan, gathered, in_microbatches, microbatch_specs
 from ._scan import Activations, Device, Scan
 from ._tick_table import Half, TickTable, forward_ticks, nothing, tick_table, writes_in_branches
 

@@ -18,9 +18,10 @@ from jax.sharding import PartitionSpec as P
 
 from ..._support.types import PyTree
 from ...tree import at_least_float32
+from .._pipelined import microbatch_of
+from .._plan import Plan, Totals
+from .._split_stage import StageProgram
 from ..model import LossTerms, without_state
-from ..plan import Plan, Totals, microbatch_of
-from ..stage import StageProgram
 from ._tick_table import (
     KINDS,
     Buffers,

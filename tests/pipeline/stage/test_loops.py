@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from jaxslowmo.pipeline.stage import split_stage
+from jaxslowmo.pipeline import split_stage
 from support.split_stages import assert_close, compiled_stage
 
 KEYS = jax.random.split(jax.random.key(1), 4)

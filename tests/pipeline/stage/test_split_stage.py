@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from jaxslowmo.pipeline.stage import split_stage
+from jaxslowmo.pipeline import split_stage
 from support.split_stages import assert_close, compiled_stage
 
 WIDTH, HEADS, LENGTH, BATCH = 128, 2, 16, 2

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import jax
@@ -12,13 +13,13 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from ..._support.types import PyTree
-from ...gradients.tied import sum_over_holders
-from ...mesh import axis_names, axis_size, from_first, only_over
-from ..model import (
+from .._support.types import PyTree
+from ..gradients.tied import sum_over_holders
+from ..mesh import axis_names, axis_size, from_first, only_over
+from ._split_stage import StageProgram, split_stage
+from .model import (
     BufferPacking,
     LayeredModel,
-    Leaf,
     LeafPlace,
     Loss,
     LossTerms,
@@ -28,34 +29,39 @@ from ..model import (
     with_part,
     without_state,
 )
-from ..schedules import Schedule
-from ..stage import StageProgram, split_stage
+from .schedules import Schedule
 
 Buffers = Mapping[str, jax.Array]
 """The buffers of one device by name, each (*sizes, elements)."""
 
 
 @dataclass(frozen=True)
-class Segments:
+class StageLeaves:
     """The leaves of stages of one kind: one tree per run of layers, stacked over the run.
 
     Attributes:
       treedef: structure of a tuple of such trees.
       places: the places of its leaves in the first stage of its kind, in flattening order.
       packing: the places of all leaves.
-      starts: maps each buffer to (stages of the model,) int32, the offset of a stage's leaves from
+      shifts: maps each buffer to (stages of the model,) int32, the offset of a stage's leaves from
         those of the first stage of its kind.
     """
 
     treedef: Any
     places: tuple[LeafPlace, ...]
     packing: BufferPacking
-    starts: Mapping[str, np.ndarray]
+    shifts: Mapping[str, np.ndarray]
 
-    @property
-    def leaves(self) -> tuple[Any, list[Leaf]]:
-        """The structure and the leaves, wherever they are."""
-        return self.treedef, [place.leaf for place in self.places]
+    @classmethod
+    def of(cls, layout: StageLayout, members: Sequence[int]) -> "StageLeaves":
+        """Return the leaves of these stages of the model, which are of one kind."""
+        treedef, places = layout.places(members[0])
+        shifts = {name: np.zeros(len(layout.blocks), np.int32) for name in layout.packing.axes}
+        for k in members:
+            # The leaves in a buffer follow each other in one order, so all have the same offset.
+            for first, place in zip(places, layout.places(k)[1], strict=True):
+                shifts[place.leaf.buffer][k] = place.start - first.start
+        return cls(treedef, places, layout.packing, shifts)
 
     def read(self, buffers: Buffers, model_stage: Any) -> PyTree:
         """Return the leaves of a stage, read from the buffers."""
@@ -104,15 +110,13 @@ class Segments:
     def _places(self, model_stage: Any) -> list[LeafPlace]:
         """Return the places in a stage of this kind, whose number may be traced."""
 
-        def shift(starts: np.ndarray) -> Any:
-            if not starts.any():  # all stages of this kind have the leaf at the same place
+        def shift(shifts: np.ndarray) -> Any:
+            if not shifts.any():  # all stages of this kind have the leaf at the same place
                 return 0
             is_known = isinstance(model_stage, int)
-            return int(starts[model_stage]) if is_known else jnp.asarray(starts)[model_stage]
+            return int(shifts[model_stage]) if is_known else jnp.asarray(shifts)[model_stage]
 
-        starts = [shift(self.starts[place.leaf.buffer]) for place in self.places]
-        pairs = zip(self.places, starts, strict=True)
-        return [place._replace(start=place.start + start) for place, start in pairs]
+        return [p._replace(start=p.start + shift(self.shifts[p.leaf.buffer])) for p in self.places]
 
 
 @dataclass(frozen=True)
@@ -132,8 +136,8 @@ class StageKind:
     is_first: bool
     is_last: bool
     start: int
-    weights: Segments
-    states: Segments | None = None
+    weights: StageLeaves
+    states: StageLeaves | None = None
 
     def with_state(self, x: PyTree, states: PyTree) -> PyTree:
         """Return the argument `x` of `fn`: activations, with model state if there is any."""
@@ -165,6 +169,49 @@ class StageKind:
         return (y._replace(state=None) if self.is_last else without_state(y)), stash, after
 
 
+def stage_kinds(
+    model: LayeredModel, layouts: Sequence[StageLayout], *, loops: bool
+) -> tuple[list[StageKind], np.ndarray]:
+    """Return the kinds of a model's stages, and (stages of the model,) int32, each stage's kind.
+
+    Stages are of one kind if their functions and their leaves are equal.
+
+    Args:
+      model: the layers.
+      layouts: the layout of the parameters, and that of the model state if there is one.
+      loops: whether equal layers in a row are a loop. A loop cannot be divided into B and W, so
+        schedules that divide backward passes have their layers written out.
+    """
+    blocks, runs = layouts[0].blocks, layouts[0].all_runs
+    last = len(blocks) - 1
+
+    def leaves(k: int) -> Any:
+        pairs = [layout.places(k) for layout in layouts]
+        return [(tree, [p.leaf for p in places]) for tree, places in pairs]
+
+    def are_alike(a: int, b: int) -> bool:
+        layers = [range(*blocks[k]) for k in (a, b)]
+        same_ends = (a == 0, a == last) == (b == 0, b == last)
+        if not same_ends or len(layers[0]) != len(layers[1]) or leaves(a) != leaves(b):
+            return False
+        return all(map(model.equal_layers, *layers))
+
+    by_kind: list[list[int]] = []  # stages of the model
+    for k in range(len(blocks)):
+        members = next((each for each in by_kind if are_alike(each[0], k)), None)
+        if members is None:
+            by_kind.append([k])
+        else:
+            members.append(k)
+    kinds, of_stage = [], np.zeros(len(blocks), np.int32)
+    for i, members in enumerate(by_kind):
+        k, of_stage[members] = members[0], i
+        fn = model.stage(*blocks[k], runs[k], loops=loops)
+        each = (StageLeaves.of(layout, members) for layout in layouts)
+        kinds.append(StageKind(fn, k == 0, k == last, blocks[k].start, *each))
+    return kinds, of_stage
+
+
 @dataclass(frozen=True)
 class Plan:
     """The description of a pipeline that does not depend on a batch.
@@ -179,8 +226,6 @@ class Plan:
       state_layout: the layout of the model state; None for models without.
       kinds: the kinds of stages; stages of one kind run the same program.
       of_stage: (stages of the model,) int32, index of each stage's kind.
-      shifts: (stages of the model,) ints, offset of a stage's first layer from that of the first
-        stage of its kind.
       tied: the places of the copies of each tied parameter.
       remat: whether backward passes compute again what forward passes have computed.
       gradient_scale: the factor of gradients between stages.
@@ -196,11 +241,16 @@ class Plan:
     state_layout: StageLayout | None
     kinds: Sequence[StageKind]
     of_stage: np.ndarray
-    shifts: np.ndarray
     tied: Sequence[Sequence[LeafPlace]]
     remat: bool
     gradient_scale: float
     batch_memory: str
+
+    @cached_property
+    def shifts(self) -> np.ndarray:
+        """(stages of the model,) ints, offset of each first layer from that of its kind."""
+        starts = [block.start for block in self.layout.blocks]
+        return np.array(starts) - np.array([self.kinds[i].start for i in self.of_stage])
 
     def stage_program(
         self, kind: StageKind, weights: PyTree, x: PyTree, microbatch: PyTree

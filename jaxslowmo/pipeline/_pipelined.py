@@ -11,13 +11,13 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from ..._support.types import PyTree
-from ...mesh import axis_size
-from ...transform import LossProgram
-from ...tree import Staged, leaf_names
-from ..model import LayeredModel, Loss, StageLayout, keyed_microbatch
-from ..schedules import Schedule
+from .._support.types import PyTree
+from ..mesh import axis_size
+from ..transform import LossProgram
+from ..tree import Staged, leaf_names
 from ._plan import Plan
+from .model import LayeredModel, Loss, StageLayout, keyed_microbatch
+from .schedules import Schedule
 
 
 class Pipelined(LossProgram):
