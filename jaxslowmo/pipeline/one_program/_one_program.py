@@ -1,23 +1,33 @@
-"""`OneProgram`, a pipeline that runs all stages as one program."""
+"""A pipeline as one program: a scan over the ticks of its schedule, on all devices.
 
-from collections.abc import Sequence
+An operation works on one microbatch at one stage of the model: F is its forward pass, B computes
+the gradient of its input, W that of its weights, and BW both. Each tick has two halves: a device
+runs at most one F, then at most one of B, W and BW. A device may hold several stages of the model.
+"""
+
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
+from functools import cached_property, partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ..._support.types import PyTree
 from ...mesh import only_over, place_key
-from ...tree import Staged
-from .._pipelined import Pipelined, in_microbatches, microbatch_specs
-from .._plan import Ending, Plan, gathered
+from ...tree import Staged, at_least_float32
+from .._pipelined import Pipelined, in_microbatches, microbatch_of, microbatch_specs
+from .._plan import Ending, Plan, StageKind, Totals, gathered
+from .._split_stage import StageProgram
 from ..model import Loss, LossTerms, without_state
-from ._scan import Activations, Device, Scan
-from ._tick_table import Half, TickTable, forward_ticks, nothing, tick_table, writes_in_branches
+from ._tick_table import KINDS, Channel, Half, TickTable, forward_ticks, tick_table
+
+Values = Sequence[jax.Array]
+Buffers = list[jax.Array]
 
 
 class OneProgram(Pipelined):
@@ -60,11 +70,15 @@ class OneProgram(Pipelined):
         }
         mesh = self.mesh if context.empty else context
         ending = Ending(plan, data_axes, outer_axes)
-        step: Any = OneProgramStep(plan, table, ending, differentiates)
+
+        def step(*arguments: Any) -> Any:
+            return DeviceScan(plan, table, ending, differentiates, *arguments).run()
+
         of_batch = microbatch_specs(microbatches, data_axes)
         of_states = P(axis_name) if axis_name in new_axes else P()
+        mapped: Any = step
         if new_axes:  # empty if all are mapped already, which an axis of one stage may be
-            step = jax.shard_map(
+            mapped = jax.shard_map(
                 step,
                 mesh=mesh,
                 axis_names=new_axes,
@@ -73,107 +87,507 @@ class OneProgram(Pipelined):
                 check_vma=False,
             )
         if context.empty:  # outside of jit, `shard_map` can only map all axes of a mesh
-            step = jax.jit(step)
+            mapped = jax.jit(mapped)
         microbatches = _laid_out(microbatches, of_batch, mesh)
-        loss, after, grads = step(stacked.buffers, states, microbatches, rng)
+        loss, after, grads = mapped(stacked.buffers, states, microbatches, rng)
         return (loss, after), grads
 
 
-@dataclass(frozen=True)
-class OneProgramStep:
-    """The function that computes loss and gradients, to be mapped over stages and data axes.
+class ScanCarry(NamedTuple):
+    """The values that a device keeps from one tick to the next.
 
     Attributes:
+      activations: activations that have arrived and wait for the F that reads them.
+      cotangents: cotangents that have arrived and wait for the B or BW that reads them.
+      sent: cotangents that the previous tick has computed; this tick begins by sending them.
+      stash: arrays that F has stored for B, W and BW.
+      kept: arrays that B has stored for W.
+      totals: the sums of loss and gradients so far, and the model state.
+    """
+
+    activations: Buffers
+    cotangents: Buffers
+    sent: list[jax.Array]
+    stash: Buffers
+    kept: Buffers
+    totals: Totals
+
+
+@dataclass(frozen=True)
+class Activations:
+    """The type of the activations that every stage sends to the next.
+
+    Attributes:
+      treedef: structure of the activations.
+      types: types of the leaves.
+    """
+
+    treedef: Any
+    types: tuple[Any, ...]
+
+    @property
+    def floating(self) -> tuple[int, ...]:
+        """Positions of the leaves that have cotangents."""
+        return tuple(i for i, x in enumerate(self.types) if jnp.issubdtype(x.dtype, jnp.inexact))
+
+    @property
+    def cotangents(self) -> tuple[Any, ...]:
+        """Types of the cotangents."""
+        return tuple(self.types[i] for i in self.floating)
+
+    def flat(self, y: PyTree) -> list[jax.Array]:
+        """Return the leaves of activations, in the dtypes of this type."""
+        leaves = jax.tree.leaves(y)
+        return [jnp.asarray(x, t.dtype) for x, t in zip(leaves, self.types, strict=True)]
+
+    def tree(self, leaves: Values) -> PyTree:
+        """Return the activations with these leaves: the inverse of `flat`."""
+        return self.treedef.unflatten(leaves)
+
+    def flat_cotangents(self, dx: PyTree) -> list[jax.Array]:
+        """Return the leaves of a tree of cotangents, without those that have no cotangent."""
+        leaves = self.treedef.flatten_up_to(dx)
+        return [jnp.asarray(leaves[i], self.types[i].dtype) for i in self.floating]
+
+    def cotangent_tree(self, leaves: Values) -> PyTree:
+        """Return the tree with these cotangents, the inverse of `flat_cotangents`.
+
+        Leaves of activations that have no cotangent, such as integers, are None in it.
+        """
+        by_position = dict(zip(self.floating, leaves, strict=True))
+        return self.treedef.unflatten([by_position.get(i) for i in range(len(self.types))])
+
+
+class DeviceScan:
+    """The program of one device, called under the mapped axes of the stages and the data.
+
+    Args:
       plan: the plan of the pipeline.
       table: the operations of each device stage in each tick.
       ending: the reductions at the end of the step.
       differentiates: whether to compute gradients.
+      buffers: parameters of the device's layers, maps names to arrays (1, *sizes, elements), where
+        sizes are those of the axes inside a stage that split the buffer's leaves.
+      states: model state of the device's layers, maps names to arrays (1, elements).
+      batch: leaves (microbatches, examples, ...), but `Shared` leaves whole.
+      rng: the PRNG key of the step, or None.
+
+    Communication: one all-gather, over the data axes, of each buffer that is sharded there.
     """
 
-    plan: Plan
-    table: TickTable
-    ending: Ending
-    differentiates: bool
-
-    def __call__(
-        self, buffers: dict[str, Any], states: dict[str, Any], batch: PyTree, rng: Any
-    ) -> tuple[Loss, dict[str, Any], dict[str, Any]]:
-        """Return the loss, equal on all devices, and a stage's model state and gradients."""
-        device = self._device(buffers, states, batch, rng)
-        scan = self._scan(device)
-        totals = scan.run(device)
-        loss = self.ending.loss(totals.loss, scan.loss.total.dtype)
-        grads = self.ending.gradients(totals, loss.weight) if self.differentiates else {}
-        return loss, self.ending.states(totals), grads
-
-    def _device(
-        self, buffers: dict[str, Any], states: dict[str, Any], batch: PyTree, rng: Any
-    ) -> Device:
-        plan, ending = self.plan, self.ending
-        whole = {name: gathered(x[0], ending.spec(name)) for name, x in buffers.items()}
-        if rng is not None:
-            rng = place_key(rng, ending.data_axes)
-        return Device(
-            buffers=whole,
-            states={name: x[0] for name, x in states.items()},
-            layouts={name: _automatic(plan.layout.specs[name][1:]) for name in buffers},
-            batch=batch,
-            rng=rng,
-            shifts=plan.shifts,
-            axis_name=plan.axis_name,
-        )
-
-    def _scan(self, device: Device) -> Scan:
-        """Return the program for the types of the values on a device."""
-        plan = self.plan
+    def __init__(
+        self,
+        plan: Plan,
+        table: TickTable,
+        ending: Ending,
+        differentiates: bool,
+        buffers: dict[str, jax.Array],
+        states: dict[str, jax.Array],
+        batch: PyTree,
+        rng: Any,
+    ) -> None:
+        self._plan, self._table, self._ending = plan, table, ending
+        self._differentiates, self._batch = differentiates, batch
+        self._buffers = {n: gathered(x[0], ending.spec(n)) for n, x in buffers.items()}
+        self._states = {name: x[0] for name, x in states.items()}
+        self._rng = None if rng is None else place_key(rng, ending.data_axes)
         zero = jnp.zeros((), jnp.int32)
-        microbatch = device.microbatch(Half(*[zero] * 6, arrivals=()))
-        weights = [kind.weights.read(device.buffers, 0) for kind in plan.kinds]
-        states = [kind.states and kind.states.read(device.states, 0) for kind in plan.kinds]
-        activations, loss = self._types(weights, states, microbatch)
-        programs = None
-        if self.differentiates:
-            x = activations.tree(nothing(activations.types))
-            programs = [
-                plan.stage_program(
-                    kind, leaves, kind.with_state(None if kind.is_first else x, state), microbatch
-                )
-                for kind, leaves, state in zip(plan.kinds, weights, states, strict=True)
-            ]
-        return Scan(
-            plan=plan,
-            table=self.table,
-            programs=programs,
-            activations=activations,
-            loss=loss,
-            in_branches=writes_in_branches(plan.mesh),
+        microbatch = self._microbatch(Half(*[zero] * 6, arrivals=()))
+        weights = [kind.weights.read(self._buffers, 0) for kind in plan.kinds]
+        before = [kind.states and kind.states.read(self._states, 0) for kind in plan.kinds]
+        self._activations, self._loss = stage_types(plan, weights, before, microbatch)
+        self._programs: list[StageProgram] = []
+        if differentiates:
+            x = self._activations.tree(nothing(self._activations.types))
+            for kind, leaves, state in zip(plan.kinds, weights, before, strict=True):
+                x_of_kind = kind.with_state(None if kind.is_first else x, state)
+                self._programs.append(plan.stage_program(kind, leaves, x_of_kind, microbatch))
+        self._stash = self._ring(table.stash, lambda program: program.stash)
+        self._kept = self._ring(table.kept, lambda program: program.kept)
+        self._in_branches = writes_in_branches(plan.mesh)
+
+    def run(self) -> tuple[Loss, dict[str, Any], dict[str, Any]]:
+        """Run all ticks; return the loss, equal on all devices, and a stage's state and gradients.
+
+        Communication: in each tick, for each channel of the schedule, one collective-permute of
+          each array of an activation and, if there are backward passes, of a cotangent; none for a
+          channel in which every sender is its own receiver. At the end that of `Ending`.
+        """
+        table, channels = self._table, self._table.channels
+        channels_back = [tuple((to, sender) for sender, to in channel) for channel in channels]
+        forward, f_numbers = self._branches(table.forward, ["F"])
+        backward, b_numbers = self._branches(table.backward, ["B", "W", "BW"])
+        # Only F and B store arrays for later operations, and F does so for backward passes.
+        f_writes = [i if self._differentiates else None for _, i in forward]
+        stashing = BufferWriting(self._stash, f_writes, in_branches=self._in_branches)
+        b_writes = [i if operation == "B" else None for operation, i in backward]
+        keeping = BufferWriting(self._kept, b_writes, in_branches=self._in_branches)
+
+        def forward_half(carry: ScanCarry, branch: Any, now: Half) -> tuple[ScanCarry, Values]:
+            def idle(activations: Buffers, stash: Buffers, loss: LossTerms, states: Any) -> Any:
+                return nothing(self._activations.types), stashing.idle(stash), loss, states
+
+            runs = [partial(self._forward, stashing, i, now) for _, i in forward]
+            totals = carry.totals
+            y, written, loss, states = lax.switch(
+                branch,
+                [idle, *runs],
+                *(carry.activations, carry.stash, totals.loss, totals.states),
+            )
+            stash = stashing.merged(carry.stash, written, now.stash, branch)
+            return carry._replace(stash=stash, totals=totals._replace(loss=loss, states=states)), y
+
+        def backward_half(carry: ScanCarry, branch: Any, now: Half) -> ScanCarry:
+            def idle(cotangents: Buffers, stash: Buffers, kept: Buffers, grads: Any) -> Any:
+                return nothing(self._activations.cotangents), keeping.idle(kept), grads
+
+            runs = [partial(self._backward, keeping, *one, now) for one in backward]
+            totals = carry.totals
+            sent, written, grads = lax.switch(
+                branch,
+                [idle, *runs],
+                *(carry.cotangents, carry.stash, carry.kept, totals.grads),
+            )
+            kept = keeping.merged(carry.kept, written, now.kept, branch)
+            return carry._replace(sent=sent, kept=kept, totals=totals._replace(grads=grads))
+
+        def tick(carry: ScanCarry, now: Any) -> tuple[ScanCarry, None]:
+            (f_branch, f), (b_branch, b) = now
+            if self._differentiates:
+                arrived = self._receive(carry.cotangents, carry.sent, b, channels_back)
+                carry = carry._replace(cotangents=arrived)
+            with jax.named_scope("F"):
+                carry, y = forward_half(carry, f_branch, f)
+            if self._differentiates:
+                with jax.named_scope("B"):
+                    carry = backward_half(carry, b_branch, b)
+            arrived = self._receive(carry.activations, y, f, channels)
+            return carry._replace(activations=arrived), None
+
+        # For each half of a tick: the number of the branch to run, and the operation.
+        halves = (f_numbers, table.forward), (b_numbers, table.backward)
+        stage = lax.axis_index(self._plan.axis_name)
+        columns = jax.tree.map(
+            lambda x: lax.dynamic_index_in_dim(jnp.asarray(x), stage, 1, keepdims=False), halves
+        )
+        totals = lax.scan(tick, self._start(), columns)[0].totals
+        loss = self._ending.loss(totals.loss, self._loss.total.dtype)
+        grads = self._ending.gradients(totals, loss.weight) if self._differentiates else {}
+        return loss, self._ending.states(totals), grads
+
+    def _microbatch(self, now: Half) -> PyTree:
+        shift = jnp.asarray(self._plan.shifts)[now.model_stage]
+        return microbatch_of(self._batch, self._rng, now.microbatch, shift)
+
+    def _ring(
+        self, rows: Sequence[int], types_of: Callable[[StageProgram], Sequence[Any]]
+    ) -> "Ring":
+        """Return a layout of buffers, for the rows that each stage of the model needs."""
+        of_stage = self._plan.of_stage
+        # A kind of stages has as many rows as the one that needs most; without rows no buffers.
+        of_kinds = [
+            int(np.max(np.asarray(rows)[of_stage == i])) for i in range(len(self._programs))
+        ]
+        pairs = zip(self._programs, of_kinds, strict=True)
+        return Ring([types_of(program) if n else () for program, n in pairs], of_kinds)
+
+    def _branches(
+        self, half: Half, operations: Sequence[str]
+    ) -> tuple[list[tuple[str, int]], np.ndarray]:
+        """Return the branches for one half of the ticks, and which of them runs where.
+
+        Returns:
+          (operation, index of the kind of stage) for each branch, without the idle branch; and
+          (ticks, devices) int32, the number of the branch that a device runs in a tick: 0 is the
+          idle branch, n the n-th of the list.
+        """
+        numbers = np.zeros_like(half.kind)
+        pairs: list[tuple[str, int]] = []
+        of_stage = self._plan.of_stage
+        for operation in operations:
+            runs = half.kind == KINDS.index(operation)
+            for i in np.unique(of_stage[half.model_stage[runs]]):
+                pairs.append((operation, int(i)))
+                numbers[runs & (of_stage[half.model_stage] == i)] = len(pairs)
+        return pairs, numbers
+
+    def _start(self) -> ScanCarry:
+        types = self._activations
+        activation_rows, cotangent_rows = self._table.arrivals
+        loss = jax.tree.map(lambda x: jnp.zeros((), at_least_float32(x.dtype)), self._loss)
+        grads = {n: self._zero_gradient(n) if self._differentiates else None for n in self._buffers}
+        return ScanCarry(
+            activations=Ring([types.types], [activation_rows]).start(),
+            cotangents=Ring([types.cotangents], [cotangent_rows]).start(),
+            sent=nothing(types.cotangents),
+            stash=self._stash.start(),
+            kept=self._kept.start(),
+            totals=Totals(loss, grads, self._states),
         )
 
-    def _types(
-        self, weights: Sequence[PyTree], states: Sequence[PyTree], microbatch: PyTree
-    ) -> tuple[Activations, LossTerms]:
-        """Return the types of activations and of the last stage's result, by tracing all stages."""
+    def _zero_gradient(self, name: str) -> jax.Array | None:
+        """Return zeros to which a buffer's gradients are added; None for a buffer of integers."""
+        buffer = self._buffers[name]
+        if not jnp.issubdtype(buffer.dtype, jnp.inexact):
+            return None
+        zeros = jnp.zeros(buffer.shape, at_least_float32(buffer.dtype))
+        automatic = frozenset(jax.sharding.get_abstract_mesh().auto_axes)
+        layout = only_over(self._plan.layout.specs[name][1:], automatic)
+        return lax.with_sharding_constraint(zeros, layout) if any(layout) else zeros
 
-        def one_after_the_other(
-            weights: Sequence[PyTree], states: Sequence[PyTree], microbatch: PyTree
-        ) -> list[PyTree]:
-            results: list[PyTree] = []
-            known_results: dict[Any, PyTree] = {}
-            x = None
-            for i in self.plan.of_stage:
-                # Stages of one kind with inputs of equal types have results of equal types.
-                key = int(i), str(jax.tree.map(jax.typeof, x))
-                if key not in known_results:
-                    kind = self.plan.kinds[i]
-                    argument = kind.with_state(x, states[i])
-                    known_results[key] = kind.fn(weights[i], argument, microbatch)
-                x = without_state(known_results[key])
-                results.append(x)
-            return results
+    def _receive(
+        self, buffers: Buffers, sent: Values, now: Half, channels: Sequence[Channel]
+    ) -> Buffers:
+        """Send arrays over all channels; return `buffers` with those that arrive here."""
+        for channel, row in zip(channels, now.arrivals, strict=True):
+            arrived = sent
+            if any(sender != receiver for sender, receiver in channel):
+                arrived = [lax.ppermute(x, self._plan.axis_name, channel) for x in sent]
+            buffers = received(buffers, arrived, row)
+        return buffers
 
-        types = jax.tree.map(jax.typeof, (weights, states, microbatch))
-        results = jax.make_jaxpr(one_after_the_other, return_shape=True)(*types)[1]
-        return activations_of(results[:-1]), results[-1]._replace(state=None)
+    def _forward(
+        self,
+        stashing: "BufferWriting",
+        i: int,
+        now: Half,
+        activations: Buffers,
+        stash: Buffers,
+        loss: Any,
+        states: Any,
+    ) -> Any:
+        """Run F of a stage of kind number `i`; return as an idle device does, with its results."""
+        kind: StageKind = self._plan.kinds[i]
+        weights = kind.weights.read(self._buffers, now.model_stage)
+        microbatch, x = self._microbatch(now), None
+        if not kind.is_first:
+            x = self._activations.tree([row_of(x, now.source) for x in activations])
+        x = kind.with_state(x, kind.states and kind.states.read(states, now.model_stage))
+        program = self._programs[i] if self._differentiates else None
+        y, stashed, new_states = kind.forward(program, weights, x, microbatch)
+        written = stashing.idle(stash)
+        if program is not None:
+            written = stashing.result(stash, i, now.stash, stashed)
+        if kind.states is not None:
+            states = kind.states.written(states, new_states, now.model_stage)
+        if not kind.is_last:
+            return self._activations.flat(y), written, loss, states
+        loss = jax.tree.map(lambda total, term: total + term.astype(total.dtype), loss, y)
+        return nothing(self._activations.types), written, loss, states
+
+    def _backward(
+        self,
+        keeping: "BufferWriting",
+        operation: str,
+        i: int,
+        now: Half,
+        cotangents: Buffers,
+        stash: Buffers,
+        kept: Buffers,
+        grads: Any,
+    ) -> Any:
+        """Run B, W or BW of a stage of kind number `i`; return as `_forward` does."""
+        kind, program, types = self._plan.kinds[i], self._programs[i], self._activations
+        weights = kind.weights.read(self._buffers, now.model_stage)
+        microbatch = self._microbatch(now)
+        stashed = self._stash.read(stash, i, now.stash)
+        written, dx, dw = keeping.idle(kept), None, None
+        if operation == "W":
+            kept_by_b = self._kept.read(kept, i, now.kept)
+            dw = program.backward_weight(weights, microbatch, stashed, kept_by_b)
+        else:
+            dy = None
+            if not kind.is_last:
+                dy = types.cotangent_tree([row_of(x, now.source) for x in cotangents])
+            dy = self._plan.cotangent(kind, program, dy)
+            if operation == "BW":
+                dx, dw = program.backward(weights, microbatch, stashed, dy)
+            else:
+                dx, kept_by_b = program.backward_input(weights, microbatch, stashed, dy)
+                written = keeping.result(kept, i, now.kept, kept_by_b)
+        if dw is not None:
+            grads = kind.weights.added(grads, dw, now.model_stage, in_place=self._in_branches)
+        if operation == "W" or kind.is_first:
+            return nothing(types.cotangents), written, grads
+        return types.flat_cotangents(without_state(dx)), written, grads
+
+
+def stage_types(
+    plan: Plan, weights: Sequence[PyTree], states: Sequence[PyTree], microbatch: PyTree
+) -> tuple[Activations, LossTerms]:
+    """Return the types of activations and of the last stage's result, by tracing all stages.
+
+    Args:
+      plan: the plan of the pipeline.
+      weights: the leaves of a stage of each kind.
+      states: its model state.
+      microbatch: a microbatch.
+    """
+
+    def one_after_the_other(
+        weights: Sequence[PyTree], states: Sequence[PyTree], microbatch: PyTree
+    ) -> list[PyTree]:
+        results: list[PyTree] = []
+        known_results: dict[Any, PyTree] = {}
+        x = None
+        for i in plan.of_stage:
+            # Stages of one kind with inputs of equal types have results of equal types.
+            key = int(i), str(jax.tree.map(jax.typeof, x))
+            if key not in known_results:
+                argument = plan.kinds[i].with_state(x, states[i])
+                known_results[key] = plan.kinds[i].fn(weights[i], argument, microbatch)
+            x = without_state(known_results[key])
+            results.append(x)
+        return results
+
+    types = jax.tree.map(jax.typeof, (weights, states, microbatch))
+    results = jax.make_jaxpr(one_after_the_other, return_shape=True)(*types)[1]
+    return activations_of(results[:-1]), results[-1]._replace(state=None)
+
+
+# Buffers with numbered rows.
+
+
+def empty(shape: Sequence[int], dtype: Any) -> jax.Array:
+    """Return the placeholder for a row that holds no value; nothing may depend on it."""
+    return jnp.zeros(shape, dtype)
+
+
+def nothing(types: Sequence[Any]) -> list[jax.Array]:
+    """Return placeholders of these types, which a device sends if it has no result to send."""
+    return [empty(x.shape, x.dtype) for x in types]
+
+
+class Ring:
+    """A layout of buffers whose rows each hold the values of a stage, of any of several kinds.
+
+    Values of different kinds with equal shape and dtype share a buffer, which has as many rows as
+    the kind that needs most.
+
+    Args:
+      kinds: types of the values of each kind of stage.
+      rows: number of rows that each kind of stage needs.
+
+    Attributes:
+      types: the type of a row of each buffer.
+    """
+
+    def __init__(self, kinds: Sequence[Sequence[Any]], rows: Sequence[int]) -> None:
+        self.types: list[jax.ShapeDtypeStruct] = []
+        self._rows: list[int] = []
+        self._places: list[list[int]] = []
+        for values, count in zip(kinds, rows, strict=True):
+            free = list(range(len(self.types)))
+            places = []
+            for value in values:
+                kind = jax.ShapeDtypeStruct(value.shape, value.dtype)
+                place = next((i for i in free if self.types[i] == kind), None)
+                if place is None:
+                    place = len(self.types)
+                    self.types.append(kind)
+                    self._rows.append(count)
+                else:
+                    free.remove(place)
+                    self._rows[place] = max(self._rows[place], count)
+                places.append(place)
+            self._places.append(places)
+
+    def start(self) -> Buffers:
+        """Return empty buffers."""
+        types = zip(self._rows, self.types, strict=True)
+        return [empty((rows, *x.shape), x.dtype) for rows, x in types]
+
+    def read(self, buffers: Buffers, kind: int, row: jax.Array) -> tuple[jax.Array, ...]:
+        """Return the values of a stage of this kind in a row."""
+        return tuple(row_of(buffers[i], row) for i in self._places[kind])
+
+    def written(self, buffers: Buffers, kind: int, row: jax.Array, values: Values) -> Buffers:
+        """Return `buffers` with the values of a stage of this kind written to a row."""
+        new = list(buffers)
+        for i, value in zip(self._places[kind], values, strict=True):
+            new[i] = with_row(new[i], row, value)
+        return new
+
+    def spread(self, kind: int, values: Values) -> list[jax.Array]:
+        """Return the values of a stage of this kind by buffer; placeholders for other buffers."""
+        rows = nothing(self.types)
+        for i, value in zip(self._places[kind], values, strict=True):
+            rows[i] = value.astype(rows[i].dtype)
+        return rows
+
+    def used(self, kind: int | None) -> np.ndarray:
+        """Return (buffers,) bool: whether a stage of this kind has values there; None: no."""
+        is_used = np.zeros(len(self.types), bool)
+        if kind is not None:
+            is_used[self._places[kind]] = True
+        return is_used
+
+
+def row_of(buffer: jax.Array, row: Any) -> jax.Array:
+    """Return a row of a buffer; for a buffer of one row, with a constant index."""
+    row = 0 if buffer.shape[0] == 1 else row
+    return lax.dynamic_index_in_dim(buffer, row, 0, keepdims=False)
+
+
+def with_row(buffer: jax.Array, row: Any, value: jax.Array) -> jax.Array:
+    """Return `buffer` with one row replaced."""
+    return lax.dynamic_update_index_in_dim(buffer, value.astype(buffer.dtype), row, 0)
+
+
+def received(buffers: Buffers, arrived: Values, row: jax.Array) -> Buffers:
+    """Return `buffers` with the arrived values in a row; unchanged for row -1."""
+    at = jnp.maximum(row, 0)
+    return [row_set(*pair, at, row >= 0) for pair in zip(buffers, arrived, strict=True)]
+
+
+def row_set(buffer: jax.Array, value: jax.Array, row: jax.Array, is_set: jax.Array) -> jax.Array:
+    """Return `buffer` with a row replaced if `is_set`; only this row is copied in either case."""
+    row = jnp.minimum(row, buffer.shape[0] - 1)
+    return with_row(buffer, row, jnp.where(is_set, value, row_of(buffer, row)))
+
+
+class BufferWriting:
+    """The way in which branches of a conditional write rows to buffers.
+
+    On TPU the compiler writes to the buffers in place inside of branches, so branches return the
+    buffers with a row written. Other compilers copy all results of a branch: there a branch returns
+    only the row, which is written after the conditional. That takes the memory of a few more rows.
+
+    Args:
+      ring: the layout of the buffers.
+      kinds: the kind of stage whose values each branch writes, without branch 0, which is idle;
+        None for a branch that writes nothing.
+      in_branches: whether branches write; see `writes_in_branches`.
+    """
+
+    def __init__(self, ring: Ring, kinds: Sequence[int | None], *, in_branches: bool) -> None:
+        self._ring, self._in_branches = ring, in_branches
+        self._used = np.stack([ring.used(kind) for kind in (None, *kinds)])
+
+    def idle(self, buffers: Buffers) -> Values:
+        """Return the result of a branch that writes nothing."""
+        return buffers if self._in_branches else nothing(self._ring.types)
+
+    def result(self, buffers: Buffers, kind: int, row: jax.Array, values: Values) -> Values:
+        """Return the result of a branch that writes a stage's values to a row."""
+        if self._in_branches:
+            return self._ring.written(buffers, kind, row, values)
+        return self._ring.spread(kind, values)
+
+    def merged(
+        self, buffers: Buffers, result: Values, row: jax.Array, branch: jax.Array
+    ) -> Buffers:
+        """Return the buffers after branch number `branch` has returned `result`."""
+        if self._in_branches:
+            return list(result)
+        is_set = jnp.asarray(self._used)[branch]
+        pairs = zip(buffers, result, strict=True)
+        return [row_set(*pair, row, is_set[i]) for i, pair in enumerate(pairs)]
+
+
+def writes_in_branches(mesh: Mesh) -> bool:
+    """Return whether the compiler for these devices writes to buffers in place in branches."""
+    return mesh.devices.flat[0].platform == "tpu"
 
 
 def _laid_out(tree: PyTree, specs: PyTree, mesh: Mesh | AbstractMesh) -> PyTree:
@@ -185,12 +599,6 @@ def _laid_out(tree: PyTree, specs: PyTree, mesh: Mesh | AbstractMesh) -> PyTree:
         return jax.sharding.reshard(x, NamedSharding(mesh, new_spec)) if any(new_spec) else x
 
     return jax.tree.map(place, tree, specs) if explicit else tree
-
-
-def _automatic(spec: P) -> P | None:
-    """Return the part of a spec over axes that the compiler handles; None if there is none."""
-    automatic = frozenset(jax.sharding.get_abstract_mesh().auto_axes)
-    return only_over(spec, automatic) if any(only_over(spec, automatic)) else None
 
 
 def activations_of(results: Sequence[PyTree]) -> Activations:

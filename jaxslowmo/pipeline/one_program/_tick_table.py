@@ -1,4 +1,4 @@
-"""A schedule as tables of integers that one program scans over, and buffers with numbered rows."""
+"""A schedule as tables of integers, which one program scans over."""
 
 import heapq
 from collections.abc import Mapping, Sequence
@@ -6,16 +6,9 @@ from dataclasses import dataclass, replace
 from itertools import pairwise, product
 from typing import Any, NamedTuple
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-from jax import lax
-from jax.sharding import Mesh
 
 from ..schedules import Operation, Schedule, Tick
-
-Values = Sequence[jax.Array]
-Buffers = list[jax.Array]
 
 KINDS = ("", "F", "B", "W", "BW")
 """The kinds of operations; a table has the index of a kind."""
@@ -173,145 +166,3 @@ def _rows(schedule: Schedule, operations: Sequence[_Placed]) -> list[Rows]:
         return all_rows
 
     return [rows("F", -1, "F"), rows("B", 1, "B"), rows("F", 0, "W"), rows("B", 0, "W")]
-
-
-def empty(shape: Sequence[int], dtype: Any) -> jax.Array:
-    """Return the placeholder for a row that holds no value; nothing may depend on it."""
-    return jnp.zeros(shape, dtype)
-
-
-def nothing(types: Sequence[Any]) -> list[jax.Array]:
-    """Return placeholders of these types, which a device sends if it has no result to send."""
-    return [empty(x.shape, x.dtype) for x in types]
-
-
-class Ring:
-    """A layout of buffers whose rows each hold the values of a stage, of any of several kinds.
-
-    Values of different kinds with equal shape and dtype share a buffer, which has as many rows as
-    the kind that needs most.
-
-    Args:
-      kinds: types of the values of each kind of stage.
-      rows: number of rows that each kind of stage needs.
-
-    Attributes:
-      types: the type of a row of each buffer.
-    """
-
-    def __init__(self, kinds: Sequence[Sequence[Any]], rows: Sequence[int]) -> None:
-        self.types: list[jax.ShapeDtypeStruct] = []
-        self._rows: list[int] = []
-        self._places: list[list[int]] = []
-        for values, count in zip(kinds, rows, strict=True):
-            free = list(range(len(self.types)))
-            places = []
-            for value in values:
-                kind = jax.ShapeDtypeStruct(value.shape, value.dtype)
-                place = next((i for i in free if self.types[i] == kind), None)
-                if place is None:
-                    place = len(self.types)
-                    self.types.append(kind)
-                    self._rows.append(count)
-                else:
-                    free.remove(place)
-                    self._rows[place] = max(self._rows[place], count)
-                places.append(place)
-            self._places.append(places)
-
-    def start(self) -> Buffers:
-        """Return empty buffers."""
-        types = zip(self._rows, self.types, strict=True)
-        return [empty((rows, *x.shape), x.dtype) for rows, x in types]
-
-    def read(self, buffers: Buffers, kind: int, row: jax.Array) -> tuple[jax.Array, ...]:
-        """Return the values of a stage of this kind in a row."""
-        return tuple(row_of(buffers[i], row) for i in self._places[kind])
-
-    def written(self, buffers: Buffers, kind: int, row: jax.Array, values: Values) -> Buffers:
-        """Return `buffers` with the values of a stage of this kind written to a row."""
-        new = list(buffers)
-        for i, value in zip(self._places[kind], values, strict=True):
-            new[i] = with_row(new[i], row, value)
-        return new
-
-    def spread(self, kind: int, values: Values) -> list[jax.Array]:
-        """Return the values of a stage of this kind by buffer; placeholders for other buffers."""
-        rows = nothing(self.types)
-        for i, value in zip(self._places[kind], values, strict=True):
-            rows[i] = value.astype(rows[i].dtype)
-        return rows
-
-    def used(self, kind: int | None) -> np.ndarray:
-        """Return (buffers,) bool: whether a stage of this kind has values there; None: no."""
-        is_used = np.zeros(len(self.types), bool)
-        if kind is not None:
-            is_used[self._places[kind]] = True
-        return is_used
-
-
-def row_of(buffer: jax.Array, row: Any) -> jax.Array:
-    """Return a row of a buffer; for a buffer of one row, with a constant index."""
-    row = 0 if buffer.shape[0] == 1 else row
-    return lax.dynamic_index_in_dim(buffer, row, 0, keepdims=False)
-
-
-def with_row(buffer: jax.Array, row: Any, value: jax.Array) -> jax.Array:
-    """Return `buffer` with one row replaced."""
-    return lax.dynamic_update_index_in_dim(buffer, value.astype(buffer.dtype), row, 0)
-
-
-def received(buffers: Buffers, arrived: Values, row: jax.Array) -> Buffers:
-    """Return `buffers` with the arrived values in a row; unchanged for row -1."""
-    at = jnp.maximum(row, 0)
-    return [row_set(*pair, at, row >= 0) for pair in zip(buffers, arrived, strict=True)]
-
-
-def row_set(buffer: jax.Array, value: jax.Array, row: jax.Array, is_set: jax.Array) -> jax.Array:
-    """Return `buffer` with a row replaced if `is_set`; only this row is copied in either case."""
-    row = jnp.minimum(row, buffer.shape[0] - 1)
-    return with_row(buffer, row, jnp.where(is_set, value, row_of(buffer, row)))
-
-
-class BufferWriting:
-    """The way in which branches of a conditional write rows to buffers.
-
-    On TPU the compiler writes to the buffers in place inside of branches, so branches return the
-    buffers with a row written. Other compilers copy all results of a branch: there a branch returns
-    only the row, which is written after the conditional. That takes the memory of a few more rows.
-
-    Args:
-      ring: the layout of the buffers.
-      kinds: the kind of stage whose values each branch writes, without branch 0, which is idle;
-        None for a branch that writes nothing.
-      in_branches: whether branches write; see `writes_in_branches`.
-    """
-
-    def __init__(self, ring: Ring, kinds: Sequence[int | None], *, in_branches: bool) -> None:
-        self._ring, self._in_branches = ring, in_branches
-        self._used = np.stack([ring.used(kind) for kind in (None, *kinds)])
-
-    def idle(self, buffers: Buffers) -> Values:
-        """Return the result of a branch that writes nothing."""
-        return buffers if self._in_branches else nothing(self._ring.types)
-
-    def result(self, buffers: Buffers, kind: int, row: jax.Array, values: Values) -> Values:
-        """Return the result of a branch that writes a stage's values to a row."""
-        if self._in_branches:
-            return self._ring.written(buffers, kind, row, values)
-        return self._ring.spread(kind, values)
-
-    def merged(
-        self, buffers: Buffers, result: Values, row: jax.Array, branch: jax.Array
-    ) -> Buffers:
-        """Return the buffers after branch number `branch` has returned `result`."""
-        if self._in_branches:
-            return list(result)
-        is_set = jnp.asarray(self._used)[branch]
-        pairs = zip(buffers, result, strict=True)
-        return [row_set(*pair, row, is_set[i]) for i, pair in enumerate(pairs)]
-
-
-def writes_in_branches(mesh: Mesh) -> bool:
-    """Return whether the compiler for these devices writes to buffers in place in branches."""
-    return mesh.devices.flat[0].platform == "tpu"

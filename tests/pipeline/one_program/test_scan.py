@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import jaxslowmo as js
-from jaxslowmo.pipeline.one_program import _one_program, _tick_table
+from jaxslowmo.pipeline.one_program import _one_program
 from support.exhaustive import sweep
 from support.layered import assert_gradients_alike, language_model, tokens
 
@@ -25,7 +25,7 @@ def filled_with_nan(monkeypatch):
         is_float = jnp.issubdtype(dtype, jnp.inexact)
         return jnp.full(shape, jnp.nan if is_float else jnp.iinfo(dtype).max, dtype)
 
-    monkeypatch.setattr(_tick_table, "empty", nan)
+    monkeypatch.setattr(_one_program, "empty", nan)
 
 
 def padded_with_nan(pipe, params):
