@@ -109,8 +109,8 @@ def pipelined(
     check_choice("batch_memory", batch_memory, BatchMemory)
     _check_parts(model, schedule, mesh, gradient_scale)
     is_one = isinstance(data_axes, str) or not isinstance(data_axes, Sequence)
-    data_axes = (data_axes,) if is_one else tuple(data_axes)
-    _check_axes(schedule, mesh, axis_name, data_axes)
+    axes: tuple[Any, ...] = (data_axes,) if is_one else tuple(data_axes)
+    _check_axes(schedule, mesh, axis_name, axes)
     blocks = _blocks(model, params, schedule, parts)
     states = model.checked_state(model_state) if model.takes_state else None
     placed: dict[str, Any] = {"mesh": mesh, "axis_name": axis_name}
@@ -128,7 +128,7 @@ def pipelined(
         schedule=schedule,
         mesh=mesh,
         axis_name=axis_name,
-        data_axes=data_axes,
+        data_axes=axes,
         layout=layout,
         state_layout=layouts[-1] if model.takes_state else None,
         kinds=kinds,

@@ -23,6 +23,7 @@ from ._leaves import parts_of as parts_of
 from ._leaves import reshaped as reshaped
 from ._leaves import subtracted as subtracted
 from ._leaves import tree_bytes as tree_bytes
+from ._leaves import type_text as type_text
 from ._leaves import updates_to as updates_to
 from ._leaves import widen_updates as widen_updates
 from ._leaves import zeros_like as zeros_like

@@ -25,6 +25,11 @@ def leaf_names(tree: PyTree) -> list[str]:
     return [jax.tree_util.keystr(path, simple=True, separator="/") or "(root)" for path, _ in paths]
 
 
+def type_text(x: Any) -> str:
+    """Return dtype and shape of an array, a number or the type of an array."""
+    return f"{jnp.result_type(x)}{list(jnp.shape(x))}"
+
+
 def parts_of(tree: PyTree, kind: type[_Part]) -> list[_Part]:
     """Return the nodes of a tree that are of class `kind`, at any depth."""
     is_one = lambda x: isinstance(x, kind)  # noqa: E731

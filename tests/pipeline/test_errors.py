@@ -222,7 +222,7 @@ MODELS = {
     },
     "None as loss": Refusal(lambda: valued(None), "`loss`", None),
     "a list as loss": Refusal(lambda: valued([1.0]), "`loss`", ["float"]),
-    "None as weight": Refusal(lambda: valued((1.0, None)), "`loss`", ("float", "None")),
+    "None as weight": Refusal(lambda: valued((1.0, None)), "`loss`", ("float", "NoneType")),
     "a triple as loss": Refusal(lambda: valued((1.0, 2, 3)), "`loss`", "int"),
     "an array as metric": Refusal(lambda: valued((1.0, {"a": X})), "`loss`", "float32[4, 2]"),
     "state that is not returned": Refusal(lambda: stated([{}]), "layer 0", "state"),
@@ -353,10 +353,10 @@ PIPELINES = {
     ),
     "a tree without layers": made("`params`", "dict", params={"a": 1.0}),
     "a key as parameter": made("'0/key'", "key<fry>", params=with_leaf("key", jax.random.key(0))),
-    "a function as parameter": made("`params`", "'0/fn'", params=with_leaf("fn", jnp.tanh)),
+    "a function as parameter": made("`params`", "0/fn", params=with_leaf("fn", jnp.tanh)),
     "an array of texts": made("'0/text'", "<U1[1]", params=with_leaf("text", np.array(["a"]))),
     "a function as model state": made(
-        "`model_state`", "'0/fn'", model=STATED, model_state=[{"fn": jnp.tanh}, {}, {}, {}]
+        "`model_state`", "0/fn", model=STATED, model_state=[{"fn": jnp.tanh}, {}, {}, {}]
     ),
     "no model state": made("`model_state`", 4, model=STATED),
     "devices of another process": Refusal(elsewhere, "`executor`"),

@@ -11,10 +11,10 @@ from jax.core import Tracer
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from ..._support.types import CompilerOptions, PyTree
-from ...tree import Staged, at_least_float32
+from ...tree import Staged, at_least_float32, type_text
 from .._pipelined import Pipelined
 from .._plan import Plan, Totals
-from ..model import Loss, LossTerms, type_text
+from ..model import Loss, LossTerms
 from ._dispatch import Pass
 from ._stage_meshes import Spread, StageMeshes
 from ._stage_programs import SHARED, HostSetting, StageInputs, StagePrograms, StepPrograms

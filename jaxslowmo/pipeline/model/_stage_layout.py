@@ -13,12 +13,10 @@ from jax.sharding import PartitionSpec as P
 
 from ..._support.types import PyTree
 from ...mesh import axis_names
-from ...tree import Staged, in_model_form, leaf_names
+from ...tree import Staged, in_model_form, leaf_names, type_text
 from ._buffer_packing import Leaf, LeafPlace
-from ._calls import type_text
 from ._layered import LayeredModel, Run
 from ._optimizer import StagePacking
-from ._stacking import stacked, unstacked
 
 
 class Block(NamedTuple):
@@ -251,7 +249,7 @@ class StageLayout:
                 raise ValueError(
                     f"`params` must have {list(leaf.shape)} at {name!r}, got {list(x.shape)}."
                 )
-        return stacked(self.packing, whole, on_mesh=True)
+        return self.packing.stacked(whole, on_mesh=True)
 
     def unstack(self, buffers: Staged | Mapping[str, Any]) -> PyTree:
         """Return one tree per layer, from one tree of all stages; padding is left out.
@@ -265,7 +263,7 @@ class StageLayout:
                 f"`buffers` must be {names}, as `stack` makes them, got "
                 f"{list(buffers) if isinstance(buffers, Mapping) else type(buffers).__name__}."
             )
-        return unstacked(self.packing, dict(buffers.items()))
+        return self.packing.model_tree(dict(buffers.items()))
 
     def stack_like(self, tree: PyTree) -> PyTree:
         """Return `tree` with every part that mirrors the parameters stacked, such as moments.
@@ -297,7 +295,7 @@ class StageLayout:
             return x
         types = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[num_lead:], a.dtype), x)
         packing = self.packing.like([types] * self.packing.num_stages)
-        return stacked(packing, x, num_lead)
+        return packing.stacked(x, num_lead)
 
 
 def _leaves_of(

@@ -15,8 +15,7 @@ from jax.core import Tracer
 
 from ..._support.types import PyTree
 from ...transform import GradientTransform
-from ...tree import leaf_names
-from ._calls import type_text
+from ...tree import leaf_names, type_text
 
 TiedLeaf = tuple[int, str]
 """A layer, and the path of a leaf in its parameters, such as `"dense/kernel"`."""
