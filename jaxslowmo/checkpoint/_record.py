@@ -118,7 +118,7 @@ class Record:
         for name, index, place in parts_of(self.layout, [x.name for x in self.leaves]):
             leaf = replace(self.leaves[index], name=name)
             if place is not None:
-                leaf = replace(leaf, shape=(*leaf.shape[:1], *place.shape))
+                leaf = replace(leaf, shape=(*leaf.shape[:1], *place.leaf.shape))
             leaves.append(leaf)
         return replace(self, leaves=tuple(leaves), layout=None)
 

@@ -5,7 +5,6 @@ them a state is converted to the model's tree, in which every parameter has its 
 """
 
 import itertools
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -15,25 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from .._support.types import PyTree
 from ..mesh import axis_names
-from ..tree import Staged, from_blocks, leaf_names
-
-
-class StagePlace(NamedTuple):
-    """The place of a leaf in a buffer (..., stages, *sizes, elements).
-
-    Attributes:
-      stage: number of the device stage that holds it.
-      start: index of its first element.
-      shape: shape of the whole leaf.
-      spec: the axes that split each dimension.
-      sizes: sizes of the axes that split it, in the order in which the buffer has them.
-    """
-
-    stage: int
-    start: int
-    shape: tuple[int, ...]
-    spec: tuple[tuple[str, ...], ...]
-    sizes: Mapping[str, int]
+from ..tree import Leaf, LeafPlace, Staged, leaf_names
 
 
 class StoredLeaf(NamedTuple):
@@ -47,7 +28,7 @@ class StoredLeaf(NamedTuple):
 
     name: str
     index: int
-    place: StagePlace | None
+    place: LeafPlace | None
 
 
 def layout_of(tree: PyTree) -> dict[str, Any] | None:
@@ -136,12 +117,8 @@ def read_part(part: StoredLeaf, arrays: Sequence[Any]) -> Any:
     place, array = part.place, arrays[part.index]
     if place is None:
         return array
-    splits = {axis for entry in place.spec for axis in entry}
-    sizes = {axis: size for axis, size in place.sizes.items() if axis in splits}
-    size = math.prod(place.shape) // math.prod(sizes.values())
-    flat = np.moveaxis(array, -len(sizes) - 2, 0)[place.stage]
-    part = flat[..., place.start : place.start + size]
-    return from_blocks(part, place.shape, place.spec, sizes)
+    of_stage = np.moveaxis(array, -len(place.leaf.sizes) - 2, 0)[place.stage]
+    return place.read(of_stage)
 
 
 def whole_types(types: PyTree) -> PyTree:
@@ -192,7 +169,7 @@ def _packing_to_json(packing: Any) -> dict[str, Any]:
     names = leaf_names(packing.outer.unflatten(trees))
     positions = [i for i, tree in enumerate(packing.subtrees) for _ in range(tree.num_leaves)]
     places = list(itertools.chain.from_iterable(packing.places))
-    split = {axis for place in places for axis in place.leaf.axes}
+    split = {axis for place in places for axis, _ in place.leaf.sizes}
     return {
         "stages": packing.num_stages,
         # The places do not depend on other axes, such as that of the replicas.
@@ -210,29 +187,20 @@ def spec_to_json(spec: P) -> list[list[str]]:
     return [list(axis_names(entry or ())) for entry in spec]
 
 
-def _place(leaf: Sequence[Any], sizes: Sequence[Any]) -> StagePlace:
-    _, _, stage, start, shape, spec = leaf
-    return StagePlace(stage, start, tuple(shape), tuple(map(tuple, spec)), dict(sizes))
+def _place(stored: Sequence[Any], sizes: Sequence[Any]) -> LeafPlace:
+    _, buffer, stage, start, shape, spec = stored
+    split = {axis for entry in spec for axis in entry}
+    of_leaf = tuple((axis, size) for axis, size in sizes if axis in split)
+    entries = [tuple(entry) for entry in spec]
+    return LeafPlace(stage, start, Leaf(tuple(shape), entries, of_leaf, buffer))
 
 
 def _packed(packing: Any, tree: PyTree) -> Staged:
     """Pack a tree of the model into buffers; leaves may have additional leading dimensions."""
     parts = zip(packing.subtrees, packing.outer.flatten_up_to(tree), strict=True)
-    values = [x for subtree, part in parts for x in subtree.flatten_up_to(part)]
-    pairs = list(zip(values, itertools.chain.from_iterable(packing.places), strict=True))
-    buffers = {}
-    for name, shape in packing.shapes.items():
-        inside = [(x, place) for x, place in pairs if place.leaf.buffer == name]
-        first, first_place = inside[0]
-        num_lead = first.ndim - len(first_place.leaf.shape)
-        dtype = np.result_type(*(x.dtype for x, _ in inside))
-        buffers[name] = np.zeros((*first.shape[:num_lead], *shape), dtype)
-        stages = np.moveaxis(buffers[name], num_lead, 0)  # a view
-        for x, place in inside:
-            end = place.start + packing.part_size(place.leaf)
-            flat = packing.flat(x, place.leaf, np, num_lead)
-            stages[place.stage][..., place.start : end] = flat
-    return Staged(buffers, packing)
+    first = next(x for subtree, part in parts for x in subtree.flatten_up_to(part))
+    place = next(place for places in packing.places for place in places)
+    return packing.stacked(tree, first.ndim - len(place.leaf.shape))
 
 
 def _stages_text(layout: Mapping[str, Any] | None) -> str:

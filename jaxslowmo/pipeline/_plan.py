@@ -16,17 +16,15 @@ from jax.sharding import PartitionSpec as P
 from .._support.types import PyTree
 from ..gradients.tied import sum_over_holders
 from ..mesh import axis_names, axis_size, from_first, only_over
+from ..tree import LeafPlace
 from ._split_stage import StageProgram, split_stage
 from .model import (
-    BufferPacking,
     LayeredModel,
-    LeafPlace,
     Loss,
     LossTerms,
     StageLayout,
     WithState,
     quotient,
-    with_part,
     without_state,
 )
 from .schedules import Schedule
@@ -42,14 +40,12 @@ class StageLeaves:
     Attributes:
       treedef: structure of a tuple of such trees.
       places: the places of its leaves in the first stage of its kind, in flattening order.
-      packing: the places of all leaves.
       shifts: maps each buffer to (stages of the model,) int32, the offset of a stage's leaves from
         those of the first stage of its kind.
     """
 
     treedef: Any
     places: tuple[LeafPlace, ...]
-    packing: BufferPacking
     shifts: Mapping[str, np.ndarray]
 
     @classmethod
@@ -61,21 +57,18 @@ class StageLeaves:
             # The leaves in a buffer follow each other in one order, so all have the same offset.
             for first, place in zip(places, layout.places(k)[1], strict=True):
                 shifts[place.leaf.buffer][k] = place.start - first.start
-        return cls(treedef, places, layout.packing, shifts)
+        return cls(treedef, places, shifts)
 
     def read(self, buffers: Buffers, model_stage: Any) -> PyTree:
         """Return the leaves of a stage, read from the buffers."""
         places = self._places(model_stage)
-        return self.treedef.unflatten(
-            [self.packing.read(buffers[p.leaf.buffer], p) for p in places]
-        )
+        return self.treedef.unflatten([p.read(buffers[p.leaf.buffer]) for p in places])
 
     def written(self, buffers: Buffers, tree: PyTree, model_stage: Any) -> dict[str, jax.Array]:
         """Return buffers with the leaves of a stage replaced."""
         new = dict(buffers)
         for place, x in self._placed(tree, model_stage):
-            flat = self.packing.flat(x, place.leaf)
-            new[place.leaf.buffer] = with_part(new[place.leaf.buffer], place, flat)
+            new[place.leaf.buffer] = place.written(new[place.leaf.buffer], place.leaf.flat(x))
         return new
 
     def added(
@@ -96,11 +89,10 @@ class StageLeaves:
         for place, x in self._placed(tree, model_stage):
             total = new[place.leaf.buffer]
             if total is not None:
-                flat = self.packing.flat(x, place.leaf)
-                total_now = self.packing.part(total, place) + flat.astype(total.dtype)
+                total_now = place.part(total) + place.leaf.flat(x).astype(total.dtype)
                 if in_place:
                     total_now = lax.optimization_barrier(total_now)
-                new[place.leaf.buffer] = with_part(total, place, total_now)
+                new[place.leaf.buffer] = place.written(total, total_now)
         return new
 
     def _placed(self, tree: PyTree, model_stage: Any) -> Iterable[tuple[LeafPlace, Any]]:
@@ -370,7 +362,7 @@ class Ending:
             for name, total in totals.grads.items()
             if total is not None
         }
-        sums = _with_tied_sums(sums, plan.tied, plan.layout.packing, plan.axis_name)
+        sums = _with_tied_sums(sums, plan.tied, plan.axis_name)
 
         def mean(name: str, total: jax.Array) -> jax.Array:
             total = total if scale == 1 else total * scale
@@ -391,7 +383,6 @@ class Ending:
 def _with_tied_sums(
     grads: dict[str, jax.Array],
     groups: Sequence[Sequence[LeafPlace]],
-    packing: BufferPacking,
     axis_name: str,
 ) -> dict[str, jax.Array]:
     """Return gradients by buffer, (*sizes, elements), with the sum in place of each tied copy.
@@ -404,7 +395,7 @@ def _with_tied_sums(
 
     def part_of(buffers: dict[str, jax.Array], place: LeafPlace) -> jax.Array:
         """Return the elements at a place; on other stages they are arbitrary."""
-        return packing.part(buffers[place.leaf.buffer], place)
+        return place.part(buffers[place.leaf.buffer])
 
     stage = lax.axis_index(axis_name)
     sums: list[jax.Array] = []
@@ -421,5 +412,5 @@ def _with_tied_sums(
     for group, total in zip(groups, sums, strict=True):
         for place in group:
             part = jnp.where(stage == place.stage, total, part_of(new, place))
-            new[place.leaf.buffer] = with_part(new[place.leaf.buffer], place, part)
+            new[place.leaf.buffer] = place.written(new[place.leaf.buffer], part)
     return new

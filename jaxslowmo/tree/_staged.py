@@ -1,9 +1,78 @@
 """Parameters of a model whose stages are placed on different devices, as one tree."""
 
-from collections.abc import Hashable, ItemsView, Iterator, KeysView, ValuesView
-from typing import Any
+import math
+from collections.abc import Hashable, ItemsView, Iterable, Iterator, KeysView, Sequence, ValuesView
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from .._support.types import axis_names
+from ._packing import from_blocks, to_blocks
+
+
+class Leaf(NamedTuple):
+    """One array of a model, or of a tree like its parameters.
+
+    Attributes:
+      shape: shape of the whole array.
+      spec: its sharding over axes inside a stage, a `PartitionSpec` or the axes of each dimension.
+      sizes: (axis, size) of the axes that shard it, in the order in which its buffer has them.
+      buffer: name of the buffer that holds it, dtype and axes, such as `"float32/fsdp"`.
+    """
+
+    shape: tuple[int, ...]
+    spec: Iterable[Any]
+    sizes: tuple[tuple[str, int], ...]
+    buffer: str
+
+    @classmethod
+    def of(cls, x: Any, spec: Iterable[Any], axis_sizes: Sequence[tuple[str, int]]) -> "Leaf":
+        """Return the leaf of an array or type; `axis_sizes` are all axes, in the mesh's order."""
+        split = {name for entry in spec for name in axis_names(entry or ())}
+        sizes = tuple((axis, size) for axis, size in axis_sizes if axis in split)
+        names = np.dtype(jnp.result_type(x)).name, *(axis for axis, _ in sizes)
+        return cls(jnp.shape(x), spec, sizes, "/".join(names))
+
+    @property
+    def part_size(self) -> int:
+        """The number of elements in one part of the buffer, of one device inside a stage."""
+        return math.prod(self.shape) // math.prod(size for _, size in self.sizes)
+
+    def flat(self, x: Any, numpy: Any = jnp, num_lead: int = 0) -> Any:
+        """Return the array (*lead, *shape) in the form of a buffer, (*lead, *sizes, elements)."""
+        return to_blocks(numpy.asarray(x), self.spec, dict(self.sizes), num_lead)
+
+
+class LeafPlace(NamedTuple):
+    """The place of a leaf: device stage `stage`, from element `start` of its buffer on.
+
+    The leaves of several equal layers that follow each other are one leaf (layers, *shape).
+    """
+
+    stage: int
+    start: Any  # int, or () int32 while tracing
+    leaf: Leaf
+
+    def part(self, buffer: Any) -> Any:
+        """Return the elements (*lead, *sizes, elements) of the leaf in its stage's buffer."""
+        size = self.leaf.part_size
+        if isinstance(self.start, int):
+            return buffer[..., self.start : self.start + size]
+        return lax.dynamic_slice_in_dim(buffer, self.start, size, buffer.ndim - 1)
+
+    def read(self, buffer: Any) -> Any:
+        """Return the leaf (*lead, *shape) from its stage's buffer, (*lead, *sizes, elements)."""
+        return from_blocks(
+            self.part(buffer), self.leaf.shape, self.leaf.spec, dict(self.leaf.sizes)
+        )
+
+    def written(self, buffer: jax.Array, part: jax.Array) -> jax.Array:
+        """Return the stage's buffer with these elements in place of `part(buffer)`."""
+        part = part.astype(buffer.dtype)
+        return lax.dynamic_update_slice_in_dim(buffer, part, self.start, buffer.ndim - 1)
 
 
 @jax.tree_util.register_pytree_with_keys_class

@@ -1,9 +1,6 @@
 """A model as a list of layers: whole, as stages of a pipeline, and stacked over devices."""
 
 from ._buffer_packing import BufferPacking as BufferPacking
-from ._buffer_packing import Leaf as Leaf
-from ._buffer_packing import LeafPlace as LeafPlace
-from ._buffer_packing import with_part as with_part
 from ._layered import Keyed as Keyed
 from ._layered import LayeredModel as LayeredModel
 from ._layered import Loss as Loss

@@ -1,77 +1,22 @@
 """The buffers of all stages: packed from a tree of the whole model or of a stage, and read back."""
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax import lax
 from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ..._support.types import PyTree
-from ...mesh import axis_names, only_over
-from ...tree import Staged, from_blocks, to_blocks
+from ...mesh import only_over
+from ...tree import Leaf, LeafPlace, Staged
 from ._ties import mirrors
-
-
-class Leaf(NamedTuple):
-    """One array of a model, or of a tree like its parameters.
-
-    Attributes:
-      shape: shape of the whole array.
-      spec: its sharding over axes inside a stage.
-      buffer: name of the buffer that holds it.
-    """
-
-    shape: tuple[int, ...]
-    spec: P
-    buffer: str
-
-    @classmethod
-    def of(cls, x: Any, spec: P, axis_sizes: Sequence[tuple[str, int]]) -> "Leaf":
-        """Return the leaf of an array or type; axes are in the order of the mesh."""
-        leaf = cls(jnp.shape(x), spec, np.dtype(jnp.result_type(x)).name)
-        over = [axis for axis, _ in axis_sizes if axis in leaf.axes]
-        return leaf._replace(buffer="/".join((leaf.buffer, *over)))
-
-    @property
-    def axes(self) -> frozenset[str]:
-        """The axes over which the array is sharded."""
-        return frozenset(name for entry in self.spec for name in axis_names(entry or ()))
-
-    @property
-    def size(self) -> int:
-        """The number of elements of the whole array."""
-        return math.prod(self.shape)
-
-    def of_layers(self, count: int) -> "Leaf":
-        """Return the leaf (layers, *shape) of consecutive equal layers; this one for one layer."""
-        return Leaf((count, *self.shape), P(None, *self.spec), self.buffer) if count > 1 else self
-
-
-class LeafPlace(NamedTuple):
-    """The place of a leaf: device stage `stage`, from element `start` of its buffer on.
-
-    The leaves of several equal layers that follow each other are one leaf (layers, *shape).
-    """
-
-    stage: int
-    start: Any  # int, or () int32 while tracing
-    leaf: Leaf
-
-
-def with_part(buffer: jax.Array, place: LeafPlace, part: jax.Array) -> jax.Array:
-    """Return a stage's buffer with other elements at a place; see `BufferPacking.part`."""
-    return lax.dynamic_update_slice_in_dim(
-        buffer, part.astype(buffer.dtype), place.start, buffer.ndim - 1
-    )
 
 
 @dataclass(frozen=True)
@@ -130,7 +75,7 @@ class BufferPacking:
                 places = []
                 for leaf in self.leaves[position]:
                     start = ends.get(leaf.buffer, 0)
-                    ends[leaf.buffer] = start + self.part_size(leaf)
+                    ends[leaf.buffer] = start + leaf.part_size
                     places.append(LeafPlace(stage, start, leaf))
                 by_parameter[position] = tuple(places)
         return tuple(by_parameter)
@@ -138,18 +83,15 @@ class BufferPacking:
     @cached_property
     def axes(self) -> dict[str, tuple[str, ...]]:
         """The axes over which the leaves of each buffer are sharded, in the order of the mesh."""
-        axes_of = {leaf.buffer: leaf.axes for leaves in self.leaves for leaf in leaves}
-        return {
-            name: tuple(axis for axis, _ in self.axis_sizes if axis in axes)
-            for name, axes in sorted(axes_of.items())
-        }
+        leaves = {leaf.buffer: leaf for leaves in self.leaves for leaf in leaves}
+        return {n: tuple(axis for axis, _ in leaf.sizes) for n, leaf in sorted(leaves.items())}
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The shape of each buffer, (stages, *sizes, elements of the fullest stage)."""
         ends = dict.fromkeys(self.axes, 0)
         for place in (place for places in self.places for place in places):
-            end = place.start + self.part_size(place.leaf)
+            end = place.start + place.leaf.part_size
             ends[place.leaf.buffer] = max(ends[place.leaf.buffer], end)
         sizes = dict(self.axis_sizes)
         return {
@@ -165,10 +107,6 @@ class BufferPacking:
     def staged(self, buffers: Mapping[str, Any]) -> Staged:
         """Return the buffers as a `Staged` tree."""
         return Staged(dict(buffers), self)
-
-    def part_size(self, leaf: Leaf) -> int:
-        """Return the number of elements of a leaf in one part of its buffer."""
-        return leaf.size // math.prod(self._sizes_of(leaf).values())
 
     def map(self, fn: Callable[..., Any], *trees: PyTree, stage: int | None = None) -> PyTree:
         """Return the tree of `fn(place, *leaves)`, of one stage or (None) of the whole model."""
@@ -186,7 +124,7 @@ class BufferPacking:
 
     def unpack(self, buffers: Mapping[str, Any], stage: int) -> PyTree:
         """Return the tree of one stage, read from its buffers (*sizes, elements)."""
-        return self.map(lambda p: self.read(buffers[p.leaf.buffer], p), stage=stage)
+        return self.map(lambda p: p.read(buffers[p.leaf.buffer]), stage=stage)
 
     def pack(self, tree: PyTree, stage: int, numpy: Any = jnp, num_lead: int = 0) -> dict[str, Any]:
         """Return the buffers of a stage, (*lead, *sizes, elements).
@@ -205,7 +143,7 @@ class BufferPacking:
         for position in self.stages[stage]:
             values = self.subtrees[position].flatten_up_to(parts[position])
             for x, place in zip(values, self.places[position], strict=True):
-                flat = self.flat(x, place.leaf, numpy, num_lead)
+                flat = place.leaf.flat(x, numpy, num_lead)
                 pieces[place.leaf.buffer].append(flat)
         lead = np.shape(jax.tree.leaves(tree)[0])[:num_lead] if num_lead else ()
         return {name: self._filled(name, flat, numpy, lead) for name, flat in pieces.items()}
@@ -222,26 +160,6 @@ class BufferPacking:
         return (
             numpy.pad(pieces[0], [*[(0, 0)] * (len(shape) - 1), (0, lack)]) if lack else pieces[0]
         )
-
-    def read(self, buffer: Any, place: LeafPlace) -> Any:
-        """Return a leaf (*lead, *shape) from a stage's buffer, (*lead, *sizes, elements)."""
-        part = self.part(buffer, place)
-        return from_blocks(part, place.leaf.shape, place.leaf.spec, self._sizes_of(place.leaf))
-
-    def part(self, buffer: Any, place: LeafPlace) -> Any:
-        """Return the elements (*lead, *sizes, elements) of a leaf in a stage's buffer."""
-        size = self.part_size(place.leaf)
-        if isinstance(place.start, int):
-            return buffer[..., place.start : place.start + size]
-        return lax.dynamic_slice_in_dim(buffer, place.start, size, buffer.ndim - 1)
-
-    def flat(self, x: Any, leaf: Leaf, numpy: Any = jnp, num_lead: int = 0) -> Any:
-        """Return a leaf in the form of its part of a buffer, (*lead, *sizes, elements)."""
-        return to_blocks(numpy.asarray(x), leaf.spec, self._sizes_of(leaf), num_lead)
-
-    def _sizes_of(self, leaf: Leaf) -> dict[str, int]:
-        """Return the sizes of the axes over which a leaf is sharded, in the order of the mesh."""
-        return {axis: size for axis, size in self.axis_sizes if axis in leaf.axes}
 
     def mirrors(self, x: Any) -> bool:
         """Return whether `x` has the structure of the parameters, with any trees as leaves."""
@@ -278,7 +196,7 @@ class BufferPacking:
         """
         shape = self.shapes[name]
         spans = [
-            (p.stage, p.start, p.start + self.part_size(p.leaf))
+            (p.stage, p.start, p.start + p.leaf.part_size)
             for position in sorted(self.copies)
             for p in self.places[position]
             if p.leaf.buffer == name
@@ -384,7 +302,7 @@ class BufferPacking:
         lead = (slice(None),) * num_lead
 
         def whole(buffers: Mapping[str, Any]) -> PyTree:
-            return self.map(lambda p: self.read(buffers[p.leaf.buffer][(*lead, p.stage)], p))
+            return self.map(lambda p: p.read(buffers[p.leaf.buffer][(*lead, p.stage)]))
 
         arrays = list(buffers.values())
         if any(isinstance(x, jax.ShapeDtypeStruct) for x in arrays):

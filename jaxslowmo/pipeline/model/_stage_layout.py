@@ -13,8 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from ..._support.types import PyTree
 from ...mesh import axis_names
-from ...tree import Staged, in_model_form, leaf_names, type_text
-from ._buffer_packing import Leaf, LeafPlace
+from ...tree import Leaf, LeafPlace, Staged, in_model_form, leaf_names, type_text
 from ._layered import LayeredModel, Run
 from ._optimizer import StagePacking
 
@@ -167,7 +166,7 @@ class StageLayout:
             mesh=mesh,
         )
         self.specs = self.packing.staged(self.packing.specs)
-        held = sum(leaf.size for leaf in flat)
+        held = sum(math.prod(leaf.shape) for leaf in flat)
         shapes = self.packing.shapes.values()
         self.num_padding: int = sum(math.prod(shape) for shape in shapes) - held
 
@@ -177,22 +176,21 @@ class StageLayout:
         dtypes = {name: np.dtype(name.partition("/")[0]) for name in self.packing.axes}
         return self.packing.staged(self.packing.buffer_types(dtypes))
 
-    def runs(self, model_stage: int) -> tuple[Run, ...]:
-        """Return the layers of a stage of the model, consecutive equal layers as one run."""
-        return self.all_runs[model_stage]
-
     def places(self, model_stage: int) -> tuple[Any, tuple[LeafPlace, ...]]:
         """Return the leaves of a stage of the model, one tree per run of layers.
 
         Returns:
           The structure of a tuple of such trees, and the places of its leaves.
         """
-        runs = self.runs(model_stage)
-        places = []
+        runs, places = self.all_runs[model_stage], []
         for run in runs:
             first, last = self._first[run.start : run.start + 2]
-            of_one = (self.packing.places[i][0] for i in range(first, last))
-            places += [p._replace(leaf=p.leaf.of_layers(run.count)) for p in of_one]
+            for place, *_ in self.packing.places[first:last]:
+                leaf = place.leaf
+                if run.count > 1:
+                    shape = (run.count, *leaf.shape)
+                    leaf = leaf._replace(shape=shape, spec=P(None, *leaf.spec))
+                places.append(place._replace(leaf=leaf))
         trees = [self._treedefs[run.start] for run in runs]
         return jax.tree_util.treedef_tuple(trees), tuple(places)
 
@@ -333,22 +331,23 @@ def _leaf(name: str, x: Any, spec: P, sizes: Sequence[tuple[str, int]]) -> Leaf:
         )
     while spec and spec[-1] is None:
         spec = P(*spec[:-1])
-    leaf = Leaf.of(x, spec, sizes)
-    if unknown := sorted(leaf.axes - set(dict(sizes))):
+    named = {axis for entry in spec for axis in axis_names(entry or ())}
+    if unknown := sorted(named - set(dict(sizes))):
         others = ", ".join(repr(axis) for axis, _ in sizes) or "none"
         raise ValueError(
             f"`param_specs` names axis {unknown[0]!r} at {name!r}; leaves may be sharded over "
             f"the axes of `mesh` inside a stage: {others}."
         )
-    for size, entry in zip(leaf.shape, spec, strict=False):
+    shape = jnp.shape(x)
+    for size, entry in zip(shape, spec, strict=False):
         names = axis_names(entry or ())
         parts = math.prod(dict(sizes)[axis] for axis in names)
         if size % parts:
             raise ValueError(
-                f"`param_specs` has {spec} for {name!r} of shape {list(leaf.shape)}, whose "
+                f"`param_specs` has {spec} for {name!r} of shape {list(shape)}, whose "
                 f"dimension of {size} does not divide by the {parts} devices along {names}."
             )
-    return leaf
+    return Leaf.of(x, spec, sizes)
 
 
 def _as_array(x: Any) -> Any:

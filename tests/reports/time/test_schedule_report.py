@@ -56,7 +56,7 @@ def test_layers_that_are_one_loop_cost_all_and_their_state_stays(mesh_of):
     model, states = js.LayeredModel([counted] * 10, loss), [np.zeros((), np.float32)] * 10
     mesh, schedule = mesh_of({"stage": 2}), js.schedules.gpipe(2, M)
     pipe = js.pipelined(model, PARAMS[:1] * 10, schedule, mesh=mesh, model_state=states)
-    assert [run.count for run in pipe.layout.runs(0)] == [5]
+    assert [run.count for run in pipe.layout.all_runs[0]] == [5]
     report = js.schedule_report(pipe, BATCH, compiled=False)
     first, last = report.stages
     assert first.forward == pytest.approx(5 * FLOPS, rel=0.01)
