@@ -1,4 +1,4 @@
-"""transformers and timm, without the network, and where torchvision has no compiled part."""
+"""The libraries transformers and timm, without the network; a stand-in for torchvision."""
 
 import os
 
