@@ -44,11 +44,11 @@ EXECUTORS = [("one_program", "zero_bubble"), ("host", "one_f_one_b"), ("host", "
 @pytest.mark.parametrize("title", TORCH)
 def test_transformers_in_stages_are_the_models_with_dropout(title):
     """The recipes check their numbers themselves, by the executor and schedule that they show."""
-    found = run("recipes", *TORCH[: TORCH.index(title) + 1])
-    model, layers, batch = found["model"], found["layers"], found["batches"][0]
+    names = run("recipes", *TORCH[: TORCH.index(title) + 1])
+    model, layers, batch = names["model"], names["layers"], names["batches"][0]
 
     def by_microbatch(layers, key):
-        """The quotient of sums over microbatches, of which each has a key of its own."""
+        """Return the quotient of sums over microbatches, each of which has its own key."""
         total, weight = 0.0, 0.0
         for i in range(MICROBATCHES):
             part = jax.tree.map(lambda x, i=i: np.split(x, MICROBATCHES)[i], batch)
@@ -61,7 +61,7 @@ def test_transformers_in_stages_are_the_models_with_dropout(title):
     keys = jax.random.split(jax.random.key(0))
     for executor, kind in EXECUTORS:
         schedule = js.schedules.by_name(kind, 2, MICROBATCHES)
-        pipe = js.pipelined(model, layers, schedule, mesh=found["staged"], executor=executor)
+        pipe = js.pipelined(model, layers, schedule, mesh=names["staged"], executor=executor)
         for result in zip(
             jax.tree.leaves(jax.value_and_grad(pipe)(layers, batch, rng=keys[0])),
             jax.tree.leaves(expected(layers, keys[0])),
