@@ -1,12 +1,20 @@
-"""The program on the documentation's page runs as it is, and learns."""
+"""The programs on the documentation's pages run as they are, and say what the pages say."""
 
 import os
 import subprocess
 import sys
 from pathlib import Path
 
-from recipes.doc_blocks import num_blocks, sections
+import jax
+import libraries  # noqa: F401, before a page imports transformers
+import numpy as np
+import pytest
+
+import jaxslowmo as js
+from recipes.doc_blocks import TORCH, num_blocks, run, sections
 from support.waiting import PATIENCE_SECONDS
+
+MICROBATCHES = 2
 
 
 def test_the_program(tmp_path: Path):
@@ -28,3 +36,37 @@ def test_the_program(tmp_path: Path):
     share, word = done.stdout.split()
     assert word == "right"
     assert 80 < int(share.rstrip("%")) <= 100
+
+
+EXECUTORS = [("one_program", "zero_bubble"), ("host", "one_f_one_b"), ("host", "zero_bubble")]
+
+
+@pytest.mark.parametrize("title", TORCH)
+def test_transformers_in_stages_are_the_models_with_dropout(title):
+    """The recipes check their numbers themselves, by the executor and schedule that they show."""
+    names = run("recipes", *TORCH[: TORCH.index(title) + 1])
+    model, layers, batch = names["model"], names["layers"], names["batches"][0]
+
+    def by_microbatch(layers, key):
+        """Return the quotient of sums over microbatches, each of which has its own key."""
+        total, weight = 0.0, 0.0
+        for i in range(MICROBATCHES):
+            part = jax.tree.map(lambda x, i=i: np.split(x, MICROBATCHES)[i], batch)
+            count = np.sum(part["labels"] != -100)
+            total += count * model(layers, part, rng=jax.random.fold_in(key, i))
+            weight += count
+        return total / weight
+
+    expected = jax.jit(jax.value_and_grad(by_microbatch))
+    keys = jax.random.split(jax.random.key(0))
+    for executor, kind in EXECUTORS:
+        schedule = js.schedules.by_name(kind, 2, MICROBATCHES)
+        pipe = js.pipelined(model, layers, schedule, mesh=names["staged"], executor=executor)
+        for result in zip(
+            jax.tree.leaves(jax.value_and_grad(pipe)(layers, batch, rng=keys[0])),
+            jax.tree.leaves(expected(layers, keys[0])),
+            strict=True,
+        ):
+            np.testing.assert_allclose(*result, rtol=1e-5, atol=1e-5)
+    has_dropout = title == TORCH[1]
+    assert (expected(layers, keys[0])[0] != expected(layers, keys[1])[0]) == has_dropout

@@ -44,6 +44,12 @@ def autocasting(m, x):
         return m(x).mean()
 
 
+def integer_mask(m, x):
+    heads = m(x).reshape(1, 1, 4, 8)
+    mask = torch.ones(4, 4, dtype=torch.int32)
+    return F.scaled_dot_product_attention(heads, heads, heads, attn_mask=mask).mean()
+
+
 KEPT = Sign.apply
 # What a loss does, and what the message names.
 LOSSES = {
@@ -71,6 +77,7 @@ LOSSES = {
     "out of another shape": (lambda m, x: torch.add(x, 1.0, out=torch.empty(4, 7)), "(4, 7)"),
     "out from outside": (lambda m, x: torch.add(x, 1.0, out=OUTSIDE), "`out`"),
     "a write outside": (lambda m, x: OUTSIDE.add_(x), "outside"),
+    "a mask of integers": (integer_mask, "torch.int32"),
 }
 # Modules, and the tensor that the message names with why.
 MODULES = {
@@ -109,6 +116,13 @@ def with_other_names(argument: str, as_list: bool):
     loss_fn(given["params"], X, model_state=given["model_state"])
 
 
+def with_frozen_as_trained():
+    module = nn.Linear(2, 2)
+    module.bias.requires_grad_(False)
+    arrays = {name: x.detach().numpy() for name, x in module.named_parameters()}
+    on_jax.as_apply(module)(arrays, {}, X[:, :2])
+
+
 MODULES |= {f"buffer {name}": (with_buffer(value), s) for name, (value, s) in BUFFERS.items()}
 MODULES["complex"] = (complex_numbers(), "weight is torch.complex64")
 ROWS = {
@@ -126,6 +140,9 @@ ROWS = {
         for argument in ("params", "model_state")
         for as_list, said in ((False, "unknown ['other']"), (True, ""))
     },
+    "a frozen parameter in `params`": Refusal(
+        with_frozen_as_trained, "`model_state`", "unknown ['bias']"
+    ),
     "arrays for no module": Refusal(lambda: on_jax.load_arrays(nn.Linear, {}), "`module`"),
 }
 

@@ -1,27 +1,15 @@
 """Models of transformers and timm, with random weights: losses and gradients are torch's."""
 
-import os
 from collections.abc import Callable
 from typing import Any
-
-os.environ["HF_HUB_OFFLINE"] = "1"
 
 import models
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from libraries import timm, transformers
 from torch import nn
-
-try:
-    import torchvision  # noqa: F401, of which timm takes operations on images
-except RuntimeError:  # its compiled part does not load beside torch for the CPU alone
-    LIBRARY = torch.library.Library("torchvision", "DEF")
-    for _name in ("nms", "qnms"):
-        LIBRARY.define(f"{_name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-
-import timm
-import transformers
 
 TOLERANCE = 2e-6
 TOKENS = 11

@@ -237,7 +237,7 @@ def test_all_misfits_are_named_and_nothing_is_written():
         "linear.bias is missing",
         "other is not",
         "float32(1, 4, 8)",
-        "calls is float32()",
+        "calls is float32() and must be int32()",
     ):
         assert said in str(error.value)
     models.assert_close(models.held(module), before, 0)

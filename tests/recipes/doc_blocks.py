@@ -14,6 +14,8 @@ SETTING = "Setting"
 # The loops that recipes for optax give a transform to.
 LOOP = "A loop of your own: shard_map"
 MAPPED = "pmap and vmap"
+# Recipes that need torch, which tests/on_jax runs, the second after the first.
+TORCH = ("A vision transformer in stages", "BERT in stages")
 
 
 def sections(page: str) -> dict[str, list[str]]:

@@ -91,8 +91,9 @@ class Functional:
         if tree.keys() != set(names):
             missing, unknown = (sorted(set(names) - tree.keys()), sorted(tree.keys() - set(names)))
             raise ValueError(
-                f"{self._owner}: `{argument}` must have the names of the module's tensors; missing "
-                f"{missing}, unknown {unknown}."
+                f"{self._owner}: `params` must have the names of the parameters that require "
+                "gradients, and `model_state` those of the other parameters and of the buffers; "
+                f"`{argument}` lacks {missing}, and has unknown {unknown}."
             )
 
     @contextlib.contextmanager

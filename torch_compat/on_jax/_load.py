@@ -80,7 +80,7 @@ def load_arrays(module: torch.nn.Module, params: Any, model_state: Any = None) -
             shape, dtype = np.shape(arrays[name]), np.dtype(arrays[name].dtype)
             target = tuple(tensor.shape), jax_dtype(tensor.dtype)
             if (shape, dtype) != target:
-                problems.append(f"{name} is {dtype}{shape}, in the module {target[1]}{target[0]}")
+                problems.append(f"{name} is {dtype}{shape} and must be {target[1]}{target[0]}")
     if problems:
         raise ValueError(
             "load_arrays: the arrays do not fit the module, which stays as it is (stacked replicas "

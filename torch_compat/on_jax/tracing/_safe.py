@@ -18,13 +18,21 @@ _MANY_ROWS = 25  # torch.cdist uses products of matrices above this, unless `com
 
 
 def attention(by_torchax: Any) -> Any:
-    """Return torchax's attention, with torch's zeros where a mask allows no key."""
+    """Return torchax's attention, with torch's zeros where a mask allows no key.
+
+    Like torch it refuses masks of integers, which torchax would add to the scores.
+    """
 
     def operation(
         query: Any, key: Any, value: Any, attn_mask: Any = None, *args: Any, **kwargs: Any
     ) -> Any:
         if attn_mask is None:
             return by_torchax(query, key, value, None, *args, **kwargs)
+        if attn_mask.dtype != torch.bool and not attn_mask.is_floating_point():
+            raise ValueError(
+                "`attn_mask` must be boolean, True where a key is used, or floating, added to the "
+                f"scores, got {attn_mask.dtype}: a mask of 0 and 1 is `mask > 0`."
+            )
         is_allowed = attn_mask if attn_mask.dtype == torch.bool else attn_mask != -torch.inf
         has_none = is_allowed.any(-1, keepdim=True).logical_not()
         # The gradient of a softmax over no key is NaN, so it is computed over all keys.
