@@ -46,3 +46,25 @@ def test_layers_are_written_out_for_schedules_that_divide_backward_passes(mesh_o
         num_loops[kind] = text.count("stablehlo.while")
     assert num_loops["zero_bubble"] == 1  # over the ticks
     assert num_loops["one_f_one_b"] > 1
+
+
+def test_stages_of_layers_without_parameters_differ_by_their_number(mesh_of):
+    """Four layers in a row are a loop, whose leaves, none, do not tell how many they are."""
+
+    def end(params, x):
+        return x * params["w"]
+
+    def shrunk(params, x):
+        return 0.9 * x
+
+    model = js.LayeredModel([end, *[shrunk] * 9, end], lambda out, batch: jnp.mean(out))
+    params = [{"w": np.float32(2)}, *[{}] * 9, {"w": np.float32(3)}]
+    pipe = js.pipelined(
+        model,
+        params,
+        js.schedules.gpipe(4, 2),
+        mesh=mesh_of({"stage": 4}),
+        parts=[[(0, 1)], [(1, 5)], [(5, 10)], [(10, 11)]],
+    )
+    batch = np.ones((4, 2), np.float32)
+    np.testing.assert_allclose(jax.jit(pipe)(params, batch), model(params, batch), rtol=1e-6)
