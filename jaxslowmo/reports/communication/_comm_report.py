@@ -1,26 +1,26 @@
 """`comm_report`: what a step communicates, found without running it."""
 
-import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
 
 from ..._support.types import Phase
 from ...transform import ParameterTransform
-from ._collectives import ProgramCollectives
+from ._collectives import ProgramCollectives, read_collectives
 from ._comm_rows import LEVELS, CommReport, CommRow
-from ._hlo import read_hlo
+from ._hlo_text import parse_module
 from ._kinds import kinds_of, rows_of_kind
 from ._mesh_axes import (
     UNKNOWN_AXIS,
     MeshAxes,
+    declared_meshes,
     mesh_axes,
-    meshes_of_arguments,
-    meshes_of_compiled,
     meshes_of_jaxpr,
+    meshes_of_shardings,
 )
-from ._stablehlo import has_devices, meshes_of_module, read_stablehlo
 
 AnyProgram = jax.stages.Lowered | jax.stages.Traced | jax.stages.Compiled
 
@@ -28,7 +28,7 @@ AnyProgram = jax.stages.Lowered | jax.stages.Traced | jax.stages.Compiled
 def comm_report(fn: Callable[..., Any] | Any, *args: Any, **kwargs: Any) -> CommReport:
     """List the collectives of a step by mesh axis, collective and kind of step.
 
-    Two levels are reported: *emitted*, what the traced program asks for (StableHLO), and
+    Two levels are reported: *emitted*, what the traced program asks for (its StableHLO), and
     *compiled*, what runs (optimised HLO). They differ: compilers merge and rewrite collectives, and
     those of automatic mesh axes exist only in compiled programs. `fn` is lowered and compiled,
     never executed; nothing is donated. A program for an abstract mesh is not compiled.
@@ -64,31 +64,25 @@ def comm_report(fn: Callable[..., Any] | Any, *args: Any, **kwargs: Any) -> Comm
     Returns:
       A `CommReport`.
 
-    Raises:
-      TypeError: `fn` is none of these.
-
     Example:
       >>> import jax
       >>> report = comm_report(lambda x: 2 * x, jax.ShapeDtypeStruct((4,), "float32"))
       >>> report.kinds, report.count()
       (('every',), 0)
     """
-    meshes = meshes_of_arguments((args, kwargs))
+    leaves = jax.tree.leaves((args, kwargs))
+    meshes = meshes_of_shardings(getattr(leaf, "sharding", None) for leaf in leaves)
     for method in ("lowered_by_phase", "traced_by_phase"):
         if hasattr(fn, method):
             programs, sync = getattr(fn, method)(*args, **kwargs), getattr(fn, "sync", None)
             if not isinstance(sync, ParameterTransform):
-                return _report(programs, meshes, compile=True)
-            report = _report(programs, meshes, compile=True, phases=sync.phases())
-            return dataclasses.replace(report, state=sync.stored)
-    if not callable(fn):
-        raise TypeError(
-            "`fn` must be a function, a jitted function or a step object with "
-            f"`lowered_by_phase`, got {type(fn).__name__}."
-        )
+                return _report(programs, meshes)
+            report = _report(programs, meshes, phases=sync.phases())
+            return replace(report, state=sync.stored)
     jitted: Any = fn if hasattr(fn, "lower") else jax.jit(fn)
+    # What `jax.pmap` returns can be lowered alone.
     program = jitted.trace if hasattr(jitted, "trace") else jitted.lower
-    return _report(program(*args, **kwargs), meshes, compile=True)
+    return _report(program(*args, **kwargs), meshes)
 
 
 def comm_report_of(
@@ -114,103 +108,81 @@ def comm_report_of(
 
     Raises:
       TypeError: `lowered` is none of these, or holds something that is not.
-      ValueError: an empty mapping, or one that mixes compiled programs with others.
+      ValueError: a mapping of compiled programs and others.
 
     Example:
       `comm_report_of(jax.jit(step).lower(*shapes), mesh=mesh).count(level="compiled")`
       `comm_report_of(step.compiled(state, batch)).count(level="compiled", kind="slow")`
     """
-    _check_programs(lowered)
     return _report(lowered, [mesh_axes(mesh)] if mesh is not None else [], compile=compile)
 
 
-def _check_programs(programs: Any) -> None:
-    by_kind = programs if isinstance(programs, Mapping) else {None: programs}
-    if not by_kind:
-        raise ValueError("`lowered` must hold at least one program, got an empty mapping.")
-    for kind, program in by_kind.items():
-        if not isinstance(program, AnyProgram) and not hasattr(program, "compiler_ir"):
-            where = "" if kind is None else f" under {kind!r}"
-            raise TypeError(
-                "`lowered` must be a jax.stages.Lowered, Traced or Compiled, or a mapping of these "
-                f"by kind of step, got {type(program).__name__}{where}."
-            )
-    compiled = [kind for kind, p in by_kind.items() if isinstance(p, jax.stages.Compiled)]
-    if 0 < len(compiled) < len(by_kind):
-        others = [kind for kind in by_kind if kind not in compiled]
-        raise ValueError(
-            "`lowered` must hold compiled programs only, or none, since these do not tell what was "
-            f"emitted; got {compiled} compiled and {others} not."
-        )
-
-
 def _report(
-    programs_by_kind: Any,
-    arguments: list[MeshAxes],
-    *,
-    compile: bool,
-    phases: Sequence[Phase] = (),
+    programs: Any, arguments: list[MeshAxes], *, compile: bool = True, phases: Sequence[Phase] = ()
 ) -> CommReport:
     """Return the report on one program, or on several by kind of step."""
-    programs_by_name = (
-        programs_by_kind if isinstance(programs_by_kind, Mapping) else {None: programs_by_kind}
-    )
-    whole = list(programs_by_name) != [None]  # each program belongs to one kind
-    by_kind: dict[str, Any] = {}
-    traced: list[MeshAxes] = []
-    declared: list[MeshAxes] = []
-    modules: dict[str, Any] = {}
-    for name, program in programs_by_name.items():
-        kind = str(name)
-        if isinstance(program, jax.stages.Compiled):
-            by_kind[kind] = program
-            declared += meshes_of_compiled(program)
+    whole = isinstance(programs, Mapping) and list(programs) != [None]  # a program for each kind
+    by_kind: dict[str, Any] = dict(programs if isinstance(programs, Mapping) else {"": programs})
+    only_compiled = _are_compiled(by_kind)
+    traced = [p for p in by_kind.values() if isinstance(p, jax.stages.Traced)]
+    meshes = [mesh for p in traced for mesh in meshes_of_jaxpr(p.jaxpr)] + arguments
+    found: list[tuple[str, str, ProgramCollectives]] = []
+    for kind, program in by_kind.items():
+        if only_compiled:
+            shardings = jax.tree.leaves((program.input_shardings, program.output_shardings))
+            meshes += meshes_of_shardings(shardings)
             continue
-        if hasattr(program, "jaxpr"):
-            traced += meshes_of_jaxpr(program.jaxpr)
-        by_kind[kind] = program.lower() if hasattr(program, "lower") else program
-        modules[kind] = by_kind[kind].compiler_ir("stablehlo")
-        # The module declares its meshes too, but only with Shardy.
-        declared += meshes_of_module(modules[kind])
-    all_meshes = traced + arguments + declared
-    meshes = _distinct(all_meshes)
-    compile = not modules or (compile and all(map(has_devices, modules.values())))
-
-    programs: list[tuple[str, str, ProgramCollectives]]
-    programs = [(kind, "emitted", read_stablehlo(module)) for kind, module in modules.items()]
-    if compile:
-        num_devices = max((mesh.size for mesh in meshes), default=0)
-        slice_major = all(mesh.slice_major for mesh in all_meshes)
+        by_kind[kind] = lowered = program.lower() if program in traced else program
+        # Converted to HLO, a traced program is read as a compiled one is.
+        module = parse_module(lowered.compiler_ir("hlo").as_hlo_module().to_string())
+        declared = declared_meshes(module.header)
+        meshes += declared
+        compile = compile and _has_devices(lowered, declared)
+        found.append((kind, "emitted", read_collectives(module, compiled=False)))
+    if compile or only_compiled:
+        num_devices = max((len(mesh.ids) for mesh in meshes), default=0)
+        slices_first = all(mesh.slice_major for mesh in meshes)
         for kind, program in by_kind.items():
-            compiled = program if kind not in modules else program.compile()
-            text = compiled.as_text() or ""
-            programs.append((kind, "compiled", read_hlo(text, num_devices, slice_major)))
+            text = (program if only_compiled else program.compile()).as_text() or ""
+            read = read_collectives(parse_module(text), True, num_devices, slices_first)
+            found.append((kind, "compiled", read))
 
-    kinds = tuple(by_kind) if whole else kinds_of([program for _, _, program in programs], phases)
+    kinds = tuple(by_kind) if whole else kinds_of([program for _, _, program in found], phases)
+    axes = tuple(dict.fromkeys(replace(mesh, slice_major=True) for mesh in meshes))
     rows: list[CommRow] = []
-    for name, level, program in programs:
+    for name, level, program in found:
         for kind in (name,) if whole else kinds:
-            rows += rows_of_kind(kind, program, level, meshes, whole=whole)
+            rows += rows_of_kind(kind, program, level, axes, whole=whole)
     rows.sort(key=lambda row: (kinds.index(row.kind), LEVELS.index(row.level)))
+    names = [name for mesh in axes for name in mesh.names]
+    names += sorted((row.axis for row in rows), key=lambda axis: axis == UNKNOWN_AXIS)
     return CommReport(
         rows=tuple(rows),
         kinds=kinds,
-        axes=_axes(meshes, rows),
-        levels=(LEVELS[:1] if modules else ()) + (LEVELS[1:] if compile else ()),
+        axes=tuple(dict.fromkeys(names)),
+        levels=tuple(dict.fromkeys(level for _, level, _ in found)),
     )
 
 
-def _distinct(meshes: list[MeshAxes]) -> tuple[MeshAxes, ...]:
-    """Return the meshes without those that equal an earlier one in all but their slices."""
-    distinct: dict[tuple[Any, ...], MeshAxes] = {}
-    for mesh in meshes:
-        distinct.setdefault((mesh.names, mesh.sizes, mesh.ids), mesh)
-    return tuple(distinct.values())
+def _are_compiled(programs: Mapping[str, Any]) -> bool:
+    """Return whether programs were compiled already; raise unless that holds for all or none."""
+    for kind, program in programs.items():
+        if not isinstance(program, AnyProgram) and not hasattr(program, "compiler_ir"):
+            raise TypeError(
+                "`lowered` must be a jax.stages.Lowered, Traced or Compiled, or a mapping of these "
+                f"by kind of step, got {type(program).__name__} under {kind!r}."
+            )
+    compiled = [kind for kind, p in programs.items() if isinstance(p, jax.stages.Compiled)]
+    if 0 < len(compiled) < len(programs):
+        raise ValueError(
+            "`lowered` must hold compiled programs only, or none, since these do not tell what was "
+            f"emitted; got {compiled} of {list(programs)} compiled."
+        )
+    return bool(compiled)
 
 
-def _axes(meshes: tuple[MeshAxes, ...], rows: list[CommRow]) -> tuple[str, ...]:
-    single = [name for mesh in meshes for name in mesh.names]
-    axes = [row.axis for row in rows]
-    combined = [axis for axis in axes if axis not in single and axis != UNKNOWN_AXIS]
-    unknown = [UNKNOWN_AXIS] if UNKNOWN_AXIS in axes else []
-    return tuple(dict.fromkeys(single + combined + unknown))
+def _has_devices(lowered: Any, meshes: list[MeshAxes]) -> bool:
+    """Return False for a program on an abstract mesh, which can be read but not compiled."""
+    attributes = lowered.compiler_ir("stablehlo").operation.attributes
+    counts = (attributes[name].value for name in ("mhlo.num_partitions", "mhlo.num_replicas"))
+    return max((len(mesh.ids) for mesh in meshes), default=0) <= math.prod(map(int, counts))

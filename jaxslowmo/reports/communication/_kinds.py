@@ -2,7 +2,8 @@
 
 import operator
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import reduce
 
 from ..._support.scopes import EVERY_PHASE
 from ..._support.types import Phase
@@ -32,25 +33,19 @@ def kinds_of(
         due = events & known
         return not due or any(due <= {*phase} for phase in phases)
 
-    scopes: dict[tuple[str, bool], None] = {}
-    unnamed = False
+    scopes: dict[tuple[str | None, bool], None] = {}
     for program in programs:
         scopes.update(dict.fromkeys(program.scopes))
-        for collective, conditional in leaves(program.block):
-            if collective.phase is not None:
-                scopes[collective.phase, conditional] = None
-            elif conditional:
-                unnamed = True
-    order = [name for name, _ in scopes if name != EVERY_PHASE]
-    static = _distinct(name for name, inside in scopes if name != EVERY_PHASE and not inside)
-    chosen = _distinct(name for name, inside in scopes if name != EVERY_PHASE and inside)
+        scopes.update({(node.phase, inside): None for node, inside in leaves(program.block)})
+    named = [(name, inside) for name, inside in scopes if name not in (None, EVERY_PHASE)]
+    order = _distinct(str(name) for name, _ in named)
+    static = _distinct(str(name) for name, inside in named if not inside)
+    chosen = _distinct(str(name) for name, inside in named if inside)
+    unnamed = (None, True) in scopes
     if chosen:
-        names = ["local", *chosen, *static]
-        together = {
-            events for program in programs for events in _event_sets(program.block, can_meet)
-        }
-        joined = ["+".join(_distinct(e for e in order if e in events)) for events in together]
-        names += sorted(name for name in joined if "+" in name)
+        together = {events for p in programs for events in _event_sets(p.block, can_meet)}
+        joined = ["+".join(e for e in order if e in events) for events in together]
+        names = ["local", *chosen, *static, *sorted(name for name in joined if "+" in name)]
     elif (EVERY_PHASE, True) in scopes:
         names = ["local", EVERY_PHASE]
     elif static:
@@ -73,8 +68,7 @@ def _event_sets(block: Block, can_meet: Callable[[frozenset[str]], bool]) -> set
     sets: set[frozenset[str]] = {frozenset()}
     for node in block:
         if isinstance(node, Collective):
-            events = [node.phase] if node.phase and node.phase != EVERY_PHASE else []
-            part: set[frozenset[str]] = {frozenset(events)}
+            part = {frozenset({node.phase} - {None, EVERY_PHASE})}
         elif isinstance(node, Loop):
             part = _event_sets(node.block, can_meet)
         else:
@@ -104,61 +98,40 @@ def rows_of_kind(
       meshes: the meshes whose axes are looked for.
       whole: whether all conditional parts belong to this kind, since the program is of it alone.
     """
-    rows = _Counter(kind, level, meshes, whole).block(program.block, False, 1, False)
-    return list(rows.values())
 
-
-@dataclass(frozen=True)
-class _Counter:
-    kind: str
-    level: str
-    meshes: tuple[MeshAxes, ...]
-    whole: bool
-
-    def block(self, block: Block, conditional: bool, trips: int | None, in_loop: bool) -> _Rows:
+    def in_block(block: Block, conditional: bool, trips: int | None, in_loop: bool) -> _Rows:
         total: _Rows = {}
         for node in block:
             if isinstance(node, Collective):
-                part = self.collective(node, conditional, trips, in_loop)
+                part = of_one(node, conditional, trips, in_loop)
             elif isinstance(node, Loop):
-                inner = None
-                if trips is not None and node.trip_count is not None:
-                    inner = trips * node.trip_count
-                part = self.block(node.block, conditional, inner, True)
+                turns = node.trip_count
+                inner = trips * turns if trips is not None and turns is not None else None
+                part = in_block(node.block, conditional, inner, True)
             else:
                 # Branches exclude each other, so the larger amount stands for all of them: gossip
                 # rounds of one phase, a branch each, count as the one exchange that happens.
-                part = {}
-                for branch in node.blocks:
-                    part = _merge(part, self.block(branch, True, trips, in_loop), max)
+                branches = (in_block(branch, True, trips, in_loop) for branch in node.blocks)
+                part = reduce(lambda one, other: _merge(one, other, max), branches, {})
             total = _merge(total, part, operator.add)
         return total
 
-    def collective(
-        self, node: Collective, conditional: bool, trips: int | None, in_loop: bool
-    ) -> _Rows:
-        if conditional and not self.whole and not _belongs(node.phase, self.kind):
+    def of_one(node: Collective, conditional: bool, trips: int | None, in_loop: bool) -> _Rows:
+        if conditional and not whole and not _belongs(node.phase, kind):
             return {}
-        axis, group_size = axis_of(node.groups, node.pairs, self.meshes)
+        axis, group_size = axis_of(node.groups, node.pairs, meshes)
         if group_size == 1:
             return {}
         times = 1 if trips is None else trips
-        num_devices = 0 if axis == UNKNOWN_AXIS else len(self.meshes[0].ids)
-        row = CommRow(
-            kind=self.kind,
-            axis=axis,
-            collective=node.name,
-            level=self.level,
-            count=times,
-            bytes=times * node.nbytes,
-            wire_bytes=times * wire_bytes(node, group_size, num_devices),
-            group_size=group_size,
-            dtypes=node.dtypes,
-            conditional=conditional,
-            in_loop=in_loop,
-            trip_count=trips,
+        num_devices = 0 if axis == UNKNOWN_AXIS else len(meshes[0].ids)
+        key = CommRow(
+            kind, axis, node.name, level, 0, 0, 0, group_size, (), conditional, in_loop, trips
         )
-        return {replace(row, count=0, bytes=0, wire_bytes=0, dtypes=()): row}
+        sent = wire_bytes(node, group_size, num_devices)
+        amounts = {"count": times, "bytes": times * node.nbytes, "wire_bytes": times * sent}
+        return {key: replace(key, **amounts, dtypes=node.dtypes)}
+
+    return list(in_block(program.block, False, 1, False).values())
 
 
 def _merge(first: _Rows, second: _Rows, how: Callable[[int, int], int]) -> _Rows:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -11,7 +12,8 @@ import jax.numpy as jnp
 
 from ..._support.types import PyTree
 from ...pipeline import Pipelined, Schedule, StageProgram, split_stage
-from ...pipeline.model import Keyed, WithState, without_state
+from ...pipeline.model import WithState, without_state
+from ...pipeline.plan import in_microbatches, microbatch_of
 from ..communication import comm_report_of
 
 
@@ -77,26 +79,22 @@ class StageTypes:
     @property
     def cotangent(self) -> PyTree:
         """The type of the cotangent of its result; None for leaves that have none."""
-        return jax.tree.map(lambda y: y if is_floating(y) else None, self.program.y)
+        return _cotangent(self.program.y)
 
 
 def stages_of(pipe: Pipelined, batch: PyTree) -> list[StageTypes]:
     """Return the stages of a model, for a batch that the pipeline accepts.
 
     Raises:
-      ValueError: the microbatches of all shares do not divide the leading dimension of the batch.
+      ValueError: the schedule and the data axes of the pipeline do not divide the batch.
     """
-    model, blocks = pipe.model, pipe.layout.blocks
-    types, states = pipe.layout.unstack(pipe.layout.types), None
+    model, types, states = pipe.model, pipe.layout.unstack(pipe.layout.types), None
     if pipe.state_layout is not None:
         states = pipe.state_layout.unstack(pipe.state_layout.types)
-    microbatch = _microbatch(pipe, batch)
-    if model.takes_key:
-        key = jax.eval_shape(lambda: jax.random.key(0))
-        microbatch = Keyed(microbatch, key, jax.ShapeDtypeStruct((), jnp.int32))
+    microbatch = jax.eval_shape(lambda batch: _microbatch(pipe, batch), batch)
     stages: list[StageTypes] = []
     x: PyTree = None
-    for start, end in blocks:
+    for start, end in pipe.layout.blocks:
         weights = tuple(types[start:end])
         # Layers are written out: of a loop the compiler counts one turn.
         fn, is_last = model.stage(start, end), end == len(model.layers)
@@ -107,48 +105,25 @@ def stages_of(pipe: Pipelined, batch: PyTree) -> list[StageTypes]:
     return stages
 
 
+def _microbatch(pipe: Pipelined, batch: PyTree) -> PyTree:
+    """Return one device's part of the first microbatch, as the layers take it."""
+    count = pipe.schedule.num_microbatches
+    shares = {axis: pipe.mesh.shape[axis] for axis in pipe.data_axes}
+    in_microbatches(batch, count, shares)  # raises for what the pipeline does not divide
+    parts = in_microbatches(batch, count * math.prod(shares.values()), {})
+    return microbatch_of(parts, jax.random.key(0) if pipe.model.takes_key else None, 0, 0)
+
+
 def num_bytes(types: PyTree) -> int:
     """Return the bytes of all arrays of a tree of types."""
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(types))
 
 
-def is_floating(x: Any) -> bool:
-    """Return whether an array of this type has a cotangent."""
-    return jnp.issubdtype(x.dtype, jnp.inexact)
-
-
-def _microbatch(pipe: Pipelined, batch: PyTree) -> PyTree:
-    """Return the types of one device's part of one microbatch."""
-    microbatches = pipe.schedule.num_microbatches
-    num_shares = math.prod(pipe.mesh.shape[axis] for axis in pipe.data_axes)
-    count = microbatches * num_shares
-    examples = max((jnp.shape(x)[0] for x in jax.tree.leaves(batch) if jnp.ndim(x)), default=0)
-
-    def part(x: Any) -> jax.ShapeDtypeStruct:
-        shape = tuple(jnp.shape(x))
-        dtype = jax.dtypes.canonicalize_dtype(jnp.result_type(x))
-        if examples and (not shape or shape[0] == 1 < examples):  # shared by all of them
-            return jax.ShapeDtypeStruct(shape, dtype)
-        if not shape or shape[0] % count or not shape[0]:
-            raise ValueError(
-                f"`batch`: leading dimensions must divide by {count}, {microbatches} microbatches "
-                f"* {num_shares} devices that share each, got a leaf of shape {shape}."
-            )
-        return jax.ShapeDtypeStruct((shape[0] // count, *shape[1:]), dtype)
-
-    return jax.tree.map(part, batch)
-
-
 class Cost(NamedTuple):
-    """The cost of one compiled operation, on one device.
+    """The floating-point operations and the temporary bytes of one compiled operation."""
 
-    Attributes:
-      flops: number of floating-point operations.
-      temp_bytes: memory for values that are neither arguments nor results.
-    """
-
-    flops: float = 0.0
-    temp_bytes: int = 0
+    flops: float
+    temp_bytes: int
 
 
 def model_stages(
@@ -163,7 +138,7 @@ def model_stages(
       stages: the stages of its model.
       speed: number of floating-point operations in a unit of cost.
     """
-    count, schedule = _Compiler(), pipe.schedule
+    count, schedule = partial(_compiled_cost, {}), pipe.schedule
     model = []
     for k, stage in enumerate(stages):
         program, dy = stage.program, stage.cotangent
@@ -188,23 +163,15 @@ def model_stages(
     return tuple(model)
 
 
-class _Compiler:
-    """A compiler of operations, which compiles equal ones once."""
-
-    def __init__(self) -> None:
-        self._costs: dict[str, Cost] = {}
-
-    def __call__(self, fn: Callable[..., Any], *types: Any) -> Cost:
-        lowered = jax.jit(fn).lower(*types)
-        text = lowered.as_text()
-        if text not in self._costs:
-            compiled = lowered.compile()
-            analysis: Any = compiled.cost_analysis() or {}
-            memory: Any = compiled.memory_analysis()
-            self._costs[text] = Cost(
-                float(analysis.get("flops", 0.0)), int(memory.temp_size_in_bytes)
-            )
-        return self._costs[text]
+def _compiled_cost(costs: dict[str, Cost], fn: Callable[..., Any], *types: Any) -> Cost:
+    """Return the cost of an operation; `costs` by program text, as equal ones are compiled once."""
+    lowered = jax.jit(fn).lower(*types)
+    text = lowered.as_text()
+    if text not in costs:
+        compiled: Any = lowered.compile()
+        flops = float((compiled.cost_analysis() or {}).get("flops", 0.0))
+        costs[text] = Cost(flops, int(compiled.memory_analysis().temp_size_in_bytes))
+    return costs[text]
 
 
 def sent_bytes(schedule: Schedule, stages: Sequence[StageTypes]) -> tuple[int, ...]:
@@ -220,9 +187,12 @@ def message_bytes(stages: Sequence[StageTypes], model_stage: int, kind: str) -> 
     """Return the bytes that a stage of the model sends after F or B."""
     if kind == "F":
         return num_bytes(without_state(stages[model_stage].program.y))
-    return num_bytes(
-        [x for x in jax.tree.leaves(without_state(stages[model_stage].x)) if is_floating(x)]
-    )
+    return num_bytes(_cotangent(without_state(stages[model_stage].x)))
+
+
+def _cotangent(y: PyTree) -> PyTree:
+    """Return the types of a cotangent; None for leaves that have none."""
+    return jax.tree.map(lambda x: x if jnp.issubdtype(x.dtype, jnp.inexact) else None, y)
 
 
 def permuted_bytes(schedule: Schedule, stages: Sequence[StageTypes]) -> int:
@@ -243,27 +213,21 @@ def permuted_bytes(schedule: Schedule, stages: Sequence[StageTypes]) -> int:
 
 def compiled_figures(pipe: Pipelined, batch: PyTree) -> CompiledPipeline:
     """Return figures of the program of loss and gradients; forward-only, of the loss alone."""
-    stacked = pipe.layout.types
     types = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
     more: dict[str, Any] = {}
     if pipe.model.takes_key:
         more["rng"] = jax.eval_shape(lambda: jax.random.key(0))
     if pipe.state_layout is not None:
         more["model_state"] = pipe.state_layout.types
-
-    def loss(stacked: PyTree, batch: PyTree, more: dict[str, Any]) -> Any:
-        return pipe(stacked, batch, **more)
-
-    program: Any = loss
+    program: Any = pipe
     if not pipe.schedule.forward_only:
-        has_aux = isinstance(jax.eval_shape(loss, stacked, types, more), tuple)
-        program = jax.value_and_grad(loss, has_aux=has_aux)
-    compiled = jax.jit(program).lower(stacked, types, more).compile()
+        has_aux = isinstance(jax.eval_shape(pipe, pipe.layout.types, types, **more), tuple)
+        program = jax.value_and_grad(pipe, has_aux=has_aux)
+    compiled: Any = jax.jit(program).lower(pipe.layout.types, types, **more).compile()
     report = comm_report_of(compiled, mesh=pipe.mesh)
     rows = report.select(collective="collective-permute")
-    memory: Any = compiled.memory_analysis()
     return CompiledPipeline(
-        temp_bytes=int(memory.temp_size_in_bytes),
+        temp_bytes=int(compiled.memory_analysis().temp_size_in_bytes),
         permutes=sum(row.count for row in rows),
         permuted_bytes=sum(row.bytes for row in rows),
         trip_counts=tuple(sorted({row.trip_count for row in rows}, key=str)),

@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from typing import NamedTuple
 
 from ..._support.scopes import (
@@ -17,7 +17,7 @@ from ..._support.scopes import (
     SKIP_UNUSED,
     TIED,
 )
-from ..communication import COLLECTIVES, Instruction, parse_module, phase_of
+from ..communication import COLLECTIVES, Instruction, parse_module, phase_of, scope_of
 
 FORWARD, BACKWARD, OTHER = "forward", "backward", "other"
 
@@ -31,21 +31,18 @@ class Work(NamedTuple):
 
 
 # Scopes of the library around its exchanges, and the names of these in reports.
-_SCOPES = (
-    (ALL_REDUCE_GRADIENTS, GRADIENTS),
-    (ALL_REDUCE_ROWS, GRADIENTS),
-    (SKIP_UNUSED, "unused"),
-    (MODEL_STATE, MODEL_STATE),
-    (METRICS, METRICS),
-    (LOSS_SCALE, LOSS_SCALE),
-    (TIED, GRADIENTS),
-    (CLIP, "norm"),
-)
-_OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
+_SCOPES = {
+    ALL_REDUCE_GRADIENTS: GRADIENTS,
+    ALL_REDUCE_ROWS: GRADIENTS,
+    SKIP_UNUSED: "unused",
+    MODEL_STATE: MODEL_STATE,
+    METRICS: METRICS,
+    LOSS_SCALE: LOSS_SCALE,
+    TIED: GRADIENTS,
+    CLIP: "norm",
+}
 _COLLECTIVE = re.compile(rf"[ )](?:{'|'.join(COLLECTIVES)})(?:-start|-done)?\(")
 _PRODUCT = re.compile(r"[ )](?:dot|convolution|fusion)\(")
-# They last as long as the operations that they run, which have events of their own.
-_LOOPS = ("while", "conditional")
 
 
 class StepProgram:
@@ -60,14 +57,10 @@ class StepProgram:
 
     def __init__(self, text: str) -> None:
         self._module = parse_module(text)
-        header = re.match(r"HloModule ([^\s,]+)", text)
-        self.name = header[1] if header else ""
-        self._home = {
-            name: computation
-            for computation in self._module.computations.values()
-            for name in computation.lines
-        }
-        self._work_by_name: dict[str, Work | None] = {}
+        self.name = "".join(re.findall(r"^HloModule ([^\s,]+)", self._module.header))
+        computations = self._module.computations.values()
+        self._home = {name: home for home in computations for name in home.lines}
+        self._work_by_name: dict[str, Work] = {}
 
     def work(self, name: str, seen: Collection[str] = ()) -> Work | None:
         """Return the work of an instruction; None for a name that the program does not have.
@@ -77,74 +70,47 @@ class StepProgram:
           seen: names of the instructions that were observed to run. A call whose callees ran is
             not counted in addition to them.
         """
-        if name not in self._work_by_name:
-            self._work_by_name[name] = self._work(name, seen)
-        return self._work_by_name[name]
-
-    def _work(self, name: str, seen: Collection[str]) -> Work | None:
         if name not in self._home:
             return None
-        op = self._home[name].instruction(name)
-        assert op is not None
-        if op.opcode in _LOOPS:
+        if name not in self._work_by_name:
+            self._work_by_name[name] = self._work(self._home[name].instruction(name), seen)
+        return self._work_by_name[name]
+
+    def _work(self, op: Instruction, seen: Collection[str]) -> Work:
+        if op.opcode in ("while", "conditional"):
+            return Work()  # lasts as long as the operations that it runs, which have events
+        homes = (self._module.computations[name] for name in op.called)
+        inner = {name: line for home in homes for name, line in home.lines.items()}
+        if op.opcode == "call" and any(name in seen for name in inner):
             return Work()
-        called = list(self._called_lines(op))
+        scopes = Counter(filter(None, map(scope_of, inner.values())))
+        scope = scope_of(op.attributes) or "".join(name for name, _ in scopes.most_common(1))
+        carried = [line for line in inner.values() if _COLLECTIVE.search(line)]
         base = re.sub(r"-(start|update|done)$", "", op.opcode)
-        is_host = op.attributes.get("is_host_transfer") == "true"
-        if base in COLLECTIVES and not is_host:
-            return self._communication(op)
-        if op.opcode == "call" and any(inner in seen for inner, _ in called):
-            return Work()
-        if base == "async" and not called and op.operands:  # an update or end names no computation
-            begun = self.work(op.operands[0], seen)
-            if begun is not None and begun.communication:
-                return self._communication(op)
-        if any(_COLLECTIVE.search(line) for _, line in called):
-            # TPU spreads a collective over fusions that compute; others only wrap one.
-            both = op.opcode == "fusion" and any(_PRODUCT.search(line) for _, line in called)
-            work = self._communication(op)
-            return work._replace(compute=_pass_of(self._scope(op))) if both else work
-        return Work(compute=_pass_of(self._scope(op)))
-
-    def _communication(self, op: Instruction) -> Work:
-        ends = _begun_by(op)
-        begun = self.work(ends) if ends else None
-        exchange = begun.communication if begun is not None else ""
-        return Work(communication=exchange or self._exchange(op), ends=ends)
-
-    def _called_lines(self, op: Instruction) -> Iterator[tuple[str, str]]:
-        for key in ("calls", "to_apply"):
-            called = self._module.computations.get(op.attributes.get(key, "").strip().lstrip("%"))
-            if called is not None:
-                yield from called.lines.items()
-
-    def _scope(self, op: Instruction) -> str:
-        """Return the scope of an instruction, or the most common scope of what it calls."""
-        if stated := _OP_NAME.search(op.attributes.get("metadata", "")):
-            return stated[1]
-        inner = Counter(
-            match[1] for _, line in self._called_lines(op) if (match := _OP_NAME.search(line))
+        goes_on = base == "async" and not op.called  # an update or end names no computation
+        ends = op.opcode.endswith("-done") or op.name.startswith("async-collective-done")
+        begun = self.work(op.operands[0]) if (ends or goes_on) and op.operands else None
+        exchange = begun.communication if begun else ""
+        sends = carried or (base in COLLECTIVES and not op.is_host_transfer)
+        if not (exchange if goes_on else sends):
+            return Work(compute=_pass_of(scope))
+        # TPU spreads a collective over fusions that compute; others only wrap one.
+        computes = op.opcode == "fusion" and any(map(_PRODUCT.search, inner.values()))
+        return Work(
+            compute=_pass_of(scope) if computes else "",
+            communication=exchange or self._exchange(op, [*map(scope_of, carried), scope]),
+            ends=op.operands[0] if ends and op.operands else "",
         )
-        return inner.most_common(1)[0][0] if inner else ""
 
-    def _exchange(self, op: Instruction) -> str:
-        carried = (line for _, line in self._called_lines(op) if _COLLECTIVE.search(line))
-        inner = next(filter(None, map(_OP_NAME.search, carried)), None)
-        scope = inner[1] if inner else self._scope(op)
-        phase = phase_of(scope)
-        home = self._home[op.name]
-        if phase is None and not scope and home.name != self._module.entry:
+    def _exchange(self, op: Instruction, scopes: list[str]) -> str:
+        scope = next(filter(None, scopes), "")
+        phase, home = phase_of(scope), self._home[op.name]
+        if not scope and home.name != self._module.entry:
             # Compilers insert collectives without a scope; in a branch of one phase they are its.
             phase = home.only_phase()
         if phase is not None:
             return MODEL_STATE if phase == EVERY_PHASE else phase
-        named = (name for part, name in _SCOPES if part in scope)
-        return next(named, _pass_of(scope))
-
-
-def _begun_by(op: Instruction) -> str:
-    is_end = op.opcode.endswith("-done") or op.name.startswith("async-collective-done")
-    return op.operands[0] if is_end and op.operands else ""
+        return next((name for part, name in _SCOPES.items() if part in scope), _pass_of(scope))
 
 
 def _pass_of(scope: str) -> str:

@@ -2,23 +2,14 @@
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, fields
-from typing import NamedTuple
+from dataclasses import dataclass, field, fields, replace
+from itertools import chain
 
 from ._step_program import BACKWARD, FORWARD, OTHER, StepProgram, Work
+from ._trace import DeviceOp
 
 # Half-open: start and end, in nanoseconds.
 Interval = tuple[int, int]
-
-
-class DeviceOp(NamedTuple):
-    """One operation that a device ran."""
-
-    device: str
-    name: str  # of the HLO instruction, or of what ran without one
-    start: int  # nanoseconds
-    end: int
-    is_ours: bool = True  # known to belong to the step's program, whether or not it has that name
 
 
 @dataclass(frozen=True)
@@ -68,22 +59,18 @@ def step_times(ops: Iterable[DeviceOp], program: StepProgram, step_time: float) 
     for op in ops:
         by_device[op.device].append(op)
     every = [_device_times(device_ops, program) for device_ops in by_device.values()]
-    return _mean(every, step_time=step_time)
+    return replace(mean_times(every), step_time=step_time)
 
 
-def mean_times(steps: Sequence[StepTimes]) -> StepTimes:
+def mean_times(times: Sequence[StepTimes]) -> StepTimes:
     """Return the mean of every time; an exchange that a step did not make counts as 0."""
-    return _mean(steps, step_time=sum(s.step_time for s in steps) / max(1, len(steps)))
 
-
-def _mean(times: Sequence[StepTimes], *, step_time: float) -> StepTimes:
     def mean(values: Iterable[float]) -> float:
         return sum(values) / max(1, len(times))
 
     names = dict.fromkeys(name for t in times for name in t.communication)
-    parts = [f.name for f in fields(StepTimes) if f.name not in ("step_time", "communication")]
+    parts = [f.name for f in fields(StepTimes) if f.name != "communication"]
     return StepTimes(
-        step_time=step_time,
         **{part: mean(getattr(t, part) for t in times) for part in parts},
         communication={n: mean(t.communication.get(n, 0.0) for t in times) for n in names},
     )
@@ -105,8 +92,7 @@ def _device_times(ops: list[DeviceOp], program: StepProgram) -> StepTimes:
             exchange[work.communication].append((start, op.end))
             if not work.ends:
                 begun[op.name] = op.start
-    all_compute = [interval for each in compute.values() for interval in each]
-    all_exchange = [interval for each in exchange.values() for interval in each]
+    all_compute, all_exchange = ([*chain(*spans.values())] for spans in (compute, exchange))
     return StepTimes(
         forward_compute_time=length(compute[FORWARD]) / 1e9,
         backward_compute_time=length(compute[BACKWARD]) / 1e9,
@@ -125,22 +111,13 @@ def _unknown(op: DeviceOp) -> Work:
     return Work(compute=OTHER) if op.is_ours else Work()
 
 
-def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """Return the same instants as disjoint intervals in order; those that touch are joined."""
-    disjoint: list[Interval] = []
-    for start, end in sorted(intervals):
-        if start >= end:
-            continue
-        if disjoint and start <= disjoint[-1][1]:
-            disjoint[-1] = (disjoint[-1][0], max(disjoint[-1][1], end))
-        else:
-            disjoint.append((start, end))
-    return disjoint
-
-
 def length(intervals: Iterable[Interval]) -> int:
     """Return how long at least one of the intervals lasts."""
-    return sum(end - start for start, end in union(intervals))
+    total = until = 0
+    for start, end in sorted(intervals):
+        total += max(0, end - max(start, until))
+        until = max(until, end)
+    return total
 
 
 def overlap(first: Sequence[Interval], second: Sequence[Interval]) -> int:
