@@ -18,8 +18,8 @@ def asked(argument, value, levels=("emitted", "compiled"), **question):
     return Refusal(lambda: report.wire_bytes(**{"kind": "slow", **question}), argument, value)
 
 
-def programs(lowered, value, error=TypeError):
-    return Refusal(lambda: comm_report_of(lowered()), "`lowered`", value, error)
+def programs(lowered, value):
+    return Refusal(lambda: comm_report_of(lowered()), "`lowered`", value, TypeError)
 
 
 def pipe():
@@ -44,11 +44,6 @@ ROWS = {
     "a text as a program": programs(lambda: "step", "str"),
     "a function as a program": programs(lambda: DOUBLE, "PjitFunction"),
     "None under a kind": programs(lambda: {"slow": DOUBLE.lower(X), "local": None}, "'local'"),
-    "a compiled one among others": programs(
-        lambda: {"slow": DOUBLE.lower(X).compile(), "local": DOUBLE.lower(X)},
-        "['slow']",
-        ValueError,
-    ),
     "a plain function to measure": Refusal(lambda: js.measured(lambda x: x), "`step`", "<lambda>"),
     "a rate of 0": Refusal(lambda: js.measured(DOUBLE, rate=0), "`rate`", 0),
     "half a rate": Refusal(lambda: js.measured(DOUBLE, rate=2.5), "`rate`", 2.5),

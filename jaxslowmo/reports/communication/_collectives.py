@@ -1,7 +1,6 @@
 """The collectives of a program as a tree of loops and conditionals, read from its HLO text."""
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ..._support.scopes import PHASE
@@ -47,22 +46,14 @@ Block = tuple[Collective | Branches | Loop, ...]
 
 @dataclass(frozen=True)
 class ProgramCollectives:
-    """A tree of collectives, and the phases in scopes, each with whether it is in a conditional."""
+    """A tree of collectives, and phases, each with whether it is in a conditional.
+
+    These are the phases of collectives, None for one without, and those that a traced program names
+    in other scopes.
+    """
 
     block: Block
-    scopes: tuple[tuple[str, bool], ...] = ()
-
-
-def leaves(block: Block, conditional: bool = False) -> Iterator[tuple[Collective, bool]]:
-    """Yield every collective of a tree, and whether it is inside a conditional."""
-    for node in block:
-        if isinstance(node, Collective):
-            yield node, conditional
-        elif isinstance(node, Loop):
-            yield from leaves(node.block, conditional)
-        else:
-            for branch in node.blocks:
-                yield from leaves(branch, True)
+    scopes: tuple[tuple[str | None, bool], ...] = ()
 
 
 # How often a device sends its share of each buffer, (n-1)/n of it, in a ring of n devices.
@@ -137,7 +128,7 @@ class _Reader:
         self.patterns = (_INTERESTING,) if compiled else (_INTERESTING, _SCOPE)
         self.num_slices = max(1, num_devices // module.num_devices)
         self.readable = slice_major or self.num_slices == 1
-        self.scopes: dict[tuple[str, bool], None] = {}  # in order, without duplicates
+        self.scopes: dict[tuple[str | None, bool], None] = {}  # in order, without duplicates
         self.silent: set[str] = set()  # computations in which nothing was found: not walked again
 
     def computation(self, name: str, phase: str | None, conditional: bool) -> Block:
@@ -164,7 +155,10 @@ class _Reader:
         opcode = op.opcode.removesuffix("-start")
         if opcode in COLLECTIVES:
             collective = self.collective(op, opcode, within, phase)
-            return (collective,) if collective else ()
+            if collective is None:
+                return ()
+            self.scopes[phase, conditional] = None
+            return (collective,)
         if opcode == "conditional":
             blocks = tuple(self.branch(name, phase) for name in op.called)
             return (Branches(blocks),) if any(blocks) else ()
@@ -213,7 +207,7 @@ class _Reader:
             groups = groups if self.readable else None
         elif match := _PAIRS.search(op.attributes):
             groups = self.across_slices(parse_groups(match[1]))
-        elif op.is_host_transfer:
+        elif ", is_host_transfer=true" in op.attributes:
             return None
         # A recv has no operand but a token; its result is (data, context, token).
         source = within.instruction(op.operands[0]).type if name == "send" else op.type
@@ -223,14 +217,12 @@ class _Reader:
         return Collective(name, groups, nbytes, (dtype,), phase, pairs, pattern)
 
     def across_slices(self, groups: Groups) -> Groups:
-        if groups is None or not self.readable:
-            return None
-        if self.num_slices == 1:
-            return groups
         per_slice = self.module.num_devices
-        groups = groups or (tuple(range(per_slice)),)
-        starts = range(0, per_slice * self.num_slices, per_slice)
-        return tuple(tuple(start + i for i in group) for start in starts for group in groups)
+        if self.num_slices > 1 and groups is not None:
+            groups = groups or (tuple(range(per_slice)),)
+            starts = range(0, per_slice * self.num_slices, per_slice)
+            groups = tuple(tuple(start + i for i in x) for start in starts for x in groups)
+        return groups if self.readable else None
 
 
 def _is_scattered(name: str, within: Computation) -> bool:

@@ -59,11 +59,6 @@ class Instruction:
         """The names of the computations that it calls, in the order of the text."""
         return re.findall(r"[\w.\-]+", " ".join(_CALLED.findall(self.attributes)))
 
-    @property
-    def is_host_transfer(self) -> bool:
-        """Whether it sends to the host, or to another slice of a TPU, or receives from there."""
-        return ", is_host_transfer=true" in self.attributes
-
 
 @dataclass
 class Computation:

@@ -91,7 +91,7 @@ class StepProgram:
         ends = op.opcode.endswith("-done") or op.name.startswith("async-collective-done")
         begun = self.work(op.operands[0]) if (ends or goes_on) and op.operands else None
         exchange = begun.communication if begun else ""
-        sends = carried or (base in COLLECTIVES and not op.is_host_transfer)
+        sends = carried or (base in COLLECTIVES and ", is_host_transfer=true" not in op.attributes)
         if not (exchange if goes_on else sends):
             return Work(compute=_pass_of(scope))
         # TPU spreads a collective over fusions that compute; others only wrap one.

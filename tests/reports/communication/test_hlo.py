@@ -9,7 +9,6 @@ from jaxslowmo.reports.communication._collectives import (
     Collective,
     Loop,
     ProgramCollectives,
-    leaves,
     parse_target,
     read_collectives,
     wire_bytes,
@@ -27,6 +26,17 @@ def text_of(name: str) -> str:
 def read_hlo(text: str, *options) -> ProgramCollectives:
     module = parse_module("HloModule jit_f, num_partitions=8\n" + text)
     return read_collectives(module, True, *options)
+
+
+def leaves(block, conditional=False):
+    """Yield every collective of a tree, and whether it is inside a conditional."""
+    for node in block:
+        if isinstance(node, Collective):
+            yield node, conditional
+        else:
+            inside = isinstance(node, Branches)
+            for inner in node.blocks if inside else (node.block,):
+                yield from leaves(inner, conditional or inside)
 
 
 def read(text: str) -> list[tuple]:
