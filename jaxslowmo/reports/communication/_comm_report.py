@@ -2,35 +2,22 @@
 
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import reduce
+from itertools import product
 from typing import Any
 
 import jax
 
 from ..._support.scopes import EVERY_PHASE
 from ..._support.types import Phase
+from ...tracing import equations_in
 from ...transform import ParameterTransform
-from ._collectives import (
-    Block,
-    Collective,
-    Loop,
-    ProgramCollectives,
-    read_collectives,
-    wire_bytes,
-)
+from ._collectives import Block, Collective, Loop, ProgramCollectives, read_collectives, wire_bytes
 from ._comm_rows import LEVELS, CommReport, CommRow
 from ._hlo_text import parse_module
-from ._mesh_axes import (
-    UNKNOWN_AXIS,
-    MeshAxes,
-    axis_of,
-    declared_meshes,
-    mesh_axes,
-    meshes_of_jaxpr,
-    meshes_of_shardings,
-)
+from ._mesh_axes import UNKNOWN_AXIS, MeshAxes, axis_of, declared_meshes, mesh_axes, meshes_among
 
 AnyProgram = jax.stages.Lowered | jax.stages.Traced | jax.stages.Compiled
 
@@ -81,7 +68,7 @@ def comm_report(fn: Callable[..., Any] | Any, *args: Any, **kwargs: Any) -> Comm
       (('every',), 0)
     """
     leaves = jax.tree.leaves((args, kwargs))
-    meshes = meshes_of_shardings(getattr(leaf, "sharding", None) for leaf in leaves)
+    meshes = _meshes_of_shardings(getattr(leaf, "sharding", None) for leaf in leaves)
     by_phase = getattr(fn, "lowered_by_phase", getattr(fn, "traced_by_phase", None))
     if by_phase is not None:
         return _report(by_phase(*args, **kwargs), meshes, sync=getattr(fn, "sync", None))
@@ -129,13 +116,14 @@ def _report(
     whole = isinstance(programs, Mapping) and list(programs) != [None]  # a program for each kind
     by_kind: dict[str, Any] = dict(programs if isinstance(programs, Mapping) else {"": programs})
     traced = [p for p in by_kind.values() if isinstance(p, jax.stages.Traced)]
-    meshes = [mesh for p in traced for mesh in meshes_of_jaxpr(p.jaxpr)] + arguments
+    equations = (equation for p in traced for equation in equations_in(p.jaxpr))
+    meshes = meshes_among(equation.params.get("mesh") for equation in equations) + arguments
     found: list[tuple[str, str, ProgramCollectives]] = []
     compiled: dict[str, jax.stages.Compiled] = {}
     for kind, program in by_kind.items():
         if isinstance(program, jax.stages.Compiled):
             shardings = program.input_shardings, program.output_shardings
-            meshes += meshes_of_shardings(jax.tree.leaves(shardings))
+            meshes += _meshes_of_shardings(jax.tree.leaves(shardings))
             compiled[kind] = program
             continue
         lowered = program.lower() if program in traced else program
@@ -163,23 +151,18 @@ def _report(
     if not whole:
         kinds = kinds_of([program for *_, program in found], sync.phases() if is_sync else ())
     levels = [level for level in LEVELS if [x for _, x, _ in found].count(level) == len(by_kind)]
-    rows = [
-        row
-        for kind in kinds
-        for level in levels
-        for name, of_level, program in found
-        if of_level == level and (not whole or name == kind)
-        for row in _rows_of_kind(kind, program, level, axes, whole)
-    ]
+    rows: list[CommRow] = []
+    for kind, level, (name, of_level, program) in product(kinds, levels, found):
+        if level == of_level and (not whole or name == kind):
+            rows += _rows_of_kind(kind, program, level, axes, whole)
     names = [name for mesh in axes for name in mesh.names]
     names += sorted((row.axis for row in rows), key=lambda axis: axis == UNKNOWN_AXIS)
-    return CommReport(
-        rows=tuple(rows),
-        kinds=kinds,
-        axes=tuple(dict.fromkeys(names)),
-        levels=tuple(levels),
-        state=sync.stored if is_sync else "",
-    )
+    state = sync.stored if is_sync else ""
+    return CommReport(tuple(rows), kinds, tuple(dict.fromkeys(names)), tuple(levels), state)
+
+
+def _meshes_of_shardings(shardings: Iterable[Any]) -> list[MeshAxes]:
+    return meshes_among(getattr(sharding, "mesh", None) for sharding in shardings)
 
 
 def _has_devices(lowered: Any, meshes: list[MeshAxes]) -> bool:

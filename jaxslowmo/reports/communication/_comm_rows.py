@@ -183,14 +183,11 @@ def _table(kinds: Sequence[str], levels: Sequence[str], rows: Sequence[CommRow])
     head = ["kind", "axis", "collective", "emitted", "bytes", "compiled", "bytes", "notes"]
     lines = [head]
     for kind in kinds:
-        groups: dict[tuple[str, str], list[CommRow]] = {}
-        for row in rows:
-            if row.kind == kind:
-                groups.setdefault((row.axis, row.collective), []).append(row)
-        if not groups:
-            lines.append([kind, "-", "(no communication)", *_amounts(levels, []), ""])
-        for (axis, collective), same in groups.items():
-            lines.append([kind, axis, collective, *_amounts(levels, same), _notes(same)])
+        of_kind = [row for row in rows if row.kind == kind]
+        pairs = dict.fromkeys((row.axis, row.collective) for row in of_kind)
+        for pair in pairs or [("-", "(no communication)")]:
+            same = [row for row in of_kind if (row.axis, row.collective) == pair]
+            lines.append([kind, *pair, *_amounts(levels, same), _notes(same)])
     return "\n".join(aligned(lines, left=(0, 1, 2, len(head) - 1)))
 
 
@@ -204,14 +201,11 @@ def _amounts(levels: Sequence[str], rows: list[CommRow]) -> list[str]:
 
 
 def _notes(rows: list[CommRow]) -> str:
-    notes = []
-    if any(row.conditional for row in rows):
-        notes.append("conditional")
+    loop = "loop" if any(row.in_loop for row in rows) else ""
     if any(row.trip_count is None for row in rows):
-        notes.append("loop of unknown length, counted once")
-    elif any(row.in_loop for row in rows):
-        notes.append("loop")
-    return ", ".join(notes)
+        loop = "loop of unknown length, counted once"
+    conditional = "conditional" if any(row.conditional for row in rows) else ""
+    return ", ".join(filter(None, (conditional, loop)))
 
 
 def aligned(rows: Sequence[Sequence[str]], *, left: Collection[int] = (0,)) -> list[str]:

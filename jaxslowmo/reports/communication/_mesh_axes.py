@@ -11,8 +11,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from ...tracing import equations_in
-
 UNKNOWN_AXIS = "?"
 
 # Groups, or (source, target) pairs, of logical device numbers. () is one group of all devices, and
@@ -31,6 +29,11 @@ class MeshAxes:
     # are written for one slice and number only its devices, so their groups can be read only then.
     slice_major: bool = True
 
+    @property
+    def size_of(self) -> dict[str, int]:
+        """The sizes of the axes by name, outermost first."""
+        return dict(zip(self.names, self.sizes, strict=True))
+
 
 def mesh_axes(mesh: Any) -> MeshAxes:
     """Return the axes of a `jax.sharding.Mesh` or `AbstractMesh`.
@@ -47,16 +50,9 @@ def mesh_axes(mesh: Any) -> MeshAxes:
     )
 
 
-def meshes_of_jaxpr(jaxpr: Any) -> list[MeshAxes]:
-    """Return the meshes of all `shard_map` equations of a jaxpr, outermost first."""
-    meshes = (equation.params.get("mesh") for equation in equations_in(jaxpr))
-    return [mesh_axes(mesh) for mesh in meshes if hasattr(mesh, "axis_names")]
-
-
-def meshes_of_shardings(shardings: Iterable[Any]) -> list[MeshAxes]:
-    """Return the meshes of those shardings that have one."""
-    named = (s for s in shardings if isinstance(s, jax.sharding.NamedSharding))
-    return [mesh_axes(sharding.mesh) for sharding in named]
+def meshes_among(values: Iterable[Any]) -> list[MeshAxes]:
+    """Return the axes of those values that are meshes."""
+    return [mesh_axes(value) for value in values if hasattr(value, "axis_names")]
 
 
 _DECLARED = re.compile(r"#sdy\.mesh<\[([^\]]+)\](?:, device_ids=\[([^\]]*)\])?>")
@@ -72,12 +68,13 @@ _OF_MESH = re.compile(
 
 def declared_meshes(header: str) -> list[MeshAxes]:
     """Return the meshes that the first line of an HLO module declares; only Shardy writes them."""
-    meshes = []
-    for axes, ids in _DECLARED.findall(header):
-        sizes = {name: int(size) for name, size in _SIZE.findall(axes)}
-        order = device_order(ids, math.prod(sizes.values()))
-        meshes.append(MeshAxes(tuple(sizes), tuple(sizes.values()), order))
-    return meshes
+    return [_mesh(*texts) for texts in _DECLARED.findall(header)]
+
+
+def _mesh(axes: str, ids: str) -> MeshAxes:
+    sizes = {name: int(size) for name, size in _SIZE.findall(axes)}
+    order = device_order(ids, math.prod(sizes.values()))
+    return MeshAxes(tuple(sizes), tuple(sizes.values()), order)
 
 
 def parse_groups(text: str) -> Groups:
@@ -97,13 +94,12 @@ def parse_groups(text: str) -> Groups:
     if match := _IOTA.match(text):
         return _rows(np.reshape(device_order(match[0], 0), _ints(match[1])))
     if match := _OF_MESH.match(text):
-        sizes = {name: int(size) for name, size in _SIZE.findall(match["axes"])}
+        mesh = _mesh(match["axes"], match["ids"] or "")
         used = [
-            (name, int(before or 1), int(size or sizes[name]))
+            (name, int(before or 1), int(size or mesh.size_of[name]))
             for name, before, size in _USED.findall(match["used"])
         ]
-        order = device_order(match["ids"] or "", math.prod(sizes.values()))
-        return groups_of_axes(sizes, used, order)
+        return groups_of_axes(mesh, used)
     if match := _LISTED.match(text):
         return tuple(tuple(_ints(group)) for group in re.findall(r"\{([\d,]*)\}", match[1]))
     return None
@@ -125,20 +121,17 @@ def _ints(text: str) -> list[int]:
     return [int(x) for x in re.findall(r"\d+", text)]
 
 
-def groups_of_axes(
-    sizes: dict[str, int], used: list[tuple[str, int, int]], ids: tuple[int, ...]
-) -> tuple[tuple[int, ...], ...]:
+def groups_of_axes(mesh: MeshAxes, used: list[tuple[str, int, int]]) -> tuple[tuple[int, ...], ...]:
     """Return the groups of devices that differ only along some axes of a mesh.
 
     Args:
-      sizes: axis name -> size, outermost first.
+      mesh: the mesh.
       used: (axis, before, size) each: the part of the axis that remains after splitting it into
         (before, size, rest); a whole axis is (name, 1, its size).
-      ids: device numbers in mesh order.
     """
     shape: list[int] = []
     place: dict[tuple[str, int], int] = {}  # (axis, before) -> dimension after the split
-    for name, size in sizes.items():
+    for name, size in mesh.size_of.items():
         cuts = {1, size}.union(*({b, b * part} for axis, b, part in used if axis == name))
         for low, high in itertools.pairwise(sorted(cuts)):
             place[name, low] = len(shape)
@@ -146,7 +139,7 @@ def groups_of_axes(
     # An axis of size 1 has no dimension left after the split: nothing to group.
     wanted = [place[name, before] for name, before, part in used if part > 1]
     rest = [d for d in range(len(shape)) if d not in wanted]
-    grid = np.reshape(ids, shape).transpose(rest + wanted)
+    grid = np.reshape(mesh.ids, shape).transpose(rest + wanted)
     return _rows(grid.reshape(-1, math.prod(shape[d] for d in wanted)))
 
 
@@ -157,13 +150,12 @@ def _rows(table: np.ndarray) -> tuple[tuple[int, ...], ...]:
 @lru_cache(maxsize=256)
 def _candidates(mesh: MeshAxes) -> list[tuple[str, int, frozenset[frozenset[int]]]]:
     """Return (name, group size, groups) of every set of axes larger than 1, few axes first."""
-    sizes = dict(zip(mesh.names, mesh.sizes, strict=True))
-    large = [name for name in mesh.names if sizes[name] > 1]
+    large = [(name, 1, size) for name, size in mesh.size_of.items() if size > 1]
     sets = (s for count in range(len(large)) for s in itertools.combinations(large, count + 1))
     candidates = []
-    for names in sets:
-        groups = groups_of_axes(sizes, [(n, 1, sizes[n]) for n in names], mesh.ids)
-        candidates.append((",".join(names), len(groups[0]), frozenset(map(frozenset, groups))))
+    for used in sets:
+        groups, names = groups_of_axes(mesh, [*used]), ",".join(name for name, *_ in used)
+        candidates.append((names, len(groups[0]), frozenset(map(frozenset, groups))))
     return candidates
 
 

@@ -11,9 +11,8 @@ from ..._support.checks import checked_int, warn_once
 from ..._support.scopes import GRADIENTS
 from ...transform import phase_name
 from ...tree import leaf_names, noted_buffers
-from ._step_program import StepProgram
 from ._step_report import Bucket, KindOfStep, StepReport
-from ._times import StepTimes, mean_times, step_times
+from ._times import StepProgram, StepTimes, mean_times, step_times
 from ._trace import CannotTrace, traced_call
 
 

@@ -158,10 +158,7 @@ def schedule_report(
         if speed is not None and not speed > 0:
             raise ValueError(f"`{name}` must be > 0, got {speed}.")
     if bytes_per_second is not None and flops_per_second is None:
-        raise ValueError(
-            "`bytes_per_second` needs `flops_per_second`: messages and operations must be in one "
-            "unit, seconds."
-        )
+        raise ValueError("`bytes_per_second` needs `flops_per_second`, so that all is in seconds.")
     schedule, stages = pipe.schedule, _stages_of(pipe, batch)
     model = _model_stages(pipe, stages, flops_per_second or 1.0)
     largest = max((_message_bytes(stages, k, "F") for k in range(len(stages) - 1)), default=0)

@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxslowmo.reports.time._step_program import StepProgram
-from jaxslowmo.reports.time._times import length, mean_times, overlap, step_times
+from jaxslowmo.reports.time._times import StepProgram, length, mean_times, overlap, step_times
 from jaxslowmo.reports.time._trace import DeviceOp
 from support.compiled_step import TEXT
 

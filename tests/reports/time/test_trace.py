@@ -5,8 +5,7 @@ import warnings
 import pytest
 from jax.profiler import ProfileData
 
-from jaxslowmo.reports.time._step_program import StepProgram
-from jaxslowmo.reports.time._times import step_times
+from jaxslowmo.reports.time._times import StepProgram, step_times
 from jaxslowmo.reports.time._trace import DeviceOp, device_ops
 from support.compiled_step import TEXT
 
