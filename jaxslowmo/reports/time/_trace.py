@@ -3,6 +3,7 @@
 import re
 import tempfile
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -61,8 +62,11 @@ def traced_call(call: Callable[[], Any], module: str) -> tuple[Any, list[DeviceO
             seconds = time.perf_counter() - began
         finally:
             jax.profiler.stop_trace()
-        traces = [ProfileData.from_file(str(p)) for p in Path(folder).rglob("*.xplane.pb")]
-        return results, [op for trace in traces for op in device_ops(trace, module)], seconds
+        with warnings.catch_warnings():
+            # Under Python 3.12 jaxlib's own types give one; as an error it would end the process.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            traces = [ProfileData.from_file(str(p)) for p in Path(folder).rglob("*.xplane.pb")]
+            return results, [op for trace in traces for op in device_ops(trace, module)], seconds
 
 
 def _compiles_for_absent_tpu() -> bool:
@@ -92,14 +96,18 @@ def device_ops(data: Any, module: str) -> Iterator[DeviceOp]:
 
 def _host_ops(plane: Any, module: str) -> Iterator[DeviceOp]:
     """Yield the operations of CPU devices, which have no planes but name their device."""
-    events = [(event, dict(event.stats)) for line in plane.lines for event in line.events]
+    events = [
+        (event.name, int(event.start_ns), int(event.end_ns), dict(event.stats))
+        for line in plane.lines
+        for event in line.events
+    ]
     # An operation that goes on in other threads ends later than the call that began it.
-    ends = {x.get("_c"): event.start_ns for event, x in events if event.name.startswith("end: ")}
-    for event, stats in events:
+    ends = {stats.get("_c"): start for name, start, _, stats in events if name.startswith("end: ")}
+    for _, start, end, stats in events:
         if "hlo_op" in stats and stats.get("hlo_module") == module:
-            end = max(event.end_ns, ends.get(stats.get("_p"), 0))
             device = f"cpu:{stats.get('device_ordinal', 0)}"
-            yield DeviceOp(device, str(stats["hlo_op"]), int(event.start_ns), int(end))
+            end = max(end, ends.get(stats.get("_p"), end))
+            yield DeviceOp(device, str(stats["hlo_op"]), start, end)
 
 
 def _accelerator_ops(plane: Any, module: str) -> Iterator[DeviceOp]:
