@@ -90,7 +90,6 @@ _INTERESTING = re.compile(
     rf"[ )](?:(?:{'|'.join(COLLECTIVES)}|call|fusion|custom-call|conditional|while)(?:-start)?"
     r"|[\w-]+-start(?=\(.*\b(?:calls|to_apply|called_computations)=))\("
 )
-_SCOPE = re.compile(PHASE)
 # Transfers between TPU slices, which the compiler writes as send and recv of its runtime.
 _TARGET = re.compile(r'_xla_megascale_target=("[^"]*"|\{\{.*?\}\}|\{\})')
 _TRANSFER_TYPE = re.compile(r'_xla_megascale_transfer_type="?(\w+)')
@@ -125,7 +124,7 @@ class _Reader:
     def __init__(self, module: HloModule, compiled: bool, num_devices: int, slice_major: bool):
         self.module = module
         self.compiled = compiled
-        self.patterns = (_INTERESTING,) if compiled else (_INTERESTING, _SCOPE)
+        self.pattern = _INTERESTING if compiled else re.compile(f"{_INTERESTING.pattern}|{PHASE}")
         self.num_slices = max(1, num_devices // module.num_devices)
         self.readable = slice_major or self.num_slices == 1
         self.scopes: dict[tuple[str | None, bool], None] = {}  # in order, without duplicates
@@ -136,7 +135,7 @@ class _Reader:
             return ()
         within, num_scopes = self.module.computations[name], len(self.scopes)
         block: Block = ()
-        for op in within.select(*self.patterns):
+        for op in within.select(self.pattern):
             block += self.instruction(op, within, phase, conditional)
         if not block and len(self.scopes) == num_scopes:
             self.silent.add(name)

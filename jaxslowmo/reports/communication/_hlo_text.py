@@ -74,11 +74,9 @@ class Computation:
         assert match is not None, self.lines[name]
         return Instruction(name, *match.groups())
 
-    def select(self, *patterns: re.Pattern[str]) -> Iterator[Instruction]:
-        """Yield the instructions in whose text one of the patterns is found, in program order."""
-        for name, text in self.lines.items():
-            if any(pattern.search(text) for pattern in patterns):
-                yield self.instruction(name)
+    def select(self, pattern: re.Pattern[str]) -> Iterator[Instruction]:
+        """Return the instructions in whose text a pattern is found, in program order."""
+        return (self.instruction(name) for name, text in self.lines.items() if pattern.search(text))
 
     def behind_copies(self, name: str) -> Instruction:
         """Return the instruction that computes a value, without copies of it."""
@@ -104,9 +102,8 @@ class HloModule:
     @property
     def num_devices(self) -> int:
         """The number of devices that the module is written for."""
-        return math.prod(
-            map(int, re.findall(r"\b(?:replica_count|num_partitions)=(\d+)", self.header))
-        )
+        counts = re.findall(r"\b(?:replica_count|num_partitions)=(\d+)", self.header)
+        return math.prod(map(int, counts))
 
 
 def parse_module(text: str) -> HloModule:

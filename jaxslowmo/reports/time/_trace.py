@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 from jax.profiler import ProfileData, ProfileOptions
+from jaxlib import xla_client
 
 _DEVICE = re.compile(r"/device:\w+:\d+$")  # not its helpers, such as "/device:TPU:0 SparseCore 1"
 # One line of each on TPU. On GPU a line is a stream, besides lines that sum up others.
@@ -45,7 +46,8 @@ def traced_call(call: Callable[[], Any], module: str) -> tuple[Any, list[DeviceO
     Raises:
       CannotTrace: another trace is running, or libtpu is loaded without a TPU; nothing was called.
     """
-    if _compiles_for_absent_tpu():
+    # There a trace would be a segmentation fault. No public function says which plugins are loaded.
+    if jax.default_backend() != "tpu" and xla_client.pjrt_plugin_loaded("tpu"):
         raise CannotTrace("the jax profiler would crash: libtpu is loaded, and there is no TPU")
     options = ProfileOptions()
     options.python_tracer_level = 0
@@ -67,17 +69,6 @@ def traced_call(call: Callable[[], Any], module: str) -> tuple[Any, list[DeviceO
             warnings.simplefilter("ignore", DeprecationWarning)
             traces = [ProfileData.from_file(str(p)) for p in Path(folder).rglob("*.xplane.pb")]
             return results, [op for trace in traces for op in device_ops(trace, module)], seconds
-
-
-def _compiles_for_absent_tpu() -> bool:
-    """Return whether libtpu is loaded without a TPU: a trace would be a segmentation fault."""
-    try:  # No public way says which plugins are loaded.
-        from jaxlib import xla_client
-
-        loaded = xla_client.pjrt_plugin_loaded("tpu")
-    except (ImportError, AttributeError):
-        return False
-    return loaded and jax.default_backend() != "tpu"
 
 
 def device_ops(data: Any, module: str) -> Iterator[DeviceOp]:
