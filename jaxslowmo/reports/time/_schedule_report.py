@@ -3,7 +3,7 @@
 import math
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -349,28 +349,26 @@ def _facts(report: ScheduleReport) -> list[list[str]]:
         [f"bubble, {ways[1]}", _percent(report.other.bubble), ""],
         [f"time, {report.unit}", f"{report.simulation.time:.4g}", ""],
     ]
-    of_program = [
-        ["ticks", str(len(report.schedule.ticks())), ""],
-        ["permuted bytes, a device", f"{report.permuted_bytes:,}", ""],
-        ["held bytes, the most on a stage", f"{max(report.held_bytes):,}", ""],
-    ]
+    trips = permuted = temporary = ""
     if compiled := report.compiled:
-        of_program[0][-1] = ", ".join(map(str, compiled.trip_counts))
-        of_program[1][-1] = f"{compiled.permuted_bytes:,}"
-        of_program.append(["temporary bytes, a device", "", f"{compiled.temp_bytes:,}"])
-    rows += of_program if report.lockstep else []
-    return rows if compiled else [row[:2] for row in rows]
+        trips = ", ".join(map(str, compiled.trip_counts))
+        permuted, temporary = f"{compiled.permuted_bytes:,}", f"{compiled.temp_bytes:,}"
+    if report.lockstep:
+        rows.append(["ticks", str(len(report.schedule.ticks())), trips])
+        rows.append(["permuted bytes, a device", f"{report.permuted_bytes:,}", permuted])
+        rows.append(["held bytes, the most on a stage", f"{max(report.held_bytes):,}", ""])
+    if not compiled:
+        return [row[:2] for row in rows]
+    return [*rows, ["temporary bytes, a device", "", temporary]]
 
 
 def _by_model_stage(report: ScheduleReport) -> list[list[str]]:
     head = ["model stage", "on stage", "layers", f"F, {report.unit}", "B", "W", "temp bytes"]
     rows = [[*head, "stash bytes", "kept for W"]]
     for k, stage in enumerate(report.stages):
-        costs = (stage.forward, stage.backward_input, stage.backward_weight)
-        layers = f"{stage.layers[0]} to {stage.layers[1] - 1}"
-        sizes = (stage.temp_bytes, stage.stash_bytes, stage.kept_bytes)
-        cells = (*(f"{cost:.4g}" for cost in costs), *(f"{size:,}" for size in sizes))
-        rows.append([str(k), str(stage.stage), layers, *cells])
+        on_stage, (start, end), *numbers = astuple(stage)
+        cells = [f"{cost:.4g}" for cost in numbers[:3]] + [f"{size:,}" for size in numbers[3:]]
+        rows.append([str(k), str(on_stage), f"{start} to {end - 1}", *cells])
     return rows
 
 
