@@ -184,26 +184,28 @@ def kinds_of(
       phases: all that are due together in some step: their events do not meet otherwise. Events
         that are in none may meet any.
     """
-    known = frozenset(event for phase in phases for event in phase)
+    known = dict.fromkeys(event for phase in phases for event in phase)
 
     def can_meet(events: frozenset[str]) -> bool:
-        due = events & known
+        due = events & known.keys()
         return not due or any(due <= {*phase} for phase in phases)
 
     scopes = dict.fromkeys(scope for program in programs for scope in program.scopes)
     named = [(name, inside) for name, inside in scopes if name and name != EVERY_PHASE]
     static = dict.fromkeys(name for name, inside in named if not inside)
     chosen = dict.fromkeys(name for name, inside in named if inside)
+    # Events are joined in the order of the schedule; HLO text may have them in another one.
+    order = dict.fromkeys([*known, *(name for name, _ in named)])
     unnamed = (None, True) in scopes
     if chosen:
         together = {events for p in programs for events in _event_sets(p.block, can_meet)}
-        order = dict.fromkeys(name for name, _ in named)
         joined = ["+".join(e for e in order if e in events) for events in together]
         kinds = ["local", *chosen, *static, *sorted(name for name in joined if "+" in name)]
     elif (EVERY_PHASE, True) in scopes:
         kinds = ["local", EVERY_PHASE]
     else:
-        kinds = ["+".join(static) or ("local" if unnamed else "every")]
+        joined = "+".join(name for name in order if name in static)
+        kinds = [joined or ("local" if unnamed else "every")]
     return tuple(dict.fromkeys(kinds + ["conditional"] * unnamed))
 
 
