@@ -126,11 +126,12 @@ def _report(
             meshes += _meshes_of_shardings(jax.tree.leaves(shardings))
             compiled[kind] = program
             continue
-        lowered = program.lower() if program in traced else program
+        lowered = program.lower() if isinstance(program, jax.stages.Traced) else program
         if not hasattr(lowered, "compiler_ir"):
+            where = f" under {kind!r}" if whole else ""
             raise TypeError(
                 "`lowered` must be a jax.stages.Lowered, Traced or Compiled, or a mapping of these "
-                f"by kind of step, got {type(program).__name__} under {kind!r}."
+                f"by kind of step, got {type(program).__name__}{where}."
             )
         # Converted to HLO, a traced program is read as a compiled one is.
         module = parse_module(lowered.compiler_ir("hlo").as_hlo_module().to_string())

@@ -65,7 +65,8 @@ class CommReport:
     """The communication of a step; `str(report)` is a table.
 
     Attributes:
-      rows: the rows; only collectives that move something have one.
+      rows: the rows by kind and level; only collectives that move something have one. Collectives
+        that do not depend on each other may have any order.
       kinds: kinds of step, also those that communicate nothing.
       axes: mesh axes of the program, then combinations of them that occur, then "?" if it occurs.
       levels: ("emitted", "compiled"), or only the first if nothing was compiled: on request, or
