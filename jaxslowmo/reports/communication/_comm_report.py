@@ -126,7 +126,7 @@ def _report(
             meshes += _meshes_of_shardings(jax.tree.leaves(shardings))
             compiled[kind] = program
             continue
-        lowered = program.lower() if isinstance(program, jax.stages.Traced) else program
+        lowered: Any = program.lower() if isinstance(program, jax.stages.Traced) else program
         if not hasattr(lowered, "compiler_ir"):
             where = f" under {kind!r}" if whole else ""
             raise TypeError(
