@@ -17,7 +17,7 @@ import jax
 
 from jaxslowmo.reports.communication._hlo_text import HloModule, Instruction, shapes, trip_count
 from support.gpu_schedule import schedule_of
-from support.schedule_text import called, inside, instructions, scheduled_module
+from support.schedule_text import inside, instructions, scheduled_module
 
 _COSTS = re.compile(r'"reification_cost":(\[[^\]]*\])')
 # What XLA writes where it has no estimate: a hundredth of the scheduler's rough costs for kernels,
@@ -137,15 +137,15 @@ class _Reader:
         if op.opcode == "while":
             times = trip_count(op, self._module.computations[computation], self._module)
             assert times is not None, f"the number of turns of {op.name} is not known"
-            return self.estimate(op.attributes["body"].lstrip("%")) * times
+            return self.estimate(op.called[-1]) * times
         if op.opcode in ("conditional", "call", "async-start"):
-            branches = [self.estimate(name) for name in called(self._module, op)]
+            branches = [self.estimate(name) for name in op.called]
             return max(branches, key=lambda branch: branch.step)
         time = _speed_of_light(op)
         if time is not None and time not in _NO_ESTIMATE:
             return Estimate(kernels=time)
-        types = self._module.computations[computation].type_of
-        moved = [op.type, *(types(name) for name in op.operands)]
+        within = self._module.computations[computation]
+        moved = [op.type, *(within.instruction(name).type for name in op.operands)]
         num_bytes = sum(size for each in moved for _, size in shapes(each))
         time = 1e6 * num_bytes / self._bandwidth
         return Estimate(kernels=time, by_bytes=time)
@@ -153,6 +153,6 @@ class _Reader:
 
 def _speed_of_light(op: Instruction) -> float | None:
     """Return the estimated microseconds of an instruction; None without an estimate."""
-    match = _COSTS.search(op.attributes.get("backend_config", ""))
+    match = _COSTS.search(op.attributes)
     costs = json.loads(match[1]) if match else []
     return next((cost["exec_time_us"] for cost in costs if cost["name"] == "sol"), None)

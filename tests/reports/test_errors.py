@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxslowmo as js
-from jaxslowmo.reports.communication import CommReport, CommRow, comm_report, comm_report_of
+from jaxslowmo.reports.communication import CommReport, CommRow, comm_report_of
 from support.refusals import Refusal, each
 
 X = jax.ShapeDtypeStruct((8,), jnp.float32)
@@ -18,8 +18,8 @@ def asked(argument, value, levels=("emitted", "compiled"), **question):
     return Refusal(lambda: report.wire_bytes(**{"kind": "slow", **question}), argument, value)
 
 
-def programs(lowered, value, error=TypeError):
-    return Refusal(lambda: comm_report_of(lowered()), "`lowered`", value, error)
+def programs(lowered, value):
+    return Refusal(lambda: comm_report_of(lowered()), "`lowered`", value, TypeError)
 
 
 def pipe():
@@ -39,24 +39,17 @@ ROWS = {
     "an unknown collective": asked("`collective`", "'psum'", collective="psum"),
     "an unknown level": asked("`level`", "'hlo'", level="hlo"),
     "no kind of several": asked("`kind`", "'local', 'slow'", kind=None),
-    "what was not compiled": asked("`level`", "compiling", ("emitted",), level="compiled"),
-    "what was compiled alone": asked("`level`", 'level="compiled"', ("compiled",)),
-    "a text as a step": Refusal(lambda: comm_report("step", X), "`fn`", "str", TypeError),
+    "what was not compiled": asked("`level`", "'compiled'", ("emitted",), level="compiled"),
+    "what was compiled alone": asked("`level`", "'emitted'", ("compiled",)),
     "a text as a program": programs(lambda: "step", "str"),
     "a function as a program": programs(lambda: DOUBLE, "PjitFunction"),
     "None under a kind": programs(lambda: {"slow": DOUBLE.lower(X), "local": None}, "'local'"),
-    "no programs": programs(dict, "empty", ValueError),
-    "a compiled one among others": programs(
-        lambda: {"slow": DOUBLE.lower(X).compile(), "local": DOUBLE.lower(X)},
-        "['slow']",
-        ValueError,
-    ),
     "a plain function to measure": Refusal(lambda: js.measured(lambda x: x), "`step`", "<lambda>"),
     "a rate of 0": Refusal(lambda: js.measured(DOUBLE, rate=0), "`rate`", 0),
     "half a rate": Refusal(lambda: js.measured(DOUBLE, rate=2.5), "`rate`", 2.5),
     "no pipeline": Refusal(lambda: js.schedule_report(DOUBLE, X), "`pipe`", "PjitFunction"),
-    "a batch of 6": scheduled("`batch`", "by 4", 6),
-    "a batch without rows": scheduled("`batch`", "()", 0),
+    "a batch of 6": scheduled("`schedule`", "got 6", 6),
+    "a batch without rows": scheduled("`batch`", "None", 0),
     "no speed": scheduled("`flops_per_second`", 0, flops_per_second=0),
     "a link below 0": scheduled(
         "`bytes_per_second`", -1, flops_per_second=1e9, bytes_per_second=-1

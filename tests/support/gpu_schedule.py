@@ -9,8 +9,8 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from jaxslowmo.reports.communication._hlo_text import HloModule, Instruction, shapes
-from support.schedule_text import PRODUCTS, called, inside, instructions, scheduled_module
+from jaxslowmo.reports.communication._hlo_text import HloModule, Instruction, scope_of, shapes
+from support.schedule_text import PRODUCTS, inside, instructions, scheduled_module
 
 _COLLECTIVES = (
     "all-reduce",
@@ -22,9 +22,8 @@ _COLLECTIVES = (
     "collective-broadcast",
 )
 # Libraries' kernels for matrix products, which other instructions of this kind are not.
-_PRODUCT_CALLS = re.compile(r"__cublas|__cudnn")
+_PRODUCT_CALLS = re.compile(r'custom_call_target="(?:__cublas|__cudnn)')
 _SYNCHRONOUS = '"is_sync":true'
-_OP_NAME = re.compile(r'op_name="([^"]*)"')
 
 
 @dataclass(frozen=True)
@@ -116,8 +115,8 @@ def read_loops(text: str) -> list[Schedule]:
 
 def _loop_bodies(module: HloModule, computation: str) -> Iterator[str]:
     for op in instructions(module, computation):
-        for name in called(module, op):
-            if op.opcode == "while" and op.attributes["body"].lstrip("%") == name:
+        for name in op.called:
+            if op.opcode == "while" and name == op.called[-1]:  # the condition stands before it
                 yield name
             yield from _loop_bodies(module, name)
 
@@ -144,14 +143,8 @@ def schedule_of(module: HloModule, computation: str) -> Schedule:
 def _products(module: HloModule, op: Instruction) -> Iterator[str]:
     """Yield the op_name of each matrix product in an instruction."""
     for inner in inside(module, op):
-        target = inner.attributes.get("custom_call_target", "")
-        if inner.opcode in PRODUCTS or _PRODUCT_CALLS.search(target):
-            yield _op_name(inner) or _op_name(op)
-
-
-def _op_name(op: Instruction) -> str:
-    match = _OP_NAME.search(op.attributes.get("metadata", ""))
-    return match[1] if match else ""
+        if inner.opcode in PRODUCTS or _PRODUCT_CALLS.search(inner.attributes):
+            yield scope_of(inner.attributes) or scope_of(op.attributes)
 
 
 def _kind(module: HloModule, op: Instruction) -> str | None:
@@ -166,13 +159,13 @@ def _kind(module: HloModule, op: Instruction) -> str | None:
 def _transfer(ops: list[Instruction], products: list[Product], start: int, kind: str) -> Transfer:
     op = ops[start]
     end = _end(ops, start)
-    done = start if _SYNCHRONOUS in op.attributes.get("backend_config", "") else end
+    done = start if _SYNCHRONOUS in op.attributes else end
     # The end has the result's type; a start also has the operand's.
     result = ops[end].type
     return Transfer(
         collective=kind,
         bytes=sum(num_bytes for _, num_bytes in shapes(result)),
-        op_name=_op_name(op),
+        op_name=scope_of(op.attributes),
         start=start,
         done=done,
         products=tuple(p for p in products if start < p.place < done),
@@ -187,7 +180,7 @@ def _end(ops: list[Instruction], start: int) -> int:
     names = {ops[start].name}
     for place in range(start + 1, len(ops)):
         op = ops[place]
-        if names & {operand.split()[-1].lstrip("%") for operand in op.operands}:
+        if names & {*op.operands}:
             if op.opcode.endswith("-done"):
                 return place
             if op.opcode == "async-update":

@@ -2,7 +2,12 @@
 
 from collections.abc import Iterator
 
-from jaxslowmo.reports.communication._hlo_text import HloModule, Instruction, parse_module
+from jaxslowmo.reports.communication._hlo_text import (
+    HloModule,
+    Instruction,
+    parse_module,
+    scope_of,
+)
 
 # Compilers for TPU write a matrix product as a convolution.
 PRODUCTS = {"dot", "convolution"}
@@ -17,21 +22,13 @@ def scheduled_module(text: str) -> HloModule:
 def instructions(module: HloModule, computation: str) -> list[Instruction]:
     """Return the instructions of one computation, in running order."""
     body = module.computations[computation]
-    return [op for name in body.lines if (op := body.instruction(name))]
-
-
-def called(module: HloModule, op: Instruction) -> Iterator[str]:
-    """Yield the names of the computations that an instruction calls."""
-    for value in op.attributes.values():
-        for name in value.strip("{}").split(","):
-            if (stripped := name.strip().lstrip("%")) in module.computations:
-                yield stripped
+    return [body.instruction(name) for name in body.lines]
 
 
 def inside(module: HloModule, op: Instruction) -> Iterator[Instruction]:
     """Yield an instruction and those of all computations that it calls."""
     yield op
-    for name in called(module, op):
+    for name in op.called:
         for inner in instructions(module, name):
             yield from inside(module, inner)
 
@@ -45,5 +42,5 @@ def num_instructions(module: HloModule, op: Instruction, opcodes: set[str]) -> i
 
 def is_product_of_model(module: HloModule, op: Instruction) -> bool:
     """Return whether an instruction computes a matrix product that the model has asked for."""
-    named = "dot_general" in op.attributes.get("metadata", "")
+    named = "dot_general" in scope_of(op.attributes)
     return named and num_instructions(module, op, PRODUCTS) > 0

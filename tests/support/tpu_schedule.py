@@ -147,7 +147,7 @@ def _ends(ops: list[Instruction]) -> dict[str, int]:
     receipts = [(place, op) for place, op in enumerate(ops) if op.opcode == "recv-done"]
     for place, op in enumerate(ops):
         if op.opcode == "all-to-all-done":
-            ends[op.operands[0].lstrip("%")] = place
+            ends[op.operands[0]] = place
         elif op.opcode == "send":
             kind = op.type.partition("{")[0]
             same = next(r for r in receipts if r[0] > place and r[1].type.startswith(kind))

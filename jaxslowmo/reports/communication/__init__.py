@@ -1,7 +1,6 @@
 """Reports on what a training step communicates."""
 
 from ._collectives import COLLECTIVES as COLLECTIVES
-from ._collectives import phase_of as phase_of
 from ._comm_report import comm_report as comm_report
 from ._comm_report import comm_report_of as comm_report_of
 from ._comm_rows import CommReport as CommReport
@@ -9,3 +8,5 @@ from ._comm_rows import CommRow as CommRow
 from ._comm_rows import aligned as aligned
 from ._hlo_text import Instruction as Instruction
 from ._hlo_text import parse_module as parse_module
+from ._hlo_text import phase_of as phase_of
+from ._hlo_text import scope_of as scope_of

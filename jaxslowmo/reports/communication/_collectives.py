@@ -1,31 +1,16 @@
-"""The tree of collectives that the readers of StableHLO and of compiled HLO make of a program."""
+"""The collectives of a program as a tree of loops and conditionals, read from its HLO text."""
 
-import math
 import re
-from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
 
 from ..._support.scopes import PHASE
+from ._hlo_text import Computation, HloModule, Instruction, phase_of, scope_of, shapes, trip_count
+from ._mesh_axes import Groups, parse_groups
 
 COLLECTIVES = (
-    "all-reduce",
-    "reduce-scatter",
-    "all-gather",
-    "collective-permute",
-    "all-to-all",
-    "ragged-all-to-all",
-    "collective-broadcast",
-    "send",
-    "recv",
-)
-
-# Groups, or (source, target) pairs, of logical device numbers. () is one group of all devices, and
-# None means that the text could not be read.
-Groups = tuple[tuple[int, ...], ...] | None
-
-# Transformations wrap scope names, as in "transpose(jvp(phase:slow))", hence the brackets.
-_PHASE = re.compile(rf"{PHASE}([^/()]+)")
+    "all-reduce", "reduce-scatter", "all-gather", "collective-permute", "all-to-all",
+    "ragged-all-to-all", "collective-broadcast", "send", "recv",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -56,38 +41,25 @@ class Loop:
     trip_count: int | None
 
 
-Node = Collective | Branches | Loop
-Block = tuple[Node, ...]
+Block = tuple[Collective | Branches | Loop, ...]
 
 
 @dataclass(frozen=True)
 class ProgramCollectives:
-    """A tree of collectives, and the phases in scopes, each with whether it is in a conditional."""
+    """A tree of collectives, and phases, each with whether it is in a conditional.
+
+    These are the phases of collectives, None for one without, and those that a traced program names
+    in other scopes.
+    """
 
     block: Block
-    scopes: tuple[tuple[str, bool], ...] = ()
+    scopes: tuple[tuple[str | None, bool], ...] = ()
 
 
-def phase_of(scope: str) -> str | None:
-    """Return the innermost phase that a scope path names, if any.
-
-    >>> phase_of("jit(f)/cond/branch_1_fun/phase:slow/phase:average/psum")
-    'average'
-    """
-    phases = _PHASE.findall(scope)
-    return phases[-1] if phases else None
-
-
-def leaves(block: Block, conditional: bool = False) -> Iterator[tuple[Collective, bool]]:
-    """Yield every collective of a tree, and whether it is inside a conditional."""
-    for node in block:
-        if isinstance(node, Collective):
-            yield node, conditional
-        elif isinstance(node, Loop):
-            yield from leaves(node.block, conditional)
-        else:
-            for branch in node.blocks:
-                yield from leaves(branch, True)
+# How often a device sends its share of each buffer, (n-1)/n of it, in a ring of n devices.
+_ROUNDS = {
+    "all-reduce": 2, "reduce-scatter": 1, "all-gather": 1, "all-to-all": 1, "ragged-all-to-all": 1,
+}  # fmt: skip
 
 
 def wire_bytes(collective: Collective, group_size: int, num_devices: int = 0) -> int:
@@ -103,84 +75,193 @@ def wire_bytes(collective: Collective, group_size: int, num_devices: int = 0) ->
         return nbytes * senders // num_devices
     if name == "recv":
         return 0  # its partner, the send, is counted
-    if name == "send":
-        # The operand of a send that gathers is this device's shard, not the whole buffer.
-        if collective.pattern == "all-gather":
-            return nbytes * max(group_size - 1, 1)
-        name = collective.pattern
-    factor = {
-        "all-reduce": 2,
-        "reduce-scatter": 1,
-        "all-gather": 1,
-        "all-to-all": 1,
-        "ragged-all-to-all": 1,
-    }.get(name)
-    if factor is None:
+    # The operand of a send that gathers is this device's shard, not the whole buffer.
+    if collective.pattern == "all-gather":
+        return nbytes * max(group_size - 1, 1)
+    rounds = _ROUNDS.get(collective.pattern or name)
+    if rounds is None:
         return nbytes
-    return factor * nbytes * (group_size - 1) // group_size if group_size else factor * nbytes
+    return rounds * nbytes * (group_size - 1) // group_size if group_size else rounds * nbytes
 
 
-class Carried(NamedTuple):
-    """A value that a loop carries from turn to turn, by its index."""
+# An asynchronous X is written as X-start with all that X has, X-update and X-done; these may repeat
+# it. Every X that calls something counts, but not the many copies and slices.
+_INTERESTING = re.compile(
+    rf"[ )](?:(?:{'|'.join(COLLECTIVES)}|call|fusion|custom-call|conditional|while)(?:-start)?"
+    r"|[\w-]+-start(?=\(.*\b(?:calls|to_apply|called_computations)=))\("
+)
+# Transfers between TPU slices, which the compiler writes as send and recv of its runtime.
+_TARGET = re.compile(r'_xla_megascale_target=("[^"]*"|\{\{.*?\}\}|\{\})')
+_TRANSFER_TYPE = re.compile(r'_xla_megascale_transfer_type="?(\w+)')
+_PAIRS = re.compile(r'_xla_send_recv_source_target_pairs="?(\{\{.*?\}\})')
+_CHAIN = re.compile("AsyncCollectiveStart")
+_PER_SLICE = 100_000  # a device is numbered slice * 100000 + place in the slice, slices from 1
 
-    index: int
 
-
-Term = int | Carried | list[Any] | None
-"""A value inside a loop: a constant, a carried value or a sum of two of these; None otherwise."""
-
-
-def num_turns(
-    test: Sequence[Term], start: Callable[[int], Term], after: Callable[[int], Term]
-) -> int | None:
-    """Return how often `for (i = start; i < stop; i += step)` runs; None for another loop.
+def read_collectives(
+    module: HloModule, compiled: bool, num_devices: int = 0, slice_major: bool = True
+) -> ProgramCollectives:
+    """Return the collectives of an HLO module as a tree, seen from its entry computation.
 
     Args:
-      test: `i` and `stop`, which is a constant or a carried value that does not change.
-      start: returns the first term of the carried value with an index.
-      after: returns the term of that carried value after one turn.
+      module: a compiled program, or one that was only converted to HLO.
+      compiled: which of the two. Only a program that was not compiled has the scopes of all that
+        was traced. Compilers insert collectives without a scope (TPU rewrites a reduce-scatter of a
+        vector to an all-reduce). If the rest of their branch belongs to one phase, so do they; if
+        nothing in it has a scope (seen in programs for several slices) they are merely conditional.
+      num_devices: size of the mesh. A program for several TPU slices is written for one slice;
+        its groups are repeated for the others if slices come first in the mesh (`slice_major`).
+      slice_major: whether slices come first in the mesh.
     """
-    counter, stop = test
-    if not isinstance(counter, Carried):
-        return None
-    if isinstance(stop, Carried):
-        stop = start(stop.index) if after(stop.index) == stop else None
-    begin, total, step = start(counter.index), after(counter.index), None
-    if isinstance(total, list) and counter in total:
-        step = total[1 - total.index(counter)]
-    if not (isinstance(begin, int) and isinstance(stop, int) and isinstance(step, int)):
-        return None
-    return max(0, -(-(stop - begin) // step)) if step > 0 else None
+    reader = _Reader(module, compiled, num_devices, slice_major)
+    block = reader.computation(module.entry, None, False)
+    return ProgramCollectives(block, tuple(reader.scopes))
 
 
-_BY_LETTERS = {
-    "pred": ("bool", 8),
-    "i1": ("bool", 8),
-    "bf16": ("bfloat16", 16),
-    "c64": ("complex64", 64),
-    "c128": ("complex128", 128),
-    "complex<f32>": ("complex64", 64),
-    "complex<f64>": ("complex128", 128),
-    "token": ("token", 0),
-}
+class _Reader:
+    """Walks the computations from the entry; a called one has the phase of its caller."""
+
+    def __init__(self, module: HloModule, compiled: bool, num_devices: int, slice_major: bool):
+        self.module = module
+        self.compiled = compiled
+        self.pattern = _INTERESTING if compiled else re.compile(f"{_INTERESTING.pattern}|{PHASE}")
+        self.num_slices = max(1, num_devices // module.num_devices)
+        self.readable = slice_major or self.num_slices == 1
+        self.scopes: dict[tuple[str | None, bool], None] = {}  # in order, without duplicates
+        self.silent: set[str] = set()  # computations in which nothing was found: not walked again
+
+    def computation(self, name: str, phase: str | None, conditional: bool) -> Block:
+        if name in self.silent:
+            return ()
+        within, num_scopes = self.module.computations[name], len(self.scopes)
+        block: Block = ()
+        for op in within.select(self.pattern):
+            block += self.instruction(op, within, phase, conditional)
+        if not block and len(self.scopes) == num_scopes:
+            self.silent.add(name)
+        return block
+
+    def instruction(
+        self, op: Instruction, within: Computation, phase: str | None, conditional: bool
+    ) -> Block:
+        if op.opcode.endswith(("-update", "-done")):
+            return ()
+        own_phase = phase_of(scope_of(op.attributes))
+        # The parameter of a branch has the scope of the value outside that it stands for.
+        if own_phase is not None and not self.compiled and op.opcode != "parameter":
+            self.scopes[own_phase, conditional] = None
+        phase = own_phase or phase
+        opcode = op.opcode.removesuffix("-start")
+        if opcode in COLLECTIVES:
+            collective = self.collective(op, opcode, within, phase)
+            if collective is None:
+                return ()
+            self.scopes[phase, conditional] = None
+            return (collective,)
+        if opcode == "conditional":
+            blocks = tuple(self.branch(name, phase) for name in op.called)
+            return (Branches(blocks),) if any(blocks) else ()
+        block: Block = ()
+        for name in op.called:
+            block += self.computation(name, phase, conditional)
+        if opcode == "while":
+            return (Loop(block, trip_count(op, within, self.module)),) if block else ()
+        return block
+
+    def branch(self, name: str, phase: str | None) -> Block:
+        inserted = self.module.computations[name].only_phase() if self.compiled else None
+        return self.computation(name, inserted or phase, True)
+
+    def collective(
+        self, op: Instruction, name: str, within: Computation, phase: str | None
+    ) -> Collective | None:
+        if "chain_id=" in op.attributes and not any(map(_CHAIN.search, within.lines.values())):
+            # TPU spreads one asynchronous collective over the fusions it runs beside and repeats
+            # the instruction in each; only the one beside AsyncCollectiveStart begins a transfer.
+            return None
+        if name in ("send", "recv"):
+            return self.transfer(op, name, within, phase)
+        pairs = name == "collective-permute"
+        key = "source_target_pairs=" if pairs else "replica_groups="
+        groups = self.across_slices(parse_groups(op.attributes.partition(key)[2] or "{}"))
+        operands = op.operands
+        if name == "ragged-all-to-all" or ", slice_sizes=" in op.attributes:
+            operands = operands[:1]  # the others are the output buffer and offsets
+        arrays = [shape for x in operands for shape in shapes(within.instruction(x).type)]
+        nbytes = sum(size for _, size in arrays)
+        if name == "all-gather":
+            nbytes *= max(map(len, groups or ()), default=0) or self.module.num_devices
+        if name == "all-reduce" and _is_scattered(op.name, within):
+            name = "reduce-scatter"
+        dtypes = tuple(sorted({dtype for dtype, _ in arrays}))
+        return Collective(name, groups, nbytes, dtypes, phase, pairs)
+
+    def transfer(
+        self, op: Instruction, name: str, within: Computation, phase: str | None
+    ) -> Collective | None:
+        """Return a send or recv between TPU slices or devices; one to the host is not counted."""
+        pairs, groups = True, None
+        if target := _TARGET.search(op.attributes):
+            groups, pairs = parse_target(target[1], self.module.num_devices)
+            groups = groups if self.readable else None
+        elif match := _PAIRS.search(op.attributes):
+            groups = self.across_slices(parse_groups(match[1]))
+        elif ", is_host_transfer=true" in op.attributes:
+            return None
+        # A recv has no operand but a token; its result is (data, context, token).
+        source = within.instruction(op.operands[0]).type if name == "send" else op.type
+        (dtype, nbytes), *_ = shapes(source) or [("token", 0)]
+        match = _TRANSFER_TYPE.search(op.attributes)
+        pattern = match[1].lower().replace("_", "-") if match else ""
+        return Collective(name, groups, nbytes, (dtype,), phase, pairs, pattern)
+
+    def across_slices(self, groups: Groups) -> Groups:
+        per_slice = self.module.num_devices
+        if self.num_slices > 1 and groups is not None:
+            groups = groups or (tuple(range(per_slice)),)
+            starts = range(0, per_slice * self.num_slices, per_slice)
+            groups = tuple(tuple(start + i for i in x) for start in starts for x in groups)
+        return groups if self.readable else None
 
 
-def dtype_of(element: str) -> tuple[str, int]:
-    """Return the name and the width in bits of an element type of HLO or StableHLO.
+def _is_scattered(name: str, within: Computation) -> bool:
+    """Return whether a computation is TPU's fused reduce-scatter, an all-reduce and a slice of it.
 
-    >>> dtype_of("s32"), dtype_of("ui8"), dtype_of("f8E4M3FN")
-    (('int32', 32), ('uint8', 8), ('float8_e4m3fn', 8))
+    Outside a fusion the same pair of instructions does move the whole buffer to everybody.
     """
-    if element in _BY_LETTERS:
-        return _BY_LETTERS[element]
-    # Small floats carry their layout behind the width: f8E4M3FN (StableHLO), f8e4m3fn (HLO).
-    head, _, layout = element.lower().partition("e")
-    letters = head.rstrip("0123456789")
-    width = int(head[len(letters) :] or 0)
-    kind = {"f": "float", "s": "int", "i": "int", "u": "uint", "ui": "uint"}.get(letters, letters)
-    return f"{kind}{width}" + (f"_e{layout}" if layout else ""), width
+    if not within.name.startswith("all-reduce-scatter"):
+        return False
+    root = within.instruction(within.root)
+    return root.opcode == "dynamic-slice" and root.operands[0] == name
 
 
-def num_bytes(element: str, dims: list[int]) -> int:
-    """Return the bytes of a dense array; types narrower than a byte are packed."""
-    return (math.prod(dims) * dtype_of(element)[1] + 7) // 8
+def parse_target(text: str, per_slice: int) -> tuple[Groups, bool]:
+    """Return the devices that a transfer connects, numbered as in a mesh whose slices come first.
+
+    Args:
+      text: `"{1,2}x{0:7}"` (the devices of the same place in each slice), `{{100000,200000},...}`
+        (groups) or `{{100000->200000},...}` (pairs).
+      per_slice: number of devices of one slice.
+
+    Returns:
+      (groups, whether they are pairs); groups are None if the text has another form.
+
+    >>> parse_target('"{1,2}x{0:1}"', 2)
+    (((0, 2), (1, 3)), False)
+    """
+    if product := re.fullmatch(r"\{([^{}]*)\}x\{([^{}]*)\}", text.strip('"')):
+        slices, places = (_numbers(part) for part in product.groups())
+        return tuple(tuple((s - 1) * per_slice + p for s in slices) for p in places), False
+    groups = [re.findall(r"\d+", group) for group in re.findall(r"\{([\d,>\s-]+)\}", text)]
+    logical = tuple(tuple(_logical(int(i), per_slice) for i in group) for group in groups)
+    return logical or None, "->" in text
+
+
+def _logical(device: int, per_slice: int) -> int:
+    return (device // _PER_SLICE - 1) * per_slice + device % _PER_SLICE
+
+
+def _numbers(text: str) -> list[int]:
+    """Return the numbers of a text such as `0:2,5`: [0, 1, 2, 5]."""
+    ranges = (part.partition(":") for part in text.split(","))
+    return [i for first, _, last in ranges for i in range(int(first), int(last or first) + 1)]

@@ -1,26 +1,23 @@
 """`comm_report`: what a step communicates, found without running it."""
 
-import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+import math
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import reduce
+from itertools import product
 from typing import Any
 
 import jax
 
+from ..._support.scopes import EVERY_PHASE
 from ..._support.types import Phase
+from ...tracing import equations_in
 from ...transform import ParameterTransform
-from ._collectives import ProgramCollectives
+from ._collectives import Block, Collective, Loop, ProgramCollectives, read_collectives, wire_bytes
 from ._comm_rows import LEVELS, CommReport, CommRow
-from ._hlo import read_hlo
-from ._kinds import kinds_of, rows_of_kind
-from ._mesh_axes import (
-    UNKNOWN_AXIS,
-    MeshAxes,
-    mesh_axes,
-    meshes_of_arguments,
-    meshes_of_compiled,
-    meshes_of_jaxpr,
-)
-from ._stablehlo import has_devices, meshes_of_module, read_stablehlo
+from ._hlo_text import parse_module
+from ._mesh_axes import UNKNOWN_AXIS, MeshAxes, axis_of, declared_meshes, mesh_axes, meshes_among
 
 AnyProgram = jax.stages.Lowered | jax.stages.Traced | jax.stages.Compiled
 
@@ -28,7 +25,7 @@ AnyProgram = jax.stages.Lowered | jax.stages.Traced | jax.stages.Compiled
 def comm_report(fn: Callable[..., Any] | Any, *args: Any, **kwargs: Any) -> CommReport:
     """List the collectives of a step by mesh axis, collective and kind of step.
 
-    Two levels are reported: *emitted*, what the traced program asks for (StableHLO), and
+    Two levels are reported: *emitted*, what the traced program asks for (its StableHLO), and
     *compiled*, what runs (optimised HLO). They differ: compilers merge and rewrite collectives, and
     those of automatic mesh axes exist only in compiled programs. `fn` is lowered and compiled,
     never executed; nothing is donated. A program for an abstract mesh is not compiled.
@@ -64,31 +61,21 @@ def comm_report(fn: Callable[..., Any] | Any, *args: Any, **kwargs: Any) -> Comm
     Returns:
       A `CommReport`.
 
-    Raises:
-      TypeError: `fn` is none of these.
-
     Example:
       >>> import jax
       >>> report = comm_report(lambda x: 2 * x, jax.ShapeDtypeStruct((4,), "float32"))
       >>> report.kinds, report.count()
       (('every',), 0)
     """
-    meshes = meshes_of_arguments((args, kwargs))
-    for method in ("lowered_by_phase", "traced_by_phase"):
-        if hasattr(fn, method):
-            programs, sync = getattr(fn, method)(*args, **kwargs), getattr(fn, "sync", None)
-            if not isinstance(sync, ParameterTransform):
-                return _report(programs, meshes, compile=True)
-            report = _report(programs, meshes, compile=True, phases=sync.phases())
-            return dataclasses.replace(report, state=sync.stored)
-    if not callable(fn):
-        raise TypeError(
-            "`fn` must be a function, a jitted function or a step object with "
-            f"`lowered_by_phase`, got {type(fn).__name__}."
-        )
+    leaves = jax.tree.leaves((args, kwargs))
+    meshes = _meshes_of_shardings(getattr(leaf, "sharding", None) for leaf in leaves)
+    by_phase = getattr(fn, "lowered_by_phase", getattr(fn, "traced_by_phase", None))
+    if by_phase is not None:
+        return _report(by_phase(*args, **kwargs), meshes, sync=getattr(fn, "sync", None))
     jitted: Any = fn if hasattr(fn, "lower") else jax.jit(fn)
+    # What `jax.pmap` returns can be lowered alone.
     program = jitted.trace if hasattr(jitted, "trace") else jitted.lower
-    return _report(program(*args, **kwargs), meshes, compile=True)
+    return _report(program(*args, **kwargs), meshes)
 
 
 def comm_report_of(
@@ -100,9 +87,9 @@ def comm_report_of(
     """Report on programs made elsewhere, for example for a TPU topology ahead of time.
 
     Args:
-      lowered: a program, or several by kind of step: all traced or lowered, or all compiled, as
-        `TrainStep.compiled` returns one. A compiled program does not say what was emitted, so it
-        gives the level "compiled" alone, and a kind of step shows where it still communicates.
+      lowered: a program, or several by kind of step: traced, lowered, or compiled, as
+        `TrainStep.compiled` returns one. A compiled program does not say what was emitted, so with
+        one the level "compiled" is alone, and a kind of step shows where it still communicates.
       mesh: the mesh that names the axes; None takes those declared in the program, and of a
         compiled one those of its arguments and results. It is needed to attribute transfers between
         TPU slices.
@@ -114,103 +101,197 @@ def comm_report_of(
 
     Raises:
       TypeError: `lowered` is none of these, or holds something that is not.
-      ValueError: an empty mapping, or one that mixes compiled programs with others.
 
     Example:
       `comm_report_of(jax.jit(step).lower(*shapes), mesh=mesh).count(level="compiled")`
       `comm_report_of(step.compiled(state, batch)).count(level="compiled", kind="slow")`
     """
-    _check_programs(lowered)
     return _report(lowered, [mesh_axes(mesh)] if mesh is not None else [], compile=compile)
 
 
-def _check_programs(programs: Any) -> None:
-    by_kind = programs if isinstance(programs, Mapping) else {None: programs}
-    if not by_kind:
-        raise ValueError("`lowered` must hold at least one program, got an empty mapping.")
+def _report(
+    programs: Any, arguments: list[MeshAxes], *, compile: bool = True, sync: Any = None
+) -> CommReport:
+    """Return the report on one program, or on several by kind of step."""
+    whole = isinstance(programs, Mapping) and list(programs) != [None]  # a program for each kind
+    by_kind: dict[str, Any] = dict(programs if isinstance(programs, Mapping) else {"": programs})
+    traced = [p for p in by_kind.values() if isinstance(p, jax.stages.Traced)]
+    equations = (equation for p in traced for equation in equations_in(p.jaxpr))
+    meshes = meshes_among(equation.params.get("mesh") for equation in equations) + arguments
+    found: list[tuple[str, str, ProgramCollectives]] = []
+    compiled: dict[str, jax.stages.Compiled] = {}
     for kind, program in by_kind.items():
-        if not isinstance(program, AnyProgram) and not hasattr(program, "compiler_ir"):
-            where = "" if kind is None else f" under {kind!r}"
+        if isinstance(program, jax.stages.Compiled):
+            shardings = program.input_shardings, program.output_shardings
+            meshes += _meshes_of_shardings(jax.tree.leaves(shardings))
+            compiled[kind] = program
+            continue
+        lowered: Any = program.lower() if isinstance(program, jax.stages.Traced) else program
+        if not hasattr(lowered, "compiler_ir"):
+            where = f" under {kind!r}" if whole else ""
             raise TypeError(
                 "`lowered` must be a jax.stages.Lowered, Traced or Compiled, or a mapping of these "
                 f"by kind of step, got {type(program).__name__}{where}."
             )
-    compiled = [kind for kind, p in by_kind.items() if isinstance(p, jax.stages.Compiled)]
-    if 0 < len(compiled) < len(by_kind):
-        others = [kind for kind in by_kind if kind not in compiled]
-        raise ValueError(
-            "`lowered` must hold compiled programs only, or none, since these do not tell what was "
-            f"emitted; got {compiled} compiled and {others} not."
-        )
+        # Converted to HLO, a traced program is read as a compiled one is.
+        module = parse_module(lowered.compiler_ir("hlo").as_hlo_module().to_string())
+        found.append((kind, "emitted", read_collectives(module, compiled=False)))
+        declared = declared_meshes(module.header)
+        meshes += declared
+        if compile and _has_devices(lowered, declared):
+            compiled[kind] = lowered.compile()
+    num_devices = max((len(mesh.ids) for mesh in meshes), default=0)
+    slices_first = all(mesh.slice_major for mesh in meshes)
+    for kind, program in compiled.items():
+        module = parse_module(program.as_text() or "")
+        found.append((kind, "compiled", read_collectives(module, True, num_devices, slices_first)))
 
-
-def _report(
-    programs_by_kind: Any,
-    arguments: list[MeshAxes],
-    *,
-    compile: bool,
-    phases: Sequence[Phase] = (),
-) -> CommReport:
-    """Return the report on one program, or on several by kind of step."""
-    programs_by_name = (
-        programs_by_kind if isinstance(programs_by_kind, Mapping) else {None: programs_by_kind}
-    )
-    whole = list(programs_by_name) != [None]  # each program belongs to one kind
-    by_kind: dict[str, Any] = {}
-    traced: list[MeshAxes] = []
-    declared: list[MeshAxes] = []
-    modules: dict[str, Any] = {}
-    for name, program in programs_by_name.items():
-        kind = str(name)
-        if isinstance(program, jax.stages.Compiled):
-            by_kind[kind] = program
-            declared += meshes_of_compiled(program)
-            continue
-        if hasattr(program, "jaxpr"):
-            traced += meshes_of_jaxpr(program.jaxpr)
-        by_kind[kind] = program.lower() if hasattr(program, "lower") else program
-        modules[kind] = by_kind[kind].compiler_ir("stablehlo")
-        # The module declares its meshes too, but only with Shardy.
-        declared += meshes_of_module(modules[kind])
-    all_meshes = traced + arguments + declared
-    meshes = _distinct(all_meshes)
-    compile = not modules or (compile and all(map(has_devices, modules.values())))
-
-    programs: list[tuple[str, str, ProgramCollectives]]
-    programs = [(kind, "emitted", read_stablehlo(module)) for kind, module in modules.items()]
-    if compile:
-        num_devices = max((mesh.size for mesh in meshes), default=0)
-        slice_major = all(mesh.slice_major for mesh in all_meshes)
-        for kind, program in by_kind.items():
-            compiled = program if kind not in modules else program.compile()
-            text = compiled.as_text() or ""
-            programs.append((kind, "compiled", read_hlo(text, num_devices, slice_major)))
-
-    kinds = tuple(by_kind) if whole else kinds_of([program for _, _, program in programs], phases)
+    axes = tuple(dict.fromkeys(replace(mesh, slice_major=True) for mesh in meshes))
+    is_sync = isinstance(sync, ParameterTransform)
+    kinds = tuple(by_kind)
+    if not whole:
+        kinds = kinds_of([program for *_, program in found], sync.phases() if is_sync else ())
+    levels = [level for level in LEVELS if [x for _, x, _ in found].count(level) == len(by_kind)]
     rows: list[CommRow] = []
-    for name, level, program in programs:
-        for kind in (name,) if whole else kinds:
-            rows += rows_of_kind(kind, program, level, meshes, whole=whole)
-    rows.sort(key=lambda row: (kinds.index(row.kind), LEVELS.index(row.level)))
-    return CommReport(
-        rows=tuple(rows),
-        kinds=kinds,
-        axes=_axes(meshes, rows),
-        levels=(LEVELS[:1] if modules else ()) + (LEVELS[1:] if compile else ()),
-    )
+    for kind, level, (name, of_level, program) in product(kinds, levels, found):
+        if level == of_level and (not whole or name == kind):
+            rows += _rows_of_kind(kind, program, level, axes, whole)
+    names = [name for mesh in axes for name in mesh.names]
+    names += sorted((row.axis for row in rows), key=lambda axis: axis == UNKNOWN_AXIS)
+    state = sync.stored if is_sync else ""
+    return CommReport(tuple(rows), kinds, tuple(dict.fromkeys(names)), tuple(levels), state)
 
 
-def _distinct(meshes: list[MeshAxes]) -> tuple[MeshAxes, ...]:
-    """Return the meshes without those that equal an earlier one in all but their slices."""
-    distinct: dict[tuple[Any, ...], MeshAxes] = {}
-    for mesh in meshes:
-        distinct.setdefault((mesh.names, mesh.sizes, mesh.ids), mesh)
-    return tuple(distinct.values())
+def _meshes_of_shardings(shardings: Iterable[Any]) -> list[MeshAxes]:
+    return meshes_among(getattr(sharding, "mesh", None) for sharding in shardings)
 
 
-def _axes(meshes: tuple[MeshAxes, ...], rows: list[CommRow]) -> tuple[str, ...]:
-    single = [name for mesh in meshes for name in mesh.names]
-    axes = [row.axis for row in rows]
-    combined = [axis for axis in axes if axis not in single and axis != UNKNOWN_AXIS]
-    unknown = [UNKNOWN_AXIS] if UNKNOWN_AXIS in axes else []
-    return tuple(dict.fromkeys(single + combined + unknown))
+def _has_devices(lowered: Any, meshes: list[MeshAxes]) -> bool:
+    """Return False for a program on an abstract mesh, which can be read but not compiled."""
+    attributes = lowered.compiler_ir("stablehlo").operation.attributes
+    counts = (attributes[name].value for name in ("mhlo.num_partitions", "mhlo.num_replicas"))
+    return max((len(mesh.ids) for mesh in meshes), default=0) <= math.prod(map(int, counts))
+
+
+def kinds_of(
+    programs: Sequence[ProgramCollectives], phases: Sequence[Phase] = ()
+) -> tuple[str, ...]:
+    """Return the kinds of step of one traced program, from its emitted and compiled collectives.
+
+    The rules are in the documentation of `comm_report`.
+
+    Args:
+      programs: the collectives of the program, of each level.
+      phases: all that are due together in some step: their events do not meet otherwise. Events
+        that are in none may meet any.
+    """
+    known = dict.fromkeys(event for phase in phases for event in phase)
+
+    def can_meet(events: frozenset[str]) -> bool:
+        due = events & known.keys()
+        return not due or any(due <= {*phase} for phase in phases)
+
+    scopes = dict.fromkeys(scope for program in programs for scope in program.scopes)
+    named = [(name, inside) for name, inside in scopes if name and name != EVERY_PHASE]
+    static = dict.fromkeys(name for name, inside in named if not inside)
+    chosen = dict.fromkeys(name for name, inside in named if inside)
+    # Events are joined in the order of the schedule; HLO text may have them in another one.
+    order = dict.fromkeys([*known, *(name for name, _ in named)])
+    unnamed = (None, True) in scopes
+    if chosen:
+        together = {events for p in programs for events in _event_sets(p.block, can_meet)}
+        joined = ["+".join(e for e in order if e in events) for events in together]
+        kinds = ["local", *chosen, *static, *sorted(name for name in joined if "+" in name)]
+    elif (EVERY_PHASE, True) in scopes:
+        kinds = ["local", EVERY_PHASE]
+    else:
+        joined = "+".join(name for name in order if name in static)
+        kinds = [joined or ("local" if unnamed else "every")]
+    return tuple(dict.fromkeys(kinds + ["conditional"] * unnamed))
+
+
+def _event_sets(block: Block, can_meet: Callable[[frozenset[str]], bool]) -> set[frozenset[str]]:
+    """Return the sets of phases that can communicate in one step, for all choices of branches.
+
+    Conditionals one after the other give all combinations, so those that cannot meet are left out
+    at once.
+    """
+    sets: set[frozenset[str]] = {frozenset()}
+    for node in block:
+        if isinstance(node, Collective):
+            events = [node.phase] if node.phase and node.phase != EVERY_PHASE else []
+            part: set[frozenset[str]] = {frozenset(events)}
+        elif isinstance(node, Loop):
+            part = _event_sets(node.block, can_meet)
+        else:
+            part = {x for branch in node.blocks for x in _event_sets(branch, can_meet)}
+        sets = {*filter(can_meet, (one | other for one in sets for other in part))}
+    return sets
+
+
+def _belongs(phase: str | None, kind: str) -> bool:
+    """Return whether a step of a kind executes the conditional parts of a phase."""
+    if phase is None:
+        return kind == "conditional"
+    if phase == EVERY_PHASE:
+        return kind not in ("local", "conditional")
+    return phase in kind.split("+")
+
+
+# Amounts by what must be equal in rows that are joined: rows without amounts. They are count,
+# bytes, bytes on the wire and dtypes.
+_Amounts = dict[CommRow, tuple[int, int, int, frozenset[str]]]
+
+
+def _rows_of_kind(
+    kind: str, program: ProgramCollectives, level: str, meshes: tuple[MeshAxes, ...], whole: bool
+) -> list[CommRow]:
+    """Return the rows of everything that a step of one kind executes.
+
+    If the program is of this kind alone (`whole`), all its conditional parts belong to it.
+    """
+
+    def in_block(block: Block, conditional: bool, trips: int | None, in_loop: bool) -> _Amounts:
+        total: _Amounts = {}
+        for node in block:
+            if isinstance(node, Collective):
+                part = of_one(node, conditional, trips, in_loop)
+            elif isinstance(node, Loop):
+                turns = node.trip_count
+                inner = trips * turns if trips is not None and turns is not None else None
+                part = in_block(node.block, conditional, inner, True)
+            else:
+                # Branches exclude each other, so the larger amount stands for all of them: gossip
+                # rounds of one phase, a branch each, count as the one exchange that happens.
+                branches = (in_block(branch, True, trips, in_loop) for branch in node.blocks)
+                part = reduce(lambda one, other: _merged(one, other, max), branches)
+            total = _merged(total, part, operator.add)
+        return total
+
+    def of_one(node: Collective, conditional: bool, trips: int | None, in_loop: bool) -> _Amounts:
+        if conditional and not whole and not _belongs(node.phase, kind):
+            return {}
+        axis, group_size = axis_of(node.groups, node.pairs, meshes)
+        if group_size == 1:
+            return {}
+        num_devices = 0 if axis == UNKNOWN_AXIS else len(meshes[0].ids)
+        sent = wire_bytes(node, group_size, num_devices)
+        where = conditional, in_loop, trips
+        key = CommRow(kind, axis, node.name, level, 0, 0, 0, group_size, (), *where)
+        times = 1 if trips is None else trips
+        return {key: (times, times * node.nbytes, times * sent, frozenset(node.dtypes))}
+
+    return [
+        replace(row, count=count, bytes=nbytes, wire_bytes=sent, dtypes=tuple(sorted(dtypes)))
+        for row, (count, nbytes, sent, dtypes) in in_block(program.block, False, 1, False).items()
+    ]
+
+
+def _merged(first: _Amounts, second: _Amounts, how: Callable[[int, int], int]) -> _Amounts:
+    """Return the sum of amounts, or the larger ones of two alternatives."""
+    merged = dict(first)
+    for key, (count, nbytes, sent, dtypes) in second.items():
+        before = merged.get(key, (0, 0, 0, frozenset[str]()))
+        amounts = how(before[0], count), how(before[1], nbytes), how(before[2], sent)
+        merged[key] = *amounts, before[3] | dtypes
+    return merged

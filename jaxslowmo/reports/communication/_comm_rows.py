@@ -3,6 +3,7 @@
 import json
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
+from typing import TypedDict, Unpack
 
 from ._collectives import COLLECTIVES
 
@@ -51,12 +52,21 @@ class CommRow:
     trip_count: int | None = 1
 
 
+class Which(TypedDict, total=False):
+    """What to select; see `CommReport.select`."""
+
+    axis: str | Sequence[str] | None
+    collective: str | None
+    kind: str | None
+
+
 @dataclass(frozen=True)
 class CommReport:
     """The communication of a step; `str(report)` is a table.
 
     Attributes:
-      rows: the rows; only collectives that move something have one.
+      rows: the rows by kind and level; only collectives that move something have one. Collectives
+        that do not depend on each other may have any order.
       kinds: kinds of step, also those that communicate nothing.
       axes: mesh axes of the program, then combinations of them that occur, then "?" if it occurs.
       levels: ("emitted", "compiled"), or only the first if nothing was compiled: on request, or
@@ -102,39 +112,26 @@ class CommReport:
             kind = next((k for k in self.kinds if sorted(k.split("+")) == events), kind)
         _check("kind", kind, self.kinds)
         _check("collective", collective, COLLECTIVES)
-        if level in LEVELS and level not in self.levels:
-            why = {
-                "emitted": 'of compiled programs, which no longer tell: ask for level="compiled".',
-                "compiled": "without compiling, on request or because the mesh of the program has "
-                "no devices.",
-            }
-            raise ValueError(f"`level` is {level!r}, but this report was made {why[level]}")
         _check("level", level, self.levels)
-        wanted = _axis_set(axis, self.axes)
+        axes = axis.split(",") if isinstance(axis, str) else list(axis or ())
+        for name in axes:
+            _check("axis", name, ["?", *",".join(self.axes).split(",")])
         return tuple(
             row
             for row in self.rows
-            if wanted <= set(row.axis.split(","))
+            if set(axes) <= set(row.axis.split(","))
             and collective in (None, row.collective)
             and kind in (None, row.kind)
             and level in (None, row.level)
         )
 
-    def count(
-        self,
-        *,
-        axis: str | Sequence[str] | None = None,
-        collective: str | None = None,
-        kind: str | None = None,
-        level: str = "emitted",
-    ) -> int:
+    def count(self, *, level: str = "emitted", **which: Unpack[Which]) -> int:
         """Return the number of collectives that a step executes.
 
         Args:
-          axis: see `select`.
-          collective: see `select`.
-          kind: kind of step; may be left out only if the report has a single one.
           level: "emitted" or "compiled".
+          **which: `axis` and `collective` as in `select`, and `kind`, which may be left out only if
+            the report has a single one.
 
         Returns:
           The sum of `count` over the matching rows.
@@ -146,29 +143,15 @@ class CommReport:
         Example:
           `assert report.count(kind="local", axis="replica") == 0`
         """
-        return sum(row.count for row in self._of_one_kind(axis, collective, kind, level))
+        return sum(row.count for row in self._of_one_kind(level, which))
 
-    def bytes(
-        self,
-        *,
-        axis: str | Sequence[str] | None = None,
-        collective: str | None = None,
-        kind: str | None = None,
-        level: str = "emitted",
-    ) -> int:
+    def bytes(self, *, level: str = "emitted", **which: Unpack[Which]) -> int:
         """Return the payload bytes of one device in a step; the arguments are those of `count`."""
-        return sum(row.bytes for row in self._of_one_kind(axis, collective, kind, level))
+        return sum(row.bytes for row in self._of_one_kind(level, which))
 
-    def wire_bytes(
-        self,
-        *,
-        axis: str | Sequence[str] | None = None,
-        collective: str | None = None,
-        kind: str | None = None,
-        level: str = "emitted",
-    ) -> int:
+    def wire_bytes(self, *, level: str = "emitted", **which: Unpack[Which]) -> int:
         """Return the bytes that one device sends in a step; the arguments are those of `count`."""
-        return sum(row.wire_bytes for row in self._of_one_kind(axis, collective, kind, level))
+        return sum(row.wire_bytes for row in self._of_one_kind(level, which))
 
     def to_json(self) -> str:
         """Return the report as a JSON object with the attributes as keys."""
@@ -178,26 +161,13 @@ class CommReport:
         table = _table(self.kinds, self.levels, self.rows)
         return f"{table}\nstate of `sync`: {self.state}" if self.state else table
 
-    def _of_one_kind(
-        self, axis: str | Sequence[str] | None, collective: str | None, kind: str | None, level: str
-    ) -> tuple[CommRow, ...]:
-        if kind is None and len(self.kinds) > 1:
+    def _of_one_kind(self, level: str, which: Which) -> tuple[CommRow, ...]:
+        if which.get("kind") is None and len(self.kinds) > 1:
             raise ValueError(
                 "`kind` is needed: kinds of step overlap, so their sum would count twice. "
                 f"This report has {_listed(self.kinds)}."
             )
-        return self.select(axis=axis, collective=collective, kind=kind, level=level)
-
-
-def _axis_set(axis: str | Sequence[str] | None, axes: Sequence[str]) -> set[str]:
-    if axis is None:
-        return set()
-    names = axis.split(",") if isinstance(axis, str) else list(axis)
-    single = {name for entry in axes for name in entry.split(",")} | {"?"}
-    for name in names:
-        if name not in single:
-            raise ValueError(f"`axis` must be one of {_listed(axes)}, got {name!r}.")
-    return set(names)
+        return self.select(level=level, **which)
 
 
 def _check(argument: str, value: str | None, names: Sequence[str]) -> None:
@@ -214,38 +184,29 @@ def _table(kinds: Sequence[str], levels: Sequence[str], rows: Sequence[CommRow])
     head = ["kind", "axis", "collective", "emitted", "bytes", "compiled", "bytes", "notes"]
     lines = [head]
     for kind in kinds:
-        groups: dict[tuple[str, str], list[CommRow]] = {}
-        for row in rows:
-            if row.kind == kind:
-                groups.setdefault((row.axis, row.collective), []).append(row)
-        if not groups:
-            lines.append([kind, "-", "(no communication)", *_amounts(levels, []), ""])
-        for (axis, collective), same in groups.items():
-            lines.append([kind, axis, collective, *_amounts(levels, same), _notes(same)])
+        of_kind = [row for row in rows if row.kind == kind]
+        pairs = dict.fromkeys((row.axis, row.collective) for row in of_kind)
+        for pair in pairs or [("-", "(no communication)")]:
+            same = [row for row in of_kind if (row.axis, row.collective) == pair]
+            lines.append([kind, *pair, *_amounts(levels, same), _notes(same)])
     return "\n".join(aligned(lines, left=(0, 1, 2, len(head) - 1)))
 
 
 def _amounts(levels: Sequence[str], rows: list[CommRow]) -> list[str]:
     cells = []
     for level in LEVELS:
-        if level not in levels:
-            cells += ["-", "-"]
-            continue
         chosen = [row for row in rows if row.level == level]
-        cells.append(f"{sum(row.count for row in chosen):,}")
-        cells.append(f"{sum(row.bytes for row in chosen):,}")
+        amounts = sum(row.count for row in chosen), sum(row.bytes for row in chosen)
+        cells += [f"{amount:,}" if level in levels else "-" for amount in amounts]
     return cells
 
 
 def _notes(rows: list[CommRow]) -> str:
-    notes = []
-    if any(row.conditional for row in rows):
-        notes.append("conditional")
+    loop = "loop" if any(row.in_loop for row in rows) else ""
     if any(row.trip_count is None for row in rows):
-        notes.append("loop of unknown length, counted once")
-    elif any(row.in_loop for row in rows):
-        notes.append("loop")
-    return ", ".join(notes)
+        loop = "loop of unknown length, counted once"
+    conditional = "conditional" if any(row.conditional for row in rows) else ""
+    return ", ".join(filter(None, (conditional, loop)))
 
 
 def aligned(rows: Sequence[Sequence[str]], *, left: Collection[int] = (0,)) -> list[str]:

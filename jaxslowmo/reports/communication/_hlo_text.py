@@ -1,29 +1,63 @@
 """A parser of HLO text: computations, instructions, types and the turns of loops."""
 
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
 
-from ._collectives import Carried, Term, dtype_of, num_bytes, num_turns, phase_of
+from ..._support.scopes import PHASE
 
-_COMPUTATION = re.compile(r"(ENTRY )?%?([^\s(]+) \(.*\{\s*$")
-_INSTRUCTION = re.compile(r"\s+(ROOT )?%?([^\s=]+) = (.*)$")
+_COMPUTATION = re.compile(r"(ENTRY )?%?(\S+) \(.*\{\s*$")
+_LINE = re.compile(r"\s+(ROOT )?%?(\S+) = (.*)$")
+# A type may be a tuple, whose brackets may be nested; no element of it looks like an opcode.
+_INSTRUCTION = re.compile(r"(\(.*?\)|\S+) ([a-z][\w-]*)\((.*?)\)(?=,|$)(.*)")
+_CALLED = re.compile(r", (?:calls|to_apply|condition|body|\w+_computations?)=(\{[^}]*\}|[^,]+)")
+_OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 _SHAPE = re.compile(r"\b([a-z]\w*)\[([^\]]*)\]")
-_OP_NAME = re.compile(r'op_name="([^"]*)"')
+_ELEMENT = re.compile(r"([a-z]+?)(\d+)(e\w+)?")
+_KINDS = {"bf": "bfloat", "c": "complex", "f": "float", "s": "int", "u": "uint"}
 _KNOWN_TURNS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
-_TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[(){}\[\],]')
-_DEPTH = dict.fromkeys("({[", 1) | dict.fromkeys(")}]", -1)
+# Transformations wrap scope names, as in "transpose(jvp(phase:slow))", hence the brackets.
+_PHASE = re.compile(rf"{PHASE}([^/()]+)")
+
+
+def phase_of(scope: str) -> str | None:
+    """Return the innermost phase that a scope path names, if any.
+
+    >>> phase_of("jit(f)/cond/branch_1_fun/phase:slow/phase:average/psum")
+    'average'
+    """
+    phases = _PHASE.findall(scope)
+    return phases[-1] if phases else None
+
+
+def scope_of(text: str) -> str:
+    """Return the scope path in the text of an instruction; "" without one."""
+    match = _OP_NAME.search(text)
+    return match[1] if match else ""
 
 
 @dataclass(frozen=True)
 class Instruction:
-    """One instruction: `name = type opcode(operands), attributes`."""
+    """One instruction: `name = type opcode(inside), attributes`."""
 
     name: str
     type: str
     opcode: str
-    operands: tuple[str, ...]
-    attributes: dict[str, str]
+    inside: str
+    attributes: str
+
+    @cached_property
+    def operands(self) -> list[str]:
+        """The names of its operands."""
+        return re.findall(r"%([\w.\-]+)", self.inside)
+
+    @cached_property
+    def called(self) -> list[str]:
+        """The names of the computations that it calls, in the order of the text."""
+        return re.findall(r"[\w.\-]+", " ".join(_CALLED.findall(self.attributes)))
 
 
 @dataclass
@@ -34,169 +68,124 @@ class Computation:
     lines: dict[str, str] = field(default_factory=dict)
     root: str = ""
 
-    def instruction(self, name: str) -> Instruction | None:
-        return parse_instruction(name, self.lines[name]) if name in self.lines else None
+    def instruction(self, name: str) -> Instruction:
+        """Parse one instruction."""
+        match = _INSTRUCTION.match(self.lines[name])
+        assert match is not None, self.lines[name]
+        return Instruction(name, *match.groups())
 
-    def type_of(self, name: str) -> str:
-        return _split_type(self.lines.get(name, ""))[0]
+    def select(self, pattern: re.Pattern[str]) -> Iterator[Instruction]:
+        """Return the instructions in whose text a pattern is found, in program order."""
+        return (self.instruction(name) for name, text in self.lines.items() if pattern.search(text))
+
+    def behind_copies(self, name: str) -> Instruction:
+        """Return the instruction that computes a value, without copies of it."""
+        instruction = self.instruction(name)
+        while instruction.opcode in ("copy", "bitcast"):
+            instruction = self.instruction(instruction.operands[0])
+        return instruction
 
     def only_phase(self) -> str | None:
         """Return the one phase that its instructions name; None if they name several or none."""
-        scopes = filter(None, map(_OP_NAME.search, self.lines.values()))
-        phases = {phase_of(match[1]) for match in scopes} - {None}
+        phases = {phase_of(scope_of(text)) for text in self.lines.values()} - {None}
         return phases.pop() if len(phases) == 1 else None
-
-    def select(self, opcodes: re.Pattern[str]) -> Iterator[Instruction]:
-        """Yield the instructions whose text contains a match, in program order."""
-        for name, text in self.lines.items():
-            if opcodes.search(text):
-                yield parse_instruction(name, text)
 
 
 @dataclass(frozen=True)
 class HloModule:
-    """An HLO module: its computations by name and the number of devices it is written for."""
+    """An HLO module: its first line, its computations by name and the name of the first to run."""
 
+    header: str
     computations: dict[str, Computation]
     entry: str
-    num_devices: int
+
+    @property
+    def num_devices(self) -> int:
+        """The number of devices that the module is written for."""
+        counts = re.findall(r"\b(?:replica_count|num_partitions)=(\d+)", self.header)
+        return math.prod(map(int, counts))
 
 
 def parse_module(text: str) -> HloModule:
     """Split the text of a module into computations."""
     computations: dict[str, Computation] = {}
-    entry, devices = "", 1
-    current: Computation | None = None
+    entry = ""
+    current = Computation("")
     for line in text.splitlines():
-        if line.startswith("HloModule"):
-            for key in ("replica_count", "num_partitions"):
-                match = re.search(rf"\b{key}=(\d+)", line)
-                devices *= int(match[1]) if match else 1
-        elif line.startswith("}"):
-            current = None
-        elif current is not None:
-            if match := _INSTRUCTION.match(line):
-                current.lines[match[2]] = match[3]
-                if match[1]:
-                    current.root = match[2]
+        if match := _LINE.match(line):
+            current.lines[match[2]] = match[3]
+            current.root = match[2] if match[1] else current.root
         elif match := _COMPUTATION.match(line):
             current = computations[match[2]] = Computation(match[2])
             entry = match[2] if match[1] else entry
-    return HloModule(computations, entry, devices)
-
-
-def _end(text: str, start: int) -> int:
-    """Return the index after the bracket that closes the one at `start`; quotes are skipped."""
-    depth = 0
-    for token in _TOKEN.finditer(text, start):
-        depth += _DEPTH.get(token[0], 0)
-        if not depth:
-            return token.end()
-    return len(text)
-
-
-def _split(text: str) -> list[str]:
-    """Split a text at commas outside brackets and quotes."""
-    parts, start, depth = [], 0, 0
-    for token in _TOKEN.finditer(text):
-        depth += _DEPTH.get(token[0], 0)
-        if token[0] == "," and not depth:
-            parts.append(text[start : token.start()])
-            start = token.end()
-    return [part.strip() for part in (*parts, text[start:]) if part.strip()]
-
-
-def _split_type(text: str) -> tuple[str, str]:
-    end = _end(text, 0) if text.startswith("(") else text.find(" ")
-    return (text, "") if end < 0 else (text[:end], text[end:].strip())
-
-
-def parse_instruction(name: str, text: str) -> Instruction:
-    """Parse an instruction from the text after `name = `."""
-    kind, rest = _split_type(text)
-    opening = rest.find("(")
-    closing = _end(rest, opening)
-    operands = re.sub(r"/\*.*?\*/", "", rest[opening + 1 : closing - 1])
-    attributes: dict[str, str] = {}
-    for part in _split(rest[closing:]):
-        key, _, value = part.partition("=")
-        if key == "device_ids":  # belongs to a mesh in replica_groups, in spite of the comma
-            attributes["replica_groups"] += ", " + part
-        else:
-            attributes[key] = value
-    return Instruction(
-        name,
-        kind,
-        rest[:opening],
-        # Some printers repeat the type before the name of an operand.
-        tuple(operand.split()[-1].lstrip("%") for operand in _split(operands)),
-        attributes,
-    )
+    return HloModule(text.partition("\n")[0], computations, entry)
 
 
 def shapes(type_text: str) -> list[tuple[str, int]]:
     """Return (dtype, bytes) of every array in a type; layouts are ignored.
 
-    >>> shapes("(bf16[8,128]{1,0:T(8,128)S(1)}, u32[])")
-    [('bfloat16', 2048), ('uint32', 4)]
+    Dtypes have their names in jax. Types narrower than a byte are packed.
+
+    >>> shapes("(bf16[8,128]{1,0:T(8,128)S(1)}, u32[], f8e4m3fn[2])")
+    [('bfloat16', 2048), ('uint32', 4), ('float8_e4m3fn', 2)]
     """
     arrays = []
     for element, dims in _SHAPE.findall(type_text):
-        sizes = [int(d) for d in re.findall(r"\d+", dims)]
-        arrays.append((dtype_of(element)[0], num_bytes(element, sizes)))
+        name, bits = {"pred": ("bool", 8)}.get(element, (element, 0))
+        if match := _ELEMENT.fullmatch(element):
+            kind, width, layout = match.groups()
+            name, bits = (
+                _KINDS.get(kind, kind) + width + (f"_{layout}" if layout else ""),
+                int(width),
+            )
+        size = math.prod(int(d) for d in re.findall(r"\d+", dims))
+        arrays.append((name, (size * bits + 7) // 8))
     return arrays
+
+
+class _Carried(NamedTuple):
+    """A value that a loop carries from turn to turn, by its index."""
+
+    index: int
 
 
 def trip_count(loop: Instruction, within: Computation, module: HloModule) -> int | None:
     """Return the number of iterations of a `while`, or None where the program does not say so.
 
-    TPU code does not state it; there the form `for (i = start; i < stop; i += step)` with constant
-    bounds is recognised.
+    Only CPU and GPU code state it. Elsewhere `for (i = start; i < stop; i += step)` is recognised,
+    whose `stop` is a constant, or a carried value that does not change.
     """
-    if stated := _KNOWN_TURNS.search(loop.attributes.get("backend_config", "")):
+    if stated := _KNOWN_TURNS.search(loop.attributes):
         return int(stated[1])
-    condition = module.computations.get(loop.attributes["condition"].lstrip("%"))
-    body = module.computations.get(loop.attributes["body"].lstrip("%"))
-    if condition is None or body is None:
-        return None
+    condition, body = (module.computations[name] for name in loop.called)
     compare = condition.instruction(condition.root)
-    if compare is None or compare.attributes.get("direction") != "LT":
+    if ", direction=LT" not in compare.attributes:
         return None
-    return num_turns(
-        [_term(name, condition) for name in compare.operands],
-        lambda i: _term(_element(loop.operands[0], i, within), within),
-        lambda i: _term(_element(body.root, i, body), body),
-    )
+    counter, stop = (_value(name, condition) for name in compare.operands)
+    starts, ends = within.behind_copies(loop.operands[0]), body.behind_copies(body.root)
+    if not isinstance(counter, _Carried) or {starts.opcode, ends.opcode} != {"tuple"}:
+        return None
+    if isinstance(stop, _Carried):
+        stays = _value(ends.operands[stop.index], body) == stop
+        stop = _value(starts.operands[stop.index], within) if stays else None
+    start = _value(starts.operands[counter.index], within)
+    total = body.behind_copies(ends.operands[counter.index])
+    terms = [_value(name, body) for name in total.operands] if total.opcode == "add" else []
+    step = sum(term for term in terms if isinstance(term, int)) if counter in terms else 0
+    if not isinstance(start, int) or not isinstance(stop, int) or step <= 0:
+        return None
+    return max(0, -(-(stop - start) // step))
 
 
-def _term(name: str | None, within: Computation, *, sums: bool = True) -> Term:
-    """Return what a value is for `num_turns`; what a computation carries is a tuple."""
-    instruction = _behind_copies(name, within)
-    if instruction is None or not instruction.operands:
-        return None
-    if instruction.opcode == "constant":
-        text = instruction.operands[0]
-        return int(text) if re.fullmatch(r"-?\d+", text) else None
-    if instruction.opcode == "get-tuple-element":
-        carrier = within.instruction(instruction.operands[0])
-        is_carried = carrier is not None and carrier.opcode == "parameter"
-        return Carried(int(instruction.attributes["index"])) if is_carried else None
-    if instruction.opcode == "add" and sums:
-        return [_term(operand, within, sums=False) for operand in instruction.operands]
+def _value(name: str, within: Computation) -> int | _Carried | None:
+    """Return a constant integer, or the index of a carried value; None for other values."""
+    op = within.behind_copies(name)
+    if op.opcode == "constant" and re.fullmatch(r"-?\d+", op.inside):
+        return int(op.inside)
+    if op.opcode == "get-tuple-element":
+        carrier, index = (
+            within.instruction(op.operands[0]),
+            re.search(r"index=(\d+)", op.attributes),
+        )
+        return _Carried(int(index[1])) if index and carrier.opcode == "parameter" else None
     return None
-
-
-def _behind_copies(name: str | None, within: Computation) -> Instruction | None:
-    instruction = within.instruction(name) if name else None
-    while instruction is not None and instruction.opcode in ("copy", "bitcast"):
-        instruction = within.instruction(instruction.operands[0])
-    return instruction
-
-
-def _element(tuple_name: str, index: int, within: Computation) -> str | None:
-    instruction = _behind_copies(tuple_name, within)
-    return (
-        instruction.operands[index]
-        if instruction is not None and instruction.opcode == "tuple"
-        else None
-    )

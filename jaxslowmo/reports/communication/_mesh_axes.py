@@ -1,6 +1,7 @@
 """The mesh axes of a program, and the axes that the device groups of a collective run over."""
 
 import itertools
+import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -10,8 +11,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from ...tracing import equations_in
-from ._collectives import Groups
+UNKNOWN_AXIS = "?"
+
+# Groups, or (source, target) pairs, of logical device numbers. () is one group of all devices, and
+# None means that the text could not be read.
+Groups = tuple[tuple[int, ...], ...] | None
 
 
 @dataclass(frozen=True)
@@ -26,8 +30,9 @@ class MeshAxes:
     slice_major: bool = True
 
     @property
-    def size(self) -> int:
-        return len(self.ids)
+    def size_of(self) -> dict[str, int]:
+        """The sizes of the axes by name, outermost first."""
+        return dict(zip(self.names, self.sizes, strict=True))
 
 
 def mesh_axes(mesh: Any) -> MeshAxes:
@@ -35,58 +40,45 @@ def mesh_axes(mesh: Any) -> MeshAxes:
 
     Programs number devices by their place in the device assignment, which is the mesh order.
     """
-    sizes = tuple(int(size) for size in mesh.shape.values())
-    total = int(np.prod(sizes, dtype=int))
     devices = mesh.devices.flat if isinstance(mesh, jax.sharding.Mesh) else ()
     slices = [getattr(device, "slice_index", None) or 0 for device in devices]
     return MeshAxes(
-        tuple(str(name) for name in mesh.axis_names),
-        sizes,
-        tuple(range(total)),
+        tuple(map(str, mesh.axis_names)),
+        tuple(mesh.shape.values()),
+        tuple(range(math.prod(mesh.shape.values()))),
         slices == sorted(slices),
     )
 
 
-def meshes_of_jaxpr(jaxpr: Any) -> list[MeshAxes]:
-    """Return the meshes of all `shard_map` equations of a jaxpr, each once, outermost first."""
-    params = (equation.params for equation in equations_in(jaxpr))
-    meshes = (p["mesh"] for p in params if hasattr(p.get("mesh"), "axis_names"))
-    return list(dict.fromkeys(map(mesh_axes, meshes)))
+def meshes_among(values: Iterable[Any]) -> list[MeshAxes]:
+    """Return the axes of those values that are meshes."""
+    return [mesh_axes(value) for value in values if hasattr(value, "axis_names")]
 
 
-def meshes_of_arguments(args: Any) -> list[MeshAxes]:
-    """Return the meshes of the `NamedSharding`s of arrays and ShapeDtypeStructs in a pytree."""
-    return _meshes_of(getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(args))
-
-
-def meshes_of_compiled(compiled: jax.stages.Compiled) -> list[MeshAxes]:
-    """Return the meshes of those arguments and results of a compiled program that have one."""
-    return _meshes_of(jax.tree.leaves((compiled.input_shardings, compiled.output_shardings)))
-
-
-def _meshes_of(shardings: Iterable[Any]) -> list[MeshAxes]:
-    named = (s for s in shardings if isinstance(s, jax.sharding.NamedSharding))
-    return list(dict.fromkeys(mesh_axes(sharding.mesh) for sharding in named))
-
-
-UNKNOWN_AXIS = "?"
-
-_MESH = re.compile(
-    r"mesh\[(?P<axes>[^\]]*)\]"
-    r"(?:,\s*device_ids=\((?P<ids>(?:[^()]|\([^()]*\))*)\))?"
-    r"\s*\{(?P<used>[^}]*)\}"
+_DECLARED = re.compile(r"#sdy\.mesh<\[([^\]]+)\](?:, device_ids=\[([^\]]*)\])?>")
+_SIZE = re.compile(r"""["']([^"']*)["']=(\d+)""")
+_USED = re.compile(r"'([^']*)'(?::\((\d+)\)(\d+))?")
+_LISTED = re.compile(r"\{((?:\{[\d,]*\},?)*)\}")
+_IOTA = re.compile(r"(?:\[([\d,]+)\]<=)?\[([\d,]+)\](?:T\(([\d,]+)\))?")
+_OF_MESH = re.compile(
+    r"mesh\[(?P<axes>[^\]]*)\](?:, device_ids=\((?P<ids>(?:[^()]|\([^()]*\))*)\))?"
+    r" \{(?P<used>[^}]*)\}"
 )
-_MESH_AXIS = re.compile(r"'([^']*)'=(\d+)")
-_USED_AXIS = re.compile(r"'([^']*)'(?::\((\d+)\)(\d+))?")
-_IOTA = re.compile(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
 
 
-def _ints(text: str) -> list[int]:
-    return [int(x) for x in re.findall(r"\d+", text)]
+def declared_meshes(header: str) -> list[MeshAxes]:
+    """Return the meshes that the first line of an HLO module declares; only Shardy writes them."""
+    return [_mesh(*texts) for texts in _DECLARED.findall(header)]
+
+
+def _mesh(axes: str, ids: str) -> MeshAxes:
+    sizes = {name: int(size) for name, size in _SIZE.findall(axes)}
+    order = device_order(ids, math.prod(sizes.values()))
+    return MeshAxes(tuple(sizes), tuple(sizes.values()), order)
 
 
 def parse_groups(text: str) -> Groups:
-    """Return the groups (or source-target pairs) in the text of an HLO attribute.
+    """Return the groups (or source-target pairs) with which a text begins, as HLO has them.
 
     Args:
       text: `{{0,1},{2,3}}`; `{}` (all devices); the iota form `[2,4]<=[8]` with an optional
@@ -99,81 +91,71 @@ def parse_groups(text: str) -> Groups:
     >>> parse_groups("[4,2]<=[2,4]T(1,0)")
     ((0, 4), (1, 5), (2, 6), (3, 7))
     """
-    text = text.strip()
-    if match := _IOTA.fullmatch(text):
-        shape, dims, order = (_ints(part or "") for part in match.groups())
-        ids = np.arange(np.prod(dims)).reshape(dims)
-        return _rows(ids.transpose(order or None).reshape(shape))
-    if match := _MESH.fullmatch(text):
-        sizes = {name: int(size) for name, size in _MESH_AXIS.findall(match["axes"])}
+    if match := _IOTA.match(text):
+        return _rows(np.reshape(device_order(match[0], 0), _ints(match[1])))
+    if match := _OF_MESH.match(text):
+        mesh = _mesh(match["axes"], match["ids"] or "")
         used = [
-            (name, int(before or 1), int(size) if size else sizes[name])
-            for name, before, size in _USED_AXIS.findall(match["used"])
+            (name, int(before or 1), int(size or mesh.size_of[name]))
+            for name, before, size in _USED.findall(match["used"])
         ]
-        total = int(np.prod(list(sizes.values())))
-        return groups_of_axes(sizes, used, device_order(match["ids"] or "", total))
-    if text.startswith("{") and text.endswith("}"):
-        inner = re.findall(r"\{([\d,\s]*)\}", text[1:-1])
-        return tuple(tuple(_ints(group)) for group in inner)
+        return groups_of_axes(mesh, used)
+    if match := _LISTED.match(text):
+        return tuple(tuple(_ints(group)) for group in re.findall(r"\{([\d,]*)\}", match[1]))
     return None
 
 
 def device_order(text: str, total: int) -> tuple[int, ...]:
-    """Return the device numbers of a mesh: `[2,4]T(1,0)`, `[8]<=[2,4]T(1,0)` or a plain list."""
-    if not text.strip():
-        return tuple(range(total))
-    dims, _, order = text.rpartition("]")
-    if not dims:
-        return tuple(_ints(text))
-    shape = _ints(dims.rpartition("[")[2])
-    ids = np.arange(total).reshape(shape).transpose(_ints(order) or None)
-    return tuple(int(i) for i in ids.ravel())
+    """Return the device numbers of a mesh: `[2,4]T(1,0)`, `[8]<=[2,4]T(1,0)` or a plain list.
+
+    Without a text they are those from 0 to `total`.
+    """
+    if match := _IOTA.fullmatch(text):
+        dims = _ints(match[2])
+        ids = np.arange(math.prod(dims)).reshape(dims).transpose(_ints(match[3] or "") or None)
+        return tuple(ids.ravel().tolist())
+    return tuple(_ints(text) or range(total))
 
 
-def groups_of_axes(
-    sizes: dict[str, int], used: list[tuple[str, int, int]], ids: tuple[int, ...]
-) -> Groups:
+def _ints(text: str) -> list[int]:
+    return [int(x) for x in re.findall(r"\d+", text)]
+
+
+def groups_of_axes(mesh: MeshAxes, used: list[tuple[str, int, int]]) -> tuple[tuple[int, ...], ...]:
     """Return the groups of devices that differ only along some axes of a mesh.
 
     Args:
-      sizes: axis name -> size, outermost first.
+      mesh: the mesh.
       used: (axis, before, size) each: the part of the axis that remains after splitting it into
         (before, size, rest); a whole axis is (name, 1, its size).
-      ids: device numbers in mesh order.
     """
     shape: list[int] = []
     place: dict[tuple[str, int], int] = {}  # (axis, before) -> dimension after the split
-    for name, size in sizes.items():
-        cuts = {1, size}
-        for used_name, before, part in used:
-            if used_name == name:
-                cuts |= {before, before * part}
-        ordered = sorted(cuts)
-        for low, high in itertools.pairwise(ordered):
+    for name, size in mesh.size_of.items():
+        cuts = {1, size}.union(*({b, b * part} for axis, b, part in used if axis == name))
+        for low, high in itertools.pairwise(sorted(cuts)):
             place[name, low] = len(shape)
             shape.append(high // low)
     # An axis of size 1 has no dimension left after the split: nothing to group.
     wanted = [place[name, before] for name, before, part in used if part > 1]
     rest = [d for d in range(len(shape)) if d not in wanted]
-    grid = np.asarray(ids).reshape(shape).transpose(rest + wanted)
-    return _rows(grid.reshape(-1, int(np.prod([shape[d] for d in wanted], dtype=int))))
+    grid = np.reshape(mesh.ids, shape).transpose(rest + wanted)
+    return _rows(grid.reshape(-1, math.prod(shape[d] for d in wanted)))
 
 
-def _rows(table: np.ndarray) -> Groups:
-    return tuple(tuple(int(i) for i in row) for row in table)
+def _rows(table: np.ndarray) -> tuple[tuple[int, ...], ...]:
+    return tuple(map(tuple, table.tolist()))
 
 
 @lru_cache(maxsize=256)
 def _candidates(mesh: MeshAxes) -> list[tuple[str, int, frozenset[frozenset[int]]]]:
     """Return (name, group size, groups) of every set of axes larger than 1, few axes first."""
-    sizes = dict(zip(mesh.names, mesh.sizes, strict=True))
-    large = [name for name in mesh.names if sizes[name] > 1]
+    large = [(name, 1, size) for name, size in mesh.size_of.items() if size > 1]
+    sets = (s for count in range(len(large)) for s in itertools.combinations(large, count + 1))
     candidates = []
-    for count in range(1, len(large) + 1):
-        for names in itertools.combinations(large, count):
-            groups = groups_of_axes(sizes, [(n, 1, sizes[n]) for n in names], mesh.ids) or ()
-            size = int(np.prod([sizes[n] for n in names]))
-            candidates.append((",".join(names), size, frozenset(frozenset(g) for g in groups)))
+    for used in sets:
+        groups, names = groups_of_axes(mesh, [*used]), ",".join(name for name, *_ in used)
+        candidates.append((names, len(groups[0]), frozenset(map(frozenset, groups))))
     return candidates
 
 
@@ -189,28 +171,17 @@ def axis_of(groups: Groups, pairs: bool, meshes: tuple[MeshAxes, ...]) -> tuple[
       (axis, group size). The axis is a name, names joined by "," or "?" when no set of axes has
       these groups (pairs: when no set of axes connects them). Size 1: nothing moves; 0: unknown.
     """
+    if groups == () and not pairs:
+        groups = (meshes[0].ids,) if meshes else None
     if groups is None:
         return UNKNOWN_AXIS, 0
-    if pairs:
-        moving = [pair for pair in groups if len(set(pair)) > 1]
-        if not moving:
-            return UNKNOWN_AXIS, 1
-        for mesh in meshes:
-            for name, size, members in _candidates(mesh):
-                group_of = {i: group for group in members for i in group}
-                if all(b in group_of.get(a, ()) for a, b in moving):
-                    return name, size
-        return UNKNOWN_AXIS, len({i for pair in moving for i in pair})
-    if not groups:
-        groups = (meshes[0].ids,) if meshes else ()
-    if not groups:
-        return UNKNOWN_AXIS, 0
-    size = max(len(group) for group in groups)
-    if size == 1:
+    moving = [group for group in groups if len(set(group)) > 1]
+    if not moving:
         return UNKNOWN_AXIS, 1
-    wanted = frozenset(frozenset(group) for group in groups)
+    wanted = frozenset(map(frozenset, groups))
     for mesh in meshes:
-        for name, _, members in _candidates(mesh):
-            if members == wanted:
+        for name, size, members in _candidates(mesh):
+            group_of = {i: group for group in members for i in group}
+            if all(b in group_of.get(a, ()) for a, b in moving) if pairs else members == wanted:
                 return name, size
-    return UNKNOWN_AXIS, size
+    return UNKNOWN_AXIS, len({*itertools.chain(*moving)}) if pairs else max(map(len, moving))

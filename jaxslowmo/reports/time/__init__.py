@@ -8,10 +8,10 @@ from ._schedule_grid import schedule_grid as schedule_grid
 from ._schedule_grid import schedule_title as schedule_title
 from ._schedule_picture import COLOURS as COLOURS
 from ._schedule_picture import schedule_picture as schedule_picture
+from ._schedule_report import CompiledPipeline as CompiledPipeline
+from ._schedule_report import ModelStage as ModelStage
 from ._schedule_report import ScheduleReport as ScheduleReport
 from ._schedule_report import schedule_report as schedule_report
-from ._stage_costs import CompiledPipeline as CompiledPipeline
-from ._stage_costs import ModelStage as ModelStage
 from ._step_report import Bucket as Bucket
 from ._step_report import KindOfStep as KindOfStep
 from ._step_report import StepReport as StepReport

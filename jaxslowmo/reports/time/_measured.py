@@ -3,22 +3,17 @@
 import math
 from collections import Counter
 from collections.abc import Callable, Hashable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 
 from ..._support.checks import checked_int, warn_once
 from ..._support.scopes import GRADIENTS
-from ..._support.types import Phase, PyTree
 from ...transform import phase_name
 from ...tree import leaf_names, noted_buffers
-from ._step_program import StepProgram
 from ._step_report import Bucket, KindOfStep, StepReport
-from ._times import DeviceOp, StepTimes, mean_times, step_times
+from ._times import StepProgram, StepTimes, mean_times, step_times
 from ._trace import CannotTrace, traced_call
-
-_FIRST = 10  # so many steps are measured one after the other
 
 
 def measured(step: Callable[..., Any], *, rate: int = 100) -> "MeasuredStep":
@@ -54,6 +49,15 @@ def measured(step: Callable[..., Any], *, rate: int = 100) -> "MeasuredStep":
     return MeasuredStep(step, rate)
 
 
+class _Measured(NamedTuple):
+    """One measured step: its number from 1, kind, times and number of devices."""
+
+    number: int
+    kind: str
+    times: StepTimes
+    num_devices: int
+
+
 class MeasuredStep:
     """A step of which some calls are measured; made by `js.measured`.
 
@@ -62,25 +66,19 @@ class MeasuredStep:
 
     def __init__(self, step: Any, rate: int) -> None:
         if not callable(step) or not (hasattr(step, "compiled") or hasattr(step, "lower")):
-            raise ValueError(
-                "`step` must be made by js.make_train_step or jax.jit, got "
-                f"{getattr(step, '__name__', type(step).__name__)}."
-            )
+            name = getattr(step, "__name__", type(step).__name__)
+            raise ValueError(f"`step` must be made by js.make_train_step or jax.jit, got {name}.")
         self._step: Any = step
         self._sampling = Sampling(rate)
         self._warn = warn_once()
         self._programs: dict[Any, StepProgram] = {}
         self._facts: dict[str, Any] | None = None
         self._buckets: dict[Bucket, None] = {}  # in order, without duplicates
-        self._steps_by_kind: Counter[str] = Counter()
-        self._times: dict[str, list[StepTimes]] = {}
-        self._measured: list[int] = []
+        self._measured: list[_Measured] = []
         self._missed: list[int] = []
-        self._last: StepTimes | None = None
-        self._num_devices = 0
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or "_step" not in self.__dict__:
+        if name.startswith("__") or "_step" not in vars(self):
             raise AttributeError(name)
         return getattr(self._step, name)
 
@@ -98,22 +96,23 @@ class MeasuredStep:
         """Call `step`; `static` distinguishes programs whose arguments have equal shapes."""
         has_phases = hasattr(self._step, "next_phase")
         kind = phase_name(self._step.next_phase(args[0])) if has_phases else "local"
-        self._steps_by_kind[kind] += 1
         if not self._sampling.next(kind):
             return step(*args, **kwargs)
-        program = self._program(step, kind, args, kwargs, static)
+        number, program = self._sampling.steps, self._program(step, kind, args, kwargs, static)
         jax.block_until_ready((args, kwargs))
+        why = "the jax profiler recorded no operation of the step"
         try:
             result, ops, seconds = traced_call(lambda: step(*args, **kwargs), program.name)
         except CannotTrace as error:
-            self._miss(str(error))
-            return step(*args, **kwargs)
-        self._take(kind, ops, program, seconds)
+            why, result, ops, seconds = str(error), step(*args, **kwargs), [], 0.0
+        if any(program.work(op.name) for op in ops):
+            num_devices = len({op.device for op in ops})
+            times = step_times(ops, program, seconds)
+            self._measured.append(_Measured(number, kind, times, num_devices))
+        else:
+            self._missed.append(number)
+            self._warn(f"js.measured: {why}, so it is not measured.")
         return result
-
-    def next_phase(self, state: Any) -> Phase:
-        """Return the phase of the next update, as the step does; for `js.train_loop`."""
-        return self._step.next_phase(state)
 
     def report(self) -> StepReport:
         """Return what was measured so far.
@@ -123,74 +122,50 @@ class MeasuredStep:
 
         Communication: none.
         """
-        every = [times for times_of_kind in self._times.values() for times in times_of_kind]
-        # Without a parameter transform all steps are of one kind, "every".
-        alike = set(self._steps_by_kind) == {"local"}
-        buckets = list(self._buckets)
-        gradients = tuple(b for b in buckets if b.exchange == GRADIENTS)
+        counts, kinds = self._sampling.counts, dict[str, KindOfStep]()
+        for kind, count in counts.items():
+            times = [step.times for step in self._measured if step.kind == kind]
+            # Without a parameter transform all steps are of one kind, "every".
+            name = "every" if {*counts} == {"local"} else kind
+            kinds[name] = KindOfStep(count, len(times), mean_times(times))
+        last = self._measured[-1] if self._measured else None
+        gradients = tuple(b for b in self._buckets if b.exchange == GRADIENTS)
         # A step of the user's own may keep its parameters anywhere; each has a gradient.
-        facts = self._facts or _facts_of_gradients(gradients)
+        facts = self._facts or {
+            "ready_order": None,
+            "parameter_bytes": sum(bucket.size_bytes for bucket in gradients),
+            "num_parameter_tensors": len({name for bucket in gradients for name in bucket.leaves}),
+            "dtypes": tuple(dict.fromkeys(bucket.dtype for bucket in gradients)),
+        }
         return StepReport(
             iteration=self._sampling.steps,
             rate=self._sampling.rate,
-            measured=tuple(self._measured),
+            measured=tuple(step.number for step in self._measured),
             missed=tuple(self._missed),
-            last=self._last,
-            average=mean_times(every) if every else None,
-            kinds={
-                "every" if alike else kind: KindOfStep(
-                    steps=count,
-                    measured=len(self._times.get(kind, [])),
-                    times=mean_times(self._times.get(kind, [])),
-                )
-                for kind, count in self._steps_by_kind.items()
-            },
+            last=last and last.times,
+            average=mean_times([step.times for step in self._measured]) if last else None,
+            kinds=kinds,
             buckets=gradients,
-            sync_buckets=tuple(b for b in buckets if b.exchange != GRADIENTS),
+            sync_buckets=tuple(b for b in self._buckets if b.exchange != GRADIENTS),
             backend=jax.default_backend(),
-            num_devices=self._num_devices,
+            num_devices=last.num_devices if last else 0,
             **facts,
         )
-
-    def _take(self, kind: str, ops: list[DeviceOp], program: StepProgram, seconds: float) -> None:
-        if not any(program.work(op.name) for op in ops):
-            self._missed.append(self._sampling.steps)
-            self._warn(
-                "js.measured: the jax profiler recorded no operation of the step, so it is not "
-                "measured."
-            )
-            return
-        self._last = step_times(ops, program, seconds)
-        self._times.setdefault(kind, []).append(self._last)
-        self._measured.append(self._sampling.steps)
-        self._num_devices = len({op.device for op in ops})
-
-    def _miss(self, why: str) -> None:
-        self._missed.append(self._sampling.steps)
-        self._warn(f"js.measured: {why}, so steps are not measured meanwhile.")
 
     def _program(
         self, step: Any, kind: str, args: Any, kwargs: Any, static: Hashable
     ) -> StepProgram:
         """Return the program that this call runs; it is compiled and read at its first call."""
         leaves, treedef = jax.tree.flatten((args, kwargs))
-        by_host = getattr(self._step, "mode", None) == "host"
-        key = (
-            kind if by_host else None,
-            static,
-            treedef,
-            tuple((np.shape(x), str(getattr(x, "dtype", type(x)))) for x in leaves),
-        )
+        by_host = getattr(self._step, "mode", None) == "host"  # a program for each kind
+        key = kind if by_host else None, static, treedef, tuple(map(jax.typeof, leaves))
         if key not in self._programs:
             with noted_buffers() as buffers:
-                if hasattr(step, "compiled"):
-                    compiled = step.compiled(*args, **kwargs)
-                else:
-                    compiled = step.lower(*args, **kwargs).compile()
-            self._programs[key] = StepProgram(compiled.as_text() or "")
+                make = getattr(step, "compiled", lambda *a, **k: step.lower(*a, **k).compile())
+                self._programs[key] = StepProgram(make(*args, **kwargs).as_text() or "")
             noted = (Bucket(b.role, b.size_bytes, b.dtype, b.leaves) for b in buffers)
             self._buckets.update(dict.fromkeys(noted))
-            if self._facts is None:
+            if self._facts is None and hasattr(self._step, "ready_order"):
                 self._facts = _facts(self._step, args)
         return self._programs[key]
 
@@ -207,26 +182,18 @@ class MeasuredAhead:
         self._ahead, self._call = ahead, call
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or "_ahead" not in self.__dict__:
+        if name.startswith("__") or "_ahead" not in vars(self):
             raise AttributeError(name)
         return getattr(self._ahead, name)
 
     def __call__(
-        self,
-        state: Any,
-        batch: PyTree,
-        asked: Any,
-        next_batch: PyTree | None,
-        weight: Any = None,
-        window: Any = None,
-        collect: bool = False,
-        num_batches: int = 0,
+        self, state: Any, batch: Any, asked: Any, next_batch: Any, *args: Any, **kwargs: Any
     ) -> Any:
         """Call the step; batches that are only collected are not measured."""
-        args = state, batch, asked, next_batch, weight, window
-        if collect:
-            return self._ahead(*args, collect, num_batches)
-        return self._call(self._ahead, args, {}, self._ahead.asks_for(next_batch))
+        args = state, batch, asked, next_batch, *args
+        if kwargs.get("collect"):
+            return self._ahead(*args, **kwargs)
+        return self._call(self._ahead, args, kwargs, self._ahead.asks_for(next_batch))
 
 
 class Sampling:
@@ -241,45 +208,28 @@ class Sampling:
 
     def __init__(self, rate: int) -> None:
         self.rate = checked_int("`rate` counts steps and", rate, 1)
-        self.steps = 0
-        self._exchanges: Counter[str] = Counter()
+        self.counts: Counter[str] = Counter()
+
+    @property
+    def steps(self) -> int:
+        """The number of steps so far."""
+        return self.counts.total()
 
     def next(self, kind: str) -> bool:
         """Count a step of a kind ("local": gradients alone), and return whether to measure it."""
-        self.steps += 1
-        due = self._among(self.steps)
-        if kind != "local":
-            self._exchanges[kind] += 1
-            due |= self._among(self._exchanges[kind])
-        return due
-
-    def _among(self, count: int) -> bool:
-        return count <= _FIRST or count % self.rate == 0
+        self.counts[kind] += 1
+        counts = [self.steps] if kind == "local" else [self.steps, self.counts[kind]]
+        return any(count <= 10 or count % self.rate == 0 for count in counts)
 
 
-def _facts_of_gradients(buckets: tuple[Bucket, ...]) -> dict[str, Any]:
-    return {
-        "ready_order": None,
-        "parameter_bytes": sum(bucket.size_bytes for bucket in buckets),
-        "num_parameter_tensors": len({name for bucket in buckets for name in bucket.leaves}),
-        "dtypes": tuple(dict.fromkeys(bucket.dtype for bucket in buckets)),
-    }
-
-
-def _facts(step: Any, args: Any) -> dict[str, Any] | None:
-    """Return facts that are equal in all steps; None for a step without a `TrainState`."""
-    if not args or not hasattr(step, "ready_order"):
-        return None
+def _facts(step: Any, args: Any) -> dict[str, Any]:
+    """Return facts that are equal in all steps of a step with a `TrainState`."""
     params = args[0].params
     leaves: list[Any] = jax.tree.leaves(params)
+    order, names = step.ready_order(*args[:2]), leaf_names(params)
     return {
-        "ready_order": _names(step.ready_order(*args[:2]), params),
+        "ready_order": None if order is None else tuple(names[i] for i in order),
         "parameter_bytes": sum(math.prod(x.shape[1:]) * x.dtype.itemsize for x in leaves),
         "num_parameter_tensors": len(leaves),
         "dtypes": tuple(dict.fromkeys(str(x.dtype) for x in leaves)),
     }
-
-
-def _names(order: tuple[int, ...] | None, params: PyTree) -> tuple[str, ...] | None:
-    names = leaf_names(params)
-    return None if order is None else tuple(names[i] for i in order)

@@ -48,46 +48,44 @@ def schedule_grid(schedule: Schedule, *, width: int = 100, whole: bool = False) 
       1 | .  F0 I0 F1 I1 W0 W1
     """
     lines = grid_lines(schedule, width=width, whole=whole)
-    return "\n".join("".join(piece.text for piece in line).rstrip() for line in lines)
+    return "\n".join(_text(line).rstrip() for line in lines)
 
 
 def grid_lines(
     schedule: Schedule, *, width: int = 100, whole: bool = False
 ) -> Iterator[list[Piece]]:
     """Yield the lines of `schedule_grid` in pieces that can be coloured."""
-    ticks = schedule.ticks()
-    names = [[_name(schedule, cell) for cell in tick] for tick in ticks]
-    wide = max(len(name) for tick in names for name in tick)
+    ticks = [[_pieces(schedule, cell) for cell in tick] for tick in schedule.ticks()]
+    wide = max(len(_text(pieces)) for tick in ticks for pieces in tick)
     label = len(str(schedule.num_stages - 1))
     across = max((width - label - 2) // (wide + 1), 1)
     starts = list(range(0, len(ticks), across))
-    hidden = starts[_FIRST_BLOCKS : len(starts) - _LAST_BLOCKS]
+    hidden = [] if whole else starts[_FIRST_BLOCKS : len(starts) - _LAST_BLOCKS]
     for start in starts:
-        if hidden and not whole and start in hidden:
+        if start in hidden:
             if start == hidden[0]:
                 last = hidden[-1] + across - 1
                 yield [Piece(f"ticks {start} to {last} are not shown")]
             continue
-        end = min(start + across, len(ticks))
-        yield [Piece(f"ticks {start} to {end - 1}")]
+        block = ticks[start : start + across]
+        yield [Piece(f"ticks {start} to {start + len(block) - 1}")]
         for stage in range(schedule.num_stages):
             line = [Piece(f"{stage:{label}d} |")]
-            for tick, row in zip(ticks[start:end], names[start:end], strict=True):
-                line += [Piece(" "), *_pieces(tick[stage], row[stage], wide)]
+            for tick in block:
+                fill = Piece(" " * (wide - len(_text(tick[stage]))))
+                line += [Piece(" "), *tick[stage], fill]
             yield line
 
 
-def _name(schedule: Schedule, cell: Sequence[Operation]) -> str:
-    words = [f"{operation.letter}{operation.microbatch}" for operation in cell]
-    if schedule.num_chunks > 1:
-        words = [f"{operation.chunk}{word}" for operation, word in zip(cell, words, strict=True)]
-    return "+".join(words) or "."
+def _text(pieces: Sequence[Piece]) -> str:
+    return "".join(piece.text for piece in pieces)
 
 
-def _pieces(cell: Sequence[Operation], name: str, wide: int) -> list[Piece]:
-    """Return `name`, padded to `wide`, in pieces: two if an F and a B share the tick."""
-    fill = " " * (wide - len(name))
-    if len(cell) < 2:
-        return [Piece(name, cell[0].kind if cell else None), Piece(fill)]
-    first, _, second = name.partition("+")
-    return [Piece(first, cell[0].kind), Piece("+"), Piece(second, cell[1].kind), Piece(fill)]
+def _pieces(schedule: Schedule, cell: Sequence[Operation]) -> list[Piece]:
+    """Return the name of what a stage does in a tick, which may be an F and a B."""
+    pieces: list[Piece] = []
+    for op in cell:
+        pieces += [Piece("+")] if pieces else []
+        chunk = op.chunk if schedule.num_chunks > 1 else ""
+        pieces.append(Piece(f"{chunk}{op.letter}{op.microbatch}", op.kind))
+    return pieces or [Piece(".")]

@@ -12,13 +12,9 @@ from ...pipeline.schedules import Simulation
 COLOURS: dict[str, str] = {"F": "#0072B2", "B": "#009E73", "W": "#E69F00", "BW": "#D55E00"}
 """The colour of each kind of operation, in pictures and on terminals."""
 _LEGEND = {
-    "F": "F: forward",
-    "B": "I: gradient of the input",
-    "W": "W: gradient of the weights",
+    "F": "F: forward", "B": "I: gradient of the input", "W": "W: gradient of the weights",
     "BW": "B: both gradients",
-}
-_INK, _GREY = "#333333", "#666666"
-_WIDTH = 14.0  # inches
+}  # fmt: skip
 _MOST_LETTERS = 14.0 / 0.06  # digits of microbatch numbers that fit into the whole width
 
 
@@ -44,21 +40,21 @@ def schedule_picture(
       ModuleNotFoundError: matplotlib, of the extra `train`, is not installed.
     """
     with needed_by("a picture of a schedule"):
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
+        from matplotlib.patches import Patch
     stages = len(simulation.timeline)
-    height = 0.42 * stages + 1.5 + 0.2 * len(lines)
-    figure = Figure(figsize=(_WIDTH, height), dpi=150, facecolor="white")
-    FigureCanvasAgg(figure)  # without pyplot: no global state, no display
-    top = (height - 0.55 - 0.2 * len(lines)) / height
-    axes = figure.add_axes((0.045, 0.75 / height, 0.945, top - 0.75 / height))
+    size = (14.0, 0.42 * stages + 1.5 + 0.2 * len(lines))  # inches
+    figure = Figure(figsize=size, dpi=150, layout="constrained")  # no pyplot: no global state
+    axes = figure.subplots()
+    axes.set_title("\n".join([title, *lines]), loc="left")
     for stage, line in enumerate(simulation.timeline):
         _bars(axes, stage, line, simulation.time)
-    _frame(axes, stages, simulation.time)
-    _legend(figure, simulation)
-    figure.text(0.012, 1 - 0.3 / height, title, size=13, weight="bold", color=_INK)
-    for i, text in enumerate(lines):
-        figure.text(0.012, 1 - (0.52 + 0.2 * i) / height, text, size=9.5, color=_GREY)
+    axes.set(xlim=(0, simulation.time), ylim=(stages - 0.5, -0.5), xlabel="time")
+    axes.set_yticks(range(stages), [f"stage {stage}" for stage in range(stages)])
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    kinds = {timed.operation.kind for line in simulation.timeline for timed in line}
+    patches = [Patch(color=COLOURS[k], label=text) for k, text in _LEGEND.items() if k in kinds]
+    figure.legend(handles=patches, loc="outside lower left", ncols=4, frameon=False)
     with replacing(path) as temporary:
         figure.savefig(temporary)
 
@@ -71,32 +67,7 @@ def _bars(axes: Any, stage: int, line: Sequence[Any], time: float) -> None:
             stage, end - start, left=start, height=0.86, color=COLOURS[operation.kind],
             alpha=alpha, edgecolor="white", linewidth=0.5,
         )  # fmt: skip
-        letters = len(str(operation.microbatch))
-        if (end - start) / time * _MOST_LETTERS >= letters:
-            axes.text(
-                (start + end) / 2, stage, str(operation.microbatch), ha="center", va="center",
-                size=6.5, color="white" if alpha > 0.6 else _INK,
-            )  # fmt: skip
-
-
-def _frame(axes: Any, stages: int, time: float) -> None:
-    axes.set_xlim(0, time)
-    axes.set_ylim(stages - 0.5, -0.5)  # stage 0 on top
-    axes.set_yticks(range(stages), [f"stage {stage}" for stage in range(stages)])
-    axes.set_xlabel("time", color=_INK, size=9)
-    axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.spines["bottom"].set_color("#999999")
-    axes.tick_params(colors=_INK, labelsize=8.5, color="#999999", length=3)
-    axes.tick_params(axis="y", length=0)
-
-
-def _legend(figure: Any, simulation: Simulation) -> None:
-    from matplotlib.patches import Patch
-
-    kinds = {timed.operation.kind for line in simulation.timeline for timed in line}
-    handles = [
-        Patch(color=COLOURS[kind], label=label) for kind, label in _LEGEND.items() if kind in kinds
-    ]
-    figure.legend(
-        handles=handles, loc="lower left", ncols=4, frameon=False, labelcolor=_INK, fontsize=9
-    )
+        number = str(operation.microbatch)
+        if (end - start) / time * _MOST_LETTERS >= len(number):
+            colour, middle = "white" if alpha > 0.6 else "#333333", (start + end) / 2
+            axes.text(middle, stage, number, ha="center", va="center", size=6.5, color=colour)

@@ -1,25 +1,67 @@
 """`schedule_report`: what a schedule costs a pipeline, as text and as a picture."""
 
+import math
 import os
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, dataclass
+from functools import partial
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
 
 from ..._support.types import PyTree
-from ...pipeline import HostPipeline, Pipelined, Schedule
+from ...pipeline import HostPipeline, Pipelined, Schedule, StageProgram, split_stage
+from ...pipeline.model import WithState, without_state
+from ...pipeline.plan import in_microbatches, microbatch_of
 from ...pipeline.schedules import Simulation
-from ..communication import aligned
+from ..communication import aligned, comm_report_of
 from ._schedule_grid import schedule_grid, schedule_title
 from ._schedule_picture import schedule_picture
-from ._stage_costs import (
-    CompiledPipeline,
-    ModelStage,
-    compiled_figures,
-    message_bytes,
-    model_stages,
-    num_bytes,
-    permuted_bytes,
-    sent_bytes,
-    stages_of,
-)
+
+
+@dataclass(frozen=True)
+class ModelStage:
+    """One stage of the model.
+
+    Attributes:
+      stage: the device stage that holds it.
+      layers: [start, end) of its layers.
+      forward: cost of F.
+      backward_input: cost of B, or of the whole backward pass if the schedule does not split it.
+      backward_weight: cost of W; 0 if the schedule does not split the backward pass.
+      temp_bytes: memory for values that are neither arguments nor results, of the operation that
+        needs most of it; each operation is compiled by itself.
+      stash_bytes: bytes that F keeps for the backward pass of a microbatch.
+      kept_bytes: bytes that B keeps for W in addition.
+    """
+
+    stage: int
+    layers: tuple[int, int]
+    forward: float
+    backward_input: float
+    backward_weight: float
+    temp_bytes: int
+    stash_bytes: int
+    kept_bytes: int
+
+
+@dataclass(frozen=True)
+class CompiledPipeline:
+    """Figures of the compiled program of loss and gradients, for one device.
+
+    Attributes:
+      temp_bytes: memory for values that are neither arguments nor results.
+      permutes: number of collective permutes over the stages that a step executes.
+      permuted_bytes: bytes that a device hands to them.
+      trip_counts: number of turns of each loop around them, in ticks; None where it is unknown.
+    """
+
+    temp_bytes: int
+    permutes: int
+    permuted_bytes: int
+    trip_counts: tuple[int | None, ...]
 
 
 @dataclass(frozen=True)
@@ -58,7 +100,7 @@ class ScheduleReport:
 
     def __str__(self) -> str:
         tables = (_facts(self), _by_model_stage(self), _by_device_stage(self))
-        texts = ["\n".join(lines) for lines in tables]
+        texts = ["\n".join(aligned(rows)) for rows in tables]
         return "\n\n".join([schedule_title(self.schedule), *texts, schedule_grid(self.schedule)])
 
     def picture(self, path: str | os.PathLike[str]) -> None:
@@ -111,93 +153,231 @@ def schedule_report(
     """
     if not isinstance(pipe, Pipelined):
         raise ValueError(f"`pipe` must be what js.pipelined made, got {type(pipe).__name__}.")
-    speed = _speed("flops_per_second", flops_per_second)
-    link = _speed("bytes_per_second", bytes_per_second)
+    speeds = {"flops_per_second": flops_per_second, "bytes_per_second": bytes_per_second}
+    for name, speed in speeds.items():
+        if speed is not None and not speed > 0:
+            raise ValueError(f"`{name}` must be > 0, got {speed}.")
     if bytes_per_second is not None and flops_per_second is None:
-        raise ValueError(
-            "`bytes_per_second` needs `flops_per_second`: messages and operations must be in one "
-            "unit, seconds."
-        )
-    schedule, stages = pipe.schedule, stages_of(pipe, batch)
-    model = model_stages(pipe, stages, speed)
-    times = {
-        "forward": [stage.forward for stage in model],
-        "backward_input": [stage.backward_input for stage in model],
-        "backward_weight": [stage.backward_weight for stage in model],
-    }
-    largest = max((message_bytes(stages, k, "F") for k in range(len(stages) - 1)), default=0)
-    send = largest / link if bytes_per_second is not None else 0.0
+        raise ValueError("`bytes_per_second` needs `flops_per_second`, so that all is in seconds.")
+    schedule, stages = pipe.schedule, _stages_of(pipe, batch)
+    model = _model_stages(pipe, stages, flops_per_second or 1.0)
+    largest = max((_message_bytes(stages, k, "F") for k in range(len(stages) - 1)), default=0)
     lockstep = not isinstance(pipe, HostPipeline)
+    simulate = partial(
+        schedule.simulate,
+        forward=[stage.forward for stage in model],
+        backward_input=[stage.backward_input for stage in model],
+        backward_weight=[stage.backward_weight for stage in model],
+        send=largest / bytes_per_second if bytes_per_second is not None else 0.0,
+    )
     return ScheduleReport(
         schedule=schedule,
         lockstep=lockstep,
         unit="FLOP" if flops_per_second is None else "s",
         stages=model,
-        simulation=schedule.simulate(**times, send=send, lockstep=lockstep),
-        other=schedule.simulate(**times, send=send, lockstep=not lockstep),
+        simulation=simulate(lockstep=lockstep),
+        other=simulate(lockstep=not lockstep),
         held_bytes=schedule.most_held(
-            [num_bytes(stage.program.stash) for stage in stages],
-            [num_bytes(stage.program.kept) for stage in stages],
+            [_num_bytes(stage.program.stash) for stage in stages],
+            [_num_bytes(stage.program.kept) for stage in stages],
         ),
-        sent_bytes=sent_bytes(schedule, stages),
-        permuted_bytes=permuted_bytes(schedule, stages) if lockstep else 0,
-        compiled=compiled_figures(pipe, batch) if compiled and lockstep else None,
+        sent_bytes=_sent_bytes(schedule, stages),
+        permuted_bytes=_permuted_bytes(schedule, stages) if lockstep else 0,
+        compiled=_compiled_figures(pipe, batch) if compiled and lockstep else None,
     )
 
 
-def _speed(name: str, value: float | None) -> float:
-    if value is not None and not value > 0:
-        raise ValueError(f"`{name}` must be > 0, got {value}.")
-    return 1.0 if value is None else value
+class _StageTypes(NamedTuple):
+    """A stage of the model, and the types of its inputs.
+
+    Attributes:
+      program: the operations of the stage.
+      weights: types of the parameters of its layers.
+      x: type of the output of the stage before; None for the first stage.
+      microbatch: types of one device's part of a microbatch.
+    """
+
+    program: StageProgram
+    weights: PyTree
+    x: PyTree
+    microbatch: PyTree
 
 
-def _facts(report: ScheduleReport) -> list[str]:
-    how = ("in lockstep", "if stages ran free")
-    first, second = how if report.lockstep else ("each stage as soon as it can", "in lockstep")
+def _stages_of(pipe: Pipelined, batch: PyTree) -> list[_StageTypes]:
+    """Return the stages of a model; raise `ValueError` for a batch that the pipeline refuses."""
+    model, types, states = pipe.model, pipe.layout.unstack(pipe.layout.types), None
+    if pipe.state_layout is not None:
+        states = pipe.state_layout.unstack(pipe.state_layout.types)
+    microbatch = jax.eval_shape(partial(_microbatch, pipe), batch)
+    stages: list[_StageTypes] = []
+    x: PyTree = None
+    for start, end in pipe.layout.blocks:
+        weights = tuple(types[start:end])
+        # Layers are written out: of a loop the compiler counts one turn.
+        fn, is_last = model.stage(start, end), end == len(model.layers)
+        stage_input = x if states is None else WithState(x, list(states[start:end]))
+        program = split_stage(fn, weights, stage_input, microbatch, loss=is_last, remat=pipe.remat)
+        stages.append(_StageTypes(program, weights, stage_input, microbatch))
+        x = without_state(program.y)
+    return stages
+
+
+def _microbatch(pipe: Pipelined, batch: PyTree) -> PyTree:
+    """Return one device's part of the first microbatch, as the layers take it."""
+    count = pipe.schedule.num_microbatches
+    shares = {axis: pipe.mesh.shape[axis] for axis in pipe.data_axes}
+    in_microbatches(batch, count, shares)  # raises for what the pipeline does not divide
+    parts = in_microbatches(batch, count * math.prod(shares.values()), {})
+    return microbatch_of(parts, jax.random.key(0) if pipe.model.takes_key else None, 0, 0)
+
+
+def _model_stages(
+    pipe: Pipelined, stages: Sequence[_StageTypes], speed: float
+) -> tuple[ModelStage, ...]:
+    """Return the costs of each stage of the model; `speed` is FLOPs in a unit of cost.
+
+    If the schedule does not split the backward pass, all of it counts as B.
+    """
+    cost, schedule, model = partial(_cost, {}), pipe.schedule, []
+    for k, (program, weights, x, microbatch) in enumerate(stages):
+        costs = [cost(program.forward, weights, x, microbatch)]
+        inputs, dy = (weights, microbatch, program.stash), _cotangent(program.y)
+        if schedule.splits:
+            costs.append(cost(program.backward_input, *inputs, dy))
+            costs.append(cost(program.backward_weight, *inputs, program.kept))
+        elif not schedule.forward_only:
+            costs.append(cost(program.backward, *inputs, dy))
+        flops = [flops / speed for flops, _ in costs] + [0.0] * (3 - len(costs))
+        stage = ModelStage(
+            schedule.placement[k],
+            pipe.layout.blocks[k],
+            *flops,
+            temp_bytes=max(temp_bytes for _, temp_bytes in costs),
+            stash_bytes=_num_bytes(program.stash),
+            kept_bytes=_num_bytes(program.kept) if schedule.splits else 0,
+        )
+        model.append(stage)
+    return tuple(model)
+
+
+def _cost(
+    costs: dict[str, tuple[float, int]], fn: Callable[..., Any], *types: Any
+) -> tuple[float, int]:
+    """Return FLOPs and temporary bytes of an operation.
+
+    `costs` maps texts of programs to them, since equal ones are compiled once.
+    """
+    lowered = jax.jit(fn).lower(*types)
+    text = lowered.as_text()
+    if text not in costs:
+        compiled: Any = lowered.compile()
+        flops = float((compiled.cost_analysis() or {}).get("flops", 0.0))
+        costs[text] = flops, int(compiled.memory_analysis().temp_size_in_bytes)
+    return costs[text]
+
+
+def _num_bytes(types: PyTree) -> int:
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(types))
+
+
+def _cotangent(y: PyTree) -> PyTree:
+    """Return the types of a cotangent; None for leaves that have none."""
+    return jax.tree.map(lambda x: x if jnp.issubdtype(x.dtype, jnp.inexact) else None, y)
+
+
+def _message_bytes(stages: Sequence[_StageTypes], model_stage: int, kind: str) -> int:
+    """Return the bytes that a stage of the model sends after F or B."""
+    if kind == "F":
+        return _num_bytes(without_state(stages[model_stage].program.y))
+    return _num_bytes(_cotangent(without_state(stages[model_stage].x)))
+
+
+def _sent_bytes(schedule: Schedule, stages: Sequence[_StageTypes]) -> tuple[int, ...]:
+    """Return the bytes of activations and cotangents that each device stage sends in a step."""
+    sent = [0] * schedule.num_stages
+    for op in filter(schedule.is_sent, schedule.in_order):
+        sent[op.stage] += _message_bytes(stages, schedule.model_stage(op), op.kind)
+    return tuple(sent)
+
+
+def _permuted_bytes(schedule: Schedule, stages: Sequence[_StageTypes]) -> int:
+    """Return the bytes that one device hands to collective permutes in a step of one program.
+
+    Every tick permutes an activation and a cotangent for each distance between neighbouring stages,
+    whether or not there is one to send.
+    """
+    if len(stages) == 1:
+        return 0
+    placement = schedule.placement
+    distances = {(b - a) % schedule.num_stages for a, b in pairwise(placement)} - {0}
+    each = _message_bytes(stages, 0, "F")
+    if not schedule.forward_only:
+        each += _message_bytes(stages, 1, "B")
+    return len(schedule.ticks()) * len(distances) * each
+
+
+def _compiled_figures(pipe: Pipelined, batch: PyTree) -> CompiledPipeline:
+    """Return figures of the program of loss and gradients; forward-only, of the loss alone."""
+    types = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
+    more: dict[str, Any] = {}
+    if pipe.model.takes_key:
+        more["rng"] = jax.eval_shape(lambda: jax.random.key(0))
+    if pipe.state_layout is not None:
+        more["model_state"] = pipe.state_layout.types
+    program: Any = pipe
+    if not pipe.schedule.forward_only:
+        has_aux = isinstance(jax.eval_shape(pipe, pipe.layout.types, types, **more), tuple)
+        program = jax.value_and_grad(pipe, has_aux=has_aux)
+    compiled: Any = jax.jit(program).lower(pipe.layout.types, types, **more).compile()
+    report = comm_report_of(compiled, mesh=pipe.mesh)
+    rows = report.select(collective="collective-permute")
+    return CompiledPipeline(
+        temp_bytes=int(compiled.memory_analysis().temp_size_in_bytes),
+        permutes=sum(row.count for row in rows),
+        permuted_bytes=sum(row.bytes for row in rows),
+        trip_counts=tuple(sorted({row.trip_count for row in rows}, key=str)),
+    )
+
+
+def _facts(report: ScheduleReport) -> list[list[str]]:
+    ways = ("in lockstep", "if stages ran free")
+    if not report.lockstep:
+        ways = ("each stage as soon as it can", "in lockstep")
     rows = [
         ["", "predicted", "compiled"],
-        [f"bubble, {first}", _percent(report.bubble), ""],
-        [f"bubble, {second}", _percent(report.other.bubble), ""],
+        [f"bubble, {ways[0]}", _percent(report.bubble), ""],
+        [f"bubble, {ways[1]}", _percent(report.other.bubble), ""],
         [f"time, {report.unit}", f"{report.simulation.time:.4g}", ""],
     ]
+    trips = permuted = temporary = ""
+    if compiled := report.compiled:
+        trips = ", ".join(map(str, compiled.trip_counts))
+        permuted, temporary = f"{compiled.permuted_bytes:,}", f"{compiled.temp_bytes:,}"
     if report.lockstep:
-        rows += _of_one_program(report)
-    return aligned(rows if report.compiled else [row[:2] for row in rows])
+        rows.append(["ticks", str(len(report.schedule.ticks())), trips])
+        rows.append(["permuted bytes, a device", f"{report.permuted_bytes:,}", permuted])
+        rows.append(["held bytes, the most on a stage", f"{max(report.held_bytes):,}", ""])
+    if not compiled:
+        return [row[:2] for row in rows]
+    return [*rows, ["temporary bytes, a device", "", temporary]]
 
 
-def _of_one_program(report: ScheduleReport) -> list[list[str]]:
-    compiled = report.compiled
-    rows = [
-        ["ticks", str(len(report.schedule.ticks())), ""],
-        ["permuted bytes, a device", f"{report.permuted_bytes:,}", ""],
-        ["held bytes, the most on a stage", f"{max(report.held_bytes):,}", ""],
-    ]
-    if compiled is None:
-        return rows
-    rows[0][-1] = ", ".join(map(str, compiled.trip_counts))
-    rows[1][-1] = f"{compiled.permuted_bytes:,}"
-    return [*rows, ["temporary bytes, a device", "", f"{compiled.temp_bytes:,}"]]
-
-
-def _by_model_stage(report: ScheduleReport) -> list[str]:
+def _by_model_stage(report: ScheduleReport) -> list[list[str]]:
     head = ["model stage", "on stage", "layers", f"F, {report.unit}", "B", "W", "temp bytes"]
     rows = [[*head, "stash bytes", "kept for W"]]
     for k, stage in enumerate(report.stages):
-        costs = (stage.forward, stage.backward_input, stage.backward_weight)
-        layers = f"{stage.layers[0]} to {stage.layers[1] - 1}"
-        sizes = (stage.temp_bytes, stage.stash_bytes, stage.kept_bytes)
-        cells = (*(f"{cost:.4g}" for cost in costs), *(f"{size:,}" for size in sizes))
-        rows.append([str(k), str(stage.stage), layers, *cells])
-    return aligned(rows)
+        on_stage, (start, end), *numbers = astuple(stage)
+        cells = [f"{cost:.4g}" for cost in numbers[:3]] + [f"{size:,}" for size in numbers[3:]]
+        rows.append([str(k), str(on_stage), f"{start} to {end - 1}", *cells])
+    return rows
 
 
-def _by_device_stage(report: ScheduleReport) -> list[str]:
+def _by_device_stage(report: ScheduleReport) -> list[list[str]]:
+    columns = report.schedule.stash, report.held_bytes, report.schedule.sends, report.sent_bytes
     rows = [["stage", "stash", "held bytes", "messages", "sent bytes"]]
-    for stage, held in enumerate(report.held_bytes):
-        counts = report.schedule.stash[stage], report.schedule.sends[stage]
-        sent = report.sent_bytes[stage]
-        rows.append([str(stage), str(counts[0]), f"{held:,}", str(counts[1]), f"{sent:,}"])
-    return aligned(rows)
+    for stage, (stash, held, sends, sent) in enumerate(zip(*columns, strict=True)):
+        rows.append([str(stage), str(stash), f"{held:,}", str(sends), f"{sent:,}"])
+    return rows
 
 
 def _percent(share: float) -> str:

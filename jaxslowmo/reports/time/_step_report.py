@@ -9,8 +9,6 @@ from ..._support.files import write_anew
 from ..communication import aligned
 from ._times import StepTimes
 
-_MIB = 2**20
-
 
 @dataclass(frozen=True)
 class Bucket:
@@ -101,69 +99,51 @@ class StepReport:
         write_anew(path, self.to_json() + "\n")
 
     def __str__(self) -> str:
-        return _table(self)
+        facts = f"{self.num_devices} {self.backend} devices"
+        lines = [f"{self.iteration} steps, measured: {_ranges(self.measured) or 'none'}; {facts}"]
+        if self.missed:
+            lines.append(f"due but not measured: {_ranges(self.missed)}")
+        if self.last is not None and self.average is not None:
+            lines += ["", *aligned(_times(self.last, self.average))]
+        if self.kinds:
+            lines += ["", *aligned(_kinds(self.kinds))]
+        dtypes = ", ".join(self.dtypes) or "no dtype"
+        size = _mib(self.parameter_bytes)
+        lines += ["", f"{self.num_parameter_tensors} parameters, {size}, {dtypes}"]
+        sizes: dict[str, list[str]] = {}
+        for bucket in (*self.buckets, *self.sync_buckets):
+            sizes.setdefault(bucket.exchange, []).append(_mib(bucket.size_bytes))
+        for exchange, of_exchange in sizes.items():
+            runs = ((size, len(list(same))) for size, same in groupby(of_exchange))
+            shown = ", ".join(size if count == 1 else f"{count} x {size}" for size, count in runs)
+            lines.append(f"buckets of {exchange}: {shown}")
+        return "\n".join(lines)
 
 
-def _table(report: StepReport) -> str:
-    """Return the text of a report: times and their means, then kinds of step, then buckets."""
-    measured = _ranges(report.measured) or "none"
-    lines = [
-        f"{report.iteration} steps, measured: {measured}; {report.num_devices} {report.backend} "
-        f"devices"
-    ]
-    if report.missed:
-        lines.append(f"due but not measured: {_ranges(report.missed)}")
-    if report.last is not None and report.average is not None:
-        lines += ["", *aligned(_times(report.last, report.average))]
-    if report.kinds:
-        lines += ["", *aligned(_kinds(report))]
-    lines += ["", *_model(report)]
-    return "\n".join(lines)
+_ROWS = {
+    "step": "step_time", "forward compute": "forward_compute_time",
+    "backward compute": "backward_compute_time", "other compute": "other_compute_time",
+    "communication": "communication_time", "  while computing": "overlap_time",
+    "  exposed": "exposed_communication_time",
+}  # fmt: skip
 
 
-def _times(last: StepTimes, average: StepTimes) -> list[list[str]]:
+def _times(*times: StepTimes) -> list[list[str]]:
     rows = [["ms", "last", "mean"]]
-    for name, text in (
-        ("step_time", "step"),
-        ("forward_compute_time", "forward compute"),
-        ("backward_compute_time", "backward compute"),
-        ("other_compute_time", "other compute"),
-        ("communication_time", "communication"),
-        ("overlap_time", "  while computing"),
-        ("exposed_communication_time", "  exposed"),
-    ):
-        rows.append([text, _ms(getattr(last, name)), _ms(getattr(average, name))])
-    for name in average.communication:
-        one, mean = last.communication.get(name, 0.0), average.communication[name]
-        rows.append([f"  of {name}", _ms(one), _ms(mean)])
+    rows += [[text, *(_ms(getattr(t, name)) for t in times)] for text, name in _ROWS.items()]
+    for name in times[-1].communication:
+        rows.append([f"  of {name}", *(_ms(t.communication.get(name, 0.0)) for t in times)])
     return rows
 
 
-def _kinds(report: StepReport) -> list[list[str]]:
+def _kinds(kinds: dict[str, KindOfStep]) -> list[list[str]]:
     rows = [["kind of step", "steps", "measured", "step, ms", "communication", "exposed"]]
-    for name, kind in report.kinds.items():
+    for name, kind in kinds.items():
         times = kind.times
         cells = [times.step_time, times.communication_time, times.exposed_communication_time]
-        shown = [_ms(cell) for cell in cells] if kind.measured else ["-", "-", "-"]
+        shown = [_ms(cell) if kind.measured else "-" for cell in cells]
         rows.append([name, str(kind.steps), str(kind.measured), *shown])
     return rows
-
-
-def _model(report: StepReport) -> list[str]:
-    lines = [
-        f"{report.num_parameter_tensors} parameters, {_mib(report.parameter_bytes)}, "
-        f"{', '.join(report.dtypes) or 'no dtype'}"
-    ]
-    exchanges = dict.fromkeys(b.exchange for b in (*report.buckets, *report.sync_buckets))
-    for exchange in exchanges:
-        same_exchange = [
-            b for b in (*report.buckets, *report.sync_buckets) if b.exchange == exchange
-        ]
-        sizes = [_mib(bucket.size_bytes) for bucket in same_exchange]
-        runs = [(size, len(list(same))) for size, same in groupby(sizes)]
-        shown = ", ".join(size if count == 1 else f"{count} x {size}" for size, count in runs)
-        lines.append(f"buckets of {exchange}: {shown}")
-    return lines
 
 
 def _ms(seconds: float) -> str:
@@ -171,15 +151,11 @@ def _ms(seconds: float) -> str:
 
 
 def _mib(size: int) -> str:
-    return f"{size / _MIB:.3g} MiB" if size >= _MIB / 100 else f"{size} B"
+    return f"{size / 2**20:.3g} MiB" if size >= 2**20 / 100 else f"{size} B"
 
 
 def _ranges(numbers: tuple[int, ...]) -> str:
     """Return numbers as ranges: 1, 2, 3, 7 as "1-3, 7"."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    return ", ".join(str(r[0]) if len(r) == 1 else f"{r[0]}-{r[-1]}" for r in runs)
+    runs = groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])
+    ends = [(run[0][1], run[-1][1]) for run in (list(run) for _, run in runs)]
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in ends)

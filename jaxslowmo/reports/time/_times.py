@@ -1,24 +1,119 @@
 """The times that a step spent on computing and communicating, from its devices' operations."""
 
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, fields
+import re
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field, fields, replace
+from itertools import chain
 from typing import NamedTuple
 
-from ._step_program import BACKWARD, FORWARD, OTHER, StepProgram, Work
+from ..._support import scopes
+from ..communication import COLLECTIVES, Instruction, parse_module, phase_of, scope_of
+from ._trace import DeviceOp
+
+FORWARD, BACKWARD, OTHER = "forward", "backward", "other"
+
+
+class Work(NamedTuple):
+    """The work of an instruction."""
+
+    compute: str = ""  # "forward", "backward" or "other"; "" if it computes nothing itself
+    communication: str = ""  # what is exchanged; "" if nothing is
+    ends: str = ""  # the instruction that began what this one waits for
+
+
+# Scopes of the library around its exchanges, and the names of these in reports.
+_SCOPES = {
+    scopes.ALL_REDUCE_GRADIENTS: scopes.GRADIENTS,
+    scopes.ALL_REDUCE_ROWS: scopes.GRADIENTS,
+    scopes.SKIP_UNUSED: "unused",
+    scopes.MODEL_STATE: scopes.MODEL_STATE,
+    scopes.METRICS: scopes.METRICS,
+    scopes.LOSS_SCALE: scopes.LOSS_SCALE,
+    scopes.TIED: scopes.GRADIENTS,
+    scopes.CLIP: "norm",
+}
+_COLLECTIVE = re.compile(rf"[ )](?:{'|'.join(COLLECTIVES)})(?:-start|-done)?\(")
+_PRODUCT = re.compile(r"[ )](?:dot|convolution|fusion)\(")
+
+
+class StepProgram:
+    """The instructions of a compiled step by name.
+
+    Args:
+      text: `compiled.as_text()`.
+
+    Attributes:
+      name: name of the module.
+    """
+
+    def __init__(self, text: str) -> None:
+        self._module = parse_module(text)
+        self.name = "".join(re.findall(r"^HloModule ([^\s,]+)", self._module.header))
+        computations = self._module.computations.values()
+        self._home = {name: home for home in computations for name in home.lines}
+        self._work_by_name: dict[str, Work] = {}
+
+    def work(self, name: str, seen: Collection[str] = ()) -> Work | None:
+        """Return the work of an instruction; None for a name that the program does not have.
+
+        Args:
+          name: name of the instruction.
+          seen: names of the instructions that were observed to run. A call whose callees ran is
+            not counted in addition to them.
+        """
+        if name not in self._home:
+            return None
+        if name not in self._work_by_name:
+            self._work_by_name[name] = self._work(self._home[name].instruction(name), seen)
+        return self._work_by_name[name]
+
+    def _work(self, op: Instruction, seen: Collection[str]) -> Work:
+        if op.opcode in ("while", "conditional"):
+            return Work()  # lasts as long as the operations that it runs, which have events
+        homes = (self._module.computations[name] for name in op.called)
+        inner = {name: line for home in homes for name, line in home.lines.items()}
+        if op.opcode == "call" and any(name in seen for name in inner):
+            return Work()
+        counts = Counter(filter(None, map(scope_of, inner.values())))
+        scope = scope_of(op.attributes) or "".join(name for name, _ in counts.most_common(1))
+        carried = [line for line in inner.values() if _COLLECTIVE.search(line)]
+        base = re.sub(r"-(start|update|done)$", "", op.opcode)
+        goes_on = base == "async" and not op.called  # an update or end names no computation
+        ends = op.opcode.endswith("-done") or op.name.startswith("async-collective-done")
+        begun = self.work(op.operands[0]) if (ends or goes_on) and op.operands else None
+        exchange = begun.communication if begun else ""
+        sends = carried or (base in COLLECTIVES and ", is_host_transfer=true" not in op.attributes)
+        if not (exchange if goes_on else sends):
+            return Work(compute=_pass_of(scope))
+        # TPU spreads a collective over fusions that compute; others only wrap one.
+        computes = op.opcode == "fusion" and any(map(_PRODUCT.search, inner.values()))
+        return Work(
+            compute=_pass_of(scope) if computes else "",
+            communication=exchange or self._exchange(op, [*map(scope_of, carried), scope]),
+            ends=op.operands[0] if ends and op.operands else "",
+        )
+
+    def _exchange(self, op: Instruction, candidates: list[str]) -> str:
+        scope = next(filter(None, candidates), "")
+        phase, home = phase_of(scope), self._home[op.name]
+        if not scope and home.name != self._module.entry:
+            # Compilers insert collectives without a scope; in a branch of one phase they are its.
+            phase = home.only_phase()
+        if phase is not None:
+            return scopes.MODEL_STATE if phase == scopes.EVERY_PHASE else phase
+        return next((name for part, name in _SCOPES.items() if part in scope), _pass_of(scope))
+
+
+def _pass_of(scope: str) -> str:
+    """Forward or backward pass: jax names the transformations that made an operation."""
+    if "transpose(" in scope:
+        return BACKWARD
+    return FORWARD if "jvp(" in scope else OTHER
+
 
 # Half-open: start and end, in nanoseconds.
 Interval = tuple[int, int]
-
-
-class DeviceOp(NamedTuple):
-    """One operation that a device ran."""
-
-    device: str
-    name: str  # of the HLO instruction, or of what ran without one
-    start: int  # nanoseconds
-    end: int
-    is_ours: bool = True  # known to belong to the step's program, whether or not it has that name
 
 
 @dataclass(frozen=True)
@@ -68,22 +163,18 @@ def step_times(ops: Iterable[DeviceOp], program: StepProgram, step_time: float) 
     for op in ops:
         by_device[op.device].append(op)
     every = [_device_times(device_ops, program) for device_ops in by_device.values()]
-    return _mean(every, step_time=step_time)
+    return replace(mean_times(every), step_time=step_time)
 
 
-def mean_times(steps: Sequence[StepTimes]) -> StepTimes:
+def mean_times(times: Sequence[StepTimes]) -> StepTimes:
     """Return the mean of every time; an exchange that a step did not make counts as 0."""
-    return _mean(steps, step_time=sum(s.step_time for s in steps) / max(1, len(steps)))
 
-
-def _mean(times: Sequence[StepTimes], *, step_time: float) -> StepTimes:
     def mean(values: Iterable[float]) -> float:
         return sum(values) / max(1, len(times))
 
     names = dict.fromkeys(name for t in times for name in t.communication)
-    parts = [f.name for f in fields(StepTimes) if f.name not in ("step_time", "communication")]
+    parts = [f.name for f in fields(StepTimes) if f.name != "communication"]
     return StepTimes(
-        step_time=step_time,
         **{part: mean(getattr(t, part) for t in times) for part in parts},
         communication={n: mean(t.communication.get(n, 0.0) for t in times) for n in names},
     )
@@ -105,8 +196,7 @@ def _device_times(ops: list[DeviceOp], program: StepProgram) -> StepTimes:
             exchange[work.communication].append((start, op.end))
             if not work.ends:
                 begun[op.name] = op.start
-    all_compute = [interval for each in compute.values() for interval in each]
-    all_exchange = [interval for each in exchange.values() for interval in each]
+    all_compute, all_exchange = ([*chain(*spans.values())] for spans in (compute, exchange))
     return StepTimes(
         forward_compute_time=length(compute[FORWARD]) / 1e9,
         backward_compute_time=length(compute[BACKWARD]) / 1e9,
@@ -125,22 +215,13 @@ def _unknown(op: DeviceOp) -> Work:
     return Work(compute=OTHER) if op.is_ours else Work()
 
 
-def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """Return the same instants as disjoint intervals in order; those that touch are joined."""
-    disjoint: list[Interval] = []
-    for start, end in sorted(intervals):
-        if start >= end:
-            continue
-        if disjoint and start <= disjoint[-1][1]:
-            disjoint[-1] = (disjoint[-1][0], max(disjoint[-1][1], end))
-        else:
-            disjoint.append((start, end))
-    return disjoint
-
-
 def length(intervals: Iterable[Interval]) -> int:
     """Return how long at least one of the intervals lasts."""
-    return sum(end - start for start, end in union(intervals))
+    total = until = 0
+    for start, end in sorted(intervals):
+        total += max(0, end - max(start, until))
+        until = max(until, end)
+    return total
 
 
 def overlap(first: Sequence[Interval], second: Sequence[Interval]) -> int:

@@ -184,6 +184,7 @@ def test_programs_by_kind_lowered_or_compiled(mesh_of):
     for programs, options, level in (
         (lowered, {"mesh": mesh, "compile": False}, "emitted"),
         (compiled, {}, "compiled"),
+        (lowered | {"average": compiled["average"]}, {}, "compiled"),
     ):
         report = comm_report_of(programs, **options)
         assert (report.kinds, report.levels) == (("average", "local"), (level,))

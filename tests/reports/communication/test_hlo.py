@@ -8,12 +8,13 @@ from jaxslowmo.reports.communication._collectives import (
     Branches,
     Collective,
     Loop,
-    dtype_of,
-    leaves,
+    ProgramCollectives,
+    parse_target,
+    read_collectives,
     wire_bytes,
 )
-from jaxslowmo.reports.communication._hlo import parse_target, read_hlo
-from jaxslowmo.reports.communication._hlo_text import parse_instruction, shapes
+from jaxslowmo.reports.communication._hlo_text import Computation, parse_module, scope_of, shapes
+from jaxslowmo.reports.communication._mesh_axes import parse_groups
 
 GROUPS = "replica_groups={{0,1,2,3,4,5,6,7}}"
 
@@ -22,9 +23,25 @@ def text_of(name: str) -> str:
     return Path(__file__).with_name("programs").joinpath(f"{name}.hlo").read_text()
 
 
-def read(text: str, **options) -> list[tuple]:
+def read_hlo(text: str, *options) -> ProgramCollectives:
+    module = parse_module("HloModule jit_f, num_partitions=8\n" + text)
+    return read_collectives(module, True, *options)
+
+
+def leaves(block, conditional=False):
+    """Yield every collective of a tree, and whether it is inside a conditional."""
+    for node in block:
+        if isinstance(node, Collective):
+            yield node, conditional
+        else:
+            inside = isinstance(node, Branches)
+            for inner in node.blocks if inside else (node.block,):
+                yield from leaves(inner, conditional or inside)
+
+
+def read(text: str) -> list[tuple]:
     """(name, bytes, conditional) of each collective."""
-    program = read_hlo("HloModule jit_f, num_partitions=8\n" + text, **options)
+    program = read_hlo(text)
     return [(c.name, c.nbytes, inside) for c, inside in leaves(program.block)]
 
 
@@ -77,9 +94,11 @@ def test_groups_in_mesh_form_with_device_ids_survive_the_comma():
         f"(f32[1,4]{{1,0}}, f32[1,4]{{1,0}}) all-to-all(%a, %b), channel_id=1, "
         f'replica_groups={groups}, metadata={{op_name="jit(f)/mul, \\"q, {{" stack_frame_id=2}}'
     )
-    parsed = parse_instruction("r", line)
-    assert (parsed.operands, parsed.attributes["replica_groups"]) == (("a", "b"), groups)
-    assert parsed.attributes["metadata"].endswith("stack_frame_id=2}")
+    parsed = Computation("c", {"r": line}).instruction("r")
+    assert parsed.operands == ["a", "b"]
+    of_line = parse_groups(parsed.attributes.partition("replica_groups=")[2])
+    assert of_line == parse_groups(groups) == ((0, 1), (2, 3), (4, 5), (6, 7))
+    assert scope_of(parsed.attributes) == 'jit(f)/mul, \\"q, {'
 
 
 # Printers write an asynchronous X with the suffixes -start, -update and -done, and all that X has.
@@ -129,14 +148,14 @@ def test_tpu_collective_spread_over_fusions_counts_once():
 
 
 def test_transfers_between_tpu_slices():
-    text = "HloModule jit_f, num_partitions=8\n" + text_of("two_slices")
+    text = text_of("two_slices")
     reduce, send, recv = (c for c, _ in leaves(read_hlo(text, 16).block))
     assert reduce.groups == (tuple(range(8)), tuple(range(8, 16)))  # repeated for both slices
     assert (send.name, send.nbytes, send.pattern) == ("send", 4096, "reduce-scatter")
     assert (recv.name, recv.nbytes) == ("recv", 2048)
     assert send.groups == tuple((i, i + 8) for i in range(8))
     # Slices in another order than the mesh are not guessed.
-    program = read_hlo(text, 16, slice_major=False)
+    program = read_hlo(text, 16, False)
     assert [c.groups for c, _ in leaves(program.block)] == [None, None, None]
 
 
@@ -154,7 +173,7 @@ def test_conditionals_of_all_spellings_and_phases_of_scopeless_collectives():
         "conditional-start(%i, %p, %p), branch_computations={%no, %yes}",
     ):
         body = P + f"  ROOT %k = f32[64,16] {which}"
-        (node,) = read_hlo("HloModule jit_f, num_partitions=8\n" + text + entry(body)).block
+        (node,) = read_hlo(text + entry(body)).block
         assert isinstance(node, Branches)
         assert [c.phase for c, inside in leaves((node,)) if inside] == ["slow"]
 
@@ -177,7 +196,7 @@ def test_trip_counts(step, bound, last, config, trips):
     text = text_of("loop").replace("ONE", step).replace("BOUND", bound).replace("LAST", last)
     for opcode in (" while(", " while-start("):
         program = text.replace("CONFIG", config).replace(" while(", opcode)
-        (loop,) = read_hlo("HloModule f, num_partitions=8\n" + program).block
+        (loop,) = read_hlo(program).block
         assert isinstance(loop, Loop)
         assert loop.trip_count == trips
 
@@ -185,8 +204,7 @@ def test_trip_counts(step, bound, last, config, trips):
 def test_types():
     types = [("bfloat16", 2048), ("int4", 2), ("bool", 2), ("token", 0)]
     assert shapes("(bf16[8,128]{1,0:T(8,128)(2,1)S(1)}, s4[3], pred[2], token[])") == types
-    assert dtype_of("f8E4M3FN") == dtype_of("f8e4m3fn") == ("float8_e4m3fn", 8)
-    assert dtype_of("complex<f32>") == dtype_of("c64") == ("complex64", 64)
+    assert shapes("f8e4m3fn[3], c64[2]") == [("float8_e4m3fn", 3), ("complex64", 16)]
 
 
 TARGETS = {

@@ -5,9 +5,8 @@ import warnings
 import pytest
 from jax.profiler import ProfileData
 
-from jaxslowmo.reports.time._step_program import StepProgram
-from jaxslowmo.reports.time._times import DeviceOp, step_times
-from jaxslowmo.reports.time._trace import device_ops
+from jaxslowmo.reports.time._times import StepProgram, step_times
+from jaxslowmo.reports.time._trace import DeviceOp, device_ops
 from support.compiled_step import TEXT
 
 
