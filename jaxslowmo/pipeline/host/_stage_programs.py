@@ -14,9 +14,8 @@ from jax.sharding import PartitionSpec as P
 from ..._support.types import CompilerOptions, PyTree
 from ...mesh import is_shared, only_over, place_key
 from ...tree import at_least_float32
-from .._pipelined import in_microbatches, microbatch_of, share_of_microbatches
 from .._plan import Ending, Plan, Totals, gathered
-from ..model import LossTerms, without_state
+from ..model import LossTerms, in_microbatches, microbatch_of, share_of_microbatches, without_state
 from ._stage_meshes import Spread
 
 

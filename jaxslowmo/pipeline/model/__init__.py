@@ -1,15 +1,18 @@
 """A model as a list of layers: whole, as stages of a pipeline, and stacked over devices."""
 
 from ._buffer_packing import BufferPacking as BufferPacking
-from ._layered import Keyed as Keyed
 from ._layered import LayeredModel as LayeredModel
 from ._layered import Loss as Loss
 from ._layered import LossTerms as LossTerms
 from ._layered import Run as Run
 from ._layered import WithState as WithState
-from ._layered import keyed_microbatch as keyed_microbatch
 from ._layered import quotient as quotient
 from ._layered import without_state as without_state
+from ._microbatches import Keyed as Keyed
+from ._microbatches import in_microbatches as in_microbatches
+from ._microbatches import microbatch_of as microbatch_of
+from ._microbatches import microbatch_specs as microbatch_specs
+from ._microbatches import share_of_microbatches as share_of_microbatches
 from ._optimizer import StagePacking as StagePacking
 from ._stage_layout import Block as Block
 from ._stage_layout import StageLayout as StageLayout

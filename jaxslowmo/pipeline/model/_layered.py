@@ -1,7 +1,6 @@
 """A model of layers, and any run of them as a stage of a pipeline.
 
-In the order of this file: the model; the microbatch with its keys; which keywords layers take; the
-terms of a loss.
+In the order of this file: the model; which keywords layers take; the terms of a loss.
 """
 
 import functools
@@ -19,6 +18,7 @@ from ..._support.types import PyTree
 from ...tracing import Quotient, check_loss
 from ...transform import LossProgram
 from ...tree import check_arrays, leaf_names
+from ._microbatches import Keyed
 from ._ties import Groups, TiedLeaf, Ties, as_one, as_ties, tied_positions, tied_transform
 
 # Shorter runs of equal layers are unrolled: the compiler does not fuse across the border of a loop.
@@ -218,7 +218,7 @@ class LayeredModel(LossProgram):
         weights: PyTree,
         x: PyTree,
         state: PyTree,
-        keyed: "Keyed | None",
+        keyed: Keyed | None,
         loops: bool,
     ) -> tuple[PyTree, PyTree]:
         """Return the output of the layers of a run, and their new state."""
@@ -340,33 +340,6 @@ class LayeredModel(LossProgram):
 def _types_of(tree: PyTree) -> Any:
     leaves, structure = jax.tree.flatten(tree)
     return structure, [(jnp.shape(x), jnp.result_type(x)) for x in leaves]
-
-
-# Microbatches.
-
-
-class Keyed(NamedTuple):
-    """A microbatch, and the PRNG key for its layers.
-
-    Attributes:
-      batch: the microbatch.
-      key: the PRNG key of this microbatch.
-      shift: () int32, added to the index of each layer: programs that compute several equal stages
-        of a model by one branch need it for the key of each.
-    """
-
-    batch: PyTree
-    key: jax.Array
-    shift: Any = 0
-
-    def layer_key(self, layer: int) -> jax.Array:
-        """Return the key of the layer with this index in the model."""
-        return jax.random.fold_in(self.key, layer + self.shift)
-
-
-def keyed_microbatch(batch: PyTree, rng: jax.Array | None, index: Any, shift: Any = 0) -> PyTree:
-    """Pair microbatch number `index` with its key; return it as it is if `rng` is None."""
-    return batch if rng is None else Keyed(batch, jax.random.fold_in(rng, index), shift)
 
 
 # What layers take.

@@ -20,10 +20,10 @@ from jax.sharding import PartitionSpec as P
 from ..._support.types import PyTree
 from ...mesh import only_over, place_key
 from ...tree import Staged, at_least_float32
-from .._pipelined import Pipelined, in_microbatches, microbatch_of, microbatch_specs
+from .._pipelined import Pipelined
 from .._plan import Ending, Plan, StageKind, Totals, gathered
 from .._split_stage import StageProgram
-from ..model import Loss, LossTerms, without_state
+from ..model import Loss, LossTerms, in_microbatches, microbatch_of, microbatch_specs, without_state
 from ._tick_table import KINDS, Channel, Half, TickTable, forward_ticks, tick_table
 
 Values = Sequence[jax.Array]

@@ -13,8 +13,7 @@ import jax.numpy as jnp
 
 from ..._support.types import PyTree
 from ...pipeline import HostPipeline, Pipelined, Schedule, StageProgram, split_stage
-from ...pipeline.model import WithState, without_state
-from ...pipeline.plan import in_microbatches, microbatch_of
+from ...pipeline.model import WithState, in_microbatches, microbatch_of, without_state
 from ...pipeline.schedules import Simulation
 from ..communication import aligned, comm_report_of
 from ._schedule_grid import schedule_grid, schedule_title
