@@ -1,5 +1,6 @@
 """`jaxslowmo compare`: several runs, a table of their results, and a picture."""
 
+import dataclasses
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -30,23 +31,23 @@ from .run._recipes import RECIPES, describe_exchanges
 from .run._run_folder import RunFolder, locked_folder
 
 
-def compare(config: CompareConfig, out: Path | None) -> int:
+def compare(config: CompareConfig) -> int:
     """Train every algorithm with every seed, then write a table and a figure.
 
-    Each run has its own folder in `out`, next to config.json, compare.json and compare.png. After
-    Ctrl-C the table and the figure show the runs that have finished.
+    Each run has its own folder in `config.out`, next to config.json, compare.json and compare.png.
+    After Ctrl-C the table and the figure show the runs that have finished.
 
     Raises:
       CommandError: the options do not fit each other, the data, the devices or the folder.
     """
     console = Console()
-    with locked_folder(out, "compare") as folder:
+    with locked_folder(config.out, "compare") as folder:
         if not config.train.overwrite:
             folder.refuse_leftovers(may_resume=False)
         jobs = _jobs(config)
         if config.train.overwrite:
             folder.sweep()
-        write_json(folder.config, config)
+        write_json(folder.config, dataclasses.replace(config, config=None, out=None))
         return _compare_in(folder, config, jobs, console)
 
 

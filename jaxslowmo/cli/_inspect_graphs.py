@@ -181,15 +181,15 @@ def _scale(axes: Axes, tolerance: float, floor: float) -> None:
     axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
 
 
-def inspect_graphs(config: InspectGraphsConfig, out: Path | None, page: Path | None) -> int:
+def inspect_graphs(config: InspectGraphsConfig) -> int:
     """Write the tables and the picture, print the tables, and return the exit code.
 
-    Without `page`, or with `out`, graphs.md, graphs.json and graphs.png are written to a folder.
+    Without `--page`, or with `--out`, it writes graphs.md, graphs.json and graphs.png to a folder.
 
     Raises:
       CommandError: a file cannot be written, or the page lacks the markers.
     """
-    console = Console()
+    console, out, page = Console(), config.out, config.page
     old = None if page is None else _split_page(page)
     folder = make_folder(out, "graphs") if page is None or out is not None else None
     analyses = analyse_all(config, show_progress=True)

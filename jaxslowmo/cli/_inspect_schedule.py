@@ -17,12 +17,13 @@ from ._output import facts_table, numbers_table, say
 from .config._inspect import InspectScheduleConfig
 
 
-def inspect_schedule(config: InspectScheduleConfig, out: Path | None) -> int:
+def inspect_schedule(config: InspectScheduleConfig) -> int:
     """Print a schedule as a grid, and its costs next to other kinds; return the exit code.
 
     Raises:
       CommandError: the library refuses the schedule, or the picture cannot be written.
     """
+    out = config.out
     with usage_errors(num_stages="stages", rows="table"):
         schedule = config.schedule()
         simulation = schedule.simulate(**config.times, lockstep=config.lockstep)

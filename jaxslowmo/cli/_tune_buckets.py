@@ -51,7 +51,7 @@ class Row:
     ratio: float
 
 
-def tune_buckets(config: TuneBucketsConfig, out: Path | None) -> int:
+def tune_buckets(config: TuneBucketsConfig) -> int:
     """Measure every limit, then write a table, a figure and tune.json.
 
     After Ctrl-C they show the rounds that have finished.
@@ -63,7 +63,7 @@ def tune_buckets(config: TuneBucketsConfig, out: Path | None) -> int:
     with usage_errors():
         placement = choose_mesh(config.train)
         bench = Bench(config, placement)
-    folder = make_folder(out, "tune")
+    folder = make_folder(config.out, "tune")
     subject = (
         f"{config.train.preset}: {format_count(bench.num_parameters)} parameters, "
         f"{placement.description}"

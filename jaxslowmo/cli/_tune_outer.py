@@ -69,7 +69,7 @@ class Row:
         return sum(a < b for a, b in zip(self.losses, self.plain, strict=True))
 
 
-def tune_outer(config: TuneOuterConfig, out: Path | None) -> int:
+def tune_outer(config: TuneOuterConfig) -> int:
     """Train every setting with every seed, then write a table, a picture and tune.json.
 
     After Ctrl-C they show the periods that have finished, else the first one's last evaluation.
@@ -82,7 +82,7 @@ def tune_outer(config: TuneOuterConfig, out: Path | None) -> int:
         placement = choose_mesh(config.train)
         text = divide_text(config.train, read_corpus(config.train.data))
         trials = [Trial(config, text, period) for period in config.periods]
-    folder = make_folder(out, "tune")
+    folder = make_folder(config.out, "tune")
     count = len(config.settings()["rate"]) * len(config.seeds)
     size = format_count(num_parameters(config_of(config.train)))
     subject = f"{config.train.preset}: {size} parameters, {placement.description}"

@@ -1,10 +1,10 @@
 """Options for the mesh axes of the devices, and for the pipeline along the axis "stage"."""
 
 import dataclasses
-import functools
 import math
+from typing import Annotated
 
-from ._fields import Checked, option
+from ._options import Called, Count, OneOf, Options
 
 # From slow links to fast ones: devices that are neighbours along the last axis are the closest.
 AXES = ("replica", "device", "stage", "fsdp", "tensor")
@@ -13,6 +13,7 @@ MODEL_AXES = ("stage", "fsdp", "tensor")
 # Copies of the library's lists, because importing those loads jax; a test compares them.
 PIPELINES = ("gpipe", "one_f_one_b", "interleaved", "zero_bubble", "zbv", "lockstep")
 EXECUTORS = ("one_program", "host")
+RATE_SCHEDULES = ("cosine", "constant")  # of `OptimizerConfig`
 _TICKS_PER_STAGE = 4  # the most microbatches per stage, without --microbatches
 
 
@@ -38,43 +39,36 @@ def parse_mesh(text: str) -> dict[str, int]:
     return {name: sizes[name] for name in AXES if name in sizes}
 
 
-_option = functools.partial(option, panel="Devices")
+def _check_pipeline(flag: str, kind: str) -> None:
+    if kind in RATE_SCHEDULES:
+        raise ValueError(
+            f"{flag} is that of a pipeline, and --rate-schedule that of the learning rate; got "
+            f"{flag} {kind}"
+        )
 
 
 @dataclasses.dataclass(frozen=True)
-class MeshConfig(Checked):
+class MeshConfig(Options):
     """The mesh axes of the devices, and the pipeline along the axis "stage"."""
 
-    mesh: str | None = _option(
-        None,
-        "Sizes of the axes of the devices, such as replica=2,stage=2,fsdp=2: replica, device "
-        "(which share a batch), stage (of a pipeline), fsdp and tensor (which share the model). In "
-        "place of --replicas and --devices-per-replica.",
-        check=parse_mesh,
+    HEADING = "Device"
+
+    mesh: Annotated[str | None, lambda flag, text: parse_mesh(text)] = None
+    """Sizes of the axes of the devices, such as replica=2,stage=2,fsdp=2: replica, device (which
+    share a batch), stage (of a pipeline), fsdp and tensor (which share the model). In place of
+    --replicas and --devices-per-replica."""
+    pipeline: Annotated[str, _check_pipeline, OneOf(*PIPELINES), Called("--schedule")] = (
+        "one_f_one_b"
     )
-    pipeline: str = _option(
-        "one_f_one_b",
-        "What each pipeline stage computes when; see jaxslowmo inspect schedule.",
-        choices=PIPELINES,
-        flag="--schedule",
-    )
-    microbatches: int | None = _option(
-        None,
-        "Parts of a batch that go through the stages one after the other (default: up to "
-        f"{_TICKS_PER_STAGE} per stage, as many as divide the batch).",
-        least=1,
-    )
-    chunks: int | None = _option(
-        None,
-        "Parts of the model on each stage (default: 2 for interleaved and zbv, else 1).",
-        least=1,
-    )
-    executor: str = _option(
-        "one_program",
-        "One program on all stages, or programs of each stage that the host starts one by one, "
-        "which wait less for each other but take a single process.",
-        choices=EXECUTORS,
-    )
+    """What each pipeline stage computes when; see jaxslowmo inspect schedule."""
+    microbatches: Count | None = None
+    """Parts of a batch that go through the stages one after the other (default: up to 4 per stage,
+    as many as divide the batch)."""
+    chunks: Count | None = None
+    """Parts of the model on each stage (default: 2 for interleaved and zbv, else 1)."""
+    executor: Annotated[str, OneOf(*EXECUTORS)] = "one_program"
+    """One program on all stages, or programs of each stage that the host starts one by one, which
+    wait less for each other but take a single process."""
 
     @property
     def sizes(self) -> dict[str, int]:
