@@ -6,7 +6,7 @@ import sys
 import textwrap
 import warnings
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from .._version import __version__
 from ._errors import CommandError
@@ -14,73 +14,21 @@ from ._errors import CommandError
 _ABOUT = "Data-parallel training whose replicas communicate rarely."
 
 
-class Command(NamedTuple):
-    """A command; of its modules nothing is imported before it is called.
-
-    Attributes:
-      config: module and class of its configuration, in `config`.
-      work: module and function that get the configuration.
-      about: what it does.
-    """
-
-    config: str
-    work: str
-    about: str
-
-
 COMMANDS = {
-    "train": Command(
-        "_commands.TrainCommand",
-        "_start.start",
-        "Train a byte-level language model with one algorithm.",
-    ),
-    "compare": Command(
-        "_commands.CompareConfig",
-        "_compare.compare",
-        "Train with several algorithms at equal steps and seeds: a table and a figure.",
-    ),
-    "launch": Command(
-        "_commands.LaunchConfig",
-        "_start.start_all",
-        "Train in several processes of this machine: launch --processes 4 -- train --out ...",
-    ),
-    "sample": Command(
-        "_commands.SampleConfig",
-        "_sample.sample",
-        "Write text from the trained model of a run.",
-    ),
-    "inspect graph": Command(
-        "_inspect.InspectGraphConfig",
-        "_inspect_graph.inspect_graph",
-        "Show who sends to whom, what it costs, and how fast the nodes agree.",
-    ),
-    "inspect graphs": Command(
-        "_inspect.InspectGraphsConfig",
-        "_inspect_graphs.inspect_graphs",
-        "Compare graphs at several sizes: tables and a picture.",
-    ),
-    "inspect config": Command(
-        "_commands.InspectConfigConfig",
-        "_inspect_config.inspect_config",
-        "Show devices and memory of a run of `train` with these options, and what it would send.",
-    ),
-    "inspect schedule": Command(
-        "_inspect.InspectScheduleConfig",
-        "_inspect_schedule.inspect_schedule",
-        "Draw the schedule of a pipeline, and compare the kinds: bubble, stash, messages.",
-    ),
-    "tune buckets": Command(
-        "_commands.TuneBucketsConfig",
-        "_tune_buckets.tune_buckets",
-        "Measure bucket limits of the gradient reduction, and print the best: whole training "
-        "steps of data parallelism, with loss, gradients, reduction and optimizer.",
-    ),
-    "tune outer": Command(
-        "_commands.TuneOuterConfig",
-        "_tune_outer.tune_outer",
-        "Try momenta and rates of slow steps with several seeds, and print the best. All settings "
-        "and seeds of a period train in one program, with virtual replicas on one device.",
-    ),
+    "train": "Train a byte-level language model with one algorithm.",
+    "compare": "Train with several algorithms at equal steps and seeds: a table and a figure.",
+    "launch": "Train in several processes of this machine: launch --processes 4 -- train --out ...",
+    "sample": "Write text from the trained model of a run.",
+    "inspect graph": "Show who sends to whom, what it costs, and how fast the nodes agree.",
+    "inspect graphs": "Compare graphs at several sizes: tables and a picture.",
+    "inspect config": "Show devices and memory of a run of `train` with these options, and what it "
+    "would send.",
+    "inspect schedule": "Draw the schedule of a pipeline, and compare the kinds: bubble, stash, "
+    "messages.",
+    "tune buckets": "Measure bucket limits of the gradient reduction, and print the best. It times "
+    "whole training steps of data parallelism: loss, gradients, reduction, optimizer.",
+    "tune outer": "Try momenta and rates of slow steps with several seeds, and print the best. All "
+    "settings and seeds of a period train in one program, with virtual replicas on one device.",
 }
 _GROUPS = {name.partition(" ")[0] for name in COMMANDS if " " in name}
 
@@ -97,24 +45,22 @@ def run(argv: Sequence[str] | None = None) -> int:
     if name is None:
         _describe(words)
         return 0
-    command, words = COMMANDS[name], words[name.count(" ") + 1 :]
+    words = words[name.count(" ") + 1 :]
     others: list[list[str]] = []
     if name == "launch":  # what follows "--" is the command to start
         end = words.index("--") if "--" in words else len(words)
         words, others = words[:end], [words[end + 1 :]]
     with warnings.catch_warnings():
         warnings.showwarning = _show_warning
-        # Imported here, as the command's modules, since `--help` waits for neither tyro nor jax.
+        # Imported here, as what does the work, since `--help` waits for neither tyro nor jax.
         from ._command_line import configured
+        from .config._commands import CONFIGS
 
-        cls = _imported(f".config.{command.config}")
-        config = configured(cls, f"jaxslowmo {name}", words, command.about)
-        return _imported(f".{command.work}")(config, *others)
-
-
-def _imported(path: str) -> Any:
-    module, _, name = path.rpartition(".")
-    return getattr(importlib.import_module(module, __package__), name)
+        config = configured(CONFIGS[name], f"jaxslowmo {name}", words, COMMANDS[name])
+        function = name.replace(" ", "_")
+        is_start = name in ("train", "launch")
+        module = importlib.import_module("._start" if is_start else f"._{function}", __package__)
+        return getattr(module, function)(config, *others)
 
 
 def _describe(words: Sequence[str]) -> None:
@@ -129,9 +75,9 @@ def _describe(words: Sequence[str]) -> None:
         hint = f"; did you mean {nearest[0]}?" if nearest else ""
         raise CommandError(f"no such command: {name}{hint}; see jaxslowmo --help")
     print(f"usage: {' '.join(['jaxslowmo', *group])} COMMAND [OPTIONS]\n\n{_ABOUT}\n")
-    for name, command in COMMANDS.items():
+    for name, about in COMMANDS.items():
         if name.split()[: len(group)] == group:
-            print(f"  {name}\n{textwrap.indent(textwrap.fill(command.about, 72), ' ' * 6)}")
+            print(f"  {name}\n{textwrap.indent(textwrap.fill(about, 72), ' ' * 6)}")
     print("\n`jaxslowmo COMMAND --help` lists its options, `jaxslowmo --version` its version.")
 
 

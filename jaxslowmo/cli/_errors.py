@@ -104,6 +104,8 @@ def file_errors(flag: str, verb: str, path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise CommandError(f"{flag}: cannot {verb} {path}: {error.strerror}") from None
+    except UnicodeError:
+        raise CommandError(f"{flag}: {path} is no text") from None
 
 
 @contextlib.contextmanager

@@ -8,13 +8,13 @@ from pathlib import Path
 from ._command_line import configured
 from ._errors import CommandError, usage_errors
 from .config._commands import LaunchConfig, TrainCommand
+from .processes import _launch
 from .processes._address import refuse_taken_port
-from .processes._launch import check_launched, launch
 from .processes._peers import is_child, is_one_of_several, known_processes, started_by
 from .processes._supervise import end_with_parent, supervise
 
 
-def start(command: TrainCommand) -> int:
+def train(command: TrainCommand) -> int:
     """Train, or supervise the child that trains if there are several processes."""
     if (parent := started_by()) is not None:
         end_with_parent(parent)
@@ -28,22 +28,24 @@ def start(command: TrainCommand) -> int:
             config.mesh.check_processes(known_processes(config.cluster) or 1)
         refuse_taken_port(config.cluster)
         return supervise(sys.argv[1:], out or Path(), restarts=config.cluster.restarts)
-    from ._train import train  # loads jax, which the process that supervises does without
+    from ._train import train as run  # loads jax, which the process that supervises does without
 
-    return train(config, out)
+    return run(config, out)
 
 
-def start_all(config: LaunchConfig, words: Sequence[str]) -> int:
+def launch(config: LaunchConfig, words: Sequence[str]) -> int:
     """Start the processes of `train` on this machine.
 
     Raises:
       CommandError: the words are not "train" and right options of it.
     """
-    check_launched(config.processes, words)
+    _launch.check_launched(config.processes, words)
     # The options of train are checked here once, and not first in every process.
     command = configured(TrainCommand, "jaxslowmo train", words[1:])
     if command.out is None:
         raise CommandError("train needs --out where there are several processes: they share it")
     with usage_errors():
         command.train.mesh.check_processes(config.processes)
-    return launch(config.processes, config.restarts, config.heartbeat_timeout, words, command.out)
+    return _launch.launch(
+        config.processes, config.restarts, config.heartbeat_timeout, words, command.out
+    )

@@ -78,7 +78,7 @@ def test_json_of_a_graph_holds_everything(call):
 def test_files_that_are_no_phone_book_are_refused(call, tmp_path):
     for text, part in (
         ("[[1], [0]", "JSON"),
-        ("[1, 0]", "list"),
+        ("[1, 0]", "sequence"),
         ("[[1], [5]]", "names 5"),
         ('[["1"], [0]]', "names '1'"),
         ("[]", "--phone-book"),

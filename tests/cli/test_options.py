@@ -57,7 +57,7 @@ def told(monkeypatch) -> dict[str, Any]:
         monkeypatch.setattr(f"jaxslowmo.cli._{name}.{name}", with_config)
     monkeypatch.setattr(_start, "refuse_taken_port", lambda config: None)  # looks the host up
     monkeypatch.setattr(_start, "supervise", lambda argv, out, **_: found.update(out=out) or 0)
-    monkeypatch.setattr(_start, "launch", launch)
+    monkeypatch.setattr("jaxslowmo.cli.processes._launch.launch", launch)
     return found
 
 

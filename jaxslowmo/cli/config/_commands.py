@@ -1,4 +1,4 @@
-"""Configurations of the commands around `TrainConfig`: train, compare, sample, launch, tune."""
+"""The configurations of all commands, by name; `_inspect` and `_training` hold parts of them."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar, Self
 
 from ._algorithms import ALGORITHMS, OUTER_ALGORITHMS, AlgorithmConfig
 from ._cluster import ClusterConfig
+from ._inspect import InspectGraphConfig, InspectGraphsConfig, InspectScheduleConfig
 from ._options import (
     Called,
     Count,
@@ -286,3 +287,17 @@ class TuneOuterConfig(InRunFolder):
         rows = [(factor, *pair) for factor in self.factors for pair in pairs]
         columns = zip(*rows, strict=True)
         return dict(zip(("factor", "rate", "momentum"), map(list, columns), strict=True))
+
+
+CONFIGS: dict[str, type[Options]] = {
+    "train": TrainCommand,
+    "compare": CompareConfig,
+    "launch": LaunchConfig,
+    "sample": SampleConfig,
+    "inspect graph": InspectGraphConfig,
+    "inspect graphs": InspectGraphsConfig,
+    "inspect config": InspectConfigConfig,
+    "inspect schedule": InspectScheduleConfig,
+    "tune buckets": TuneBucketsConfig,
+    "tune outer": TuneOuterConfig,
+}

@@ -62,22 +62,14 @@ def check_effort(flag: str, graph: Graph) -> Graph:
     Raises:
       ValueError: it takes longer; the message names `flag`, the option that gave the graph.
     """
-    _check_nodes(flag, graph.num_nodes)
-    most = MOST_ENTRIES // graph.num_nodes**2
-    if graph.num_rounds > most:
+    nodes, rounds = graph.num_nodes, graph.num_rounds
+    Range(1, MOST_NODES + 1)(flag, nodes)
+    if rounds > MOST_ENTRIES // nodes**2:
         raise ValueError(
-            f"{flag}: {graph.name} with {graph.num_nodes} nodes takes minutes, since its "
-            f"rotation has {graph.num_rounds} rounds; with so many nodes at most {most} are "
-            "analysed"
+            f"{flag}: {graph.name} with {nodes} nodes takes minutes, since its rotation has "
+            f"{rounds} rounds; with so many nodes at most {MOST_ENTRIES // nodes**2} are analysed"
         )
     return graph
-
-
-def _check_nodes(flag: str, nodes: int) -> None:
-    if nodes > MOST_NODES:
-        raise ValueError(
-            f"{flag}: at most {MOST_NODES} nodes are analysed, since more take minutes; got {nodes}"
-        )
 
 
 def _check_tolerance(flag: str, tolerance: float) -> None:
@@ -85,7 +77,7 @@ def _check_tolerance(flag: str, tolerance: float) -> None:
         raise ValueError(f"{flag} must lie strictly between 0 and 1, got {tolerance}")
 
 
-_Nodes = Annotated[Count, _check_nodes]
+_Nodes = Annotated[int, Range(1, MOST_NODES + 1)]
 _Tolerance = Annotated[float, _check_tolerance]
 
 
@@ -130,7 +122,7 @@ class InspectGraphConfig(Options):
     """Only for grid_2d and torus_2d."""
     group_size: Count | None = None
     """Only for inner_outer."""
-    num_rounds: Count | None = None
+    num_rounds: Annotated[int | None, Range(1, 2**16)] = None  # more take minutes
     """Only for random_matching."""
     seed: Annotated[int | None, Range(0, 2**63)] = None
     """Only for random_matching."""
@@ -156,13 +148,6 @@ class InspectGraphConfig(Options):
         if self.model_bytes is not None and self.parameters is not None:
             raise ValueError("give one of --model-bytes and --parameters")
         super().__post_init__()
-        if self.nodes is not None:
-            most = MOST_ENTRIES // self.nodes**2
-            if self.num_rounds is not None and self.num_rounds > most:
-                raise ValueError(
-                    f"--num-rounds must be <= {most} with so many nodes, since more take minutes; "
-                    f"got {self.num_rounds}"
-                )
 
     def analyse(self) -> GraphAnalysis:
         """Build the graph and return its analysis.
@@ -221,26 +206,12 @@ class InspectGraphsConfig(Options):
 
 
 def _read_phone_book(path: Path) -> list[list[int]]:
-    text = _read("--phone-book", path)
+    with file_errors("--phone-book", "read", path):
+        text = path.read_text(encoding="utf-8")
     try:
-        table = json.loads(text)
+        return json.loads(text)
     except ValueError as error:
         raise ValueError(f"--phone-book: {path} is no JSON: {error}") from None
-    if not isinstance(table, list) or not all(isinstance(row, list) for row in table):
-        raise ValueError(
-            f"--phone-book: {path} must hold a list with the list of out-peers of every node, such "
-            "as [[1, 2], [0], [1]]"
-        )
-    return table
-
-
-def _read(flag: str, path: Path) -> str:
-    """Return the text of a file; error messages name the option that gave the file."""
-    try:
-        with file_errors(flag, "read", path):
-            return path.read_text(encoding="utf-8")
-    except ValueError:
-        raise ValueError(f"{flag}: {path} is no text") from None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -314,7 +285,8 @@ class InspectScheduleConfig(Options):
         from jaxslowmo.pipeline import schedules
 
         if self.table is not None:
-            rows = _read("--table", self.table).splitlines()
+            with file_errors("--table", "read", self.table):
+                rows = self.table.read_text(encoding="utf-8").splitlines()
             return schedules.from_table(rows, name=self.table.stem)
         options = {name: getattr(self, name) for name in _OF_KINDS if getattr(self, name)}
         if self.kind == "lockstep":

@@ -25,16 +25,13 @@ def parse_mesh(text: str) -> dict[str, int]:
     """
     sizes: dict[str, int] = {}
     for part in text.split(","):
-        name, equals, size = (x.strip() for x in part.partition("="))
-        if not equals or not (size.isascii() and size.isdigit()) or not 0 < int(size) < 2**20:
+        name, _, size = (x.strip() for x in part.partition("="))
+        is_size = size.isascii() and size.isdigit() and 0 < int(size) < 2**20
+        if name not in AXES or name in sizes or not is_size:
             raise ValueError(
-                "--mesh must be sizes of axes such as replica=2,stage=2,fsdp=2, got "
-                f"{part.strip() or 'nothing'}"
+                f"--mesh must be sizes of the axes {', '.join(AXES)}, each at most once, such as "
+                f"replica=2,stage=2,fsdp=2; got {part.strip() or 'nothing'}"
             )
-        if name not in AXES:
-            raise ValueError(f"--mesh has the axes {', '.join(AXES)}, got {name or 'nothing'}")
-        if name in sizes:
-            raise ValueError(f"--mesh must name each axis once, got {name} again")
         sizes[name] = int(size)
     return {name: sizes[name] for name in AXES if name in sizes}
 
