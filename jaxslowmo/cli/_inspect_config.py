@@ -36,7 +36,7 @@ def inspect_config(command: InspectConfigConfig) -> int:
         job = Job(config, placement, _NOTHING)
     state = job.step.init(form.init(config.seed, placement.mesh))
     facts = _facts(config, form, placement, job, state)
-    console.print(facts_table(facts, title=config.algorithm.algorithm, title_justify="left"))
+    console.print(facts_table(facts, title=config.algorithm.algorithm))
     batch = np.zeros((config.replicas * config.batch, form.config.context_length + 1), np.uint8)
     say(console, "What a step sends, as bytes that go into each collective on one device:")
     report = emitted(job.step, state, batch)
