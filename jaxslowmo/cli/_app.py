@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from .._version import __version__
-from ._errors import CommandError
+from ._errors import CommandError, usage_errors
 
 _ABOUT = "Data-parallel training whose replicas communicate rarely."
 
@@ -56,7 +56,8 @@ def run(argv: Sequence[str] | None = None) -> int:
         from ._command_line import configured
         from .config._commands import CONFIGS
 
-        config = configured(CONFIGS[name], f"jaxslowmo {name}", words, COMMANDS[name])
+        with usage_errors():
+            config = configured(CONFIGS[name], f"jaxslowmo {name}", words, COMMANDS[name])
         function = name.replace(" ", "_")
         is_start = name in ("train", "launch")
         module = importlib.import_module("._start" if is_start else f"._{function}", __package__)

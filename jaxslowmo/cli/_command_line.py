@@ -12,8 +12,7 @@ from typing import Annotated, Any, TypedDict
 
 import tyro
 
-from ._errors import CommandError, file_errors
-from .config._commands import OfRuns
+from ._errors import file_errors
 from .config._options import Option, Options, options_of
 from .config._training import PRESET_DEFAULTS, train_options
 
@@ -35,106 +34,83 @@ def configured(cls: type[Options], program: str, words: Sequence[str], about: st
       about: what the command does, for the help.
 
     Raises:
-      CommandError: an option is unknown, lacks its value, has a wrong one, or has no effect.
+      ValueError: an option is unknown, lacks its value, has a wrong one, or has no effect.
       SystemExit: the words ask for help, which is printed.
     """
-    shared = cls.shared() if issubclass(cls, OfRuns) else {}
-    options = options_of(cls) | shared
-    given = _given(cls, options, program, words, about)
-    try:
-        if issubclass(cls, OfRuns):
-            path = given.get("config")
-            return cls.made_of(given, {} if path is None else read_file(cls, path))
-        for name, option in options.items():
-            if option.default is dataclasses.MISSING and name not in given:
-                raise ValueError(f"{option.flag} must be given")
-        return cls(**given)
-    except ValueError as error:
-        raise CommandError(str(error)) from error
+    options = options_of(cls) | cls.shared()
+    given = {
+        name: value if isinstance(value, bool) else options[name].read(value)
+        for name, value in _given(cls, options, program, words, about).items()
+    }
+    path: Any = given.get("config")
+    return cls.made_of(given, {} if path is None else read_file(cls, path))
 
 
 def _given(
     cls: type, options: Mapping[str, Option], program: str, words: Sequence[str], about: str
 ) -> dict[str, Any]:
-    """Return the values that words give to options, by the names of the fields."""
-    flags = [f for x in options.values() if x.flag.startswith("--") for f in _flags(x)]
-    switches = {f for x in options.values() if x.kind is bool for f in _flags(x)}
-    named = [word.partition("=")[0].replace("_", "-") for word in words]
-    for flag, word in zip(named, words, strict=True):
-        if "=" in word and flag in switches:
-            raise CommandError(f"{flag} takes no value, got {word.partition('=')[2] or 'nothing'}")
+    """Return the texts that words give to options, and of switches whether they are on."""
+    switches = [flag for x in options.values() if x.kind is bool for flag in (x.flag, _off(x))]
+    valued = [x.flag for x in options.values() if x.kind is not bool and x.flag[:2] == "--"]
+    lacking = ""
+    for word, following in zip(words, [*words[1:], "--"], strict=False):
+        flag, equals, value = word.partition("=")
+        flag = flag.replace("_", "-")
+        if equals and flag in switches:
+            raise ValueError(f"{flag} takes no value, got {value or 'nothing'}")
+        is_option = following.startswith("-") and not following[1:2].isdigit()
+        if flag in valued and not equals and is_option:
+            lacking = lacking or flag
     kind = _typed(cls, options, is_help=not {"-h", "--help"}.isdisjoint(words))
     try:
         # tyro frames its errors in a box; here an error is one line.
         with contextlib.redirect_stderr(io.StringIO()):
             groups, unknown = tyro.cli(
-                kind,
-                prog=program,
-                description=about,
-                args=words,
-                return_unknown_args=True,
+                kind, prog=program, description=about, args=words, return_unknown_args=True,
                 config=(tyro.conf.OmitArgPrefixes,),
-            )
+            )  # fmt: skip
     except SystemExit as error:
-        if not error.code:
-            raise
-        # With options that may all be left out, any text for a value, and unknown words returned,
-        # the only error is that no value follows an option.
-        lacking = [
-            flag
-            for flag, word, following in zip(named, words, [*words[1:], "--"], strict=True)
-            if flag in flags and flag not in switches and "=" not in word
-            if following.startswith("-") and not following[1:2].isdigit()
-        ]
-        raise CommandError(f"{lacking[0]} must be followed by a value") from None
+        # Options may all be left out, their values are any text, and unknown words are returned:
+        # nothing else can be wrong.
+        if error.code:
+            raise ValueError(f"{lacking} must be followed by a value") from None
+        raise
     if unknown:
-        nearest = difflib.get_close_matches(unknown[0].partition("=")[0], flags, 1)
+        nearest = difflib.get_close_matches(unknown[0].partition("=")[0], [*switches, *valued], 1)
         hint = f"; did you mean {nearest[0]}?" if nearest else ""
-        raise CommandError(f"no such option or argument: {unknown[0]}{hint}; see {program} --help")
+        raise ValueError(f"no such option or argument: {unknown[0]}{hint}; see {program} --help")
     values = {x: v for part in groups.values() if isinstance(part, dict) for x, v in part.items()}
-    values |= {x: value for x, value in groups.items() if not isinstance(value, dict)}
-    try:
-        return {
-            x: value if isinstance(value, bool) else options[x].read(value)
-            for x, value in values.items()
-        }
-    except ValueError as error:
-        raise CommandError(str(error)) from None
+    return values | {x: value for x, value in groups.items() if not isinstance(value, dict)}
 
 
-def _flags(option: Option) -> tuple[str, ...]:
-    return (option.flag, f"--no-{option.flag[2:]}") if option.kind is bool else (option.flag,)
+def _off(switch: Option) -> str:
+    return f"--no-{switch.flag[2:]}"
 
 
 def _typed(cls: type, options: Mapping[str, Option], *, is_help: bool) -> Any:
     """Return the type from which tyro makes the options: texts and switches, under headings."""
     groups: dict[str, dict[str, Any]] = {}
     for name, option in options.items():
+        is_named, is_switch = option.flag.startswith("--"), option.kind is bool
+        metavar = "NAME" if option.choices else _METAVARS.get(option.kind)
+        metavar = f"{metavar},{metavar},..." if option.is_list else metavar
         help, hint = _help(option) if is_help else ("", "")
         about = tyro.conf.arg(
             name=option.flag.removeprefix("--"),
-            metavar=None if option.kind is bool else _metavar(option),
+            metavar=metavar if is_named else option.flag,
             help=help,
             help_behavior_hint=hint,
         )
-        kind: Any = Annotated[bool if option.kind is bool else str, about]
-        if not option.flag.startswith("--"):
-            kind = tyro.conf.Positional[kind]
+        kind: Any = Annotated[bool if is_switch else str, about]
         heading = "" if issubclass(cls, option.owner) else option.owner.HEADING
-        groups.setdefault(heading, {})[name] = kind
+        of_heading = groups.setdefault(heading, {})
+        of_heading[name] = kind if is_named else tyro.conf.Positional[kind]
     fields = groups.pop("", {})
     for heading, of_heading in groups.items():
-        kind = TypedDict(heading, of_heading, total=False)  # pyright: ignore
         # Without a text of its own tyro looks for one in the source of the type.
-        fields[heading] = Annotated[kind, tyro.conf.arg(name=heading, help=" ")]
+        about = tyro.conf.arg(name=heading, help=" ")
+        fields[heading] = Annotated[TypedDict(heading, of_heading, total=False), about]  # pyright: ignore
     return TypedDict(cls.__name__, fields, total=False)  # pyright: ignore
-
-
-def _metavar(option: Option) -> str:
-    if not option.flag.startswith("--"):
-        return option.flag
-    metavar = "NAME" if option.choices else _METAVARS[option.kind]
-    return f"{metavar},{metavar},..." if option.is_list else metavar
 
 
 def _help(option: Option) -> tuple[str, str]:
@@ -146,14 +122,11 @@ def _help(option: Option) -> tuple[str, str]:
         return text, "(required)"
     if default is None or "(default" in text:
         return text, ""
-    if option.is_list:
-        default = ",".join(map(str, default))
-    shown = f"{default:g}" if isinstance(default, float) else str(default)
-    shown = shown.lower() if option.kind is bool else shown
-    is_of_presets = any(option.name in values for values in PRESET_DEFAULTS.values())
-    if is_of_presets and option.name in train_options():
-        shown += ", unless the preset has its own"
-    return text, f"(default: {shown})"
+    entries = default if isinstance(default, tuple) else (default,)
+    shown = ",".join(f"{x:g}" if isinstance(x, float) else str(x) for x in entries)
+    if any(option.name in values for values in PRESET_DEFAULTS.values()):
+        shown += ", unless the preset has its own" * (option is train_options().get(option.name))
+    return text, f"(default: {shown.lower() if option.kind is bool else shown})"
 
 
 @functools.cache
@@ -164,7 +137,7 @@ def _docs(owner: type) -> dict[str, str]:
     return {param.arg_name: param.description or "" for param in found}
 
 
-def read_file(cls: type[OfRuns], path: Path) -> dict[str, Any]:
+def read_file(cls: type[Options], path: Path) -> dict[str, Any]:
     """Return the values in a YAML or JSON file, by the names of fields.
 
     Args:
@@ -187,7 +160,8 @@ def read_file(cls: type[OfRuns], path: Path) -> dict[str, Any]:
         values, leaves = {}, [*_leaves(content)]
         left_out = _OF_A_START if "not_given" in {keys[-1] for keys, _ in leaves} else ()
         for (*above, key), value in leaves:
-            option = options.get(key) if above else by_flag.get(str(key).replace("_", "-"))
+            flag = str(key).replace("_", "-")
+            option = options.get(flag.replace("-", "_")) if above else by_flag.get(flag)
             if value is None or key in left_out:
                 continue
             if option is None:

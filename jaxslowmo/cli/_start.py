@@ -41,11 +41,11 @@ def launch(config: LaunchConfig, words: Sequence[str]) -> int:
     """
     _launch.check_launched(config.processes, words)
     # The options of train are checked here once, and not first in every process.
-    command = configured(TrainCommand, "jaxslowmo train", words[1:])
+    with usage_errors():
+        command = configured(TrainCommand, "jaxslowmo train", words[1:])
+        command.train.mesh.check_processes(config.processes)
     if command.out is None:
         raise CommandError("train needs --out where there are several processes: they share it")
-    with usage_errors():
-        command.train.mesh.check_processes(config.processes)
     return _launch.launch(
         config.processes, config.restarts, config.heartbeat_timeout, words, command.out
     )

@@ -242,7 +242,8 @@ def draw_limits(rows: Sequence[Row], best: int, path: Path, *, subtitle: str) ->
         # Rounds are drawn from left to right, so that a drift of the machine is visible.
         spread = np.linspace(x - 0.2, x + 0.2, len(times))
         axes.plot(spread, times, "o", color=colour, alpha=0.3, markersize=4, markeredgewidth=0)
-        axes.vlines(x, *(1e3 * t for t in row.quartiles), color=colour, linewidth=7, alpha=0.35)
+        low, high = (1e3 * t for t in row.quartiles)
+        axes.vlines(x, low, high, color=colour, linewidth=7, alpha=0.35)
         axes.hlines(median, x - 0.3, x + 0.3, color=colour, linewidth=2.2, zorder=3)
         axes.text(x + 0.33, median, f"{median:.3g} ms", va="center", size=9.5, color=colour)
     names = [f"{format_limit(row.limit)}\n{len(row.bucket_sizes)} buckets" for row in rows]

@@ -5,13 +5,17 @@ value. That the commands do it, the other tests of this folder show.
 """
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from cli.option_rows import GOSSIP, SHARED, TABLE
 from jaxslowmo.cli import _app, _start
-from jaxslowmo.cli.config._training import TrainConfig
+from jaxslowmo.cli._command_line import _off
+from jaxslowmo.cli.config._commands import CONFIGS
+from jaxslowmo.cli.config._options import options_of
+from jaxslowmo.cli.config._training import GOES_WITH, TrainConfig, train_options
 from support.exhaustive import sweep
 
 # What a call cannot do without.
@@ -120,3 +124,74 @@ def test_no_option_is_without_a_row_and_help_shows_them_at_any_width(call, monke
     for group in ("", "inspect", "tune"):
         assert "usage: jaxslowmo" in call(group, "--help").out
     assert call("--version").out.startswith("jaxslowmo 0.")
+
+
+def wrong_values(other: str, values: tuple) -> list[str]:
+    """The options that give another option a value with which some have no effect."""
+    option = train_options()[other]
+    if option.kind is bool:
+        return [_off(option)]
+    return [f"{option.flag}={x}" for x in option.choices if x not in values]
+
+
+def right_value(name: str) -> str:
+    option = train_options()[name]
+    row = TABLE["train"][option.flag]
+    return option.flag if row.good is None else f"{option.flag}={row.good}"
+
+
+ROWS = [(name, other, values) for names, other, values in GOES_WITH for name in names.split()]
+
+
+@pytest.mark.parametrize(("name", "other", "values"), ROWS, ids=lambda part: str(part))
+def test_an_option_is_refused_where_nothing_uses_it_and_only_there(call, told, name, other, values):
+    needed = train_options()[other]
+    for value in values:
+        with_it = needed.flag if value is True else f"{needed.flag}={value}"
+        # A rollback needs something to go back to.
+        outcome = call("train --preset=tiny --checkpoint-every=5", right_value(name), with_it)
+        assert (outcome.code, outcome.err) == (0, "")
+    wrong = wrong_values(other, values)
+    assert wrong
+    for without in wrong:
+        told.clear()
+        refused = call("train --preset=tiny", right_value(name), without)
+        refused.is_refused(train_options()[name].flag, needed.flag)
+        assert told == {}
+
+
+SWITCHES = [name for name, option in train_options().items() if option.kind is bool]
+
+
+@pytest.mark.parametrize("name", SWITCHES)
+def test_a_switch_has_an_opposite(call, told, name):
+    option = train_options()[name]
+    row = TABLE["train"][option.flag]
+    for words, value in (
+        (option.flag, True),
+        (_off(option), False),
+        (f"{option.flag} {_off(option)}", False),
+        (f"{_off(option)} {option.flag}", True),
+    ):
+        assert call("train --out there", row.beside, words).code == 0
+        assert told[name] is value
+        call("train --out there", row.beside, f"{words.split()[-1]}=x").is_refused(option.flag[2:])
+
+
+PAGE = (Path(__file__).parents[2] / "docs" / "command-line.md").read_text()
+
+
+def test_every_option_and_every_call_of_the_page_is_one(call, told, tmp_path):
+    options = [x for cls in CONFIGS.values() for x in options_of(cls).values()]
+    options += train_options().values()
+    known = {x.flag for x in options} | {_off(x) for x in options if x.kind is bool}
+    known |= {"--help", "--logdir"}  # of all commands, and of TensorBoard
+    assert {*re.findall(r"(?<![\w-])--[a-z][\w-]*", PAGE)} <= known
+    calls = re.findall(r"^jaxslowmo (.*)$", PAGE, re.MULTILINE)
+    assert len(calls) >= 8
+    (tmp_path / "run.yaml").write_text(re.search(r"```yaml\n(.*?)```", PAGE, re.DOTALL)[1])
+    (tmp_path / "runs" / "one").mkdir(parents=True)
+    (tmp_path / "runs" / "one" / "config.json").write_text("{}")
+    for line in calls:
+        outcome = call(line.partition(" #")[0])
+        assert (outcome.code, outcome.err) == (0, ""), line

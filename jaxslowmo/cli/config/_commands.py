@@ -51,15 +51,7 @@ class OfRuns(Options):
 
     @classmethod
     def made_of(cls, given: Mapping[str, Any], file: Mapping[str, Any]) -> Self:
-        """Return the configuration of a command.
-
-        Args:
-          given: values of the command line by field name.
-          file: values of the configuration file, likewise.
-
-        Raises:
-          ValueError: a value breaks a rule, or an option of the command line has no effect.
-        """
+        """Return the configuration; raise `ValueError`, too, for an option without effect."""
         shared = cls.shared()
         typed = {name: value for name, value in given.items() if name in shared}
         read = {name: value for name, value in file.items() if name in shared}

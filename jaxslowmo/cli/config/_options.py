@@ -9,10 +9,20 @@ import functools
 import inspect
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import UnionType
-from typing import Annotated, Any, ClassVar, NamedTuple, Union, get_args, get_origin, get_type_hints
+from typing import (
+    Annotated,
+    Any,
+    ClassVar,
+    NamedTuple,
+    Self,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 from .._errors import as_flag
 
@@ -117,11 +127,9 @@ class Option:
         """Return the value that a text stands for; raise `ValueError` if it is none."""
         if not text:
             raise ValueError(f"{self.flag} must not be empty")
-        if not self.is_list:
-            value = self.parse(self.flag, text)
-        else:
-            parts = [part.strip() for part in text.split(",") if part.strip()]
-            value = tuple(self.parse(self.flag, part) for part in parts)
+        parts = [part.strip() for part in text.split(",") if part.strip()]
+        values = tuple(self.parse(self.flag, part) for part in (parts if self.is_list else [text]))
+        value = values if self.is_list else values[0]
         self.check(value)
         return value
 
@@ -196,3 +204,25 @@ class Options:
         for name, option in options_of(type(self)).items():
             if getattr(self, name) is not None:
                 option.check(getattr(self, name))
+
+    @classmethod
+    def shared(cls) -> dict[str, Option]:
+        """Return further options of the command, which are no fields of this class."""
+        return {}
+
+    @classmethod
+    def made_of(cls, given: Mapping[str, Any], file: Mapping[str, Any]) -> Self:
+        """Return the configuration of a command.
+
+        Args:
+          given: values of the command line by field name.
+          file: values of the configuration file, likewise.
+
+        Raises:
+          ValueError: a value breaks a rule, or an option that must be given is not.
+        """
+        values = {**file, **given}
+        for name, option in options_of(cls).items():
+            if option.default is dataclasses.MISSING and name not in values:
+                raise ValueError(f"{option.flag} must be given")
+        return cls(**values)
