@@ -1,6 +1,7 @@
 """The configurations of all commands, by name; `_inspect` and `_training` hold parts of them."""
 
 import dataclasses
+import itertools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Self
@@ -37,7 +38,8 @@ from ._training import (
 class OfRuns(Options):
     """Base of the commands that have options of `train`."""
 
-    FIXED: ClassVar[Mapping[str, Any]] = {}  # options of training that the command sets itself
+    SHARED: ClassVar[str] = " ".join(train_options())  # options of training that it has
+    FIXED: ClassVar[Mapping[str, Any]] = {}  # those that it sets itself
 
     train: TrainConfig
     config: Path | None = None
@@ -47,7 +49,7 @@ class OfRuns(Options):
     @classmethod
     def shared(cls) -> dict[str, Option]:
         """Return the options of training that the command has, by the names of their fields."""
-        return dict(train_options())
+        return {name: train_options()[name] for name in cls.SHARED.split()}
 
     @classmethod
     def made_of(cls, given: Mapping[str, Any], file: Mapping[str, Any]) -> Self:
@@ -103,6 +105,11 @@ class LaunchConfig(Options):
     survives."""
 
 
+# Options about a single run, or that a comparison sets itself.
+_OF_ONE_RUN = {
+    *("algorithm", "seed", "patience", "statistics", "statistics_rate"),
+    *(*options_of(CheckpointConfig), *options_of(ClusterConfig)),
+}
 # Algorithms do best at different rates: rare exchanges at smaller ones.
 _SETTINGS = options_of(AlgorithmConfig) | {
     "learning_rate": options_of(OptimizerConfig)["learning_rate"]
@@ -113,18 +120,13 @@ _SETTINGS = options_of(AlgorithmConfig) | {
 class CompareConfig(InRunFolder):
     """Train with several algorithms at equal steps and seeds: a table and a figure."""
 
+    SHARED = " ".join(name for name in train_options() if name not in _OF_ONE_RUN)
+
     algorithms: tuple[str, ...] = ("all_reduce", "local_sgd", "slowmo")
     """Algorithms, separated by commas; the ratios are to the first. Each may have settings, and its
     own rate: sgp+overlap=1+learning-rate=0.002."""
     seeds: tuple[Seed, ...] = (0,)
     """Seeds, separated by commas."""
-
-    @classmethod
-    def shared(cls) -> dict[str, Option]:
-        """Return all options of training but those about a single run."""
-        single = {"algorithm", "seed", "patience", "statistics", "statistics_rate"}
-        single |= {*options_of(CheckpointConfig), *options_of(ClusterConfig)}
-        return {name: x for name, x in train_options().items() if name not in single}
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -188,6 +190,7 @@ class TuneBucketsConfig(InRunFolder):
     """
 
     FIXED = {"algorithm": "all_reduce", "execution": "devices"}  # noqa: RUF012 - of the class
+    SHARED = "preset dtype attention batch accumulate seed replicas devices_per_replica optimizer"
 
     limits: tuple[Size, ...] = (2**20, 5 * 2**20, 25 * 2**20, 100 * 2**20)
     """Sizes at which a bucket closes, separated by commas; one bucket per gradient is always
@@ -200,14 +203,6 @@ class TuneBucketsConfig(InRunFolder):
     """Measurements of each limit, in turn."""
     steps: Count = 5
     """Training steps per measurement."""
-
-    @classmethod
-    def shared(cls) -> dict[str, Option]:
-        """Return the options of training on which the time of a step depends."""
-        names = (
-            "preset dtype attention batch accumulate seed replicas devices_per_replica optimizer"
-        )
-        return {name: train_options()[name] for name in names.split()}
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -232,6 +227,11 @@ class TuneOuterConfig(InRunFolder):
     """
 
     FIXED = {"execution": "virtual"}  # noqa: RUF012 - of the class
+    SHARED = (
+        "preset tied steps batch data eval_every eval_batches replicas algorithm sync_every graph "
+        "peers_per_step overlap mixing nesterov fragments delay merge optimizer learning_rate "
+        "warmup schedule weight_decay clip"
+    )
 
     momenta: tuple[Share, ...] = (0.2, 0.4, 0.6, 0.8)
     """Slow momenta, of diloco those of its outer optimizer, separated by commas."""
@@ -243,16 +243,6 @@ class TuneOuterConfig(InRunFolder):
     """Steps between slow steps, separated by commas."""
     seeds: tuple[Seed, ...] = (0, 1, 2)
     """Seeds of each setting."""
-
-    @classmethod
-    def shared(cls) -> dict[str, Option]:
-        """Return the options of runs whose slow steps are tuned, over virtual replicas."""
-        names = (
-            "preset tied steps batch data eval_every eval_batches replicas algorithm sync_every "
-            "graph peers_per_step overlap mixing nesterov fragments delay merge optimizer "
-            "learning_rate warmup schedule weight_decay clip"
-        )
-        return {name: train_options()[name] for name in names.split()}
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -272,12 +262,9 @@ class TuneOuterConfig(InRunFolder):
 
         A plain average is a slow step without momentum, at a rate of 1.
         """
-        pairs = [
-            (1.0, 0.0),
-            *((r, m) for r in self.rates for m in self.momenta if (r, m) != (1, 0)),
-        ]
-        rows = [(factor, *pair) for factor in self.factors for pair in pairs]
-        columns = zip(*rows, strict=True)
+        pairs = dict.fromkeys([(1.0, 0.0), *itertools.product(self.rates, self.momenta)])
+        rows = itertools.product(self.factors, pairs)
+        columns = zip(*((factor, *pair) for factor, pair in rows), strict=True)
         return dict(zip(("factor", "rate", "momentum"), map(list, columns), strict=True))
 
 

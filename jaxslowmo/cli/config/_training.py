@@ -202,7 +202,7 @@ class TrainConfig(_DeviceOptions, _TrainingOptions, _ModelOptions):
     @property
     def model_axes(self) -> dict[str, int]:
         """The sizes of the axes that split the model, by name; {} without `--mesh`."""
-        return {} if self.mesh.mesh is None else self.mesh.model_axes
+        return self.mesh.model_axes
 
     @property
     def devices_of_a_replica(self) -> int:
