@@ -1,10 +1,8 @@
 """The command line as a configuration; tyro splits it into options and writes the help."""
 
-import contextlib
 import dataclasses
 import difflib
 import functools
-import io
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -52,31 +50,25 @@ def _given(
     """Return the texts that words give to options, and of switches whether they are on."""
     switches = [flag for x in options.values() if x.kind is bool for flag in (x.flag, _off(x))]
     valued = [x.flag for x in options.values() if x.kind is not bool and x.flag[:2] == "--"]
-    lacking = ""
-    for word, following in zip(words, [*words[1:], "--"], strict=False):
+    flags, joined, rest = [*switches, *valued], [], iter(words)
+    for word in rest:
         flag, equals, value = word.partition("=")
         flag = flag.replace("_", "-")
         if equals and flag in switches:
             raise ValueError(f"{flag} takes no value, got {value or 'nothing'}")
-        is_option = following.startswith("-") and not following[1:2].isdigit()
-        if flag in valued and not equals and is_option:
-            lacking = lacking or flag
-    kind = _typed(cls, options, is_help=not {"-h", "--help"}.isdisjoint(words))
-    try:
-        # tyro frames its errors in a box; here an error is one line.
-        with contextlib.redirect_stderr(io.StringIO()):
-            groups, unknown = tyro.cli(
-                kind, prog=program, description=about, args=words, return_unknown_args=True,
-                config=(tyro.conf.OmitArgPrefixes,),
-            )  # fmt: skip
-    except SystemExit as error:
-        # Options may all be left out, their values are any text, and unknown words are returned:
-        # nothing else can be wrong.
-        if error.code:
-            raise ValueError(f"{lacking} must be followed by a value") from None
-        raise
+        if not equals and flag in valued:
+            # tyro takes a value that begins with a dash for an option.
+            value = next(rest, "--")
+            if value == "--" or value.partition("=")[0] in flags:
+                raise ValueError(f"{flag} must be followed by a value")
+        joined.append(f"{flag}={value}" if flag in valued else word)
+    kind = _typed(cls, options, is_help=not {"-h", "--help"}.isdisjoint(joined))
+    groups, unknown = tyro.cli(
+        kind, prog=program, description=about, args=joined, return_unknown_args=True,
+        config=(tyro.conf.OmitArgPrefixes,),
+    )  # fmt: skip
     if unknown:
-        nearest = difflib.get_close_matches(unknown[0].partition("=")[0], [*switches, *valued], 1)
+        nearest = difflib.get_close_matches(unknown[0].partition("=")[0], flags, 1, 0.75)
         hint = f"; did you mean {nearest[0]}?" if nearest else ""
         raise ValueError(f"no such option or argument: {unknown[0]}{hint}; see {program} --help")
     values = {x: v for part in groups.values() if isinstance(part, dict) for x, v in part.items()}

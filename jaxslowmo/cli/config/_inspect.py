@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,10 +14,10 @@ from jaxslowmo.topology import (
     make_graph,
 )
 
-from .._errors import as_flag, file_errors
+from .._errors import file_errors
 from ._algorithms import MixingName, parse_mixing
 from ._mesh import PIPELINES
-from ._options import Called, Count, NotNegative, OneOf, Options, Range
+from ._options import Called, Count, NotNegative, OneOf, Options, Range, options_of
 
 if TYPE_CHECKING:
     from jaxslowmo.pipeline.schedules import Schedule
@@ -37,8 +36,8 @@ _PICTURED = (
     "random_matching", "torus_2d", "ring:2", "ring",
 )  # fmt: skip
 # Options that go with a graph, or a schedule, that is given by its name.
-_OF_NAMED_GRAPHS = ("dedupe", "rows", "group_size", "num_rounds", "seed")
-_OF_KINDS = ("memory", "warm_up", "most_stash", "forward_only")
+_OF_NAMED_GRAPHS = "dedupe rows group_size num_rounds seed"
+_OF_KINDS = "memory warm_up most_stash forward_only"
 
 
 def split_graph(text: str, flag: str = "--graphs") -> tuple[str, int | None]:
@@ -81,29 +80,22 @@ _Nodes = Annotated[int, Range(1, MOST_NODES + 1)]
 _Tolerance = Annotated[float, _check_tolerance]
 
 
-def _check_source(
-    config: Any, name: str, what: str, file: str, names: Iterable[str], of_names: Iterable[str]
-) -> None:
+def _check_source(config: Options, argument: str, file: str, of_names: str) -> None:
     """Raise `ValueError` unless exactly one of a name and a file is given.
 
     Args:
       config: configuration of the command.
-      name: field that holds the name, an argument.
-      what: word for the thing with this name, for messages.
-      file: field that holds the file, an option.
-      names: all names that exist.
+      argument: field that holds the name.
+      file: field that holds the file.
       of_names: fields of the options that do not go with a file.
     """
-    flag, has_file = as_flag(file), getattr(config, file) is not None
-    if (getattr(config, name) is not None) == has_file:
-        raise ValueError(
-            f"give the {name.upper()} of a {what} or {flag} FILE; the {name}s are "
-            f"{', '.join(names)}"
-        )
-    for other in of_names if has_file else ():
-        value = getattr(config, other)
-        if value is not None and value is not False:
-            raise ValueError(f"{as_flag(other)} does not go with {flag}")
+    options, has_file = options_of(type(config)), getattr(config, file) is not None
+    name, flag = options[argument], options[file].flag
+    if (getattr(config, argument) is not None) == has_file:
+        raise ValueError(f"give {name.flag} or {flag}; {name.flag} is of {', '.join(name.choices)}")
+    for other in of_names.split() if has_file else ():
+        if getattr(config, other) not in (None, False):
+            raise ValueError(f"{options[other].flag} does not go with {flag}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,7 +134,7 @@ class InspectGraphConfig(Options):
     """Print JSON."""
 
     def __post_init__(self) -> None:
-        _check_source(self, "name", "graph", "phone_book", GRAPHS, ("nodes", *_OF_NAMED_GRAPHS))
+        _check_source(self, "name", "phone_book", f"nodes {_OF_NAMED_GRAPHS}")
         if self.name is not None and self.nodes is None:
             raise ValueError("--nodes must be given with the name of a graph")
         if self.model_bytes is not None and self.parameters is not None:
@@ -167,11 +159,11 @@ class InspectGraphConfig(Options):
         if self.phone_book is not None:
             table = _read_phone_book(self.phone_book)
             return from_phone_book(table, self.peers_per_step or 1, name=self.phone_book.stem)
-        assert self.name is not None
-        assert self.nodes is not None
-        options = {name: getattr(self, name) for name in _OF_NAMED_GRAPHS}
+        names = f"peers_per_step {_OF_NAMED_GRAPHS}".split()
+        options: Any = {name: getattr(self, name) for name in names}
         options["dedupe"] = self.dedupe or None  # some graphs deduplicate by default
-        return make_graph(self.name, self.nodes, peers_per_step=self.peers_per_step, **options)
+        source: Any = (self.name, self.nodes)
+        return make_graph(*source, **options)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -256,8 +248,7 @@ class InspectScheduleConfig(Options):
     """Picture to write, such as schedule.png or .pdf."""
 
     def __post_init__(self) -> None:
-        of_kinds = ("stages", "microbatches", "chunks", *_OF_KINDS)
-        _check_source(self, "kind", "schedule", "table", PIPELINES, of_kinds)
+        _check_source(self, "kind", "table", f"stages microbatches chunks {_OF_KINDS}")
         if self.orders and self.as_json:
             raise ValueError("give one of --orders and --json")
         if self.table is None and (self.stages is None or self.microbatches is None):
@@ -288,10 +279,8 @@ class InspectScheduleConfig(Options):
             with file_errors("--table", "read", self.table):
                 rows = self.table.read_text(encoding="utf-8").splitlines()
             return schedules.from_table(rows, name=self.table.stem)
-        options = {name: getattr(self, name) for name in _OF_KINDS if getattr(self, name)}
+        options = {name: getattr(self, name) for name in _OF_KINDS.split() if getattr(self, name)}
         if self.kind == "lockstep":
             options |= self.times
-        assert self.kind is not None
-        assert self.stages is not None
-        assert self.microbatches is not None
-        return schedules.by_name(self.kind, self.stages, self.microbatches, self.chunks, **options)
+        source: Any = (self.kind, self.stages, self.microbatches, self.chunks)
+        return schedules.by_name(*source, **options)

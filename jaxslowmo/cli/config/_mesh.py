@@ -1,7 +1,6 @@
 """Options for the mesh axes of the devices, and for the pipeline along the axis "stage"."""
 
 import dataclasses
-import math
 from typing import Annotated
 
 from ._options import Called, Count, OneOf, Options
@@ -113,36 +112,3 @@ class MeshConfig(Options):
                 f"together, got {self.microbatches}"
             )
         return self.microbatches
-
-
-def check_mesh(config: MeshConfig, replicas: int, devices_per_replica: int, batch: int) -> None:
-    """Raise `ValueError` if `--mesh` contradicts the other options of a run.
-
-    Args:
-      config: mesh and pipeline.
-      replicas: value of `--replicas`.
-      devices_per_replica: value of `--devices-per-replica`, which is the axis "device".
-      batch: windows of a replica in one microbatch of `--accumulate`.
-
-    Raises:
-      ValueError: two options give different sizes, or sizes do not divide the batch.
-    """
-    if config.mesh is None:
-        return
-    for name, flag, value in (
-        ("replica", "--replicas", replicas),
-        ("device", "--devices-per-replica", devices_per_replica),
-    ):
-        size = config.sizes.get(name, 1)
-        if size != value:
-            raise ValueError(
-                f"--mesh and {flag} contradict each other: {config.mesh} has {size} along {name}, "
-                f"got {value}; leave {flag} out"
-            )
-    shares = math.prod(config.sizes.get(name, 1) for name in ("device", "fsdp"))
-    if batch % shares:
-        raise ValueError(
-            f"--batch must be a multiple of --accumulate times the sizes of device and fsdp in "
-            f"--mesh {config.mesh}: got {batch} windows for {shares} devices"
-        )
-    config.num_microbatches(batch // shares)

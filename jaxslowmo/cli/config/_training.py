@@ -6,9 +6,10 @@ import math
 from collections.abc import Collection, Mapping
 from typing import Annotated, Any
 
+from .._errors import as_flag
 from ._algorithms import AlgorithmConfig
 from ._cluster import ClusterConfig
-from ._mesh import RATE_SCHEDULES, MeshConfig, check_mesh
+from ._mesh import RATE_SCHEDULES, MeshConfig
 from ._options import (
     Called,
     Count,
@@ -24,6 +25,8 @@ from ._options import (
 
 MOST_LOSS_SCALE = 2**24  # the loss scale stops growing there
 _UNDER_A_MILLION = Range(1, 2**20)
+# Options that --mesh replaces, and its axes.
+_OF_MESH = {"replicas": "replica", "devices_per_replica": "device"}
 
 
 # Values that differ from the defaults below, by preset of the model.
@@ -227,14 +230,21 @@ class TrainConfig(_DeviceOptions, _TrainingOptions, _ModelOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        parts = self.accumulate * self.devices_per_replica
-        if self.batch % parts:
+        for name, axis in _OF_MESH.items():
+            size, value = self.mesh.sizes.get(axis, 1), getattr(self, name)
+            if self.mesh.mesh is not None and size != value:
+                flag = as_flag(name)
+                raise ValueError(
+                    f"--mesh and {flag} contradict each other: {self.mesh.mesh} has {size} along "
+                    f"{axis}, got {value}; leave {flag} out"
+                )
+        shares = self.accumulate * self.devices_per_replica * self.model_axes.get("fsdp", 1)
+        if self.batch % shares:
             raise ValueError(
-                "--batch must be a multiple of --accumulate times --devices-per-replica = "
-                f"{parts}, got {self.batch}"
+                "--batch must be a multiple of --accumulate times --devices-per-replica times the "
+                f"size of fsdp in --mesh = {shares}, got {self.batch}"
             )
-        each = self.batch // self.accumulate
-        check_mesh(self.mesh, self.replicas, self.devices_per_replica, each)
+        _ = self.num_microbatches  # raises if --microbatches does not divide the batch
         if self.optimizer.warmup >= self.schedule_length:
             name = "--schedule-steps" if self.optimizer.schedule_steps else "--steps"
             raise ValueError(
@@ -286,8 +296,7 @@ def train_config(options: Mapping[str, Any], file: Mapping[str, Any] | None = No
     if "mesh" in given:
         # --mesh gives these sizes, so those of a preset, or of a file, no longer count.
         sizes = MeshConfig(mesh=given["mesh"]).sizes
-        of_mesh = {"replicas": "replica", "devices_per_replica": "device"}
-        values |= {name: sizes.get(axis, 1) for name, axis in of_mesh.items()}
+        values |= {name: sizes.get(axis, 1) for name, axis in _OF_MESH.items()}
         values |= options if "mesh" in options else given
     not_given = tuple(name for name in KEPT if name not in given)
     return with_values(TrainConfig(not_given=not_given), values)
