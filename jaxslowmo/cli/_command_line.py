@@ -1,8 +1,11 @@
 """The command line as a configuration; tyro splits it into options and writes the help."""
 
+import ast
 import dataclasses
 import difflib
 import functools
+import inspect
+import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -11,7 +14,7 @@ from typing import Annotated, Any, TypedDict
 import tyro
 
 from ._errors import file_errors
-from .config._options import Option, Options, options_of
+from .config._options import Option, Options, options_of, read_size
 from .config._training import PRESET_DEFAULTS, train_options
 
 _METAVARS = {int: "INT", float: "FLOAT", str: "TEXT", Path: "PATH"}
@@ -85,6 +88,7 @@ def _typed(cls: type, options: Mapping[str, Option], *, is_help: bool) -> Any:
     for name, option in options.items():
         is_named, is_switch = option.flag.startswith("--"), option.kind is bool
         metavar = "NAME" if option.choices else _METAVARS.get(option.kind)
+        metavar = "SIZE" if option.parse is read_size else metavar
         metavar = f"{metavar},{metavar},..." if option.is_list else metavar
         help, hint = _help(option) if is_help else ("", "")
         about = tyro.conf.arg(
@@ -123,10 +127,13 @@ def _help(option: Option) -> tuple[str, str]:
 
 @functools.cache
 def _docs(owner: type) -> dict[str, str]:
-    import docstring_parser  # parses the source of the class, only for help
-
-    found = docstring_parser.parse_from_object(owner).params
-    return {param.arg_name: param.description or "" for param in found}
+    """Return the docstrings of the fields of a class by name, from its source."""
+    body: Any = ast.parse(inspect.getsource(owner)).body[0]
+    return {
+        ast.unparse(field.target): ast.literal_eval(text.value)
+        for field, text in itertools.pairwise(body.body)
+        if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr)
+    }
 
 
 def read_file(cls: type[Options], path: Path) -> dict[str, Any]:

@@ -192,10 +192,9 @@ def inspect_graphs(config: InspectGraphsConfig) -> int:
         if path.suffix == ".png":
             draw_graphs(config, path)
     for title, rows in tables(config, analyses).items():
-        table = numbers_table(Column("graph", no_wrap=True), map(str, config.nodes), title=title)
-        for graph, cells in rows.items():
-            table.add_row(graph, *cells)
-        console.print(table)
+        cells = ([graph, *texts] for graph, texts in rows.items())
+        sizes = map(str, config.nodes)
+        console.print(numbers_table(Column("graph", no_wrap=True), sizes, cells, title=title))
     say(console, *reasons(analyses), *map(str, written))
     return 0
 

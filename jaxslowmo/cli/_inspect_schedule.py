@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Column, Table
+from rich.table import Table
 from rich.text import Text
 
 from jaxslowmo.pipeline import schedules
@@ -74,21 +74,21 @@ def others(schedule: Schedule, config: InspectScheduleConfig) -> dict[str, Sched
 
 
 def _comparison(schedule: Schedule, config: InspectScheduleConfig) -> Table:
+    def cells(name: str, other: Schedule | str) -> list[str]:
+        if isinstance(other, str):
+            return [name, *["none"] * 5]
+        numbers = _numbers(other, config)
+        bubbles = _percent(numbers["bubble"]), _percent(numbers["lockstep_bubble"])
+        stash = f"{max(other.stash) / other.num_chunks:g}"
+        return [name, str(other.num_chunks), *bubbles, stash, str(max(other.sends))]
+
     letters = zip("FIW", config.times.values(), strict=False)
     times = ", ".join(f"{letter} {value:g}" for letter, value in letters)
     title = f"Kinds with {times}, send {config.send:g}"
     caption = "stash: most microbatches of a whole stage; sends: messages of the busiest stage"
     names = ("chunks", "bubble", "in lockstep", "stash", "sends")
-    table = numbers_table(Column("kind"), names, title=title, caption=caption)
-    for name, other in others(schedule, config).items():
-        cells = ["none"] * 5
-        if not isinstance(other, str):
-            numbers = _numbers(other, config)
-            bubbles = _percent(numbers["bubble"]), _percent(numbers["lockstep_bubble"])
-            stash = f"{max(other.stash) / other.num_chunks:g}"
-            cells = [str(other.num_chunks), *bubbles, stash, str(max(other.sends))]
-        table.add_row(name, *cells)
-    return table
+    rows = (cells(*kind) for kind in others(schedule, config).items())
+    return numbers_table("kind", names, rows, title=title, caption=caption)
 
 
 def _as_json(schedule: Schedule, config: InspectScheduleConfig) -> dict[str, Any]:

@@ -143,18 +143,31 @@ class Reporter:
         return "  ".join(parts)
 
 
-def facts_table(facts: Mapping[str, str], **options: Any) -> Table:
-    """Return a table with a line per entry; `options` are those of `rich.table.Table`."""
-    table = Table(show_header=False, title_justify="left", **options)
-    for name, value in facts.items():
-        table.add_row(name, value)
+def facts_table(facts: Mapping[str, str], title: str) -> Table:
+    """Return a table with a line per entry."""
+    return numbers_table(None, (), facts.items(), show_header=False, title=title)
+
+
+def numbers_table(
+    first: str | Column | None,
+    names: Iterable[str],
+    rows: Iterable[Iterable[str]],
+    **options: Any,
+) -> Table:
+    """Return a table: a first column, and columns of numbers with these names.
+
+    Args:
+      first: the first column, or its name; None: no column has a name.
+      names: names of the columns of numbers.
+      rows: texts of the cells, row by row.
+      **options: those of `rich.table.Table`.
+    """
+    numbers = [Column(name, justify="right", no_wrap=True) for name in names]
+    columns = numbers if first is None else [first, *numbers]
+    table = Table(*columns, title_justify="left", caption_justify="left", **options)
+    for row in rows:
+        table.add_row(*row)
     return table
-
-
-def numbers_table(first: Column, names: Iterable[str], **options: Any) -> Table:
-    """Return an empty table: a first column, and columns of numbers with these names."""
-    numbers = (Column(name, justify="right", no_wrap=True) for name in names)
-    return Table(first, *numbers, title_justify="left", caption_justify="left", **options)
 
 
 def run_table(summary: dict[str, Any]) -> Table:
@@ -206,23 +219,23 @@ def compare_rows(summaries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def compare_table(rows: Sequence[dict[str, Any]], *, would: bool) -> Table:
     """Return a table of the rows of `compare_rows`."""
+    texts: dict[str, Callable[[float], str]] = {
+        "spread": format_loss,
+        "bytes_sent": format_bytes,
+        "ratio": lambda ratio: f"{100 * ratio:.3g} %",
+        "tokens_per_second": format_count,
+    }
+
+    def cells(row: dict[str, Any]) -> list[str]:
+        diverged = f" ({row['diverged']} diverged)" if row["diverged"] else ""
+        loss = format_loss(row["validation_loss"]) + diverged
+        numbers = ("-" if row[x] is None else text(row[x]) for x, text in texts.items())
+        return [row["algorithm"], loss, *numbers]
+
     first = rows[0]["algorithm"] if rows else ""
     sent = "that a replica would send" if would else "sent per replica"
     caption = f"validation loss: nats per byte, consensus model; bytes {sent}"
     names = ("validation", "spread", "bytes", f"of {first}", "tokens/s")
     # Settings make long names.
-    table = numbers_table(Column("algorithm", overflow="fold"), names, caption=caption)
-    for row in rows:
-        diverged = f" ({row['diverged']} diverged)" if row["diverged"] else ""
-        texts = (
-            ("bytes_sent", format_bytes),
-            ("ratio", lambda ratio: f"{100 * ratio:.3g} %"),
-            ("tokens_per_second", format_count),
-        )
-        table.add_row(
-            row["algorithm"],
-            format_loss(row["validation_loss"]) + diverged,
-            format_loss(row["spread"]),
-            *("-" if row[name] is None else text(row[name]) for name, text in texts),
-        )
-    return table
+    column = Column("algorithm", overflow="fold")
+    return numbers_table(column, names, map(cells, rows), caption=caption)

@@ -198,21 +198,21 @@ def _quartiles(values: Sequence[float]) -> tuple[float, float]:
 
 def rows_table(rows: Sequence[Row], best: int) -> Table:
     """Return a table of the rows."""
+
+    def cells(row: Row) -> list[str]:
+        name = format_limit(row.limit) + (" (best)" if row.limit == best else "")
+        sizes = (str(len(row.bucket_sizes)), format_bytes(max(row.bucket_sizes)))
+        if row.same_as is not None:
+            return [name, *sizes, "", f"as {format_limit(row.same_as)}", ""]
+        median, low, high = (f"{1e3 * value:.2f}" for value in (row.median, *row.quartiles))
+        return [name, *sizes, median, f"{low} - {high}", f"{row.ratio:.3f}"]
+
     caption = (
         "ms: median step, and quartiles over the rounds; ratio: to one bucket per gradient, round "
         "by round"
     )
     names = ("buckets", "largest", "ms", "quartiles", "ratio")
-    table = numbers_table(Column("limit", no_wrap=True), names, caption=caption)
-    for row in rows:
-        sizes = (str(len(row.bucket_sizes)), format_bytes(max(row.bucket_sizes)))
-        low, high = (f"{1e3 * value:.2f}" for value in row.quartiles)
-        times = (f"{1e3 * row.median:.2f}", f"{low} - {high}", f"{row.ratio:.3f}")
-        if row.same_as is not None:
-            times = ("", f"as {format_limit(row.same_as)}", "")
-        best_mark = " (best)" if row.limit == best else ""
-        table.add_row(f"{format_limit(row.limit)}{best_mark}", *sizes, *times)
-    return table
+    return numbers_table(Column("limit", no_wrap=True), names, map(cells, rows), caption=caption)
 
 
 def _advice(config: TuneBucketsConfig, best: int) -> str:

@@ -181,6 +181,13 @@ class Trial:
 
 def rows_table(rows: Sequence[Row]) -> Table:
     """Return a table of the settings, from the smallest loss on."""
+
+    def cells(row: Row) -> list[str]:
+        better = "plain average" if row.is_plain else f"{row.better} of {len(row.losses)}"
+        numbers = [f"{x:g}" for x in (row.period, row.factor, row.rate, row.momentum)]
+        losses = map(format_loss, (row.mean, min(row.losses), max(row.losses)))
+        return [*numbers, *losses, better]
+
     shown = [row for row in rows[:_MOST_ROWS] if not row.is_plain]
     shown += [row for row in rows if row.is_plain]
     caption = (
@@ -188,13 +195,8 @@ def rows_table(rows: Sequence[Row]) -> Table:
         "with a smaller loss than plain averages, with the same period"
     )
     names = ("factor", "rate", "momentum", "loss", "from", "to", "better")
-    table = numbers_table(Column("period", no_wrap=True), names, caption=caption)
-    for row in sorted(shown, key=lambda row: row.mean):
-        better = "plain average" if row.is_plain else f"{row.better} of {len(row.losses)}"
-        numbers = [f"{x:g}" for x in (row.period, row.factor, row.rate, row.momentum)]
-        losses = map(format_loss, (row.mean, min(row.losses), max(row.losses)))
-        table.add_row(*numbers, *losses, better)
-    return table
+    in_order = map(cells, sorted(shown, key=lambda row: row.mean))
+    return numbers_table(Column("period", no_wrap=True), names, in_order, caption=caption)
 
 
 def advice(config: TuneOuterConfig, rows: Sequence[Row]) -> list[str]:
