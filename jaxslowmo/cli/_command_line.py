@@ -7,6 +7,7 @@ import functools
 import inspect
 import itertools
 import json
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypedDict
@@ -111,7 +112,8 @@ def _typed(cls: type, options: Mapping[str, Option], *, is_help: bool) -> Any:
 
 def _help(option: Option) -> tuple[str, str]:
     """Return the help text of an option, and what it says about the default."""
-    text, default = " ".join(_docs(option.owner)[option.name].split()), option.default
+    owner, default = option.owner, option.default
+    text = " ".join(_docs(owner.__module__)[owner.__name__, option.name].split())
     if option.choices:
         text += f" One of {', '.join(option.choices)}."
     if default is dataclasses.MISSING:
@@ -126,12 +128,14 @@ def _help(option: Option) -> tuple[str, str]:
 
 
 @functools.cache
-def _docs(owner: type) -> dict[str, str]:
-    """Return the docstrings of the fields of a class by name, from its source."""
-    body: Any = ast.parse(inspect.getsource(owner)).body[0]
+def _docs(module: str) -> dict[tuple[str, str], str]:
+    """Return the docstrings of the fields of all classes in a module, by class and field."""
+    tree = ast.parse(inspect.getsource(sys.modules[module]))
     return {
-        ast.unparse(field.target): ast.literal_eval(text.value)
-        for field, text in itertools.pairwise(body.body)
+        (cls.name, ast.unparse(field.target)): ast.literal_eval(text.value)
+        for cls in tree.body
+        if isinstance(cls, ast.ClassDef)
+        for field, text in itertools.pairwise(cls.body)
         if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr)
     }
 
