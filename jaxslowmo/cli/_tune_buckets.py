@@ -252,6 +252,6 @@ def draw_limits(rows: Sequence[Row], best: int, path: Path, *, subtitle: str) ->
     # Limits around the quartiles, so that a disturbed round does not flatten the rest.
     low, high = min(row.quartiles[0] for row in rows), max(row.quartiles[1] for row in rows)
     margin = max(high - low, 0.1 * high)
-    axes.set_ylim(1e3 * (low - margin), 1e3 * (high + margin))
+    axes.set_ylim(1e3 * max(low - margin, 0), 1e3 * (high + margin))
     clean(axes, grid="y")
     save_figure(figure, path)
