@@ -16,11 +16,11 @@ import figure
 import flights
 import jax
 import trees
-import typer
+import tyro
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from training import Algorithm, Mode, Options, Shard, train
-from typer import Option
+from tyro.conf import arg
 
 import jaxslowmo as js
 
@@ -29,24 +29,24 @@ CONSOLE = Console()
 
 
 def main(
-    mode: Annotated[Mode, Option(help="What of the next batch is exchanged ahead.")] = "exact",
-    shard: Annotated[Shard, Option(help="How tables are split.")] = "row",
-    replicas: Annotated[int, Option(help="Each has 8 / replicas shards.")] = 1,
-    algorithm: Annotated[Algorithm, Option(help="Between replicas.")] = "all_reduce",
+    mode: Annotated[Mode, arg(help="What of the next batch is exchanged ahead.")] = "exact",
+    shard: Annotated[Shard, arg(help="How tables are split.")] = "row",
+    replicas: Annotated[int, arg(help="Each has 8 / replicas shards.")] = 1,
+    algorithm: Annotated[Algorithm, arg(help="Between replicas.")] = "all_reduce",
     epochs: int = 1,
     batch_size: int = 512,
-    dim: Annotated[int, Option(help="Of the vectors.")] = 16,
-    learning_rate: Annotated[float, Option(help="Of Adam, for the dense part.")] = 2e-3,
-    table_rate: Annotated[float, Option(help="Of row-wise Adagrad.")] = 0.05,
-    scores: Annotated[int, Option(help="How often AUC is measured.")] = 8,
-    steps: Annotated[int, Option(help="At most so many; 0: all.")] = 0,
-    tries: Annotated[int, Option(help="Settings of boosted trees; 0: no trees.")] = 10,
+    dim: Annotated[int, arg(help="Of the vectors.")] = 16,
+    learning_rate: Annotated[float, arg(help="Of Adam, for the dense part.")] = 2e-3,
+    table_rate: Annotated[float, arg(help="Of row-wise Adagrad.")] = 0.05,
+    scores: Annotated[int, arg(help="How often AUC is measured.")] = 8,
+    steps: Annotated[int, arg(help="At most so many; 0: all.")] = 0,
+    tries: Annotated[int, arg(help="Settings of boosted trees; 0: no trees.")] = 10,
     seed: int = 0,
     out: Path = Path("runs/dlrm"),
 ) -> None:
     """Train a DLRM on flights and compare its AUC with that of boosted trees."""
     if replicas < 1 or DEVICES % replicas:
-        raise typer.BadParameter(f"--replicas must divide {DEVICES}, got {replicas}.")
+        raise SystemExit(f"--replicas must divide {DEVICES}, got {replicas}.")
     jax.config.update("jax_num_cpu_devices", DEVICES)  # counts where there is only a CPU
     mesh = js.make_mesh({"replica": replicas, "shard": DEVICES // replicas})
     options = Options(
@@ -112,4 +112,4 @@ def _progress() -> Progress:
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    tyro.cli(main)

@@ -64,26 +64,18 @@ def describe(error: BaseException) -> str:
 def usage_errors(**options: str) -> Iterator[None]:
     """Run the block, and turn a `ValueError` about an argument into a `CommandError`.
 
-    Use it only for set-up: a `ValueError` during training is a bug and keeps its traceback.
+    Its message has options for arguments of the library: --num-rounds for `num_rounds`. Use it only
+    for set-up: a `ValueError` during training is a bug and keeps its traceback.
 
     Args:
-      **options: arguments of `in_options`.
-    """
-    try:
-        yield
-    except ValueError as error:
-        raise CommandError(in_options(str(error), **options)) from error
-
-
-def in_options(text: str, **options: str) -> str:
-    """Return a text with options for arguments of the library: --num-rounds for `num_rounds`.
-
-    Args:
-      text: a message that names arguments in backticks.
       **options: maps an argument to its option, where their names differ.
     """
     names = _OPTIONS | options
-    return re.sub(r"`(\w+)`", lambda match: as_flag(names.get(match[1], match[1])), text)
+    try:
+        yield
+    except ValueError as error:
+        text = re.sub(r"`(\w+)`", lambda match: as_flag(names.get(match[1], match[1])), str(error))
+        raise CommandError(text) from error
 
 
 def as_flag(name: str) -> str:
@@ -104,6 +96,8 @@ def file_errors(flag: str, verb: str, path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise CommandError(f"{flag}: cannot {verb} {path}: {error.strerror}") from None
+    except UnicodeError:
+        raise CommandError(f"{flag}: {path} is no text") from None
 
 
 @contextlib.contextmanager

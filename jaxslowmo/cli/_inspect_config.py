@@ -11,6 +11,7 @@ import jaxslowmo as js
 
 from ._errors import usage_errors
 from ._output import facts_table, format_bytes, format_count, say
+from .config._commands import InspectConfigConfig
 from .config._training import TrainConfig
 from .run._division import RunDevices, Text, choose_mesh
 from .run._job import Job
@@ -20,7 +21,7 @@ from .run._recorder import emitted
 _NOTHING = Text((), (), np.zeros((0, 0, 0), np.uint8), "", "")
 
 
-def inspect_config(config: TrainConfig) -> int:
+def inspect_config(command: InspectConfigConfig) -> int:
     """Print the placement of a run and the collectives of its steps; return the exit code.
 
     Nothing is trained and no text is read: programs are traced for the available devices.
@@ -28,14 +29,14 @@ def inspect_config(config: TrainConfig) -> int:
     Raises:
       CommandError: `train` would refuse the options, or there are too few devices.
     """
-    console = Console()
+    config, console = command.train, Console()
     with usage_errors():
         form = form_of(config)
         placement = choose_mesh(config)
         job = Job(config, placement, _NOTHING)
     state = job.step.init(form.init(config.seed, placement.mesh))
     facts = _facts(config, form, placement, job, state)
-    console.print(facts_table(facts, title=config.algorithm.algorithm, title_justify="left"))
+    console.print(facts_table(facts, title=config.algorithm.algorithm))
     batch = np.zeros((config.replicas * config.batch, form.config.context_length + 1), np.uint8)
     say(console, "What a step sends, as bytes that go into each collective on one device:")
     report = emitted(job.step, state, batch)

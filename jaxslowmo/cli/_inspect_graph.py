@@ -123,11 +123,8 @@ def _with_rows(table: Table, count: int, what: str, row: Callable[[int], list[st
 
 
 def _errors(analysis: GraphAnalysis) -> Table:
-    first = Column("after rounds", justify="right")
-    table = numbers_table(first, ["consensus error"], title="Agreement")
-    for rounds, error in error_table(analysis).items():
-        table.add_row(str(rounds), f"{error:.3g}")
-    return table
+    rows = ((str(rounds), f"{error:.3g}") for rounds, error in error_table(analysis).items())
+    return numbers_table("after rounds", ["consensus error"], rows, title="Agreement")
 
 
 def _print_matrices(analysis: GraphAnalysis) -> None:

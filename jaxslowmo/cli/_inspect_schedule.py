@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Column, Table
+from rich.table import Table
 from rich.text import Text
 
 from jaxslowmo.pipeline import schedules
@@ -17,12 +17,13 @@ from ._output import facts_table, numbers_table, say
 from .config._inspect import InspectScheduleConfig
 
 
-def inspect_schedule(config: InspectScheduleConfig, out: Path | None) -> int:
+def inspect_schedule(config: InspectScheduleConfig) -> int:
     """Print a schedule as a grid, and its costs next to other kinds; return the exit code.
 
     Raises:
       CommandError: the library refuses the schedule, or the picture cannot be written.
     """
+    out = config.out
     with usage_errors(num_stages="stages", rows="table"):
         schedule = config.schedule()
         simulation = schedule.simulate(**config.times, lockstep=config.lockstep)
@@ -41,7 +42,7 @@ def inspect_schedule(config: InspectScheduleConfig, out: Path | None) -> int:
         "stash of each stage, microbatches of a chunk": _row(schedule.stash),
         "messages that each stage sends": _row(schedule.sends),
     }
-    console.print(facts_table(facts, title=schedule_title(schedule), title_justify="left"))
+    console.print(facts_table(facts, title=schedule_title(schedule)))
     for line in grid_lines(schedule, width=console.width, whole=config.whole):
         console.print(_coloured(line), no_wrap=True, crop=False, soft_wrap=True)
     say(console, _legend(schedule), "")
@@ -62,39 +63,32 @@ def others(schedule: Schedule, config: InspectScheduleConfig) -> dict[str, Sched
         "zero_bubble": {" (H1)": {}, " (H2)": {"memory": 2}},
         "lockstep": {"": {"num_chunks": chunks, **config.times, **limit}},
     }
-    kinds: dict[str, Schedule | str] = {}
+    sizes, kinds = (schedule.num_stages, schedule.num_microbatches), {}
     for kind in schedules.KINDS:
         for which, options in rows.get(kind, {"": {}}).items():
             try:
-                kinds[kind + which] = schedules.by_name(
-                    kind, schedule.num_stages, schedule.num_microbatches, **options
-                )
+                kinds[kind + which] = schedules.by_name(kind, *sizes, **options)
             except ValueError as error:
                 kinds[kind + which] = str(error)
     return kinds
 
 
 def _comparison(schedule: Schedule, config: InspectScheduleConfig) -> Table:
-    times = ", ".join(
-        f"{name} {value:g}" for name, value in zip("FIW", config.times.values(), strict=False)
-    )
-    table = numbers_table(
-        Column("kind"),
-        ("chunks", "bubble", "in lockstep", "stash", "sends"),
-        title=f"Kinds with {times}, send {config.send:g}",
-        title_justify="left",
-        caption="stash: most microbatches of a whole stage; sends: messages of the busiest stage",
-        caption_justify="left",
-    )
-    for name, other in others(schedule, config).items():
-        cells = ["none"] * 5
-        if not isinstance(other, str):
-            numbers = _numbers(other, config)
-            bubbles = _percent(numbers["bubble"]), _percent(numbers["lockstep_bubble"])
-            stash = f"{max(other.stash) / other.num_chunks:g}"
-            cells = [str(other.num_chunks), *bubbles, stash, str(max(other.sends))]
-        table.add_row(name, *cells)
-    return table
+    def cells(name: str, other: Schedule | str) -> list[str]:
+        if isinstance(other, str):
+            return [name, *["none"] * 5]
+        numbers = _numbers(other, config)
+        bubbles = _percent(numbers["bubble"]), _percent(numbers["lockstep_bubble"])
+        stash = f"{max(other.stash) / other.num_chunks:g}"
+        return [name, str(other.num_chunks), *bubbles, stash, str(max(other.sends))]
+
+    letters = zip("FIW", config.times.values(), strict=False)
+    times = ", ".join(f"{letter} {value:g}" for letter, value in letters)
+    title = f"Kinds with {times}, send {config.send:g}"
+    caption = "stash: most microbatches of a whole stage; sends: messages of the busiest stage"
+    names = ("chunks", "bubble", "in lockstep", "stash", "sends")
+    rows = (cells(*kind) for kind in others(schedule, config).items())
+    return numbers_table("kind", names, rows, title=title, caption=caption)
 
 
 def _as_json(schedule: Schedule, config: InspectScheduleConfig) -> dict[str, Any]:
@@ -128,9 +122,8 @@ def _draw(
     schedule: Schedule, simulation: schedules.Simulation, config: InspectScheduleConfig, out: Path
 ) -> None:
     times = ", ".join(f"{name.replace('_', ' ')} {value:g}" for name, value in config.times.items())
-    line = (
-        f"{_how(config)}; {times}; bubble {_percent(simulation.bubble)}, time {simulation.time:.6g}"
-    )
+    costs = f"bubble {_percent(simulation.bubble)}, time {simulation.time:.6g}"
+    line = f"{_how(config)}; {times}; {costs}"
     try:
         with file_errors("--out", "write", out):
             schedule_picture(simulation, out, title=schedule_title(schedule), lines=[line])

@@ -33,11 +33,11 @@ def format_loss(loss: float | None) -> str:
 
 
 def format_limit(limit: int) -> str:
-    """Return a limit in bytes as users write it: 0, 1.5 MiB, 4,000 B."""
+    """Return a bucket limit in bytes as users write it: per leaf (0), 1.5 MiB, 4,000 B."""
     for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if limit >= size and limit * 100 % size == 0:
             return f"{limit / size:g} {unit}"
-    return f"{limit:,} B" if limit else "0"
+    return f"{limit:,} B" if limit else "per leaf"
 
 
 def _scaled(count: float, units: tuple[str, ...]) -> str:
@@ -50,14 +50,13 @@ def _scaled(count: float, units: tuple[str, ...]) -> str:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write a configuration (dataclass) or a summary (dict) as JSON; NaN becomes null."""
-    plain = dataclasses.asdict(value) if dataclasses.is_dataclass(value) else value  # pyright: ignore[reportArgumentType]
-    write_anew(path, json.dumps(_finite(plain), indent=2, default=str) + "\n")
+    """Write values, and dataclasses in them, as JSON; NaN becomes null."""
+    write_anew(path, json.dumps(_plain(value), indent=2, default=str) + "\n")
 
 
 def json_line(record: dict[str, Any]) -> str:
     """Return a record as a line of JSON; NaN and infinities, which JSON lacks, become null."""
-    return json.dumps(_finite(record)) + "\n"
+    return json.dumps(_plain(record)) + "\n"
 
 
 def say(console: Console, *sentences: str) -> None:
@@ -66,14 +65,14 @@ def say(console: Console, *sentences: str) -> None:
         console.print(sentence, highlight=False, soft_wrap=True)
 
 
-def _finite(value: Any) -> Any:
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        value = dataclasses.asdict(value)
     if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
+        return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value
+        return [_plain(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 class Reporter:
@@ -144,18 +143,31 @@ class Reporter:
         return "  ".join(parts)
 
 
-def facts_table(facts: Mapping[str, str], **options: Any) -> Table:
-    """Return a table with a line per entry; `options` are those of `rich.table.Table`."""
-    table = Table(show_header=False, **options)
-    for name, value in facts.items():
-        table.add_row(name, value)
+def facts_table(facts: Mapping[str, str], title: str) -> Table:
+    """Return a table with a line per entry."""
+    return numbers_table(None, (), facts.items(), show_header=False, title=title)
+
+
+def numbers_table(
+    first: str | Column | None,
+    names: Iterable[str],
+    rows: Iterable[Iterable[str]],
+    **options: Any,
+) -> Table:
+    """Return a table: a first column, and columns of numbers with these names.
+
+    Args:
+      first: the first column, or its name; None: no column has a name.
+      names: names of the columns of numbers.
+      rows: texts of the cells, row by row.
+      **options: those of `rich.table.Table`.
+    """
+    numbers = [Column(name, justify="right", no_wrap=True) for name in names]
+    columns = numbers if first is None else [first, *numbers]
+    table = Table(*columns, title_justify="left", caption_justify="left", **options)
+    for row in rows:
+        table.add_row(*row)
     return table
-
-
-def numbers_table(first: Column, names: Iterable[str], **options: Any) -> Table:
-    """Return an empty table: a first column, and columns of numbers with these names."""
-    numbers = (Column(name, justify="right", no_wrap=True) for name in names)
-    return Table(first, *numbers, **options)
 
 
 def run_table(summary: dict[str, Any]) -> Table:
@@ -187,49 +199,43 @@ def compare_rows(summaries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
       without any), `spread` (largest minus smallest, None below two), `bytes_sent` (mean), `ratio`
       (to the first row's bytes), `tokens_per_second` (mean), `diverged` (number of seeds).
     """
-    by_algorithm: dict[str, list[dict[str, Any]]] = {}
-    for summary in summaries:
-        by_algorithm.setdefault(summary["algorithm"], []).append(summary)
     rows: list[dict[str, Any]] = []
-    for algorithm, runs in by_algorithm.items():
+    for algorithm in dict.fromkeys(run["algorithm"] for run in summaries):
+        runs = [run for run in summaries if run["algorithm"] == algorithm]
         done = [run for run in runs if run["status"] == "finished"]
         losses = [run["validation_loss"] for run in done]
         speeds = [run["tokens_per_second"] for run in done if run["tokens_per_second"]]
-        sent = statistics.fmean(run["bytes_sent"] for run in done) if done else None
-        first = rows[0]["bytes_sent"] if rows else sent
-        rows.append(
-            {
-                "algorithm": algorithm,
-                "seeds": [run["seed"] for run in done],
-                "validation_loss": statistics.fmean(losses) if losses else None,
-                "spread": max(losses) - min(losses) if len(losses) > 1 else None,
-                "bytes_sent": sent,
-                "ratio": sent / first if sent is not None and first else None,
-                "tokens_per_second": statistics.fmean(speeds) if speeds else None,
-                "diverged": sum(run["status"] == "diverged" for run in runs),
-            }
-        )
+        row: dict[str, Any] = {"algorithm": algorithm, "seeds": [run["seed"] for run in done]}
+        row["validation_loss"] = statistics.fmean(losses) if losses else None
+        row["spread"] = max(losses) - min(losses) if len(losses) > 1 else None
+        row["bytes_sent"] = statistics.fmean(run["bytes_sent"] for run in done) if done else None
+        first = (rows or [row])[0]["bytes_sent"]
+        row["ratio"] = row["bytes_sent"] / first if done and first else None
+        row["tokens_per_second"] = statistics.fmean(speeds) if speeds else None
+        row["diverged"] = sum(run["status"] == "diverged" for run in runs)
+        rows.append(row)
     return rows
 
 
 def compare_table(rows: Sequence[dict[str, Any]], *, would: bool) -> Table:
     """Return a table of the rows of `compare_rows`."""
-    first = rows[0]["algorithm"] if rows else ""
-    table = numbers_table(
-        Column("algorithm", overflow="fold"),  # settings make long names
-        ("validation", "spread", "bytes", f"of {first}", "tokens/s"),
-        caption="validation loss: nats per byte, consensus model; "
-        f"bytes {'that a replica would send' if would else 'sent per replica'}",
-        caption_justify="left",
-    )
-    for row in rows:
+    texts: dict[str, Callable[[float], str]] = {
+        "spread": format_loss,
+        "bytes_sent": format_bytes,
+        "ratio": lambda ratio: f"{100 * ratio:.3g} %",
+        "tokens_per_second": format_count,
+    }
+
+    def cells(row: dict[str, Any]) -> list[str]:
         diverged = f" ({row['diverged']} diverged)" if row["diverged"] else ""
-        table.add_row(
-            row["algorithm"],
-            format_loss(row["validation_loss"]) + diverged,
-            format_loss(row["spread"]),
-            "-" if row["bytes_sent"] is None else format_bytes(row["bytes_sent"]),
-            "-" if row["ratio"] is None else f"{100 * row['ratio']:.3g} %",
-            "-" if row["tokens_per_second"] is None else format_count(row["tokens_per_second"]),
-        )
-    return table
+        loss = format_loss(row["validation_loss"]) + diverged
+        numbers = ("-" if row[x] is None else text(row[x]) for x, text in texts.items())
+        return [row["algorithm"], loss, *numbers]
+
+    first = rows[0]["algorithm"] if rows else ""
+    sent = "that a replica would send" if would else "sent per replica"
+    caption = f"validation loss: nats per byte, consensus model; bytes {sent}"
+    names = ("validation", "spread", "bytes", f"of {first}", "tokens/s")
+    # Settings make long names.
+    column = Column("algorithm", overflow="fold")
+    return numbers_table(column, names, map(cells, rows), caption=caption)

@@ -27,14 +27,14 @@ from .run._recipes import build_algorithm
 from .run._run_folder import RunFolder, is_export
 
 
-def sample(config: SampleConfig, run: Path) -> int:
+def sample(config: SampleConfig) -> int:
     """Print the prompt and the text that the model adds, and return the exit code.
 
     Raises:
       CommandError: there is no model, or it cannot be read.
     """
     with usage_errors():
-        model, params = find_model(run, config.step)
+        model, params = find_model(config.run, config.step)
     print(_shown(generate(model, params, config), sys.stdout.encoding or "utf-8"))
     return 0
 

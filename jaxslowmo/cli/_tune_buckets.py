@@ -8,7 +8,6 @@ from pathlib import Path
 
 import jax
 import numpy as np
-from matplotlib.axes import Axes
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Column, Table
@@ -51,7 +50,7 @@ class Row:
     ratio: float
 
 
-def tune_buckets(config: TuneBucketsConfig, out: Path | None) -> int:
+def tune_buckets(config: TuneBucketsConfig) -> int:
     """Measure every limit, then write a table, a figure and tune.json.
 
     After Ctrl-C they show the rounds that have finished.
@@ -63,11 +62,9 @@ def tune_buckets(config: TuneBucketsConfig, out: Path | None) -> int:
     with usage_errors():
         placement = choose_mesh(config.train)
         bench = Bench(config, placement)
-    folder = make_folder(out, "tune")
-    subject = (
-        f"{config.train.preset}: {format_count(bench.num_parameters)} parameters, "
-        f"{placement.description}"
-    )
+    folder = make_folder(config.out, "tune")
+    size = f"{format_count(bench.num_parameters)} parameters"
+    subject = f"{config.train.preset}: {size}, {placement.description}"
     say(console, subject)
     with StopOnSignal() as stop, Progress(console=console, transient=True) as progress:
         seconds = bench.measure(progress, stop)
@@ -76,24 +73,18 @@ def tune_buckets(config: TuneBucketsConfig, out: Path | None) -> int:
         return INTERRUPTED
     rows = make_rows(bench.buckets, seconds)
     best = best_limit(rows)
-    write_json(
-        folder / "tune.json",
-        {
-            "config": dataclasses.asdict(config),
-            "placement": placement.description,
-            "best": {"bucket_bytes": best, "first_bucket_bytes": config.first_of(best)},
-            "rows": [dataclasses.asdict(row) for row in rows],
-        },
-    )
-    picture = folder / "tune.png"
-    draw_limits(
-        [row for row in rows if row.same_as is None],
-        best,
-        picture,
-        subtitle=f"{subject}; {rounds} rounds of {config.steps} steps, order {config.order}",
-    )
+    result = {
+        "config": config,
+        "placement": placement.description,
+        "best": {"bucket_bytes": best, "first_bucket_bytes": config.first_of(best)},
+        "rows": rows,
+    }
+    write_json(folder / "tune.json", result)
+    about = f"{subject}; {rounds} rounds of {config.steps} steps, order {config.order}"
+    measured = [row for row in rows if row.same_as is None]
+    draw_limits(measured, best, folder / "tune.png", subtitle=about)
     console.print(rows_table(rows, best))
-    say(console, _advice(config, best), str(picture))
+    say(console, _advice(config, best), str(folder / "tune.png"))
     return INTERRUPTED if stop.reason else 0
 
 
@@ -174,24 +165,14 @@ def make_rows(
       buckets: maps a limit to its layout.
       seconds: maps a measured limit to its seconds per step, one value per round.
     """
-    rounds = min(map(len, seconds.values()))
-    per_leaf = seconds[0]
-    rows = []
+    rounds, rows = min(map(len, seconds.values())), []
     for limit, layout in buckets.items():
         source = next(other for other in seconds if buckets[other] == layout)
-        times = seconds[source][:rounds]
-        ratios = [a / b for a, b in zip(times, per_leaf, strict=False)]
-        rows.append(
-            Row(
-                limit=limit,
-                bucket_sizes=tuple(size for _, size in layout),
-                same_as=None if source == limit else source,
-                seconds=tuple(times),
-                median=statistics.median(times),
-                quartiles=_quartiles(times),
-                ratio=statistics.median(ratios),
-            )
-        )
+        times = tuple(seconds[source][:rounds])
+        ratio = statistics.median(a / b for a, b in zip(times, seconds[0], strict=False))
+        sizes, same = tuple(size for _, size in layout), None if source == limit else source
+        middle = statistics.median(times), _quartiles(times)
+        rows.append(Row(limit, sizes, same, times, *middle, ratio))
     return rows
 
 
@@ -217,28 +198,21 @@ def _quartiles(values: Sequence[float]) -> tuple[float, float]:
 
 def rows_table(rows: Sequence[Row], best: int) -> Table:
     """Return a table of the rows."""
-    table = numbers_table(
-        Column("limit", no_wrap=True),
-        ("buckets", "largest", "ms", "quartiles", "ratio"),
-        caption="ms: median step, and quartiles over the rounds; ratio: to one bucket per "
-        "gradient, round by round",
-        caption_justify="left",
-    )
-    for row in rows:
-        name = format_limit(row.limit) if row.limit else "per leaf"
+
+    def cells(row: Row) -> list[str]:
+        name = format_limit(row.limit) + (" (best)" if row.limit == best else "")
         sizes = (str(len(row.bucket_sizes)), format_bytes(max(row.bucket_sizes)))
         if row.same_as is not None:
-            table.add_row(name, *sizes, "", f"as {format_limit(row.same_as)}", "")
-            continue
-        low, high = row.quartiles
-        table.add_row(
-            f"{name} (best)" if row.limit == best else name,
-            *sizes,
-            f"{1e3 * row.median:.2f}",
-            f"{1e3 * low:.2f} - {1e3 * high:.2f}",
-            f"{row.ratio:.3f}",
-        )
-    return table
+            return [name, *sizes, "", f"as {format_limit(row.same_as)}", ""]
+        median, low, high = (f"{1e3 * value:.2f}" for value in (row.median, *row.quartiles))
+        return [name, *sizes, median, f"{low} - {high}", f"{row.ratio:.3f}"]
+
+    caption = (
+        "ms: median step, and quartiles over the rounds; ratio: to one bucket per gradient, round "
+        "by round"
+    )
+    names = ("buckets", "largest", "ms", "quartiles", "ratio")
+    return numbers_table(Column("limit", no_wrap=True), names, map(cells, rows), caption=caption)
 
 
 def _advice(config: TuneBucketsConfig, best: int) -> str:
@@ -263,40 +237,21 @@ def draw_limits(rows: Sequence[Row], best: int, path: Path, *, subtitle: str) ->
     figure = new_figure((8.5, 4.8), "Step time by size of gradient buckets", subtitle, what)
     axes = figure.subplots()
     for x, row in enumerate(rows):
-        colour = COLOURS["vermilion"] if row.limit == best else COLOURS["blue"]
-        times = [1e3 * value for value in row.seconds]
-        low, high = (1e3 * value for value in row.quartiles)
+        colour = COLOURS["vermilion" if row.limit == best else "blue"]
+        times, median = 1e3 * np.array(row.seconds), 1e3 * row.median
         # Rounds are drawn from left to right, so that a drift of the machine is visible.
-        spread = [x + 0.44 * ((i + 0.5) / len(times) - 0.5) for i in range(len(times))]
+        spread = np.linspace(x - 0.2, x + 0.2, len(times))
         axes.plot(spread, times, "o", color=colour, alpha=0.3, markersize=4, markeredgewidth=0)
-        axes.plot([x, x], [low, high], color=colour, linewidth=7, alpha=0.35, solid_capstyle="butt")
-        median = 1e3 * row.median
-        axes.plot([x - 0.3, x + 0.3], [median, median], color=colour, linewidth=2.2, zorder=3)
-        label = f"{median:.3g} ms" + ("\nbest" if row.limit == best else "")
-        axes.annotate(
-            label, (x + 0.3, median), xytext=(4, 0), textcoords="offset points", va="center",
-            size=9.5, color=colour, weight="bold" if row.limit == best else "normal",
-        )  # fmt: skip
-    axes.set_xticks(range(len(rows)), [_tick(row) for row in rows])
+        low, high = (1e3 * t for t in row.quartiles)
+        axes.vlines(x, low, high, color=colour, linewidth=7, alpha=0.35)
+        axes.hlines(median, x - 0.3, x + 0.3, color=colour, linewidth=2.2, zorder=3)
+        axes.text(x + 0.33, median, f"{median:.3g} ms", va="center", size=9.5, color=colour)
+    names = [f"{format_limit(row.limit)}\n{len(row.bucket_sizes)} buckets" for row in rows]
+    axes.set_xticks(range(len(rows)), names)
     axes.set(xlim=(-0.5, len(rows) - 0.25), xlabel="bucket limit", ylabel="ms per training step")
-    _limit(axes, rows)
+    # Limits around the quartiles, so that a disturbed round does not flatten the rest.
+    low, high = min(row.quartiles[0] for row in rows), max(row.quartiles[1] for row in rows)
+    margin = max(high - low, 0.1 * high)
+    axes.set_ylim(1e3 * max(low - margin, 0), 1e3 * (high + margin))
     clean(axes, grid="y")
     save_figure(figure, path)
-
-
-def _tick(row: Row) -> str:
-    count = len(row.bucket_sizes)
-    name = format_limit(row.limit) if row.limit else "per leaf"
-    return f"{name}\n{count} bucket{'s' if count != 1 else ''}"
-
-
-def _limit(axes: Axes, rows: Sequence[Row]) -> None:
-    """Set limits around the quartiles, so that a disturbed round does not flatten the rest."""
-    low = min(row.quartiles[0] for row in rows)
-    high = max(row.quartiles[1] for row in rows)
-    span = max(high - low, 0.1 * high)
-    shown = [1e3 * t for row in rows for t in row.seconds]
-    bottom = max(min(shown), 1e3 * (low - 0.8 * span))
-    top = min(max(shown), 1e3 * (high + 0.8 * span))
-    margin = 0.06 * (top - bottom) or 0.06 * top  # one measurement has no span
-    axes.set_ylim(bottom - margin, top + margin)

@@ -69,7 +69,7 @@ class Row:
         return sum(a < b for a, b in zip(self.losses, self.plain, strict=True))
 
 
-def tune_outer(config: TuneOuterConfig, out: Path | None) -> int:
+def tune_outer(config: TuneOuterConfig) -> int:
     """Train every setting with every seed, then write a table, a picture and tune.json.
 
     After Ctrl-C they show the periods that have finished, else the first one's last evaluation.
@@ -77,46 +77,38 @@ def tune_outer(config: TuneOuterConfig, out: Path | None) -> int:
     Raises:
       CommandError: the options do not fit each other or the data.
     """
-    console = Console()
+    console, train = Console(), config.train
     with usage_errors():
-        placement = choose_mesh(config.train)
-        text = divide_text(config.train, read_corpus(config.train.data))
+        placement = choose_mesh(train)
+        text = divide_text(train, read_corpus(train.data))
         trials = [Trial(config, text, period) for period in config.periods]
-    folder = make_folder(out, "tune")
+    folder = make_folder(config.out, "tune")
     count = len(config.settings()["rate"]) * len(config.seeds)
-    size = format_count(num_parameters(config_of(config.train)))
-    subject = f"{config.train.preset}: {size} parameters, {placement.description}"
-    what = f"{count} runs of {config.train.steps} steps for each of {len(trials)} periods"
+    size = f"{format_count(num_parameters(config_of(train)))} parameters"
+    subject = f"{train.preset}: {size}, {placement.description}"
+    what = f"{count} runs of {train.steps} steps for each of {len(trials)} periods"
     say(console, subject, text.description, what)
     rows, done = [], 0
     with StopOnSignal() as stop, Progress(console=console, transient=True) as progress:
         for trial in trials:
             results, count = trial.run(progress, stop)
             # Losses of a period that was stopped early do not compare with those of a whole one.
-            if not rows or count == config.train.steps:
+            if not rows or count == train.steps:
                 rows, done = rows + results, count
             if stop.reason:
                 break
     if not rows:
         return INTERRUPTED
     rows.sort(key=lambda row: row.mean)
-    write_json(
-        folder / "tune.json",
-        {
-            "config": dataclasses.asdict(config),
-            "data": text.description,
-            "steps_done": done,
-            "rows": [dataclasses.asdict(row) | {"mean": row.mean} for row in rows],
-        },
-    )
-    picture = folder / "tune.png"
-    draw_settings(
-        rows, picture, subtitle=f"{subject}; {config.train.algorithm.algorithm}, {done} steps"
-    )
+    facts = [dataclasses.asdict(row) | {"mean": row.mean} for row in rows]
+    result = {"config": config, "data": text.description, "steps_done": done, "rows": facts}
+    write_json(folder / "tune.json", result)
+    about = f"{subject}; {train.algorithm.algorithm}, {done} steps"
+    draw_settings(rows, folder / "tune.png", subtitle=about)
     console.print(rows_table(rows))
     if stop.reason:
-        say(console, f"Stopped: these are losses after {done} of {config.train.steps} steps.")
-    say(console, *advice(config, rows), str(picture))
+        say(console, f"Stopped: these are losses after {done} of {train.steps} steps.")
+    say(console, *advice(config, rows), str(folder / "tune.png"))
     return INTERRUPTED if stop.reason else 0
 
 
@@ -189,39 +181,40 @@ class Trial:
 
 def rows_table(rows: Sequence[Row]) -> Table:
     """Return a table of the settings, from the smallest loss on."""
+
+    def cells(row: Row) -> list[str]:
+        better = "plain average" if row.is_plain else f"{row.better} of {len(row.losses)}"
+        numbers = [f"{x:g}" for x in (row.period, row.factor, row.rate, row.momentum)]
+        losses = map(format_loss, (row.mean, min(row.losses), max(row.losses)))
+        return [*numbers, *losses, better]
+
     shown = [row for row in rows[:_MOST_ROWS] if not row.is_plain]
     shown += [row for row in rows if row.is_plain]
-    table = numbers_table(
-        Column("period", no_wrap=True),
-        ("factor", "rate", "momentum", "loss", "from", "to", "better"),
-        caption="loss: mean over the seeds, in nats per byte, and the smallest and largest; "
-        "better: seeds with a smaller loss than plain averages, with the same period",
-        caption_justify="left",
+    caption = (
+        "loss: mean over the seeds, in nats per byte, and the smallest and largest; better: seeds "
+        "with a smaller loss than plain averages, with the same period"
     )
-    for row in sorted(shown, key=lambda row: row.mean):
-        better = "plain average" if row.is_plain else f"{row.better} of {len(row.losses)}"
-        spread = format_loss(min(row.losses)), format_loss(max(row.losses))
-        numbers = f"{row.factor:g}", f"{row.rate:g}", f"{row.momentum:g}"
-        table.add_row(str(row.period), *numbers, format_loss(row.mean), *spread, better)
-    return table
+    names = ("factor", "rate", "momentum", "loss", "from", "to", "better")
+    in_order = map(cells, sorted(shown, key=lambda row: row.mean))
+    return numbers_table(Column("period", no_wrap=True), names, in_order, caption=caption)
 
 
 def advice(config: TuneOuterConfig, rows: Sequence[Row]) -> list[str]:
     """Return the best setting of each period in words, and whether it beats plain averages."""
     sentences = []
     for period in config.periods:
-        of_period = sorted((r for r in rows if r.period == period), key=lambda row: row.mean)
+        of_period = [row for row in rows if row.period == period]
         if not of_period:
             continue
-        best, count = of_period[0], len(of_period[0].losses)
-        plain = statistics.mean(best.plain)
+        best = min(of_period, key=lambda row: row.mean)
+        count, plain = len(best.losses), f"{statistics.mean(best.plain):.3f}"
         if best.is_plain or best.better <= count / 2:
-            sentences.append(f"Every {period}: no setting beats plain averages, {plain:.3f}.")
+            sentences.append(f"Every {period}: no setting beats plain averages, {plain}.")
             continue
         edge = _at_edge(config, best)
         sentences.append(
             f"Every {period}: {_call(config.train, best)} has a loss of {best.mean:.3f}, plain "
-            f"averages {plain:.3f}; it is smaller with {best.better} of {count} seeds."
+            f"averages {plain}; it is smaller with {best.better} of {count} seeds."
             + (f" At the end of what was tried: {edge}; try more." if edge else "")
         )
     return sentences
@@ -229,17 +222,16 @@ def advice(config: TuneOuterConfig, rows: Sequence[Row]) -> list[str]:
 
 def _at_edge(config: TuneOuterConfig, row: Row) -> str:
     """Return the options whose best value is the first or last of several, in words."""
-    tried = {
-        "--momenta": (row.momentum, config.momenta),
-        "--rates": (row.rate, config.rates),
-        "--factors": (row.factor, config.factors),
-    }
-    ends = [
+    tried = (
+        ("--momenta", row.momentum, config.momenta),
+        ("--rates", row.rate, config.rates),
+        ("--factors", row.factor, config.factors),
+    )
+    return ", ".join(
         f"{flag} {value:g}"
-        for flag, (value, values) in tried.items()
+        for flag, value, values in tried
         if len(values) > 1 and value in (min(values), max(values))
-    ]
-    return ", ".join(ends)
+    )
 
 
 def _call(train: TrainConfig, row: Row) -> str:
@@ -278,19 +270,17 @@ def draw_settings(rows: Sequence[Row], path: Path, *, subtitle: str) -> None:
 
 def _draw_period(axes: Axes, rows: Sequence[Row]) -> None:
     colours = [value for name, value in COLOURS.items() if name not in ("black", "grey")]
-    lines = sorted({(row.factor, row.rate) for row in rows if not row.is_plain})
+    tried = [row for row in rows if not row.is_plain]
+    lines = sorted({(row.factor, row.rate) for row in tried})
     for number, (factor, rate) in enumerate(lines):
-        line = [row for row in rows if (row.factor, row.rate) == (factor, rate)]
-        line = sorted((r for r in line if not r.is_plain), key=lambda row: row.momentum)
-        means = np.array([row.mean for row in line])
-        ends = np.array([(min(row.losses), max(row.losses)) for row in line]).T
+        line = [row for row in tried if (row.factor, row.rate) == (factor, rate)]
+        line.sort(key=lambda row: row.momentum)
         # Points of one momentum stand beside each other.
         xs = [row.momentum + 0.012 * (number - (len(lines) - 1) / 2) for row in line]
-        bars = np.abs(ends - means)
-        axes.errorbar(
-            xs, means, bars, color=colours[number % len(colours)], marker="o", markersize=5,
-            linewidth=1.5, elinewidth=1, capsize=2, label=f"rate {rate:g},\nfactor {factor:g}",
-        )  # fmt: skip
+        means = np.array([row.mean for row in line])
+        bars = np.abs(np.array([(min(row.losses), max(row.losses)) for row in line]).T - means)
+        look: Any = {"color": colours[number % len(colours)], "marker": "o", "capsize": 2}
+        axes.errorbar(xs, means, bars, label=f"rate {rate:g},\nfactor {factor:g}", **look)
     plain = statistics.mean(rows[0].plain)
     axes.axhline(plain, color=COLOURS["black"], linewidth=1, linestyle="--", zorder=1)
     clean(axes, grid="y")

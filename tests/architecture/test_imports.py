@@ -22,7 +22,7 @@ CLEAN = {
     "jaxslowmo/mesh/__init__.py": "",
     "jaxslowmo/mesh/_b.py": "from jaxslowmo.tree import f, __all__\nfrom .. import topology",
     "jaxslowmo/train/__init__.py": "def save():\n    import orbax.checkpoint",
-    "jaxslowmo/cli/__init__.py": "import typer\nimport jaxslowmo as js",
+    "jaxslowmo/cli/__init__.py": "import tyro\nimport jaxslowmo as js",
     "torch_compat/__init__.py": "if TYPE_CHECKING:\n    from . import on_jax",
     "torch_compat/manager.py": "import torch\nfrom jaxslowmo.topology import ring",
     "torch_compat/on_jax/__init__.py": "import torchax.tensor\nimport jaxslowmo as js",

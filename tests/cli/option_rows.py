@@ -63,6 +63,7 @@ NODES = ("0", "x", "1.5", HUGE, "1025")
 TOLERANCE = Row("0.1", 0.1, ("0", "1", "nan", "x"))
 
 TRAIN = {
+    "--config": Row("options.yaml", Path("options.yaml"), ("/no/such/file",)),
     "--out": path(),
     "--preset": choice("tiny"),
     "--dtype": choice("bfloat16"),
@@ -148,14 +149,12 @@ TRAIN = {
 # Options of each command that `train` has, too.
 SHARED = {
     "compare": " ".join([*TRAIN][: [*TRAIN].index("--algorithm")]),
-    "inspect config": """--preset --dtype --attention --tied --batch --accumulate --mesh --replicas
-        --algorithm --devices-per-replica --schedule --microbatches --chunks --executor --mode
-        --graph --codec --shard-state""",
-    "tune buckets": """--out --preset --dtype --attention --batch --accumulate --replicas
+    "inspect config": " ".join(option for option in TRAIN if option != "--out"),
+    "tune buckets": """--config --out --preset --dtype --attention --batch --accumulate --replicas
         --optimizer --seed --devices-per-replica""",
-    "tune outer": """--out --preset --tied --batch --data --eval-every --eval-batches --sync-every
-        --nesterov --fragments --delay --merge --optimizer --learning-rate --warmup --rate-schedule
-        --weight-decay --clip --graph --peers-per-step --overlap --mixing""",
+    "tune outer": """--config --out --preset --tied --batch --data --eval-every --eval-batches
+        --sync-every --nesterov --fragments --delay --merge --optimizer --learning-rate --warmup
+        --rate-schedule --weight-decay --clip --graph --peers-per-step --overlap --mixing""",
 }
 TABLE: dict[str, dict[str, Row]] = {
     "train": TRAIN,

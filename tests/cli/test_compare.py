@@ -136,7 +136,7 @@ def test_numbers_are_short_and_json_has_null_for_what_it_lacks():
     ]  # fmt: skip
     assert [format_count(n) for n in (12, 470_528, 1_073_536)] == ["12", "471k", "1.07M"]
     assert [format_loss(x) for x in (2.4164, None, float("nan"))] == ["2.416", "-", "-"]
-    shown = ["0", "4 KiB", "1.5 MiB", "25 MiB", "1,000 B", "2 GiB"]
+    shown = ["per leaf", "4 KiB", "1.5 MiB", "25 MiB", "1,000 B", "2 GiB"]
     assert [format_limit(n) for n in (0, 4096, 3 * 2**19, 25 * 2**20, 1000, 2**31)] == shown
     line = json_line({"a": [1.0, float("inf")], "b": {"c": float("nan")}})
     assert line == '{"a": [1.0, null], "b": {"c": null}}\n'

@@ -144,7 +144,7 @@ def program(*arguments: object, folder: Path | None = None) -> Outcome:
 @pytest.mark.parametrize(
     ("package", "command"),
     [
-        ("typer", "train"),
+        ("tyro", "train"),
         ("rich", "train"),
         ("tensorboardX", "train --tensorboard --preset tiny --data ."),
         ("matplotlib", "compare"),

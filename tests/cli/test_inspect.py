@@ -78,11 +78,11 @@ def test_json_of_a_graph_holds_everything(call):
 def test_files_that_are_no_phone_book_are_refused(call, tmp_path):
     for text, part in (
         ("[[1], [0]", "JSON"),
-        ("[1, 0]", "list"),
+        ("[1, 0]", "sequence"),
         ("[[1], [5]]", "names 5"),
         ('[["1"], [0]]', "names '1'"),
         ("[]", "--phone-book"),
-        (str([[(node + 1) % 1025] for node in range(1025)]), "1024"),
+        (str([[(node + 1) % 1025] for node in range(1025)]), "1025"),
     ):
         (tmp_path / "book.json").write_text(text)
         call("inspect graph --phone-book", tmp_path / "book.json").is_refused("book", part)

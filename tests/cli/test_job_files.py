@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
 import yaml
 
-from jaxslowmo.cli._app import app
-from jaxslowmo.cli.config._training import TrainConfig, train_config
+from jaxslowmo.cli._command_line import configured
+from jaxslowmo.cli.config._commands import TrainCommand
+from jaxslowmo.cli.config._training import TrainConfig
 
 ROOT = Path(__file__).parents[2]
 DOCS, JOBS = ROOT / "docs", ROOT / "examples" / "jobs"
@@ -29,12 +29,11 @@ def as_called(script: str) -> TrainConfig:
     # What the caller adds, and what the shell does with it.
     call = re.split(r'"\$@"|\$\*"| & *$', call)[0]
     words = shlex.split(re.sub(r"\$\(\(.*?\)\)|\$\w+", "4", call))
-    train: Any = typer.main.get_command(app).commands["train"]  # pyright: ignore[reportAttributeAccessIssue]
-    given = train.make_context("train", words).params
-    assert given.pop("out") is not None
-    assert given["resume"]
-    assert given["checkpoint_every"]
-    return train_config(given)
+    command = configured(TrainCommand, "jaxslowmo train", words)
+    assert command.out is not None
+    assert command.train.checkpoint.resume
+    assert command.train.checkpoint.checkpoint_every
+    return command.train
 
 
 def job_sets(file: Path) -> list[dict[str, Any]]:

@@ -4,6 +4,7 @@ Those are held against a loop that asks the model for one byte at a time.
 """
 
 import shutil
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -129,13 +130,13 @@ def test_the_likeliest_bytes_of_a_window_that_slides(params, ranked, prompt):
     text = [*prompt.encode()]
     for _ in range(12):
         text.append(int(ranked(text)[-1]))
-    config = SampleConfig(prompt=prompt, tokens=12, temperature=0)
+    config = SampleConfig(Path(), prompt=prompt, tokens=12, temperature=0)
     assert generate(MODEL, params, config) == bytes(text)
 
 
 def test_drawing(params, ranked):
     def text(**given):
-        return generate(MODEL, params, SampleConfig(**{"tokens": 30, **given}))
+        return generate(MODEL, params, SampleConfig(Path(), **{"tokens": 30, **given}))
 
     likeliest = text(temperature=0)
     assert text(top_k=1, temperature=2) == text(temperature=1e-30) == likeliest

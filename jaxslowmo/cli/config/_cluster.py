@@ -1,14 +1,11 @@
 """Options that only `jaxslowmo train` has: the processes that train together."""
 
 import dataclasses
-import functools
 import ipaddress
 import re
+from typing import Annotated
 
-from ._fields import Checked, option
-
-CLUSTERS = ("auto", "none", "slurm", "ompi", "mpi4py", "k8s", "gcetpu", "gketpu")
-_option = functools.partial(option, panel="Cluster")
+from ._options import Count, Natural, OneOf, Options, Range
 
 
 def bare_host(name: str, host: str) -> str:
@@ -53,51 +50,39 @@ def parse_port(name: str, text: str) -> int:
 
 
 @dataclasses.dataclass(frozen=True)
-class ClusterConfig(Checked):
+class ClusterConfig(Options):
     """The processes that train together, and how they find each other."""
 
-    coordinator: str | None = _option(
-        None,
-        "HOST:PORT at which process 0 waits for the others; with --num-processes and "
-        "--process-id. Under a launcher that jax knows none of the three is needed.",
-        check=functools.partial(host_and_port, "--coordinator"),
-    )
-    coordinator_bind: str | None = _option(
-        None,
-        "Address at which process 0 listens (default: that of --coordinator); 0.0.0.0 for all of "
-        "its host.",
-        check=functools.partial(bare_host, "--coordinator-bind"),
-    )
-    num_processes: int | None = _option(None, "Processes that train together.", least=1)
-    process_id: int | None = _option(None, "Which of them this is, from 0.", least=0)
-    cluster: str = _option(
-        "auto",
-        "The launcher that tells a process its place: found by its environment (auto), none, or "
-        "the one of jax.distributed that is named.",
-        choices=CLUSTERS,
-    )
-    heartbeat_timeout: int = _option(
-        10,
-        "Seconds after which a silent process is given up. A pause of up to half of them always "
-        "survives.",
-        least=2,
-    )
-    startup_timeout: int = _option(
-        300, "Seconds to wait at the start for the other processes.", least=1
-    )
-    stall_timeout: int = _option(
-        1800,
-        "Seconds in which no step ends and nothing is saved after which all processes end, with "
-        "code 75; 0: wait for ever.",
-        least=0,
-    )
-    process_logs: bool = _option(False, "Every process writes OUT/logs/process-ID.txt.")
-    restarts: int = _option(
-        0,
-        "With several processes: how often each starts again when another was lost, itself was "
-        "killed, or a disk was full, before there is a newer checkpoint.",
-        least=0,
-    )
+    HEADING = "Cluster"
+
+    coordinator: Annotated[str | None, host_and_port] = None
+    """HOST:PORT at which process 0 waits for the others; with --num-processes and --process-id.
+    Under a launcher that jax knows none of the three is needed."""
+    coordinator_bind: Annotated[str | None, bare_host] = None
+    """Address at which process 0 listens (default: that of --coordinator); 0.0.0.0 for all of its
+    host."""
+    num_processes: Count | None = None
+    """Processes that train together."""
+    process_id: Natural | None = None
+    """Which of them this is, from 0."""
+    cluster: Annotated[
+        str, OneOf("auto", "none", "slurm", "ompi", "mpi4py", "k8s", "gcetpu", "gketpu")
+    ] = "auto"
+    """The launcher that tells a process its place: found by its environment (auto), none, or the
+    one of jax.distributed that is named."""
+    heartbeat_timeout: Annotated[int, Range(2)] = 10
+    """Seconds after which a silent process is given up. A pause of up to half of them always
+    survives."""
+    startup_timeout: Count = 300
+    """Seconds to wait at the start for the other processes."""
+    stall_timeout: Natural = 1800
+    """Seconds in which no step ends and nothing is saved after which all processes end, with code
+    75; 0: wait for ever."""
+    process_logs: bool = False
+    """Every process writes OUT/logs/process-ID.txt."""
+    restarts: Natural = 0
+    """With several processes: how often each starts again when another was lost, itself was killed,
+    or a disk was full, before there is a newer checkpoint."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -1,51 +1,137 @@
-"""Configurations of `jaxslowmo compare`, `sample` and `tune`."""
+"""The configurations of all commands, by name; `_inspect` and `_training` hold parts of them."""
 
 import dataclasses
-import typing
-from typing import Any
+import itertools
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Self
 
 from ._algorithms import ALGORITHMS, OUTER_ALGORITHMS, AlgorithmConfig
-from ._fields import (
-    Checked,
-    option,
+from ._cluster import ClusterConfig
+from ._inspect import InspectGraphConfig, InspectGraphsConfig, InspectScheduleConfig
+from ._options import (
+    Called,
+    Count,
+    Natural,
+    NotNegative,
+    OneOf,
+    Option,
+    Options,
+    Range,
+    Seed,
+    Share,
+    Size,
     options_of,
-    parse_integers,
-    parse_names,
-    parse_numbers,
-    parse_size,
-    parse_sizes,
 )
-from ._options import check_setting
-from ._training import MOST_SEEDS, OptimizerConfig, TrainConfig, with_values
-
-_SYMBOLS = 256  # the models read and write bytes
+from ._training import (
+    CheckpointConfig,
+    OptimizerConfig,
+    TrainConfig,
+    refuse_unused,
+    train_config,
+    train_options,
+    with_values,
+)
 
 
 @dataclasses.dataclass(frozen=True)
-class CompareConfig(Checked):
-    """Several algorithms, each trained with every seed; all other options are equal.
+class OfRuns(Options):
+    """Base of the commands that have options of `train`."""
 
-    An algorithm may have its own settings, and its own rate: "sgp+overlap=1+learning-rate=0.002".
-    """
+    SHARED: ClassVar[str] = " ".join(train_options())  # options of training that it has
+    FIXED: ClassVar[Mapping[str, Any]] = {}  # those that it sets itself
 
     train: TrainConfig
-    algorithms: tuple[str, ...] = option(
-        "all_reduce,local_sgd,slowmo",
-        "Algorithms, separated by commas; the ratios are to the first. Each may have settings, and "
-        "its own rate: sgp+overlap=1+learning-rate=0.002.",
-        parse=parse_names,
-    )
-    seeds: tuple[int, ...] = option(
-        "0", "Seeds, separated by commas.", parse=parse_integers, least=0, below=MOST_SEEDS
-    )
+    config: Path | None = None
+    """YAML or JSON file with values of options by name, such as config.json of a run. They replace
+    those of a preset, and options of the command line replace both."""
+
+    @classmethod
+    def shared(cls) -> dict[str, Option]:
+        """Return the options of training that the command has, by the names of their fields."""
+        return {name: train_options()[name] for name in cls.SHARED.split()}
+
+    @classmethod
+    def made_of(cls, given: Mapping[str, Any], file: Mapping[str, Any]) -> Self:
+        """Return the configuration; raise `ValueError`, too, for an option without effect."""
+        shared = cls.shared()
+        typed = {name: value for name, value in given.items() if name in shared}
+        read = {name: value for name, value in file.items() if name in shared}
+        names = options_of(cls)
+        # --steps of `tune buckets` is not what a file for `train` means by steps.
+        file = {name: value for name, value in file.items() if name not in train_options()}
+        own = {name: x for name, x in {**file, **given}.items() if name in names}
+        command = cls(train_config({**typed, **cls.FIXED}, read), **own)
+        refuse_unused(typed, command.train, command.base_algorithms)
+        for name, what in (("resume", "go on with"), ("overwrite", "delete")):
+            if "out" in names and "out" not in own and typed.get(name):
+                raise ValueError(f"--{name} needs --out, the folder of the run to {what}")
+        return command
+
+    @property
+    def base_algorithms(self) -> tuple[str, ...]:
+        """The names of the algorithms that are trained."""
+        return (self.train.algorithm.algorithm,)
+
+
+@dataclasses.dataclass(frozen=True)
+class InRunFolder(OfRuns):
+    """Base of those that also write results."""
+
+    out: Path | None = None
+    """Folder for the results (default: a new one in runs, named by the command and the date)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainCommand(InRunFolder):
+    """Train a byte-level language model with one algorithm."""
+
+
+@dataclasses.dataclass(frozen=True)
+class InspectConfigConfig(OfRuns):
+    """Show devices and memory of a run of `train` with these options, and what it would send."""
+
+
+@dataclasses.dataclass(frozen=True)
+class LaunchConfig(Options):
+    """Train in several processes of this machine: launch --processes 4 -- train --out ..."""
+
+    processes: Annotated[int, Range(1, 1025)]
+    """Processes to start on this machine."""
+    restarts: Natural = 0
+    """How often to start all again when one failed, before a newer checkpoint."""
+    heartbeat_timeout: Annotated[int, Range(2)] = ClusterConfig.heartbeat_timeout
+    """Seconds after which a silent process is given up. A pause of up to half of them always
+    survives."""
+
+
+# Options about a single run, or that a comparison sets itself.
+_OF_ONE_RUN = {
+    *("algorithm", "seed", "patience", "statistics", "statistics_rate"),
+    *(*options_of(CheckpointConfig), *options_of(ClusterConfig)),
+}
+# Algorithms do best at different rates: rare exchanges at smaller ones.
+_SETTINGS = options_of(AlgorithmConfig) | {
+    "learning_rate": options_of(OptimizerConfig)["learning_rate"]
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class CompareConfig(InRunFolder):
+    """Train with several algorithms at equal steps and seeds: a table and a figure."""
+
+    SHARED = " ".join(name for name in train_options() if name not in _OF_ONE_RUN)
+
+    algorithms: tuple[str, ...] = ("all_reduce", "local_sgd", "slowmo")
+    """Algorithms, separated by commas; the ratios are to the first. Each may have settings, and its
+    own rate: sgp+overlap=1+learning-rate=0.002."""
+    seeds: tuple[Seed, ...] = (0,)
+    """Seeds, separated by commas."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        unknown = [name for name in self.base_algorithms if name not in ALGORITHMS]
-        if unknown:
-            raise ValueError(
-                f"--algorithms must be of {', '.join(ALGORITHMS)}, got {', '.join(unknown)}"
-            )
+        for name in self.base_algorithms:
+            OneOf(*ALGORITHMS)("--algorithms", name)
         for algorithm in self.algorithms:
             try:
                 self.run(algorithm, self.seeds[0])  # raises if a setting is wrong
@@ -61,93 +147,62 @@ class CompareConfig(Checked):
         """Return the configuration of the run of one algorithm with one seed."""
         name, *settings = algorithm.split("+")
         changes = dict(_setting(text) for text in settings)
-        for setting, value in changes.items():
-            check_setting(name, setting, value)
-        return with_values(self.train, {"seed": seed, "algorithm": name, **changes})
-
-
-# Algorithms do best at different rates: rare exchanges at smaller ones.
-_OF_THE_OPTIMIZER = {"learning_rate": options_of(OptimizerConfig)["learning_rate"]}
+        config = with_values(self.train, {"seed": seed, "algorithm": name, **changes})
+        refuse_unused(changes, config)
+        return config
 
 
 def _setting(text: str) -> tuple[str, Any]:
     """Return name and value of a setting such as "overlap=1"."""
-    name, equals, value = text.partition("=")
-    name = name.replace("-", "_")
-    settings = {**options_of(AlgorithmConfig), **_OF_THE_OPTIMIZER}
-    if not equals or name == "algorithm" or name not in settings:
-        names = ", ".join(key for key in settings if key != "algorithm")
+    key, equals, value = text.partition("=")
+    name = key.replace("-", "_")
+    if not equals or name == "algorithm" or name not in _SETTINGS:
+        names = ", ".join(key for key in _SETTINGS if key != "algorithm")
         raise ValueError(f"settings are written name+SETTING=VALUE with {names}, got {text!r}")
-    return name, _parse(name, settings[name].type, value)
-
-
-def _parse(name: str, kind: Any, text: str) -> Any:
-    kinds = set(typing.get_args(kind)) - {type(None)} or {kind}
-    (kind,) = kinds
-    try:
-        if kind is bool:
-            return {"true": True, "false": False}[text.lower()]
-        return kind(text)
-    except (ValueError, KeyError):
-        raise ValueError(f"{name} must be of type {kind.__name__}, got {text!r}") from None
+    return name, _SETTINGS[name].read(value)
 
 
 @dataclasses.dataclass(frozen=True)
-class SampleConfig(Checked):
-    """The model and the settings with which `jaxslowmo sample` writes text."""
+class SampleConfig(Options):
+    """Write text from the trained model of a run."""
 
-    step: int | None = option(
-        None, "Step of the checkpoint to take the model from (default: the newest).", least=0
-    )
-    prompt: str = option(
-        "\n",
-        "Text to go on from, of which the model sees the end (default: a new line).",
-        shows_default=False,
-    )
-    tokens: int = option(200, "Bytes to write.", least=1, below=2**20)
-    temperature: float = option(
-        0.8,
-        "1 draws bytes as the model rates them, less prefers the likely, 0 takes the likeliest.",
-        least=0,
-    )
-    top_k: int = option(
-        0, "Draw from so many of the likeliest bytes; 0: all.", least=0, below=_SYMBOLS + 1
-    )
-    seed: int = option(
-        0, "Seed of the drawing: the same seed gives the same text.", least=0, below=MOST_SEEDS
-    )
-
-
-ORDERS = ("ready", "reverse", "forward")
+    run: Annotated[Path, Called("RUN")]
+    """Folder of a run with checkpoints, or of an exported model."""
+    step: Natural | None = None
+    """Step of the checkpoint to take the model from (default: the newest)."""
+    prompt: str = "\n"
+    """Text to go on from, of which the model sees the end (default: a new line)."""
+    tokens: Annotated[int, Range(1, 2**20)] = 200
+    """Bytes to write."""
+    temperature: NotNegative = 0.8
+    """1 draws bytes as the model rates them, less prefers the likely, 0 takes the likeliest."""
+    top_k: Annotated[int, Range(0, 257)] = 0  # the models read and write bytes
+    """Draw from so many of the likeliest bytes; 0: all."""
+    seed: Seed = 0
+    """Seed of the drawing: the same seed gives the same text."""
 
 
 @dataclasses.dataclass(frozen=True)
-class TuneBucketsConfig(Checked):
-    """The bucket limits that `jaxslowmo tune buckets` measures.
+class TuneBucketsConfig(InRunFolder):
+    """Measure bucket limits of the gradient reduction, and print the best.
 
-    Attributes:
-      train: options for model, batch, optimizer and devices.
-      limits: sizes in bytes at which a bucket closes; 0 (one bucket per gradient) is always added.
-      first: size of the first bucket in bytes, unless the limit is smaller.
-      order: one of `ORDERS`: the order in which gradients fill the buckets.
-      rounds: number of measurements of each limit; the limits take turns.
-      steps: number of training steps per measurement.
+    It times whole training steps of data parallelism: loss, gradients, reduction, optimizer.
     """
 
-    train: TrainConfig
-    limits: tuple[int, ...] = option(
-        "1MiB,5MiB,25MiB,100MiB",
-        "Sizes at which a bucket closes, separated by commas; one bucket per gradient is "
-        "always measured, too.",
-        parse=parse_sizes,
-        entries="sizes",
-    )
-    first: int = option(
-        "1MiB", "Size of the first bucket, where the limit is not below.", parse=parse_size
-    )
-    order: str = option("ready", "Order in which gradients go into buckets.", choices=ORDERS)
-    rounds: int = option(9, "Measurements of each limit, in turn.", least=1)
-    steps: int = option(5, "Training steps per measurement.", least=1)
+    FIXED = {"algorithm": "all_reduce", "execution": "devices"}  # noqa: RUF012 - of the class
+    SHARED = "preset dtype attention batch accumulate seed replicas devices_per_replica optimizer"
+
+    limits: tuple[Size, ...] = (2**20, 5 * 2**20, 25 * 2**20, 100 * 2**20)
+    """Sizes at which a bucket closes, separated by commas; one bucket per gradient is always
+    measured, too (default: 1MiB,5MiB,25MiB,100MiB)."""
+    first: Size = 2**20
+    """Size of the first bucket, where the limit is not below (default: 1MiB)."""
+    order: Annotated[str, OneOf("ready", "reverse", "forward")] = "ready"
+    """Order in which gradients go into buckets."""
+    rounds: Count = 9
+    """Measurements of each limit, in turn."""
+    steps: Count = 5
+    """Training steps per measurement."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -165,43 +220,33 @@ class TuneBucketsConfig(Checked):
 
 
 @dataclasses.dataclass(frozen=True)
-class TuneOuterConfig(Checked):
-    """The settings of slow (outer) steps that `jaxslowmo tune outer` tries."""
+class TuneOuterConfig(InRunFolder):
+    """Try momenta and rates of slow steps with several seeds, and print the best.
 
-    train: TrainConfig
-    momenta: tuple[float, ...] = option(
-        "0.2,0.4,0.6,0.8",
-        "Slow momenta, of diloco those of its outer optimizer, separated by commas.",
-        parse=parse_numbers,
-        least=0,
-        below=1,
+    All settings and seeds of a period train in one program, with virtual replicas on one device.
+    """
+
+    FIXED = {"execution": "virtual"}  # noqa: RUF012 - of the class
+    SHARED = (
+        "preset tied steps batch data eval_every eval_batches replicas algorithm sync_every graph "
+        "peers_per_step overlap mixing nesterov fragments delay merge optimizer learning_rate "
+        "warmup schedule weight_decay clip"
     )
-    rates: tuple[float, ...] = option(
-        "1",
-        "Slow learning rates, or those of diloco's outer optimizer.",
-        parse=parse_numbers,
-        least=0,
-    )
-    factors: tuple[float, ...] = option(
-        "1",
-        "Multiples of --learning-rate; a slow momentum often does best at a smaller rate.",
-        parse=parse_numbers,
-        least=0,
-    )
-    periods: tuple[int, ...] = option(
-        "48", "Steps between slow steps, separated by commas.", parse=parse_integers, least=1
-    )
-    seeds: tuple[int, ...] = option(
-        "0,1,2", "Seeds of each setting.", parse=parse_integers, least=0, below=MOST_SEEDS
-    )
+
+    momenta: tuple[Share, ...] = (0.2, 0.4, 0.6, 0.8)
+    """Slow momenta, of diloco those of its outer optimizer, separated by commas."""
+    rates: tuple[NotNegative, ...] = (1.0,)
+    """Slow learning rates, or those of diloco's outer optimizer."""
+    factors: tuple[NotNegative, ...] = (1.0,)
+    """Multiples of --learning-rate; a slow momentum often does best at a smaller rate."""
+    periods: tuple[Count, ...] = (48,)
+    """Steps between slow steps, separated by commas."""
+    seeds: tuple[Seed, ...] = (0, 1, 2)
+    """Seeds of each setting."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.train.algorithm.algorithm not in OUTER_ALGORITHMS:
-            raise ValueError(
-                f"--algorithm must be one of {', '.join(OUTER_ALGORITHMS)}, which have slow steps; "
-                f"got {self.train.algorithm.algorithm}"
-            )
+        OneOf(*OUTER_ALGORITHMS)("--algorithm", self.train.algorithm.algorithm)
         if self.train.replicas < 2:
             raise ValueError("--replicas must be >= 2: one replica has nothing to average")
         if 0 in self.factors or not self.train.optimizer.learning_rate:
@@ -217,10 +262,21 @@ class TuneOuterConfig(Checked):
 
         A plain average is a slow step without momentum, at a rate of 1.
         """
-        pairs = [
-            (1.0, 0.0),
-            *((r, m) for r in self.rates for m in self.momenta if (r, m) != (1, 0)),
-        ]
-        rows = [(factor, *pair) for factor in self.factors for pair in pairs]
-        columns = zip(*rows, strict=True)
+        pairs = dict.fromkeys([(1.0, 0.0), *itertools.product(self.rates, self.momenta)])
+        rows = itertools.product(self.factors, pairs)
+        columns = zip(*((factor, *pair) for factor, pair in rows), strict=True)
         return dict(zip(("factor", "rate", "momentum"), map(list, columns), strict=True))
+
+
+CONFIGS: dict[str, type[Options]] = {
+    "train": TrainCommand,
+    "compare": CompareConfig,
+    "launch": LaunchConfig,
+    "sample": SampleConfig,
+    "inspect graph": InspectGraphConfig,
+    "inspect graphs": InspectGraphsConfig,
+    "inspect config": InspectConfigConfig,
+    "inspect schedule": InspectScheduleConfig,
+    "tune buckets": TuneBucketsConfig,
+    "tune outer": TuneOuterConfig,
+}

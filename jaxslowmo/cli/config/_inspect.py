@@ -1,12 +1,9 @@
 """Configurations of the commands `jaxslowmo inspect ...`."""
 
 import dataclasses
-import functools
 import json
-from collections.abc import Iterable
-from inspect import signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from jaxslowmo.topology import (
     GRAPHS,
@@ -17,10 +14,10 @@ from jaxslowmo.topology import (
     make_graph,
 )
 
-from .._errors import as_flag, file_errors
-from ._algorithms import parse_mixing
-from ._fields import Checked, option, parse_integers, parse_names
+from .._errors import file_errors
+from ._algorithms import MixingName, parse_mixing
 from ._mesh import PIPELINES
+from ._options import Called, Count, NotNegative, OneOf, Options, Range, options_of
 
 if TYPE_CHECKING:
     from jaxslowmo.pipeline.schedules import Schedule
@@ -39,25 +36,22 @@ _PICTURED = (
     "random_matching", "torus_2d", "ring:2", "ring",
 )  # fmt: skip
 # Options that go with a graph, or a schedule, that is given by its name.
-_OF_NAMED_GRAPHS = ("dedupe", "rows", "group_size", "num_rounds", "seed")
-_OF_KINDS = ("memory", "warm_up", "most_stash", "forward_only")
+_OF_NAMED_GRAPHS = "dedupe rows group_size num_rounds seed"
+_OF_KINDS = "memory warm_up most_stash forward_only"
 
 
-def split_graph(text: str) -> tuple[str, int | None]:
+def split_graph(text: str, flag: str = "--graphs") -> tuple[str, int | None]:
     """Return name and peers per step of a text like "ring" (peers None) or "ring:2".
 
     Raises:
-      ValueError: the name is unknown, or the peers are not a number >= 1.
+      ValueError: the name is unknown, or the peers are not a number >= 1; the message names `flag`.
     """
     name, colon, peers = text.partition(":")
-    if name not in GRAPHS:
-        raise ValueError(f"--graphs must be of {', '.join(GRAPHS)}, got {name}")
+    OneOf(*GRAPHS)(flag, name)
     if not colon:
         return name, None
     if not peers.isdecimal() or int(peers) < 1:
-        raise ValueError(
-            f"--graphs: peers per step must be a number >= 1, as in {name}:2, got {text}"
-        )
+        raise ValueError(f"{flag}: peers per step must be >= 1, as in {name}:2, got {text}")
     return name, int(peers)
 
 
@@ -67,107 +61,85 @@ def check_effort(flag: str, graph: Graph) -> Graph:
     Raises:
       ValueError: it takes longer; the message names `flag`, the option that gave the graph.
     """
-    _check_nodes(graph.num_nodes, flag)
-    most = MOST_ENTRIES // graph.num_nodes**2
-    if graph.num_rounds > most:
+    nodes, rounds = graph.num_nodes, graph.num_rounds
+    Range(1, MOST_NODES + 1)(flag, nodes)
+    if rounds > MOST_ENTRIES // nodes**2:
         raise ValueError(
-            f"{flag}: {graph.name} with {graph.num_nodes} nodes takes minutes, since its "
-            f"rotation has {graph.num_rounds} rounds; with so many nodes at most {most} are "
-            "analysed"
+            f"{flag}: {graph.name} with {nodes} nodes takes minutes, since its rotation has "
+            f"{rounds} rounds; with so many nodes at most {MOST_ENTRIES // nodes**2} are analysed"
         )
     return graph
 
 
-def _check_nodes(nodes: int, flag: str = "--nodes") -> None:
-    if nodes > MOST_NODES:
-        raise ValueError(
-            f"{flag}: at most {MOST_NODES} nodes are analysed, since more take minutes; got {nodes}"
-        )
-
-
-def _check_tolerance(tolerance: float) -> None:
+def _check_tolerance(flag: str, tolerance: float) -> None:
     if not 0 < tolerance < 1:
-        raise ValueError(f"--tolerance must lie strictly between 0 and 1, got {tolerance}")
+        raise ValueError(f"{flag} must lie strictly between 0 and 1, got {tolerance}")
 
 
-def _mixing() -> str:
-    help = "uniform, or self_weighted:SHARE with the share that a node keeps."
-    return option("uniform", help, check=parse_mixing)
+_Nodes = Annotated[int, Range(1, MOST_NODES + 1)]
+_Tolerance = Annotated[float, _check_tolerance]
 
 
-def _tolerance() -> float:
-    return option(1e-3, "Consensus error to count rounds to.", check=_check_tolerance)
-
-
-def _check_source(
-    config: Any, name: str, what: str, file: str, names: Iterable[str], of_names: Iterable[str]
-) -> None:
+def _check_source(config: Options, argument: str, file: str, of_names: str) -> None:
     """Raise `ValueError` unless exactly one of a name and a file is given.
 
     Args:
       config: configuration of the command.
-      name: field that holds the name, an argument.
-      what: word for the thing with this name, for messages.
-      file: field that holds the file, an option.
-      names: all names that exist.
+      argument: field that holds the name.
+      file: field that holds the file.
       of_names: fields of the options that do not go with a file.
     """
-    flag, has_file = as_flag(file), getattr(config, file) is not None
-    if (getattr(config, name) is not None) == has_file:
-        raise ValueError(
-            f"give the {name.upper()} of a {what} or {flag} FILE; the {name}s are "
-            f"{', '.join(names)}"
-        )
-    for other in of_names if has_file else ():
-        value = getattr(config, other)
-        if value is not None and value is not False:
-            raise ValueError(f"{as_flag(other)} does not go with {flag}")
-
-
-def _only_for(argument: str) -> str:
-    """Return a help text that names the graphs whose constructors take an argument."""
-    names = [name for name, make in GRAPHS.items() if argument in signature(make).parameters]
-    return f"Only for {' and '.join(names)}."
+    options, has_file = options_of(type(config)), getattr(config, file) is not None
+    name, flag = options[argument], options[file].flag
+    if (getattr(config, argument) is not None) == has_file:
+        raise ValueError(f"give {name.flag} or {flag}; {name.flag} is of {', '.join(name.choices)}")
+    for other in of_names.split() if has_file else ():
+        if getattr(config, other) not in (None, False):
+            raise ValueError(f"{options[other].flag} does not go with {flag}")
 
 
 @dataclasses.dataclass(frozen=True)
-class InspectGraphConfig(Checked):
-    """One graph, given by its name or by a table of the peers of each node."""
+class InspectGraphConfig(Options):
+    """Show who sends to whom, what it costs, and how fast the nodes agree."""
 
-    nodes: int | None = option(None, "Number of nodes.", least=1, check=_check_nodes)
-    peers_per_step: int | None = option(
-        None, "Peers that a node sends to per exchange (default: the graph's).", least=1
-    )
-    dedupe: bool = option(False, "Keep only the first of equal peers.")
-    rows: int | None = option(None, _only_for("rows"), least=1)
-    group_size: int | None = option(None, _only_for("group_size"), least=1)
-    num_rounds: int | None = option(None, _only_for("num_rounds"), least=1)
-    seed: int | None = option(None, _only_for("seed"), least=0, below=2**63)
-    phone_book: Path | None = option(  # noqa: RUF009 - a field, as the others
-        None, "JSON file, instead of a name: for every node the list of its peers."
-    )
-    mixing: str = _mixing()
-    tolerance: float = _tolerance()
-    model_bytes: int | None = option(None, "Size of the parameters.", least=0, below=2**63)
-    parameters: int | None = option(None, "Number of float32 parameters.", least=0, below=2**61)
-    matrices: bool = option(False, "Show the mixing matrix of every round, and their product.")
-    as_json: bool = option(False, "Print JSON.", flag="--json")
-    name: str | None = option(None, "Name of the graph; see below.", flag="NAME")
+    name: Annotated[str | None, OneOf(*GRAPHS), Called("NAME")] = None
+    """Name of the graph."""
+    nodes: _Nodes | None = None
+    """Number of nodes."""
+    peers_per_step: Count | None = None
+    """Peers that a node sends to per exchange (default: the graph's)."""
+    dedupe: bool = False
+    """Keep only the first of equal peers."""
+    rows: Count | None = None
+    """Only for grid_2d and torus_2d."""
+    group_size: Count | None = None
+    """Only for inner_outer."""
+    num_rounds: Annotated[int | None, Range(1, 2**16)] = None  # more take minutes
+    """Only for random_matching."""
+    seed: Annotated[int | None, Range(0, 2**63)] = None
+    """Only for random_matching."""
+    phone_book: Path | None = None
+    """JSON file, instead of a name: for every node the list of its peers."""
+    mixing: MixingName = "uniform"
+    """Either uniform, or self_weighted:SHARE with the share that a node keeps."""
+    tolerance: _Tolerance = 1e-3
+    """Consensus error to count rounds to."""
+    model_bytes: Annotated[int | None, Range(0, 2**63)] = None
+    """Size of the parameters."""
+    parameters: Annotated[int | None, Range(0, 2**61)] = None
+    """Number of float32 parameters."""
+    matrices: bool = False
+    """Show the mixing matrix of every round, and their product."""
+    as_json: Annotated[bool, Called("--json")] = False
+    """Print JSON."""
 
     def __post_init__(self) -> None:
-        _check_source(self, "name", "graph", "phone_book", GRAPHS, ("nodes", *_OF_NAMED_GRAPHS))
+        _check_source(self, "name", "phone_book", f"nodes {_OF_NAMED_GRAPHS}")
         if self.name is not None and self.nodes is None:
             raise ValueError("--nodes must be given with the name of a graph")
         if self.model_bytes is not None and self.parameters is not None:
             raise ValueError("give one of --model-bytes and --parameters")
         super().__post_init__()
-        if self.nodes is not None:
-            most = MOST_ENTRIES // self.nodes**2
-            if self.num_rounds is not None and self.num_rounds > most:
-                raise ValueError(
-                    f"--num-rounds must be <= {most} with so many nodes, since more take minutes; "
-                    f"got {self.num_rounds}"
-                )
 
     def analyse(self) -> GraphAnalysis:
         """Build the graph and return its analysis.
@@ -187,49 +159,37 @@ class InspectGraphConfig(Checked):
         if self.phone_book is not None:
             table = _read_phone_book(self.phone_book)
             return from_phone_book(table, self.peers_per_step or 1, name=self.phone_book.stem)
-        assert self.name is not None
-        assert self.nodes is not None
-        options = {name: getattr(self, name) for name in _OF_NAMED_GRAPHS}
+        names = f"peers_per_step {_OF_NAMED_GRAPHS}".split()
+        options: Any = {name: getattr(self, name) for name in names}
         options["dedupe"] = self.dedupe or None  # some graphs deduplicate by default
-        return make_graph(self.name, self.nodes, peers_per_step=self.peers_per_step, **options)
+        source: Any = (self.name, self.nodes)
+        return make_graph(*source, **options)
 
 
 @dataclasses.dataclass(frozen=True)
-class InspectGraphsConfig(Checked):
-    """Several graphs at several sizes.
+class InspectGraphsConfig(Options):
+    """Compare graphs at several sizes: tables and a picture."""
 
-    Attributes:
-      nodes: numbers of nodes.
-      graphs: each NAME or NAME:PEERS, with peers per step.
-      picture_nodes: numbers of nodes that the picture shows.
-      mixing: name of the mixing, as `parse_mixing` accepts it.
-      tolerance: consensus error to count rounds to.
-    """
-
-    nodes: tuple[int, ...] = option(
-        "4,8,16,32,64,128,256",
-        "Numbers of nodes, separated by commas.",
-        parse=parse_integers,
-        least=1,
-        check=_check_nodes,
+    nodes: tuple[_Nodes, ...] = (4, 8, 16, 32, 64, 128, 256)
+    """Numbers of nodes, separated by commas."""
+    graphs: Annotated[tuple[str, ...], lambda flag, text: split_graph(text, flag)] = tuple(
+        name
+        for graph in GRAPHS
+        for name in (graph, f"{graph}:2")
+        if name == graph or graph in _TWICE
     )
-    graphs: tuple[str, ...] = option(
-        ",".join(f"{name},{name}:2" if name in _TWICE else name for name in GRAPHS),
-        "Graphs, separated by commas, each NAME or NAME:PEERS (default: all, some also with 2 "
-        "peers).",
-        parse=parse_names,
-        shows_default=False,
-        check=split_graph,
-    )
-    picture_nodes: tuple[int, ...] = option(
-        "16,64",
-        "Numbers of nodes that the picture shows.",
-        parse=parse_integers,
-        least=1,
-        check=functools.partial(_check_nodes, flag="--picture-nodes"),
-    )
-    mixing: str = _mixing()
-    tolerance: float = _tolerance()
+    """Graphs, separated by commas, each NAME or NAME:PEERS, with names of jaxslowmo inspect graph
+    (default: all, some also with 2 peers)."""
+    picture_nodes: tuple[_Nodes, ...] = (16, 64)
+    """Numbers of nodes that the picture shows."""
+    mixing: MixingName = "uniform"
+    """Either uniform, or self_weighted:SHARE with the share that a node keeps."""
+    tolerance: _Tolerance = 1e-3
+    """Consensus error to count rounds to."""
+    page: Path | None = None
+    """Markdown file to write the tables into, between its markers; the picture goes next to it."""
+    out: Path | None = None
+    """Folder for the results (default: a new one in runs, named by the command and the date)."""
 
     @property
     def pictured(self) -> tuple[str, ...]:
@@ -238,65 +198,57 @@ class InspectGraphsConfig(Checked):
 
 
 def _read_phone_book(path: Path) -> list[list[int]]:
-    text = _read("--phone-book", path)
+    with file_errors("--phone-book", "read", path):
+        text = path.read_text(encoding="utf-8")
     try:
-        table = json.loads(text)
+        return json.loads(text)
     except ValueError as error:
         raise ValueError(f"--phone-book: {path} is no JSON: {error}") from None
-    if not isinstance(table, list) or not all(isinstance(row, list) for row in table):
-        raise ValueError(
-            f"--phone-book: {path} must hold a list with the list of out-peers of every node, such "
-            "as [[1, 2], [0], [1]]"
-        )
-    return table
-
-
-def _read(flag: str, path: Path) -> str:
-    """Return the text of a file; error messages name the option that gave the file."""
-    try:
-        with file_errors(flag, "read", path):
-            return path.read_text(encoding="utf-8")
-    except ValueError:
-        raise ValueError(f"{flag}: {path} is no text") from None
-
-
-def _time(default: float, help: str) -> float:
-    return option(default, help, least=0)
 
 
 @dataclasses.dataclass(frozen=True)
-class InspectScheduleConfig(Checked):
-    """One pipeline schedule, given by kind and sizes or by a table in a file."""
+class InspectScheduleConfig(Options):
+    """Draw the schedule of a pipeline, and compare the kinds: bubble, stash, messages."""
 
-    stages: int | None = option(None, "Device stages of the pipeline.", least=1)
-    microbatches: int | None = option(None, "Microbatches of a step.", least=1)
-    chunks: int | None = option(
-        None, "Stages of the model per device stage (default: the kind's).", least=1
-    )
-    forward: float = _time(1.0, "Time of a forward pass (F) on a stage.")
-    backward_input: float = _time(1.0, "Time of the gradient of the input (I).")
-    backward_weight: float = _time(1.0, "Time of the gradient of the weights (W).")
-    send: float = _time(0.0, "Time until what is sent has arrived.")
-    lockstep: bool = option(
-        False, "All stages begin each tick together, as in one program; else each runs free."
-    )
-    forward_only: bool = option(False, "No backward passes.")
-    memory: int | None = option(None, "Only for zero_bubble: 1 is ZB-H1, 2 is ZB-H2.", least=1)
-    warm_up: str | None = option(None, "Only for interleaved: few or all.", choices=("few", "all"))
-    most_stash: int | None = option(
-        None, "Only for lockstep: most microbatches of a chunk that a stage holds.", least=1
-    )
-    table: Path | None = option(  # noqa: RUF009 - a field, as the others
-        None, "File in torch's notation, instead of a kind: a line per stage."
-    )
-    whole: bool = option(False, "Show all ticks, however many.")
-    orders: bool = option(False, "Print torch's notation, a line per stage, and nothing else.")
-    as_json: bool = option(False, "Print JSON.", flag="--json")
-    kind: str | None = option(None, "Kind of the schedule; see below.", flag="KIND")
+    kind: Annotated[str | None, OneOf(*PIPELINES), Called("KIND")] = None
+    """Kind of the schedule."""
+    stages: Count | None = None
+    """Device stages of the pipeline."""
+    microbatches: Count | None = None
+    """Microbatches of a step."""
+    chunks: Count | None = None
+    """Stages of the model per device stage (default: the kind's)."""
+    forward: NotNegative = 1.0
+    """Time of a forward pass (F) on a stage."""
+    backward_input: NotNegative = 1.0
+    """Time of the gradient of the input (I)."""
+    backward_weight: NotNegative = 1.0
+    """Time of the gradient of the weights (W)."""
+    send: NotNegative = 0.0
+    """Time until what is sent has arrived."""
+    lockstep: bool = False
+    """All stages begin each tick together, as in one program; else each runs free."""
+    forward_only: bool = False
+    """No backward passes."""
+    memory: Count | None = None
+    """Only for zero_bubble: 1 is ZB-H1, 2 is ZB-H2."""
+    warm_up: Annotated[str | None, OneOf("few", "all")] = None
+    """Only for interleaved: few or all."""
+    most_stash: Count | None = None
+    """Only for lockstep: most microbatches of a chunk that a stage holds."""
+    table: Path | None = None
+    """File in torch's notation, instead of a kind: a line per stage."""
+    whole: bool = False
+    """Show all ticks, however many."""
+    orders: bool = False
+    """Print torch's notation, a line per stage, and nothing else."""
+    as_json: Annotated[bool, Called("--json")] = False
+    """Print JSON."""
+    out: Path | None = None
+    """Picture to write, such as schedule.png or .pdf."""
 
     def __post_init__(self) -> None:
-        of_kinds = ("stages", "microbatches", "chunks", *_OF_KINDS)
-        _check_source(self, "kind", "schedule", "table", PIPELINES, of_kinds)
+        _check_source(self, "kind", "table", f"stages microbatches chunks {_OF_KINDS}")
         if self.orders and self.as_json:
             raise ValueError("give one of --orders and --json")
         if self.table is None and (self.stages is None or self.microbatches is None):
@@ -324,12 +276,11 @@ class InspectScheduleConfig(Checked):
         from jaxslowmo.pipeline import schedules
 
         if self.table is not None:
-            rows = _read("--table", self.table).splitlines()
+            with file_errors("--table", "read", self.table):
+                rows = self.table.read_text(encoding="utf-8").splitlines()
             return schedules.from_table(rows, name=self.table.stem)
-        options = {name: getattr(self, name) for name in _OF_KINDS if getattr(self, name)}
+        options = {name: getattr(self, name) for name in _OF_KINDS.split() if getattr(self, name)}
         if self.kind == "lockstep":
             options |= self.times
-        assert self.kind is not None
-        assert self.stages is not None
-        assert self.microbatches is not None
-        return schedules.by_name(self.kind, self.stages, self.microbatches, self.chunks, **options)
+        source: Any = (self.kind, self.stages, self.microbatches, self.chunks)
+        return schedules.by_name(*source, **options)

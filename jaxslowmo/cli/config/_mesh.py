@@ -1,10 +1,9 @@
 """Options for the mesh axes of the devices, and for the pipeline along the axis "stage"."""
 
 import dataclasses
-import functools
-import math
+from typing import Annotated
 
-from ._fields import Checked, option
+from ._options import Called, Count, OneOf, Options
 
 # From slow links to fast ones: devices that are neighbours along the last axis are the closest.
 AXES = ("replica", "device", "stage", "fsdp", "tensor")
@@ -13,6 +12,7 @@ MODEL_AXES = ("stage", "fsdp", "tensor")
 # Copies of the library's lists, because importing those loads jax; a test compares them.
 PIPELINES = ("gpipe", "one_f_one_b", "interleaved", "zero_bubble", "zbv", "lockstep")
 EXECUTORS = ("one_program", "host")
+RATE_SCHEDULES = ("cosine", "constant")  # of `OptimizerConfig`
 _TICKS_PER_STAGE = 4  # the most microbatches per stage, without --microbatches
 
 
@@ -24,57 +24,47 @@ def parse_mesh(text: str) -> dict[str, int]:
     """
     sizes: dict[str, int] = {}
     for part in text.split(","):
-        name, equals, size = (x.strip() for x in part.partition("="))
-        if not equals or not (size.isascii() and size.isdigit()) or not 0 < int(size) < 2**20:
+        name, _, size = (x.strip() for x in part.partition("="))
+        is_size = size.isascii() and size.isdigit() and 0 < int(size) < 2**20
+        if name not in AXES or name in sizes or not is_size:
             raise ValueError(
-                "--mesh must be sizes of axes such as replica=2,stage=2,fsdp=2, got "
-                f"{part.strip() or 'nothing'}"
+                f"--mesh must be sizes of the axes {', '.join(AXES)}, each at most once, such as "
+                f"replica=2,stage=2,fsdp=2; got {part.strip() or 'nothing'}"
             )
-        if name not in AXES:
-            raise ValueError(f"--mesh has the axes {', '.join(AXES)}, got {name or 'nothing'}")
-        if name in sizes:
-            raise ValueError(f"--mesh must name each axis once, got {name} again")
         sizes[name] = int(size)
     return {name: sizes[name] for name in AXES if name in sizes}
 
 
-_option = functools.partial(option, panel="Devices")
+def _check_pipeline(flag: str, kind: str) -> None:
+    if kind in RATE_SCHEDULES:
+        raise ValueError(
+            f"{flag} is that of a pipeline, and --rate-schedule that of the learning rate; got "
+            f"{flag} {kind}"
+        )
 
 
 @dataclasses.dataclass(frozen=True)
-class MeshConfig(Checked):
+class MeshConfig(Options):
     """The mesh axes of the devices, and the pipeline along the axis "stage"."""
 
-    mesh: str | None = _option(
-        None,
-        "Sizes of the axes of the devices, such as replica=2,stage=2,fsdp=2: replica, device "
-        "(which share a batch), stage (of a pipeline), fsdp and tensor (which share the model). In "
-        "place of --replicas and --devices-per-replica.",
-        check=parse_mesh,
+    HEADING = "Device"
+
+    mesh: Annotated[str | None, lambda flag, text: parse_mesh(text)] = None
+    """Sizes of the axes of the devices, such as replica=2,stage=2,fsdp=2: replica, device (which
+    share a batch), stage (of a pipeline), fsdp and tensor (which share the model). In place of
+    --replicas and --devices-per-replica."""
+    pipeline: Annotated[str, _check_pipeline, OneOf(*PIPELINES), Called("--schedule")] = (
+        "one_f_one_b"
     )
-    pipeline: str = _option(
-        "one_f_one_b",
-        "What each pipeline stage computes when; see jaxslowmo inspect schedule.",
-        choices=PIPELINES,
-        flag="--schedule",
-    )
-    microbatches: int | None = _option(
-        None,
-        "Parts of a batch that go through the stages one after the other (default: up to "
-        f"{_TICKS_PER_STAGE} per stage, as many as divide the batch).",
-        least=1,
-    )
-    chunks: int | None = _option(
-        None,
-        "Parts of the model on each stage (default: 2 for interleaved and zbv, else 1).",
-        least=1,
-    )
-    executor: str = _option(
-        "one_program",
-        "One program on all stages, or programs of each stage that the host starts one by one, "
-        "which wait less for each other but take a single process.",
-        choices=EXECUTORS,
-    )
+    """What each pipeline stage computes when; see jaxslowmo inspect schedule."""
+    microbatches: Count | None = None
+    """Parts of a batch that go through the stages one after the other (default: up to 4 per stage,
+    as many as divide the batch)."""
+    chunks: Count | None = None
+    """Parts of the model on each stage (default: 2 for interleaved and zbv, else 1)."""
+    executor: Annotated[str, OneOf(*EXECUTORS)] = "one_program"
+    """One program on all stages, or programs of each stage that the host starts one by one, which
+    wait less for each other but take a single process."""
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -122,36 +112,3 @@ class MeshConfig(Checked):
                 f"together, got {self.microbatches}"
             )
         return self.microbatches
-
-
-def check_mesh(config: MeshConfig, replicas: int, devices_per_replica: int, batch: int) -> None:
-    """Raise `ValueError` if `--mesh` contradicts the other options of a run.
-
-    Args:
-      config: mesh and pipeline.
-      replicas: value of `--replicas`.
-      devices_per_replica: value of `--devices-per-replica`, which is the axis "device".
-      batch: windows of a replica in one microbatch of `--accumulate`.
-
-    Raises:
-      ValueError: two options give different sizes, or sizes do not divide the batch.
-    """
-    if config.mesh is None:
-        return
-    for name, flag, value in (
-        ("replica", "--replicas", replicas),
-        ("device", "--devices-per-replica", devices_per_replica),
-    ):
-        size = config.sizes.get(name, 1)
-        if size != value:
-            raise ValueError(
-                f"--mesh and {flag} contradict each other: {config.mesh} has {size} along {name}, "
-                f"got {value}; leave {flag} out"
-            )
-    shares = math.prod(config.sizes.get(name, 1) for name in ("device", "fsdp"))
-    if batch % shares:
-        raise ValueError(
-            f"--batch must be a multiple of --accumulate times the sizes of device and fsdp in "
-            f"--mesh {config.mesh}: got {batch} windows for {shares} devices"
-        )
-    config.num_microbatches(batch // shares)

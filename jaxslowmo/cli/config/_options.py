@@ -1,278 +1,228 @@
-"""Options of the commands, made from fields of configurations; a check for unused options."""
+"""Options of commands: fields of frozen dataclasses, whose annotations say which values are right.
+
+Annotations hold rules, functions `rule(flag, value)` that raise a `ValueError` with the name of the
+option. The docstring below a field is its help text.
+"""
 
 import dataclasses
+import functools
 import inspect
-import textwrap
-from collections.abc import Callable, Collection, Iterable, Mapping
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from types import UnionType
+from typing import (
+    Annotated,
+    Any,
+    ClassVar,
+    NamedTuple,
+    Self,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
-import typer
-from typer.core import TyperCommand, TyperGroup
+from .._errors import as_flag
 
-from .._errors import CommandError, usage_errors
-from ._fields import Checked, Rule, flag_of, options_of, rule_of
-from ._training import PRESET_DEFAULTS, TrainConfig, train_options
-
-_INDENT = 6
-_CHOICE = "<choice>"
-# Names of the parameters through which a command receives its configuration, its options of
-# training, and its folder for results.
-_CONFIG, _TRAIN, _OUT = "config", "train", "out"
-_OF_STAGES = ("pipeline", "microbatches", "chunks", "executor")
-# typer contains its own copy of click since 0.26, so take the classes that typer uses.
-_CONTEXT: Any = TyperCommand.context_class
-_FORMATTER: Any = _CONTEXT.formatter_class
+_UNITS = {"": 1, "b": 1} | {
+    f"{prefix}{unit}": base**power
+    for power, prefix in enumerate("kmg", 1)
+    for unit, base in (("b", 1000), ("ib", 1024))
+}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*")
+_KINDS = {bool: "true or false", int: "an integer", float: "a number", str: "text", Path: "a path"}
 
 
-class _Formatter(_FORMATTER):
-    """A formatter that writes each option on its own line, and its help text below.
+class Range(NamedTuple):
+    """The rule that a number, or each number of a list, is at least `least` and below `below`."""
 
-    On a narrow terminal tables of two columns would break names of options and lists of choices.
+    least: float
+    below: float = 2**31  # counters in training states are int32
+
+    def __call__(self, flag: str, value: float) -> None:
+        """Raise `ValueError` for a number outside the range, and for NaN."""
+        if not value >= self.least:
+            raise ValueError(f"{flag} must be >= {self.least}, got {value}")
+        if not value < self.below:
+            raise ValueError(f"{flag} must be < {self.below}, got {value}")
+
+
+class OneOf:
+    """The rule that a text is one of several names."""
+
+    def __init__(self, *names: str):
+        self.names = names
+
+    def __call__(self, flag: str, value: str) -> None:
+        """Raise `ValueError` for any other name."""
+        if value not in self.names:
+            raise ValueError(f"{flag} must be one of {', '.join(self.names)}, got {value}")
+
+
+class Called(NamedTuple):
+    """The name of an option that is not "--" and its field's name.
+
+    A name without "--" is that of an argument; a field that is called None is no option.
     """
 
-    def write_text(self, text: str) -> None:
-        for paragraph in text.split("\n\n"):
-            self.write(self._wrapped(paragraph, self.current_indent))
-            self.write("\n")
-
-    def write_dl(
-        self, rows: Iterable[tuple[str, str]], col_max: int = 30, col_spacing: int = 2
-    ) -> None:
-        del col_max, col_spacing
-        for term, meaning in rows:
-            self.write(self._wrapped(term, self.current_indent))
-            self.write("\n" + self._wrapped(meaning, self.current_indent + _INDENT) + "\n")
-
-    def _wrapped(self, text: str, indent: int) -> str:
-        return textwrap.fill(
-            " ".join(text.split()),
-            width=max(self.width, indent + 20),
-            initial_indent=" " * indent,
-            subsequent_indent=" " * indent,
-            break_long_words=False,  # keeps names of options whole
-            break_on_hyphens=False,
-        )
+    flag: str | None
 
 
-class _Context(_CONTEXT):
-    formatter_class = _Formatter
+class Read(NamedTuple):
+    """How the text of an option becomes its value: `parse(flag, text)`."""
+
+    parse: Callable[[str, str], Any]
 
 
-class _Described:
-    help: str | None
-
-    def get_short_help_str(self, limit: int = 45) -> str:
-        """Return the whole first paragraph, for lists of commands."""
-        del limit
-        return (self.help or "").strip().partition("\n\n")[0]
-
-
-class Command(_Described, TyperCommand):
-    """A command whose help groups options under headings."""
-
-    context_class = _Context
-
-    def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Write arguments and options, those without a heading first."""
-        panels: dict[str, list[tuple[str, str]]] = {}
-        for parameter in self.get_params(ctx):
-            record = parameter.get_help_record(ctx)
-            if record is not None:
-                kind = f"{parameter.param_type_name.title()}s"
-                panel = getattr(parameter, "rich_help_panel", None) or kind
-                panels.setdefault(panel, []).append(record)
-        for panel, records in panels.items():
-            with formatter.section(panel):
-                formatter.write_dl(records)
-
-
-class Group(_Described, TyperGroup):
-    """A group of commands whose help describes each command with a whole paragraph."""
-
-    context_class = _Context
-
-
-def with_options(
-    command: Callable[..., int],
-    config: type[Checked] | None = None,
-    *,
-    train: Collection[str] = (),
-    out: str | None = None,
-) -> Callable[..., int]:
-    """Return `command` with a signature that holds options made from fields.
-
-    The order is: options of `config`, parameters of `command`, `--out`, options of training.
-
-    Args:
-      command: function that receives its own parameters, `config`, and the options of training as
-        the dict `train`. With both, it receives the options of `config` as keywords.
-      config: configuration class of the command; help shows the defaults of its options.
-      train: names of the fields of `TrainConfig` and its parts that are options of the command.
-        The value of an option that is not given is None, so that presets can decide.
-      out: first part of the name of the default folder, if `command` receives `out`.
-    """
-    fields = options_of(config) if config else {}
-
-    def called(**options: Any) -> int:
-        arguments: dict[str, Any] = {}
-        with usage_errors():
-            for name, field in fields.items():
-                value, parse = options.pop(name), rule_of(field).parse
-                if value is not None:
-                    arguments[name] = parse(flag_of(field), value) if parse else value
-            if config and not train:
-                arguments = {_CONFIG: config(**arguments)}
-        if train:
-            arguments[_TRAIN] = {name: options.pop(name) for name in train}
-        return command(**options, **arguments)
-
-    replaced = {_CONFIG, _TRAIN, _OUT if out else _CONFIG}
-    parameters = [_parameter(field) for field in fields.values()]
-    parameters += [
-        parameter
-        for parameter in inspect.signature(command).parameters.values()
-        if parameter.kind is not parameter.VAR_KEYWORD and parameter.name not in replaced
-    ]
-    if out:
-        help = f"Folder for the results (default: runs/{out}-DATE)."
-        kind = Annotated[Path | None, path_option("--out", help)]
-        parameters.append(_keyword(_OUT, None, kind))
-    parameters += [_train_parameter(x) for name, x in train_options().items() if name in train]
-    called.__signature__ = inspect.Signature(parameters)  # pyright: ignore[reportFunctionMemberAccess]
-    called.__annotations__ = {p.name: p.annotation for p in parameters}
-    called.__doc__ = command.__doc__
-    return called
-
-
-def path_option(flag: str, help: str) -> Any:
-    """Return an option for a path; it refuses an empty path, which would be the current folder."""
-
-    def parse(text: str | Path) -> Path:
-        if not str(text).strip():
-            raise CommandError(f"{flag} must be a path, got nothing")
-        return Path(text)
-
-    return typer.Option(help=help, show_default=False, metavar="PATH", parser=parse)
-
-
-def same_option(config: type[Checked], name: str) -> Any:
-    """Return an option with help and lower bound of a field of another configuration."""
-    rule = rule_of(options_of(config)[name])
-    return typer.Option(help=rule.help, min=rule.least)
-
-
-def _parameter(field: dataclasses.Field[Any]) -> inspect.Parameter:
-    """Return the parameter for a field of a command's configuration; typer shows its default."""
-    rule = rule_of(field)
-    shown, flag = rule.text if rule.parse else field.default, flag_of(field)
-    if not flag.startswith("--"):
-        argument = typer.Argument(shown, help=rule.help, show_default=False)
-        return _keyword(field.name, argument, field.type)
-    option = typer.Option(
-        shown if rule.shows_default else None,
-        flag,
-        help=_help(rule),
-        show_default=rule.shows_default and shown is not None,
-        metavar=_CHOICE if rule.choices else None,
-    )
-    kind: Any = str if rule.parse else field.type
-    return _keyword(field.name, option, kind | None)
-
-
-def _train_parameter(field: dataclasses.Field[Any]) -> inspect.Parameter:
-    """Return the parameter for an option of training; None by default, so that presets decide."""
-    kind: Any = field.type
-    name, rule, flag = field.name, rule_of(field), flag_of(field)
-    help = _help(rule)
-    if field.default is not None:
-        default = str(field.default).lower() if kind is bool else field.default
-        by_preset = any(name in values for values in PRESET_DEFAULTS.values())
-        help += f" (default: {default}{', unless the preset has its own' if by_preset else ''})"
-    option = typer.Option(
-        None,
-        f"{flag}/--no-{flag[2:]}" if kind is bool else flag,
-        help=help,
-        show_default=False,
-        rich_help_panel=rule.panel,
-        metavar=_CHOICE if rule.choices else None,
-    )
-    return _keyword(name, option, kind | None)
-
-
-def _help(rule: Rule) -> str:
-    """Return the help text with the choices in it, where lines can break between them."""
-    return f"{rule.help} One of {', '.join(rule.choices)}." if rule.choices else rule.help
-
-
-def _keyword(name: str, default: Any, kind: Any) -> inspect.Parameter:
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
-
-
-def refuse_unused(
-    options: Mapping[str, Any], config: TrainConfig, algorithms: Collection[str] = ()
-) -> None:
-    """Raise `ValueError` if an option has no effect together with the others.
-
-    Args:
-      options: values by field name, of `TrainConfig` and its parts; None: not given.
-      config: the configuration made of them, with presets and defaults.
-      algorithms: the algorithms that are trained; () is the one of `config`.
+def read_size(flag: str, text: str) -> int:
+    """Return the bytes of a size like "25MiB".
 
     Raises:
-      ValueError: the message names the first such option, its value, and what it goes with.
+      ValueError: the text is no size; the message names `flag`.
     """
-    flat = config.flat()
-    for name, field in train_options().items():
-        goes_with = rule_of(field).goes_with
-        if options.get(name) is None or goes_with is None:
+    match = _SIZE.fullmatch(text)
+    if match is None or match[2].lower() not in _UNITS:
+        raise ValueError(f"{flag} takes sizes such as 25MiB, 500kB or 4096, got {text}")
+    return round(float(match[1]) * _UNITS[match[2].lower()])
+
+
+Count = Annotated[int, Range(1)]
+Natural = Annotated[int, Range(0)]
+NotNegative = Annotated[float, Range(0, math.inf)]
+Share = Annotated[float, Range(0, 1)]
+Size = Annotated[int, Read(read_size), Range(0, math.inf)]
+# jax uses 32 bits of a seed: seeds that differ only in higher bits give the same keys.
+Seed = Annotated[int, Range(0, 2**32)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Option:
+    """A command-line option, or an argument, that sets a field.
+
+    Attributes:
+      name: name of the field.
+      flag: name of the option, such as "--sync-every"; without "--" that of an argument.
+      kind: type of the value, or of the entries of a list.
+      is_list: whether the value is a tuple, written with commas.
+      choices: all right values; () allows any that pass the rules.
+      rules: further rules of the value, or of each entry.
+      parse: `parse(flag, text)` returns the value, or an entry, that a text stands for.
+      default: value of an option that is not given; `dataclasses.MISSING`: it must be given.
+      owner: class whose docstrings have the help text.
+    """
+
+    name: str
+    flag: str
+    kind: type
+    is_list: bool
+    choices: tuple[str, ...]
+    rules: tuple[Callable[[str, Any], Any], ...]
+    parse: Callable[[str, str], Any]
+    default: Any
+    owner: type
+
+    def read(self, text: str) -> Any:
+        """Return the value that a text stands for; raise `ValueError` if it is none."""
+        if not text:
+            raise ValueError(f"{self.flag} must not be empty")
+        parts = [part.strip() for part in text.split(",") if part.strip()]
+        values = tuple(self.parse(self.flag, part) for part in (parts if self.is_list else [text]))
+        value = values if self.is_list else values[0]
+        self.check(value)
+        return value
+
+    def check(self, value: Any) -> None:
+        """Raise `ValueError` for a value that breaks a rule."""
+        entries = value if self.is_list else (value,)
+        if not entries or len({*entries}) < len(entries):
+            listed = ",".join(map(str, entries)) or "nothing"
+            raise ValueError(f"{self.flag} must list one or more different values, got {listed}")
+        for entry in entries:
+            if isinstance(entry, float) and not math.isfinite(entry):
+                raise ValueError(f"{self.flag} must be a finite number, got {entry}")
+            for rule in self.rules:
+                rule(self.flag, entry)
+
+
+def _parts(hint: Any) -> Iterator[Any]:
+    """Yield the types and the metadata of an annotation; `tuple` stands for a list."""
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin is tuple:
+        yield tuple
+    if origin is Annotated:
+        yield from arguments[1:]
+        arguments = arguments[:1]
+    if origin in (tuple, Annotated, Union, UnionType):
+        for argument in arguments:
+            yield from _parts(argument)
+    else:
+        yield hint
+
+
+def _parsed(kind: type, flag: str, text: str) -> Any:
+    try:
+        return {"true": True, "false": False}[text.lower()] if kind is bool else kind(text)
+    except (KeyError, ValueError):
+        raise ValueError(f"{flag} must be {_KINDS[kind]}, got {text}") from None
+
+
+@functools.cache
+def options_of(cls: type) -> dict[str, Option]:
+    """Return the options of a class by the names of its fields, without those of its parts."""
+    hints, options = get_type_hints(cls, include_extras=True), {}
+    for field in dataclasses.fields(cls):
+        parts = [*_parts(hints[field.name])]
+        kinds = [kind for kind in _KINDS if kind in parts]
+        flag = next((x.flag for x in parts if isinstance(x, Called)), as_flag(field.name))
+        if not kinds or flag is None:
             continue
-        other, values = goes_with
-        actual = set(algorithms) if other == "algorithm" and algorithms else {flat[other]}
-        if not actual & set(values):
-            _refuse(*_as_typed(name, options[name]), other, values, actual)
-    for name in _OF_STAGES:
-        if options.get(name) is not None and config.mesh.num_stages == 1:
-            flag = flag_of(train_options()[name])
-            raise ValueError(
-                f"{flag} goes with a stage of 2 or more in --mesh; got {options[name]}"
-            )
-    saves = flat["checkpoint_every"] or flat["resume"]
-    if options.get("on_nan") == "rollback" and not saves:
-        raise ValueError("--on-nan rollback needs --checkpoint-every, for something to go back to")
-    if options.get("shard_state") and not flat["exact_average"]:
-        raise ValueError("--shard-state does not go with --no-exact-average, which shards nothing")
-    if options.get("shard_state") and flat["codec"] != "none":
-        raise ValueError(
-            f"--shard-state does not go with --codec {flat['codec']}, which needs a whole anchor"
+        reads = [x.parse for x in parts if isinstance(x, Read)]
+        marks = (Called, Read, type)
+        options[field.name] = Option(
+            field.name,
+            flag,
+            kinds[0],
+            is_list=tuple in parts,
+            choices=next((x.names for x in parts if isinstance(x, OneOf)), ()),
+            rules=tuple(x for x in parts if callable(x) and not isinstance(x, marks)),
+            parse=reads[0] if reads else functools.partial(_parsed, kinds[0]),
+            default=field.default,
+            owner=next(c for c in cls.__mro__ if field.name in inspect.get_annotations(c)),
         )
+    return options
 
 
-def check_setting(algorithm: str, name: str, value: Any) -> None:
-    """Raise `ValueError` if an algorithm of a comparison does not use one of its settings.
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """Base of configurations: a `ValueError` names the option whose value breaks a rule."""
 
-    Raises:
-      ValueError: the message names the setting, its value, and what it goes with.
-    """
-    goes_with = rule_of(train_options()[name]).goes_with
-    if goes_with is not None and algorithm not in goes_with[1]:
-        text = str(value).lower() if isinstance(value, bool) else value
-        _refuse(name, f"; got {text}", *goes_with, {algorithm})
+    HEADING: ClassVar[str] = ""  # of these options in `--help`
 
+    def __post_init__(self) -> None:
+        for name, option in options_of(type(self)).items():
+            if getattr(self, name) is not None:
+                option.check(getattr(self, name))
 
-def _as_typed(name: str, value: Any) -> tuple[str, str]:
-    """Return an option as the user typed it, and its value in words; a switch has no value."""
-    flag = flag_of(train_options()[name])
-    if isinstance(value, bool):
-        return flag if value else f"--no-{flag.removeprefix('--')}", ""
-    return flag, f"; got {value}"
+    @classmethod
+    def shared(cls) -> dict[str, Option]:
+        """Return further options of the command, which are no fields of this class."""
+        return {}
 
+    @classmethod
+    def made_of(cls, given: Mapping[str, Any], file: Mapping[str, Any]) -> Self:
+        """Return the configuration of a command.
 
-def _refuse(
-    what: str, got: str, other: str, values: Collection[Any], actual: Collection[Any]
-) -> None:
-    flag = flag_of(train_options()[other])
-    if set(values) == {True}:
-        raise ValueError(f"{what} goes with {flag}, which was not given{got}")
-    required, got_instead = " or ".join(map(str, values)), ", ".join(sorted(actual))
-    raise ValueError(f"{what} goes with {flag} {required}, not with {got_instead}{got}")
+        Args:
+          given: values of the command line by field name.
+          file: values of the configuration file, likewise.
+
+        Raises:
+          ValueError: a value breaks a rule, or an option that must be given is not.
+        """
+        values = {**file, **given}
+        for name, option in options_of(cls).items():
+            if option.default is dataclasses.MISSING and name not in values:
+                raise ValueError(f"{option.flag} must be given")
+        return cls(**values)

@@ -12,8 +12,8 @@ from ..._support.files import PASSING, io_errno
 from ..._version import __version__
 from .._errors import TRY_AGAIN, USAGE_ERROR, CommandError, usage_errors
 from ..config._cluster import ClusterConfig
-from ..config._fields import flag_of, options_of
 from ..config._mesh import MeshConfig
+from ..config._options import options_of
 from ..config._training import KEPT, CheckpointConfig, TrainConfig, train_options, with_values
 from ..processes._peers import Cluster
 from ._lock import sees_lock
@@ -57,7 +57,7 @@ def other_options(local: Mapping[str, Any], first: Mapping[str, Any]) -> str:
 
 
 def _flag(name: str) -> str:
-    return flag_of(train_options()[name])
+    return train_options()[name].flag
 
 
 def resumed_config(config: TrainConfig, folder: RunFolder, corpus: Contents) -> TrainConfig:
@@ -132,7 +132,7 @@ def saved_values(config: Mapping[str, Any]) -> dict[str, Any]:
     """
     parts = [value for value in config.values() if isinstance(value, dict)]
     flat = dict(config) | {name: value for part in parts for name, value in part.items()}
-    saved = {name: flat.get(name, field.default) for name, field in train_options().items()}
+    saved = {name: flat.get(name, option.default) for name, option in train_options().items()}
     # Without --schedule-steps the schedule spans --steps.
     return saved | {"schedule_steps": saved["schedule_steps"] or saved["steps"]}
 

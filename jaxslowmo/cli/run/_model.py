@@ -25,7 +25,7 @@ from jaxslowmo.models import (
 from jaxslowmo.pipeline.model import model_blocks
 
 from ..config._cluster import ClusterConfig
-from ..config._fields import options_of
+from ..config._options import options_of
 from ..config._training import MOST_LOSS_SCALE, TrainConfig, train_config
 from ._agreement import saved_values
 

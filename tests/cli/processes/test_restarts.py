@@ -300,9 +300,9 @@ def test_a_child_ends_with_its_parent_and_ctrl_c_reaches_it_through_that_alone(m
     # In the start, too: both are in the terminal's group of processes.
     found, before = [], signal.getsignal(signal.SIGINT)
     monkeypatch.setattr(
-        "jaxslowmo.cli._train.train", lambda *_: found.append(signal.getsignal(signal.SIGINT))
+        "jaxslowmo.cli._train.train", lambda *_: found.append(signal.getsignal(signal.SIGINT)) or 0
     )
-    monkeypatch.setattr("jaxslowmo.cli._app.end_with_parent", lambda parent: None)
+    monkeypatch.setattr("jaxslowmo.cli._start.end_with_parent", lambda parent: None)
     monkeypatch.setenv(CHILD, str(os.getpid()))
     try:
         assert run_command(["train"]) == 0

@@ -8,8 +8,8 @@ import pytest
 
 import jaxslowmo as js
 from jaxslowmo.cli.config._algorithms import ALGORITHMS, AlgorithmConfig
-from jaxslowmo.cli.config._fields import options_of, rule_of
-from jaxslowmo.cli.config._training import OptimizerConfig, train_config
+from jaxslowmo.cli.config._options import options_of
+from jaxslowmo.cli.config._training import GOES_WITH, OptimizerConfig, train_config
 from jaxslowmo.cli.run._model import scaled
 from jaxslowmo.cli.run._recipes import (
     RECIPES,
@@ -26,7 +26,13 @@ DUE = {
     "slowmo_sgp": (("round 0",), ("slow",)),
     "diloco": ((), ("slow",)),
 }
-(_, IN_16_BITS) = rule_of(options_of(AlgorithmConfig)["codec"]).goes_with
+# The algorithms that use an option.
+USERS = {
+    option: algorithms
+    for options, other, algorithms in GOES_WITH
+    for option in options.split()
+    if other == "algorithm"
+}
 
 
 def test_there_is_a_recipe_for_every_algorithm_that_can_be_asked_for():
@@ -82,7 +88,7 @@ def test_gossip_is_built_as_configured():
     np.testing.assert_allclose(params + moved, [1, 1, 2, 2])
 
 
-@pytest.mark.parametrize("algorithm", IN_16_BITS)
+@pytest.mark.parametrize("algorithm", USERS["codec"])
 def test_parameters_travel_in_16_bits_where_that_is_asked_for(algorithm):
     given = {"algorithm": algorithm, "replicas": 2, "codec": "float16", "exact_average": False}
     sync = build_algorithm(train_config(given)).sync.sized({"replica": 2})
@@ -126,9 +132,8 @@ def looked_at(algorithm, **values):
 def test_the_options_of_an_algorithm_are_those_that_its_recipe_looks_at(algorithm):
     # The state is sharded only with exact averages.
     seen = looked_at(algorithm) | looked_at(algorithm, exact_average=False)
-    rules = {name: rule_of(field).goes_with for name, field in options_of(AlgorithmConfig).items()}
-    assert {name for name, rule in rules.items() if rule is None} == {"algorithm"}
-    assert seen == {name for name, rule in rules.items() if rule and algorithm in rule[1]}
+    assert options_of(AlgorithmConfig).keys() == {"algorithm", *USERS}
+    assert seen == {option for option, users in USERS.items() if algorithm in users}
 
 
 def test_only_float16_has_a_scale_and_not_if_it_is_0():
