@@ -1,5 +1,6 @@
 """The entry point; it imports the rest late, so that a missing extra is one line on stderr."""
 
+import os
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
@@ -21,7 +22,13 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     try:
         from ._app import run
 
-        code = run(argv)
+        try:
+            code = run(argv)
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:  # of `| head`; what is not written yet would fail again at the end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = FAILED
     except ModuleNotFoundError as error:
         missing = missing_extra("the command line", error)
         if missing is None:

@@ -1,5 +1,6 @@
 """Wrong usage: one line on stderr that names the option, exit code 2, no traceback."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -166,3 +167,13 @@ def test_the_module_runs_as_a_program_and_inspecting_loads_no_jax():
         "except SystemExit as exit:\n    print(exit.code, 'jax' in sys.modules)"
     )
     assert program("-c", code).out.splitlines()[-1] == "0 False"
+
+
+def test_a_reader_that_ends_early_is_no_error_of_the_program():
+    """As of `jaxslowmo train --help | head`."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "jaxslowmo", "train", "--help"]
+    done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, check=False)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (1, b"")
