@@ -5,6 +5,7 @@ import numbers
 from collections.abc import Sequence
 from typing import Any, Literal
 
+import numpy as np
 from jax.sharding import Mesh
 
 from .._support.checks import check_choice
@@ -107,7 +108,7 @@ def pipelined(
     """
     check_choice("executor", executor, Executor)
     check_choice("batch_memory", batch_memory, BatchMemory)
-    _check_parts(model, schedule, mesh, gradient_scale)
+    _check_parts(model, schedule, mesh, remat, gradient_scale)
     is_one = isinstance(data_axes, str) or not isinstance(data_axes, Sequence)
     axes: tuple[Any, ...] = (data_axes,) if is_one else tuple(data_axes)
     _check_axes(schedule, mesh, axis_name, axes)
@@ -152,7 +153,7 @@ def _blocks(
     return model_blocks(len(model.layers), schedule.num_stages, schedule.num_chunks, parts)
 
 
-def _check_parts(model: Any, schedule: Any, mesh: Any, gradient_scale: Any) -> None:
+def _check_parts(model: Any, schedule: Any, mesh: Any, remat: Any, gradient_scale: Any) -> None:
     """Raise `ValueError` for an argument of another kind."""
     needed = {
         "model": (model, LayeredModel, "a js.LayeredModel, of functions of (params, x) and a loss"),
@@ -162,6 +163,11 @@ def _check_parts(model: Any, schedule: Any, mesh: Any, gradient_scale: Any) -> N
     for argument, (value, kind, what) in needed.items():
         if not isinstance(value, kind):
             raise ValueError(f"`{argument}` must be {what}, got {type(value).__name__}.")
+    if not isinstance(remat, bool | np.bool_):
+        raise ValueError(
+            "`remat` must be True or False, whether backward passes compute forward passes again, "
+            f"got {remat!r}."
+        )
     is_number = isinstance(gradient_scale, numbers.Real) and math.isfinite(gradient_scale)
     if not is_number or float(gradient_scale) <= 0:
         raise ValueError(f"`gradient_scale` must be a number above 0, got {gradient_scale!r}.")
@@ -170,7 +176,7 @@ def _check_parts(model: Any, schedule: Any, mesh: Any, gradient_scale: Any) -> N
 def _check_axes(schedule: Schedule, mesh: Mesh, axis_name: Any, data_axes: tuple[Any, ...]) -> None:
     """Raise `ValueError` for axes that the mesh lacks, or that have another size or use."""
     for argument, name in (("axis_name", axis_name), *(("data_axes", a) for a in data_axes)):
-        if name not in mesh.axis_names:
+        if not isinstance(name, str) or name not in mesh.axis_names:
             raise ValueError(
                 f"`{argument}` {name!r} is not an axis of `mesh`, which has "
                 f"{', '.join(map(repr, mesh.axis_names))}."

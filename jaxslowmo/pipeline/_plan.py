@@ -177,16 +177,17 @@ def stage_kinds(
     blocks, runs = layouts[0].blocks, layouts[0].all_runs
     last = len(blocks) - 1
 
-    def leaves(k: int) -> Any:
+    def leaves_of(k: int) -> Any:
         pairs = [layout.places(k) for layout in layouts]
         return [(tree, [p.leaf for p in places]) for tree, places in pairs]
+
+    leaves = [leaves_of(k) for k in range(len(blocks))]
 
     def are_alike(a: int, b: int) -> bool:
         layers = [range(*blocks[k]) for k in (a, b)]
         same_ends = (a == 0, a == last) == (b == 0, b == last)
-        if not same_ends or len(layers[0]) != len(layers[1]) or leaves(a) != leaves(b):
-            return False
-        return all(map(model.equal_layers, *layers))
+        is_like = same_ends and len(layers[0]) == len(layers[1])
+        return is_like and all(map(model.equal_layers, *layers)) and leaves[a] == leaves[b]
 
     by_kind: list[list[int]] = []  # stages of the model
     for k in range(len(blocks)):

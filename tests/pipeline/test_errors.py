@@ -327,6 +327,7 @@ PIPELINES = {
     "stages as data axis": made("`data_axes`", "stage", data_axes=("stage",)),
     "a number as data axis": made("`data_axes`", 3, data_axes=3),
     "a data axis twice": made("`data_axes`", "('fsdp', 'fsdp')", FOUR, data_axes=("fsdp",) * 2),
+    "a text as flag": made("`remat`", "full", remat="full"),
     "an unknown memory": made("`batch_memory`", "disk", batch_memory="disk"),
     "a text as scale": made("`gradient_scale`", "'1'", gradient_scale="1"),
     "a scale of 0": made("`gradient_scale`", 0.0, gradient_scale=0.0),

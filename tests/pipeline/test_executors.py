@@ -241,3 +241,28 @@ def test_the_report_counts_what_each_kind_of_step_sends(executor: str) -> None:
     assert report.count(axis="replica", kind="local") == 0
     assert report.count(axis="replica", kind="slow", collective="reduce-scatter") == 1
     assert report.count(axis="replica", kind="slow", collective="all-gather") == 1
+
+
+def test_steps_of_layers_with_keys_and_state_are_compiled_without_running(executor: str) -> None:
+    """From arrays and from types alike; a layer that runs would count."""
+    ran = []
+
+    def drawn(params: Any, x: Any, *, key: Any, state: Any) -> Any:
+        jax.debug.callback(lambda: ran.append(1))
+        noise = 0.0 if key is None else jax.random.normal(key, x.shape)
+        return x * params["w"] + noise, {"seen": state["seen"] + 1}
+
+    model = js.LayeredModel([drawn, drawn], lambda out, batch: jnp.mean(out**2))
+    params, states = [{"w": np.float32(1)}] * 2, [{"seen": np.float32(0)}] * 2
+    pipe = pipeline(executor, model, params, model_state=states)
+    step = step_of(pipe, optax.sgd(0.1))
+    state, batch = step.init(params, model_state=states), np.ones((8, 2), np.float32)
+    types = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
+    for one in (batch, types):
+        assert step.compiled(state, one).as_text()
+    js.comm_report(step, state, batch)
+    jax.effects_barrier()
+    assert not ran
+    new, _ = step(state, batch)
+    seen = pipe.state_layout.unstack(jax.tree.map(lambda x: np.asarray(x)[0], new.model_state))
+    assert [float(of_layer["seen"]) for of_layer in seen] == [2, 2]  # microbatches

@@ -72,9 +72,11 @@ class HostPipeline(Pipelined):
                     '`executor`="one_program".'
                 )
             keys = None if rng is None else rng[None]
-            results = self._computed(
-                Spread((), (), self.data_axes), stacked, batch, keys, states, 1, differentiates
+            spread = Spread((), (), self.data_axes)
+            execution, arguments = self._prepared(
+                spread, stacked, batch, keys, states, 1, differentiates
             )
+            results = execution.run(*arguments)
         return (results.loss, results.states), results.grads or {}
 
     def check_mesh(self, mesh: Any) -> None:
@@ -97,10 +99,9 @@ class HostPipeline(Pipelined):
         parts: int,
         differentiates: bool,
         compiler_options: CompilerOptions = (),
+        runs: bool = True,
     ) -> Results:
         """Run the stages for all replicas; return the loss function's substitute for a batch.
-
-        If arguments are types in place of arrays, nothing runs, and types are returned.
 
         Args:
           params: stacked parameters, leaves (replicas, *s).
@@ -113,6 +114,7 @@ class HostPipeline(Pipelined):
             stages one after the other, and their gradients are averaged.
           differentiates: whether to compute gradients.
           compiler_options: options for the compiler of the programs.
+          runs: whether to run; if False, arguments may be types, and types are returned.
 
         Raises:
           ValueError: gradients are requested of a schedule without backward passes; see
@@ -124,10 +126,12 @@ class HostPipeline(Pipelined):
         states = {} if self.state_layout is None else model_state.buffers
         keys = rng if self.model.takes_key else None
         spread = Spread(replicas, inner_axes, data_axes)
-        options = compiler_options
-        return self._computed(spread, params, batch, keys, states, parts, differentiates, options)
+        execution, arguments = self._prepared(
+            spread, params, batch, keys, states, parts, differentiates, compiler_options
+        )
+        return execution.run(*arguments) if runs else execution.types(*arguments)
 
-    def _computed(
+    def _prepared(
         self,
         spread: Spread,
         stacked: Staged,
@@ -137,26 +141,30 @@ class HostPipeline(Pipelined):
         parts: int,
         differentiates: bool,
         compiler_options: CompilerOptions = (),
-    ) -> Results:
+    ) -> tuple["Execution", tuple[Any, ...]]:
+        """Return the programs for arguments of these types, and the arguments of their dispatch."""
         impl = None
         if keys is not None and jnp.issubdtype(keys.dtype, jax.dtypes.prng_key):
-            impl, keys = str(jax.random.key_impl(keys)), _words(keys)
+            impl, keys = _impl_and_words(keys)
         setting = HostSetting(self.plan, spread, parts, impl, differentiates, compiler_options)
         types = jax.tree.map(type_text, (stacked.buffers, batch, keys, states))
         key = *setting[1:], str(types)
         if key not in self._executions:
             self._executions[key] = Execution(setting, self._stages)
-        execution = self._executions[key]
-        if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves((batch, stacked))):
-            return execution.types(stacked.buffers, batch, keys, states)
-        return execution.run(stacked.buffers, batch, keys, states)
+        return self._executions[key], (stacked.buffers, batch, keys, states)
 
 
-def _words(keys: Any) -> Any:
-    """Return the words of typed keys, or the type of the words for the type of keys."""
-    if isinstance(keys, jax.ShapeDtypeStruct):
-        return jax.eval_shape(jax.random.key_data, keys)
-    return jax.random.key_data(keys)
+def _impl_and_words(keys: Any) -> tuple[str, Any]:
+    """Return the implementation of typed keys and their words, or the type of the words."""
+    names: list[str] = []
+
+    def words(keys: Any) -> Any:
+        names.append(str(jax.random.key_impl(keys)))
+        return jax.random.key_data(keys)
+
+    is_type = isinstance(keys, jax.ShapeDtypeStruct)
+    data = jax.eval_shape(words, keys) if is_type else words(keys)
+    return names[0], data
 
 
 class Execution:
@@ -197,7 +205,7 @@ class Execution:
         return _mean(total, _without_states(results), parts=parts)._replace(states=results.states)
 
     def types(self, buffers: Any, batch: PyTree, keys: Any, states: dict[str, Any]) -> Results:
-        """Return the types of the result of `run`, from types of its arguments."""
+        """Return the types of the result of `run`, from its arguments or their types."""
         of_stage = {n: _of_one_stage(x, self._setting.replica) for n, x in buffers.items()}
         x: Any = None
         after = {n: _of_one_stage(s, self._setting.lead) for n, s in states.items()}
@@ -359,7 +367,7 @@ def _sum(total: Results, terms: Results) -> Results:
 
 @partial(jax.jit, static_argnames="parts")
 def _mean(total: Results, last: Results, *, parts: int) -> Results:
-    """Return means over the parts from their sums, in the dtypes of `last`; metrics are float32."""
+    """Return means over the parts from their sums, in the dtypes of `last`; metrics stay wide."""
     weight = total.loss.weight
     if weight is not None:
         total = _times(total, parts / jnp.where(weight > 0, weight, 1))

@@ -420,17 +420,27 @@ def check_leaves(argument: str, tree: PyTree, *, keys: bool = False) -> None:
     """
     check_arrays(f"`{argument}`", tree)
     leaves = zip(leaf_names(tree), jax.tree.leaves(tree), strict=True)
-    wrong = [f"{_kind(x)} at {name!r}" for name, x in leaves if not (keys or _is_number(x))]
+    is_kept = lambda x: _is_number(x) or (keys and _is_key(x))  # noqa: E731
+    wrong = [(name, x) for name, x in leaves if not is_kept(x)]
     if wrong:
+        hint = ". Pass PRNG keys as `rng`, of which each layer that takes `key` gets its own."
         raise ValueError(
-            f"`{argument}` must hold arrays of numbers, got {', '.join(wrong)}. Pass PRNG keys as "
-            "`rng`, of which each layer that takes `key` gets its own."
+            f"`{argument}` must hold arrays of numbers, got "
+            f"{', '.join(f'{_kind(x)} at {name!r}' for name, x in wrong)}"
+            f"{hint if any(_is_key(x) for _, x in wrong) else '.'}"
         )
 
 
+def _is_key(x: Any) -> bool:
+    return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
 def _is_number(x: Any) -> bool:
-    dtype = getattr(x, "dtype", np.dtype(bool))
-    return dtype == np.dtype(bool) or jnp.issubdtype(dtype, np.number)
+    """Return whether `x` is a number, an array of numbers or booleans, or the type of one."""
+    if isinstance(x, bool | int | float | complex):
+        return True
+    dtype = getattr(x, "dtype", None)
+    return dtype == np.dtype(bool) or (dtype is not None and jnp.issubdtype(dtype, np.number))
 
 
 # Losses.
@@ -549,8 +559,7 @@ def _floating(x: Any) -> jax.Array:
 
 def _is_scalar_or_pair(x: Any) -> bool:
     parts: tuple[Any, ...] = x if isinstance(x, tuple) and len(x) == 2 else (x,)
-    numbers = float, int, complex
-    return all(isinstance(x, numbers) or getattr(x, "shape", None) == () for x in parts)
+    return all(_is_number(x) and np.shape(x) == () for x in parts)
 
 
 def _kind(x: Any) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 from ..._support.checks import checked_int, warn_once
 from ..._support.scopes import GRADIENTS
@@ -158,7 +159,9 @@ class MeasuredStep:
         """Return the program that this call runs; it is compiled and read at its first call."""
         leaves, treedef = jax.tree.flatten((args, kwargs))
         by_host = getattr(self._step, "mode", None) == "host"  # a program for each kind
-        key = kind if by_host else None, static, treedef, tuple(map(jax.typeof, leaves))
+        # Leaves need not be arrays: what a lookup ahead returns has references to a state.
+        types = tuple((np.shape(x), str(getattr(x, "dtype", type(x)))) for x in leaves)
+        key = kind if by_host else None, static, treedef, types
         if key not in self._programs:
             with noted_buffers() as buffers:
                 make = getattr(step, "compiled", lambda *a, **k: step.lower(*a, **k).compile())

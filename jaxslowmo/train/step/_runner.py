@@ -475,6 +475,7 @@ class Runner:
             parts=parts,
             differentiates=differentiates,
             compiler_options=self._options,
+            runs=runs,
         )
         return inputs._replace(batch=WithResults(inputs.batch, results))
 
