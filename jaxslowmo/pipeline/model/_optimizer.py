@@ -118,9 +118,9 @@ class StagePacking(BufferPacking):
         reading = read_on_stages(self, tx, dtypes)
         if reading.refusal:
             raise ValueError(
-                f"`{argument}` must not hold a transform whose results or state depend on leaves "
-                "of other stages, since each stage of a pipeline updates its own leaves, and its "
-                f"program does not prove that none do: {reading.refusal}"
+                f"`{argument}` must not hold a transform whose result for a leaf, or whose state, "
+                "depends on leaves of other stages, since each stage of a pipeline updates its own "
+                f"leaves, and its program does not prove that none does: {reading.refusal}"
             )
         return reading
 

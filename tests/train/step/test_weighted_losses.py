@@ -21,6 +21,7 @@ RATE = 0.3
 def batch_of(examples, num_empty=2):
     """Sequences of which some tokens count; some examples have none."""
     mask = (RNG.random((examples, TOKENS)) < 0.4).astype(np.float32)
+    mask[:, 0] = 1
     mask[:num_empty] = 0
     x = RNG.normal(size=(examples, TOKENS, 4)).astype(np.float32)
     return {"x": x, "y": RNG.integers(0, 3, (examples, TOKENS)), "mask": mask}
