@@ -312,7 +312,8 @@ def describe_loss(lines: Sequence[str]) -> str | None:
     if any(_JOINING in line for line in lines):
         return _LATE
     # Process 0 runs the coordination service: an error without a list means that it is lost.
-    return f"{_name(sorted(lost) or [0])} died or cannot be reached"
+    names = (f"process {i}" + " (the coordinator)" * (i == 0) for i in sorted(lost) or [0])
+    return f"{' and '.join(names)} died or cannot be reached"
 
 
 def _ended_waiting(lines: Sequence[str]) -> bool:
@@ -321,19 +322,9 @@ def _ended_waiting(lines: Sequence[str]) -> bool:
     return bool(failed) and not any(line.startswith(_ERROR) for line in lines[failed[-1] :])
 
 
-def _name(ids: Sequence[int]) -> str:
-    """Return processes in words, such as "process 2" or "processes 1 and 3"."""
-    if len(ids) == 1:
-        return f"process {ids[0]}" + (" (the coordinator)" if ids[0] == 0 else "")
-    return f"processes {', '.join(map(str, ids[:-1]))} and {ids[-1]}"
-
-
 def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        # Most real-time signals have no name.
-        return f"signal {number}"
+    # Most real-time signals have no name.
+    return next((s.name for s in signal.Signals if s == number), f"signal {number}")
 
 
 @contextlib.contextmanager

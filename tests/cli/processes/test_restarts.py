@@ -206,7 +206,7 @@ RPC = "RPC: /xla.coordination.CoordinationService/"
         ([], None),
         (["Traceback (most recent call last):", "ValueError: no"], None),
         ([SILENT, "2", "The tasks have crashed."], "process 2 died"),
-        ([SILENT, "3, 1", ""], "processes 1 and 3 died"),
+        ([SILENT, "3, 1", ""], "process 1 and process 3 died"),
         (
             [f"{FATAL} ABORTED: 1 unexpectedly tried to connect with a different incarnation."],
             "process 1 died",
