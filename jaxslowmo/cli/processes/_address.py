@@ -74,7 +74,8 @@ def _addresses(name: str, host: str, port: int) -> list[tuple]:
         # UnicodeError: the text cannot be a name.
         reason = error.strerror if isinstance(error, OSError) else "it is not a name"
         raise CommandError(f"{name}: {host} has no address: {reason}") from error
-    return sorted((info[4] for info in infos), key=lambda address: _is_loopback(address[0]))
+    addresses: list[tuple] = [info[4] for info in infos]
+    return sorted(addresses, key=lambda address: _is_loopback(address[0]))
 
 
 def _is_loopback(host: str) -> bool:
