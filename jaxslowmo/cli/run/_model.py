@@ -133,9 +133,14 @@ def parts_of(config: TrainConfig, schedule: js.pipeline.Schedule) -> list[Any]:
     Raises:
       ValueError: there are more stages than layers.
     """
-    model = config_of(config)
+    model, stages, chunks = config_of(config), schedule.num_stages, schedule.num_chunks
+    if stages * chunks > (count := model.num_layers + 2):
+        raise ValueError(
+            f"--mesh {config.mesh.mesh}: {stages} stages of {chunks} chunks need as many layers, "
+            f"--preset {config.preset} has {count}: an embedding, the blocks and an output layer"
+        )
     costs = js.pipeline.count_layer_params(gpt_layers(model).split(gpt_types(model)))
-    return js.partition_by_cost(costs, schedule.num_stages, schedule.num_chunks)
+    return js.partition_by_cost(costs, stages, chunks)
 
 
 def form_of(config: TrainConfig) -> Form:
