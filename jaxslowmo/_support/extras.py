@@ -5,8 +5,11 @@ from collections.abc import Iterator
 
 # The packages of the `train` extra that jaxslowmo imports.
 _TRAIN = frozenset(
-    {"etils", "flax", "matplotlib", "orbax", "rich", "tensorboardX", "tensorstore", "tyro", "yaml"}
-)
+    {
+        "etils", "filelock", "flax", "matplotlib", "orbax", "rich", "tensorboardX", "tensorstore",
+        "tyro", "yaml",
+    }
+)  # fmt: skip
 # pip adds an extra to an installed package without downloading the package again.
 INSTALL = "pip install 'jaxslowmo[train]' (in a checkout: '.[train]')"
 

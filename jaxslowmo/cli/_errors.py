@@ -25,6 +25,7 @@ EXIT_CODES = {"finished": 0, "preempted": 0, "diverged": DIVERGED, "interrupted"
 _OPTIONS = {
     "batch_size": "batch", "bucket_bytes": "bucket_mib", "num_nodes": "replicas",
     "num_stages": "mesh", "num_microbatches": "microbatches", "num_chunks": "chunks",
+    "rules": "mesh", "num_heads": "preset",
 }  # fmt: skip
 
 

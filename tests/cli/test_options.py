@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 
 from cli.option_rows import GOSSIP, SHARED, TABLE
-from jaxslowmo.cli import _app, _start
+from jaxslowmo.cli import _app
 from jaxslowmo.cli._command_line import _off
 from jaxslowmo.cli.config._commands import CONFIGS
 from jaxslowmo.cli.config._options import options_of
 from jaxslowmo.cli.config._training import GOES_WITH, TrainConfig, train_options
+from jaxslowmo.cli.processes import _supervise
 from support.exhaustive import sweep
 
 # What a call cannot do without.
@@ -59,9 +60,8 @@ def told(monkeypatch) -> dict[str, Any]:
     inspected = ("inspect_graph", "inspect_graphs", "inspect_schedule", "inspect_config")
     for name in ("train", "compare", "sample", "tune_buckets", "tune_outer", *inspected):
         monkeypatch.setattr(f"jaxslowmo.cli._{name}.{name}", with_config)
-    monkeypatch.setattr(_start, "refuse_taken_port", lambda config: None)  # looks the host up
-    monkeypatch.setattr(_start, "supervise", lambda argv, out, **_: found.update(out=out) or 0)
-    monkeypatch.setattr("jaxslowmo.cli.processes._launch.launch", launch)
+    monkeypatch.setattr(_supervise, "supervise", lambda argv, out, **_: found.update(out=out) or 0)
+    monkeypatch.setattr(_supervise, "launch", launch)
     return found
 
 

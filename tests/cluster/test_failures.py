@@ -20,7 +20,7 @@ SOME = (
     "exception in process 1, --restarts 3",
     "SIGTERM to launch within the first 4 s, --restarts 3",
     "process 1 has another learning rate",
-    "the coordinator's port is taken, process 1",
+    "the coordinator's port is taken",
     "a process of three is killed, twice",
 )
 

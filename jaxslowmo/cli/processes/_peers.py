@@ -14,10 +14,8 @@ from ..config._cluster import ClusterConfig
 Stop = Literal["interrupted", "preempted"]
 Handler = Callable[[int, FrameType | None], None] | signal.Handlers
 
-# Environment variables that hold the process id of the parent: CHILD in a process that is
-# supervised, LAUNCHED in one that `jaxslowmo launch` started.
+# The environment variable of a supervised process that holds the process id of its parent.
 CHILD = "JAXSLOWMO_CHILD"
-LAUNCHED = "JAXSLOWMO_LAUNCHED"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,16 +41,9 @@ class Cluster:
 ALONE = Cluster()
 
 
-def is_child() -> bool:
-    """Return whether a parent supervises this process."""
-    return CHILD in os.environ
-
-
-def started_by(environ: Mapping[str, str] = os.environ) -> int | None:
-    """Return the process id of the `jaxslowmo` that started this process; None without one."""
-    # CHILD first: a supervised process also inherits LAUNCHED from its parent.
-    pid = environ.get(CHILD, environ.get(LAUNCHED, ""))
-    return int(pid) if pid.isdecimal() else None
+def supervisor() -> int | None:
+    """Return the process id of the parent that supervises this process; None without one."""
+    return int(os.environ[CHILD]) if CHILD in os.environ else None
 
 
 def is_one_of_several(config: ClusterConfig, environ: Mapping[str, str] = os.environ) -> bool:

@@ -10,7 +10,7 @@ every process looks for such a note.
 import contextlib
 import json
 import os
-import sys
+import signal
 import threading
 import time
 import traceback
@@ -33,7 +33,7 @@ from .._errors import (
 from ..config._cluster import ClusterConfig
 from ._address import bind_address
 from ._peers import Cluster
-from ._supervise import PEER_FAILED
+from ._supervise import PEER_FAILED, pass_on
 
 # Errors of the runtime that no other process causes, such as a device without free memory.
 _LOCAL_ERRORS = ("RESOURCE_EXHAUSTED", "INVALID_ARGUMENT", "UNIMPLEMENTED")
@@ -144,9 +144,11 @@ class Watch:
             self._follow_other(*json.loads(note))
 
     def _run(self) -> None:
-        stop_requested = False
+        stop_requested, parent = False, os.getppid()
         marks, since = self._marks(False), time.monotonic()
         while not self._over.wait(max(_LOOK_SECONDS, self._count / _LOOKS_OF_ALL)):
+            if os.getppid() != parent:  # nobody would report on this process
+                os._exit(128 + signal.SIGKILL)
             try:
                 self.follow_failed()
                 stop_requested = stop_requested or told(_PREEMPTED) is not None
@@ -178,14 +180,14 @@ class Watch:
         return self._steps, written, int(time.process_time()) if written else 0
 
     def _follow_other(self, index: int, code: int, line: str) -> NoReturn:
-        say_error(f"process {index} has ended: {line}")
+        pass_on(f"error: process {index} has ended: {line}\n")
         self.announce(code, line)  # before the coordinator is gone
         os._exit(code)
 
     def _end(self, code: int, what: str) -> NoReturn:
         saved = _within(_DISK_SECONDS, self._last_saved, "the checkpoints cannot be looked at")
         line = f"{what}; {saved}"
-        say_error(line)
+        pass_on(f"error: {line}\n")
         self.announce(code, line)
         os._exit(code)
 
@@ -197,19 +199,6 @@ def _within(seconds: float, call: Callable[[], Any], otherwise: Any) -> Any:
     thread.start()
     thread.join(seconds)
     return results[0] if results else otherwise
-
-
-def say_error(line: str) -> None:
-    """Print an error line to stderr, also right before `os._exit`."""
-    write_to_stderr(f"error: {line}\n")
-
-
-def write_to_stderr(text: str) -> None:
-    """Write to stderr at once; ignore the error of a pipe that is no longer read."""
-    with contextlib.suppress(OSError, ValueError):
-        sys.stderr.flush()
-    with contextlib.suppress(OSError):
-        os.write(2, text.encode())
 
 
 def join_cluster(config: ClusterConfig) -> Cluster:
@@ -255,7 +244,7 @@ def failing_together(watch: Watch, heartbeat_timeout: int) -> Iterator[None]:
             # A process that fails leaves its note first; only then it ends, and the exchange fails.
             with contextlib.suppress(jax.errors.JaxRuntimeError, RuntimeError):
                 watch.follow_failed()
-            write_to_stderr(f"{PEER_FAILED}: {error}\n")
+            pass_on(f"{PEER_FAILED}: {error}\n")
             time.sleep(heartbeat_timeout + 5)
             os._exit(LOST_A_PROCESS)
         code = code_of(error)
@@ -263,7 +252,7 @@ def failing_together(watch: Watch, heartbeat_timeout: int) -> Iterator[None]:
         if code == FAILED and not isinstance(error, CommandError):
             traceback.print_exc()
         else:
-            say_error(line)
+            pass_on(f"error: {line}\n")
         watch.announce(code, line)
         os._exit(code)
 

@@ -1,6 +1,7 @@
 """Checks that a run has the options and the text of its checkpoint, and of its other processes."""
 
 import json
+import time
 from collections.abc import Mapping
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -16,7 +17,6 @@ from ..config._mesh import MeshConfig
 from ..config._options import options_of
 from ..config._training import KEPT, CheckpointConfig, TrainConfig, train_options, with_values
 from ..processes._peers import Cluster
-from ._lock import sees_lock
 from ._run_folder import RunFolder, make_folder
 
 if TYPE_CHECKING:
@@ -39,6 +39,7 @@ _MOST_NAMES = 5  # in a message
 _KEY = "jaxslowmo/start"
 _DECIDED = ("resume", "overwrite", *KEPT)  # process 0 decides these for all
 _FILE_SERVER_SECONDS = 10.0  # until another host sees a file that one host writes
+_LOOK_SECONDS = 0.25
 _MOST_DIFFERENCES = 3  # in a message
 
 
@@ -247,7 +248,7 @@ def _difference(
     options = other_options(local["options"], first["options"])
     if options:
         return f"process {index} has other options than process 0: {options}"
-    if not sees_lock(folder.path, first["token"], _FILE_SERVER_SECONDS):
+    if not _sees_lock(folder, first["token"]):
         return f"--out {folder.path} of process {index} is not the folder that process 0 writes to"
     if local["corpus"] == first["corpus"]:
         return ""
@@ -256,6 +257,16 @@ def _difference(
     if listing is not None:
         what = other_files(corpus.listing, listing)
     return f"--data: process {index} has other files than process 0: {what}"
+
+
+def _sees_lock(folder: RunFolder, token: str) -> bool:
+    """Return whether the lock of a folder has a token; wait, as file servers may be late."""
+    end = time.monotonic() + _FILE_SERVER_SECONDS
+    while folder.holding_token() != token:
+        if time.monotonic() >= end:
+            return False
+        time.sleep(_LOOK_SECONDS)
+    return True
 
 
 def _wait(note: str, config: TrainConfig, *, whom: int) -> str:

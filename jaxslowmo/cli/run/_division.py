@@ -60,6 +60,7 @@ def choose_mesh(config: TrainConfig, cluster: Cluster = ALONE) -> RunDevices:
     processes; they belong to whole replicas, or to a part of one.
 
     Raises:
+      ValueError: a process has fewer devices than its part.
       CommandError: there are fewer devices than "devices" needs, they cannot be divided evenly
         among the processes, the run does not allow several processes, or it needs other devices.
     """
@@ -146,16 +147,8 @@ def ask_for_devices(config: TrainConfig, num_processes: int | None) -> None:
 
 def _even_share(devices: list[Any], each: int) -> list[Any]:
     """Return `each` devices of every process, in the order of processes."""
-    chosen = []
-    for index in range(jax.process_count()):
-        local = [device for device in devices if device.process_index == index]
-        if len(local) < each:
-            raise CommandError(
-                f"process {index} has {len(local)} devices and its replicas need {each}: lower "
-                "--replicas or --devices-per-replica, or start more processes"
-            )
-        chosen += local[:each]
-    return chosen
+    by_process = [[d for d in devices if d.process_index == i] for i in range(jax.process_count())]
+    return [device for local in by_process for device in local[:each]]
 
 
 def _ask_for_cpu_devices(count: int, *, alone: bool) -> None:

@@ -1,7 +1,9 @@
-"""One training run, from its configuration to its metrics."""
+"""One training run: its programs, its loop with records, saves, stops and rollbacks."""
 
+import contextlib
 import dataclasses
 import importlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ from jax.experimental import multihost_utils
 
 import jaxslowmo as js
 from jaxslowmo.models import num_parameters
+from jaxslowmo.tree import all_finite
 
 from .._output import Reporter
 from ..config._training import TrainConfig
@@ -22,7 +25,6 @@ from ._model import form_of, loss_fn_of, policy_of, saved_form
 from ._recipes import build_algorithm
 from ._recorder import ByteLedger, Recorder
 from ._run_folder import RunFolder
-from ._session import Session
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,10 +52,10 @@ class RunResult:
 
 
 class Job:
-    """The programs of a configuration, which runs with several seeds share.
+    """The programs of a configuration, and the loop of its runs, which differ in their seeds.
 
     Args:
-      config: configuration of all its runs, which differ only in their seeds.
+      config: configuration of all its runs.
       placement: devices of the replicas.
       text: text that `divide_text` returned.
       label: name of the algorithm in the summary; the default is `config.algorithm.algorithm`.
@@ -75,7 +77,7 @@ class Job:
         self.label = label or config.algorithm.algorithm
         self._cluster = cluster
         if config.tensorboard:
-            importlib.import_module(f"{__package__}._tensorboard")  # raises without the extra
+            importlib.import_module("tensorboardX")  # raises without the extra
         self._form = form_of(config)
         self.num_parameters = num_parameters(self._form.config)
         loss_fn = loss_fn_of(config, self._form, placement.mesh)
@@ -128,11 +130,12 @@ class Job:
         Raises:
           CommandError: the checkpoint cannot be resumed.
         """
+        self._config = config
         params = self._form.init(config.seed, self.placement.mesh)
-        batches = RunBatches(self.text, config, self.placement.mesh)
+        self._batches = RunBatches(self.text, config, self.placement.mesh)
         resumes = saves and config.checkpoint.resume
         with (
-            StopOnSignal(self._cluster) as stop,  # until the last save is complete
+            StopOnSignal(self._cluster) as self._stop,  # until the last save is complete
             Keeper(
                 config,
                 folder,
@@ -143,19 +146,21 @@ class Job:
                 saved_form=lambda extra: saved_form(extra, self._form),
             ) as keeper,
         ):
+            self._keeper = keeper if saves else None
             restored = keeper.newest() if resumes else None
             state, done, notes = restored or (
                 self.step.init(params, seed=config.seed),
                 Progress(),
                 (),
             )
-            batches.position = done.next_batch
-            ledger = ByteLedger.of_step(self.step, state, batches.batch(0), sent=done.bytes_sent)
+            self._batches.position = done.next_batch
+            first = self._batches.batch(0)
+            ledger = ByteLedger.of_step(self.step, state, first, sent=done.bytes_sent)
             rate = config.statistics_rate if config.statistics else None
             measured = js.measured(self.step, rate=rate) if rate else None
             with RunFiles(folder, config, writes=self._cluster.is_first, after=done.step) as files:
                 recorder = Recorder(config, ledger, self._algorithm.schedule, files, reporter)
-                recorder.best = done.best
+                recorder.best, self._recorder = done.best, recorder
                 if restored:
                     past_schedule = self._algorithm.past_schedule(config, done.step)
                     reporter.say(f"Resumed at step {done.step}.", *notes, *past_schedule)
@@ -165,24 +170,97 @@ class Job:
                         reporter.say(f"There is no checkpoint in {folder.path}: from scratch.")
                     # All replicas start with the same parameters.
                     recorder.start(self.evaluate(self.step.consensus(state, whole=False)))
-                session = Session(
-                    config=config,
-                    step=measured or self.step,
-                    evaluate=js.Evaluate(self.evaluate, mesh=self.placement.mesh, whole=False),
-                    batches=batches,
-                    recorder=recorder,
-                    keeper=keeper if saves else None,
-                    stop=stop,
-                    waits=self.placement.is_cpu,
-                )
-                status, state = session.train(state, done.step)
+                status, state = self._train(measured or self.step, state, done.step)
                 if saves and config.checkpoint.export and status == "finished":
-                    with stop.besides_steps():
+                    with self._stop.besides_steps():
                         self._export(folder.model, state)
         summary = recorder.summary(status) | self._facts(ledger)
         statistics = measured.report() if measured else None
         files.finish(summary, statistics)
         return RunResult(status, recorder.records, summary, statistics, keeper.last)
+
+    def _train(
+        self, step: js.train.TrainStep | js.reports.MeasuredStep, state: js.TrainState, done: int
+    ) -> tuple[str, js.TrainState]:
+        """Train from step `done` to the last one, or until the run ends early.
+
+        Returns:
+          "finished", "interrupted", "preempted" or "diverged", and the last state.
+
+        Communication: that of the steps. Evaluations gather the parameters, and checkpoints check
+          with one all-reduce that all are finite.
+        """
+        # The resumed run had already ended, early or after all steps.
+        if self._recorder.is_patience_over or done >= self._config.steps:
+            return "finished", state
+        options = self._config.checkpoint
+        rollbacks = options.max_rollbacks if options.on_nan == "rollback" else 0
+        while True:
+            status, state, done = self._train_until_end(step, state, done)
+            if status != "diverged" or not rollbacks or self._keeper is None:
+                return status, state
+            checkpoint = self._keeper.newest()
+            if checkpoint is None:
+                return status, state
+            rollbacks -= 1
+            # The batches since the checkpoint are skipped: they would diverge again.
+            state, progress, _ = checkpoint
+            self._recorder.note(progress.step, rolled_back_from=done)
+            self._recorder.best = progress.best
+            done = progress.step
+
+    def _train_until_end(
+        self, step: Any, state: js.TrainState, done: int
+    ) -> tuple[str, js.TrainState, int]:
+        status = "interrupted"
+        evaluate = js.Evaluate(self.evaluate, mesh=self.placement.mesh, whole=False)
+        pipeline = js.TrainPipeline(step, state, self._batches, depth=self._config.prefetch)
+        loop = js.train_loop(pipeline, num_steps=self._config.steps)
+        # A second Ctrl-C raises in the middle of a step.
+        with contextlib.suppress(KeyboardInterrupt), pipeline:
+            for result in loop:
+                state, done = result.state, result.step
+                if self.placement.is_cpu:
+                    # CPU devices share the threads of the host: later steps in the queue could
+                    # hold the threads that the collective of an earlier step waits for.
+                    jax.block_until_ready(result.metrics)
+                ending = self._after(result, evaluate)
+                if ending is not None:
+                    status = ending
+                    break
+            else:
+                status = "finished"
+        # Batches that were loaded ahead were not trained on: after a rollback they come first.
+        self._batches.position = pipeline.position
+        return status, state, done
+
+    def _after(self, result: js.train.StepResult, evaluate: js.Evaluate) -> str | None:
+        """Record and save after a step; return the status with which to end, or None."""
+        config, recorder, keeper = self._config, self._recorder, self._keeper
+        is_last = result.step == config.steps
+        if keeper is not None:
+            keeper.look()
+        stop = None if is_last else self._stop.after_step(result.phase)
+        evaluates = is_last or result.step % config.eval_every == 0
+
+        def measure() -> Mapping[str, float]:
+            with self._stop.besides_steps():
+                return evaluate(result)
+
+        if not recorder.step(result, evaluate=measure if evaluates else None, now=bool(stop)):
+            return "diverged"
+        if config.checkpoint.check_parameters and result.phase and _was_refused(result.state):
+            return "diverged"
+        is_early = evaluates and recorder.is_patience_over
+        if keeper is not None:
+            is_due = keeper.is_due(result.step, is_last=is_last or is_early)
+            if stop or is_due:
+                if not _all_finite(result.state.params):
+                    return "diverged"
+                sent, best = recorder.bytes_sent, recorder.best
+                progress = Progress(result.step, result.position, sent, best)
+                keeper.save(result.state, progress, wait=bool(stop))
+        return stop or ("finished" if is_early else None)
 
     def _facts(self, ledger: ByteLedger) -> dict[str, Any]:
         """Return the entries of summary.json that the recorder does not know."""
@@ -202,3 +280,13 @@ class Job:
         one = jax.tree.map(lambda x: x[None], mean)  # a single replica: its mean is itself
         shape = {"model": dataclasses.asdict(self._form.config)}
         export_consensus(folder, one, mesh=js.virtual_mesh({"replica": 1}), extra=shape)
+
+
+def _was_refused(state: js.TrainState) -> bool:
+    """Wait for the step, and return whether the replicas refused an exchange."""
+    refused = state.opt_state[-1].refused
+    return bool(np.asarray(refused.addressable_data(0)).any())
+
+
+# With several devices one all-reduce of a boolean.
+_all_finite = jax.jit(all_finite)

@@ -5,23 +5,32 @@ import errno
 import io
 import json
 import os
-from collections.abc import Callable
+import time
 from pathlib import Path
 from typing import Any
 
 import jaxslowmo as js
 
 from ..._support.checks import warn_user
-from ..._support.files import replacing
+from ..._support.files import write_anew
 from .._output import json_line, write_json
 from ..config._training import TrainConfig
 from ._run_folder import RunFolder
+
+# Entries of records that become curves of TensorBoard.
+_CURVES = (
+    "loss", "validation_loss", "learning_rate", "tokens_per_second", "bytes_sent", "loss_scale",
+    "skipped_updates",
+)  # fmt: skip
+# Errors that may pass: the disk is full, or the folder is being deleted (the next record makes it
+# again).
+_RETRIED = (errno.ENOSPC, errno.ENOENT)
 
 
 class RunFiles:
     """A context in which `write_record` adds to metrics.jsonl, and to events of TensorBoard.
 
-    If a file or the folder is deleted meanwhile, the next record restores it completely.
+    If metrics.jsonl or the folder is deleted meanwhile, the next record restores all lines.
 
     Args:
       folder: folder of the run.
@@ -40,51 +49,53 @@ class RunFiles:
     def __init__(self, folder: RunFolder, config: TrainConfig, *, writes: bool, after: int) -> None:
         self.records: list[dict[str, Any]] = []
         self._folder, self._config, self._writes = folder, config, writes
+        self._unwritten, self._is_behind = b"", False
         self._events: Any = None
-        self._files: list[GrowingFile] = []
         if not writes:
             return
-        path = folder.metrics
-        if after and path.exists():
-            self.records = [record for record in _read(path) if record["step"] <= after]
-        self._files.append(GrowingFile(path, self._lines, self._write_config))
+        if after and folder.metrics.exists():
+            self.records = [line for line in _read(folder.metrics) if line["step"] <= after]
+        self._file = self._write_all()
         if config.tensorboard:
-            from ._tensorboard import EventFile
-
-            self._events = EventFile(folder.tensorboard, self.records, after=after)
-            self._files.append(GrowingFile(self._events.path, self._events.whole))
+            is_new = not folder.tensorboard.exists()
+            self._begin_events(after)
+            for record in self.records if is_new else ():
+                self._add_events(record)
 
     def write_record(self, record: dict[str, Any]) -> None:
-        """Add a line to metrics.jsonl, on disk at once, and an event.
+        """Add a line to metrics.jsonl, on disk at once, and events within some seconds.
 
-        While a disk is full or the folder is being deleted, data is kept and written later, at the
-        latest at the end.
+        While a disk is full or the folder is being deleted, lines are kept and written later, at
+        the latest at the end.
 
         Raises:
-          OSError: it cannot be written. The file may hold a part of the line, which a resumed run
+          OSError: the line cannot be written. The file may hold a part of it, which a resumed run
             drops.
         """
         self.records.append(record)
         if not self._writes:
             return
-        new = [json_line(record).encode()]
+        try:
+            self._add(json_line(record).encode())
+            self._is_behind = False
+        except OSError as error:
+            if error.errno not in _RETRIED:
+                raise
+            if not self._is_behind:
+                self._is_behind = True
+                path = self._folder.metrics
+                warn_user(f"{path} does not grow: {error.strerror}; its lines are kept.")
         if self._events is not None:
-            new.append(self._events.add(record))
-        for file, data in zip(self._files, new, strict=True):
-            file.add(data)
-
-    def _lines(self) -> bytes:
-        return "".join(map(json_line, self.records)).encode()
-
-    def _write_config(self) -> None:
-        write_json(self._folder.config, self._config)
+            if "rolled_back_from" in record:
+                self._begin_events(record["step"])
+            self._add_events(record)
 
     def finish(self, summary: dict[str, Any], statistics: js.reports.StepReport | None) -> None:
-        """Write summary.json, and statistics.json if there are statistics."""
+        """Write summary.json, and statistics.json if there are statistics; after the context."""
         if not self._writes:
             return
-        for file in self._files:  # a file may be deleted since the last record
-            file.restore()
+        if not self._folder.metrics.exists():  # deleted since the last record
+            self._write_all().close()
         write_json(self._folder.summary, summary)
         if statistics:
             statistics.write(self._folder.statistics)
@@ -93,9 +104,65 @@ class RunFiles:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        with contextlib.ExitStack() as stack:
-            for file in self._files:
-                stack.callback(file.close, complete=error is None)
+        if not self._writes:
+            return
+        try:
+            if error is None:
+                self._add(b"")
+        finally:
+            self._file.close()
+            self._end_events()
+
+    def _add(self, line: bytes) -> None:
+        if not self._is_there():
+            old, self._file = self._file, self._write_all()
+            old.close()
+            return
+        self._unwritten += line
+        while self._unwritten:  # a disk that fills up may take a part
+            self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
+
+    def _is_there(self) -> bool:
+        """Return whether the path of metrics.jsonl still names the open file."""
+        try:
+            return os.path.samestat(self._folder.metrics.stat(), os.fstat(self._file.fileno()))
+        except FileNotFoundError:
+            return False
+
+    def _write_all(self) -> io.FileIO:
+        """Write config.json and all of metrics.jsonl; return the latter, opened for appending."""
+        path = self._folder.metrics
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(self._folder.config, self._config)
+        write_anew(path, "".join(map(json_line, self.records)))
+        self._unwritten = b""
+        # Without a buffer, which would write data again that could not be written.
+        return io.FileIO(path, "a")
+
+    def _begin_events(self, after: int) -> None:
+        """Begin a file of events, from which TensorBoard ignores earlier events past a step."""
+        from tensorboardX import SummaryWriter
+
+        self._end_events()
+        self._events = SummaryWriter(
+            str(self._folder.tensorboard),
+            purge_step=after + 1,
+            # Its thread ends with the first error. A full queue would then stop the training.
+            max_queue=0,
+            flush_secs=10,
+            # The name has whole seconds, within which a run may begin twice.
+            filename_suffix=f".{time.time_ns()}",
+        )
+
+    def _add_events(self, record: dict[str, Any]) -> None:
+        for name in _CURVES:
+            if record.get(name) is not None:
+                self._events.add_scalar(name, record[name], record["step"])
+
+    def _end_events(self) -> None:
+        if self._events is not None:
+            with contextlib.suppress(OSError):  # the same data is in metrics.jsonl
+                self._events.close()
 
 
 def _read(path: Path) -> list[dict[str, Any]]:
@@ -117,92 +184,3 @@ def _read(path: Path) -> list[dict[str, Any]]:
             ) from error
         records.append(record)
     return records
-
-
-# Errors that may pass: the disk is full, or the folder is being deleted (the next record makes it
-# again).
-_RETRIED = (errno.ENOSPC, errno.ENOENT)
-
-
-class GrowingFile:
-    """A file that is written once as a whole, and then grows; all data is on disk at once.
-
-    If the file or its folder is deleted meanwhile, the next addition restores the whole file.
-
-    Args:
-      path: path of the file.
-      whole: returns the whole content that the file should have now.
-      write_others: writes the other files of a folder that has to be made again.
-    """
-
-    def __init__(
-        self,
-        path: Path,
-        whole: Callable[[], bytes],
-        write_others: Callable[[], None] = lambda: None,
-    ) -> None:
-        self._path, self._whole, self._write_others = path, whole, write_others
-        self._unwritten, self._is_behind = b"", False
-        self._file = self._write_all()
-
-    def add(self, data: bytes) -> None:
-        """Add data to the file, which `whole` already contains.
-
-        While a disk is full or the folder is being deleted, data is kept and written later, at the
-        latest at the end.
-
-        Raises:
-          OSError: it cannot be written; the file may hold a part of it.
-        """
-        try:
-            self._add(data)
-            self._is_behind = False
-        except OSError as error:
-            if error.errno not in _RETRIED:
-                raise
-            if not self._is_behind:
-                self._is_behind = True
-                warn_user(f"{self._path} does not grow: {error.strerror}; its lines are kept.")
-
-    def restore(self) -> None:
-        """Write the whole file again if it is gone; also after `close`."""
-        if not self._path.exists():
-            self._write_all().close()
-
-    def close(self, *, complete: bool) -> None:
-        """Close the file; if `complete`, write the data that was kept first.
-
-        Raises:
-          OSError: the data still cannot be written.
-        """
-        try:
-            if complete:
-                self._add(b"")
-        finally:
-            self._file.close()
-
-    def _add(self, data: bytes) -> None:
-        if not self._is_there():
-            old, self._file = self._file, self._write_all()
-            old.close()
-            return
-        self._unwritten += data
-        while self._unwritten:  # a disk that fills up may take a part
-            self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
-
-    def _is_there(self) -> bool:
-        """Return whether the path still names the open file."""
-        try:
-            return os.path.samestat(os.stat(self._path), os.fstat(self._file.fileno()))
-        except FileNotFoundError:
-            return False
-
-    def _write_all(self) -> io.FileIO:
-        """Write the whole file again, and return it opened for appending."""
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._write_others()
-        with replacing(self._path) as temporary:
-            temporary.write_bytes(self._whole())
-        self._unwritten = b""
-        # Without a buffer, which would write data again that could not be written.
-        return io.FileIO(self._path, "a")

@@ -133,15 +133,11 @@ def parts_of(config: TrainConfig, schedule: js.pipeline.Schedule) -> list[Any]:
     Raises:
       ValueError: there are more stages than layers.
     """
-    model = config_of(config)
-    stages, chunks = schedule.num_stages, schedule.num_chunks
-    count = model.num_layers + 2
-    if stages * chunks > count:
-        of_chunks = f" of {chunks} chunks" if chunks > 1 else ""
+    model, stages, chunks = config_of(config), schedule.num_stages, schedule.num_chunks
+    if stages * chunks > (count := model.num_layers + 2):
         raise ValueError(
-            f"--mesh {config.mesh.mesh}: {stages} stages{of_chunks} need as many layers, and "
-            f"--preset {config.preset} has {count}: an embedding, {model.num_layers} blocks and an "
-            "output layer"
+            f"--mesh {config.mesh.mesh}: {stages} stages of {chunks} chunks need as many layers, "
+            f"--preset {config.preset} has {count}: an embedding, the blocks and an output layer"
         )
     costs = js.pipeline.count_layer_params(gpt_layers(model).split(gpt_types(model)))
     return js.partition_by_cost(costs, stages, chunks)
@@ -156,7 +152,11 @@ def form_of(config: TrainConfig) -> Form:
     model, sizes = config_of(config), config.model_axes
     if not sizes:
         return Form(model)
-    _check_sizes(config, model)
+    if "stage" in sizes and config.dtype == "float16":
+        raise ValueError(
+            f"--dtype float16 does not go with stages, between which small gradients would "
+            f"vanish, in --mesh {config.mesh.mesh}; bfloat16 does"
+        )
     mesh: Any = AbstractMesh(tuple(config.axes.values()), tuple(config.axes))
     specs = None
     if {"fsdp", "tensor"} & set(sizes):
@@ -199,25 +199,6 @@ def loss_fn_of(config: TrainConfig, form: Form, mesh: Any) -> Callable[[Any, jax
         data_axes=("fsdp",) if "fsdp" in shared else (),
         param_specs=specs,
     )
-
-
-def _check_sizes(config: TrainConfig, model: GPTConfig) -> None:
-    sizes = config.model_axes
-    for axis, what, size in (
-        ("tensor", "attention heads", model.num_heads),
-        ("tensor", "symbols", model.vocab_size),
-        ("fsdp", "dimensions of the width", model.embed_dim),
-    ):
-        if size % sizes.get(axis, 1):
-            raise ValueError(
-                f"--mesh {config.mesh.mesh}: the size of {axis} must divide the {size} {what} of "
-                f"--preset {config.preset}, got {sizes[axis]}"
-            )
-    if "stage" in sizes and config.dtype == "float16":
-        raise ValueError(
-            f"--dtype float16 does not go with stages, between which small gradients would "
-            f"vanish, in --mesh {config.mesh.mesh}; bfloat16 does"
-        )
 
 
 def saved_config(extra: Mapping[str, Any]) -> TrainConfig:

@@ -11,7 +11,7 @@ import optax
 import jaxslowmo as js
 from jaxslowmo.topology import make_graph
 
-from ..config._algorithms import ALGORITHMS, AlgorithmConfig, parse_mixing
+from ..config._algorithms import AlgorithmConfig, parse_mixing
 from ..config._training import OptimizerConfig, TrainConfig
 from ._model import scaled
 
@@ -142,8 +142,6 @@ RECIPES: Mapping[str, Recipe] = {
     "slowmo_sgp": Recipe("orange", "P", (_GOSSIP, _SLOW), sync=lambda s: _slowmo(s, _sgp(s))),
     "diloco": Recipe("green", "^", (_SLOW,), sync=_diloco),
 }
-# Checked here, since a missing row would be noticed only after training.
-assert tuple(RECIPES) == ALGORITHMS, f"a recipe for each of {ALGORITHMS}, got {tuple(RECIPES)}"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,20 +7,21 @@ import json
 import os
 import re
 import shutil
+import socket
 import tempfile
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from filelock import FileLock, Timeout
+
 from ..._support.files import complete_steps, is_unfinished, write_anew
 from .._errors import CommandError, writing_to
-from ._lock import FolderLock, facts_of
 
 if TYPE_CHECKING:
     from jaxslowmo.data import Contents
 
-_STALE_LOCK = re.compile(r"lock\.[0-9a-f]+")
 _CHECKPOINT = re.compile(r"\d+(\..+)?")  # with a suffix: moved away, or incomplete
 _LOG = re.compile(r"process-\d+\.txt")
 _EVENTS = re.compile(r"events\.out\.tfevents\..+")
@@ -42,6 +43,8 @@ class RunFolder:
       token: token of its lock; "" if this process does not hold it.
       config, metrics, summary, statistics, corpus: paths of files of a run.
       comparison, picture: paths of files of a comparison.
+      lock, holder: path of the lock of the folder, and of what is known about the process that
+        holds it.
       checkpoints, model, logs, tensorboard: paths of folders of a run.
     """
 
@@ -54,6 +57,7 @@ class RunFolder:
         self.corpus = path / "corpus.json"
         self.comparison = path / "compare.json"
         self.picture = path / "compare.png"
+        self.lock, self.holder = path / "lock", path / "lock.json"
         self.checkpoints = path / "checkpoints"
         self.model = path / "model"
         self.logs = path / "logs"
@@ -88,6 +92,10 @@ class RunFolder:
         # Lines that are cut off or damaged are skipped.
         steps = (facts_of(line).get("step") for line in reversed(lines))
         return next((step for step in steps if isinstance(step, int)), None)
+
+    def holding_token(self) -> str | None:
+        """Return the token of the process that holds the lock, or that has last held it."""
+        return _facts(self.holder).get("token")
 
     def refuse_leftovers(self, *, may_resume: bool, resumes: bool = False) -> None:
         """Raise `CommandError` if the folder holds a run with which the command does not go on.
@@ -155,7 +163,7 @@ class RunFolder:
         files = {self.config, self.metrics, self.summary, self.statistics, self.corpus}
         files = (files | {self.comparison, self.picture}) - {keep}
         for path in sorted(self.path.iterdir()):
-            if path in files or _STALE_LOCK.fullmatch(path.name) or is_unfinished(path):
+            if path in files or is_unfinished(path):
                 path.unlink()
 
     def keep_listing(self, corpus: "Contents") -> None:
@@ -184,13 +192,48 @@ def locked_folder(out: Path | None, command: str) -> Iterator[RunFolder]:
     existed = out is not None and out.exists()
     path = make_folder(out, command)
     try:
-        with FolderLock(path) as lock:
-            yield RunFolder(path, lock.token)
+        with _held(RunFolder(path, uuid.uuid4().hex)) as folder:
+            yield folder
     except CommandError:
         if not existed:
             with contextlib.suppress(OSError):
                 path.rmdir()
         raise
+
+
+@contextlib.contextmanager
+def _held(folder: RunFolder) -> Iterator[RunFolder]:
+    """Run the block while this process holds the lock of a folder, and say so in lock.json.
+
+    The operating system frees the lock of a process that is gone.
+
+    Raises:
+      CommandError: another process holds it, or the files cannot be made.
+    """
+    with contextlib.ExitStack() as stack:
+        with writing_to(folder.path):
+            try:
+                stack.enter_context(FileLock(folder.lock, timeout=0))
+            except Timeout:
+                raise CommandError(_in_use(folder)) from None
+            stack.callback(_remove_lock, folder)  # while it is held
+            since = datetime.datetime.now().astimezone().isoformat(" ", "seconds")
+            facts = {"host": socket.gethostname(), "pid": os.getpid(), "since": since}
+            write_anew(folder.holder, json.dumps(facts | {"token": folder.token}))
+        yield folder
+
+
+def _remove_lock(folder: RunFolder) -> None:
+    # After the folder was deleted during the run, its lock may be that of another run.
+    if folder.holding_token() == folder.token:
+        folder.lock.unlink(missing_ok=True)
+        folder.holder.unlink(missing_ok=True)
+
+
+def _in_use(folder: RunFolder) -> str:
+    facts = _facts(folder.holder)
+    who = "process {pid} on {host} since {since}".format(**facts) if facts else "another process"
+    return f"--out {folder.path} is in use by {who}: take another folder, or end that run"
 
 
 def make_folder(out: Path | None, command: str) -> Path:
@@ -236,6 +279,15 @@ def _sweep_folder(folder: Path, names: re.Pattern[str]) -> None:
             path.unlink()
     with contextlib.suppress(OSError):  # it holds something else, too
         folder.rmdir()
+
+
+def facts_of(content: bytes) -> dict[str, Any]:
+    """Return the JSON object in a text; {} if it is damaged or not an object."""
+    try:
+        facts = json.loads(content)
+    except ValueError:
+        return {}
+    return facts if isinstance(facts, dict) else {}
 
 
 def _facts(path: Path) -> dict[str, Any]:

@@ -17,9 +17,9 @@ import pytest
 from jaxslowmo.cli._app import run as run_command
 from jaxslowmo.cli.processes import _restarts
 from jaxslowmo.cli.processes._peers import CHILD
-from jaxslowmo.cli.processes._restarts import Children, EndOfStart, keep_running
-from jaxslowmo.cli.processes._supervise import describe_loss, supervise
-from support.waiting import PATIENCE_SECONDS
+from jaxslowmo.cli.processes._restarts import EndOfStart
+from jaxslowmo.cli.processes._supervise import Children, describe_loss, keep_running, supervise
+from support.waiting import PATIENCE_SECONDS, wait_until
 
 LOST = EndOfStart(75, "process 1 died")
 DONE = EndOfStart(0, "", is_reported=True)
@@ -172,33 +172,23 @@ def test_an_old_run_is_overwritten_once_and_resume_is_given_once(out, waits):
     assert run(out, LOST, DONE, argv=("train", "--resume"))[1] == [["train", "--resume"]] * 2
 
 
-@pytest.fixture
-def start():
-    """Starts a process that does not outlive the test; it says when it is ready."""
-    started = []
+def test_the_second_ctrl_c_kills_and_is_told_before_sigterm(fake):
+    child = fake("trap '' TERM; echo > $0.ready; exec sleep 1000")
 
-    def start(children: Children, prepare: str = "") -> subprocess.Popen:
-        code = f"import signal, time\n{prepare}\nprint('ready', flush=True)\ntime.sleep(1000)"
-        command = [sys.executable, "-c", code]
-        started.append(children.start(command, os.environ, stdout=subprocess.PIPE))
-        return started[-1]
-
-    yield start
-    for process in started:
-        process.kill()
-        process.communicate()
-
-
-def test_the_second_ctrl_c_kills_and_is_told_before_sigterm(start):
     with Children() as children:
-        process = start(children, "signal.signal(signal.SIGTERM, signal.SIG_IGN)")
-        assert process.stdout.readline() == b"ready\n"
-        for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT, signal.SIGTERM):
-            signal.raise_signal(number)
-        assert process.poll() is None
-        assert children.received == signal.SIGINT
-        signal.raise_signal(signal.SIGINT)
-        assert process.wait(PATIENCE_SECONDS) == -signal.SIGKILL
+
+        def send() -> None:
+            wait_until(lambda: child.lines("ready"))
+            for number, told in (("TERM", "TERM"), ("INT", "INT"), ("TERM", "INT")):
+                os.kill(os.getpid(), signal.Signals[f"SIG{number}"])
+                wait_until(lambda told=told: children.received == signal.Signals[f"SIG{told}"])
+            os.kill(os.getpid(), signal.SIGINT)
+
+        thread = threading.Thread(target=send)
+        thread.start()
+        end = children.run({"process 3": []}, 0.0)
+        thread.join()
+    assert (end.code, end.what) == (137, "process 3 was killed by SIGKILL")
 
 
 # As jaxlib 0.10 and 0.12 print it.
@@ -216,7 +206,7 @@ RPC = "RPC: /xla.coordination.CoordinationService/"
         ([], None),
         (["Traceback (most recent call last):", "ValueError: no"], None),
         ([SILENT, "2", "The tasks have crashed."], "process 2 died"),
-        ([SILENT, "3, 1", ""], "processes 1 and 3 died"),
+        ([SILENT, "3, 1", ""], "process 1 and process 3 died"),
         (
             [f"{FATAL} ABORTED: 1 unexpectedly tried to connect with a different incarnation."],
             "process 1 died",
@@ -302,7 +292,7 @@ def test_a_child_ends_with_its_parent_and_ctrl_c_reaches_it_through_that_alone(m
     monkeypatch.setattr(
         "jaxslowmo.cli._train.train", lambda *_: found.append(signal.getsignal(signal.SIGINT)) or 0
     )
-    monkeypatch.setattr("jaxslowmo.cli._start.end_with_parent", lambda parent: None)
+    monkeypatch.setattr("jaxslowmo.cli.processes._supervise.end_with_parent", lambda parent: None)
     monkeypatch.setenv(CHILD, str(os.getpid()))
     try:
         assert run_command(["train"]) == 0

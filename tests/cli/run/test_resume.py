@@ -242,7 +242,7 @@ def test_failed_saves_end_a_run_only_if_they_are_many_or_the_last(
     call, text, tmp_path, monkeypatch, capsys
 ):
     saves, failing = [], set()
-    usual, usual_train = ocp.PyTreeCheckpointHandler.finalize, _job.Session.train
+    usual, usual_train = ocp.PyTreeCheckpointHandler.finalize, _job.Job._train
 
     def finalize(*args, **options):
         saves.append(1)
@@ -267,7 +267,7 @@ def test_failed_saves_end_a_run_only_if_they_are_many_or_the_last(
         raise ValueError("a mistake")
 
     # A last save that fails hides no error of before.
-    monkeypatch.setattr(_job.Session, "train", train)
+    monkeypatch.setattr(_job.Job, "_train", train)
     failing |= set(range(6, 20))
     with pytest.raises(ValueError, match="a mistake"):
         call(RUN, AVERAGES, "--steps 2 --checkpoint-every 2 --data", text, "--out", tmp_path / "c")

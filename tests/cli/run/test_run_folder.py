@@ -78,8 +78,8 @@ OURS = """config.json metrics.jsonl summary.json statistics.json compare.json co
     checkpoints/5/state/d/x checkpoints/6.set-aside/x checkpoints/7.orbax-checkpoint-tmp/x
     model/record/metadata model/state/d/x logs/process-1.txt
     tensorboard/events.out.tfevents.1.host.2 sgp+graph=ring-seed0/config.json
-    sgp+graph=ring-seed0/summary.json lock.0123456789ab .writing-01234567-config.json"""
-OTHERS = """lock notes.txt config.json.bak checkpoints/notes.txt logs/mine.txt
+    sgp+graph=ring-seed0/summary.json .writing-01234567-config.json"""
+OTHERS = """lock lock.json notes.txt config.json.bak checkpoints/notes.txt logs/mine.txt
     tensorboard/mine.txt data-seed/a.txt diloco-seed1/notes.txt corpus.json"""
 
 

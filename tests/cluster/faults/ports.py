@@ -10,7 +10,6 @@ _REFUSED = f"one line and code 2 within {_WITHIN} s"
 
 
 @fault("the coordinator's port is taken", _REFUSED, "127.0.0.1", 0)
-@fault("the coordinator's port is taken, process 1", _REFUSED, "127.0.0.1", 1)
 @fault("an unknown host, process 1", _REFUSED, "no-such-host.invalid", 1)
 def refused(stand: Stand, host: str, process: int) -> None:
     with socket.socket() as other:
