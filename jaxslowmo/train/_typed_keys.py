@@ -6,6 +6,7 @@ knows what to give to other replicas.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -48,7 +49,7 @@ class TypedKeys(LossProgram):
     def __init__(self, loss_fn: Callable[..., Any]) -> None:
         self._program = program = LossProgram.of(loss_fn)
         self._loss = as_full_loss(loss_fn)
-        self._weighted = as_full_loss(program.weighted or loss_fn)
+        self.weighted = partial(self._computed, as_full_loss(program.weighted or loss_fn))
         self.param_specs, self.param_types = program.param_specs, program.param_types
         self.dispatch, self.check_mesh = program.dispatch, program.check_mesh
         self.before_run, self.params_form = program.before_run, program.params_form
@@ -70,23 +71,17 @@ class TypedKeys(LossProgram):
     ) -> Any:
         """Compute the loss with raw keys in place of the typed ones in `model_state`."""
         arguments = {"rng": rng, "model_state": model_state, "embedded": embedded}
-        return self._called(self._loss, params, batch, **arguments)
+        return self._computed(self._loss, params, batch, **arguments)
 
-    def weighted(
+    def _computed(
         self,
+        loss_fn: FullLoss,
         params: PyTree,
         batch: PyTree,
         *,
-        rng: Any = None,
-        model_state: PyTree = None,
+        rng: Any,
+        model_state: PyTree,
         embedded: PyTree = None,
-    ) -> Any:
-        """Compute the loss as a step calls it; see `LossProgram`."""
-        arguments = {"rng": rng, "model_state": model_state, "embedded": embedded}
-        return self._called(self._weighted, params, batch, **arguments)
-
-    def _called(
-        self, loss_fn: FullLoss, params: PyTree, batch: PyTree, *, model_state: PyTree, **more: Any
     ) -> Any:
         leaves = jax.tree.leaves(model_state)
         if any(map(_is_raw_key, leaves)):
@@ -97,7 +92,7 @@ class TypedKeys(LossProgram):
                 "all replicas would draw the same: make the state with step.init of this step."
             )
         raw = jax.tree.map(lambda x: jax.random.key_data(x) if _is_key(x) else x, model_state)
-        loss, (metrics, new) = loss_fn(params, batch, model_state=raw, **more)
+        loss, (metrics, new) = loss_fn(params, batch, rng=rng, model_state=raw, embedded=embedded)
         if jax.tree.structure(new) == jax.tree.structure(raw):  # else the step raises an error
             pairs = zip(leaf_names(new), jax.tree.leaves(new), leaves, strict=True)
             new = jax.tree.structure(new).unflatten([_as_before(*each) for each in pairs])

@@ -170,7 +170,7 @@ def test_the_module_runs_as_a_program_and_inspecting_loads_no_jax():
 
 
 def test_a_reader_that_ends_early_is_no_error_of_the_program():
-    """As of `jaxslowmo train --help | head`."""
+    """`jaxslowmo train --help | head` closes the pipe."""
     reading, writing = os.pipe()
     os.close(reading)
     command = [sys.executable, "-m", "jaxslowmo", "train", "--help"]

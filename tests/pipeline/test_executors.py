@@ -244,7 +244,7 @@ def test_the_report_counts_what_each_kind_of_step_sends(executor: str) -> None:
 
 
 def test_steps_of_layers_with_keys_and_state_are_compiled_without_running(executor: str) -> None:
-    """From arrays and from types alike; a layer that runs would count."""
+    """A layer that runs would count; batches are arrays, and then types."""
     ran = []
 
     def drawn(params: Any, x: Any, *, key: Any, state: Any) -> Any:

@@ -27,7 +27,7 @@ class Results(NamedTuple):
     between whose devices the batch was split.
 
     Attributes:
-      loss: the loss.
+      loss: the loss and the metrics of all microbatches.
       states: the buffers of the new model state; {} for models without.
       grads: the buffers of the gradients of the floating parameters; None if no gradients were
         requested.

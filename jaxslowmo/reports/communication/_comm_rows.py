@@ -53,7 +53,7 @@ class CommRow:
 
 
 class Which(TypedDict, total=False):
-    """What to select; see `CommReport.select`."""
+    """The keyword arguments that select rows; see `CommReport.select`."""
 
     axis: str | Sequence[str] | None
     collective: str | None
