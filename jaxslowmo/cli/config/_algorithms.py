@@ -60,7 +60,7 @@ class AlgorithmConfig(Options):
     computed (with --mode host, or a graph that does not rotate); k mixes in what was sent k - 1
     steps earlier."""
     mixing: MixingName = "uniform"
-    """Share that a replica of sgp keeps: as much as each peer gets (uniform), or self_weighted:SHARE."""
+    """Share that a replica of sgp keeps: that of each peer (uniform), or self_weighted:SHARE."""
     slow_momentum: Share = 0.5
     """Momentum of slowmo's slow step."""
     slow_learning_rate: NotNegative = 1.0

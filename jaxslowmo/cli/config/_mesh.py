@@ -56,7 +56,7 @@ class MeshConfig(Options):
     pipeline: Annotated[str, _check_pipeline, OneOf(*PIPELINES), Called("--schedule")] = (
         "one_f_one_b"
     )
-    """Order in which each pipeline stage computes its operations; see jaxslowmo inspect schedule."""
+    """Order of the operations of each pipeline stage; see jaxslowmo inspect schedule."""
     microbatches: Count | None = None
     """Parts of a batch that go through the stages one after the other (default: up to 4 per stage,
     as many as divide the batch)."""
