@@ -420,8 +420,7 @@ def check_leaves(argument: str, tree: PyTree, *, keys: bool = False) -> None:
     """
     check_arrays(f"`{argument}`", tree)
     leaves = zip(leaf_names(tree), jax.tree.leaves(tree), strict=True)
-    is_kept = lambda x: _is_number(x) or (keys and _is_key(x))  # noqa: E731
-    wrong = [(name, x) for name, x in leaves if not is_kept(x)]
+    wrong = [(n, x) for n, x in leaves if not (_is_number(x) or (keys and _is_key(x)))]
     if wrong:
         hint = ". Pass PRNG keys as `rng`, of which each layer that takes `key` gets its own."
         raise ValueError(
