@@ -1,3 +1,3 @@
 """The command line: `jaxslowmo train`, `compare`, `sample`, and so on; extra `train`."""
 
-from ._main import main as main
+from ._app import main as main

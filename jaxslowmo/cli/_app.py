@@ -2,17 +2,16 @@
 
 import difflib
 import importlib
+import os
 import sys
 import textwrap
 import warnings
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
+from .._support.extras import missing_extra
 from .._version import __version__
-from ._errors import CommandError, usage_errors
-
-_ABOUT = "Data-parallel training whose replicas communicate rarely."
-
+from ._errors import FAILED, INTERRUPTED, CommandError, code_of, describe, usage_errors
 
 COMMANDS = {
     "train": "Train a byte-level language model with one algorithm.",
@@ -31,6 +30,44 @@ COMMANDS = {
     "settings and seeds of a period train in one program, with virtual replicas on one device.",
 }
 _GROUPS = {name.partition(" ")[0] for name in COMMANDS if " " in name}
+
+
+def main(argv: Sequence[str] | None = None) -> NoReturn:
+    """Run the command line and exit.
+
+    Args:
+      argv: arguments without the name of the program; None: those of the process.
+
+    Raises:
+      SystemExit: always. 0: done; 1: the training diverged; 2: wrong usage or a missing extra;
+        75: a disk or file server that may recover (both with one line on stderr); 130: interrupted.
+    """
+    try:
+        try:
+            code = run(argv)
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:  # of `| head`; what is not written yet would fail again at the end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = FAILED
+    except ModuleNotFoundError as error:
+        missing = missing_extra("the command line", error)
+        if missing is None:
+            raise
+        code = _complain(CommandError(missing))
+    except KeyboardInterrupt:
+        code = INTERRUPTED
+    except Exception as error:
+        if not isinstance(error, CommandError) and code_of(error) == FAILED:
+            raise
+        code = _complain(error)
+    sys.exit(code)
+
+
+def _complain(error: Exception) -> int:
+    line = str(error) if isinstance(error, CommandError) else describe(error)
+    print(f"error: {line}", file=sys.stderr)
+    return code_of(error)
 
 
 def run(argv: Sequence[str] | None = None) -> int:
@@ -75,7 +112,8 @@ def _describe(words: Sequence[str]) -> None:
         nearest = difflib.get_close_matches(name, COMMANDS, 1)
         hint = f"; did you mean {nearest[0]}?" if nearest else ""
         raise CommandError(f"no such command: {name}{hint}; see jaxslowmo --help")
-    print(f"usage: {' '.join(['jaxslowmo', *group])} COMMAND [OPTIONS]\n\n{_ABOUT}\n")
+    print(f"usage: {' '.join(['jaxslowmo', *group])} COMMAND [OPTIONS]\n")
+    print("Data-parallel training whose replicas communicate rarely.\n")
     for name, about in COMMANDS.items():
         if name.split()[: len(group)] == group:
             print(f"  {name}\n{textwrap.indent(textwrap.fill(about, 72), ' ' * 6)}")

@@ -8,7 +8,7 @@ import inspect
 import itertools
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypedDict
 
@@ -19,11 +19,6 @@ from .config._options import Option, Options, options_of, read_size
 from .config._training import PRESET_DEFAULTS, train_options
 
 _METAVARS = {int: "INT", float: "FLOAT", str: "TEXT", Path: "PATH"}
-# The config.json of a run says how the run was started, too; the next one starts in its own way.
-_OF_A_START = {
-    *("not_given", "resume", "overwrite"),
-    *("coordinator", "coordinator_bind", "num_processes", "process_id"),
-}
 
 
 def configured(cls: type[Options], program: str, words: Sequence[str], about: str = "") -> Any:
@@ -145,8 +140,7 @@ def read_file(cls: type[Options], path: Path) -> dict[str, Any]:
 
     Args:
       cls: class of the configuration for which it is read.
-      path: path of the file: a mapping from names of options, with - or _, to values; values in a
-        mapping below stand under the names of fields, as in config.json of a run.
+      path: path of the file: a mapping from names of options, with - or _, to values.
 
     Raises:
       ValueError: the file holds no mapping, a name is no option, or its value is wrong; the message
@@ -160,17 +154,14 @@ def read_file(cls: type[Options], path: Path) -> dict[str, Any]:
         content = json.loads(text) if path.suffix == ".json" else _yaml(text)
         if not isinstance(content, dict):
             raise ValueError("must be a mapping from names of options to values")
-        values, leaves = {}, [*_leaves(content)]
-        left_out = _OF_A_START if "not_given" in {keys[-1] for keys, _ in leaves} else ()
-        for (*above, key), value in leaves:
-            flag = str(key).replace("_", "-")
-            option = options.get(flag.replace("-", "_")) if above else by_flag.get(flag)
-            if value is None or key in left_out:
-                continue
+        values = {}
+        for key, value in content.items():
+            option = by_flag.get(str(key).replace("_", "-"))
             if option is None:
                 raise ValueError(f"{key} is no option; see jaxslowmo train --help")
-            shown = ",".join(map(str, value)) if isinstance(value, list) else str(value)
-            values[option.name] = option.read(shown)
+            if value is not None:
+                shown = ",".join(map(str, value)) if isinstance(value, list) else str(value)
+                values[option.name] = option.read(shown)
         return values
     except ValueError as error:
         raise ValueError(f"--config {path}: {error}") from None
@@ -183,12 +174,3 @@ def _yaml(text: str) -> Any:
         return yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise ValueError(f"is no YAML: {error}") from None
-
-
-def _leaves(content: Mapping[Any, Any], above: tuple[Any, ...] = ()) -> Iterator[tuple[Any, Any]]:
-    """Yield the keys on the way to each value that is no mapping, and the value."""
-    for key, value in content.items():
-        if isinstance(value, dict):
-            yield from _leaves(value, (*above, key))
-        else:
-            yield (*above, key), value

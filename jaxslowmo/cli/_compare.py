@@ -1,6 +1,5 @@
 """`jaxslowmo compare`: several runs, a table of their results, and a picture."""
 
-import dataclasses
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -47,7 +46,8 @@ def compare(config: CompareConfig) -> int:
         jobs = _jobs(config)
         if config.train.overwrite:
             folder.sweep()
-        write_json(folder.config, dataclasses.replace(config, config=None, out=None))
+        own = {"algorithms": config.algorithms, "seeds": config.seeds}
+        write_json(folder.config, config.train.to_file() | own)
         return _compare_in(folder, config, jobs, console)
 
 
@@ -140,7 +140,7 @@ def meaning(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 def _describe(config: CompareConfig) -> list[str]:
     train, seeds = config.train, len(config.seeds)
-    exchanges = describe_exchanges(config.base_algorithms, train.algorithm)
+    exchanges = describe_exchanges(config.base_algorithms, train)
     return [
         f"{train.steps} steps",
         *([", ".join(exchanges)] if exchanges else []),

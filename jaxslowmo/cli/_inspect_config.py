@@ -36,7 +36,7 @@ def inspect_config(command: InspectConfigConfig) -> int:
         job = Job(config, placement, _NOTHING)
     state = job.step.init(form.init(config.seed, placement.mesh))
     facts = _facts(config, form, placement, job, state)
-    console.print(facts_table(facts, title=config.algorithm.algorithm))
+    console.print(facts_table(facts, title=config.algorithm))
     batch = np.zeros((config.replicas * config.batch, form.config.context_length + 1), np.uint8)
     say(console, "What a step sends, as bytes that go into each collective on one device:")
     report = emitted(job.step, state, batch)
@@ -58,7 +58,7 @@ def _facts(
     }
     if form.layout is None:
         return facts
-    schedule, executor = schedule_of(config), config.mesh.executor
+    schedule, executor = schedule_of(config), config.executor
     timed = schedule.simulate(lockstep=executor == "one_program")
     stages = [
         " and ".join(f"{start} to {end - 1}" for start, end in ranges)

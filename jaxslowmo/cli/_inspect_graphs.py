@@ -19,8 +19,8 @@ from ._errors import CommandError, file_errors
 from ._figures import COLOURS, INK, LineStyle, clean, draw_line, new_figure, save_figure
 from ._inspect_graph import FOREVER, graph_facts
 from ._output import numbers_table, say, write_json
-from .config._algorithms import parse_mixing
 from .config._inspect import InspectGraphsConfig, check_effort, split_graph
+from .config._training import parse_mixing
 from .run._run_folder import make_folder
 
 # Maps a graph and a number of nodes to the analysis, or to the reason why there is no such graph.

@@ -19,10 +19,10 @@ _SET_BY_LAUNCH = (
 def train(command: TrainCommand) -> int:
     """Train, or supervise the child that trains if there are several processes."""
     config, out, parent = command.train, command.out, supervisor()
-    if parent is None and is_one_of_several(config.cluster):
+    if parent is None and is_one_of_several(config):
         with usage_errors():  # before any process waits for the others
-            config.mesh.check_processes(known_processes(config.cluster) or 1)
-        restarts = config.cluster.restarts
+            config.check_processes(known_processes(config) or 1)
+        restarts = config.restarts
         return _supervise.supervise(sys.argv[1:], out or Path(), restarts=restarts)
     if parent is not None:
         _supervise.end_with_parent(parent)
@@ -49,7 +49,7 @@ def launch(config: LaunchConfig, words: Sequence[str]) -> int:
     # The options of train are checked here once, and not first in every process.
     with usage_errors():
         command = configured(TrainCommand, "jaxslowmo train", words[1:])
-        command.train.mesh.check_processes(config.processes)
+        command.train.check_processes(config.processes)
     if command.out is None:
         raise CommandError("train needs --out where there are several processes: they share it")
     return _supervise.launch(

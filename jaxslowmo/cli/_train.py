@@ -29,15 +29,15 @@ def train(config: TrainConfig, out: Path | None) -> int:
     Raises:
       CommandError: the options do not fit each other, the data, the devices or the other processes.
     """
-    if not is_one_of_several(config.cluster):
+    if not is_one_of_several(config):
         return _train(config, out, ALONE)
     if out is None:
         raise CommandError("--out must be given where there are several processes: they share it")
-    ask_for_devices(config, known_processes(config.cluster))
-    cluster = join_cluster(config.cluster)
+    ask_for_devices(config, known_processes(config))
+    cluster = join_cluster(config)
     last_saved = RunFolder(out).last_saved
-    watch = Watch(cluster.index, cluster.count, config.cluster.stall_timeout, last_saved)
-    with failing_together(watch, config.cluster.heartbeat_timeout):
+    watch = Watch(cluster.index, cluster.count, config.stall_timeout, last_saved)
+    with failing_together(watch, config.heartbeat_timeout):
         return _train(config, out, dataclasses.replace(cluster, watch=watch))
 
 
@@ -46,9 +46,9 @@ def _train(config: TrainConfig, out: Path | None, cluster: Cluster) -> int:
         folder, config, job = _prepared(config, out, cluster, stack)
         if config.overwrite:  # only now: a wrong call should delete nothing
             clear(folder, config, cluster)
-        logs = config.cluster.process_logs
+        logs = config.process_logs
         console = Console(file=stack.enter_context(_output_of(cluster, folder, logs=logs)))
-        name, where = config.algorithm.algorithm, job.placement
+        name, where = config.algorithm, job.placement
         size = format_count(job.num_parameters)
         say(console, f"{name}, {size} parameters, {where.description}", job.text.description)
         with Reporter(console, name, config.steps, would=where.is_virtual) as reporter:
@@ -98,7 +98,7 @@ def opened(
         yield folder, follow(config, folder, corpus, cluster)
         return
     with locked_folder(out, "train") as folder:
-        requested, resumes = config, config.checkpoint.resume
+        requested, resumes = config, config.resume
         if not config.overwrite:
             folder.refuse_leftovers(may_resume=True, resumes=resumes)
         if resumes:

@@ -103,7 +103,7 @@ def tune_outer(config: TuneOuterConfig) -> int:
     facts = [dataclasses.asdict(row) | {"mean": row.mean} for row in rows]
     result = {"config": config, "data": text.description, "steps_done": done, "rows": facts}
     write_json(folder / "tune.json", result)
-    about = f"{subject}; {train.algorithm.algorithm}, {done} steps"
+    about = f"{subject}; {train.algorithm}, {done} steps"
     draw_settings(rows, folder / "tune.png", subtitle=about)
     console.print(rows_table(rows))
     if stop.reason:
@@ -120,8 +120,7 @@ class Trial:
     """
 
     def __init__(self, config: TuneOuterConfig, text: Text, period: int):
-        algorithm = dataclasses.replace(config.train.algorithm, slow_every=period)
-        train = self._train = dataclasses.replace(config.train, algorithm=algorithm)
+        train = self._train = dataclasses.replace(config.train, slow_every=period)
         self._config, self._text, self._period = config, text, period
         self._model = config_of(train)
         self._loss_fn = gpt_loss_fn(self._model)
@@ -235,13 +234,13 @@ def _at_edge(config: TuneOuterConfig, row: Row) -> str:
 
 
 def _call(train: TrainConfig, row: Row) -> str:
-    rate = f"{row.factor * train.optimizer.learning_rate:g}"
-    if train.algorithm.algorithm == "diloco":
+    rate = f"{row.factor * train.learning_rate:g}"
+    if train.algorithm == "diloco":
         outer = f"optax.sgd({row.rate:g}, momentum={row.momentum:g}, nesterov=True)"
         arguments = f"outer_optimizer={outer}"
     else:
         arguments = f"momentum={row.momentum:g}, slow_learning_rate={row.rate:g}"
-    name = train.algorithm.algorithm.partition("_")[0]
+    name = train.algorithm.partition("_")[0]
     return f"js.{name}(..., {arguments}) at a learning rate of {rate}"
 
 

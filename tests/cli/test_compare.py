@@ -73,17 +73,17 @@ def test_one_algorithm_with_several_settings(call, text, tmp_path):
     assert rows[0]["bytes_sent"] == rows[1]["bytes_sent"]
     assert rows[0]["validation_loss"] != rows[1]["validation_loss"]
     settings = json_of(tmp_path / f"{other.replace(':', '-')}-seed0" / "config.json")
-    assert (settings["algorithm"]["algorithm"], settings["algorithm"]["overlap"]) == ("sgp", 1)
-    assert settings["optimizer"]["learning_rate"] == 0.1
+    assert (settings["algorithm"], settings["overlap"]) == ("sgp", 1)
+    assert settings["learning_rate"] == 0.1
 
 
 def test_algorithms_of_a_comparison_bring_settings():
     name = "slowmo+slow_momentum=0.1+nesterov=true+exact_average=False"
     config = CompareConfig(train_config({}), algorithms=("all_reduce", name), seeds=(0,))
-    chosen = config.run(name, 0).algorithm
+    chosen = config.run(name, 0)
     assert (chosen.algorithm, chosen.slow_momentum) == ("slowmo", 0.1)
     assert (chosen.nesterov, chosen.exact_average) == (True, False)
-    assert not config.run("all_reduce", 0).algorithm.nesterov
+    assert not config.run("all_reduce", 0).nesterov
 
 
 @pytest.mark.parametrize(

@@ -154,7 +154,7 @@ def program(*arguments: object, folder: Path | None = None) -> Outcome:
 def test_a_missing_extra_is_named(text, package, command):
     code = (
         f"import sys\nsys.modules[{package!r}] = None\n"  # as if it were not installed
-        "from jaxslowmo.cli._main import main\nmain(sys.argv[1:])"
+        "from jaxslowmo.cli._app import main\nmain(sys.argv[1:])"
     )
     program("-c", code, *command.split(), folder=text).is_refused(package, INSTALL)
 

@@ -31,8 +31,8 @@ def as_called(script: str) -> TrainConfig:
     words = shlex.split(re.sub(r"\$\(\(.*?\)\)|\$\w+", "4", call))
     command = configured(TrainCommand, "jaxslowmo train", words)
     assert command.out is not None
-    assert command.train.checkpoint.resume
-    assert command.train.checkpoint.checkpoint_every
+    assert command.train.resume
+    assert command.train.checkpoint_every
     return command.train
 
 

@@ -37,7 +37,7 @@ NAMES = {"json": "as_json", "schedule": "pipeline", "rate_schedule": "schedule"}
 def values(config: Any) -> dict[str, Any]:
     """Return values of all options by name; a command's own replace those of training."""
     if isinstance(config, TrainConfig):
-        return config.flat()
+        return config.values()
     training = values(config.train) if hasattr(config, "train") else {}
     return training | vars(config)
 

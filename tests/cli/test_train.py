@@ -70,8 +70,8 @@ def test_a_run_leaves_metrics_config_and_summary(call, text, tmp_path, algorithm
     assert summary["bytes_sent"] == sent[9]
 
     config = json_of(out / "config.json")
-    assert config["algorithm"]["algorithm"] == algorithm
-    assert (config["steps"], config["optimizer"]["learning_rate"]) == (9, 0.2)
+    assert config["algorithm"] == algorithm
+    assert (config["steps"], config["learning_rate"]) == (9, 0.2)
 
 
 def test_gossip_is_evaluated_and_exported_with_what_is_in_flight(call, text, tmp_path, monkeypatch):

@@ -50,7 +50,7 @@ def parse_port(name: str, text: str) -> int:
 
 
 @dataclasses.dataclass(frozen=True)
-class ClusterConfig(Options):
+class ClusterOptions(Options):
     """The processes that train together, and how they find each other."""
 
     HEADING = "Cluster"

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Self
 
-from ._algorithms import ALGORITHMS, OUTER_ALGORITHMS, AlgorithmConfig
-from ._cluster import ClusterConfig
+from ._cluster import ClusterOptions
 from ._inspect import InspectGraphConfig, InspectGraphsConfig, InspectScheduleConfig
 from ._options import (
     Called,
@@ -24,13 +23,15 @@ from ._options import (
     options_of,
 )
 from ._training import (
-    CheckpointConfig,
-    OptimizerConfig,
+    ALGORITHMS,
+    OUTER_ALGORITHMS,
+    AlgorithmOptions,
+    CheckpointOptions,
+    OptimizerOptions,
     TrainConfig,
     refuse_unused,
     train_config,
     train_options,
-    with_values,
 )
 
 
@@ -71,7 +72,7 @@ class OfRuns(Options):
     @property
     def base_algorithms(self) -> tuple[str, ...]:
         """The names of the algorithms that are trained."""
-        return (self.train.algorithm.algorithm,)
+        return (self.train.algorithm,)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,7 +101,7 @@ class LaunchConfig(Options):
     """Processes to start on this machine."""
     restarts: Natural = 0
     """How often to start all again when one failed, before a newer checkpoint."""
-    heartbeat_timeout: Annotated[int, Range(2)] = ClusterConfig.heartbeat_timeout
+    heartbeat_timeout: Annotated[int, Range(2)] = ClusterOptions.heartbeat_timeout
     """Seconds after which a silent process is given up. A pause of up to half of them always
     survives."""
 
@@ -108,11 +109,11 @@ class LaunchConfig(Options):
 # Options about a single run, or that a comparison sets itself.
 _OF_ONE_RUN = {
     *("algorithm", "seed", "patience", "statistics", "statistics_rate"),
-    *(*options_of(CheckpointConfig), *options_of(ClusterConfig)),
+    *(*options_of(CheckpointOptions), *options_of(ClusterOptions)),
 }
 # Algorithms do best at different rates: rare exchanges at smaller ones.
-_SETTINGS = options_of(AlgorithmConfig) | {
-    "learning_rate": options_of(OptimizerConfig)["learning_rate"]
+_SETTINGS = options_of(AlgorithmOptions) | {
+    "learning_rate": options_of(OptimizerOptions)["learning_rate"]
 }
 
 
@@ -147,7 +148,7 @@ class CompareConfig(InRunFolder):
         """Return the configuration of the run of one algorithm with one seed."""
         name, *settings = algorithm.split("+")
         changes = dict(_setting(text) for text in settings)
-        config = with_values(self.train, {"seed": seed, "algorithm": name, **changes})
+        config = dataclasses.replace(self.train, **{"seed": seed, "algorithm": name, **changes})
         refuse_unused(changes, config)
         return config
 
@@ -246,10 +247,10 @@ class TuneOuterConfig(InRunFolder):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        OneOf(*OUTER_ALGORITHMS)("--algorithm", self.train.algorithm.algorithm)
+        OneOf(*OUTER_ALGORITHMS)("--algorithm", self.train.algorithm)
         if self.train.replicas < 2:
             raise ValueError("--replicas must be >= 2: one replica has nothing to average")
-        if 0 in self.factors or not self.train.optimizer.learning_rate:
+        if 0 in self.factors or not self.train.learning_rate:
             raise ValueError("--factors and --learning-rate must be > 0, got 0")
         if longest := [period for period in self.periods if period > self.train.steps]:
             raise ValueError(

@@ -15,9 +15,8 @@ from jaxslowmo.topology import (
 )
 
 from .._errors import file_errors
-from ._algorithms import MixingName, parse_mixing
-from ._mesh import PIPELINES
 from ._options import Called, Count, NotNegative, OneOf, Options, Range, options_of
+from ._training import PIPELINES, MixingName, parse_mixing
 
 if TYPE_CHECKING:
     from jaxslowmo.pipeline.schedules import Schedule

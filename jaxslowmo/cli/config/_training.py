@@ -1,15 +1,14 @@
-"""The configuration of `jaxslowmo train`, its parts, and the defaults of each preset."""
+"""The options of `jaxslowmo train`: its configuration, defaults of presets, what goes together."""
 
 import dataclasses
-import functools
 import math
 from collections.abc import Collection, Mapping
 from typing import Annotated, Any
 
+from jaxslowmo.topology import GRAPHS, Mixing, self_weighted, uniform_mixing
+
 from .._errors import as_flag
-from ._algorithms import AlgorithmConfig
-from ._cluster import ClusterConfig
-from ._mesh import RATE_SCHEDULES, MeshConfig
+from ._cluster import ClusterOptions
 from ._options import (
     Called,
     Count,
@@ -20,11 +19,15 @@ from ._options import (
     Options,
     Range,
     Seed,
+    Share,
     options_of,
 )
 
 MOST_LOSS_SCALE = 2**24  # the loss scale stops growing there
 _UNDER_A_MILLION = Range(1, 2**20)
+_OF_A_START = (
+    "resume", "overwrite", "coordinator", "coordinator_bind", "num_processes", "process_id",
+)  # fmt: skip
 # Options that --mesh replaces, and its axes.
 _OF_MESH = {"replicas": "replica", "devices_per_replica": "device"}
 
@@ -53,8 +56,207 @@ PRESET_DEFAULTS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+# From slow links to fast ones: devices that are neighbours along the last axis are the closest.
+AXES = ("replica", "device", "stage", "fsdp", "tensor")
+# The axes over which a model is split; the axis "device" splits only the batch.
+MODEL_AXES = ("stage", "fsdp", "tensor")
+# Copies of the library's lists, because importing those loads jax; a test compares them.
+PIPELINES = ("gpipe", "one_f_one_b", "interleaved", "zero_bubble", "zbv", "lockstep")
+EXECUTORS = ("one_program", "host")
+RATE_SCHEDULES = ("cosine", "constant")  # of the learning rate
+# How each is built, and drawn in a picture, the recipes of run/ hold.
+ALGORITHMS = ("all_reduce", "local_sgd", "sgp", "slowmo", "slowmo_sgp", "diloco")
+OUTER_ALGORITHMS = ("slowmo", "slowmo_sgp", "diloco")  # those with slow steps
+_TICKS_PER_STAGE = 4  # the most microbatches per stage, without --microbatches
+
+
+def parse_mesh(text: str) -> dict[str, int]:
+    """Return axis sizes by name from a text like "replica=2,stage=2", in the order of `AXES`.
+
+    Raises:
+      ValueError: an axis is unknown or named twice, or a size is not a positive integer.
+    """
+    sizes: dict[str, int] = {}
+    for part in text.split(","):
+        name, _, size = (x.strip() for x in part.partition("="))
+        is_size = size.isascii() and size.isdigit() and 0 < int(size) < 2**20
+        if name not in AXES or name in sizes or not is_size:
+            raise ValueError(
+                f"--mesh must be sizes of the axes {', '.join(AXES)}, each at most once, such as "
+                f"replica=2,stage=2,fsdp=2; got {part.strip() or 'nothing'}"
+            )
+        sizes[name] = int(size)
+    return {name: sizes[name] for name in AXES if name in sizes}
+
+
+def _check_pipeline(flag: str, kind: str) -> None:
+    if kind in RATE_SCHEDULES:
+        raise ValueError(
+            f"{flag} is that of a pipeline, and --rate-schedule that of the learning rate; got "
+            f"{flag} {kind}"
+        )
+
+
 @dataclasses.dataclass(frozen=True)
-class CheckpointConfig(Options):
+class DeviceOptions(Options):
+    """The devices of a run, by the axes of their mesh, and the pipeline along the axis "stage"."""
+
+    HEADING = "Device"
+
+    replicas: Count = 4
+    """Data-parallel replicas."""
+    devices_per_replica: Count = 1
+    """Devices that share a replica's batch (two levels)."""
+    mesh: Annotated[str | None, lambda flag, text: parse_mesh(text)] = None
+    """Sizes of the axes of the devices, such as replica=2,stage=2,fsdp=2: replica, device (which
+    share a batch), stage (of a pipeline), fsdp and tensor (which share the model). In place of
+    --replicas and --devices-per-replica."""
+    execution: Annotated[str, OneOf("auto", "devices", "virtual")] = "auto"
+    """A device per replica, virtual replicas on one device, or whichever the machine allows."""
+    mode: Annotated[str, OneOf("traced", "host")] = "traced"
+    """One program for all steps, or one per kind of step chosen on the host."""
+    pipeline: Annotated[str, _check_pipeline, OneOf(*PIPELINES), Called("--schedule")] = (
+        "one_f_one_b"
+    )
+    """Order of the operations of each pipeline stage; see jaxslowmo inspect schedule."""
+    microbatches: Count | None = None
+    """Parts of a batch that go through the stages one after the other (default: up to 4 per stage,
+    as many as divide the batch)."""
+    chunks: Count | None = None
+    """Parts of the model on each stage (default: 2 for interleaved and zbv, else 1)."""
+    executor: Annotated[str, OneOf(*EXECUTORS)] = "one_program"
+    """One program on all stages, or programs of each stage that the host starts one by one, which
+    wait less for each other but take a single process."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, axis in _OF_MESH.items():
+            size, value = self.mesh_sizes.get(axis, 1), getattr(self, name)
+            if self.mesh is not None and size != value:
+                flag = as_flag(name)
+                raise ValueError(
+                    f"--mesh and {flag} contradict each other: {self.mesh} has {size} along "
+                    f"{axis}, got {value}; leave {flag} out"
+                )
+
+    @property
+    def mesh_sizes(self) -> dict[str, int]:
+        """The sizes of the axes in `--mesh`, by name."""
+        return {} if self.mesh is None else parse_mesh(self.mesh)
+
+    @property
+    def model_axes(self) -> dict[str, int]:
+        """The sizes of the axes that split the model, by name; axes of size 1 are left out."""
+        return {name: n for name, n in self.mesh_sizes.items() if name in MODEL_AXES and n > 1}
+
+    @property
+    def num_stages(self) -> int:
+        """The number of stages of the pipeline; 1 without a pipeline."""
+        return self.mesh_sizes.get("stage", 1)
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """The sizes of the mesh axes, by name."""
+        inner = {"device": self.devices_per_replica} if self.devices_per_replica > 1 else {}
+        return {"replica": self.replicas, **inner, **self.model_axes}
+
+    @property
+    def devices_of_a_replica(self) -> int:
+        """The number of devices of one replica: the product of all axes but "replica"."""
+        return math.prod(self.axes.values()) // self.replicas
+
+    @property
+    def shares_of_a_batch(self) -> int:
+        """The number of parts of a replica's batch that its devices compute side by side."""
+        return self.devices_per_replica * self.model_axes.get("fsdp", 1)
+
+    def check_processes(self, count: int) -> None:
+        """Raise `ValueError` if there are several processes but the executor needs a single one."""
+        if self.executor == "host" and count > 1:
+            raise ValueError(
+                "--executor host starts the programs of all stages from a single process, got "
+                f"{count} processes: use --executor one_program, which several can run"
+            )
+
+
+def parse_mixing(text: str) -> Mixing:
+    """Return the mixing that a text like "uniform" or "self_weighted:0.7" names.
+
+    Raises:
+      ValueError: the text is neither, or the share is outside (0, 1).
+    """
+    name, colon, share = text.partition(":")
+    if name == "uniform" and not colon:
+        return uniform_mixing()
+    if name == "self_weighted":
+        try:
+            return self_weighted(float(share))
+        except ValueError:
+            pass  # not a number, or not between 0 and 1
+    raise ValueError(
+        "--mixing must be uniform, or self_weighted:SHARE with a share between 0 and 1, such as "
+        f"self_weighted:0.7; got {text}"
+    )
+
+
+MixingName = Annotated[str, lambda flag, text: parse_mixing(text)]
+
+
+@dataclasses.dataclass(frozen=True)
+class AlgorithmOptions(Options):
+    """The algorithm of a run and its settings; `GOES_WITH` says which go together."""
+
+    HEADING = "Algorithm"
+
+    algorithm: Annotated[str, OneOf(*ALGORITHMS)] = "slowmo"
+    """What replicas exchange: gradients every step (all_reduce), parameters with a few peers every
+    step (sgp) or with all now and then; slowmo goes over local_sgd, slowmo_sgp over sgp."""
+    bucket_mib: Annotated[float, Range(0, 2**20)] = 25
+    """Size of all_reduce's gradient buckets in MiB, the first one at most 1; see jaxslowmo tune
+    buckets."""
+    sync_every: Count = 12
+    """Steps between averages (local_sgd, slowmo)."""
+    slow_every: Count = 48
+    """Steps between slow (outer) steps of slowmo and diloco."""
+    graph: Annotated[str, OneOf(*GRAPHS)] = "npeer_directed_exponential"
+    """Who sends to whom in sgp; see jaxslowmo inspect graph."""
+    peers_per_step: Count | None = None
+    """Peers that a replica sends to in a step of sgp (default: the graph's)."""
+    overlap: Annotated[int, Range(0, 2**10)] = 0  # each is a copy of the parameters in memory
+    """sgp: 0 sends the new parameters; 1 sends those from before the step, while the gradients are
+    computed (with --mode host, or a graph that does not rotate); k mixes in what was sent k - 1
+    steps earlier."""
+    mixing: MixingName = "uniform"
+    """Share that a replica of sgp keeps: that of each peer (uniform), or self_weighted:SHARE."""
+    slow_momentum: Share = 0.5
+    """Momentum of slowmo's slow step."""
+    slow_learning_rate: NotNegative = 1.0
+    """Step size of slowmo's slow step."""
+    nesterov: bool = False
+    """Nesterov form of slowmo's slow step."""
+    shard_state: bool = True
+    """Spread slow state over the replicas (slowmo, diloco)."""
+    exact_average: bool = True
+    """Average in slowmo's slow step; without, it takes what its base left (and implies
+    --no-shard-state)."""
+    fragments: Count = 1
+    """Parts of the model that take turns in the period, each sent by itself; of slowmo and diloco
+    those of the slow step."""
+    delay: Natural = 0
+    """Steps beside which an exchange runs, before its result is applied."""
+    merge: NotNegative = 0.0
+    """Share of its own progress that a replica keeps when a result is applied, from 0 to 1."""
+    codec: Annotated[str, OneOf("none", "bfloat16", "float16")] = "none"
+    """Send parameters in 16 bits (slow state is then whole on each replica); error feedback is on,
+    and helps sgp in bfloat16."""
+    outer_learning_rate: NotNegative = 0.7
+    """Learning rate of diloco's outer optimizer (SGD)."""
+    outer_momentum: Share = 0.9
+    """Nesterov momentum of diloco's outer optimizer."""
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckpointOptions(Options):
     """The checkpoints of a run, and what it does when its loss is not finite."""
 
     HEADING = "Checkpoint"
@@ -85,7 +287,7 @@ class CheckpointConfig(Options):
 
 
 @dataclasses.dataclass(frozen=True)
-class OptimizerConfig(Options):
+class OptimizerOptions(Options):
     """The optimizer of each replica, and the learning rate schedule that slowmo uses, too."""
 
     HEADING = "Optimizer"
@@ -165,92 +367,71 @@ class _TrainingOptions(Options):
 
 
 @dataclasses.dataclass(frozen=True)
-class _DeviceOptions(Options):
-    HEADING = "Device"
-
-    replicas: Count = 4
-    """Data-parallel replicas."""
-    devices_per_replica: Count = 1
-    """Devices that share a replica's batch (two levels)."""
-    execution: Annotated[str, OneOf("auto", "devices", "virtual")] = "auto"
-    """A device per replica, virtual replicas on one device, or whichever the machine allows."""
-    mode: Annotated[str, OneOf("traced", "host")] = "traced"
-    """One program for all steps, or one per kind of step chosen on the host."""
-
-
-@dataclasses.dataclass(frozen=True)
-class TrainConfig(_DeviceOptions, _TrainingOptions, _ModelOptions):
+class TrainConfig(
+    ClusterOptions, CheckpointOptions, OptimizerOptions, AlgorithmOptions, DeviceOptions,
+    _TrainingOptions, _ModelOptions,
+):  # fmt: skip
     """The configuration of one training run."""
 
-    mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
-    algorithm: AlgorithmConfig = dataclasses.field(default_factory=AlgorithmConfig)
-    optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
-    checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
-    cluster: ClusterConfig = dataclasses.field(default_factory=ClusterConfig)
     # The names in `KEPT` that nobody gave.
     not_given: Annotated[tuple[str, ...], Called(None)] = ()
 
-    def flat(self) -> dict[str, Any]:
+    def values(self) -> dict[str, Any]:
         """Return the values of all options by field name."""
-        parts = [vars(self), *(vars(getattr(self, part)) for part in PARTS)]
-        values = {name: value for part in parts for name, value in part.items()}
-        return {name: values[name] for name in train_options()}
+        return {name: getattr(self, name) for name in train_options()}
 
-    @property
-    def axes(self) -> dict[str, int]:
-        """The sizes of the mesh axes, by name."""
-        inner = {"device": self.devices_per_replica} if self.devices_per_replica > 1 else {}
-        return {"replica": self.replicas, **inner, **self.model_axes}
+    def to_file(self) -> dict[str, Any]:
+        """Return the values under the names of options, for config.json, which `--config` reads.
 
-    @property
-    def model_axes(self) -> dict[str, int]:
-        """The sizes of the axes that split the model, by name; {} without `--mesh`."""
-        return self.mesh.model_axes
-
-    @property
-    def devices_of_a_replica(self) -> int:
-        """The number of devices of one replica: the product of all axes but "replica"."""
-        return math.prod(self.axes.values()) // self.replicas
+        How this run was started is left out: the next one starts in its own way.
+        """
+        return {
+            option.flag[2:].replace("-", "_"): getattr(self, name)
+            for name, option in train_options().items()
+            if name not in _OF_A_START
+        }
 
     @property
     def rows(self) -> int:
         """The windows of one forward pass on each group of devices that splits a model."""
-        shares = self.devices_per_replica * self.model_axes.get("fsdp", 1)
-        return self.batch // (self.accumulate * shares)
+        return self.batch // (self.accumulate * self.shares_of_a_batch)
 
     @property
     def num_microbatches(self) -> int:
         """The number of microbatches that go through the pipeline stages; 1 without stages."""
-        return self.mesh.num_microbatches(self.rows) if "stage" in self.model_axes else 1
+        if self.num_stages == 1:
+            return 1
+        if self.microbatches is not None:
+            return self.microbatches
+        most = _TICKS_PER_STAGE * self.num_stages
+        fit = [m for m in range(1, most + 1) if self.rows % m == 0]
+        # A multiple of the number of stages, if possible: the interleaved schedule needs one.
+        return max([m for m in fit if m % self.num_stages == 0] or fit)
 
     @property
     def schedule_length(self) -> int:
         """The number of steps of the learning rate schedule."""
-        return self.optimizer.schedule_steps or self.steps
+        return self.schedule_steps or self.steps
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, axis in _OF_MESH.items():
-            size, value = self.mesh.sizes.get(axis, 1), getattr(self, name)
-            if self.mesh.mesh is not None and size != value:
-                flag = as_flag(name)
-                raise ValueError(
-                    f"--mesh and {flag} contradict each other: {self.mesh.mesh} has {size} along "
-                    f"{axis}, got {value}; leave {flag} out"
-                )
-        shares = self.accumulate * self.devices_per_replica * self.model_axes.get("fsdp", 1)
+        shares = self.accumulate * self.shares_of_a_batch
         if self.batch % shares:
             raise ValueError(
                 "--batch must be a multiple of --accumulate times --devices-per-replica times the "
                 f"size of fsdp in --mesh = {shares}, got {self.batch}"
             )
-        _ = self.num_microbatches  # raises if --microbatches does not divide the batch
-        if self.optimizer.warmup >= self.schedule_length:
-            name = "--schedule-steps" if self.optimizer.schedule_steps else "--steps"
+        if self.rows % self.num_microbatches:
             raise ValueError(
-                f"--warmup must be < {name}, got {self.optimizer.warmup} and {self.schedule_length}"
+                f"--microbatches must divide the {self.rows} windows of --batch that devices "
+                f"compute together, got {self.microbatches}"
             )
-        if self.overwrite and self.checkpoint.resume:
+        if self.warmup >= self.schedule_length:
+            name = "--schedule-steps" if self.schedule_steps else "--steps"
+            raise ValueError(
+                f"--warmup must be < {name}, got {self.warmup} and {self.schedule_length}"
+            )
+        if self.overwrite and self.resume:
             raise ValueError(
                 "--overwrite deletes what --resume would go on from: give one of them, not both"
             )
@@ -259,25 +440,17 @@ class TrainConfig(_DeviceOptions, _TrainingOptions, _ModelOptions):
 # A resumed run keeps its earlier values of these, unless the command line gives new ones.
 KEPT = ("steps", "warmup", "schedule_steps")
 
-PARTS: dict[str, Any] = {
-    field.name: field.default_factory
-    for field in dataclasses.fields(TrainConfig)
-    if field.default_factory is not dataclasses.MISSING
-}
 
-
-@functools.cache
 def train_options() -> dict[str, Option]:
-    """Return all options of `TrainConfig` and its parts, by the names of their fields."""
-    configs = (TrainConfig, *PARTS.values())
-    return {name: option for config in configs for name, option in options_of(config).items()}
+    """Return all options of `train`, by the names of their fields."""
+    return options_of(TrainConfig)
 
 
 def train_config(options: Mapping[str, Any], file: Mapping[str, Any] | None = None) -> TrainConfig:
     """Return the configuration: values of `options`, else of a file, the preset, the defaults.
 
     Args:
-      options: values by field name, of `TrainConfig` and its parts; None: not given.
+      options: values by field name; None: not given.
       file: values of a configuration file, likewise.
 
     Raises:
@@ -291,31 +464,15 @@ def train_config(options: Mapping[str, Any], file: Mapping[str, Any] | None = No
     length = given.get("schedule_steps", given.get("steps", 0))
     if "warmup" not in given and length >= 1:
         # The warm-up of a preset suits the preset's own number of steps.
-        default = values.get("warmup", OptimizerConfig.warmup)
+        default = values.get("warmup", TrainConfig.warmup)
         values["warmup"] = min(default, length // 10)
     if "mesh" in given:
         # --mesh gives these sizes, so those of a preset, or of a file, no longer count.
-        sizes = MeshConfig(mesh=given["mesh"]).sizes
+        sizes = parse_mesh(given["mesh"])
         values |= {name: sizes.get(axis, 1) for name, axis in _OF_MESH.items()}
         values |= options if "mesh" in options else given
     not_given = tuple(name for name in KEPT if name not in given)
-    return with_values(TrainConfig(not_given=not_given), values)
-
-
-def with_values(config: TrainConfig, changes: Mapping[str, Any]) -> TrainConfig:
-    """Return a copy of a configuration with new values of some options, also of its parts.
-
-    Raises:
-      ValueError: a value breaks the rule of its option.
-    """
-
-    def of(cls: type) -> dict[str, Any]:
-        return {name: changes[name] for name in options_of(cls) if name in changes}
-
-    parts: dict[str, Any] = {
-        name: dataclasses.replace(getattr(config, name), **of(cls)) for name, cls in PARTS.items()
-    }
-    return dataclasses.replace(config, **of(TrainConfig), **parts)
+    return TrainConfig(**values, not_given=not_given)
 
 
 # Options, and with which values of another one they have an effect.
@@ -335,6 +492,7 @@ GOES_WITH: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
     ("loss_scale loss_scale_interval", "dtype", ("float16",)),
     ("statistics_rate", "statistics", (True,)),
     ("max_rollbacks", "on_nan", ("rollback",)),
+    ("check_parameters", "algorithm", ("local_sgd", "sgp", "slowmo", "slowmo_sgp", "diloco")),
 )
 
 
@@ -344,16 +502,16 @@ def refuse_unused(
     """Raise `ValueError` if an option has no effect together with the others.
 
     Args:
-      given: values of the command line by field name, of `TrainConfig` and its parts.
+      given: values of the command line by field name.
       config: the configuration made of them, with file, preset and defaults.
       algorithms: the algorithms that are trained; () is the one of `config`.
 
     Raises:
       ValueError: the message names the first such option, its value, and what it goes with.
     """
-    flat, options = config.flat(), train_options()
+    options = train_options()
     for names, other, values in GOES_WITH:
-        actual = algorithms if other == "algorithm" and algorithms else (flat[other],)
+        actual = algorithms if other == "algorithm" and algorithms else (getattr(config, other),)
         unused = [name for name in names.split() if name in given]
         if not unused or {*actual} & {*values}:
             continue
@@ -363,15 +521,15 @@ def refuse_unused(
         required, instead = " or ".join(values), ", ".join(sorted(actual))
         _refuse(unused[0], given, f"goes with {flag} {required}, not with {instead}")
     for name in ("pipeline", "microbatches", "chunks", "executor"):
-        if name in given and config.mesh.num_stages == 1:
+        if name in given and config.num_stages == 1:
             _refuse(name, given, "goes with a stage of 2 or more in --mesh")
-    if given.get("on_nan") == "rollback" and not (flat["checkpoint_every"] or flat["resume"]):
+    if given.get("on_nan") == "rollback" and not (config.checkpoint_every or config.resume):
         raise ValueError("--on-nan rollback needs --checkpoint-every, for something to go back to")
-    if given.get("shard_state") and not flat["exact_average"]:
+    if given.get("shard_state") and not config.exact_average:
         raise ValueError("--shard-state does not go with --no-exact-average, which shards nothing")
-    if given.get("shard_state") and flat["codec"] != "none":
+    if given.get("shard_state") and config.codec != "none":
         raise ValueError(
-            f"--shard-state does not go with --codec {flat['codec']}, which needs a whole anchor"
+            f"--shard-state does not go with --codec {config.codec}, which needs a whole anchor"
         )
 
 

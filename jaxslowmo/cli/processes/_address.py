@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Mapping
 
 from .._errors import CommandError, usage_errors
-from ..config._cluster import ClusterConfig, bare_host, host_and_port, parse_port
+from ..config._cluster import ClusterOptions, bare_host, host_and_port, parse_port
 
 # Environment variables that jax reads: HOST:PORT where process 0 listens, and the port that
 # launchers set.
@@ -21,7 +21,7 @@ _PORT = "JAX_COORDINATOR_PORT"
 _COORDINATOR, _COORDINATOR_BIND = "--coordinator", "--coordinator-bind"
 
 
-def bind_address(config: ClusterConfig, environ: Mapping[str, str] = os.environ) -> str | None:
+def bind_address(config: ClusterOptions, environ: Mapping[str, str] = os.environ) -> str | None:
     """Return the HOST:PORT at which process 0 listens; None: jax decides.
 
     Returns:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping
 from types import FrameType
 from typing import Any, Literal
 
-from ..config._cluster import ClusterConfig
+from ..config._cluster import ClusterOptions
 
 Stop = Literal["interrupted", "preempted"]
 Handler = Callable[[int, FrameType | None], None] | signal.Handlers
@@ -46,7 +46,7 @@ def supervisor() -> int | None:
     return int(os.environ[CHILD]) if CHILD in os.environ else None
 
 
-def is_one_of_several(config: ClusterConfig, environ: Mapping[str, str] = os.environ) -> bool:
+def is_one_of_several(config: ClusterOptions, environ: Mapping[str, str] = os.environ) -> bool:
     """Return whether the run of this process has further processes.
 
     It detects a launcher by the environment variables that `jax.distributed.initialize` reads. A
@@ -59,7 +59,7 @@ def is_one_of_several(config: ClusterConfig, environ: Mapping[str, str] = os.env
     return launcher(environ) is not None
 
 
-def known_processes(config: ClusterConfig, environ: Mapping[str, str] = os.environ) -> int | None:
+def known_processes(config: ClusterOptions, environ: Mapping[str, str] = os.environ) -> int | None:
     """Return the number of processes from options or environment; None if only joining tells it."""
     if config.num_processes is not None:
         return config.num_processes

@@ -30,7 +30,7 @@ from .._errors import (
     code_of,
     describe,
 )
-from ..config._cluster import ClusterConfig
+from ..config._cluster import ClusterOptions
 from ._address import bind_address
 from ._peers import Cluster
 from ._supervise import PEER_FAILED, pass_on
@@ -201,7 +201,7 @@ def _within(seconds: float, call: Callable[[], Any], otherwise: Any) -> Any:
     return results[0] if results else otherwise
 
 
-def join_cluster(config: ClusterConfig) -> Cluster:
+def join_cluster(config: ClusterOptions) -> Cluster:
     """Connect to the other processes; call it before anything else touches a device.
 
     Raises:

@@ -1,5 +1,6 @@
 """Checks that a run has the options and the text of its checkpoint, and of its other processes."""
 
+import dataclasses
 import json
 import time
 from collections.abc import Mapping
@@ -12,10 +13,9 @@ from ..._support.coordinator import NoNoteError, tell, wait_for
 from ..._support.files import PASSING, io_errno
 from ..._version import __version__
 from .._errors import TRY_AGAIN, USAGE_ERROR, CommandError, usage_errors
-from ..config._cluster import ClusterConfig
-from ..config._mesh import MeshConfig
+from ..config._cluster import ClusterOptions
 from ..config._options import options_of
-from ..config._training import KEPT, CheckpointConfig, TrainConfig, train_options, with_values
+from ..config._training import KEPT, CheckpointOptions, DeviceOptions, TrainConfig, train_options
 from ..processes._peers import Cluster
 from ._run_folder import RunFolder, make_folder
 
@@ -27,14 +27,14 @@ _FREE_OF_A_RUN = frozenset(
     {
         "steps", "schedule_steps", "data", "overwrite", "replicas", "devices_per_replica",
         "execution", "mode", "eval_every", "eval_batches", "log_every", "patience", "prefetch",
-        "tensorboard", "statistics", "statistics_rate", *options_of(CheckpointConfig),
-        *options_of(ClusterConfig), *options_of(MeshConfig),
+        "tensorboard", "statistics", "statistics_rate", *options_of(CheckpointOptions),
+        *options_of(ClusterOptions), *options_of(DeviceOptions),
     }
 )  # fmt: skip
 # Processes of a run may have other values of these options. Of --data the content is compared.
 # Process 0 decides about --resume and --overwrite, since another process may have started again
 # before it.
-_FREE_OF_A_PROCESS = frozenset({"data", "resume", "overwrite", *options_of(ClusterConfig)})
+_FREE_OF_A_PROCESS = frozenset({"data", "resume", "overwrite", *options_of(ClusterOptions)})
 _MOST_NAMES = 5  # in a message
 _KEY = "jaxslowmo/start"
 _DECIDED = ("resume", "overwrite", *KEPT)  # process 0 decides these for all
@@ -45,7 +45,7 @@ _MOST_DIFFERENCES = 3  # in a message
 
 def option_values(config: TrainConfig) -> dict[str, Any]:
     """Return the value of every option by its name, as JSON returns it (lists for tuples)."""
-    return json.loads(json.dumps(config.flat()))
+    return json.loads(json.dumps(config.values()))
 
 
 def other_options(local: Mapping[str, Any], first: Mapping[str, Any]) -> str:
@@ -86,7 +86,9 @@ def resumed_config(config: TrainConfig, folder: RunFolder, corpus: Contents) -> 
         listing = folder.listing(extra["corpus"])
         what = "" if listing is None else f": {other_files(corpus.listing, listing)}"
         raise CommandError(f"--resume: the run in {where} read other files than --data has{what}")
-    config = with_values(config, {name: saved[name] for name in KEPT if name in config.not_given})
+    config = dataclasses.replace(
+        config, **{name: saved[name] for name in KEPT if name in config.not_given}
+    )
     done = extra["progress"]["step"]
     if config.steps < done:
         raise CommandError(
@@ -107,7 +109,7 @@ def _newest_extra(config: TrainConfig, folder: RunFolder) -> dict[str, Any] | No
         checkpoints = Checkpoints(path)
         if not checkpoints.steps():
             return None
-        extra = checkpoints.extra(fallback=config.checkpoint.fallback)
+        extra = checkpoints.extra(fallback=config.fallback)
     except CheckpointError as error:
         refuse_to_resume(error)
     if not {"config", "progress"} <= extra.keys():
@@ -218,7 +220,7 @@ def follow(
         raise CommandError(message)
     make_folder(folder.path, "train")  # raises if it cannot be written to
     with usage_errors():
-        return with_values(config, first["decided"])
+        return dataclasses.replace(config, **first["decided"])
 
 
 def clear(folder: RunFolder, config: TrainConfig, cluster: Cluster) -> None:
@@ -270,7 +272,7 @@ def _sees_lock(folder: RunFolder, token: str) -> bool:
 
 
 def _wait(note: str, config: TrainConfig, *, whom: int) -> str:
-    seconds = config.cluster.startup_timeout
+    seconds = config.startup_timeout
     try:
         return wait_for(f"{_KEY}/{note}", seconds)
     except NoNoteError as error:

@@ -16,8 +16,7 @@ from jaxslowmo.models import gpt_preset
 from jaxslowmo.train import own_parts
 
 from .._errors import CommandError, usage_errors
-from ..config._mesh import MODEL_AXES
-from ..config._training import TrainConfig
+from ..config._training import MODEL_AXES, TrainConfig
 from ..processes._peers import ALONE, Cluster
 
 # Each CPU device has its own thread pool and copy of the state; more devices only cost memory.
@@ -66,7 +65,7 @@ def choose_mesh(config: TrainConfig, cluster: Cluster = ALONE) -> RunDevices:
     """
     if cluster.count > 1:
         with usage_errors():
-            config.mesh.check_processes(cluster.count)
+            config.check_processes(cluster.count)
     _check_division(config, cluster.count)
     if cluster.count > 1 and config.execution == "virtual":
         raise CommandError("--execution virtual is for one process, and devices for several")
@@ -82,7 +81,7 @@ def choose_mesh(config: TrainConfig, cluster: Cluster = ALONE) -> RunDevices:
     if config.execution == "virtual" and shares_model:
         raise CommandError(
             f"--execution virtual has no devices inside a replica to share the model of --mesh "
-            f"{config.mesh.mesh} between"
+            f"{config.mesh} between"
         )
     if config.execution == "virtual" or (
         config.execution == "auto" and is_short and cluster.count == 1 and not shares_model
@@ -93,12 +92,12 @@ def choose_mesh(config: TrainConfig, cluster: Cluster = ALONE) -> RunDevices:
     if is_short:
         options = (
             f"--replicas {config.replicas} with --devices-per-replica {config.devices_per_replica} "
-            if config.mesh.mesh is None
-            else f"--mesh {config.mesh.mesh} "
+            if config.mesh is None
+            else f"--mesh {config.mesh} "
         )
         way_out = "use fewer" if shares_model else "use fewer, or --execution virtual"
         raise CommandError(
-            f"{options.strip()} need{'s' * (config.mesh.mesh is not None)} {needed} devices, found "
+            f"{options.strip()} need{'s' * (config.mesh is not None)} {needed} devices, found "
             f"{len(devices)} ({kind}): {way_out}"
         )
     named = ", ".join(f"{name}={n}" for name, n in config.model_axes.items())
@@ -123,7 +122,7 @@ def _check_division(config: TrainConfig, processes: int) -> None:
             f"got {replicas}"
         )
     if each % (processes // replicas):
-        what = "--devices-per-replica" if config.mesh.mesh is None else "the devices of a replica"
+        what = "--devices-per-replica" if config.mesh is None else "the devices of a replica"
         raise CommandError(
             f"{what} must be a multiple of {processes // replicas}: with --replicas {replicas} and "
             f"{processes} processes each replica spans as many; got {each}"

@@ -58,7 +58,7 @@ class Job:
       config: configuration of all its runs.
       placement: devices of the replicas.
       text: text that `divide_text` returned.
-      label: name of the algorithm in the summary; the default is `config.algorithm.algorithm`.
+      label: name of the algorithm in the summary; the default is `config.algorithm`.
       cluster: the processes that run it.
 
     Raises:
@@ -74,7 +74,7 @@ class Job:
         cluster: Cluster = ALONE,
     ):
         self.placement, self.text = placement, text
-        self.label = label or config.algorithm.algorithm
+        self.label = label or config.algorithm
         self._cluster = cluster
         if config.tensorboard:
             importlib.import_module("tensorboardX")  # raises without the extra
@@ -90,7 +90,7 @@ class Job:
             policy=policy_of(config),
         )
         # The loss of the host executor starts programs itself, and cannot be jitted.
-        is_host = config.mesh.executor == "host"
+        is_host = config.executor == "host"
         self._loss_fn = loss_fn if is_host else jax.jit(loss_fn)
 
     def evaluate(self, params: Any, model_state: Any = None) -> dict[str, float]:
@@ -133,7 +133,7 @@ class Job:
         self._config = config
         params = self._form.init(config.seed, self.placement.mesh)
         self._batches = RunBatches(self.text, config, self.placement.mesh)
-        resumes = saves and config.checkpoint.resume
+        resumes = saves and config.resume
         with (
             StopOnSignal(self._cluster) as self._stop,  # until the last save is complete
             Keeper(
@@ -171,7 +171,7 @@ class Job:
                     # All replicas start with the same parameters.
                     recorder.start(self.evaluate(self.step.consensus(state, whole=False)))
                 status, state = self._train(measured or self.step, state, done.step)
-                if saves and config.checkpoint.export and status == "finished":
+                if saves and config.export and status == "finished":
                     with self._stop.besides_steps():
                         self._export(folder.model, state)
         summary = recorder.summary(status) | self._facts(ledger)
@@ -193,7 +193,7 @@ class Job:
         # The resumed run had already ended, early or after all steps.
         if self._recorder.is_patience_over or done >= self._config.steps:
             return "finished", state
-        options = self._config.checkpoint
+        options = self._config
         rollbacks = options.max_rollbacks if options.on_nan == "rollback" else 0
         while True:
             status, state, done = self._train_until_end(step, state, done)
@@ -249,7 +249,7 @@ class Job:
 
         if not recorder.step(result, evaluate=measure if evaluates else None, now=bool(stop)):
             return "diverged"
-        if config.checkpoint.check_parameters and result.phase and _was_refused(result.state):
+        if config.check_parameters and result.phase and _was_refused(result.state):
             return "diverged"
         is_early = evaluates and recorder.is_patience_over
         if keeper is not None:

@@ -75,7 +75,7 @@ class Keeper:
         corpus: str,
         saved_form: Callable[[dict[str, Any]], Any],
     ) -> None:
-        self._config, self._options, self._corpus = config, config.checkpoint, corpus
+        self._config, self._options, self._corpus = config, config, corpus
         self._folder, self._step, self._params = folder, step, params
         self._cluster, self._saved_form = cluster, saved_form
         self._checkpoints: Any = None

@@ -133,7 +133,7 @@ class RunFiles:
         """Write config.json and all of metrics.jsonl; return the latter, opened for appending."""
         path = self._folder.metrics
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_json(self._folder.config, self._config)
+        write_json(self._folder.config, self._config.to_file())
         write_anew(path, "".join(map(json_line, self.records)))
         self._unwritten = b""
         # Without a buffer, which would write data again that could not be written.

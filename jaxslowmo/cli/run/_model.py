@@ -24,7 +24,7 @@ from jaxslowmo.models import (
 )
 from jaxslowmo.pipeline.model import model_blocks
 
-from ..config._cluster import ClusterConfig
+from ..config._cluster import ClusterOptions
 from ..config._options import options_of
 from ..config._training import MOST_LOSS_SCALE, TrainConfig, train_config
 from ._agreement import saved_values
@@ -121,10 +121,10 @@ def schedule_of(config: TrainConfig) -> js.pipeline.Schedule:
     Raises:
       ValueError: the kind of schedule does not allow these numbers of stages or microbatches.
     """
-    mesh = config.mesh
+    kind, chunks = config.pipeline, config.chunks
     # With one chunk the interleaved schedule would be one_f_one_b.
-    chunks = 2 if mesh.pipeline == "interleaved" and mesh.chunks is None else mesh.chunks
-    return js.schedules.by_name(mesh.pipeline, mesh.num_stages, config.num_microbatches, chunks)
+    chunks = 2 if kind == "interleaved" and chunks is None else chunks
+    return js.schedules.by_name(kind, config.num_stages, config.num_microbatches, chunks)
 
 
 def parts_of(config: TrainConfig, schedule: js.pipeline.Schedule) -> list[Any]:
@@ -136,7 +136,7 @@ def parts_of(config: TrainConfig, schedule: js.pipeline.Schedule) -> list[Any]:
     model, stages, chunks = config_of(config), schedule.num_stages, schedule.num_chunks
     if stages * chunks > (count := model.num_layers + 2):
         raise ValueError(
-            f"--mesh {config.mesh.mesh}: {stages} stages of {chunks} chunks need as many layers, "
+            f"--mesh {config.mesh}: {stages} stages of {chunks} chunks need as many layers, "
             f"--preset {config.preset} has {count}: an embedding, the blocks and an output layer"
         )
     costs = js.pipeline.count_layer_params(gpt_layers(model).split(gpt_types(model)))
@@ -155,7 +155,7 @@ def form_of(config: TrainConfig) -> Form:
     if "stage" in sizes and config.dtype == "float16":
         raise ValueError(
             f"--dtype float16 does not go with stages, between which small gradients would "
-            f"vanish, in --mesh {config.mesh.mesh}; bfloat16 does"
+            f"vanish, in --mesh {config.mesh}; bfloat16 does"
         )
     mesh: Any = AbstractMesh(tuple(config.axes.values()), tuple(config.axes))
     specs = None
@@ -195,7 +195,7 @@ def loss_fn_of(config: TrainConfig, form: Form, mesh: Any) -> Callable[[Any, jax
         schedule,
         parts=parts_of(config, schedule),
         mesh=mesh,
-        executor=config.mesh.executor,  # pyright: ignore[reportArgumentType]
+        executor=config.executor,  # pyright: ignore[reportArgumentType]
         data_axes=("fsdp",) if "fsdp" in shared else (),
         param_specs=specs,
     )
@@ -203,7 +203,7 @@ def loss_fn_of(config: TrainConfig, form: Form, mesh: Any) -> Callable[[Any, jax
 
 def saved_config(extra: Mapping[str, Any]) -> TrainConfig:
     """Return the configuration of a checkpoint, without options of its processes and devices."""
-    unused = {*options_of(ClusterConfig), "resume", "overwrite", "attention"}
+    unused = {*options_of(ClusterOptions), "resume", "overwrite", "attention"}
     values = saved_values(extra["config"])
     return train_config({name: value for name, value in values.items() if name not in unused})
 

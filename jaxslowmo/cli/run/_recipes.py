@@ -11,8 +11,7 @@ import optax
 import jaxslowmo as js
 from jaxslowmo.topology import make_graph
 
-from ..config._algorithms import AlgorithmConfig, parse_mixing
-from ..config._training import OptimizerConfig, TrainConfig
+from ..config._training import AlgorithmOptions, OptimizerOptions, TrainConfig, parse_mixing
 from ._model import scaled
 
 # Descriptions of exchanges other than of gradients, in the order in which they are printed.
@@ -33,7 +32,7 @@ class RecipeInputs:
       specs: a `PartitionSpec` per leaf of the parameters, over axes that split the model, or None.
     """
 
-    config: AlgorithmConfig
+    config: AlgorithmOptions
     schedule: optax.Schedule
     two_levels: bool
     specs: Any = None
@@ -173,7 +172,7 @@ class Algorithm:
 
     def past_schedule(self, config: TrainConfig, step: int) -> tuple[str, ...]:
         """Return a note if a run that resumes at `step` trains past the end of its schedule."""
-        end, has_end = config.schedule_length, config.optimizer.schedule == "cosine"
+        end, has_end = config.schedule_length, config.schedule == "cosine"
         if not has_end or not end < config.steps or step >= config.steps:
             return ()
         rate = np.asarray(self.schedule(end)).item()
@@ -191,20 +190,16 @@ def build_algorithm(config: TrainConfig, specs: Any = None) -> Algorithm:
     Raises:
       ValueError: the library refuses a combination of options.
     """
-    schedule = learning_rate_schedule(config.optimizer, config.schedule_length)
-    recipe = RECIPES[config.algorithm.algorithm]
+    schedule = learning_rate_schedule(config, config.schedule_length)
+    recipe = RECIPES[config.algorithm]
     two_levels = config.devices_per_replica > 1
-    inputs = RecipeInputs(config.algorithm, schedule, two_levels=two_levels, specs=specs)
+    inputs = RecipeInputs(config, schedule, two_levels=two_levels, specs=specs)
     gradients = recipe.gradients(inputs) if recipe.gradients else None
     sync = recipe.sync(inputs) if recipe.sync else None
-    if config.checkpoint.check_parameters:
-        if sync is None:
-            raise ValueError(
-                "--check-parameters is for algorithms that exchange parameters; all_reduce "
-                "exchanges gradients, whose loss shows it"
-            )
+    if config.check_parameters:
+        assert sync is not None, "GOES_WITH"
         sync = js.only_finite(sync)
-    optimizer = scaled(_optimizer(config.optimizer, schedule), config)
+    optimizer = scaled(_optimizer(config, schedule), config)
     return Algorithm(schedule, optimizer, gradients, sync)
 
 
@@ -216,30 +211,30 @@ def build_setting(config: TrainConfig, setting: Mapping[str, Any]) -> optax.Grad
       setting: "factor", which multiplies the learning rate, and "rate" and "momentum" of the slow
         step, or of diloco's outer optimizer: numbers, also traced ones.
     """
-    schedule = learning_rate_schedule(config.optimizer, config.schedule_length)
+    schedule = learning_rate_schedule(config, config.schedule_length)
 
     def scaled_schedule(count: Any) -> Any:
         return setting["factor"] * schedule(count)
 
-    # Without the checks of `AlgorithmConfig`, which traced values would not pass.
+    # Without the checks of `AlgorithmOptions`, which traced values would not pass.
     algorithm: Any = SimpleNamespace(
-        **vars(config.algorithm)
+        **vars(config)
         | dict.fromkeys(("slow_momentum", "outer_momentum"), setting["momentum"])
         | dict.fromkeys(("slow_learning_rate", "outer_learning_rate"), setting["rate"])
     )
-    recipe = RECIPES[config.algorithm.algorithm]
+    recipe = RECIPES[config.algorithm]
     assert recipe.sync is not None, "an algorithm with slow steps"
     sync = recipe.sync(RecipeInputs(algorithm, scaled_schedule, two_levels=False))
-    return js.chain(_optimizer(config.optimizer, scaled_schedule), sync)
+    return js.chain(_optimizer(config, scaled_schedule), sync)
 
 
-def describe_exchanges(algorithms: Collection[str], config: AlgorithmConfig) -> list[str]:
+def describe_exchanges(algorithms: Collection[str], config: AlgorithmOptions) -> list[str]:
     """Return in words what these algorithms exchange, and when."""
     used = {exchange for name in algorithms for exchange in RECIPES[name].exchanges}
     return [exchange.format_map(vars(config)) for exchange in _EXCHANGES if exchange in used]
 
 
-def learning_rate_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
+def learning_rate_schedule(config: OptimizerOptions, steps: int) -> optax.Schedule:
     """Return a linear warm-up to the peak, then a cosine down to a tenth of it, or a constant."""
     peak = config.learning_rate
     if config.schedule == "cosine":
@@ -249,7 +244,7 @@ def learning_rate_schedule(config: OptimizerConfig, steps: int) -> optax.Schedul
     return optax.schedules.warmup_constant_schedule(0.0, peak, config.warmup)
 
 
-def _optimizer(config: OptimizerConfig, schedule: optax.Schedule) -> optax.GradientTransformation:
+def _optimizer(config: OptimizerOptions, schedule: optax.Schedule) -> optax.GradientTransformation:
     if config.optimizer == "adamw":
         inner = optax.adamw(schedule, b1=0.9, b2=0.95, weight_decay=config.weight_decay)
     else:

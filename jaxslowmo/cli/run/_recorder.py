@@ -224,7 +224,7 @@ class Recorder:
         speed = self._timed_tokens / self._timed_seconds if self._timed_seconds else None
         return {
             "status": status,
-            "algorithm": self._config.algorithm.algorithm,
+            "algorithm": self._config.algorithm,
             "seed": self._config.seed,
             "steps": last.get("step", 0),
             "loss": losses[-1] if losses else None,

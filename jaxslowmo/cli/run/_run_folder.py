@@ -130,9 +130,7 @@ class RunFolder:
             of = ", ".join(map(str, names)) if isinstance(names, list) else "algorithms"
             state = "finished" if self.comparison.exists() else "not finished"
             return f"a comparison of {of} ({state})"
-        part = config.get("algorithm")
-        of = part.get("algorithm") if isinstance(part, dict) else None
-        of = of or summary.get("algorithm") or "an algorithm"
+        of = config.get("algorithm") or summary.get("algorithm") or "an algorithm"
         counted = f"{count or 'no'} checkpoint{'s' * (count > 1)}"
         status = summary.get("status") or "not finished"
         recorded = self.last_recorded()

@@ -5,7 +5,7 @@ import socket
 import pytest
 
 from jaxslowmo.cli._errors import CommandError
-from jaxslowmo.cli.config._cluster import ClusterConfig
+from jaxslowmo.cli.config._cluster import ClusterOptions
 from jaxslowmo.cli.processes import _address
 from jaxslowmo.cli.processes._address import bind_address
 from support.refusals import Refusal, each
@@ -14,8 +14,8 @@ from support.refusals import Refusal, each
 ELSEWHERE = "203.0.113.7"
 
 
-def config(coordinator, *, process_id=0, bind=None) -> ClusterConfig:
-    return ClusterConfig(
+def config(coordinator, *, process_id=0, bind=None) -> ClusterOptions:
+    return ClusterOptions(
         coordinator=coordinator, num_processes=2, process_id=process_id, coordinator_bind=bind
     )
 
@@ -85,8 +85,8 @@ def test_what_the_environment_says_comes_before_the_coordinator(port):
     asked = config(f"{ELSEWHERE}:{port}", bind="127.0.0.1")
     assert bind_address(asked, environ) == f"127.0.0.1:{port}"
     # Under a launcher the port is there, too.
-    assert bind_address(ClusterConfig(), {}) is None
-    asked = ClusterConfig(coordinator_bind="::")
+    assert bind_address(ClusterOptions(), {}) is None
+    asked = ClusterOptions(coordinator_bind="::")
     assert bind_address(asked, {"JAX_COORDINATOR_PORT": "1234"}) == "[::]:1234"
 
 
@@ -95,7 +95,7 @@ def bound(host, environ=None, **options):
 
 
 def launched(**environ):
-    return lambda: bind_address(ClusterConfig(coordinator_bind="::"), environ)
+    return lambda: bind_address(ClusterOptions(coordinator_bind="::"), environ)
 
 
 REFUSED = {

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxslowmo.cli.config._cluster import ClusterConfig
+from jaxslowmo.cli.config._cluster import ClusterOptions
 from jaxslowmo.cli.processes._peers import is_one_of_several, known_processes
 
 SLURM = {"SLURM_PROCID": "1", "SLURM_NTASKS": "4"}
@@ -30,6 +30,6 @@ GIVEN = {"coordinator": "h:1", "num_processes": 3, "process_id": 0}
     ],
 )
 def test_launchers(options, environ, several, known):
-    config = ClusterConfig(**options)
+    config = ClusterOptions(**options)
     assert is_one_of_several(config, environ) is several
     assert known_processes(config, environ) == known

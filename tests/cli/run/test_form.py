@@ -8,8 +8,13 @@ from jax.sharding import PartitionSpec as P
 
 import jaxslowmo as js
 from jaxslowmo.cli._errors import CommandError
-from jaxslowmo.cli.config._mesh import EXECUTORS, PIPELINES
-from jaxslowmo.cli.config._training import PRESET_DEFAULTS, TrainConfig, train_config
+from jaxslowmo.cli.config._training import (
+    EXECUTORS,
+    PIPELINES,
+    PRESET_DEFAULTS,
+    TrainConfig,
+    train_config,
+)
 from jaxslowmo.cli.processes._peers import Cluster
 from jaxslowmo.cli.run import _division
 from jaxslowmo.cli.run._division import choose_mesh
@@ -90,7 +95,7 @@ def test_what_is_given_goes_before_the_preset_and_that_before_the_defaults():
     # A tenth of the schedule, since the preset's warm-up is for its own steps, or the preset's.
     warmups = [(77, None), (1, None), (40, 100), (300, None)]
     found = [train_config({"preset": "demo", "steps": s, "schedule_steps": n}) for s, n in warmups]
-    assert [x.optimizer.warmup for x in found] == [7, 0, 10, 16]
+    assert [x.warmup for x in found] == [7, 0, 10, 16]
     assert [x.schedule_length for x in found] == [77, 1, 100, 300]
     assert found[2].not_given == ("warmup",)
 

@@ -49,7 +49,7 @@ for i, case in enumerate(json.loads((root / "cases.json").read_text())):
             if config.overwrite:
                 _agreement.clear(folder, config, cluster)
             assert not config.overwrite or not (out / "checkpoints").exists()
-            print("go", config.steps, config.schedule_length, config.checkpoint.resume)
+            print("go", config.steps, config.schedule_length, config.resume)
             meet(f"through{i}")
     except Exception as error:
         print(code_of(error), describe(error).replace(str(root / str(i)), "ROOT"))

@@ -7,9 +7,14 @@ import optax
 import pytest
 
 import jaxslowmo as js
-from jaxslowmo.cli.config._algorithms import ALGORITHMS, AlgorithmConfig
 from jaxslowmo.cli.config._options import options_of
-from jaxslowmo.cli.config._training import GOES_WITH, OptimizerConfig, train_config
+from jaxslowmo.cli.config._training import (
+    ALGORITHMS,
+    GOES_WITH,
+    AlgorithmOptions,
+    OptimizerOptions,
+    train_config,
+)
 from jaxslowmo.cli.run._model import scaled
 from jaxslowmo.cli.run._recipes import (
     RECIPES,
@@ -31,7 +36,7 @@ USERS = {
     option: algorithms
     for options, other, algorithms in GOES_WITH
     for option in options.split()
-    if other == "algorithm"
+    if other == "algorithm" and option in options_of(AlgorithmOptions)
 }
 
 
@@ -51,12 +56,12 @@ def test_there_is_a_recipe_for_every_algorithm_that_can_be_asked_for():
 
 @pytest.mark.parametrize(("kind", "end"), [("cosine", 0.1), ("constant", 1.0)])
 def test_schedules_warm_up_from_zero(kind, end):
-    config = OptimizerConfig(learning_rate=2.0, warmup=4, schedule=kind)
+    config = OptimizerOptions(learning_rate=2.0, warmup=4, schedule=kind)
     schedule = learning_rate_schedule(config, 20)
     middle = 2 * (end + (1 - end) / 2)
     found = [schedule(t) for t in (0, 2, 4, 12, 20, 30)]
     np.testing.assert_allclose(found, [0, 1, 2, middle, 2 * end, 2 * end])
-    at_once = OptimizerConfig(learning_rate=2.0, warmup=0, schedule=kind)
+    at_once = OptimizerOptions(learning_rate=2.0, warmup=0, schedule=kind)
     assert float(learning_rate_schedule(at_once, 20)(0)) == 2.0
 
 
@@ -115,7 +120,7 @@ class Watched:
 
 def looked_at(algorithm, **values):
     """The options that building and tracing the transforms of an algorithm looks at."""
-    config = Watched(AlgorithmConfig(algorithm=algorithm, **values))
+    config = Watched(train_config({"algorithm": algorithm, **values}))
     setting = RecipeInputs(config, optax.constant_schedule(0.1), two_levels=False)
     recipe = RECIPES[algorithm]
     made = (recipe.gradients or recipe.sync)(setting)
@@ -125,14 +130,14 @@ def looked_at(algorithm, **values):
 
     # The graph is made when the number of replicas is known.
     jax.eval_shape(jax.vmap(step, axis_name="replica"), {"w": jnp.ones((2, 3))})
-    return config.seen
+    return config.seen & options_of(AlgorithmOptions).keys()
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_the_options_of_an_algorithm_are_those_that_its_recipe_looks_at(algorithm):
     # The state is sharded only with exact averages.
     seen = looked_at(algorithm) | looked_at(algorithm, exact_average=False)
-    assert options_of(AlgorithmConfig).keys() == {"algorithm", *USERS}
+    assert options_of(AlgorithmOptions).keys() == {"algorithm", *USERS}
     assert seen == {option for option, users in USERS.items() if algorithm in users}
 
 

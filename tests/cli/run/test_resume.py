@@ -66,7 +66,7 @@ def rates(out):
 
 
 def rates_of(steps, length):
-    config = train_config({"learning_rate": 0.2, "warmup": 1, "steps": 99}).optimizer
+    config = train_config({"learning_rate": 0.2, "warmup": 1, "steps": 99})
     schedule = learning_rate_schedule(config, length)
     return {step: pytest.approx(float(schedule(step - 1))) for step in steps}
 
@@ -172,8 +172,11 @@ def test_options_that_one_of_the_versions_does_not_know(resume, saved, monkeypat
 
     def of_another_version(self, **kwargs):
         found = extra(self, **kwargs)
-        del found["config"]["optimizer"]["schedule_steps"], found["config"]["overwrite"]
-        del found["config"]["accumulate"], found["config"]["not_given"]
+        for name in ("schedule_steps", "overwrite", "accumulate", "not_given"):
+            del found["config"][name]
+        # Some versions kept options in groups.
+        names = ("optimizer", "learning_rate", "warmup")
+        found["config"]["optimizer"] = {name: found["config"].pop(name) for name in names}
         found["config"] |= {"prefetch": 2, "tuning": {"unheard_of": True}}
         return found
 

@@ -13,7 +13,7 @@ from jaxslowmo.cli._errors import CommandError
 from jaxslowmo.cli.run import _job
 from jaxslowmo.cli.run._run_folder import RunFolder, locked_folder, make_folder
 
-CONFIG = json.dumps({"steps": 9, "algorithm": {"algorithm": "sgp"}})
+CONFIG = json.dumps({"steps": 9, "algorithm": "sgp"})
 COMPARED = json.dumps({"algorithms": ["sgp", "diloco"]})
 METRICS = '{"step": 6}\n{"step": 7}\n{"step": 8, "lo'
 
