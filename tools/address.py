@@ -4,7 +4,7 @@
 
 Links of the package's metadata and of the documentation site follow when they are built. Written
 into files are the badges that open the notebooks in Colab (README, notebooks), the address that
-their first cells install from, and the one in the page that says how to install.
+their first cells install from, and the line with it in the page that says how to install.
 """
 
 import json
@@ -16,8 +16,6 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 NOTEBOOKS = ("colab/slowmo_on_tpu.ipynb", "colab/tpu_manager.ipynb")
-# What stands in the page on installation as long as there is no address.
-PLACEHOLDER = "https://ADDRESS"
 _BADGE = "https://colab.research.google.com/assets/colab-badge.svg"
 _COLAB = "https://colab.research.google.com/github"
 _GITHUB = re.compile(r"https://github\.com/([\w.-]+/[\w.-]+)")
@@ -101,10 +99,14 @@ def written(address: Address) -> Iterator[tuple[Path, str]]:
     """Every file that holds the address, and what it says then."""
     badges = "\n".join(filter(None, map(address.badge, NOTEBOOKS)))
     readme = ROOT / "README.md"
-    yield readme, _between("colab", readme.read_text(encoding="utf-8"), badges)
+    text = re.sub(r"(?m)^\[!\[Open in Colab\].*\n+", "", readme.read_text("utf-8"))
+    title, rest = text.split("\n", 1)
+    yield readme, f"{title}\n\n{badges}\n{rest}" if badges else text
     start = ROOT / "docs" / "start.md"
-    shown = rf"\g<1>{address.repository or PLACEHOLDER}\2"
-    yield start, _once(r"(@ git\+)[^'\s]+(')", shown, start.read_text(encoding="utf-8"))
+    text = re.sub(r"(?m)^pip install .* @ git\+.*\n", "", start.read_text("utf-8"))
+    line = f"pip install 'jaxslowmo[train] @ git+{address.repository}'\n"
+    shown = rf"\g<1>{line if address.repository else ''}"
+    yield start, _once(r"(?m)(^pip install 'dist/.*\n)", shown, text)
     for name in NOTEBOOKS:
         notebook = json.loads((ROOT / name).read_text(encoding="utf-8"))
         title, _, install = notebook["cells"][:3]
@@ -115,12 +117,6 @@ def written(address: Address) -> Iterator[tuple[Path, str]]:
         code = _once(r'REPOSITORY = "[^"]*"', line, "".join(install["source"]))
         install["source"] = code.splitlines(keepends=True)
         yield ROOT / name, json.dumps(notebook, ensure_ascii=False, indent=1) + "\n"
-
-
-def _between(mark: str, text: str, inside: str) -> str:
-    """`text` with `inside` on lines of its own between `<!-- mark -->` and `<!-- /mark -->`."""
-    inside = f"\n{inside}\n" if inside else "\n"
-    return _once(rf"(<!-- {mark} -->)\n(?:.*\n)*?(<!-- /{mark} -->)", rf"\g<1>{inside}\g<2>", text)
 
 
 def _once(pattern: str, by: str, text: str) -> str:

@@ -33,7 +33,7 @@ STYLES = {
     SLOWMO: ("vermilion", "D"),
     DILOCO: ("green", "^"),
 }
-# The rows of the demo and of the README's picture.
+# The rows of the demo and of study.png.
 SHOWN = [
     Cell("classifier", "sgd", 32, name, 1 if name == ALL_REDUCE else 48, STEPS["classifier"])
     for name in (ALL_REDUCE, LOCAL_SGD, SLOWMO, DILOCO)

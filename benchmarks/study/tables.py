@@ -233,23 +233,8 @@ def edges(study: Study) -> tuple[int, int]:
     return found, len(study.rows)
 
 
-def overview(study: Study) -> str:
-    """Return the losses of three settings, for the README."""
-    shown = [("classifier", "sgd", 32), ("classifier", "adamw", 32), ("language", "adamw", 16)]
-    lines = []
-    for name, period in [(ALL_REDUCE, 1), *((name, 48) for name in RARE)]:
-        cells = [study.losses(*one, name, period) for one in shown]
-        lines.append([LABELS[name], every(period), *map(loss, cells)])
-    what = [f"{TASKS[part]}, {OPTIMIZERS[o]}, {n} replicas" for part, o, n in shown]
-    return table(["", "exchange every", *what], lines)
-
-
-def blocks(study: Study) -> dict[str, dict[str, str]]:
-    """Return the tables of each page by the names of their markers."""
-    return {"README.md": {"overview": overview(study)}, "docs/study.md": page(study)}
-
-
 def page(study: Study) -> dict[str, str]:
+    """Return the tables of docs/study.md by the names of their markers."""
     return {
         "sgd": classifier_losses(study, "sgd"),
         "adamw": classifier_losses(study, "adamw"),

@@ -37,10 +37,9 @@ def test_the_results_hold_every_cell_once_and_no_other(study):
     assert sorted(recorded) == sorted(study.cells.all_cells())
 
 
-def test_the_pages_show_what_the_results_give(study, tmp_path):
-    for name, tables in study.tables.blocks(study.tables.Study()).items():
-        page = (ROOT / name).read_text("utf-8")
-        assert study.report.with_blocks(page, tables, name) == page
+def test_the_page_shows_what_the_results_give(study, tmp_path):
+    page = (ROOT / "docs" / "study.md").read_text("utf-8")
+    assert study.report.with_blocks(page, study.tables.page(study.tables.Study())) == page
     for picture in study.pictures.draw(study.tables.Study(), tmp_path):
         assert picture.stat().st_size > 20_000
         assert (ROOT / "docs" / picture.name).exists()
