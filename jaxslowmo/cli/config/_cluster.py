@@ -56,33 +56,33 @@ class ClusterOptions(Options):
     HEADING = "Cluster"
 
     coordinator: Annotated[str | None, host_and_port] = None
-    """HOST:PORT at which process 0 waits for the others; with --num-processes and --process-id.
-    Under a launcher that jax knows none of the three is needed."""
+    """HOST:PORT at which process 0 waits for the others; needs --num-processes and --process-id.
+    Under a launcher that jax knows, none of the three is needed."""
     coordinator_bind: Annotated[str | None, bare_host] = None
     """Address at which process 0 listens (default: that of --coordinator); 0.0.0.0 for all of its
     host."""
     num_processes: Count | None = None
     """Processes that train together."""
     process_id: Natural | None = None
-    """Which of them this is, from 0."""
+    """Number of this process, from 0."""
     cluster: Annotated[
         str, OneOf("auto", "none", "slurm", "ompi", "mpi4py", "k8s", "gcetpu", "gketpu")
     ] = "auto"
-    """The launcher that tells a process its place: found by its environment (auto), none, or the
-    one of jax.distributed that is named."""
+    """Launcher that tells a process its number: detected from the environment (auto), none, or a
+    launcher that jax.distributed knows."""
     heartbeat_timeout: Annotated[int, Range(2)] = 10
-    """Seconds after which a silent process is given up. A pause of up to half of them always
-    survives."""
+    """Treat a process as lost after this many seconds of silence. Pauses of up to half of it are
+    always tolerated."""
     startup_timeout: Count = 300
     """Seconds to wait at the start for the other processes."""
     stall_timeout: Natural = 1800
-    """Seconds in which no step ends and nothing is saved after which all processes end, with code
-    75; 0: wait for ever."""
+    """End all processes, with code 75, after this many seconds in which no step ended and nothing
+    was saved; 0: never."""
     process_logs: bool = False
-    """Every process writes OUT/logs/process-ID.txt."""
+    """Write the output of every process to OUT/logs/process-ID.txt."""
     restarts: Natural = 0
-    """With several processes: how often each starts again when another was lost, itself was killed,
-    or a disk was full, before there is a newer checkpoint."""
+    """With several processes: start this process again up to so many times without a newer
+    checkpoint, when another process was lost, this one was killed, or a disk was full."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

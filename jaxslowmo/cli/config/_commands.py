@@ -100,10 +100,10 @@ class LaunchConfig(Options):
     processes: Annotated[int, Range(1, 1025)]
     """Processes to start on this machine."""
     restarts: Natural = 0
-    """How often to start all again when one failed, before a newer checkpoint."""
+    """Start all processes again up to so many times without a newer checkpoint, when one failed."""
     heartbeat_timeout: Annotated[int, Range(2)] = ClusterOptions.heartbeat_timeout
-    """Seconds after which a silent process is given up. A pause of up to half of them always
-    survives."""
+    """Treat a process as lost after this many seconds of silence. Pauses of up to half of it are
+    always tolerated."""
 
 
 # Options about a single run, or that a comparison sets itself.
@@ -124,8 +124,8 @@ class CompareConfig(InRunFolder):
     SHARED = " ".join(name for name in train_options() if name not in _OF_ONE_RUN)
 
     algorithms: tuple[str, ...] = ("all_reduce", "local_sgd", "slowmo")
-    """Algorithms, separated by commas; the ratios are to the first. Each may have settings, and its
-    own rate: sgp+overlap=1+learning-rate=0.002."""
+    """Algorithms, separated by commas; ratios are relative to the first. Each may have settings of
+    its own: sgp+overlap=1+learning-rate=0.002."""
     seeds: tuple[Seed, ...] = (0,)
     """Seeds, separated by commas."""
 
@@ -172,15 +172,15 @@ class SampleConfig(Options):
     step: Natural | None = None
     """Step of the checkpoint to take the model from (default: the newest)."""
     prompt: str = "\n"
-    """Text to go on from, of which the model sees the end (default: a new line)."""
+    """Text to continue, of which the model sees the end (default: a new line)."""
     tokens: Annotated[int, Range(1, 2**20)] = 200
     """Bytes to write."""
     temperature: NotNegative = 0.8
-    """1 draws bytes as the model rates them, less prefers the likely, 0 takes the likeliest."""
+    """1 samples from the model's distribution, less prefers likely bytes, 0 takes the likeliest."""
     top_k: Annotated[int, Range(0, 257)] = 0  # the models read and write bytes
-    """Draw from so many of the likeliest bytes; 0: all."""
+    """Sample from this many of the likeliest bytes; 0: from all."""
     seed: Seed = 0
-    """Seed of the drawing: the same seed gives the same text."""
+    """Seed of the sampling: the same seed gives the same text."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -194,14 +194,14 @@ class TuneBucketsConfig(InRunFolder):
     SHARED = "preset dtype attention batch accumulate seed replicas devices_per_replica optimizer"
 
     limits: tuple[Size, ...] = (2**20, 5 * 2**20, 25 * 2**20, 100 * 2**20)
-    """Sizes at which a bucket closes, separated by commas; one bucket per gradient is always
-    measured, too (default: 1MiB,5MiB,25MiB,100MiB)."""
+    """Bucket sizes to measure, separated by commas; one bucket per gradient is always measured, too
+    (default: 1MiB,5MiB,25MiB,100MiB)."""
     first: Size = 2**20
-    """Size of the first bucket, where the limit is not below (default: 1MiB)."""
+    """Size of the first bucket, if the limit is not smaller (default: 1MiB)."""
     order: Annotated[str, OneOf("ready", "reverse", "forward")] = "ready"
-    """Order in which gradients go into buckets."""
+    """Order in which gradients are put into buckets."""
     rounds: Count = 9
-    """Measurements of each limit, in turn."""
+    """Number of measurements of each limit."""
     steps: Count = 5
     """Training steps per measurement."""
 
@@ -239,7 +239,7 @@ class TuneOuterConfig(InRunFolder):
     rates: tuple[NotNegative, ...] = (1.0,)
     """Slow learning rates, or those of diloco's outer optimizer."""
     factors: tuple[NotNegative, ...] = (1.0,)
-    """Multiples of --learning-rate; a slow momentum often does best at a smaller rate."""
+    """Multiples of --learning-rate to try; slow momentum often works best with a smaller rate."""
     periods: tuple[Count, ...] = (48,)
     """Steps between slow steps, separated by commas."""
     seeds: tuple[Seed, ...] = (0, 1, 2)

@@ -108,25 +108,27 @@ class DeviceOptions(Options):
     devices_per_replica: Count = 1
     """Devices that share a replica's batch (two levels)."""
     mesh: Annotated[str | None, lambda flag, text: parse_mesh(text)] = None
-    """Sizes of the axes of the devices, such as replica=2,stage=2,fsdp=2: replica, device (which
-    share a batch), stage (of a pipeline), fsdp and tensor (which share the model). In place of
-    --replicas and --devices-per-replica."""
+    """Sizes of the mesh axes, such as replica=2,stage=2,fsdp=2, instead of --replicas and
+    --devices-per-replica. Axes: replica; device, which splits a batch; stage, of a pipeline; fsdp
+    and tensor, which split the model."""
     execution: Annotated[str, OneOf("auto", "devices", "virtual")] = "auto"
-    """A device per replica, virtual replicas on one device, or whichever the machine allows."""
+    """Give each replica a device, put all replicas on one device (virtual), or choose by the number
+    of devices (auto)."""
     mode: Annotated[str, OneOf("traced", "host")] = "traced"
-    """One program for all steps, or one per kind of step chosen on the host."""
+    """Compile one program for all steps (traced), or one for each kind of step, chosen on the
+    host."""
     pipeline: Annotated[str, _check_pipeline, OneOf(*PIPELINES), Called("--schedule")] = (
         "one_f_one_b"
     )
     """Order of the operations of each pipeline stage; see jaxslowmo inspect schedule."""
     microbatches: Count | None = None
-    """Parts of a batch that go through the stages one after the other (default: up to 4 per stage,
-    as many as divide the batch)."""
+    """Parts into which a batch is cut for the pipeline (default: as many as divide the batch, up to
+    4 per stage)."""
     chunks: Count | None = None
     """Parts of the model on each stage (default: 2 for interleaved and zbv, else 1)."""
     executor: Annotated[str, OneOf(*EXECUTORS)] = "one_program"
-    """One program on all stages, or programs of each stage that the host starts one by one, which
-    wait less for each other but take a single process."""
+    """Run all stages in one program, or let the host start the programs of each stage, which wait
+    less for each other but need a single process."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -209,46 +211,49 @@ class AlgorithmOptions(Options):
     HEADING = "Algorithm"
 
     algorithm: Annotated[str, OneOf(*ALGORITHMS)] = "slowmo"
-    """What replicas exchange: gradients every step (all_reduce), parameters with a few peers every
-    step (sgp) or with all now and then; slowmo goes over local_sgd, slowmo_sgp over sgp."""
+    """What replicas exchange: gradients at every step (all_reduce), parameters with a few peers at
+    every step (sgp), parameters with all replicas every few steps (local_sgd, diloco, and slowmo
+    over local_sgd). slowmo_sgp is slowmo over sgp."""
     bucket_mib: Annotated[float, Range(0, 2**20)] = 25
-    """Size of all_reduce's gradient buckets in MiB, the first one at most 1; see jaxslowmo tune
-    buckets."""
+    """Size of the gradient buckets of all_reduce in MiB; the first has at most 1. jaxslowmo tune
+    buckets measures it."""
     sync_every: Count = 12
     """Steps between averages (local_sgd, slowmo)."""
     slow_every: Count = 48
     """Steps between slow (outer) steps of slowmo and diloco."""
     graph: Annotated[str, OneOf(*GRAPHS)] = "npeer_directed_exponential"
-    """Who sends to whom in sgp; see jaxslowmo inspect graph."""
+    """Graph that says who sends to whom in sgp; jaxslowmo inspect graph shows it."""
     peers_per_step: Count | None = None
     """Peers that a replica sends to in a step of sgp (default: the graph's)."""
     overlap: Annotated[int, Range(0, 2**10)] = 0  # each is a copy of the parameters in memory
-    """sgp: 0 sends the new parameters; 1 sends those from before the step, while the gradients are
-    computed (with --mode host, or a graph that does not rotate); k mixes in what was sent k - 1
-    steps earlier."""
+    """With sgp: 0 sends the new parameters; 1 sends the parameters from before the step while
+    gradients are computed (with --mode host, or a graph that does not rotate); k mixes in what was
+    sent k - 1 steps earlier."""
     mixing: MixingName = "uniform"
-    """Share that a replica of sgp keeps: that of each peer (uniform), or self_weighted:SHARE."""
+    """Weight that a replica of sgp gives to its own parameters: that of each peer (uniform), or
+    self_weighted:SHARE."""
     slow_momentum: Share = 0.5
     """Momentum of slowmo's slow step."""
     slow_learning_rate: NotNegative = 1.0
     """Step size of slowmo's slow step."""
     nesterov: bool = False
-    """Nesterov form of slowmo's slow step."""
+    """Use the Nesterov form of slowmo's slow step."""
     shard_state: bool = True
-    """Spread slow state over the replicas (slowmo, diloco)."""
+    """Shard the state of the slow step over the replicas (slowmo, diloco)."""
     exact_average: bool = True
-    """Average in slowmo's slow step; without, it takes what its base left (and implies
-    --no-shard-state)."""
+    """Average the parameters in slowmo's slow step; without it the slow step uses what its base
+    left, and its state is not sharded."""
     fragments: Count = 1
-    """Parts of the model that take turns in the period, each sent by itself; of slowmo and diloco
-    those of the slow step."""
+    """Number of parts of the model that are exchanged at different steps of the period (slowmo and
+    diloco: in the slow step)."""
     delay: Natural = 0
-    """Steps beside which an exchange runs, before its result is applied."""
+    """Number of steps that run while an exchange is in progress, before its result is applied."""
     merge: NotNegative = 0.0
-    """Share of its own progress that a replica keeps when a result is applied, from 0 to 1."""
+    """What a replica keeps of the difference between its own parameters and the result: 0 takes the
+    result, 1 its own."""
     codec: Annotated[str, OneOf("none", "bfloat16", "float16")] = "none"
-    """Send parameters in 16 bits (slow state is then whole on each replica); error feedback is on,
-    and helps sgp in bfloat16."""
+    """Send parameters in 16 bits, with error feedback. The state of the slow step is then whole on
+    each replica."""
     outer_learning_rate: NotNegative = 0.7
     """Learning rate of diloco's outer optimizer (SGD)."""
     outer_momentum: Share = 0.9
@@ -262,26 +267,25 @@ class CheckpointOptions(Options):
     HEADING = "Checkpoint"
 
     checkpoint_every: Natural = 0
-    """Steps between checkpoints in OUT/checkpoints; 0: only when SIGTERM or Ctrl-C ends the run
+    """Save to OUT/checkpoints every so many steps; 0: only when SIGTERM or Ctrl-C ends the run
     early."""
     keep: Count = 3
-    """Checkpoints to keep, the newest."""
+    """Keep this many checkpoints, the newest ones."""
     resume: bool = False
-    """Go on from the newest checkpoint in --out; from scratch where there is none."""
+    """Continue from the newest checkpoint in --out; start from scratch if there is none."""
     fallback: bool = False
-    """With --resume, also of a start that --restarts adds: where the newest checkpoint is damaged,
+    """With --resume, and when --restarts starts the run again: if the newest checkpoint is damaged,
     take the one before."""
     max_failed_saves: Count = 3
-    """Saves in a row that may fail, say on a full disk; after so many the run ends, as it does
-    where the last one fails."""
+    """End the run after this many consecutive failed saves, or if the last save fails."""
     export: bool = False
-    """Write the consensus model to OUT/model at the end."""
+    """Write the averaged model to OUT/model at the end."""
     check_parameters: bool = False
-    """Before every exchange of parameters ask all replicas whether theirs are finite (4 bytes), and
-    do not exchange where one's are not, but do as --on-nan says."""
+    """Before every exchange of parameters check that those of all replicas are finite (4 bytes). If
+    not, skip the exchange and do as --on-nan says."""
     on_nan: Annotated[str, OneOf("stop", "rollback")] = "stop"
-    """When the loss is not finite: stop, or go back to the last checkpoint and leave out the
-    batches since then."""
+    """When the loss is not finite: stop, or go back to the last checkpoint and skip the batches
+    since then."""
     max_rollbacks: Count = 3
     """With --on-nan rollback: stop after this many rollbacks."""
 
@@ -299,14 +303,15 @@ class OptimizerOptions(Options):
     warmup: Natural = 30
     """Steps of linear warm-up from 0."""
     schedule: Annotated[str, OneOf(*RATE_SCHEDULES), Called("--rate-schedule")] = "cosine"
-    """After the warm-up: down to a tenth of the peak at the schedule's last step (cosine), or the
-    peak."""
+    """Learning rate after the warm-up: falls to a tenth of the peak at the last step (cosine), or
+    stays at the peak (constant)."""
     schedule_steps: Count | None = None
-    """Steps that --rate-schedule spans (default: --steps; of a resumed run: what it was)."""
+    """Number of steps that --rate-schedule spans (default: --steps; a resumed run keeps its
+    number)."""
     weight_decay: NotNegative = 0.1
     """AdamW's weight decay."""
     clip: NotNegative = 1.0
-    """Largest norm of a gradient of the whole model, as the optimizer gets it; 0: any."""
+    """Clip the gradient of the whole model to this norm; 0: do not clip."""
 
 
 def _check_loss_scale(flag: str, value: float) -> None:
@@ -325,11 +330,11 @@ class _ModelOptions(Options):
     attention: Annotated[str, OneOf("xla", "cudnn")] = "xla"
     """Attention by XLA, on any device, or by NVIDIA's cuDNN, on GPUs."""
     tied: bool = False
-    """The embedding's table is the output layer, too."""
+    """Use the embedding table as the output layer, too."""
     loss_scale: Annotated[NotNegative, _check_loss_scale] = 2.0**16
-    """First scale of the loss, which then follows overflows; 0: none."""
+    """Initial scale of the loss, which adapts to overflows; 0: do not scale."""
     loss_scale_interval: Count = 2000
-    """Updates without overflow after which the scale of the loss doubles."""
+    """Double the scale of the loss after this many updates without overflow."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -343,7 +348,7 @@ class _TrainingOptions(Options):
     accumulate: Count = 1
     """Microbatches per step."""
     prefetch: Annotated[int, Range(0, 2**20)] = 2
-    """Batches that are loaded, and put on the devices, ahead of their steps; 0: none."""
+    """Number of batches that are loaded and put on the devices ahead of their steps; 0: none."""
     seed: Seed = 0
     """Seed of parameters and batches."""
     data: str | None = None
@@ -351,19 +356,20 @@ class _TrainingOptions(Options):
     overwrite: bool = False
     """First delete what an earlier run or comparison left in --out."""
     eval_every: Count = 50
-    """Steps between evaluations of the consensus model."""
+    """Steps between evaluations of the averaged model."""
     eval_batches: Annotated[int, _UNDER_A_MILLION] = 8
     """Batches (about 8 kB each) of an evaluation."""
     patience: Natural = 0
-    """Evaluations in a row without a smaller validation loss after which the run ends; 0: none."""
+    """End the run after this many consecutive evaluations without a smaller validation loss; 0:
+    never."""
     log_every: Count = 10
     """Steps between lines of metrics."""
     tensorboard: bool = False
     """Write the metrics to OUT/tensorboard, too, for TensorBoard."""
     statistics: bool = False
-    """Measure what steps spend their time on: a table, and statistics.json next to the metrics."""
+    """Measure what steps spend their time on; print a table and write statistics.json."""
     statistics_rate: Count = 100
-    """With --statistics: measure every so many steps, after the first ten."""
+    """With --statistics: measure one step in this many, after the first ten."""
 
 
 @dataclasses.dataclass(frozen=True)
