@@ -1,7 +1,7 @@
 """What every algorithm compiles to on one host of 8 H100s and on four, as a table.
 
     python benchmarks/gpu_proofs.py                 # prints it
-    python benchmarks/gpu_proofs.py --write docs/gpu.md
+    python benchmarks/gpu_proofs.py --write benchmarks/results/gpu_programs.md
 
 Compiles only (XLA's CUDA plugin from PyPI, no GPU), so it tells structure, not speed. The
 algorithms stand in `tests/support/steps_of_algorithms.py`, the places in

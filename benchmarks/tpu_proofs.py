@@ -1,7 +1,7 @@
 """What every algorithm compiles to on one TPU slice and on four, as a table.
 
     python benchmarks/tpu_proofs.py                 # prints it
-    python benchmarks/tpu_proofs.py --write docs/tpu.md
+    python benchmarks/tpu_proofs.py --write benchmarks/results/tpu_programs.md
 
 Compiles only (libtpu from PyPI, no TPU), so it tells structure, not speed. The algorithms stand in
 `tests/support/steps_of_algorithms.py`, the places in `tests/support/tpu_steps.py` and the formulas

@@ -158,5 +158,5 @@ def test_on_a100s_nothing_overlaps_by_default(algorithm, place):
 
 @places(ONE_HOST, seldom=[FOUR_HOSTS, A100S])
 def test_documented_table(place):
-    """`docs/gpu.md` has the table that `python benchmarks/gpu_proofs.py` prints now."""
+    """`gpu_programs.md` has the table that `python benchmarks/gpu_proofs.py` prints now."""
     TABLE.check_documented(place)

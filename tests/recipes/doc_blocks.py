@@ -16,6 +16,8 @@ LOOP = "A loop of your own: shard_map"
 MAPPED = "pmap and vmap"
 # Recipes that need torch, which tests/on_jax runs, the second after the first.
 TORCH = ("A vision transformer in stages", "BERT in stages")
+# What needs libtpu on the page on TPUs, which tests/tpu_aot runs.
+TPU = ("Compile for a TPU without one", "How to read a compiled program")
 
 
 def sections(page: str) -> dict[str, list[str]]:

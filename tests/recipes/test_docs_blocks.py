@@ -9,6 +9,7 @@ from recipes.doc_blocks import (
     MAPPED,
     SETTING,
     TORCH,
+    TPU,
     fresh,
     num_blocks,
     of_recipe,
@@ -19,16 +20,16 @@ from recipes.doc_blocks import (
 
 PAGES = """accumulation before-you-move-pmean checkpoints choosing ddp embeddings gpu graphs index
     input-pipeline mixed-precision model-parallel outer reading-state start your-data"""
-# tests/torch_compat and tests/on_jax run what needs torch, in environments of their own; one mesh
-# has 64 chips.
-ELSEWHERE = {
-    "torch": None,
-    "torch-on-jax": None,
-    "torch-xla": None,
-    "tpu-manager": None,
-    "tpu": "Several slices",
-    "your-data": "DataLoader of torch",
-    "input-pipeline": "DataLoader of torch",
+# tests/torch_compat and tests/on_jax run what needs torch, and tests/tpu_aot what needs libtpu, in
+# environments of their own; one mesh has 64 chips.
+ELSEWHERE: dict[str, tuple[str, ...]] = {
+    "torch": (),
+    "torch-on-jax": (),
+    "torch-xla": (),
+    "tpu-manager": (),
+    "tpu": ("Several slices", *TPU),
+    "your-data": ("DataLoader of torch",),
+    "input-pipeline": ("DataLoader of torch",),
 }
 
 
@@ -54,7 +55,7 @@ def test_recipe_runs(title):
 @pytest.mark.parametrize("page", [*PAGES.split(), "tpu"])
 def test_page_runs(page):
     titles = [title for title, blocks in sections(page).items() if blocks]
-    run(page, *[title for title in titles if title != ELSEWHERE.get(page)])
+    run(page, *[title for title in titles if title not in ELSEWHERE.get(page, ())])
 
 
 @pytest.mark.parametrize(

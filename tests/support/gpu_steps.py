@@ -103,7 +103,7 @@ def facts(algorithm: str, place: Place, kind: str) -> Facts[Schedule]:
 
 TABLE = Table(
     script="benchmarks/gpu_proofs.py",
-    page="docs/gpu.md",
+    page="benchmarks/results/gpu_programs.md",
     versions=f"jax {jax.__version__}, jax-cuda13-plugin {version('jax-cuda13-plugin')}.",
     device="GPU",
     group="host",

@@ -1,7 +1,7 @@
 """Tables of compiled steps in a page, written by a script and compared by a test.
 
-`benchmarks/tpu_proofs.py` writes that of `docs/tpu.md`, and `benchmarks/gpu_proofs.py` that of
-`docs/gpu.md`.
+`benchmarks/tpu_proofs.py` writes that of `benchmarks/results/tpu_programs.md`, and
+`benchmarks/gpu_proofs.py` that of `benchmarks/results/gpu_programs.md`.
 """
 
 import argparse

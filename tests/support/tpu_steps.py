@@ -47,7 +47,7 @@ PLACES = (ONE_SLICE, FOUR_SLICES)
 
 OPTIONS = {
     # Keeps the all-reduces of different buckets apart inside a slice. (On one slice nothing
-    # overlaps with the option either, see `docs/tpu.md`.)
+    # overlaps with the option either, see `benchmarks/results/tpu_programs.md`.)
     "all_reduce": {"xla_jf_crs_combiner_threshold_count": "1"},
 }
 CASES = cases_of(PLACES, OPTIONS)
@@ -66,7 +66,7 @@ def facts(algorithm: str, place: Place, kind: str) -> Facts[Schedule]:
 
 TABLE = Table(
     script="benchmarks/tpu_proofs.py",
-    page="docs/tpu.md",
+    page="benchmarks/results/tpu_programs.md",
     versions=f"jax {jax.__version__}, libtpu {version('libtpu')}.",
     device="chip",
     group="slice",

@@ -144,5 +144,5 @@ def test_what_is_left_out(place):
 
 @places(pytest.mark.exhaustive)
 def test_documented_table(place):
-    """`docs/tpu.md` has the table that `python benchmarks/tpu_proofs.py` prints now."""
+    """`tpu_programs.md` has the table that `python benchmarks/tpu_proofs.py` prints now."""
     TABLE.check_documented(place)

@@ -1,4 +1,4 @@
-"""Steps of sharded replicas as the TPU compiler makes them; `docs/tpu.md` has larger models.
+"""Steps of sharded replicas as the TPU compiler makes them; `tpu_sharded.md` has larger models.
 
 Nothing runs here.
 """
