@@ -233,8 +233,8 @@ def edges(study: Study) -> tuple[int, int]:
     return found, len(study.rows)
 
 
-def page(study: Study) -> dict[str, str]:
-    """Return the tables of docs/study.md by the names of their markers."""
+def all_tables(study: Study) -> dict[str, str]:
+    """Return the tables of the pages by the names of their markers."""
     return {
         "sgd": classifier_losses(study, "sgd"),
         "adamw": classifier_losses(study, "adamw"),

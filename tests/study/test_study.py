@@ -38,8 +38,8 @@ def test_the_results_hold_every_cell_once_and_no_other(study):
 
 
 def test_the_page_shows_what_the_results_give(study, tmp_path):
-    page = (ROOT / "docs" / "study.md").read_text("utf-8")
-    assert study.report.with_blocks(page, study.tables.page(study.tables.Study())) == page
+    pages = [page.read_text("utf-8") for page in study.report.PAGES]
+    assert study.report.with_tables(pages, study.tables.all_tables(study.tables.Study())) == pages
     for picture in study.pictures.draw(study.tables.Study(), tmp_path):
         assert picture.stat().st_size > 20_000
         assert (ROOT / "docs" / picture.name).exists()
