@@ -34,6 +34,7 @@ _SCOPES = {
     scopes.CLIP: "norm",
 }
 _COLLECTIVE = re.compile(rf"[ )](?:{'|'.join(COLLECTIVES)})(?:-start|-done)?\(")
+_SUFFIX = re.compile(r"-(start|update|done)$")
 _PRODUCT = re.compile(r"[ )](?:dot|convolution|fusion)\(")
 
 
@@ -78,20 +79,20 @@ class StepProgram:
         counts = Counter(filter(None, map(scope_of, inner.values())))
         scope = scope_of(op.attributes) or "".join(name for name, _ in counts.most_common(1))
         carried = [line for line in inner.values() if _COLLECTIVE.search(line)]
-        base = re.sub(r"-(start|update|done)$", "", op.opcode)
-        goes_on = base == "async" and not op.called  # an update or end names no computation
+        # Of what goes on, the instruction that began it says what it is.
         ends = op.opcode.endswith("-done") or op.name.startswith("async-collective-done")
-        begun = self.work(op.operands[0]) if (ends or goes_on) and op.operands else None
+        begun = self.work(op.operands[0]) if ends or op.opcode.endswith("-update") else None
         exchange = begun.communication if begun else ""
-        sends = carried or (base in COLLECTIVES and ", is_host_transfer=true" not in op.attributes)
-        if not (exchange if goes_on else sends):
+        is_collective = _SUFFIX.sub("", op.opcode) in COLLECTIVES
+        to_host = ", is_host_transfer=true" in op.attributes
+        if not (exchange or carried or (is_collective and not to_host)):
             return Work(compute=_pass_of(scope))
         # TPU spreads a collective over fusions that compute; others only wrap one.
         computes = op.opcode == "fusion" and any(map(_PRODUCT.search, inner.values()))
         return Work(
             compute=_pass_of(scope) if computes else "",
             communication=exchange or self._exchange(op, [*map(scope_of, carried), scope]),
-            ends=op.operands[0] if ends and op.operands else "",
+            ends=op.operands[0] if ends else "",
         )
 
     def _exchange(self, op: Instruction, candidates: list[str]) -> str:
