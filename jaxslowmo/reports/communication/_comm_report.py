@@ -1,5 +1,6 @@
 """`comm_report`: what a step communicates, found without running it."""
 
+import math
 import operator
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -242,6 +243,9 @@ def _belongs(phase: str | None, kind: str) -> bool:
     return phase in kind.split("+")
 
 
+_AMOUNTS = ("count", "bytes", "wire_bytes")
+
+
 def _rows_of_kind(
     kind: str, program: ProgramCollectives, level: str, meshes: tuple[MeshAxes, ...], whole: bool
 ) -> list[CommRow]:
@@ -252,37 +256,35 @@ def _rows_of_kind(
     dtypes: dict[CommRow, set[str]] = defaultdict(set)
 
     def amounts(
-        block: Block, conditional: bool, trips: int | None, in_loop: bool
+        block: Block, conditional: bool, loops: tuple[int | None, ...]
     ) -> Counter[tuple[CommRow, str]]:
-        """Return the amounts by row, whose own are 0, and by name."""
+        """Return the amounts by row and name, inside of `loops` with these turns."""
         total: Counter[tuple[CommRow, str]] = Counter()
         for node in block:
             if isinstance(node, Loop):
-                turns = node.trip_count
-                inner = trips * turns if trips is not None and turns is not None else None
-                total += amounts(node.block, conditional, inner, True)
+                total += amounts(node.block, conditional, (*loops, node.trip_count))
             elif isinstance(node, Branches):
                 # Branches exclude each other, so the larger amount stands for all of them: gossip
                 # rounds of one phase, a branch each, count as the one exchange that happens.
-                branches = (amounts(branch, True, trips, in_loop) for branch in node.blocks)
-                total += reduce(operator.or_, branches)
+                total += reduce(operator.or_, (amounts(x, True, loops) for x in node.blocks))
             elif not conditional or whole or _belongs(node.phase, kind):
                 axis, group_size = axis_of(node.groups, node.pairs, meshes)
                 if group_size == 1:
                     continue
-                where = conditional, in_loop, trips
-                row = CommRow(kind, axis, node.name, level, 0, 0, 0, group_size, (), *where)
+                turns = [count for count in loops if count is not None]
+                trips = math.prod(turns) if len(turns) == len(loops) else None
+                row = CommRow(kind, axis, node.name, level, 0, 0, 0, group_size, ())
+                row = replace(row, conditional=conditional, in_loop=bool(loops), trip_count=trips)
                 dtypes[row].update(node.dtypes)
                 num_devices = 0 if axis == UNKNOWN_AXIS else len(meshes[0].ids)
                 sent = wire_bytes(node, group_size, num_devices)
-                one = {"count": 1, "bytes": node.nbytes, "wire_bytes": sent}
                 times = 1 if trips is None else trips
-                total += Counter({(row, name): times * amount for name, amount in one.items()})
+                for name, amount in zip(_AMOUNTS, (1, node.nbytes, sent), strict=True):
+                    total[row, name] += times * amount
         return total
 
-    found: dict[CommRow, dict[str, int]] = defaultdict(dict)
-    for (row, name), amount in amounts(program.block, False, 1, False).items():
-        found[row][name] = amount
+    total = amounts(program.block, False, ())
     return [
-        replace(row, **of_row, dtypes=tuple(sorted(dtypes[row]))) for row, of_row in found.items()
+        replace(row, **{name: total[row, name] for name in _AMOUNTS}, dtypes=tuple(sorted(of_row)))
+        for row, of_row in dtypes.items()
     ]

@@ -60,7 +60,8 @@ class MeasuredStep:
             name = getattr(step, "__name__", type(step).__name__)
             raise ValueError(f"`step` must be made by js.make_train_step or jax.jit, got {name}.")
         self._step: Any = step
-        self._sampling = Sampling(rate)
+        self._rate = checked_int("`rate` counts steps and", rate, 1)
+        self._counts: Counter[str] = Counter()
         self._warn = warn_once()
         self._programs: dict[Any, StepProgram] = {}
         self._facts: dict[str, Any] | None = None
@@ -87,9 +88,10 @@ class MeasuredStep:
     def _call(self, step: Any, args: Any, kwargs: Any) -> Any:
         has_phases = hasattr(self._step, "next_phase")
         kind = phase_name(self._step.next_phase(args[0])) if has_phases else "local"
-        if not self._sampling.next(kind):
+        self._counts[kind] += 1
+        if not is_due(kind, self._counts, self._rate):
             return step(*args, **kwargs)
-        number, program = self._sampling.steps, self._program(step, args, kwargs)
+        number, program = self._counts.total(), self._program(step, args, kwargs)
         jax.block_until_ready((args, kwargs))
         why = "the jax profiler recorded no operation of the step"
         try:
@@ -113,9 +115,9 @@ class MeasuredStep:
         Communication: none.
         """
         # Without a parameter transform all steps are of one kind, "every".
-        one_kind = {*self._sampling.counts} == {"local"}
+        one_kind = {*self._counts} == {"local"}
         kinds = dict[str, KindOfStep]()
-        for kind, count in self._sampling.counts.items():
+        for kind, count in self._counts.items():
             times = [times for _, of_kind, times in self._measured if of_kind == kind]
             kinds["every" if one_kind else kind] = KindOfStep(count, len(times), mean_times(times))
         every = [times for *_, times in self._measured]
@@ -128,8 +130,8 @@ class MeasuredStep:
             "dtypes": tuple(dict.fromkeys(bucket.dtype for bucket in gradients)),
         }
         return StepReport(
-            iteration=self._sampling.steps,
-            rate=self._sampling.rate,
+            iteration=self._counts.total(),
+            rate=self._rate,
             measured=tuple(number for number, *_ in self._measured),
             missed=tuple(self._missed),
             last=every[-1] if every else None,
@@ -179,30 +181,19 @@ class MeasuredAhead:
         return self._call(self._ahead, args, kwargs)
 
 
-class Sampling:
-    """The choice of the steps to measure: 1 to 10 and every `rate`-th, as torch's logger does.
+def is_due(kind: str, counts: Counter[str], rate: int) -> bool:
+    """Return whether to measure a step: 1 to 10 and every `rate`-th, as torch's logger does.
 
     The same rule holds among the steps of each exchange. Without it, an exchange of parameters
     every 48 steps would be measured once in 1,200 steps.
 
-    Raises:
-      ValueError: rate < 1.
+    Args:
+      kind: kind of the step ("local": gradients alone).
+      counts: number of steps so far by kind, this one included.
+      rate: `rate` of `measured`.
     """
-
-    def __init__(self, rate: int) -> None:
-        self.rate = checked_int("`rate` counts steps and", rate, 1)
-        self.counts: Counter[str] = Counter()
-
-    @property
-    def steps(self) -> int:
-        """The number of steps so far."""
-        return self.counts.total()
-
-    def next(self, kind: str) -> bool:
-        """Count a step of a kind ("local": gradients alone), and return whether to measure it."""
-        self.counts[kind] += 1
-        counts = [self.steps] if kind == "local" else [self.steps, self.counts[kind]]
-        return any(count <= 10 or count % self.rate == 0 for count in counts)
+    own = [counts.total()] if kind == "local" else [counts.total(), counts[kind]]
+    return any(count <= 10 or count % rate == 0 for count in own)
 
 
 def _facts(step: Any, args: Any) -> dict[str, Any]:

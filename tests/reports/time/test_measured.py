@@ -1,6 +1,7 @@
 """Measured steps on devices: what was found is what ran."""
 
 import json
+from collections import Counter
 from dataclasses import asdict
 
 import jax
@@ -13,7 +14,7 @@ from jaxlib import xla_client
 
 import jaxslowmo as js
 from jaxslowmo.reports import Bucket, KindOfStep, StepReport, StepTimes
-from jaxslowmo.reports.time._measured import Sampling
+from jaxslowmo.reports.time._measured import is_due
 
 BATCH = np.random.default_rng(0).normal(size=(8, 8)).astype(np.float32)
 PARAMS = {"c": np.eye(8, dtype=np.float32), "a": np.eye(8, dtype=np.float32)}
@@ -168,8 +169,7 @@ def test_no_crash_where_libtpu_is_loaded_without_a_tpu(monkeypatch):
 
 
 def sampled(rate, kinds):
-    sampling = Sampling(rate)
-    return [t for t, kind in enumerate(kinds, 1) if sampling.next(kind)]
+    return [t for t, kind in enumerate(kinds, 1) if is_due(kind, Counter(kinds[:t]), rate)]
 
 
 def test_the_first_ten_and_then_every_rate_th():
