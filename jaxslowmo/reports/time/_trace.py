@@ -23,9 +23,9 @@ class DeviceOp(NamedTuple):
     """One operation that a device ran."""
 
     device: str
-    name: str  # of the HLO instruction, or of what ran without one
     start: int  # nanoseconds
     end: int
+    name: str  # of the HLO instruction, or of what ran without one
     is_ours: bool = True  # known to belong to the step's program, whether or not it has that name
 
 
@@ -96,4 +96,4 @@ def device_ops(data: Any, module: str) -> Iterator[DeviceOp]:
             name = str(stats.get("hlo_op") or (match[1] if match else event.name))
             device = f"cpu:{stats.get('device_ordinal', 0)}" if is_host else plane.name
             end = max(event.end_ns, ends.get(stats.get("_p"), 0))
-            yield DeviceOp(device, name, int(event.start_ns), int(end), names_module)
+            yield DeviceOp(device, int(event.start_ns), int(end), name, names_module)
