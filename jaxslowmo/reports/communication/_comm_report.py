@@ -3,7 +3,7 @@
 import math
 import operator
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import reduce
 from itertools import product
@@ -61,9 +61,9 @@ def comm_report(fn: Callable[..., Any] | Any, *args: Any, **kwargs: Any) -> Comm
 
     Args:
       fn: a function (it is jitted), a jitted function, or a step object with a method
-        `lowered_by_phase(*args, **kwargs)` that returns a dict of `jax.stages.Lowered` by kind (key
-        None, or the program alone: one program for all kinds); or `traced_by_phase`, the same with
-        `jax.stages.Traced`. Of the `sync` of a step object the report says where its state is.
+        `traced_by_phase(*args, **kwargs)` that returns a dict of `jax.stages.Traced` by kind (key
+        None: one program for all kinds). Of the `sync` of a step object the report says where its
+        state is.
       *args: arguments of `fn`: arrays or `jax.ShapeDtypeStruct`s.
       **kwargs: its keyword arguments.
 
@@ -77,8 +77,8 @@ def comm_report(fn: Callable[..., Any] | Any, *args: Any, **kwargs: Any) -> Comm
       (('every',), 0)
     """
     leaves = jax.tree.leaves((args, kwargs))
-    meshes = _meshes_of_shardings(getattr(leaf, "sharding", None) for leaf in leaves)
-    by_phase = getattr(fn, "lowered_by_phase", getattr(fn, "traced_by_phase", None))
+    meshes = meshes_among(getattr(leaf, "sharding", None) for leaf in leaves)
+    by_phase = getattr(fn, "traced_by_phase", None)
     if by_phase is not None:
         return _report(by_phase(*args, **kwargs), meshes, sync=getattr(fn, "sync", None))
     jitted: Any = fn if hasattr(fn, "lower") else jax.jit(fn)
@@ -132,7 +132,7 @@ def _report(
     for kind, program in by_kind.items():
         if isinstance(program, jax.stages.Compiled):
             shardings = program.input_shardings, program.output_shardings
-            meshes += _meshes_of_shardings(jax.tree.leaves(shardings))
+            meshes += meshes_among(jax.tree.leaves(shardings))
             compiled[kind] = program
             continue
         lowered: Any = program.lower() if isinstance(program, jax.stages.Traced) else program
@@ -172,10 +172,6 @@ def _report(
     names += sorted((row.axis for row in rows), key=lambda axis: axis == UNKNOWN_AXIS)
     state = sync.stored if is_sync else ""
     return CommReport(tuple(rows), kinds, tuple(dict.fromkeys(names)), tuple(levels), state)
-
-
-def _meshes_of_shardings(shardings: Iterable[Any]) -> list[MeshAxes]:
-    return meshes_among(getattr(sharding, "mesh", None) for sharding in shardings)
 
 
 def kinds_of(

@@ -41,8 +41,9 @@ def mesh_axes(mesh: Any) -> MeshAxes:
 
 
 def meshes_among(values: Iterable[Any]) -> list[MeshAxes]:
-    """Return the axes of those values that are meshes."""
-    return [mesh_axes(value) for value in values if hasattr(value, "axis_names")]
+    """Return the axes of those values that are meshes, or shardings with one."""
+    meshes = (getattr(value, "mesh", value) for value in values)
+    return [mesh_axes(mesh) for mesh in meshes if hasattr(mesh, "axis_names")]
 
 
 _DECLARED = re.compile(r"#sdy\.mesh<\[([^\]]+)\](?:, device_ids=\[([^\]]*)\])?>")
