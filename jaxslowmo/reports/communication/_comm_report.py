@@ -149,8 +149,8 @@ def _report(
         meshes += declared
         # A program on an abstract mesh can be read but not compiled.
         counts = lowered.compiler_ir("stablehlo").operation.attributes
-        num_devices = counts["mhlo.num_partitions"].value * counts["mhlo.num_replicas"].value
-        if compile and all(len(mesh.ids) <= num_devices for mesh in declared):
+        assigned = counts["mhlo.num_partitions"].value * counts["mhlo.num_replicas"].value
+        if compile and all(len(mesh.ids) <= assigned for mesh in declared):
             compiled[kind] = lowered.compile()
     num_devices = max((len(mesh.ids) for mesh in meshes), default=0)
     slices_first = all(mesh.slice_major for mesh in meshes)
