@@ -2,6 +2,7 @@
 
 from ._bucket_assignment import MIB as MIB
 from ._bucket_assignment import assign_buckets as assign_buckets
+from ._buffers import Bucket as Bucket
 from ._buffers import Buffer as Buffer
 from ._buffers import BufferPlan as BufferPlan
 from ._buffers import note_buffers as note_buffers

@@ -145,36 +145,36 @@ def plan_buffers(
 
 
 @dataclass(frozen=True)
-class BufferNote:
-    """A note about one flat buffer of a program.
+class Bucket:
+    """One flat buffer that is exchanged as a whole.
 
     Attributes:
-      role: purpose of the exchange: `"gradients"`, or for parameters `"average"`, `"slow"` or
+      exchange: its purpose: `"gradients"`, or for parameters `"average"`, `"slow"` or
         `"round"`.
-      dtype: name of its dtype.
       size_bytes: its size on one device.
+      dtype: dtype of its elements.
       leaves: names of the leaves in it, in order; parts of one leaf repeat its name.
     """
 
-    role: str
-    dtype: str
+    exchange: str
     size_bytes: int
+    dtype: str
     leaves: tuple[str, ...]
 
 
 # An ordered set of plans: a program may be traced, and a plan packed, more than once.
-_Notes = dict[tuple[BufferNote, ...], None]
+_Notes = dict[tuple[Bucket, ...], None]
 _listening: ContextVar[_Notes | None] = ContextVar("jaxslowmo_buffer_notes", default=None)
 
 
 @contextlib.contextmanager
-def noted_buffers() -> Iterator[list[BufferNote]]:
+def noted_buffers() -> Iterator[list[Bucket]]:
     """Collect the buffers of all programs that are traced within the block.
 
     Yields:
       A list, filled when the block ends.
     """
-    buffers: list[BufferNote] = []
+    buffers: list[Bucket] = []
     notes: _Notes = {}
     token = _listening.set(notes)
     try:
@@ -184,14 +184,14 @@ def noted_buffers() -> Iterator[list[BufferNote]]:
         buffers += [note for plan in notes for note in plan]
 
 
-def note_buffers(role: str, plan: BufferPlan, names: Sequence[str]) -> None:
+def note_buffers(exchange: str, plan: BufferPlan, names: Sequence[str]) -> None:
     """Note the buffers of `plan` for an enclosing `noted_buffers`; called at trace time."""
     notes = _listening.get()
     if notes is None:
         return
     held = [tuple(names[i] for i in buffer.leaves) for buffer in plan.buffers]
     buffers = zip(plan.buffers, held, strict=True)
-    notes[tuple(BufferNote(role, b.dtype.name, b.size_bytes, own) for b, own in buffers)] = None
+    notes[tuple(Bucket(exchange, b.size_bytes, b.dtype.name, own) for b, own in buffers)] = None
 
 
 _FEW = 32  # up to so many parts, one kernel for each does not take long to compile

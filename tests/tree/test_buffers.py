@@ -108,7 +108,7 @@ def test_programs_note_their_buffers_once():
             note_buffers("average", plan, ["a", "b"])
         note_buffers("slow", plan, ["a", "b"])
         assert notes == []
-    found = [(n.role, n.dtype, n.size_bytes, n.leaves) for n in notes]
+    found = [(n.exchange, n.dtype, n.size_bytes, n.leaves) for n in notes]
     both = [("float32", 24, ("a",)), ("bfloat16", 8, ("b",))]
     assert found == [(role, *rest) for role in ("average", "slow") for rest in both]
 

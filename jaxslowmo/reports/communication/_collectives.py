@@ -1,7 +1,8 @@
 """The collectives of a program as a tree of loops and conditionals, read from its HLO text."""
 
 import re
-from dataclasses import dataclass
+from functools import cache
+from typing import NamedTuple
 
 from ..._support.scopes import PHASE
 from ._hlo_text import Computation, HloModule, Instruction, phase_of, scope_of, shapes, trip_count
@@ -13,8 +14,7 @@ COLLECTIVES = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Collective:
+class Collective(NamedTuple):
     """One collective instruction."""
 
     name: str
@@ -26,15 +26,13 @@ class Collective:
     pattern: str = ""  # what a send is a part of, if that is known
 
 
-@dataclass(frozen=True)
-class Branches:
+class Branches(NamedTuple):
     """A conditional: exactly one of the blocks runs."""
 
     blocks: tuple["Block", ...]
 
 
-@dataclass(frozen=True)
-class Loop:
+class Loop(NamedTuple):
     """A loop around a block; `trip_count` is None where the program does not tell."""
 
     block: "Block"
@@ -44,8 +42,7 @@ class Loop:
 Block = tuple[Collective | Branches | Loop, ...]
 
 
-@dataclass(frozen=True)
-class ProgramCollectives:
+class ProgramCollectives(NamedTuple):
     """A tree of collectives, and phases, each with whether it is in a conditional.
 
     These are the phases of collectives, None for one without, and those that a traced program names
@@ -113,115 +110,102 @@ def read_collectives(
         its groups are repeated for the others if slices come first in the mesh (`slice_major`).
       slice_major: whether slices come first in the mesh.
     """
-    reader = _Reader(module, compiled, num_devices, slice_major)
-    block = reader.computation(module.entry, None, False)
-    return ProgramCollectives(block, tuple(reader.scopes))
+    num_slices = max(1, num_devices // module.num_devices)
+    slices = _Slices(module.num_devices, num_slices, slice_major or num_slices == 1)
+    pattern = _INTERESTING if compiled else re.compile(f"{_INTERESTING.pattern}|{PHASE}")
+    scopes: dict[tuple[str | None, bool], None] = {}  # in order, without duplicates
 
+    @cache
+    def of_computation(name: str, phase: str | None, conditional: bool) -> Block:
+        """Return what a computation holds; a called one has the phase of its caller."""
+        within = module.computations[name]
+        nodes = (of_one(op, within, phase, conditional) for op in within.select(pattern))
+        return tuple(node for of_op in nodes for node in of_op)
 
-class _Reader:
-    """Walks the computations from the entry; a called one has the phase of its caller."""
-
-    def __init__(self, module: HloModule, compiled: bool, num_devices: int, slice_major: bool):
-        self.module = module
-        self.compiled = compiled
-        self.pattern = _INTERESTING if compiled else re.compile(f"{_INTERESTING.pattern}|{PHASE}")
-        self.num_slices = max(1, num_devices // module.num_devices)
-        self.readable = slice_major or self.num_slices == 1
-        self.scopes: dict[tuple[str | None, bool], None] = {}  # in order, without duplicates
-        self.silent: set[str] = set()  # computations in which nothing was found: not walked again
-
-    def computation(self, name: str, phase: str | None, conditional: bool) -> Block:
-        if name in self.silent:
-            return ()
-        within, num_scopes = self.module.computations[name], len(self.scopes)
-        block: Block = ()
-        for op in within.select(self.pattern):
-            block += self.instruction(op, within, phase, conditional)
-        if not block and len(self.scopes) == num_scopes:
-            self.silent.add(name)
-        return block
-
-    def instruction(
-        self, op: Instruction, within: Computation, phase: str | None, conditional: bool
-    ) -> Block:
+    def of_one(op: Instruction, within: Computation, phase: str | None, conditional: bool) -> Block:
         if op.opcode.endswith(("-update", "-done")):
             return ()
         own_phase = phase_of(scope_of(op.attributes))
         # The parameter of a branch has the scope of the value outside that it stands for.
-        if own_phase is not None and not self.compiled and op.opcode != "parameter":
-            self.scopes[own_phase, conditional] = None
+        if own_phase is not None and not compiled and op.opcode != "parameter":
+            scopes[own_phase, conditional] = None
         phase = own_phase or phase
         opcode = op.opcode.removesuffix("-start")
         if opcode in COLLECTIVES:
-            collective = self.collective(op, opcode, within, phase)
+            read = _transfer if opcode in ("send", "recv") else _collective
+            collective = read(op, opcode, within, slices)
             if collective is None:
                 return ()
-            self.scopes[phase, conditional] = None
-            return (collective,)
+            scopes[phase, conditional] = None
+            return (collective._replace(phase=phase),)
         if opcode == "conditional":
-            blocks = tuple(self.branch(name, phase) for name in op.called)
+            inserted = {x: module.computations[x].only_phase() for x in op.called if compiled}
+            blocks = tuple(of_computation(x, inserted.get(x) or phase, True) for x in op.called)
             return (Branches(blocks),) if any(blocks) else ()
-        block: Block = ()
-        for name in op.called:
-            block += self.computation(name, phase, conditional)
+        block = tuple(x for name in op.called for x in of_computation(name, phase, conditional))
         if opcode == "while":
-            return (Loop(block, trip_count(op, within, self.module)),) if block else ()
+            return (Loop(block, trip_count(op, within, module)),) if block else ()
         return block
 
-    def branch(self, name: str, phase: str | None) -> Block:
-        inserted = self.module.computations[name].only_phase() if self.compiled else None
-        return self.computation(name, inserted or phase, True)
+    return ProgramCollectives(of_computation(module.entry, None, False), tuple(scopes))
 
-    def collective(
-        self, op: Instruction, name: str, within: Computation, phase: str | None
-    ) -> Collective | None:
-        if "chain_id=" in op.attributes and not any(map(_CHAIN.search, within.lines.values())):
-            # TPU spreads one asynchronous collective over the fusions it runs beside and repeats
-            # the instruction in each; only the one beside AsyncCollectiveStart begins a transfer.
-            return None
-        if name in ("send", "recv"):
-            return self.transfer(op, name, within, phase)
-        pairs = name == "collective-permute"
-        key = "source_target_pairs=" if pairs else "replica_groups="
-        groups = self.across_slices(parse_groups(op.attributes.partition(key)[2] or "{}"))
-        operands = op.operands
-        if name == "ragged-all-to-all" or ", slice_sizes=" in op.attributes:
-            operands = operands[:1]  # the others are the output buffer and offsets
-        arrays = [shape for x in operands for shape in shapes(within.instruction(x).type)]
-        nbytes = sum(size for _, size in arrays)
-        if name == "all-gather":
-            nbytes *= max(map(len, groups or ()), default=0) or self.module.num_devices
-        if name == "all-reduce" and _is_scattered(op.name, within):
-            name = "reduce-scatter"
-        dtypes = tuple(sorted({dtype for dtype, _ in arrays}))
-        return Collective(name, groups, nbytes, dtypes, phase, pairs)
 
-    def transfer(
-        self, op: Instruction, name: str, within: Computation, phase: str | None
-    ) -> Collective | None:
-        """Return a send or recv between TPU slices or devices; one to the host is not counted."""
-        pairs, groups = True, None
-        if target := _TARGET.search(op.attributes):
-            groups, pairs = parse_target(target[1], self.module.num_devices)
-            groups = groups if self.readable else None
-        elif match := _PAIRS.search(op.attributes):
-            groups = self.across_slices(parse_groups(match[1]))
-        elif ", is_host_transfer=true" in op.attributes:
-            return None
-        # A recv has no operand but a token; its result is (data, context, token).
-        source = within.instruction(op.operands[0]).type if name == "send" else op.type
-        (dtype, nbytes), *_ = shapes(source) or [("token", 0)]
-        match = _TRANSFER_TYPE.search(op.attributes)
-        pattern = match[1].lower().replace("_", "-") if match else ""
-        return Collective(name, groups, nbytes, (dtype,), phase, pairs, pattern)
+class _Slices(NamedTuple):
+    """The TPU slices that run a program, which is written for one of them."""
 
-    def across_slices(self, groups: Groups) -> Groups:
-        per_slice = self.module.num_devices
-        if self.num_slices > 1 and groups is not None:
-            groups = groups or (tuple(range(per_slice)),)
-            starts = range(0, per_slice * self.num_slices, per_slice)
+    size: int
+    count: int
+    readable: bool  # whether the mesh numbers devices as the program does
+
+    def across(self, groups: Groups) -> Groups:
+        """Return groups of one slice for all slices."""
+        if self.count > 1 and groups is not None:
+            groups = groups or (tuple(range(self.size)),)
+            starts = range(0, self.size * self.count, self.size)
             groups = tuple(tuple(start + i for i in x) for start in starts for x in groups)
         return groups if self.readable else None
+
+
+def _collective(
+    op: Instruction, name: str, within: Computation, slices: _Slices
+) -> Collective | None:
+    if "chain_id=" in op.attributes and not any(map(_CHAIN.search, within.lines.values())):
+        # TPU spreads one asynchronous collective over the fusions it runs beside and repeats the
+        # instruction in each; only the one beside AsyncCollectiveStart begins a transfer.
+        return None
+    pairs = name == "collective-permute"
+    key = "source_target_pairs=" if pairs else "replica_groups="
+    groups = slices.across(parse_groups(op.attributes.partition(key)[2] or "{}"))
+    operands = op.operands
+    if name == "ragged-all-to-all" or ", slice_sizes=" in op.attributes:
+        operands = operands[:1]  # the others are the output buffer and offsets
+    arrays = [shape for x in operands for shape in shapes(within.instruction(x).type)]
+    nbytes = sum(size for _, size in arrays)
+    if name == "all-gather":
+        nbytes *= max(map(len, groups or ()), default=0) or slices.size
+    if name == "all-reduce" and _is_scattered(op.name, within):
+        name = "reduce-scatter"
+    return Collective(name, groups, nbytes, tuple(sorted({x for x, _ in arrays})), pairs=pairs)
+
+
+def _transfer(
+    op: Instruction, name: str, within: Computation, slices: _Slices
+) -> Collective | None:
+    """Return a send or recv between TPU slices or devices; one to the host is not counted."""
+    pairs, groups = True, None
+    if target := _TARGET.search(op.attributes):
+        groups, pairs = parse_target(target[1], slices.size)
+        groups = groups if slices.readable else None
+    elif match := _PAIRS.search(op.attributes):
+        groups = slices.across(parse_groups(match[1]))
+    elif ", is_host_transfer=true" in op.attributes:
+        return None
+    # A recv has no operand but a token; its result is (data, context, token).
+    source = within.instruction(op.operands[0]).type if name == "send" else op.type
+    (dtype, nbytes), *_ = shapes(source) or [("token", 0)]
+    match = _TRANSFER_TYPE.search(op.attributes)
+    pattern = match[1].lower().replace("_", "-") if match else ""
+    return Collective(name, groups, nbytes, (dtype,), pairs=pairs, pattern=pattern)
 
 
 def _is_scattered(name: str, within: Computation) -> bool:

@@ -2,7 +2,8 @@
 
 import math
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import reduce
 from itertools import product
@@ -14,7 +15,15 @@ from ..._support.scopes import EVERY_PHASE
 from ..._support.types import Phase
 from ...tracing import equations_in
 from ...transform import ParameterTransform
-from ._collectives import Block, Collective, Loop, ProgramCollectives, read_collectives, wire_bytes
+from ._collectives import (
+    Block,
+    Branches,
+    Collective,
+    Loop,
+    ProgramCollectives,
+    read_collectives,
+    wire_bytes,
+)
 from ._comm_rows import LEVELS, CommReport, CommRow
 from ._hlo_text import parse_module
 from ._mesh_axes import UNKNOWN_AXIS, MeshAxes, axis_of, declared_meshes, mesh_axes, meshes_among
@@ -52,9 +61,9 @@ def comm_report(fn: Callable[..., Any] | Any, *args: Any, **kwargs: Any) -> Comm
 
     Args:
       fn: a function (it is jitted), a jitted function, or a step object with a method
-        `lowered_by_phase(*args, **kwargs)` that returns a dict of `jax.stages.Lowered` by kind (key
-        None, or the program alone: one program for all kinds); or `traced_by_phase`, the same with
-        `jax.stages.Traced`. Of the `sync` of a step object the report says where its state is.
+        `traced_by_phase(*args, **kwargs)` that returns a dict of `jax.stages.Traced` by kind (key
+        None: one program for all kinds). Of the `sync` of a step object the report says where its
+        state is.
       *args: arguments of `fn`: arrays or `jax.ShapeDtypeStruct`s.
       **kwargs: its keyword arguments.
 
@@ -68,8 +77,8 @@ def comm_report(fn: Callable[..., Any] | Any, *args: Any, **kwargs: Any) -> Comm
       (('every',), 0)
     """
     leaves = jax.tree.leaves((args, kwargs))
-    meshes = _meshes_of_shardings(getattr(leaf, "sharding", None) for leaf in leaves)
-    by_phase = getattr(fn, "lowered_by_phase", getattr(fn, "traced_by_phase", None))
+    meshes = meshes_among(getattr(leaf, "sharding", None) for leaf in leaves)
+    by_phase = getattr(fn, "traced_by_phase", None)
     if by_phase is not None:
         return _report(by_phase(*args, **kwargs), meshes, sync=getattr(fn, "sync", None))
     jitted: Any = fn if hasattr(fn, "lower") else jax.jit(fn)
@@ -123,7 +132,7 @@ def _report(
     for kind, program in by_kind.items():
         if isinstance(program, jax.stages.Compiled):
             shardings = program.input_shardings, program.output_shardings
-            meshes += _meshes_of_shardings(jax.tree.leaves(shardings))
+            meshes += meshes_among(jax.tree.leaves(shardings))
             compiled[kind] = program
             continue
         lowered: Any = program.lower() if isinstance(program, jax.stages.Traced) else program
@@ -138,7 +147,10 @@ def _report(
         found.append((kind, "emitted", read_collectives(module, compiled=False)))
         declared = declared_meshes(module.header)
         meshes += declared
-        if compile and _has_devices(lowered, declared):
+        # A program on an abstract mesh can be read but not compiled.
+        counts = lowered.compiler_ir("stablehlo").operation.attributes
+        assigned = counts["mhlo.num_partitions"].value * counts["mhlo.num_replicas"].value
+        if compile and all(len(mesh.ids) <= assigned for mesh in declared):
             compiled[kind] = lowered.compile()
     num_devices = max((len(mesh.ids) for mesh in meshes), default=0)
     slices_first = all(mesh.slice_major for mesh in meshes)
@@ -146,7 +158,7 @@ def _report(
         module = parse_module(program.as_text() or "")
         found.append((kind, "compiled", read_collectives(module, True, num_devices, slices_first)))
 
-    axes = tuple(dict.fromkeys(replace(mesh, slice_major=True) for mesh in meshes))
+    axes = tuple(dict.fromkeys(meshes))
     is_sync = isinstance(sync, ParameterTransform)
     kinds = tuple(by_kind)
     if not whole:
@@ -156,21 +168,10 @@ def _report(
     for kind, level, (name, of_level, program) in product(kinds, levels, found):
         if level == of_level and (not whole or name == kind):
             rows += _rows_of_kind(kind, program, level, axes, whole)
-    names = [name for mesh in axes for name in mesh.names]
+    names = [name for mesh in axes for name, _ in mesh.axes]
     names += sorted((row.axis for row in rows), key=lambda axis: axis == UNKNOWN_AXIS)
     state = sync.stored if is_sync else ""
     return CommReport(tuple(rows), kinds, tuple(dict.fromkeys(names)), tuple(levels), state)
-
-
-def _meshes_of_shardings(shardings: Iterable[Any]) -> list[MeshAxes]:
-    return meshes_among(getattr(sharding, "mesh", None) for sharding in shardings)
-
-
-def _has_devices(lowered: Any, meshes: list[MeshAxes]) -> bool:
-    """Return False for a program on an abstract mesh, which can be read but not compiled."""
-    attributes = lowered.compiler_ir("stablehlo").operation.attributes
-    counts = (attributes[name].value for name in ("mhlo.num_partitions", "mhlo.num_replicas"))
-    return max((len(mesh.ids) for mesh in meshes), default=0) <= math.prod(map(int, counts))
 
 
 def kinds_of(
@@ -238,9 +239,7 @@ def _belongs(phase: str | None, kind: str) -> bool:
     return phase in kind.split("+")
 
 
-# Amounts by what must be equal in rows that are joined: rows without amounts. They are count,
-# bytes, bytes on the wire and dtypes.
-_Amounts = dict[CommRow, tuple[int, int, int, frozenset[str]]]
+_AMOUNTS = ("count", "bytes", "wire_bytes")
 
 
 def _rows_of_kind(
@@ -250,48 +249,38 @@ def _rows_of_kind(
 
     If the program is of this kind alone (`whole`), all its conditional parts belong to it.
     """
+    dtypes: dict[CommRow, set[str]] = defaultdict(set)
 
-    def in_block(block: Block, conditional: bool, trips: int | None, in_loop: bool) -> _Amounts:
-        total: _Amounts = {}
+    def amounts(
+        block: Block, conditional: bool, loops: tuple[int | None, ...]
+    ) -> Counter[tuple[CommRow, str]]:
+        """Return the amounts by row and name, inside of `loops` with these turns."""
+        total: Counter[tuple[CommRow, str]] = Counter()
         for node in block:
-            if isinstance(node, Collective):
-                part = of_one(node, conditional, trips, in_loop)
-            elif isinstance(node, Loop):
-                turns = node.trip_count
-                inner = trips * turns if trips is not None and turns is not None else None
-                part = in_block(node.block, conditional, inner, True)
-            else:
+            if isinstance(node, Loop):
+                total += amounts(node.block, conditional, (*loops, node.trip_count))
+            elif isinstance(node, Branches):
                 # Branches exclude each other, so the larger amount stands for all of them: gossip
                 # rounds of one phase, a branch each, count as the one exchange that happens.
-                branches = (in_block(branch, True, trips, in_loop) for branch in node.blocks)
-                part = reduce(lambda one, other: _merged(one, other, max), branches)
-            total = _merged(total, part, operator.add)
+                total += reduce(operator.or_, (amounts(x, True, loops) for x in node.blocks))
+            elif not conditional or whole or _belongs(node.phase, kind):
+                axis, group_size = axis_of(node.groups, node.pairs, meshes)
+                if group_size == 1:
+                    continue
+                turns = [count for count in loops if count is not None]
+                trips = math.prod(turns) if len(turns) == len(loops) else None
+                row = CommRow(kind, axis, node.name, level, 0, 0, 0, group_size, ())
+                row = replace(row, conditional=conditional, in_loop=bool(loops), trip_count=trips)
+                dtypes[row].update(node.dtypes)
+                num_devices = 0 if axis == UNKNOWN_AXIS else len(meshes[0].ids)
+                sent = wire_bytes(node, group_size, num_devices)
+                times = 1 if trips is None else trips
+                for name, amount in zip(_AMOUNTS, (1, node.nbytes, sent), strict=True):
+                    total[row, name] += times * amount
         return total
 
-    def of_one(node: Collective, conditional: bool, trips: int | None, in_loop: bool) -> _Amounts:
-        if conditional and not whole and not _belongs(node.phase, kind):
-            return {}
-        axis, group_size = axis_of(node.groups, node.pairs, meshes)
-        if group_size == 1:
-            return {}
-        num_devices = 0 if axis == UNKNOWN_AXIS else len(meshes[0].ids)
-        sent = wire_bytes(node, group_size, num_devices)
-        where = conditional, in_loop, trips
-        key = CommRow(kind, axis, node.name, level, 0, 0, 0, group_size, (), *where)
-        times = 1 if trips is None else trips
-        return {key: (times, times * node.nbytes, times * sent, frozenset(node.dtypes))}
-
+    total = amounts(program.block, False, ())
     return [
-        replace(row, count=count, bytes=nbytes, wire_bytes=sent, dtypes=tuple(sorted(dtypes)))
-        for row, (count, nbytes, sent, dtypes) in in_block(program.block, False, 1, False).items()
+        replace(row, **{name: total[row, name] for name in _AMOUNTS}, dtypes=tuple(sorted(of_row)))
+        for row, of_row in dtypes.items()
     ]
-
-
-def _merged(first: _Amounts, second: _Amounts, how: Callable[[int, int], int]) -> _Amounts:
-    """Return the sum of amounts, or the larger ones of two alternatives."""
-    merged = dict(first)
-    for key, (count, nbytes, sent, dtypes) in second.items():
-        before = merged.get(key, (0, 0, 0, frozenset[str]()))
-        amounts = how(before[0], count), how(before[1], nbytes), how(before[2], sent)
-        merged[key] = *amounts, before[3] | dtypes
-    return merged

@@ -181,32 +181,28 @@ def _listed(names: Sequence[str]) -> str:
 
 def _table(kinds: Sequence[str], levels: Sequence[str], rows: Sequence[CommRow]) -> str:
     """Return a table with a line for each kind, axis and collective, both levels side by side."""
-    head = ["kind", "axis", "collective", "emitted", "bytes", "compiled", "bytes", "notes"]
-    lines = [head]
+    lines = [["kind", "axis", "collective", "emitted", "bytes", "compiled", "bytes", "notes"]]
     for kind in kinds:
         of_kind = [row for row in rows if row.kind == kind]
         pairs = dict.fromkeys((row.axis, row.collective) for row in of_kind)
         for pair in pairs or [("-", "(no communication)")]:
             same = [row for row in of_kind if (row.axis, row.collective) == pair]
-            lines.append([kind, *pair, *_amounts(levels, same), _notes(same)])
-    return "\n".join(aligned(lines, left=(0, 1, 2, len(head) - 1)))
-
-
-def _amounts(levels: Sequence[str], rows: list[CommRow]) -> list[str]:
-    cells = []
-    for level in LEVELS:
-        chosen = [row for row in rows if row.level == level]
-        amounts = sum(row.count for row in chosen), sum(row.bytes for row in chosen)
-        cells += [f"{amount:,}" if level in levels else "-" for amount in amounts]
-    return cells
+            cells: list[str] = []
+            for level in LEVELS:
+                chosen = [row for row in same if row.level == level]
+                amounts = sum(row.count for row in chosen), sum(row.bytes for row in chosen)
+                cells += [f"{amount:,}" if level in levels else "-" for amount in amounts]
+            lines.append([kind, *pair, *cells, _notes(same)])
+    return "\n".join(aligned(lines, left=(0, 1, 2, 7)))
 
 
 def _notes(rows: list[CommRow]) -> str:
-    loop = "loop" if any(row.in_loop for row in rows) else ""
+    notes = ["conditional"] if any(row.conditional for row in rows) else []
     if any(row.trip_count is None for row in rows):
-        loop = "loop of unknown length, counted once"
-    conditional = "conditional" if any(row.conditional for row in rows) else ""
-    return ", ".join(filter(None, (conditional, loop)))
+        notes.append("loop of unknown length, counted once")
+    elif any(row.in_loop for row in rows):
+        notes.append("loop")
+    return ", ".join(notes)
 
 
 def aligned(rows: Sequence[Sequence[str]], *, left: Collection[int] = (0,)) -> list[str]:

@@ -134,10 +134,8 @@ def shapes(type_text: str) -> list[tuple[str, int]]:
         name, bits = {"pred": ("bool", 8)}.get(element, (element, 0))
         if match := _ELEMENT.fullmatch(element):
             kind, width, layout = match.groups()
-            name, bits = (
-                _KINDS.get(kind, kind) + width + (f"_{layout}" if layout else ""),
-                int(width),
-            )
+            name = _KINDS.get(kind, kind) + width + (f"_{layout}" if layout else "")
+            bits = int(width)
         size = math.prod(int(d) for d in re.findall(r"\d+", dims))
         arrays.append((name, (size * bits + 7) // 8))
     return arrays
@@ -183,9 +181,7 @@ def _value(name: str, within: Computation) -> int | _Carried | None:
     if op.opcode == "constant" and re.fullmatch(r"-?\d+", op.inside):
         return int(op.inside)
     if op.opcode == "get-tuple-element":
-        carrier, index = (
-            within.instruction(op.operands[0]),
-            re.search(r"index=(\d+)", op.attributes),
-        )
-        return _Carried(int(index[1])) if index and carrier.opcode == "parameter" else None
+        index = re.search(r"index=(\d+)", op.attributes)
+        if index and within.instruction(op.operands[0]).opcode == "parameter":
+            return _Carried(int(index[1]))
     return None

@@ -4,7 +4,7 @@ import itertools
 import math
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
@@ -20,19 +20,13 @@ Groups = tuple[tuple[int, ...], ...] | None
 
 @dataclass(frozen=True)
 class MeshAxes:
-    """Axis names and sizes of a mesh; `ids` are logical device numbers in mesh order."""
+    """Names and sizes of the axes of a mesh; `ids` are logical device numbers in mesh order."""
 
-    names: tuple[str, ...]
-    sizes: tuple[int, ...]
+    axes: tuple[tuple[str, int], ...]
     ids: tuple[int, ...]
     # Whether device i belongs to TPU slice i // (devices per slice). Programs for several slices
     # are written for one slice and number only its devices, so their groups can be read only then.
-    slice_major: bool = True
-
-    @property
-    def size_of(self) -> dict[str, int]:
-        """The sizes of the axes by name, outermost first."""
-        return dict(zip(self.names, self.sizes, strict=True))
+    slice_major: bool = field(default=True, compare=False)
 
 
 def mesh_axes(mesh: Any) -> MeshAxes:
@@ -42,17 +36,14 @@ def mesh_axes(mesh: Any) -> MeshAxes:
     """
     devices = mesh.devices.flat if isinstance(mesh, jax.sharding.Mesh) else ()
     slices = [getattr(device, "slice_index", None) or 0 for device in devices]
-    return MeshAxes(
-        tuple(map(str, mesh.axis_names)),
-        tuple(mesh.shape.values()),
-        tuple(range(math.prod(mesh.shape.values()))),
-        slices == sorted(slices),
-    )
+    axes = tuple((str(name), size) for name, size in mesh.shape.items())
+    return MeshAxes(axes, tuple(range(mesh.size)), slices == sorted(slices))
 
 
 def meshes_among(values: Iterable[Any]) -> list[MeshAxes]:
-    """Return the axes of those values that are meshes."""
-    return [mesh_axes(value) for value in values if hasattr(value, "axis_names")]
+    """Return the axes of those values that are meshes, or shardings with one."""
+    meshes = (getattr(value, "mesh", value) for value in values)
+    return [mesh_axes(mesh) for mesh in meshes if hasattr(mesh, "axis_names")]
 
 
 _DECLARED = re.compile(r"#sdy\.mesh<\[([^\]]+)\](?:, device_ids=\[([^\]]*)\])?>")
@@ -72,9 +63,8 @@ def declared_meshes(header: str) -> list[MeshAxes]:
 
 
 def _mesh(axes: str, ids: str) -> MeshAxes:
-    sizes = {name: int(size) for name, size in _SIZE.findall(axes)}
-    order = device_order(ids, math.prod(sizes.values()))
-    return MeshAxes(tuple(sizes), tuple(sizes.values()), order)
+    sizes = tuple((name, int(size)) for name, size in _SIZE.findall(axes))
+    return MeshAxes(sizes, device_order(ids, math.prod(size for _, size in sizes)))
 
 
 def parse_groups(text: str) -> Groups:
@@ -95,11 +85,8 @@ def parse_groups(text: str) -> Groups:
         return _rows(np.reshape(device_order(match[0], 0), _ints(match[1])))
     if match := _OF_MESH.match(text):
         mesh = _mesh(match["axes"], match["ids"] or "")
-        used = [
-            (name, int(before or 1), int(size or mesh.size_of[name]))
-            for name, before, size in _USED.findall(match["used"])
-        ]
-        return groups_of_axes(mesh, used)
+        sizes, used = dict(mesh.axes), _USED.findall(match["used"])
+        return groups_of_axes(mesh, [(x, int(b or 1), int(n or sizes[x])) for x, b, n in used])
     if match := _LISTED.match(text):
         return tuple(tuple(_ints(group)) for group in re.findall(r"\{([\d,]*)\}", match[1]))
     return None
@@ -131,7 +118,7 @@ def groups_of_axes(mesh: MeshAxes, used: list[tuple[str, int, int]]) -> tuple[tu
     """
     shape: list[int] = []
     place: dict[tuple[str, int], int] = {}  # (axis, before) -> dimension after the split
-    for name, size in mesh.size_of.items():
+    for name, size in mesh.axes:
         cuts = {1, size}.union(*({b, b * part} for axis, b, part in used if axis == name))
         for low, high in itertools.pairwise(sorted(cuts)):
             place[name, low] = len(shape)
@@ -150,7 +137,7 @@ def _rows(table: np.ndarray) -> tuple[tuple[int, ...], ...]:
 @lru_cache(maxsize=256)
 def _candidates(mesh: MeshAxes) -> list[tuple[str, int, frozenset[frozenset[int]]]]:
     """Return (name, group size, groups) of every set of axes larger than 1, few axes first."""
-    large = [(name, 1, size) for name, size in mesh.size_of.items() if size > 1]
+    large = [(name, 1, size) for name, size in mesh.axes if size > 1]
     sets = (s for count in range(len(large)) for s in itertools.combinations(large, count + 1))
     candidates = []
     for used in sets:

@@ -1,5 +1,6 @@
 """Reports on the time that a training step spends, measured while it runs."""
 
+from ...tree import Bucket as Bucket
 from ._measured import MeasuredStep as MeasuredStep
 from ._measured import measured as measured
 from ._schedule_grid import Piece as Piece
@@ -12,7 +13,6 @@ from ._schedule_report import CompiledPipeline as CompiledPipeline
 from ._schedule_report import ModelStage as ModelStage
 from ._schedule_report import ScheduleReport as ScheduleReport
 from ._schedule_report import schedule_report as schedule_report
-from ._step_report import Bucket as Bucket
 from ._step_report import KindOfStep as KindOfStep
 from ._step_report import StepReport as StepReport
 from ._times import StepTimes as StepTimes

@@ -2,17 +2,16 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable, Hashable
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import jax
-import numpy as np
 
 from ..._support.checks import checked_int, warn_once
 from ..._support.scopes import GRADIENTS
 from ...transform import phase_name
-from ...tree import leaf_names, noted_buffers
-from ._step_report import Bucket, KindOfStep, StepReport
+from ...tree import Bucket, leaf_names, noted_buffers
+from ._step_report import KindOfStep, StepReport
 from ._times import StepProgram, StepTimes, mean_times, step_times
 from ._trace import CannotTrace, traced_call
 
@@ -50,15 +49,6 @@ def measured(step: Callable[..., Any], *, rate: int = 100) -> "MeasuredStep":
     return MeasuredStep(step, rate)
 
 
-class _Measured(NamedTuple):
-    """One measured step: its number from 1, kind, times and number of devices."""
-
-    number: int
-    kind: str
-    times: StepTimes
-    num_devices: int
-
-
 class MeasuredStep:
     """A step of which some calls are measured; made by `js.measured`.
 
@@ -70,12 +60,14 @@ class MeasuredStep:
             name = getattr(step, "__name__", type(step).__name__)
             raise ValueError(f"`step` must be made by js.make_train_step or jax.jit, got {name}.")
         self._step: Any = step
-        self._sampling = Sampling(rate)
+        self._rate = checked_int("`rate` counts steps and", rate, 1)
+        self._counts: Counter[str] = Counter()
         self._warn = warn_once()
         self._programs: dict[Any, StepProgram] = {}
         self._facts: dict[str, Any] | None = None
         self._buckets: dict[Bucket, None] = {}  # in order, without duplicates
-        self._measured: list[_Measured] = []
+        self._measured: list[tuple[int, str, StepTimes]] = []  # number from 1, kind
+        self._num_devices = 0
         self._missed: list[int] = []
 
     def __getattr__(self, name: str) -> Any:
@@ -93,13 +85,13 @@ class MeasuredStep:
         ahead = self._step.ahead
         return lambda *args, **kwargs: MeasuredAhead(ahead(*args, **kwargs), self._call)
 
-    def _call(self, step: Any, args: Any, kwargs: Any, static: Hashable = None) -> Any:
-        """Call `step`; `static` distinguishes programs whose arguments have equal shapes."""
+    def _call(self, step: Any, args: Any, kwargs: Any) -> Any:
         has_phases = hasattr(self._step, "next_phase")
         kind = phase_name(self._step.next_phase(args[0])) if has_phases else "local"
-        if not self._sampling.next(kind):
+        self._counts[kind] += 1
+        if not is_due(kind, self._counts, self._rate):
             return step(*args, **kwargs)
-        number, program = self._sampling.steps, self._program(step, kind, args, kwargs, static)
+        number, program = self._counts.total(), self._program(step, args, kwargs)
         jax.block_until_ready((args, kwargs))
         why = "the jax profiler recorded no operation of the step"
         try:
@@ -107,9 +99,8 @@ class MeasuredStep:
         except CannotTrace as error:
             why, result, ops, seconds = str(error), step(*args, **kwargs), [], 0.0
         if any(program.work(op.name) for op in ops):
-            num_devices = len({op.device for op in ops})
-            times = step_times(ops, program, seconds)
-            self._measured.append(_Measured(number, kind, times, num_devices))
+            self._measured.append((number, kind, step_times(ops, program, seconds)))
+            self._num_devices = len({op.device for op in ops})
         else:
             self._missed.append(number)
             self._warn(f"js.measured: {why}, so it is not measured.")
@@ -123,13 +114,13 @@ class MeasuredStep:
 
         Communication: none.
         """
-        counts, kinds = self._sampling.counts, dict[str, KindOfStep]()
-        for kind, count in counts.items():
-            times = [step.times for step in self._measured if step.kind == kind]
-            # Without a parameter transform all steps are of one kind, "every".
-            name = "every" if {*counts} == {"local"} else kind
-            kinds[name] = KindOfStep(count, len(times), mean_times(times))
-        last = self._measured[-1] if self._measured else None
+        # Without a parameter transform all steps are of one kind, "every".
+        one_kind = {*self._counts} == {"local"}
+        kinds = dict[str, KindOfStep]()
+        for kind, count in self._counts.items():
+            times = [times for _, of_kind, times in self._measured if of_kind == kind]
+            kinds["every" if one_kind else kind] = KindOfStep(count, len(times), mean_times(times))
+        every = [times for *_, times in self._measured]
         gradients = tuple(b for b in self._buckets if b.exchange == GRADIENTS)
         # A step of the user's own may keep its parameters anywhere; each has a gradient.
         facts = self._facts or {
@@ -139,38 +130,32 @@ class MeasuredStep:
             "dtypes": tuple(dict.fromkeys(bucket.dtype for bucket in gradients)),
         }
         return StepReport(
-            iteration=self._sampling.steps,
-            rate=self._sampling.rate,
-            measured=tuple(step.number for step in self._measured),
+            iteration=self._counts.total(),
+            rate=self._rate,
+            measured=tuple(number for number, *_ in self._measured),
             missed=tuple(self._missed),
-            last=last and last.times,
-            average=mean_times([step.times for step in self._measured]) if last else None,
+            last=every[-1] if every else None,
+            average=mean_times(every) if every else None,
             kinds=kinds,
             buckets=gradients,
             sync_buckets=tuple(b for b in self._buckets if b.exchange != GRADIENTS),
             backend=jax.default_backend(),
-            num_devices=last.num_devices if last else 0,
+            num_devices=self._num_devices,
             **facts,
         )
 
-    def _program(
-        self, step: Any, kind: str, args: Any, kwargs: Any, static: Hashable
-    ) -> StepProgram:
-        """Return the program that this call runs; it is compiled and read at its first call."""
-        leaves, treedef = jax.tree.flatten((args, kwargs))
-        by_host = getattr(self._step, "mode", None) == "host"  # a program for each kind
-        # Leaves need not be arrays: what a lookup ahead returns has references to a state.
-        types = tuple((np.shape(x), str(getattr(x, "dtype", type(x)))) for x in leaves)
-        key = kind if by_host else None, static, treedef, types
-        if key not in self._programs:
-            with noted_buffers() as buffers:
-                make = getattr(step, "compiled", lambda *a, **k: step.lower(*a, **k).compile())
-                self._programs[key] = StepProgram(make(*args, **kwargs).as_text() or "")
-            noted = (Bucket(b.role, b.size_bytes, b.dtype, b.leaves) for b in buffers)
-            self._buckets.update(dict.fromkeys(noted))
-            if self._facts is None and hasattr(self._step, "ready_order"):
-                self._facts = _facts(self._step, args)
-        return self._programs[key]
+    def _program(self, step: Any, args: Any, kwargs: Any) -> StepProgram:
+        """Return the program that this call runs; jax compiles it, and it is read, only once."""
+        make = getattr(step, "compiled", lambda *a, **k: step.lower(*a, **k).compile())
+        with noted_buffers() as buffers:
+            compiled = make(*args, **kwargs)
+        self._buckets.update(dict.fromkeys(buffers))
+        if self._facts is None and hasattr(self._step, "ready_order"):
+            self._facts = _facts(self._step, args)
+        executable = compiled.runtime_executable()
+        if executable not in self._programs:
+            self._programs[executable] = StepProgram(compiled.as_text() or "")
+        return self._programs[executable]
 
 
 class MeasuredAhead:
@@ -178,7 +163,7 @@ class MeasuredAhead:
 
     Args:
       ahead: the step that `step.ahead` returned.
-      call: `call(step, args, kwargs, static)` of the measured step, which measures.
+      call: `call(step, args, kwargs)` of the measured step, which measures.
     """
 
     def __init__(self, ahead: Any, call: Callable[..., Any]) -> None:
@@ -189,40 +174,26 @@ class MeasuredAhead:
             raise AttributeError(name)
         return getattr(self._ahead, name)
 
-    def __call__(
-        self, state: Any, batch: Any, asked: Any, next_batch: Any, *args: Any, **kwargs: Any
-    ) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the step; batches that are only collected are not measured."""
-        args = state, batch, asked, next_batch, *args
         if kwargs.get("collect"):
             return self._ahead(*args, **kwargs)
-        return self._call(self._ahead, args, kwargs, self._ahead.asks_for(next_batch))
+        return self._call(self._ahead, args, kwargs)
 
 
-class Sampling:
-    """The choice of the steps to measure: 1 to 10 and every `rate`-th, as torch's logger does.
+def is_due(kind: str, counts: Counter[str], rate: int) -> bool:
+    """Return whether to measure a step: 1 to 10 and every `rate`-th, as torch's logger does.
 
     The same rule holds among the steps of each exchange. Without it, an exchange of parameters
     every 48 steps would be measured once in 1,200 steps.
 
-    Raises:
-      ValueError: rate < 1.
+    Args:
+      kind: kind of the step ("local": gradients alone).
+      counts: number of steps so far by kind, this one included.
+      rate: `rate` of `measured`.
     """
-
-    def __init__(self, rate: int) -> None:
-        self.rate = checked_int("`rate` counts steps and", rate, 1)
-        self.counts: Counter[str] = Counter()
-
-    @property
-    def steps(self) -> int:
-        """The number of steps so far."""
-        return self.counts.total()
-
-    def next(self, kind: str) -> bool:
-        """Count a step of a kind ("local": gradients alone), and return whether to measure it."""
-        self.counts[kind] += 1
-        counts = [self.steps] if kind == "local" else [self.steps, self.counts[kind]]
-        return any(count <= 10 or count % self.rate == 0 for count in counts)
+    own = [counts.total()] if kind == "local" else [counts.total(), counts[kind]]
+    return any(count <= 10 or count % rate == 0 for count in own)
 
 
 def _facts(step: Any, args: Any) -> dict[str, Any]:

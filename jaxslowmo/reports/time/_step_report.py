@@ -1,30 +1,14 @@
 """The result of measuring steps: times, buckets, and what they are about."""
 
 import json
+from collections import Counter
 from dataclasses import asdict, dataclass
-from itertools import groupby
 from pathlib import Path
 
 from ..._support.files import write_anew
+from ...tree import Bucket
 from ..communication import aligned
 from ._times import StepTimes
-
-
-@dataclass(frozen=True)
-class Bucket:
-    """One flat buffer that is exchanged as a whole.
-
-    Attributes:
-      exchange: its purpose: `"gradients"`, or for parameters `"average"`, `"slow"`, `"round"`.
-      size_bytes: its size on one device.
-      dtype: dtype of its elements.
-      leaves: names of the leaves in it, in order.
-    """
-
-    exchange: str
-    size_bytes: int
-    dtype: str
-    leaves: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -99,10 +83,10 @@ class StepReport:
         write_anew(path, self.to_json() + "\n")
 
     def __str__(self) -> str:
-        facts = f"{self.num_devices} {self.backend} devices"
-        lines = [f"{self.iteration} steps, measured: {_ranges(self.measured) or 'none'}; {facts}"]
+        counts = f"{self.iteration} steps, {len(self.measured)} measured"
+        lines = [f"{counts}; {self.num_devices} {self.backend} devices"]
         if self.missed:
-            lines.append(f"due but not measured: {_ranges(self.missed)}")
+            lines.append(f"due but not measured: {len(self.missed)}")
         if self.last is not None and self.average is not None:
             lines += ["", *aligned(_times(self.last, self.average))]
         if self.kinds:
@@ -110,13 +94,11 @@ class StepReport:
         dtypes = ", ".join(self.dtypes) or "no dtype"
         size = _mib(self.parameter_bytes)
         lines += ["", f"{self.num_parameter_tensors} parameters, {size}, {dtypes}"]
-        sizes: dict[str, list[str]] = {}
-        for bucket in (*self.buckets, *self.sync_buckets):
-            sizes.setdefault(bucket.exchange, []).append(_mib(bucket.size_bytes))
-        for exchange, of_exchange in sizes.items():
-            runs = ((size, len(list(same))) for size, same in groupby(of_exchange))
-            shown = ", ".join(size if count == 1 else f"{count} x {size}" for size, count in runs)
-            lines.append(f"buckets of {exchange}: {shown}")
+        buckets = self.buckets + self.sync_buckets
+        for exchange in dict.fromkeys(bucket.exchange for bucket in buckets):
+            sizes = Counter(_mib(b.size_bytes) for b in buckets if b.exchange == exchange)
+            shown = (size if count == 1 else f"{count} x {size}" for size, count in sizes.items())
+            lines.append(f"buckets of {exchange}: {', '.join(shown)}")
         return "\n".join(lines)
 
 
@@ -152,10 +134,3 @@ def _ms(seconds: float) -> str:
 
 def _mib(size: int) -> str:
     return f"{size / 2**20:.3g} MiB" if size >= 2**20 / 100 else f"{size} B"
-
-
-def _ranges(numbers: tuple[int, ...]) -> str:
-    """Return numbers as ranges: 1, 2, 3, 7 as "1-3, 7"."""
-    runs = groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])
-    ends = [(run[0][1], run[-1][1]) for run in (list(run) for _, run in runs)]
-    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in ends)

@@ -4,14 +4,14 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
-from itertools import chain
+from itertools import chain, groupby
 from typing import NamedTuple
 
 from ..._support import scopes
 from ..communication import COLLECTIVES, Instruction, parse_module, phase_of, scope_of
 from ._trace import DeviceOp
 
-FORWARD, BACKWARD, OTHER = "forward", "backward", "other"
+_PASSES = FORWARD, BACKWARD, OTHER = "forward", "backward", "other"
 
 
 class Work(NamedTuple):
@@ -34,6 +34,7 @@ _SCOPES = {
     scopes.CLIP: "norm",
 }
 _COLLECTIVE = re.compile(rf"[ )](?:{'|'.join(COLLECTIVES)})(?:-start|-done)?\(")
+_SUFFIX = re.compile(r"-(start|update|done)$")
 _PRODUCT = re.compile(r"[ )](?:dot|convolution|fusion)\(")
 
 
@@ -62,11 +63,9 @@ class StepProgram:
           seen: names of the instructions that were observed to run. A call whose callees ran is
             not counted in addition to them.
         """
-        if name not in self._home:
-            return None
-        if name not in self._work_by_name:
+        if name in self._home and name not in self._work_by_name:
             self._work_by_name[name] = self._work(self._home[name].instruction(name), seen)
-        return self._work_by_name[name]
+        return self._work_by_name.get(name)
 
     def _work(self, op: Instruction, seen: Collection[str]) -> Work:
         if op.opcode in ("while", "conditional"):
@@ -78,20 +77,20 @@ class StepProgram:
         counts = Counter(filter(None, map(scope_of, inner.values())))
         scope = scope_of(op.attributes) or "".join(name for name, _ in counts.most_common(1))
         carried = [line for line in inner.values() if _COLLECTIVE.search(line)]
-        base = re.sub(r"-(start|update|done)$", "", op.opcode)
-        goes_on = base == "async" and not op.called  # an update or end names no computation
+        # Of what goes on, the instruction that began it says what it is.
         ends = op.opcode.endswith("-done") or op.name.startswith("async-collective-done")
-        begun = self.work(op.operands[0]) if (ends or goes_on) and op.operands else None
+        begun = self.work(op.operands[0]) if ends or op.opcode.endswith("-update") else None
         exchange = begun.communication if begun else ""
-        sends = carried or (base in COLLECTIVES and ", is_host_transfer=true" not in op.attributes)
-        if not (exchange if goes_on else sends):
+        is_collective = _SUFFIX.sub("", op.opcode) in COLLECTIVES
+        to_host = ", is_host_transfer=true" in op.attributes
+        if not (exchange or carried or (is_collective and not to_host)):
             return Work(compute=_pass_of(scope))
         # TPU spreads a collective over fusions that compute; others only wrap one.
         computes = op.opcode == "fusion" and any(map(_PRODUCT.search, inner.values()))
         return Work(
             compute=_pass_of(scope) if computes else "",
             communication=exchange or self._exchange(op, [*map(scope_of, carried), scope]),
-            ends=op.operands[0] if ends and op.operands else "",
+            ends=op.operands[0] if ends else "",
         )
 
     def _exchange(self, op: Instruction, candidates: list[str]) -> str:
@@ -159,10 +158,8 @@ def step_times(ops: Iterable[DeviceOp], program: StepProgram, step_time: float) 
       program: the compiled program of the step.
       step_time: seconds of the step, as the host measured them.
     """
-    by_device: dict[str, list[DeviceOp]] = defaultdict(list)
-    for op in ops:
-        by_device[op.device].append(op)
-    every = [_device_times(device_ops, program) for device_ops in by_device.values()]
+    by_device = groupby(sorted(ops), lambda op: op.device)
+    every = [_device_times(list(of_device), program) for _, of_device in by_device]
     return replace(mean_times(every), step_time=step_time)
 
 
@@ -181,12 +178,17 @@ def mean_times(times: Sequence[StepTimes]) -> StepTimes:
 
 
 def _device_times(ops: list[DeviceOp], program: StepProgram) -> StepTimes:
+    """Return the times of one device from its operations, by their starts."""
     compute: dict[str, list[Interval]] = defaultdict(list)
     exchange: dict[str, list[Interval]] = defaultdict(list)
     begun: dict[str, int] = {}
     seen = {op.name for op in ops}
-    for op in sorted(ops, key=lambda op: op.start):
-        work = program.work(op.name, seen) or _unknown(op)
+    for op in ops:
+        # Of operations without an instruction NCCL's kernels have its name.
+        unknown = (
+            Work("", OTHER) if op.name.startswith("nccl") else Work(OTHER if op.is_ours else "")
+        )
+        work = program.work(op.name, seen) or unknown
         if work.compute:
             compute[work.compute].append((op.start, op.end))
         if work.communication:
@@ -198,21 +200,12 @@ def _device_times(ops: list[DeviceOp], program: StepProgram) -> StepTimes:
                 begun[op.name] = op.start
     all_compute, all_exchange = ([*chain(*spans.values())] for spans in (compute, exchange))
     return StepTimes(
-        forward_compute_time=length(compute[FORWARD]) / 1e9,
-        backward_compute_time=length(compute[BACKWARD]) / 1e9,
-        other_compute_time=length(compute[OTHER]) / 1e9,
+        **{f"{name}_compute_time": length(compute[name]) / 1e9 for name in _PASSES},
         communication_time=length(all_exchange) / 1e9,
         overlap_time=overlap(all_exchange, all_compute) / 1e9,
         backward_overlap_time=overlap(all_exchange, compute[BACKWARD]) / 1e9,
         communication={name: length(each) / 1e9 for name, each in exchange.items()},
     )
-
-
-def _unknown(op: DeviceOp) -> Work:
-    """Return the work of an operation without an instruction; NCCL's kernels have its name."""
-    if op.name.startswith("nccl"):
-        return Work(communication=OTHER)
-    return Work(compute=OTHER) if op.is_ours else Work()
 
 
 def length(intervals: Iterable[Interval]) -> int:

@@ -23,9 +23,9 @@ class DeviceOp(NamedTuple):
     """One operation that a device ran."""
 
     device: str
-    name: str  # of the HLO instruction, or of what ran without one
     start: int  # nanoseconds
     end: int
+    name: str  # of the HLO instruction, or of what ran without one
     is_ours: bool = True  # known to belong to the step's program, whether or not it has that name
 
 
@@ -79,37 +79,21 @@ def device_ops(data: Any, module: str) -> Iterator[DeviceOp]:
       module: name of the module.
     """
     for plane in data.planes:
-        if plane.name == "/host:CPU":
-            yield from _host_ops(plane, module)
-        elif _DEVICE.match(plane.name):
-            yield from _accelerator_ops(plane, module)
-
-
-def _host_ops(plane: Any, module: str) -> Iterator[DeviceOp]:
-    """Yield the operations of CPU devices, which have no planes but name their device."""
-    events = [
-        (event.name, int(event.start_ns), int(event.end_ns), dict(event.stats))
-        for line in plane.lines
-        for event in line.events
-    ]
-    # An operation that goes on in other threads ends later than the call that began it.
-    ends = {stats.get("_c"): start for name, start, _, stats in events if name.startswith("end: ")}
-    for _, start, end, stats in events:
-        if "hlo_op" in stats and stats.get("hlo_module") == module:
-            device = f"cpu:{stats.get('device_ordinal', 0)}"
-            end = max(end, ends.get(stats.get("_p"), end))
-            yield DeviceOp(device, str(stats["hlo_op"]), start, end)
-
-
-def _accelerator_ops(plane: Any, module: str) -> Iterator[DeviceOp]:
-    lines = list(plane.lines)
-    chosen = [line for line in lines if line.name in _OP_LINES]
-    for line in chosen or [line for line in lines if line.name not in _SUMMARIES]:
-        for event in line.events:
-            stats = dict(event.stats)
-            if stats.get("hlo_module", module) != module:
+        # CPU devices have no planes; their operations name the device.
+        is_host = plane.name == "/host:CPU"
+        if not is_host and not _DEVICE.match(plane.name):
+            continue
+        lines = [line for line in plane.lines if line.name not in _SUMMARIES]
+        chosen = [line for line in lines if line.name in _OP_LINES] or lines
+        events = [(event, dict(event.stats)) for line in chosen for event in line.events]
+        # On CPU an operation that goes on in other threads ends later than the call that began it.
+        ends = {stats.get("_c"): e.start_ns for e, stats in events if e.name.startswith("end: ")}
+        for event, stats in events:
+            names_module = "hlo_module" in stats
+            if stats.get("hlo_module", module) != module or (is_host and "hlo_op" not in stats):
                 continue
             match = _INSTRUCTION.match(event.name)
             name = str(stats.get("hlo_op") or (match[1] if match else event.name))
-            span = int(event.start_ns), int(event.end_ns)
-            yield DeviceOp(plane.name, name, *span, is_ours="hlo_module" in stats)
+            device = f"cpu:{stats.get('device_ordinal', 0)}" if is_host else plane.name
+            end = max(event.end_ns, ends.get(stats.get("_p"), 0))
+            yield DeviceOp(device, int(event.start_ns), int(end), name, names_module)

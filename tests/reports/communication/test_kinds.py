@@ -57,16 +57,11 @@ def nested(x, t):
 class ByPhase:
     """A step with one program per phase, as a host-scheduled step has."""
 
-    def __init__(self, programs, *, traced=False):
-        def method(*args):
-            def stage(fn):
-                return jax.jit(fn).trace(*args) if traced else jax.jit(fn).lower(*args)
+    def __init__(self, programs):
+        self.programs = programs
 
-            if not isinstance(programs, dict):
-                return stage(programs)
-            return {kind: stage(fn) for kind, fn in programs.items()}
-
-        setattr(self, "traced_by_phase" if traced else "lowered_by_phase", method)
+    def traced_by_phase(self, *args):
+        return {kind: jax.jit(fn).trace(*args) for kind, fn in self.programs.items()}
 
 
 def test_nested_conditionals_and_host_scheduled_programs_agree(mapped):
@@ -75,7 +70,7 @@ def test_nested_conditionals_and_host_scheduled_programs_agree(mapped):
 
     programs = {"local": with_base(same), "average": with_base(average), "slow": with_base(slow)}
     inside = comm_report(mapped(nested), X, T)
-    for by_host in (inside, comm_report(ByPhase(programs, traced=True), X, T)):
+    for by_host in (inside, comm_report(ByPhase(programs), X, T)):
         assert by_host.kinds == ("local", "average", "slow")
         for level in ("emitted", "compiled"):
             counts = {
@@ -89,8 +84,7 @@ def test_nested_conditionals_and_host_scheduled_programs_agree(mapped):
             }
     conditional = {(r.collective, r.level) for r in inside.rows if r.conditional}
     assert len(conditional) == 6
-    assert comm_report(ByPhase(mapped(nested)), X, T) == inside
-    assert comm_report(ByPhase({None: mapped(nested)}, traced=True), X, T) == inside
+    assert comm_report(ByPhase({None: mapped(nested)}), X, T) == inside
 
 
 def when(period, phase, otherwise=same):

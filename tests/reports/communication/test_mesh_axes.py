@@ -7,7 +7,7 @@ from jaxslowmo.reports.communication._mesh_axes import MeshAxes, axis_of, device
 DEVICE = ((0, 1, 2, 3), (4, 5, 6, 7))
 REPLICA = ((0, 4), (1, 5), (2, 6), (3, 7))
 ALL = (tuple(range(8)),)
-MESH = MeshAxes(("replica", "device"), (2, 4), tuple(range(8)))
+MESH = MeshAxes((("replica", 2), ("device", 4)), tuple(range(8)))
 
 
 @pytest.mark.parametrize(
@@ -83,14 +83,14 @@ def test_axis_of_pairs(pairs, expected):
 
 
 def test_meshes_with_axes_of_size_one_in_another_order_and_of_several():
-    ones = MeshAxes(("one", "replica", "uno", "device"), (1, 2, 1, 4), tuple(range(8)))
+    ones = MeshAxes((("one", 1), *MESH.axes[:1], ("uno", 1), *MESH.axes[1:]), MESH.ids)
     assert axis_of(REPLICA, False, (ones,)) == ("replica", 2)
     assert axis_of(ALL, False, (ones,)) == ("replica,device", 8)
-    turned = MeshAxes(("a", "b"), (4, 2), (0, 4, 1, 5, 2, 6, 3, 7))
+    turned = MeshAxes((("a", 4), ("b", 2)), (0, 4, 1, 5, 2, 6, 3, 7))
     assert axis_of(REPLICA, False, (turned,)) == ("b", 2)
     assert axis_of(DEVICE, False, (turned,)) == ("a", 4)
     # The first mesh that matches names the axis.
-    other = MeshAxes(("x", "y"), (4, 2), tuple(range(8)))
+    other = MeshAxes((("x", 4), ("y", 2)), tuple(range(8)))
     assert axis_of(((0, 1), (2, 3), (4, 5), (6, 7)), False, (MESH, other)) == ("y", 2)
     assert axis_of(ALL, False, (other, MESH)) == ("x,y", 8)
     assert axis_of((), False, ()) == ("?", 0)

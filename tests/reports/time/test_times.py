@@ -11,7 +11,7 @@ from support.compiled_step import TEXT
 
 def times(*ops, step_time=1.0):
     """Return mean times of operations (device, name, start, end) in seconds."""
-    spans = [DeviceOp(d, n, int(1e9 * a), int(1e9 * b)) for d, n, a, b in ops]
+    spans = [DeviceOp(d, int(1e9 * a), int(1e9 * b), n) for d, n, a, b in ops]
     return step_times(spans, StepProgram(TEXT), step_time)
 
 
@@ -63,7 +63,7 @@ def test_names_that_no_instruction_has():
     found = times(("0", "ncclDevKernel_AllReduce_Sum_f32", 0, 1), ("0", "memset", 1, 3))
     assert found.communication == {"other": 1}
     assert found.other_compute_time == 2
-    unrelated = DeviceOp("0", "memset", 0, 10**9, is_ours=False)
+    unrelated = DeviceOp("0", 0, 10**9, "memset", is_ours=False)
     assert step_times([unrelated], StepProgram(TEXT), 1.0).other_compute_time == 0
 
 

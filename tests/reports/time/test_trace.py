@@ -83,7 +83,7 @@ def test_traces_of_gpus_have_streams_of_kernels():
         ("/device:GPU:0", "ar-start", 10, 28),
         ("/device:GPU:0", "MemcpyH2D", 0, 5),
     }
-    spans = [DeviceOp(*op, is_ours=op[1] != "MemcpyH2D") for op in found]
+    spans = [DeviceOp(d, a, b, name, is_ours=name != "MemcpyH2D") for d, name, a, b in found]
     measured = step_times(spans, StepProgram(TEXT), 1.0)
     assert measured.communication["gradients"] == pytest.approx(18e-9)
     assert measured.overlap_time == pytest.approx(10e-9)
