@@ -112,7 +112,6 @@ MOVES = "its copy of the parameters moves along; in a loop of your own only in `
 DISTANCE = "works; measures how far exchanges moved parameters, too; each replica has its own rate"
 VALUE = "works; receives the replica's own loss; each replica has its own rate"
 SEARCH = "searches on the replica's own batch; refused with averaged gradients or inner axes"
-SECANTS = "its pairs of gradients also span exchanges"
 NOISE = "its key is the same on all replicas, so all draw the same noise"
 PER_EXAMPLE = "refused: needs a gradient per example, and a step computes that of a batch"
 OBJECTIVE = (
@@ -175,17 +174,14 @@ OPTAX: dict[str, Case] = {
         lambda: optax.inject_hyperparams(optax.adam)(0.1),
         "works; [set them between steps](#a-rate-set-from-outside) with `js.set_hyperparams`",
     ),
-    "inject_stateful_hyperparams": Case(
-        lambda: optax.inject_stateful_hyperparams(optax.adam)(0.1),
-        "works; deprecated by optax for `inject_hyperparams`",
-    ),
+    "inject_stateful_hyperparams": Case(lambda: optax.inject_stateful_hyperparams(optax.adam)(0.1)),
     "keep_params_nonnegative": Case(
         _behind(optax.keep_params_nonnegative),
         condition="steps of `slowmo` and `diloco` can change the sign, until the next update",
     ),
     "lbfgs": Case(
         lambda: optax.lbfgs(),
-        condition=f"{SEARCH}; {SECANTS}",
+        condition=SEARCH,
         is_search=True,
     ),
     "lookahead": Case(
@@ -222,7 +218,6 @@ OPTAX: dict[str, Case] = {
     ),
     "scale_by_lbfgs": Case(
         _scaled(optax.scale_by_lbfgs),
-        SECANTS,
         is_search=True,
     ),
     "scale_by_learning_rate": Case(lambda: optax.scale_by_learning_rate(0.1)),
