@@ -1,8 +1,8 @@
-"""Writes the table of all of optax into docs/recipes/optimizers.md.
+"""Writes the names of optax that need care into a table of docs/recipes/optimizers.md.
 
     python tools/optimizers.py
 
-What stands there is measured by tests/recipes/test_optimizers.py (`-m exhaustive` for all names).
+What it says is measured by tests/recipes/test_optimizers.py (`-m exhaustive` for all names).
 """
 
 import re

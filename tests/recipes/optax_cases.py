@@ -109,23 +109,17 @@ def _muon() -> optax.GradientTransformation:
 
 
 MOVES = "its copy of the parameters moves along; in a loop of your own only in `js.chain`"
-DISTANCE = (
-    "measures how far the parameters are from the first ones, what exchanges moved included; the "
-    "rate that it finds is each replica's own"
-)
-VALUE = "receives the replica's own loss, and each replica has its own rate"
-SEARCH = "searches on the replica's own batch; with averaged gradients or inner axes it is refused"
-NOISE = "the key in its state is the same on all replicas, so all draw the same noise"
-PER_EXAMPLE = "needs a gradient per example, and a step computes that of a batch"
+DISTANCE = "works; measures how far exchanges moved parameters, too; each replica has its own rate"
+VALUE = "works; receives the replica's own loss; each replica has its own rate"
+SEARCH = "searches on the replica's own batch; refused with averaged gradients or inner axes"
+NOISE = "its key is the same on all replicas, so all draw the same noise"
+PER_EXAMPLE = "refused: needs a gradient per example, and a step computes that of a batch"
 OBJECTIVE = (
-    "reads the loss as `obj_fn`: wrap it so that it receives `value_fn`; its random key is the "
-    "same on all replicas"
+    "[reads the loss as `obj_fn`](#schedule-free-lookahead-sophia); all replicas have one key"
 )
 AROUND = "around the optimizer, never around an exchange"
-EVALUATE = (
-    f"{MOVES}; evaluate the mean of `jax.vmap(optax.contrib.schedule_free_eval_params)(state, "
-    "params)` over the replicas"
-)
+FROZEN = "works; frozen leaves stay equal, and are exchanged with the others"
+EVALUATE = f"{MOVES}; [evaluate at another point](#schedule-free-lookahead-sophia)"
 
 _RATES = [
     *["adabelief", "adadelta", "adagrad", "adam", "adamax", "adamaxw", "adamw", "adan"],
@@ -173,25 +167,21 @@ OPTAX: dict[str, Case] = {
     ),
     "freeze": Case(
         lambda: optax.chain(_adam(), optax.freeze({"b": True, "w": False})),
-        "frozen leaves stay equal, and are exchanged with the others",
+        FROZEN,
     ),
     "identity": Case(_before(optax.identity)),
     "inject_hyperparams": Case(
         lambda: optax.inject_hyperparams(optax.adam)(0.1),
-        "[set them between steps](#a-rate-set-from-outside) with `js.set_hyperparams`",
+        "works; [set them between steps](#a-rate-set-from-outside) with `js.set_hyperparams`",
     ),
-    "inject_stateful_hyperparams": Case(
-        lambda: optax.inject_stateful_hyperparams(optax.adam)(0.1),
-        "deprecated by optax for `inject_hyperparams`",
-    ),
+    "inject_stateful_hyperparams": Case(lambda: optax.inject_stateful_hyperparams(optax.adam)(0.1)),
     "keep_params_nonnegative": Case(
         _behind(optax.keep_params_nonnegative),
-        condition="averages keep the sign; steps of `slowmo` and `diloco` need not, until the next "
-        "update",
+        condition="steps of `slowmo` and `diloco` can change the sign, until the next update",
     ),
     "lbfgs": Case(
         lambda: optax.lbfgs(),
-        condition=f"{SEARCH}; secants reach over an exchange, from gradient to gradient",
+        condition=SEARCH,
         is_search=True,
     ),
     "lookahead": Case(
@@ -199,9 +189,7 @@ OPTAX: dict[str, Case] = {
             optax.stateless(lambda grads, params: grads.fast),
             optax.lookahead(optax.sgd(0.1), sync_period=2, slow_step_size=0.5),
         ),
-        condition="parameters are an `optax.LookaheadParams`, both of which are exchanged, so "
-        "twice the bytes; the loss takes `params.fast`, and "
-        "`optax.stateless(lambda g, p: g.fast)` stands before it",
+        condition="[two sets of parameters](#schedule-free-lookahead-sophia), so twice the bytes",
         fast_and_slow=True,
     ),
     "masked": Case(lambda: optax.masked(_adam(), {"b": True, "w": True})),
@@ -230,7 +218,6 @@ OPTAX: dict[str, Case] = {
     ),
     "scale_by_lbfgs": Case(
         _scaled(optax.scale_by_lbfgs),
-        "secants reach over an exchange, from gradient to gradient",
         is_search=True,
     ),
     "scale_by_learning_rate": Case(lambda: optax.scale_by_learning_rate(0.1)),
@@ -246,7 +233,7 @@ OPTAX: dict[str, Case] = {
     ),
     "selective_transform": Case(
         lambda: optax.selective_transform(_adam(), freeze_mask={"b": True, "w": False}),
-        "frozen leaves stay equal, and are exchanged with the others",
+        FROZEN,
     ),
     "set_to_zero": Case(lambda: optax.partition({"b": optax.set_to_zero(), "w": _adam()}, _labels)),
     "snapshot": Case(_behind(lambda: optax.snapshot("norm", optax.tree.norm))),
@@ -268,7 +255,7 @@ CONTRIB: dict[str, Case] = {
     },
     "cocob": Case(lambda: contrib.cocob(), condition=MOVES),
     "dadapt_adamw": Case(
-        lambda: contrib.dadapt_adamw(estim_lr0=1e-2), "the rate that it finds is each replica's own"
+        lambda: contrib.dadapt_adamw(estim_lr0=1e-2), "works; each replica has its own rate"
     ),
     "differentially_private_aggregate": Case(
         _before(lambda: contrib.differentially_private_aggregate(1.0, 0.1, 0)),
@@ -289,8 +276,7 @@ CONTRIB: dict[str, Case] = {
     "madgrad": Case(lambda: contrib.madgrad(0.1), condition=MOVES),
     "mechanize": Case(
         lambda: contrib.mechanize(optax.sgd(0.1), s_init=0.1),
-        "scales the way from the first parameters, what exchanges moved included; the scale is "
-        "each replica's own",
+        "works; scales what exchanges moved, too; each replica has its own scale",
     ),
     "momo": Case(lambda: contrib.momo(0.1), VALUE),
     "momo_adam": Case(lambda: contrib.momo_adam(0.1), VALUE),
@@ -302,15 +288,14 @@ CONTRIB: dict[str, Case] = {
     ),
     "sam": Case(
         _sam,
-        condition=f"{MOVES}; `sync_every` a multiple of `sync_period`, else replicas stay apart by "
-        "what SAM pushed them; `opaque_mode` wants a `grad_fn` that the step has "
-        "not",
+        condition=f"{MOVES}; `sync_every` must be a multiple of `sync_period`; `opaque_mode` needs "
+        "a `grad_fn` that the step does not have",
     ),
     "scale_by_cocob": Case(lambda: contrib.scale_by_cocob(), condition=MOVES),
     "scale_by_madgrad": Case(lambda: contrib.scale_by_madgrad(0.1), condition=MOVES),
     "scale_by_muon": Case(
         _muon,
-        condition="for matrices: `optax.partition` gives other leaves to others, as `muon` does",
+        condition="for matrices alone: other leaves by `optax.partition`, as in `muon`",
     ),
     "schedule_free": Case(lambda: contrib.schedule_free(optax.sgd(0.1), 0.1), condition=EVALUATE),
     "schedule_free_adamw": Case(lambda: contrib.schedule_free_adamw(0.1), condition=EVALUATE),
@@ -318,7 +303,7 @@ CONTRIB: dict[str, Case] = {
     "sophia": Case(lambda: _with_objective(contrib.sophia(0.1)), condition=OBJECTIVE),
     "split_real_and_imaginary": Case(
         lambda: contrib.split_real_and_imaginary(_adam()),
-        condition="changes nothing: complex leaves are refused (give real and imaginary part)",
+        condition="changes nothing: complex leaves are refused",
     ),
 }
 

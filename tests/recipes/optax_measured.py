@@ -1,4 +1,4 @@
-"""What is left of an average some updates later, and the table of all optimizers."""
+"""What is left of an average some updates later, and the table of those that need care."""
 
 import warnings
 from typing import Any, NamedTuple
@@ -99,14 +99,12 @@ def is_known(module: str, name: str) -> bool:
 
 
 def table() -> str:
-    """Return the table of all names, as the page shows it."""
-    plain, rows = [], []
+    """Return the table of the names that need care, as the page shows it, by what to know."""
+    names: dict[str, list[str]] = {}
     for module, cases in CASES.items():
-        known = sorted(cases.items())
-        shown = [f"`{name}`" for name, case in known if not (case.note or case.condition)]
-        plain.append(f"| `{module}`: {', '.join(shown)} | yes | |")
-        for name, case in known:
-            works = "no" if case.refused else "with a condition" if case.condition else "yes"
-            if case.note or case.condition:
-                rows.append(f"| `{module}.{name}` | {works} | {case.condition or case.note} |")
-    return "\n".join(["| Name | With `sync=` | What to know |", "|---|---|---|", *plain, *rows])
+        prefix = "contrib." if module == "optax.contrib" else ""
+        for name, case in sorted(cases.items()):
+            if said := case.condition or case.note:
+                names.setdefault(said, []).append(f"`{prefix}{name}`")
+    rows = [f"| {', '.join(shown)} | {said} |" for said, shown in names.items()]
+    return "\n".join(["| Name | With `sync=` |", "|---|---|", *rows])
