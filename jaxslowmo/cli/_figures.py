@@ -24,7 +24,6 @@ COLOURS = {
     "violet": "#7B4B94",
 }
 INK = "#333333"  # of text next to the axes
-LineStyle = dict[str, Any]  # arguments color, marker and linestyle of `Axes.plot`
 
 
 def new_figure(size: tuple[float, float], title: str, *lines: str, **spaces: Any) -> Figure:
@@ -56,8 +55,16 @@ def clean(axes: Axes, *, grid: Literal["both", "x", "y"] = "both") -> None:
     axes.set_axisbelow(True)
 
 
-def draw_line(axes: Axes, xs: Any, ys: Any, style: LineStyle, **options: Any) -> Line2D:
-    """Draw a line whose markers have a white edge; `options` are those of `Axes.plot`."""
+def draw_line(axes: Axes, xs: Any, ys: Any, style: dict[str, Any], **options: Any) -> Line2D:
+    """Draw a line whose markers have a white edge, and return it.
+
+    Args:
+      axes: axes to draw on.
+      xs: positions on the x axis.
+      ys: positions on the y axis.
+      style: arguments `color`, `marker` and `linestyle` of `Axes.plot`.
+      **options: further ones.
+    """
     look = style | {"linewidth": 1.7, "markersize": 5.5, "markeredgecolor": "white", "zorder": 3}
     return axes.plot(xs, ys, **look, markeredgewidth=0.7, **options)[0]
 

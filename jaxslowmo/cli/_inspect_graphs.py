@@ -107,12 +107,13 @@ def draw_graphs(config: InspectGraphsConfig, path: Path) -> None:
         for axes in row:
             axes.set_xscale("symlog", linthresh=1, linscale=0.3)  # linear near 0
             axes.set(yscale="log", ylim=(floor, 1.3))
-            axes.set_xlim(left=0)
             axes.axhline(config.tolerance, color=INK, linewidth=0.9, linestyle="--")
             clean(axes)
             axes.tick_params(labelbottom=True)
             axes.xaxis.set_major_formatter("{x:,.0f}")
             axes.yaxis.set_major_formatter("{x:g}")
+    for axes in grid[0]:  # the axes of a column share their limits, which all lines decide
+        axes.set_xlim(left=0)
     grid[-1][0].set_xlabel("rounds")
     grid[-1][1].set_xlabel("messages that the busiest node sends, each of the size of the model")
     options = {"loc": "outside lower center", "ncols": 5, "frameon": False, "fontsize": 9.5}

@@ -1,11 +1,9 @@
 """`jaxslowmo inspect schedule`: one pipeline schedule, its costs, and those of other kinds."""
 
 import json
-from collections.abc import Mapping
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from jaxslowmo.pipeline import schedules
@@ -15,8 +13,6 @@ from jaxslowmo.reports.time import COLOURS, schedule_grid, schedule_picture, sch
 from ._errors import CommandError, file_errors, usage_errors
 from ._output import facts_table, say, table_of
 from .config._inspect import InspectScheduleConfig
-
-_COLUMNS = ("chunks", "bubble", "in lockstep", "stash", "sends")  # of the table of kinds
 
 
 def inspect_schedule(config: InspectScheduleConfig) -> int:
@@ -43,9 +39,13 @@ def inspect_schedule(config: InspectScheduleConfig) -> int:
     if config.orders:
         print(*schedule.orders(), sep="\n")
         return 0
-    kinds = {} if config.table is not None else others(schedule, config)
+    kinds = {} if config.table is not None else _kinds(schedule, config)
     if config.as_json:
-        print(json.dumps(_as_json(schedule, kinds, config), indent=2))
+        names = ("num_stages", "num_microbatches", "placement")
+        all_facts = {"kind": schedule.name, "times": config.times}
+        all_facts |= {name: getattr(schedule, name) for name in names}
+        all_facts |= _numbers(schedule, config) | {"orders": schedule.orders()}
+        print(json.dumps(all_facts | ({"kinds": kinds} if kinds else {}), indent=2))
         return 0
     facts = {
         f"time, {how}": time,
@@ -64,14 +64,19 @@ def inspect_schedule(config: InspectScheduleConfig) -> int:
     console.print(grid, soft_wrap=True)
     say(console, f"{where}: F forward{backward}; . idle", "")
     if kinds:
-        console.print(_comparison(kinds, config))
+        letters = zip("FIW", config.times.values(), strict=False)
+        times = ", ".join(f"{letter} {value:g}" for letter, value in letters)
+        title = f"Kinds with {times}, send {config.send:g}"
+        caption = "stash: most microbatches of a whole stage; sends: messages of the busiest stage"
+        rows = ({"kind": name, **_cells(costs)} for name, costs in kinds.items())
+        console.print(table_of(rows, title=title, caption=caption))
     if out is not None:
         say(console, str(out))
     return 0
 
 
-def others(schedule: Schedule, config: InspectScheduleConfig) -> dict[str, Schedule | str]:
-    """Return schedules of the same sizes by name in the table, or the reason why there is none."""
+def _kinds(schedule: Schedule, config: InspectScheduleConfig) -> dict[str, dict[str, Any]]:
+    """Return the costs by name in the table, or an `error`, of schedules of the same sizes."""
     limit = {"most_stash": config.most_stash} if config.most_stash else {}
     chunks = config.chunks or 1
     # Other kinds have one row, and take only the sizes.
@@ -84,47 +89,29 @@ def others(schedule: Schedule, config: InspectScheduleConfig) -> dict[str, Sched
     for kind in schedules.KINDS:
         for which, options in rows.get(kind, {"": {}}).items():
             try:
-                kinds[kind + which] = schedules.by_name(kind, *sizes, **options)
+                kinds[kind + which] = _numbers(schedules.by_name(kind, *sizes, **options), config)
             except ValueError as error:
-                kinds[kind + which] = str(error)
+                kinds[kind + which] = {"error": str(error)}
     return kinds
 
 
-def _comparison(kinds: Mapping[str, Schedule | str], config: InspectScheduleConfig) -> Table:
-    def cells(name: str, other: Schedule | str) -> dict[str, str]:
-        if isinstance(other, str):
-            return {"kind": name, **dict.fromkeys(_COLUMNS, "none")}
-        facts = _numbers(other, config)
-        stash = f"{max(other.stash) / other.num_chunks:g}"
-        bubbles = (f"{100 * facts[name]:.1f} %" for name in ("bubble", "lockstep_bubble"))
-        texts = (str(other.num_chunks), *bubbles, stash, str(max(other.sends)))
-        return {"kind": name, **dict(zip(_COLUMNS, texts, strict=True))}
-
-    letters = zip("FIW", config.times.values(), strict=False)
-    times = ", ".join(f"{letter} {value:g}" for letter, value in letters)
-    title = f"Kinds with {times}, send {config.send:g}"
-    caption = "stash: most microbatches of a whole stage; sends: messages of the busiest stage"
-    return table_of((cells(*kind) for kind in kinds.items()), title=title, caption=caption)
-
-
-def _as_json(
-    schedule: Schedule, kinds: Mapping[str, Schedule | str], config: InspectScheduleConfig
-) -> dict[str, Any]:
-    names = ("num_stages", "num_microbatches", "num_chunks", "placement")
-    facts: dict[str, Any] = {"kind": schedule.name, "times": config.times}
-    facts |= {name: getattr(schedule, name) for name in names}
-    facts |= _numbers(schedule, config) | {"orders": schedule.orders()}
-    costs = {
-        name: {"error": other} if isinstance(other, str) else _numbers(other, config)
-        for name, other in kinds.items()
+def _cells(costs: dict[str, Any]) -> dict[str, str]:
+    if "error" in costs:
+        return dict.fromkeys(("chunks", "bubble", "in lockstep", "stash", "sends"), "none")
+    return {
+        "chunks": str(costs["num_chunks"]),
+        "bubble": f"{100 * costs['bubble']:.1f} %",
+        "in lockstep": f"{100 * costs['lockstep_bubble']:.1f} %",
+        "stash": f"{max(costs['stash']) / costs['num_chunks']:g}",
+        "sends": str(max(costs["sends"])),
     }
-    return facts | ({"kinds": costs} if kinds else {})
 
 
 def _numbers(schedule: Schedule, config: InspectScheduleConfig) -> dict[str, Any]:
     free = schedule.simulate(**config.times)
     together = schedule.simulate(**config.times, lockstep=True)
     return {
+        "num_chunks": schedule.num_chunks,
         "time": free.time,
         "bubble": free.bubble,
         "lockstep_time": together.time,

@@ -173,6 +173,14 @@ def test_a_schedule_with_its_grid_and_the_kinds_beside_it(call):
     assert "I0" not in out
 
 
+def test_operations_have_the_colours_of_the_picture_on_a_terminal(call, monkeypatch):
+    for name, value in {"FORCE_COLOR": "1", "TERM": "xterm", "COLORTERM": "truecolor"}.items():
+        monkeypatch.setenv(name, value)
+    out = call("inspect schedule zero_bubble --stages 2 --microbatches 2").out
+    for operation, colour in (("F1", "0;114;178"), ("I0", "0;158;115"), ("W1", "230;159;0")):
+        assert f"48;2;{colour}m{operation}\x1b[0m" in out
+
+
 @pytest.mark.parametrize("columns", [30, 80, 200])
 def test_lines_are_as_narrow_as_the_terminal(call, monkeypatch, columns):
     monkeypatch.setenv("COLUMNS", str(columns))
