@@ -9,20 +9,13 @@ from typing import Any
 import numpy as np
 from matplotlib.ticker import EngFormatter
 from rich.console import Console
+from rich.table import Table
 
 from jaxslowmo.data import read_corpus
 
 from ._errors import EXIT_CODES, usage_errors
-from ._figures import COLOURS, INK, LineStyle, clean, draw_line, new_figure, save_figure
-from ._output import (
-    Reporter,
-    compare_rows,
-    compare_table,
-    format_bytes,
-    format_count,
-    say,
-    write_json,
-)
+from ._figures import COLOURS, INK, clean, draw_line, new_figure, save_figure
+from ._output import Reporter, format_bytes, format_count, format_loss, say, table_of, write_json
 from .config._commands import CompareConfig
 from .run._division import choose_mesh, divide_text
 from .run._job import Job, RunResult
@@ -39,74 +32,115 @@ def compare(config: CompareConfig) -> int:
     Raises:
       CommandError: the options do not fit each other, the data, the devices or the folder.
     """
-    console = Console()
+    console, train, seeds = Console(), config.train, config.seeds
     with locked_folder(config.out, "compare") as folder:
-        if not config.train.overwrite:
+        if not train.overwrite:
             folder.refuse_leftovers(may_resume=False)
-        jobs = _jobs(config)
-        if config.train.overwrite:
+        with usage_errors():
+            text, placement = divide_text(train, read_corpus(train.data)), choose_mesh(train)
+            # All are made before the first step, so that a wrong setting fails at once.
+            jobs = {
+                name: Job(config.run(name, seeds[0]), placement, text, label=name)
+                for name in config.algorithms
+            }
+        if train.overwrite:
             folder.sweep()
         own = {"algorithms": config.algorithms, "seeds": config.seeds}
         write_json(folder.config, config.train.to_file() | own)
-        return _compare_in(folder, config, jobs, console)
-
-
-def _jobs(config: CompareConfig) -> dict[str, Job]:
-    """Return all jobs, made before the first step, so that a wrong setting fails at once."""
-    with usage_errors():
-        text = divide_text(config.train, read_corpus(config.train.data))
-        placement = choose_mesh(config.train)
-        return {
-            name: Job(config.run(name, config.seeds[0]), placement, text, label=name)
+        size = f"{format_count(next(iter(jobs.values())).num_parameters)} parameters"
+        say(console, f"{size}, {placement.description}", text.description)
+        runs = _train_all(config, jobs, folder, console)
+        rows, would = compare_rows([run.summary for run in runs]), placement.is_virtual
+        write_json(folder.comparison, {"rows": rows, "runs": [run.summary for run in runs]})
+        about = [
+            *(f"byte-level GPT, {size}", placement.description, f"{train.steps} steps"),
+            ", ".join(describe_exchanges(config.base_algorithms, train)),
+            f"{len(seeds)} seeds (mean, least to largest)" if seeds[1:] else f"seed {seeds[0]}",
+        ]
+        subtitle = "  ·  ".join(filter(None, about))
+        done = [run for run in runs if run.status == "finished"]
+        histories = {
+            name: [run.records for run in done if run.summary["algorithm"] == name]
             for name in config.algorithms
         }
-
-
-def _compare_in(
-    folder: RunFolder, config: CompareConfig, jobs: dict[str, Job], console: Console
-) -> int:
-    first = next(iter(jobs.values()))
-    placement, size = first.placement, f"{format_count(first.num_parameters)} parameters"
-    say(console, f"{size}, {placement.description}", first.text.description)
-    # Without this the programs of the first job would stay in memory until the end.
-    del first
-
-    runs: list[RunResult] = []
-    for name in config.algorithms:
-        # `pop`, so that the programs of a job are freed before the next one compiles.
-        runs += _run_seeds(jobs.pop(name), name, config, folder, console)
-        if runs[-1].was_stopped:
-            break
-    about = "  ·  ".join([f"byte-level GPT, {size}", placement.description, *_describe(config)])
-    would = placement.is_virtual
-    rows = compare_rows([run.summary for run in runs])
-    write_json(folder.comparison, {"rows": rows, "runs": [run.summary for run in runs]})
-    histories: dict[str, list[list[dict[str, Any]]]] = {name: [] for name in config.algorithms}
-    for run in runs:
-        if run.status == "finished":
-            histories[run.summary["algorithm"]].append(run.records)
-    draw_comparison(histories, folder.picture, subtitle=about, would=would)
-    console.print(compare_table(rows, would=would))
-    say(console, *meaning(rows), str(folder.picture))
+        draw_comparison(histories, folder.picture, subtitle=subtitle, would=would)
+        console.print(_table(rows, would=would))
+        say(console, *meaning(rows), str(folder.picture))
     statuses = {run.status for run in runs}
     worst = next((s for s in ("interrupted", "diverged", "preempted") if s in statuses), "finished")
     return EXIT_CODES[worst]
 
 
-def _run_seeds(
-    job: Job, name: str, config: CompareConfig, folder: RunFolder, console: Console
+def _train_all(
+    config: CompareConfig, jobs: dict[str, Job], folder: RunFolder, console: Console
 ) -> list[RunResult]:
+    """Return the results of all runs, or of those until a signal."""
     runs: list[RunResult] = []
-    for seed in config.seeds:
-        label = name if len(config.seeds) == 1 else f"{name}, seed {seed}"
-        steps, would = config.train.steps, job.placement.is_virtual
-        with Reporter(console, label, steps, would=would) as reporter:
+    for name in config.algorithms:
+        # `pop`, so that the programs of a job are freed before the next one compiles.
+        job = jobs.pop(name)
+        for seed in config.seeds:
+            label = f"{name}, seed {seed}" if config.seeds[1:] else name
             # Some file systems do not allow colons in names.
             out = RunFolder(folder.path / f"{name.replace(':', '-')}-seed{seed}")
-            runs.append(job.run(config.run(name, seed), out, reporter))
-        if runs[-1].was_stopped:
-            break
+            would = job.placement.is_virtual
+            with Reporter(console, label, config.train.steps, would=would) as reporter:
+                runs.append(job.run(config.run(name, seed), out, reporter))
+            if runs[-1].was_stopped:
+                return runs
     return runs
+
+
+def compare_rows(summaries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return one row per algorithm, in the order of first appearance.
+
+    Returns:
+      Dicts with `algorithm`, `seeds`, `validation_loss` (mean over the seeds that finished, None
+      without any), `spread` (largest minus smallest, None below two), `bytes_sent` (mean), `ratio`
+      (to the first row's bytes), `tokens_per_second` (mean), `diverged` (number of seeds).
+    """
+    rows: list[dict[str, Any]] = []
+    for algorithm in dict.fromkeys(run["algorithm"] for run in summaries):
+        runs = [run for run in summaries if run["algorithm"] == algorithm]
+        done = [run for run in runs if run["status"] == "finished"]
+        losses = [run["validation_loss"] for run in done]
+        sent = _mean(run["bytes_sent"] for run in done)
+        first = rows[0]["bytes_sent"] if rows else sent
+        row = {
+            "algorithm": algorithm,
+            "seeds": [run["seed"] for run in done],
+            "validation_loss": _mean(losses),
+            "spread": max(losses) - min(losses) if len(losses) > 1 else None,
+            "bytes_sent": sent,
+            "ratio": sent / first if sent is not None and first else None,
+            "tokens_per_second": _mean(run["tokens_per_second"] for run in done),
+            "diverged": sum(run["status"] == "diverged" for run in runs),
+        }
+        rows.append(row)
+    return rows
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.fmean(known) if known else None
+
+
+def _table(rows: Sequence[dict[str, Any]], *, would: bool) -> Table:
+    def cells(row: dict[str, Any]) -> dict[str, str]:
+        diverged = f" ({row['diverged']} diverged)" if row["diverged"] else ""
+        return {
+            "algorithm": row["algorithm"],
+            "validation": format_loss(row["validation_loss"]) + diverged,
+            "spread": format_loss(row["spread"]),
+            "bytes": format_bytes(row["bytes_sent"]),
+            f"of {first}": "-" if row["ratio"] is None else f"{100 * row['ratio']:.3g} %",
+            "tokens/s": format_count(row["tokens_per_second"]),
+        }
+
+    first = rows[0]["algorithm"]
+    sent = "that a replica would send" if would else "sent per replica"
+    caption = f"validation loss: nats per byte, consensus model; bytes {sent}"
+    return table_of(map(cells, rows), caption=caption)
 
 
 def meaning(rows: Sequence[dict[str, Any]]) -> list[str]:
@@ -121,31 +155,19 @@ def meaning(rows: Sequence[dict[str, Any]]) -> list[str]:
         return []
     first, best = trained[0], min(rare, key=lambda row: row["validation_loss"])
     lead = best["validation_loss"] - first["validation_loss"]
-    where = f"{abs(lead):.3f} {'above' if lead > 0 else 'below'} {first['algorithm']}"
-    sentence = f"With 1/{1 / best['ratio']:.0f} of the bytes {best['algorithm']} ends {where}"
-    gaps = [
-        row["validation_loss"] - first["validation_loss"]
-        for row in rare
-        if row["algorithm"].partition("+")[0] == "local_sgd"
-        and abs(row["ratio"] / best["ratio"] - 1) < _EQUAL
-    ]
-    if gaps and gaps[0] > 0 and best["algorithm"].partition("+")[0] != "local_sgd":
-        share = 100 * (1 - lead / gaps[0])
+    sentence = (
+        f"With 1/{1 / best['ratio']:.0f} of the bytes {best['algorithm']} ends {abs(lead):.3f} "
+        f"{'above' if lead > 0 else 'below'} {first['algorithm']}"
+    )
+    plain = [row for row in rare if row["algorithm"].partition("+")[0] == "local_sgd"]
+    equal = [row for row in plain if abs(row["ratio"] / best["ratio"] - 1) < _EQUAL]
+    gap = equal[0]["validation_loss"] - first["validation_loss"] if equal else 0
+    if gap > 0 and best not in plain:
         sentence += (
-            f"; it closes {share:.0f} % of the gap that plain averages (local_sgd) leave with as "
-            "many bytes"
+            f"; it closes {100 * (1 - lead / gap):.0f} % of the gap that plain averages "
+            "(local_sgd) leave with as many bytes"
         )
     return [f"{sentence}."]
-
-
-def _describe(config: CompareConfig) -> list[str]:
-    train, seeds = config.train, len(config.seeds)
-    exchanges = describe_exchanges(config.base_algorithms, train)
-    return [
-        f"{train.steps} steps",
-        *([", ".join(exchanges)] if exchanges else []),
-        f"{seeds} seeds (mean, least to largest)" if seeds > 1 else f"seed {config.seeds[0]}",
-    ]
 
 
 _RARE = 0.5  # of the bytes of the first algorithm
@@ -165,7 +187,8 @@ def draw_comparison(
 
     Args:
       histories: maps an algorithm to the records of each seed's run (`Recorder`). The picture shows
-        those with a `validation_loss`: their mean over seeds, and a band from least to largest.
+        those with a `validation_loss`, but for that before the first step: their mean over seeds,
+        and a band from least to largest.
       path: path of the PNG.
       subtitle: description of the runs, in smaller letters.
       would: whether the bytes are only what the runs would send (virtual replicas).
@@ -173,33 +196,32 @@ def draw_comparison(
     title = "Loss against steps, and against bytes on the wire"
     figure = new_figure((11, 5), title, subtitle, wspace=0.06)
     by_steps, by_bytes = figure.subplots(1, 2, sharey=True)
-    styles, shown = _styles(histories), []
+    seen: Counter[str] = Counter()
     for algorithm, runs in histories.items():
-        steps, sent, losses = _over_seeds(runs)
-        if not len(steps):
+        name = algorithm.partition("+")[0]
+        colour, line = COLOURS[RECIPES[name].colour], _LINES[seen[name] % len(_LINES)]
+        look = {"color": colour, "marker": RECIPES[name].marker, "linestyle": line}
+        seen[name] += 1
+        if not runs:
             continue
+        steps, sent, losses = _over_seeds(runs)
         label = f"{algorithm}: {losses[-1].mean():.3f} for {format_bytes(sent[-1])}"
         # A logarithmic axis cannot show 0 bytes, before the first exchange.
-        for axes, xs, is_in in ((by_steps, steps, steps >= 0), (by_bytes, sent, sent > 0)):
-            xs, ys, look = xs[is_in], losses[is_in], styles[algorithm]
-            axes.fill_between(xs, ys.min(1), ys.max(1), color=look["color"], alpha=0.15, lw=0)
+        for axes, xs, is_in in ((by_steps, steps, steps > 0), (by_bytes, sent, sent > 0)):
+            xs, ys = xs[is_in], losses[is_in]
+            axes.fill_between(xs, ys.min(1), ys.max(1), color=colour, alpha=0.15, linewidth=0)
             draw_line(axes, xs, ys.mean(1), look, label=label)
-        # Axis limits leave out the first point, the loss of guessing, to show differences.
-        shown.append(losses[1:] if len(losses) > 1 else losses)
     verb = "that a replica would send" if would else "sent by each replica"
-    by_bytes.set(xlabel=f"bytes {verb} (log scale)")
-    if any(len(line.get_xdata()) for line in by_bytes.lines):  # else matplotlib refuses the scale
-        unit = EngFormatter("B")
-        by_bytes.set_xscale("log")
-        by_bytes.xaxis.set_major_formatter(unit)
-        by_bytes.xaxis.set_minor_formatter(lambda x, _: unit(x) if f"{x:.0e}"[0] in "25" else "")
-    loss = "validation loss of the consensus model\n(nats per byte)"
-    by_steps.set(xlabel="optimizer steps", ylabel=loss)
-    if shown:
-        low, high = (limit(map(limit, map(np.ravel, shown))) for limit in (min, max))
-        margin = 0.06 * max(high - low, 0.1)
-        by_steps.set_xlim(left=0)
-        by_steps.set_ylim(low - margin, high + margin)
+    by_bytes.set(xlabel=f"bytes {verb} (log scale)", xscale="log")
+    unit = EngFormatter("B")
+    by_bytes.xaxis.set_major_formatter(unit)
+    by_bytes.xaxis.set_minor_formatter(lambda x, _: unit(x) if f"{x:.0e}"[0] in "25" else "")
+    by_steps.set(
+        xlabel="optimizer steps",
+        ylabel="validation loss of the consensus model\n(nats per byte)",
+    )
+    by_steps.set_xlim(left=0)
+    if by_steps.lines:
         by_steps.legend(frameon=False, labelcolor=INK, loc="upper right")
     for axes in (by_steps, by_bytes):
         clean(axes)
@@ -212,20 +234,9 @@ def _over_seeds(runs: Sequence[Sequence[dict[str, Any]]]) -> tuple[np.ndarray, .
         {record["step"]: record for record in run if record.get("validation_loss") is not None}
         for run in runs
     ]
-    steps = sorted(set.intersection(*map(set, by_step))) if by_step else []
-    sent = [statistics.fmean(run[step]["bytes_sent"] for run in by_step) for step in steps]
-    losses = [[run[step]["validation_loss"] for run in by_step] for step in steps]
-    return np.array(steps), np.array(sent), np.array(losses)
-
-
-def _styles(algorithms: Iterable[str]) -> dict[str, LineStyle]:
-    """Return the style of each algorithm; those that differ only in settings differ in the line."""
-    seen: Counter[str] = Counter()
-    styles: dict[str, LineStyle] = {}
-    for algorithm in algorithms:
-        name = algorithm.partition("+")[0]
-        recipe, line = RECIPES[name], _LINES[seen[name] % len(_LINES)]
-        seen[name] += 1
-        look = {"color": COLOURS[recipe.colour], "marker": recipe.marker, "linestyle": line}
-        styles[algorithm] = look
-    return styles
+    steps = sorted(set.intersection(*map(set, by_step)))
+    sent, losses = (
+        np.array([[run[step][name] for run in by_step] for step in steps])
+        for name in ("bytes_sent", "validation_loss")
+    )
+    return np.array(steps), sent.mean(1), losses

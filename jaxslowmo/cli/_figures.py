@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.lines import Line2D
 
 from .._support.files import replacing
 
@@ -24,53 +24,49 @@ COLOURS = {
     "violet": "#7B4B94",
 }
 INK = "#333333"  # of text next to the axes
-_LINES, _GRID = "#999999", "#d9d9d9"
-_TITLE, _TEXT = "#111111", "#666666"
-LineStyle = dict[str, Any]  # arguments color, marker and linestyle of `Axes.plot`
 
 
-def new_figure(
-    size: tuple[float, float], title: str, *lines: str, bottom: float = 0.05, **spaces: Any
-) -> Figure:
+def new_figure(size: tuple[float, float], title: str, *lines: str, **spaces: Any) -> Figure:
     """Return a picture with a title, smaller lines below it, and room for axes.
 
     Args:
       size: width and height in inches.
       title: one line.
       *lines: smaller lines below the title, broken if they are too long.
-      bottom: free space below the axes in inches.
       **spaces: `wspace` and `hspace` of the layout: space between axes.
     """
     width, height = size
     broken = [part for line in lines for part in textwrap.wrap(line, round(13 * width))]
-    top, bottom = (0.55 + 0.2 * len(broken)) / height, bottom / height
-    layout = ConstrainedLayoutEngine(rect=(0.005, bottom, 0.99, 1 - top - bottom), **spaces)
-    figure = Figure(figsize=size, dpi=150, layout=layout, facecolor="white")
+    room = (0.55 + 0.2 * len(broken)) / height
+    layout = ConstrainedLayoutEngine(rect=(0.005, 0.01, 0.99, 0.99 - room), **spaces)
     # Without pyplot: no global state and no display, whatever the user's backend is.
-    FigureCanvasAgg(figure)
-    figure.text(0.012, 1 - 0.3 / height, title, size=14, weight="bold", color=_TITLE)
-    for i, line in enumerate(broken):
-        figure.text(0.012, 1 - (0.55 + 0.2 * i) / height, line, size=9.5, color=_TEXT)
+    figure = Figure(figsize=size, dpi=150, layout=layout)
+    figure.text(0.012, 1 - 0.3 / height, title, size=14, weight="bold")
+    figure.text(0.012, 1 - 0.4 / height, "\n".join(broken), size=9.5, color="#666666", va="top")
     return figure
 
 
 def clean(axes: Axes, *, grid: Literal["both", "x", "y"] = "both") -> None:
     """Give axes thin lines at two sides, small letters, and a faint grid behind the data."""
     axes.spines[["top", "right"]].set_visible(False)
-    axes.spines[["left", "bottom"]].set_color(_LINES)
-    axes.tick_params(which="both", colors=INK, labelsize=9, color=_LINES, length=3.5, pad=3.5)
-    for label in (axes.xaxis.label, axes.yaxis.label):
-        label.set_color(INK)
-    axes.grid(True, which="major", axis=grid, color=_GRID, linewidth=0.6)
+    axes.spines[["left", "bottom"]].set_color(COLOURS["grey"])
+    axes.tick_params(which="both", labelsize=9, labelcolor=INK, color=COLOURS["grey"])
+    axes.grid(True, which="major", axis=grid, color="#d9d9d9", linewidth=0.6)
     axes.set_axisbelow(True)
 
 
-def draw_line(axes: Axes, xs: Any, ys: Any, style: LineStyle, **options: Any) -> None:
-    """Draw a line whose markers have a white edge; `options` are those of `Axes.plot`."""
-    axes.plot(
-        xs, ys, **style, linewidth=1.7, markersize=5.5, markeredgecolor="white",
-        markeredgewidth=0.7, zorder=3, **options,
-    )  # fmt: skip
+def draw_line(axes: Axes, xs: Any, ys: Any, style: dict[str, Any], **options: Any) -> Line2D:
+    """Draw a line whose markers have a white edge, and return it.
+
+    Args:
+      axes: axes to draw on.
+      xs: positions on the x axis.
+      ys: positions on the y axis.
+      style: arguments `color`, `marker` and `linestyle` of `Axes.plot`.
+      **options: further ones.
+    """
+    look = style | {"linewidth": 1.7, "markersize": 5.5, "markeredgecolor": "white", "zorder": 3}
+    return axes.plot(xs, ys, **look, markeredgewidth=0.7, **options)[0]
 
 
 def save_figure(figure: Figure, path: Path) -> None:

@@ -1,17 +1,16 @@
 """`jaxslowmo inspect graph`: the analysis of one graph, as tables or JSON."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from rich.console import Console
-from rich.table import Column, Table
 
-from jaxslowmo.topology import Graph, GraphAnalysis
+from jaxslowmo.topology import GraphAnalysis
 
 from ._errors import usage_errors
-from ._output import facts_table, numbers_table
+from ._output import facts_table, say, table_of
 from .config._inspect import InspectGraphConfig
 
 FOREVER = 1024  # rounds that are shown for nodes that never agree
@@ -52,87 +51,62 @@ def inspect_graph(config: InspectGraphConfig) -> int:
     """
     with usage_errors(num_nodes="nodes", table="phone_book"):
         analysis = config.analyse()
+    graph = analysis.graph
     if config.as_json:
         print(json.dumps(_as_json(analysis, config), indent=2))
         return 0
     console = Console()
-    title = f"{analysis.graph.name}, {config.mixing} mixing"
-    console.print(facts_table(analysis.summary(), title=title))
-    if analysis.graph.num_nodes > 1:
-        console.print(_phone_book(analysis.graph))
-        console.print(_rounds(analysis))
-        console.print(_errors(analysis))
-        console.print(
-            "consensus error: largest distance of all nodes from the mean, 1 at the start"
-        )
+    console.print(facts_table(analysis.summary(), title=f"{graph.name}, {config.mixing} mixing"))
+    if graph.num_nodes > 1:
+        book = graph.phone_book if graph.is_dynamic else graph.out_peers(0)
+        what = "sends to, in turn" if graph.is_dynamic else "sends to"
+        rows = [{"node": str(node), what: _some(peers)} for node, peers in enumerate(book)]
+        console.print(table_of(_first(rows, "nodes"), title="Phone book"))
+        rows = [
+            {
+                "round": str(step),
+                "node 0 sends to": _some(graph.out_peers(step)[0]),
+                "doubly stochastic": "yes" if analysis.doubly_stochastic[step] else "no",
+                "collective permutes": str(analysis.permutes[step]),
+            }
+            for step in range(graph.num_rounds)
+        ]
+        console.print(table_of(_first(rows, "rounds"), title="Rounds of a rotation"))
+        errors = error_table(analysis).items()
+        rows = [{"after rounds": str(t), "consensus error": f"{error:.3g}"} for t, error in errors]
+        about = "consensus error: largest distance of all nodes from the mean, 1 at the start"
+        console.print(table_of(rows, title="Agreement"))
+        say(console, about)
     if config.matrices:
-        _print_matrices(analysis)
+        # Plain text, so that users can copy it; lines with hundreds of numbers must not be wrapped.
+        with np.printoptions(precision=4, suppress=True, linewidth=10**9, threshold=10**9):
+            for step in range(graph.num_rounds):
+                print(f"\nP[destination, source] of round {step}\n{analysis.matrix(step)}")
+            print(f"\nproduct over a rotation\n{analysis.product}")
     return 0
 
 
 def _as_json(analysis: GraphAnalysis, config: InspectGraphConfig) -> dict[str, Any]:
     graph = analysis.graph
-    facts = graph_facts(analysis) | {
-        "mixing": config.mixing,
-        "phone_book": graph.phone_book,
-        "errors": [{"rounds": t, "error": e} for t, e in error_table(analysis).items()],
-        "rounds": [
-            {
-                "out_peers": graph.out_peers(step),
-                "doubly_stochastic": analysis.doubly_stochastic[step],
-                "permutes": analysis.permutes[step],
-            }
-            for step in range(graph.num_rounds)
-        ],
-    }
-    if config.matrices:
-        for step, facts_of_round in enumerate(facts["rounds"]):
-            facts_of_round["matrix"] = analysis.matrix(step).tolist()
-        facts["product"] = analysis.product.tolist()
-    return facts
+    rounds = [
+        {
+            "out_peers": graph.out_peers(step),
+            "doubly_stochastic": analysis.doubly_stochastic[step],
+            "permutes": analysis.permutes[step],
+        }
+        | ({"matrix": analysis.matrix(step).tolist()} if config.matrices else {})
+        for step in range(graph.num_rounds)
+    ]
+    errors = [{"rounds": t, "error": error} for t, error in error_table(analysis).items()]
+    facts = {"mixing": config.mixing, "phone_book": graph.phone_book, "errors": errors}
+    product = {"product": analysis.product.tolist()} if config.matrices else {}
+    return graph_facts(analysis) | facts | {"rounds": rounds} | product
 
 
-def _phone_book(graph: Graph) -> Table:
-    what = "sends to, in turn" if graph.is_dynamic else "sends to"
-    table = Table(Column("node", justify="right"), what, title="Phone book")
-    book = graph.phone_book if graph.is_dynamic else graph.out_peers(0)
-    return _with_rows(table, len(book), "nodes", lambda node: [_some(book[node])])
-
-
-def _rounds(analysis: GraphAnalysis) -> Table:
-    table = Table(
-        *(Column("round", justify="right"), "node 0 sends to", "doubly stochastic"),
-        Column("collective permutes", justify="right"),
-        title="Rounds of a rotation",
-    )
-
-    def row(step: int) -> list[str]:
-        is_doubly = "yes" if analysis.doubly_stochastic[step] else "no"
-        return [_some(analysis.graph.out_peers(step)[0]), is_doubly, str(analysis.permutes[step])]
-
-    return _with_rows(table, analysis.graph.num_rounds, "rounds", row)
-
-
-def _with_rows(table: Table, count: int, what: str, row: Callable[[int], list[str]]) -> Table:
-    """Add numbered rows to a table; a last row counts those that are left out."""
-    for number in range(min(count, _MOST_ROWS)):
-        table.add_row(str(number), *row(number))
-    if count > _MOST_ROWS:
-        table.add_row("...", f"{count - _MOST_ROWS} more {what}")
-    return table
-
-
-def _errors(analysis: GraphAnalysis) -> Table:
-    rows = ((str(rounds), f"{error:.3g}") for rounds, error in error_table(analysis).items())
-    return numbers_table("after rounds", ["consensus error"], rows, title="Agreement")
-
-
-def _print_matrices(analysis: GraphAnalysis) -> None:
-    # Plain text, so that users can copy it; lines with hundreds of numbers must not be wrapped.
-    with np.printoptions(precision=4, suppress=True, linewidth=10**9, threshold=10**9):
-        for step in range(analysis.graph.num_rounds):
-            print(f"\nP[destination, source] of round {step}\n{analysis.matrix(step)}")
-        print(f"\nproduct over a rotation\n{analysis.product}")
+def _first(rows: list[dict[str, str]], what: str) -> list[dict[str, str]]:
+    """Return the first rows, and one that counts those that are left out."""
+    more = {"": "...", "more": f"{len(rows) - _MOST_ROWS} more {what}"}
+    return rows if len(rows) <= _MOST_ROWS else [*rows[:_MOST_ROWS], more]
 
 
 def _some(peers: Sequence[int]) -> str:

@@ -1,24 +1,22 @@
 """`jaxslowmo inspect graphs`: tables that compare graphs, and their picture."""
 
-import itertools
-import sys
-from collections.abc import Callable, Iterable, Mapping
+import re
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from matplotlib.lines import Line2D
+from matplotlib.rcsetup import cycler
 from rich.console import Console
-from rich.progress import track
-from rich.table import Column
+from rich.markdown import Markdown
 
 from jaxslowmo.topology import GraphAnalysis, analyse, make_graph
 
 from .._support.files import write_anew
 from ._errors import CommandError, file_errors
-from ._figures import COLOURS, INK, LineStyle, clean, draw_line, new_figure, save_figure
+from ._figures import COLOURS, INK, clean, draw_line, new_figure, save_figure
 from ._inspect_graph import FOREVER, graph_facts
-from ._output import numbers_table, say, write_json
+from ._output import say, tracked, write_json
 from .config._inspect import InspectGraphsConfig, check_effort, split_graph
 from .config._training import parse_mixing
 from .run._run_folder import make_folder
@@ -26,7 +24,6 @@ from .run._run_folder import make_folder
 # Maps a graph and a number of nodes to the analysis, or to the reason why there is no such graph.
 Analyses = Mapping[tuple[str, int], GraphAnalysis | str]
 
-_NONE = "none"
 _POINTS = 100  # the most points of a curve
 BEGIN, END = "<!-- graphs: begin -->", "<!-- graphs: end -->"
 
@@ -53,39 +50,23 @@ _QUANTITIES: Mapping[str, Callable[[GraphAnalysis], str]] = {
 }
 
 
-def tables(config: InspectGraphsConfig, analyses: Analyses) -> dict[str, dict[str, list[str]]]:
-    """Return a table per quantity, by title: it maps a graph to a cell per number of nodes."""
-
-    def cell(text: Callable[[GraphAnalysis], str], analysis: GraphAnalysis | str) -> str:
-        return _NONE if isinstance(analysis, str) else text(analysis)
-
-    return {
-        title.format(config.tolerance): {
-            graph: [cell(text, analyses[graph, nodes]) for nodes in config.nodes]
-            for graph in config.graphs
-        }
-        for title, text in _QUANTITIES.items()
-    }
-
-
-def reasons(analyses: Analyses) -> list[str]:
-    """Return a line for each graph that does not exist at some size."""
-    return [
-        f"{graph} with {nodes} nodes: {_NONE}, since {analysis}"
-        for (graph, nodes), analysis in analyses.items()
-        if isinstance(analysis, str)
-    ]
-
-
 def markdown(config: InspectGraphsConfig, analyses: Analyses) -> str:
-    """Return all tables in Markdown, and the reasons for cells without a number."""
+    """Return a table per quantity in Markdown, and the reasons for cells without a number."""
     parts = [f"Mixing: {config.mixing}. NAME:2 sends to 2 peers per step.\n"]
-    head = f"| nodes | {' | '.join(map(str, config.nodes))} |\n|---|{'---:|' * len(config.nodes)}"
-    for title, rows in tables(config, analyses).items():
-        lines = [f"| {graph} | {' | '.join(cells)} |\n" for graph, cells in rows.items()]
-        parts += [f"**{title}**\n", f"{head}\n{''.join(lines)}"]
-    missing = [f"- {line}\n" for line in reasons(analyses)]
-    return "\n".join([*parts, "".join(missing)] if missing else parts)
+    head = f"| nodes | {' | '.join(map(str, config.nodes))} |\n|---|{'---:|' * len(config.nodes)}\n"
+    for title, text in _QUANTITIES.items():
+        table = head
+        for graph in config.graphs:
+            row = [analyses[graph, nodes] for nodes in config.nodes]
+            cells = ("none" if isinstance(found, str) else text(found) for found in row)
+            table += f"| {graph} | {' | '.join(cells)} |\n"
+        parts += [f"**{title.format(config.tolerance)}**\n", table]
+    reasons = [
+        f"- {graph} with {nodes} nodes: none, since {found}\n"
+        for (graph, nodes), found in analyses.items()
+        if isinstance(found, str)
+    ]
+    return "\n".join([*parts, "".join(reasons)] if reasons else parts)
 
 
 def draw_graphs(config: InspectGraphsConfig, path: Path) -> None:
@@ -100,63 +81,44 @@ def draw_graphs(config: InspectGraphsConfig, path: Path) -> None:
     sizes, floor = config.picture_nodes, config.tolerance / 3
     about = "largest distance of all nodes from the mean, 1 at the start; log scales"
     lines = "How fast graphs mix", f"{config.mixing} mixing; {about}"
-    spaces: Any = {"bottom": 0.65, "wspace": 0.05, "hspace": 0.06}
-    figure = new_figure((11, 3.4 * len(sizes) + 1.6), *lines, **spaces)
+    figure = new_figure((11, 3.4 * len(sizes) + 1.6), *lines, wspace=0.05, hspace=0.06)
     grid = figure.subplots(len(sizes), 2, sharey=True, sharex="col", squeeze=False)
-    drawn: dict[str, LineStyle] = {}
-    styles = _styles(config.pictured)
+    # Each colour has a marker; when all are used, they are used again with dashed lines.
+    colours = cycler(color=list(COLOURS.values())) + cycler(marker=list("oXDP^vps*"))
+    looks = (cycler(linestyle=["-", "--"]) * colours)()
+    styles = {name: next(looks) for name in config.pictured}
+    drawn: dict[str, Line2D] = {}
     for nodes, row in zip(sizes, grid, strict=True):
-        for name in config.pictured:
+        for name, style in styles.items():
             analysis = _analyse(name, nodes, config)
             if isinstance(analysis, str):
                 continue
-            drawn[name] = styles[name]
-            rounds = _rounds_of_curve(analysis)
-            errors = np.array([analysis.error(t) for t in rounds])
-            shown = 1 + np.searchsorted(-errors, -floor)
+            last = analysis.rounds_to_tolerance
+            last = FOREVER if last is None else int(1.2 * last) + 1
+            rounds = {*range(min(last, _POINTS) + 1), *np.geomspace(1, last, _POINTS, dtype=int)}
             # A logarithmic axis cannot show an error of 0, so there the line leaves the picture.
-            errors = np.maximum(errors, floor / 1.2)[:shown]
+            errors = [max(analysis.error(int(t)), floor / 1.2) for t in sorted(rounds)]
             for axes, scale in zip(row, (1, analysis.messages_max), strict=True):
-                xs = scale * np.array(rounds)[:shown]
                 # Steps, since nothing happens between two rounds: straight lines would show
                 # progress before the first round ends.
-                options = {"drawstyle": "steps-post", "markevery": 0.12}
-                draw_line(axes, xs, errors, styles[name], **options)
+                xs, options = [scale * t for t in sorted(rounds)], {"drawstyle": "steps-post"}
+                drawn[name] = draw_line(axes, xs, errors, style, markevery=0.12, **options)
         row[0].set_ylabel(f"{nodes} nodes\nconsensus error")
         for axes in row:
             axes.set_xscale("symlog", linthresh=1, linscale=0.3)  # linear near 0
             axes.set(yscale="log", ylim=(floor, 1.3))
-            axes.axhline(config.tolerance, color="#777777", linewidth=0.9, linestyle="--")
+            axes.axhline(config.tolerance, color=INK, linewidth=0.9, linestyle="--")
             clean(axes)
             axes.tick_params(labelbottom=True)
             axes.xaxis.set_major_formatter("{x:,.0f}")
             axes.yaxis.set_major_formatter("{x:g}")
-    for axes in grid[0]:  # the axes of a column share their limits
+    for axes in grid[0]:  # the axes of a column share their limits, which all lines decide
         axes.set_xlim(left=0)
     grid[-1][0].set_xlabel("rounds")
     grid[-1][1].set_xlabel("messages that the busiest node sends, each of the size of the model")
-    handles = [Line2D([], [], **style, label=name) for name, style in drawn.items()]
-    figure.legend(
-        handles=handles, loc="lower center", ncols=5, frameon=False, labelcolor=INK, fontsize=9.5
-    )
+    options = {"loc": "outside lower center", "ncols": 5, "frameon": False, "fontsize": 9.5}
+    figure.legend(list(drawn.values()), list(drawn), **options)
     save_figure(figure, path)
-
-
-def _rounds_of_curve(analysis: GraphAnalysis) -> list[int]:
-    """Return numbers of rounds, until the error is a little below the tolerance."""
-    last = analysis.rounds_to_tolerance
-    last = FOREVER if last is None else int(1.2 * last) + 1
-    later = (round(t) for t in np.geomspace(1, last, _POINTS))
-    return sorted({*range(min(last, _POINTS) + 1), *later})
-
-
-def _styles(names: Iterable[str]) -> dict[str, LineStyle]:
-    # Each colour has a marker; when all are used, they are used again with dashed lines.
-    looks = itertools.product(("-", "--"), zip(COLOURS.values(), "oXDP^vps*", strict=True))
-    return {
-        name: {"color": colour, "marker": marker, "linestyle": line}
-        for name, (line, (colour, marker)) in zip(names, itertools.cycle(looks), strict=False)
-    }
 
 
 def inspect_graphs(config: InspectGraphsConfig) -> int:
@@ -168,9 +130,9 @@ def inspect_graphs(config: InspectGraphsConfig) -> int:
       CommandError: a file cannot be written, or the page lacks the markers.
     """
     console, page = Console(), config.page
-    old = None if page is None else _split_page(page)
+    around = [] if page is None else _around_tables(page)
     folder = make_folder(config.out, "graphs") if page is None or config.out is not None else None
-    analyses = analyse_all(config, show_progress=True)
+    analyses = analyse_all(config)
     text = markdown(config, analyses)
     written: list[Path] = []
     if folder is not None:
@@ -179,32 +141,25 @@ def inspect_graphs(config: InspectGraphsConfig) -> int:
             | ({"error": value} if isinstance(value, str) else graph_facts(value))
             for (name, nodes), value in analyses.items()
         ]
-        about = vars(config) | {"pictured": config.pictured}
         written += [folder / f"graphs.{kind}" for kind in ("md", "json", "png")]
         write_anew(written[0], text)
+        about = vars(config) | {"pictured": config.pictured}
         write_json(written[1], {"config": about, "graphs": facts})
-    if page is not None and old is not None:
-        before, after = old
-        with file_errors("--page", "write", page):
-            write_anew(page, f"{before}{BEGIN}\n\n{text}\n{END}{after}")
+        draw_graphs(config, written[2])
+    if page is not None:
         written += [page, page.with_suffix(".png")]
-    for path in written:
-        if path.suffix == ".png":
-            draw_graphs(config, path)
-    for title, rows in tables(config, analyses).items():
-        cells = ([graph, *texts] for graph, texts in rows.items())
-        sizes = map(str, config.nodes)
-        console.print(numbers_table(Column("graph", no_wrap=True), sizes, cells, title=title))
-    say(console, *reasons(analyses), *map(str, written))
+        with file_errors("--page", "write", page):
+            write_anew(page, f"\n\n{text}\n".join([around[0] + BEGIN, END + around[2]]))
+            draw_graphs(config, written[-1])
+    console.print(Markdown(text))
+    say(console, *map(str, written))
     return 0
 
 
-def analyse_all(config: InspectGraphsConfig, *, show_progress: bool = False) -> Analyses:
+def analyse_all(config: InspectGraphsConfig) -> Analyses:
     """Return the analysis of every graph at every size, or the reason why there is none."""
     pairs = [(graph, nodes) for graph in config.graphs for nodes in config.nodes]
-    console = Console(stderr=True)
-    is_silent = not show_progress or not sys.stderr.isatty()
-    shown = track(pairs, "analysing", console=console, transient=True, disable=is_silent)
+    shown = tracked(pairs, "analysing", Console())
     return {(graph, nodes): _analyse(graph, nodes, config) for graph, nodes in shown}
 
 
@@ -217,12 +172,10 @@ def _analyse(name: str, nodes: int, config: InspectGraphsConfig) -> GraphAnalysi
         return str(error)
 
 
-def _split_page(page: Path) -> tuple[str, str]:
-    """Return the text of a page before and after the tables."""
+def _around_tables(page: Path) -> list[str]:
+    """Return the text of a page before, between and after the markers."""
     with file_errors("--page", "read", page):
-        text = page.read_text(encoding="utf-8")
-    before, begin, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
+        parts = re.split(f"{BEGIN}|{END}", page.read_text(encoding="utf-8"))
+    if len(parts) != 3:
         raise CommandError(f"--page: {page} must have a line {BEGIN} and, below it, one {END}")
-    return before, after
+    return parts

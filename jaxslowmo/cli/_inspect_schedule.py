@@ -1,19 +1,17 @@
 """`jaxslowmo inspect schedule`: one pipeline schedule, its costs, and those of other kinds."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from jaxslowmo.pipeline import schedules
 from jaxslowmo.pipeline.schedules import Schedule
-from jaxslowmo.reports.time import COLOURS, Piece, grid_lines, schedule_picture, schedule_title
+from jaxslowmo.reports.time import COLOURS, schedule_grid, schedule_picture, schedule_title
 
 from ._errors import CommandError, file_errors, usage_errors
-from ._output import facts_table, numbers_table, say
+from ._output import facts_table, say, table_of
 from .config._inspect import InspectScheduleConfig
 
 
@@ -23,38 +21,62 @@ def inspect_schedule(config: InspectScheduleConfig) -> int:
     Raises:
       CommandError: the library refuses the schedule, or the picture cannot be written.
     """
-    out = config.out
+    out, console = config.out, Console()
     with usage_errors(num_stages="stages", rows="table"):
         schedule = config.schedule()
         simulation = schedule.simulate(**config.times, lockstep=config.lockstep)
+    how = "in lockstep" if config.lockstep else "each stage as soon as it can"
+    bubble, time = f"{100 * simulation.bubble:.1f} %", f"{simulation.time:.6g}"
+    title = schedule_title(schedule)
     if out is not None:
-        _draw(schedule, simulation, config, out)
+        times = (f"{name.replace('_', ' ')} {value:g}" for name, value in config.times.items())
+        line = f"{how}; {', '.join(times)}; bubble {bubble}, time {time}"
+        try:
+            with file_errors("--out", "write", out):
+                schedule_picture(simulation, out, title=title, lines=[line])
+        except ValueError as error:  # matplotlib does not know the format
+            raise CommandError(f"--out: cannot write {out}: {error}") from None
     if config.orders:
         print(*schedule.orders(), sep="\n")
         return 0
+    kinds = {} if config.table is not None else _kinds(schedule, config)
     if config.as_json:
-        print(json.dumps(_as_json(schedule, config), indent=2))
+        names = ("num_stages", "num_microbatches", "placement")
+        all_facts = {"kind": schedule.name, "times": config.times}
+        all_facts |= {name: getattr(schedule, name) for name in names}
+        all_facts |= _numbers(schedule, config) | {"orders": schedule.orders()}
+        print(json.dumps(all_facts | ({"kinds": kinds} if kinds else {}), indent=2))
         return 0
-    console = Console()
     facts = {
-        f"time, {_how(config)}": f"{simulation.time:.6g}",
-        "bubble": _percent(simulation.bubble),
+        f"time, {how}": time,
+        "bubble": bubble,
         "stash of each stage, microbatches of a chunk": _row(schedule.stash),
         "messages that each stage sends": _row(schedule.sends),
     }
-    console.print(facts_table(facts, title=schedule_title(schedule)))
-    for line in grid_lines(schedule, width=console.width, whole=config.whole):
-        console.print(_coloured(line), no_wrap=True, crop=False, soft_wrap=True)
-    say(console, _legend(schedule), "")
-    if config.table is None:
-        console.print(_comparison(schedule, config))
+    console.print(facts_table(facts, title=title))
+    grid = Text(schedule_grid(schedule, width=console.width, whole=config.whole))
+    for letter, colour in COLOURS.items():
+        grid.highlight_regex(rf"\d*{letter}\d+", f"white on {colour}")
+    where = "chunk, operation, microbatch" if schedule.num_chunks > 1 else "operation, microbatch"
+    backward = (
+        "" if schedule.forward_only else ", I gradient of the input, W of the weights, B both"
+    )
+    console.print(grid, soft_wrap=True)
+    say(console, f"{where}: F forward{backward}; . idle", "")
+    if kinds:
+        letters = zip("FIW", config.times.values(), strict=False)
+        times = ", ".join(f"{letter} {value:g}" for letter, value in letters)
+        title = f"Kinds with {times}, send {config.send:g}"
+        caption = "stash: most microbatches of a whole stage; sends: messages of the busiest stage"
+        rows = ({"kind": name, **_cells(costs)} for name, costs in kinds.items())
+        console.print(table_of(rows, title=title, caption=caption))
     if out is not None:
         say(console, str(out))
     return 0
 
 
-def others(schedule: Schedule, config: InspectScheduleConfig) -> dict[str, Schedule | str]:
-    """Return schedules of the same sizes by name in the table, or the reason why there is none."""
+def _kinds(schedule: Schedule, config: InspectScheduleConfig) -> dict[str, dict[str, Any]]:
+    """Return the costs by name in the table, or an `error`, of schedules of the same sizes."""
     limit = {"most_stash": config.most_stash} if config.most_stash else {}
     chunks = config.chunks or 1
     # Other kinds have one row, and take only the sizes.
@@ -67,47 +89,29 @@ def others(schedule: Schedule, config: InspectScheduleConfig) -> dict[str, Sched
     for kind in schedules.KINDS:
         for which, options in rows.get(kind, {"": {}}).items():
             try:
-                kinds[kind + which] = schedules.by_name(kind, *sizes, **options)
+                kinds[kind + which] = _numbers(schedules.by_name(kind, *sizes, **options), config)
             except ValueError as error:
-                kinds[kind + which] = str(error)
+                kinds[kind + which] = {"error": str(error)}
     return kinds
 
 
-def _comparison(schedule: Schedule, config: InspectScheduleConfig) -> Table:
-    def cells(name: str, other: Schedule | str) -> list[str]:
-        if isinstance(other, str):
-            return [name, *["none"] * 5]
-        numbers = _numbers(other, config)
-        bubbles = _percent(numbers["bubble"]), _percent(numbers["lockstep_bubble"])
-        stash = f"{max(other.stash) / other.num_chunks:g}"
-        return [name, str(other.num_chunks), *bubbles, stash, str(max(other.sends))]
-
-    letters = zip("FIW", config.times.values(), strict=False)
-    times = ", ".join(f"{letter} {value:g}" for letter, value in letters)
-    title = f"Kinds with {times}, send {config.send:g}"
-    caption = "stash: most microbatches of a whole stage; sends: messages of the busiest stage"
-    names = ("chunks", "bubble", "in lockstep", "stash", "sends")
-    rows = (cells(*kind) for kind in others(schedule, config).items())
-    return numbers_table("kind", names, rows, title=title, caption=caption)
-
-
-def _as_json(schedule: Schedule, config: InspectScheduleConfig) -> dict[str, Any]:
-    names = ("num_stages", "num_microbatches", "num_chunks", "placement")
-    facts: dict[str, Any] = {"kind": schedule.name}
-    facts |= {name: getattr(schedule, name) for name in names} | {"times": config.times}
-    facts |= _numbers(schedule, config) | {"orders": schedule.orders()}
-    if config.table is None:
-        facts["kinds"] = {
-            name: {"error": other} if isinstance(other, str) else _numbers(other, config)
-            for name, other in others(schedule, config).items()
-        }
-    return facts
+def _cells(costs: dict[str, Any]) -> dict[str, str]:
+    if "error" in costs:
+        return dict.fromkeys(("chunks", "bubble", "in lockstep", "stash", "sends"), "none")
+    return {
+        "chunks": str(costs["num_chunks"]),
+        "bubble": f"{100 * costs['bubble']:.1f} %",
+        "in lockstep": f"{100 * costs['lockstep_bubble']:.1f} %",
+        "stash": f"{max(costs['stash']) / costs['num_chunks']:g}",
+        "sends": str(max(costs["sends"])),
+    }
 
 
 def _numbers(schedule: Schedule, config: InspectScheduleConfig) -> dict[str, Any]:
     free = schedule.simulate(**config.times)
     together = schedule.simulate(**config.times, lockstep=True)
     return {
+        "num_chunks": schedule.num_chunks,
         "time": free.time,
         "bubble": free.bubble,
         "lockstep_time": together.time,
@@ -118,40 +122,5 @@ def _numbers(schedule: Schedule, config: InspectScheduleConfig) -> dict[str, Any
     }
 
 
-def _draw(
-    schedule: Schedule, simulation: schedules.Simulation, config: InspectScheduleConfig, out: Path
-) -> None:
-    times = ", ".join(f"{name.replace('_', ' ')} {value:g}" for name, value in config.times.items())
-    costs = f"bubble {_percent(simulation.bubble)}, time {simulation.time:.6g}"
-    line = f"{_how(config)}; {times}; {costs}"
-    try:
-        with file_errors("--out", "write", out):
-            schedule_picture(simulation, out, title=schedule_title(schedule), lines=[line])
-    except ValueError as error:  # matplotlib does not know the format
-        raise CommandError(f"--out: cannot write {out}: {error}") from None
-
-
-def _how(config: InspectScheduleConfig) -> str:
-    return "in lockstep" if config.lockstep else "each stage as soon as it can"
-
-
-def _legend(schedule: Schedule) -> str:
-    backward = "I gradient of the input, W of the weights, B both"
-    where = "chunk, operation, microbatch" if schedule.num_chunks > 1 else "operation, microbatch"
-    return f"{where}: F forward{'' if schedule.forward_only else f', {backward}'}; . idle"
-
-
-def _coloured(line: list[Piece]) -> Text:
-    text = Text()
-    for piece in line:
-        text.append(piece.text, f"white on {COLOURS[piece.kind]}" if piece.kind else "")
-    return text
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.1f} %"
-
-
 def _row(counts: tuple[int, ...]) -> str:
-    same = len(set(counts)) == 1
-    return str(counts[0]) if same else " ".join(map(str, counts))
+    return " ".join(map(str, counts if len(set(counts)) > 1 else counts[:1]))

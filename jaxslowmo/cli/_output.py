@@ -3,28 +3,34 @@
 import dataclasses
 import json
 import math
-import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Column, Table
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn, track
+from rich.table import Table
 
 from .._support.files import write_anew
 
 _LINES = 10  # progress lines of a run whose output is no terminal
 
 
-def format_bytes(count: float) -> str:
-    """Return bytes in decimal units with three digits: 0 B, 999 B, 1.50 MB."""
-    return _scaled(count, ("B", "kB", "MB", "GB", "TB", "PB"))
+def format_count(count: float | None, unit: str = "") -> str:
+    """Return three digits and a decimal prefix: 999, 1.07M, 1.50 MB; a dash for None."""
+    if count is None:
+        return "-"
+    digits, prefix = f"{count:.0f}", ""
+    if count >= 999.5:
+        digits, power = Decimal(f"{count:.2e}").to_eng_string().split("E+")
+        prefix = "kMGTPE"[int(power) // 3 - 1]
+    return f"{digits}{' ' if unit else ''}{prefix}{unit}"
 
 
-def format_count(count: float) -> str:
-    """Return a count as three digits and a letter: 999, 1.07M."""
-    return _scaled(count, ("", "k", "M", "G", "T")).replace(" ", "")
+def format_bytes(count: float | None) -> str:
+    """Return bytes in decimal units with three digits: 0 B, 999 B, 1.50 MB; a dash for None."""
+    return format_count(count, "B")
 
 
 def format_loss(loss: float | None) -> str:
@@ -32,31 +38,21 @@ def format_loss(loss: float | None) -> str:
     return "-" if loss is None or not math.isfinite(loss) else f"{loss:.3f}"
 
 
-def format_limit(limit: int) -> str:
-    """Return a bucket limit in bytes as users write it: per leaf (0), 1.5 MiB, 4,000 B."""
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if limit >= size and limit * 100 % size == 0:
-            return f"{limit / size:g} {unit}"
-    return f"{limit:,} B" if limit else "per leaf"
-
-
-def _scaled(count: float, units: tuple[str, ...]) -> str:
-    step = 0
-    # 999.5 and more would print as 1e+03.
-    while count >= 999.5 and step < len(units) - 1:
-        count, step = count / 1000, step + 1
-    digits = 0 if step == 0 or count >= 99.95 else 1 if count >= 9.995 else 2
-    return f"{count:.{digits}f} {units[step]}"
-
-
 def write_json(path: Path, value: Any) -> None:
     """Write values, and dataclasses in them, as JSON; NaN becomes null."""
-    write_anew(path, json.dumps(_plain(value), indent=2, default=str) + "\n")
+    write_anew(path, json.dumps(_plain(value), indent=2) + "\n")
 
 
 def json_line(record: dict[str, Any]) -> str:
     """Return a record as a line of JSON; NaN and infinities, which JSON lacks, become null."""
     return json.dumps(_plain(record)) + "\n"
+
+
+def _plain(value: Any) -> Any:
+    def default(x: Any) -> Any:
+        return vars(x) if dataclasses.is_dataclass(x) else str(x)
+
+    return json.loads(json.dumps(value, default=default), parse_constant=lambda _: None)
 
 
 def say(console: Console, *sentences: str) -> None:
@@ -65,14 +61,13 @@ def say(console: Console, *sentences: str) -> None:
         console.print(sentence, highlight=False, soft_wrap=True)
 
 
-def _plain(value: Any) -> Any:
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        value = dataclasses.asdict(value)
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+def tracked(
+    items: Iterable[Any], what: str, console: Console, total: int | None = None
+) -> Iterable[Any]:
+    """Yield the items; a terminal shows meanwhile what is done, and how many of them are left."""
+    return track(
+        items, what, total, console=console, transient=True, disable=not console.is_terminal
+    )
 
 
 class Reporter:
@@ -92,10 +87,10 @@ class Reporter:
         self._evaluated = 0  # the last step with an evaluation
         self._next_line = 0.0
         self._progress = Progress(
-            TextColumn("[bold]{task.description}"),
+            "[bold]{task.description}",
             BarColumn(bar_width=20),
             MofNCompleteColumn(),
-            TextColumn("{task.fields[status]}"),
+            "{task.fields[status]}",
             TimeRemainingColumn(compact=True),
             console=console,
             disable=not console.is_terminal,
@@ -119,18 +114,10 @@ class Reporter:
 
     def show(self, record: dict[str, Any]) -> None:
         """Show a record of a step."""
-        values = {name: value for name, value in record.items() if value is not None}
-        self._latest.update(values)
-        step = record["step"]
+        step, latest = record["step"], self._latest
+        latest.update((name, value) for name, value in record.items() if value is not None)
         if "validation_loss" in record:
             self._evaluated = step
-        self._progress.update(self._task, completed=step, status=self._status(step))
-        if not self._console.is_terminal and (step >= self._next_line or step == self._steps):
-            self._next_line = step + self._steps / _LINES
-            width = len(str(self._steps))
-            say(self._console, f"{self._label}: {step:{width}}/{self._steps}  {self._status(step)}")
-
-    def _status(self, step: int) -> str:
         # An evaluation of an earlier step is shown with its step.
         when = "" if step == self._evaluated else f" (step {self._evaluated})"
         texts: dict[str, Callable[[float], str]] = {
@@ -139,40 +126,43 @@ class Reporter:
             "tokens_per_second": lambda speed: f"{format_count(speed)} tokens/s",
             "bytes_sent": lambda count: f"{self._verb} {format_bytes(count)}",
         }
-        parts = (text(self._latest[name]) for name, text in texts.items() if name in self._latest)
-        return "  ".join(parts)
+        status = "  ".join(text(latest[name]) for name, text in texts.items() if name in latest)
+        self._progress.update(self._task, completed=step, status=status)
+        if not self._console.is_terminal and (step >= self._next_line or step == self._steps):
+            self._next_line = step + self._steps / _LINES
+            self.say(f"{self._label}: {step:{len(str(self._steps))}}/{self._steps}  {status}")
 
 
 def facts_table(facts: Mapping[str, str], title: str) -> Table:
     """Return a table with a line per entry."""
-    return numbers_table(None, (), facts.items(), show_header=False, title=title)
+    table = Table(show_header=False, title=title, title_justify="left")
+    for row in facts.items():
+        table.add_row(*row)
+    return table
 
 
-def numbers_table(
-    first: str | Column | None,
-    names: Iterable[str],
-    rows: Iterable[Iterable[str]],
-    **options: Any,
-) -> Table:
-    """Return a table: a first column, and columns of numbers with these names.
+def table_of(rows: Iterable[Mapping[str, str]], **options: Any) -> Table:
+    """Return a table with a line per row, and a column per name of the first row.
 
     Args:
-      first: the first column, or its name; None: no column has a name.
-      names: names of the columns of numbers.
-      rows: texts of the cells, row by row.
+      rows: texts of the cells; those of the first column stand to the left, others to the right.
       **options: those of `rich.table.Table`.
     """
-    numbers = [Column(name, justify="right", no_wrap=True) for name in names]
-    columns = numbers if first is None else [first, *numbers]
-    table = Table(*columns, title_justify="left", caption_justify="left", **options)
+    rows = list(rows)
+    table = Table(title_justify="left", caption_justify="left", **options)
+    for name in rows[0]:
+        is_first = not table.columns
+        # Settings of algorithms make long names in the first column.
+        table.add_column(
+            name, justify="left" if is_first else "right", no_wrap=not is_first, overflow="fold"
+        )
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*row.values())
     return table
 
 
 def run_table(summary: dict[str, Any]) -> Table:
     """Return a table of one run: a line per number."""
-    speed = summary["tokens_per_second"]
     verb = "would be sent" if summary["bytes_are_hypothetical"] else "sent"
     facts = {
         "steps": str(summary["steps"]),
@@ -186,56 +176,6 @@ def run_table(summary: dict[str, Any]) -> Table:
     if "loss_scale" in summary:
         facts["scale of the loss"] = f"{summary['loss_scale']:g}"
         facts["updates skipped, all replicas"] = str(summary["skipped_updates"])
-    facts["tokens/s, all replicas"] = "-" if speed is None else format_count(speed)
+    facts["tokens/s, all replicas"] = format_count(summary["tokens_per_second"])
     facts["seconds"] = f"{summary['seconds']:.1f}"
     return facts_table(facts, title=f"{summary['algorithm']}: {summary['status']}")
-
-
-def compare_rows(summaries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return one row per algorithm, in the order of first appearance.
-
-    Returns:
-      Dicts with `algorithm`, `seeds`, `validation_loss` (mean over the seeds that finished, None
-      without any), `spread` (largest minus smallest, None below two), `bytes_sent` (mean), `ratio`
-      (to the first row's bytes), `tokens_per_second` (mean), `diverged` (number of seeds).
-    """
-    rows: list[dict[str, Any]] = []
-    for algorithm in dict.fromkeys(run["algorithm"] for run in summaries):
-        runs = [run for run in summaries if run["algorithm"] == algorithm]
-        done = [run for run in runs if run["status"] == "finished"]
-        losses = [run["validation_loss"] for run in done]
-        speeds = [run["tokens_per_second"] for run in done if run["tokens_per_second"]]
-        row: dict[str, Any] = {"algorithm": algorithm, "seeds": [run["seed"] for run in done]}
-        row["validation_loss"] = statistics.fmean(losses) if losses else None
-        row["spread"] = max(losses) - min(losses) if len(losses) > 1 else None
-        row["bytes_sent"] = statistics.fmean(run["bytes_sent"] for run in done) if done else None
-        first = (rows or [row])[0]["bytes_sent"]
-        row["ratio"] = row["bytes_sent"] / first if done and first else None
-        row["tokens_per_second"] = statistics.fmean(speeds) if speeds else None
-        row["diverged"] = sum(run["status"] == "diverged" for run in runs)
-        rows.append(row)
-    return rows
-
-
-def compare_table(rows: Sequence[dict[str, Any]], *, would: bool) -> Table:
-    """Return a table of the rows of `compare_rows`."""
-    texts: dict[str, Callable[[float], str]] = {
-        "spread": format_loss,
-        "bytes_sent": format_bytes,
-        "ratio": lambda ratio: f"{100 * ratio:.3g} %",
-        "tokens_per_second": format_count,
-    }
-
-    def cells(row: dict[str, Any]) -> list[str]:
-        diverged = f" ({row['diverged']} diverged)" if row["diverged"] else ""
-        loss = format_loss(row["validation_loss"]) + diverged
-        numbers = ("-" if row[x] is None else text(row[x]) for x, text in texts.items())
-        return [row["algorithm"], loss, *numbers]
-
-    first = rows[0]["algorithm"] if rows else ""
-    sent = "that a replica would send" if would else "sent per replica"
-    caption = f"validation loss: nats per byte, consensus model; bytes {sent}"
-    names = ("validation", "spread", "bytes", f"of {first}", "tokens/s")
-    # Settings make long names.
-    column = Column("algorithm", overflow="fold")
-    return numbers_table(column, names, map(cells, rows), caption=caption)

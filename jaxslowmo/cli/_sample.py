@@ -1,8 +1,8 @@
 """`jaxslowmo sample`: writes text, byte by byte, with the model of a run."""
 
 import functools
+import re
 import sys
-import unicodedata
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +12,7 @@ import numpy as np
 
 import jaxslowmo as js
 from jaxslowmo.checkpoint import CheckpointError, Checkpoints, consensus_extra, load_consensus
-from jaxslowmo.models import (
-    GPTConfig,
-    gpt_logits_fn,
-    gpt_loss_fn,
-    init_gpt,
-)
+from jaxslowmo.models import GPTConfig, gpt_logits_fn, gpt_loss_fn, init_gpt
 
 from ._errors import CommandError, usage_errors
 from .config._commands import SampleConfig
@@ -42,19 +37,14 @@ def sample(config: SampleConfig) -> int:
 def _shown(text: bytes, encoding: str) -> str:
     """Return text for stdout, with replacements for invalid bytes and control characters."""
     letters = text.decode("utf-8", "replace")
-    plain = "".join("\ufffd" if _steers(letter) else letter for letter in letters)
+    plain = re.sub(r"(?!\s)[\x00-\x1f\x7f-\x9f]", "\ufffd", letters)
     return plain.encode(encoding, "replace").decode(encoding)
-
-
-def _steers(letter: str) -> bool:
-    return unicodedata.category(letter) == "Cc" and not letter.isspace()
 
 
 def generate(model: GPTConfig, params: Any, config: SampleConfig) -> bytes:
     """Return the prompt and the bytes that the model adds.
 
-    One program writes all bytes: a scan over a window of `context_length` bytes, which slides when
-    it is full.
+    One program writes all bytes; for each the model sees the last `context_length` before it.
 
     Args:
       model: shape of the model.
@@ -62,38 +52,33 @@ def generate(model: GPTConfig, params: Any, config: SampleConfig) -> bytes:
       config: the prompt, the number of bytes, and how they are drawn.
     """
     # Bytes from the shell that are no UTF-8 are kept.
-    prompt = config.prompt.encode("utf-8", "surrogateescape")
-    seen = np.frombuffer(prompt, np.uint8)[-model.context_length :]
-    window = np.zeros(model.context_length, np.int32)
-    window[: seen.size] = seen
+    prompt = np.frombuffer(config.prompt.encode("utf-8", "surrogateescape"), np.uint8)
+    begin, end, length = prompt.size, prompt.size + config.tokens, model.context_length
+    text = np.zeros(max(end, length), np.uint8)
+    text[:begin] = prompt
     keys = jax.random.split(jax.random.key(config.seed), config.tokens)
     logits_fn = gpt_logits_fn(model)
 
-    def write(carry: tuple[jax.Array, jax.Array], key: jax.Array) -> tuple[Any, jax.Array]:
-        window, size = carry
+    def write(size: jax.Array, text: jax.Array) -> jax.Array:
+        start = jnp.maximum(size - length, 0)
+        window = jax.lax.dynamic_slice(text, [start], [length])
         # Attention is causal, so the zeros after the text have no effect.
-        logits = logits_fn(params, window[None])[0, size - 1]
-        new = _drawn(logits, key, config)
-        is_full = size == window.size
-        window = jnp.where(is_full, jnp.roll(window, -1), window)
-        size = jnp.where(is_full, size, size + 1)
-        return (window.at[size - 1].set(new), size), new
+        logits = logits_fn(params, window[None])[0, size - 1 - start]
+        return text.at[size].set(_drawn(logits, keys[size - begin], config))
 
-    _, written = jax.jit(lambda *start: jax.lax.scan(write, start, keys))(
-        jnp.asarray(window), jnp.asarray(seen.size)
-    )
-    return prompt + np.asarray(written, np.uint8).tobytes()
+    written = jax.jit(lambda text: jax.lax.fori_loop(begin, end, write, text))(text)
+    return np.asarray(written)[:end].tobytes()
 
 
 def _drawn(logits: jax.Array, key: jax.Array, config: SampleConfig) -> jax.Array:
     if config.temperature == 0:
-        return jnp.argmax(logits).astype(jnp.int32)
+        return jnp.argmax(logits).astype(jnp.uint8)
     if config.top_k:
         least = jax.lax.top_k(logits, config.top_k)[0][-1]
         logits = jnp.where(logits < least, -jnp.inf, logits)
     # Not logits / temperature, which a tiny temperature would make infinite.
     scaled = (logits - logits.max()) / config.temperature
-    return jax.random.categorical(key, scaled).astype(jnp.int32)
+    return jax.random.categorical(key, scaled).astype(jnp.uint8)
 
 
 def find_model(run: Path, step: int | None) -> tuple[GPTConfig, Any]:
@@ -113,9 +98,8 @@ def find_model(run: Path, step: int | None) -> tuple[GPTConfig, Any]:
     try:
         if step is not None or folder.saved_steps():
             return _of_checkpoint(folder.checkpoints, step)
-        for path in (run, folder.model):
-            if is_export(path):
-                return _of_export(path)
+        for path in filter(is_export, (run, folder.model)):
+            return _of_export(path)
     except CheckpointError as error:
         older = error.older_step
         hint = "" if older is None else f" --step {older} takes the one before."
@@ -133,15 +117,13 @@ def _of_checkpoint(folder: Path, step: int | None) -> tuple[GPTConfig, Any]:
             raise CommandError(f"the checkpoints in {folder} are not of jaxslowmo train")
         config = saved_config(extra)
         form = Form(config_of(config))
-        model = form.config
         # Each replica on one virtual device, whatever axes split the model in training.
         axes = {name: n for name, n in config.axes.items() if name not in MODEL_AXES}
-        mesh = js.virtual_mesh(axes)
-        algorithm = build_algorithm(config)
-        train_step = algorithm.make_step(gpt_loss_fn(model), config, mesh=mesh)
-        form_fn = functools.partial(saved_form, now=form)
-        restored = checkpoints.restore(train_step, init_gpt(model), step=step, saved_form=form_fn)
-    return model, train_step.consensus(restored.state)
+        loss_fn, mesh = gpt_loss_fn(form.config), js.virtual_mesh(axes)
+        train_step = build_algorithm(config).make_step(loss_fn, config, mesh=mesh)
+        form_fn, params = functools.partial(saved_form, now=form), init_gpt(form.config)
+        restored = checkpoints.restore(train_step, params, step=step, saved_form=form_fn)
+    return form.config, train_step.consensus(restored.state)
 
 
 def _of_export(folder: Path) -> tuple[GPTConfig, Any]:

@@ -1,18 +1,15 @@
 """`jaxslowmo tune outer`: settings of slow steps, each with several seeds; a table, a picture."""
 
 import dataclasses
-import functools
-import statistics
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
-from matplotlib.axes import Axes
 from rich.console import Console
-from rich.progress import Progress
-from rich.table import Column, Table
+from rich.table import Table
 
 import jaxslowmo as js
 from jaxslowmo.data import TextBatches, read_corpus
@@ -20,9 +17,8 @@ from jaxslowmo.models import gpt_loss_fn, init_gpt, num_parameters
 
 from ._errors import INTERRUPTED, usage_errors
 from ._figures import COLOURS, clean, new_figure, save_figure
-from ._output import format_count, format_loss, numbers_table, say, write_json
+from ._output import format_count, format_loss, say, table_of, tracked, write_json
 from .config._commands import TuneOuterConfig
-from .config._training import TrainConfig
 from .processes._peers import StopOnSignal
 from .run._division import Text, choose_mesh, divide_text
 from .run._model import config_of
@@ -30,43 +26,6 @@ from .run._recipes import build_setting
 from .run._run_folder import make_folder
 
 _MOST_ROWS = 20  # of the table; tune.json has all
-
-
-@dataclasses.dataclass(frozen=True)
-class Row:
-    """The results of one setting.
-
-    Attributes:
-      period: steps between slow steps.
-      factor: multiple of the learning rate.
-      rate: slow learning rate, or that of the outer optimizer.
-      momentum: slow momentum, or that of the outer optimizer.
-      losses: validation losses of the consensus in nats per byte, one per seed.
-      plain: losses of plain averages with the same period, at the factor that suits them best.
-    """
-
-    period: int
-    factor: float
-    rate: float
-    momentum: float
-    losses: tuple[float, ...]
-    plain: tuple[float, ...] = ()
-
-    @property
-    def mean(self) -> float:
-        """Return the mean loss; infinite if one is not finite."""
-        mean = statistics.mean(self.losses)
-        return mean if np.isfinite(mean) else float("inf")
-
-    @property
-    def is_plain(self) -> bool:
-        """Return whether the slow step is a plain average."""
-        return (self.rate, self.momentum) == (1, 0)
-
-    @property
-    def better(self) -> int:
-        """Return the number of seeds with a smaller loss than that of plain averages."""
-        return sum(a < b for a, b in zip(self.losses, self.plain, strict=True))
 
 
 def tune_outer(config: TuneOuterConfig) -> int:
@@ -81,27 +40,28 @@ def tune_outer(config: TuneOuterConfig) -> int:
     with usage_errors():
         placement = choose_mesh(train)
         text = divide_text(train, read_corpus(train.data))
-        trials = [Trial(config, text, period) for period in config.periods]
+        sweeps = {period: _sweep(config, period) for period in config.periods}
     folder = make_folder(config.out, "tune")
     count = len(config.settings()["rate"]) * len(config.seeds)
     size = f"{format_count(num_parameters(config_of(train)))} parameters"
     subject = f"{train.preset}: {size}, {placement.description}"
-    what = f"{count} runs of {train.steps} steps for each of {len(trials)} periods"
+    what = f"{count} runs of {train.steps} steps for each of {len(sweeps)} periods"
     say(console, subject, text.description, what)
-    rows, done = [], 0
-    with StopOnSignal() as stop, Progress(console=console, transient=True) as progress:
-        for trial in trials:
-            results, count = trial.run(progress, stop)
+    losses_of: dict[int, np.ndarray] = {}
+    done, total = 0, len(sweeps) * math.ceil(train.steps / train.eval_every)
+    with StopOnSignal() as stop:
+        runs = train_all(config, sweeps, text)
+        for period, count, losses in tracked(runs, "training", console, total):
             # Losses of a period that was stopped early do not compare with those of a whole one.
-            if not rows or count == train.steps:
-                rows, done = rows + results, count
+            if period == config.periods[0] or count == train.steps:
+                losses_of[period], done = losses, count
             if stop.reason:
                 break
+    rows = [row for item in losses_of.items() for row in make_rows(config, *item)]
     if not rows:
         return INTERRUPTED
-    rows.sort(key=lambda row: row.mean)
-    facts = [dataclasses.asdict(row) | {"mean": row.mean} for row in rows]
-    result = {"config": config, "data": text.description, "steps_done": done, "rows": facts}
+    rows.sort(key=lambda row: row["mean"])
+    result = {"config": config, "data": text.description, "steps_done": done, "rows": rows}
     write_json(folder / "tune.json", result)
     about = f"{subject}; {train.algorithm}, {done} steps"
     draw_settings(rows, folder / "tune.png", subtitle=about)
@@ -112,174 +72,172 @@ def tune_outer(config: TuneOuterConfig) -> int:
     return INTERRUPTED if stop.reason else 0
 
 
-class Trial:
-    """All settings and seeds with one period.
+def _sweep(config: TuneOuterConfig, period: int) -> js.Sweep:
+    train = dataclasses.replace(config.train, slow_every=period)
+    return js.Sweep(
+        loss_fn=gpt_loss_fn(config_of(train)),
+        make=lambda setting: build_setting(train, setting),
+        settings=config.settings(),
+        replicas=train.replicas,
+        # Seeds side by side: more would not fit into the caches of a CPU.
+        at_once=1,
+    )
 
-    Raises:
-      ValueError: the library refuses an argument.
+
+def train_all(
+    config: TuneOuterConfig, sweeps: Mapping[int, js.Sweep], text: Text
+) -> Iterator[tuple[int, int, np.ndarray]]:
+    """Train; after each evaluation yield the period, steps, and losses (settings, seeds)."""
+    train, model = config.train, config_of(config.train)
+    batch, window = train.batch, model.context_length + 1
+    texts = [
+        TextBatches(text.shares, batch_size=batch, window=window, seed=seed)
+        for seed in config.seeds
+    ]
+    models = jax.tree.map(lambda *x: np.stack(x), *(init_gpt(model, s) for s in config.seeds))
+    of_seeds = jax.vmap(gpt_loss_fn(model), (0, None))
+    losses_of = jax.jit(lambda models, x: jax.lax.map(lambda model: of_seeds(model, x), models))
+    for period, sweep in sweeps.items():
+        state = sweep.init(models)
+        while state.count < train.steps:
+            steps = range(state.count, min(state.count + train.eval_every, train.steps))
+            batches = np.array([[batches.batch(step) for step in steps] for batches in texts])
+            shape = (len(texts), len(steps), train.replicas, batch, window)
+            state, _ = sweep.run(state, batches.reshape(shape))
+            consensus = sweep.consensus(state)
+            losses = np.mean([losses_of(consensus, x) for x in text.validation], axis=0)
+            yield period, state.count, losses
+
+
+def make_rows(config: TuneOuterConfig, period: int, losses: np.ndarray) -> list[dict[str, Any]]:
+    """Return the results of the settings with one period.
+
+    Args:
+      config: configuration of the command.
+      period: steps between slow steps.
+      losses: validation losses of the consensus in nats per byte: (settings, seeds).
+
+    Returns:
+      Dicts with `period`, `factor`, `rate` and `momentum` of the setting, `losses` (one per seed),
+      `mean` (of these), `plain` (losses of plain averages with the same period, at the factor that
+      suits them best), and `better` (number of seeds with a smaller loss than those).
+    """
+    columns, losses = config.settings(), np.where(np.isnan(losses), np.inf, losses)
+    rows: list[dict[str, Any]] = [
+        {
+            "period": period,
+            **dict(zip(columns, setting, strict=True)),
+            "losses": of_seeds.tolist(),
+            "mean": of_seeds.mean().item(),
+        }
+        for *setting, of_seeds in zip(*columns.values(), losses, strict=True)
+    ]
+    plain = min(filter(_is_plain, rows), key=lambda row: row["mean"])["losses"]
+    return [
+        row | {"plain": plain, "better": int(np.less(row["losses"], plain).sum())} for row in rows
+    ]
+
+
+def _is_plain(row: Mapping[str, Any]) -> bool:
+    """Return whether the slow step is a plain average."""
+    return (row["rate"], row["momentum"]) == (1, 0)
+
+
+def rows_table(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """Return a table of the best settings, and of all plain averages.
+
+    Args:
+      rows: rows of `make_rows`, from the smallest mean loss on.
     """
 
-    def __init__(self, config: TuneOuterConfig, text: Text, period: int):
-        train = self._train = dataclasses.replace(config.train, slow_every=period)
-        self._config, self._text, self._period = config, text, period
-        self._model = config_of(train)
-        self._loss_fn = gpt_loss_fn(self._model)
-        self._sweep = js.Sweep(
-            loss_fn=self._loss_fn,
-            make=lambda setting: build_setting(train, setting),
-            settings=config.settings(),
-            replicas=train.replicas,
-            # Seeds side by side: more would not fit into the caches of a CPU.
-            at_once=1,
-        )
+    def cells(row: Mapping[str, Any]) -> dict[str, str]:
+        losses = row["losses"]
+        return {
+            **{name: f"{row[name]:g}" for name in ("period", "factor", "rate", "momentum")},
+            "loss": format_loss(row["mean"]),
+            "from": format_loss(min(losses)),
+            "to": format_loss(max(losses)),
+            "better": "plain average" if _is_plain(row) else f"{row['better']} of {len(losses)}",
+        }
 
-    def run(self, progress: Progress, stop: StopOnSignal) -> tuple[list[Row], int]:
-        """Train, and return the results with the number of steps that they are of."""
-        train = self._train
-        each = min(train.eval_every, train.steps)
-        task = progress.add_task(f"every {self._period}", total=train.steps)
-        models = [init_gpt(self._model, seed) for seed in self._config.seeds]
-        state = self._sweep.init(jax.tree.map(lambda *x: np.stack(x), *models))
-        losses: np.ndarray | None = None
-        while state.count < train.steps and not stop.reason:
-            steps = range(state.count, min(state.count + each, train.steps))
-            state, _ = self._sweep.run(state, self._batches(steps))
-            losses = self._evaluate(self._sweep.consensus(state))
-            progress.update(task, completed=state.count)
-        return ([] if losses is None else self._rows(losses)), state.count
-
-    def _batches(self, steps: range) -> np.ndarray:
-        """Return windows of shape (seeds, steps, replicas, batch, context_length + 1)."""
-        train, window = self._train, self._model.context_length + 1
-        of_seeds = []
-        for seed in self._config.seeds:
-            text = TextBatches(self._text.shares, batch_size=train.batch, window=window, seed=seed)
-            of_seeds.append([text.batch(index) for index in steps])
-        shape = len(of_seeds), len(steps), train.replicas, train.batch, window
-        return np.array(of_seeds).reshape(shape)
-
-    def _evaluate(self, models: Any) -> np.ndarray:
-        """Return the validation losses: (settings, seeds)."""
-        return np.mean([np.asarray(self._losses(models, x)) for x in self._text.validation], axis=0)
-
-    @functools.cached_property
-    def _losses(self) -> Callable[..., jax.Array]:
-        of_seeds = jax.vmap(self._loss_fn, (0, None))
-        return jax.jit(lambda models, x: jax.lax.map(lambda model: of_seeds(model, x), models))
-
-    def _rows(self, losses: np.ndarray) -> list[Row]:
-        columns = self._config.settings()
-        settings = zip(columns["factor"], columns["rate"], columns["momentum"], losses, strict=True)
-        rows = [
-            Row(self._period, factor, rate, momentum, tuple(map(float, of_seeds)))
-            for factor, rate, momentum, of_seeds in settings
-        ]
-        plain = min((row for row in rows if row.is_plain), key=lambda row: row.mean)
-        return [dataclasses.replace(row, plain=plain.losses) for row in rows]
-
-
-def rows_table(rows: Sequence[Row]) -> Table:
-    """Return a table of the settings, from the smallest loss on."""
-
-    def cells(row: Row) -> list[str]:
-        better = "plain average" if row.is_plain else f"{row.better} of {len(row.losses)}"
-        numbers = [f"{x:g}" for x in (row.period, row.factor, row.rate, row.momentum)]
-        losses = map(format_loss, (row.mean, min(row.losses), max(row.losses)))
-        return [*numbers, *losses, better]
-
-    shown = [row for row in rows[:_MOST_ROWS] if not row.is_plain]
-    shown += [row for row in rows if row.is_plain]
     caption = (
         "loss: mean over the seeds, in nats per byte, and the smallest and largest; better: seeds "
         "with a smaller loss than plain averages, with the same period"
     )
-    names = ("factor", "rate", "momentum", "loss", "from", "to", "better")
-    in_order = map(cells, sorted(shown, key=lambda row: row.mean))
-    return numbers_table(Column("period", no_wrap=True), names, in_order, caption=caption)
+    shown = (row for i, row in enumerate(rows) if i < _MOST_ROWS or _is_plain(row))
+    return table_of(map(cells, shown), caption=caption)
 
 
-def advice(config: TuneOuterConfig, rows: Sequence[Row]) -> list[str]:
-    """Return the best setting of each period in words, and whether it beats plain averages."""
-    sentences = []
-    for period in config.periods:
-        of_period = [row for row in rows if row.period == period]
-        if not of_period:
-            continue
-        best = min(of_period, key=lambda row: row.mean)
-        count, plain = len(best.losses), f"{statistics.mean(best.plain):.3f}"
-        if best.is_plain or best.better <= count / 2:
+def advice(config: TuneOuterConfig, rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the best setting of each period in words, and whether it beats plain averages.
+
+    Args:
+      config: configuration of the command.
+      rows: rows of `make_rows`, from the smallest mean loss on.
+    """
+    sentences, train = [], config.train
+    best = {row["period"]: row for row in reversed(rows)}
+    for period, row in sorted(best.items()):
+        count, plain = len(row["losses"]), f"{np.mean(row['plain']):.3f}"
+        if row["better"] <= count / 2:  # as it is if the best is a plain average
             sentences.append(f"Every {period}: no setting beats plain averages, {plain}.")
             continue
-        edge = _at_edge(config, best)
+        rate, momentum = row["rate"], row["momentum"]
+        call = f"slowmo(..., momentum={momentum:g}, slow_learning_rate={rate:g})"
+        if train.algorithm == "diloco":
+            outer = f"optax.sgd({rate:g}, momentum={momentum:g}, nesterov=True)"
+            call = f"diloco(..., outer_optimizer={outer})"
+        tried = {"momenta": momentum, "rates": rate, "factors": row["factor"]}
+        edge = [
+            f"--{name} {value:g}"
+            for name, value in tried.items()
+            if len(values := getattr(config, name)) > 1 and value in (min(values), max(values))
+        ]
         sentences.append(
-            f"Every {period}: {_call(config.train, best)} has a loss of {best.mean:.3f}, plain "
-            f"averages {plain}; it is smaller with {best.better} of {count} seeds."
-            + (f" At the end of what was tried: {edge}; try more." if edge else "")
+            f"Every {period}: js.{call} at a learning rate of "
+            f"{row['factor'] * train.learning_rate:g} has a loss of {row['mean']:.3f}, "
+            f"plain averages {plain}; it is smaller with {row['better']} of {count} seeds."
+            + (f" At the end of what was tried: {', '.join(edge)}; try more." if edge else "")
         )
     return sentences
 
 
-def _at_edge(config: TuneOuterConfig, row: Row) -> str:
-    """Return the options whose best value is the first or last of several, in words."""
-    tried = (
-        ("--momenta", row.momentum, config.momenta),
-        ("--rates", row.rate, config.rates),
-        ("--factors", row.factor, config.factors),
-    )
-    return ", ".join(
-        f"{flag} {value:g}"
-        for flag, value, values in tried
-        if len(values) > 1 and value in (min(values), max(values))
-    )
-
-
-def _call(train: TrainConfig, row: Row) -> str:
-    rate = f"{row.factor * train.learning_rate:g}"
-    if train.algorithm == "diloco":
-        outer = f"optax.sgd({row.rate:g}, momentum={row.momentum:g}, nesterov=True)"
-        arguments = f"outer_optimizer={outer}"
-    else:
-        arguments = f"momentum={row.momentum:g}, slow_learning_rate={row.rate:g}"
-    name = train.algorithm.partition("_")[0]
-    return f"js.{name}(..., {arguments}) at a learning rate of {rate}"
-
-
-def draw_settings(rows: Sequence[Row], path: Path, *, subtitle: str) -> None:
+def draw_settings(rows: Sequence[Mapping[str, Any]], path: Path, *, subtitle: str) -> None:
     """Draw the loss against the momentum: a panel per period, a line per rate and factor.
 
     Args:
-      rows: results of all settings.
+      rows: rows of `make_rows`.
       path: path of the PNG.
       subtitle: description of what was trained.
     """
-    periods = sorted({row.period for row in rows})
+    periods = sorted({row["period"] for row in rows})
+    tried = [row for row in rows if not _is_plain(row)]
+    lines = sorted({(row["factor"], row["rate"]) for row in tried})
+    colours = [value for name, value in COLOURS.items() if name not in ("black", "grey")]
     what = "Points: means over seeds; bars: smallest and largest. Dashed: plain averages."
     size = (3.2 + 4.2 * len(periods), 4.6)
     figure = new_figure(size, "Validation loss by slow momentum", subtitle, what)
     panels = figure.subplots(1, len(periods), sharey=True, squeeze=False)[0]
     for axes, period in zip(panels, periods, strict=True):
-        _draw_period(axes, [row for row in rows if row.period == period])
+        for number, (factor, rate) in enumerate(lines):
+            line = [
+                (row["momentum"], row["mean"], min(row["losses"]), max(row["losses"]))
+                for row in tried
+                if (row["period"], row["factor"], row["rate"]) == (period, factor, rate)
+            ]
+            xs, means, low, high = np.array(sorted(line)).T
+            # Points of one momentum stand beside each other.
+            xs += 0.012 * (number - (len(lines) - 1) / 2)
+            label, colour = f"rate {rate:g},\nfactor {factor:g}", colours[number % len(colours)]
+            look: Any = {"color": colour, "marker": "o", "capsize": 2, "label": label}
+            axes.errorbar(xs, means, (means - low, high - means), **look)
+        plain = next(np.mean(row["plain"]) for row in rows if row["period"] == period)
+        axes.axhline(plain, color="black", linewidth=1, linestyle="--", zorder=1)
         axes.set_title(f"every {period} steps", size=10, loc="left")
         axes.set_xlabel("momentum")
+        clean(axes, grid="y")
     panels[0].set_ylabel("validation loss, nats per byte")
-    lines, labels = panels[0].get_legend_handles_labels()
-    figure.legend(lines, labels, loc="outside right upper", fontsize=9, frameon=False)
+    figure.legend(
+        *panels[0].get_legend_handles_labels(), loc="outside right upper", fontsize=9, frameon=False
+    )
     save_figure(figure, path)
-
-
-def _draw_period(axes: Axes, rows: Sequence[Row]) -> None:
-    colours = [value for name, value in COLOURS.items() if name not in ("black", "grey")]
-    tried = [row for row in rows if not row.is_plain]
-    lines = sorted({(row.factor, row.rate) for row in tried})
-    for number, (factor, rate) in enumerate(lines):
-        line = [row for row in tried if (row.factor, row.rate) == (factor, rate)]
-        line.sort(key=lambda row: row.momentum)
-        # Points of one momentum stand beside each other.
-        xs = [row.momentum + 0.012 * (number - (len(lines) - 1) / 2) for row in line]
-        means = np.array([row.mean for row in line])
-        bars = np.abs(np.array([(min(row.losses), max(row.losses)) for row in line]).T - means)
-        look: Any = {"color": colours[number % len(colours)], "marker": "o", "capsize": 2}
-        axes.errorbar(xs, means, bars, label=f"rate {rate:g},\nfactor {factor:g}", **look)
-    plain = statistics.mean(rows[0].plain)
-    axes.axhline(plain, color=COLOURS["black"], linewidth=1, linestyle="--", zorder=1)
-    clean(axes, grid="y")

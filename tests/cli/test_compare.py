@@ -6,14 +6,12 @@ import pytest
 from rich.console import Console
 
 from cli.commands import TINY, json_of, records
-from jaxslowmo.cli._compare import draw_comparison, meaning
+from jaxslowmo.cli._compare import compare_rows, draw_comparison, meaning
 from jaxslowmo.cli._errors import CommandError
 from jaxslowmo.cli._output import (
     Reporter,
-    compare_rows,
     format_bytes,
     format_count,
-    format_limit,
     format_loss,
     json_line,
 )
@@ -136,8 +134,6 @@ def test_numbers_are_short_and_json_has_null_for_what_it_lacks():
     ]  # fmt: skip
     assert [format_count(n) for n in (12, 470_528, 1_073_536)] == ["12", "471k", "1.07M"]
     assert [format_loss(x) for x in (2.4164, None, float("nan"))] == ["2.416", "-", "-"]
-    shown = ["per leaf", "4 KiB", "1.5 MiB", "25 MiB", "1,000 B", "2 GiB"]
-    assert [format_limit(n) for n in (0, 4096, 3 * 2**19, 25 * 2**20, 1000, 2**31)] == shown
     line = json_line({"a": [1.0, float("inf")], "b": {"c": float("nan")}})
     assert line == '{"a": [1.0, null], "b": {"c": null}}\n'
     assert str(CommandError("two\n  lines")) == "two lines"

@@ -1,11 +1,15 @@
 """`jaxslowmo tune buckets` and `tune outer`: what they measure, show, write and advise."""
 
+import dataclasses
+import signal
+
 import numpy as np
 import pytest
 
 from cli.commands import json_of
-from jaxslowmo.cli._tune_buckets import best_limit, draw_limits, make_rows
-from jaxslowmo.cli._tune_outer import Row, Trial, advice, rows_table
+from jaxslowmo.cli import _tune_buckets, _tune_outer
+from jaxslowmo.cli._tune_buckets import best_limit, draw_limits
+from jaxslowmo.cli._tune_outer import advice, make_rows, rows_table
 from jaxslowmo.cli.config._commands import TuneOuterConfig
 from jaxslowmo.cli.config._training import train_config
 
@@ -42,7 +46,9 @@ def test_buckets_are_measured_and_written(call, tmp_path):
 def test_ties_go_to_the_larger_bucket():
     def best(*seconds):
         layouts = {limit: ((("a",), limit),) for limit in (0, 8, 20)}
-        return best_limit(make_rows(layouts, dict(zip(layouts, seconds, strict=True))))
+        return best_limit(
+            _tune_buckets.make_rows(layouts, dict(zip(layouts, seconds, strict=True)))
+        )
 
     # 8 is fastest by a hair and 20 beats it in one round of three.
     assert best([3.0, 3.0, 3.0], [1.0, 1.0, 1.2], [1.01, 1.01, 1.1]) == 20
@@ -53,15 +59,16 @@ def test_ties_go_to_the_larger_bucket():
 
 def test_unfinished_rounds_do_not_count_and_equal_layouts_share_a_row(tmp_path):
     layouts = {0: ((("b",), 4), (("a",), 6)), 8: ((("b", "a"), 10),), 20: ((("b", "a"), 10),)}
-    rows = make_rows(layouts, {0: [4.0, 8.0, 1.0], 8: [2.0, 2.0]})
-    assert [(row.limit, row.same_as, row.seconds) for row in rows] == [
-        (0, None, (4.0, 8.0)),
-        (8, None, (2.0, 2.0)),
-        (20, 8, (2.0, 2.0)),
+    rows = _tune_buckets.make_rows(layouts, {0: [4.0, 8.0, 1.0], 8: [2.0, 2.0]})
+    assert [(row["limit"], row["same_as"], row["seconds"]) for row in rows] == [
+        (0, None, [4.0, 8.0]),
+        (8, None, [2.0, 2.0]),
+        (20, 8, [2.0, 2.0]),
     ]
-    assert rows[1].ratio == pytest.approx((2 / 4 + 2 / 8) / 2)
+    assert rows[1]["ratio"] == pytest.approx((2 / 4 + 2 / 8) / 2)
     assert best_limit(rows) == 8  # not 20, which was not measured itself
-    draw_limits(make_rows({0: layouts[0]}, {0: [0.5]}), 0, tmp_path / "one.png", subtitle="one")
+    one = _tune_buckets.make_rows({0: layouts[0]}, {0: [0.5]})
+    draw_limits(one, 0, tmp_path / "one.png", subtitle="one")
     assert (tmp_path / "one.png").stat().st_size > 10_000
 
 
@@ -111,13 +118,14 @@ def test_a_run_of_it_has_the_loss_of_the_same_run_by_train(call, tmp_path):
 def test_a_period_that_was_stopped_early_is_shown_alone_or_not_at_all(
     call, tmp_path, monkeypatch, stopped, kept, steps
 ):
-    def run(self, progress, stop):
-        is_stopped = self._period == stopped
-        stop.reason = "interrupted" if is_stopped else None
-        rows = [Row(self._period, 1.0, 1.0, m, (2.0 + m,), (2.0,)) for m in (0.0, 0.4)]
-        return rows, 3 if is_stopped else 6
+    def train_all(config, sweeps, text):
+        losses = np.linspace(2, 3, len(config.settings()["rate"]))[:, None]
+        for period in sweeps:
+            if period == stopped:
+                signal.raise_signal(signal.SIGINT)
+            yield period, 3 if period == stopped else 6, losses
 
-    monkeypatch.setattr(Trial, "run", run)
+    monkeypatch.setattr(_tune_outer, "train_all", train_all)
     outcome = call(SMALL, "--sync-every 2 --periods 2,4 --seeds 0 --out", tmp_path)
     assert outcome.code == 130
     assert f"these are losses after {steps} of 6 steps" in outcome.out
@@ -129,19 +137,23 @@ def test_a_period_that_was_stopped_early_is_shown_alone_or_not_at_all(
 def test_advice_says_whether_a_setting_beats_plain_averages():
     run = train_config({"algorithm": "slowmo"})
     config = TuneOuterConfig(run, momenta=(0.2, 0.5, 0.8), factors=(0.5, 1.0))
-    plain = (2.0, 2.0, 2.0)
 
-    def said(*losses):
-        rows = [Row(48, 1.0, 1.0, 0.5, losses, plain), Row(48, 1.0, 1.0, 0.0, plain, plain)]
-        return advice(config, sorted(rows, key=lambda row: row.mean))
+    def rows(*losses):
+        """Return rows with these losses of one setting, and plain averages with 2."""
+        settings = config.settings()
+        tried = zip(settings["factor"], settings["momentum"], strict=True)
+        table = [losses if x == (1.0, 0.5) else [2.0 + (x[1] > 0)] * 3 for x in tried]
+        return sorted(make_rows(config, 48, np.array(table)), key=lambda row: row["mean"])
 
-    (better,) = said(1.5, 1.6, 1.7)
+    (better,) = advice(config, rows(1.5, 1.6, 1.7))
     assert "js.slowmo(..., momentum=0.5, slow_learning_rate=1)" in better
     assert "1.600, plain averages 2.000; it is smaller with 3 of 3 seeds" in better
     assert "At the end of what was tried: --factors 1; try more" in better
     for losses in [(1.0, 2.1, 2.1), (2.1, 2.2, 2.3), (1.0, 1.0, float("nan"))]:
-        assert said(*losses) == ["Every 48: no setting beats plain averages, 2.000."]
+        said = advice(config, rows(*losses))
+        assert said == ["Every 48: no setting beats plain averages, 2.000."]
     # The table keeps plain averages however long it is.
-    rows = [Row(48, 1.0, 1.0, n / 100, (1 + n,), (99.0,)) for n in range(1, 40)]
-    rows.append(Row(48, 1.0, 1.0, 0.0, (99.0,), (99.0,)))
-    assert rows_table(rows).row_count == 21
+    config = dataclasses.replace(config, momenta=tuple(n / 100 for n in range(1, 40)))
+    losses = np.where(np.array(config.settings()["momentum"]) > 0, 1.0, 99.0)[:, None]
+    many = sorted(make_rows(config, 48, losses), key=lambda row: row["mean"])
+    assert rows_table(many).row_count == 22

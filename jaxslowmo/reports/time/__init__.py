@@ -3,8 +3,6 @@
 from ...tree import Bucket as Bucket
 from ._measured import MeasuredStep as MeasuredStep
 from ._measured import measured as measured
-from ._schedule_grid import Piece as Piece
-from ._schedule_grid import grid_lines as grid_lines
 from ._schedule_grid import schedule_grid as schedule_grid
 from ._schedule_grid import schedule_title as schedule_title
 from ._schedule_picture import COLOURS as COLOURS

@@ -1,20 +1,12 @@
 """Draw a schedule as text: a row per stage, a column per tick, in blocks of limited width."""
 
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
 
 from ...pipeline.schedules import Operation, Schedule
 
 # A schedule of more blocks than these is shortened to its begin and its end: the steady state
 # between them repeats itself.
 _FIRST_BLOCKS, _LAST_BLOCKS = 4, 2
-
-
-class Piece(NamedTuple):
-    """A piece of a line that has one colour; `kind` is that of its operation, else None."""
-
-    text: str
-    kind: str | None = None
 
 
 def schedule_title(schedule: Schedule) -> str:
@@ -47,45 +39,32 @@ def schedule_grid(schedule: Schedule, *, width: int = 100, whole: bool = False) 
       0 | F0 F1 .  I0 W0 I1 W1
       1 | .  F0 I0 F1 I1 W0 W1
     """
-    lines = grid_lines(schedule, width=width, whole=whole)
-    return "\n".join(_text(line).rstrip() for line in lines)
-
-
-def grid_lines(
-    schedule: Schedule, *, width: int = 100, whole: bool = False
-) -> Iterator[list[Piece]]:
-    """Yield the lines of `schedule_grid` in pieces that can be coloured."""
-    ticks = [[_pieces(schedule, cell) for cell in tick] for tick in schedule.ticks()]
-    wide = max(len(_text(pieces)) for tick in ticks for pieces in tick)
+    ticks = [[_text(schedule, cell) for cell in tick] for tick in schedule.ticks()]
+    wide = max(len(text) for tick in ticks for text in tick)
     label = len(str(schedule.num_stages - 1))
     across = max((width - label - 2) // (wide + 1), 1)
     starts = list(range(0, len(ticks), across))
     hidden = [] if whole else starts[_FIRST_BLOCKS : len(starts) - _LAST_BLOCKS]
+    lines: list[str] = []
     for start in starts:
         if start in hidden:
             if start == hidden[0]:
-                last = hidden[-1] + across - 1
-                yield [Piece(f"ticks {start} to {last} are not shown")]
+                lines.append(f"ticks {start} to {hidden[-1] + across - 1} are not shown")
             continue
         block = ticks[start : start + across]
-        yield [Piece(f"ticks {start} to {start + len(block) - 1}")]
+        lines.append(f"ticks {start} to {start + len(block) - 1}")
         for stage in range(schedule.num_stages):
-            line = [Piece(f"{stage:{label}d} |")]
-            for tick in block:
-                fill = Piece(" " * (wide - len(_text(tick[stage]))))
-                line += [Piece(" "), *tick[stage], fill]
-            yield line
+            texts = " ".join(f"{tick[stage]:{wide}}" for tick in block)
+            lines.append(f"{stage:{label}d} | {texts}".rstrip())
+    return "\n".join(lines)
 
 
-def _text(pieces: Sequence[Piece]) -> str:
-    return "".join(piece.text for piece in pieces)
-
-
-def _pieces(schedule: Schedule, cell: Sequence[Operation]) -> list[Piece]:
+def _text(schedule: Schedule, cell: Sequence[Operation]) -> str:
     """Return the name of what a stage does in a tick, which may be an F and a B."""
-    pieces: list[Piece] = []
-    for op in cell:
-        pieces += [Piece("+")] if pieces else []
-        chunk = op.chunk if schedule.num_chunks > 1 else ""
-        pieces.append(Piece(f"{chunk}{op.letter}{op.microbatch}", op.kind))
-    return pieces or [Piece(".")]
+    return (
+        "+".join(
+            f"{op.chunk if schedule.num_chunks > 1 else ''}{op.letter}{op.microbatch}"
+            for op in cell
+        )
+        or "."
+    )

@@ -2,18 +2,17 @@
 
 import os
 from collections.abc import Sequence
-from typing import Any
 
 from ..._support.extras import needed_by
 from ..._support.files import replacing
 from ...pipeline.schedules import Simulation
 
 # Okabe and Ito's colours, which colour-blind readers can distinguish.
-COLOURS: dict[str, str] = {"F": "#0072B2", "B": "#009E73", "W": "#E69F00", "BW": "#D55E00"}
-"""The colour of each kind of operation, in pictures and on terminals."""
-_LEGEND = {
-    "F": "F: forward", "B": "I: gradient of the input", "W": "W: gradient of the weights",
-    "BW": "B: both gradients",
+COLOURS = {"F": "#0072B2", "I": "#009E73", "W": "#E69F00", "B": "#D55E00"}
+"""The colour of each letter of operations, in pictures and on terminals."""
+_MEANING = {
+    "F": "forward", "I": "gradient of the input", "W": "gradient of the weights",
+    "B": "both gradients",
 }  # fmt: skip
 _MOST_LETTERS = 14.0 / 0.06  # digits of microbatch numbers that fit into the whole width
 
@@ -47,27 +46,23 @@ def schedule_picture(
     figure = Figure(figsize=size, dpi=150, layout="constrained")  # no pyplot: no global state
     axes = figure.subplots()
     axes.set_title("\n".join([title, *lines]), loc="left")
-    for stage, line in enumerate(simulation.timeline):
-        _bars(axes, stage, line, simulation.time)
+    all_timed = [timed for line in simulation.timeline for timed in line]
+    chunks = 1 + max(operation.chunk for operation, _, _ in all_timed)
+    for operation, start, end in all_timed:
+        alpha = 1 - 0.55 * operation.chunk / max(chunks - 1, 1)
+        axes.barh(
+            operation.stage, end - start, left=start, height=0.86, alpha=alpha, edgecolor="white",
+            color=COLOURS[operation.letter], linewidth=0.5,
+        )  # fmt: skip
+        number, middle = str(operation.microbatch), (start + end) / 2
+        if (end - start) / simulation.time * _MOST_LETTERS >= len(number):
+            look = {"size": 6.5, "color": "white" if alpha > 0.6 else "#333333"}
+            axes.text(middle, operation.stage, number, ha="center", va="center", **look)
     axes.set(xlim=(0, simulation.time), ylim=(stages - 0.5, -0.5), xlabel="time")
     axes.set_yticks(range(stages), [f"stage {stage}" for stage in range(stages)])
     axes.spines[["top", "right", "left"]].set_visible(False)
-    kinds = {timed.operation.kind for line in simulation.timeline for timed in line}
-    patches = [Patch(color=COLOURS[k], label=text) for k, text in _LEGEND.items() if k in kinds]
+    used = {operation.letter for operation, _, _ in all_timed}
+    patches = [Patch(color=COLOURS[k], label=f"{k}: {x}") for k, x in _MEANING.items() if k in used]
     figure.legend(handles=patches, loc="outside lower left", ncols=4, frameon=False)
     with replacing(path) as temporary:
         figure.savefig(temporary)
-
-
-def _bars(axes: Any, stage: int, line: Sequence[Any], time: float) -> None:
-    chunks = 1 + max((timed.operation.chunk for timed in line), default=0)
-    for operation, start, end in line:
-        alpha = 1 - 0.55 * operation.chunk / max(chunks - 1, 1)
-        axes.barh(
-            stage, end - start, left=start, height=0.86, color=COLOURS[operation.kind],
-            alpha=alpha, edgecolor="white", linewidth=0.5,
-        )  # fmt: skip
-        number = str(operation.microbatch)
-        if (end - start) / time * _MOST_LETTERS >= len(number):
-            colour, middle = "white" if alpha > 0.6 else "#333333", (start + end) / 2
-            axes.text(middle, stage, number, ha="center", va="center", size=6.5, color=colour)

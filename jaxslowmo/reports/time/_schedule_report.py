@@ -6,13 +6,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass
 from functools import partial
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from ..._support.types import PyTree
-from ...pipeline import HostPipeline, Pipelined, Schedule, StageProgram, split_stage
+from ...pipeline import HostPipeline, Pipelined, Schedule, split_stage
 from ...pipeline.model import WithState, in_microbatches, microbatch_of, without_state
 from ...pipeline.schedules import Simulation
 from ..communication import aligned, comm_report_of
@@ -158,67 +158,88 @@ def schedule_report(
             raise ValueError(f"`{name}` must be > 0, got {speed}.")
     if bytes_per_second is not None and flops_per_second is None:
         raise ValueError("`bytes_per_second` needs `flops_per_second`, so that all is in seconds.")
-    schedule, stages = pipe.schedule, _stages_of(pipe, batch)
-    model = _model_stages(pipe, stages, flops_per_second or 1.0)
-    largest = max((_message_bytes(stages, k, "F") for k in range(len(stages) - 1)), default=0)
+    schedule = pipe.schedule
+    stages, edges = _stages_of(pipe, batch, flops_per_second or 1.0)
+    costs: Any = {
+        name: [getattr(stage, name) for stage in stages]
+        for name in ("forward", "backward_input", "backward_weight")
+    }
+    if bytes_per_second is not None:
+        costs["send"] = max((forward for forward, _ in edges), default=0) / bytes_per_second
+    sent = [0] * schedule.num_stages
+    for op in filter(schedule.is_sent, schedule.in_order):
+        k = schedule.model_stage(op)
+        sent[op.stage] += edges[k][0] if op.kind == "F" else edges[k - 1][1]
     lockstep = not isinstance(pipe, HostPipeline)
-    simulate = partial(
-        schedule.simulate,
-        forward=[stage.forward for stage in model],
-        backward_input=[stage.backward_input for stage in model],
-        backward_weight=[stage.backward_weight for stage in model],
-        send=largest / bytes_per_second if bytes_per_second is not None else 0.0,
-    )
     return ScheduleReport(
         schedule=schedule,
         lockstep=lockstep,
         unit="FLOP" if flops_per_second is None else "s",
-        stages=model,
-        simulation=simulate(lockstep=lockstep),
-        other=simulate(lockstep=not lockstep),
+        stages=stages,
+        simulation=schedule.simulate(**costs, lockstep=lockstep),
+        other=schedule.simulate(**costs, lockstep=not lockstep),
         held_bytes=schedule.most_held(
-            [_num_bytes(stage.program.stash) for stage in stages],
-            [_num_bytes(stage.program.kept) for stage in stages],
+            [stage.stash_bytes for stage in stages], [stage.kept_bytes for stage in stages]
         ),
-        sent_bytes=_sent_bytes(schedule, stages),
-        permuted_bytes=_permuted_bytes(schedule, stages) if lockstep else 0,
+        sent_bytes=tuple(sent),
+        permuted_bytes=_permuted_bytes(schedule, edges) if lockstep else 0,
         compiled=_compiled_figures(pipe, batch) if compiled and lockstep else None,
     )
 
 
-class _StageTypes(NamedTuple):
-    """A stage of the model, and the types of its inputs.
+def _stages_of(
+    pipe: Pipelined, batch: PyTree, speed: float
+) -> tuple[tuple[ModelStage, ...], list[tuple[int, int]]]:
+    """Return the stages of a model, and what goes over each edge between two of them.
 
-    Attributes:
-      program: the operations of the stage.
-      weights: types of the parameters of its layers.
-      x: type of the output of the stage before; None for the first stage.
-      microbatch: types of one device's part of a microbatch.
+    Args:
+      pipe: the pipeline.
+      batch: arrays or types of one replica's batch.
+      speed: FLOPs in a unit of cost.
+
+    Returns:
+      The stages, and for each but the last the bytes of its activation and of its cotangent. If the
+      schedule does not split the backward pass, all of it counts as B.
+
+    Raises:
+      ValueError: the pipeline refuses the batch.
     """
-
-    program: StageProgram
-    weights: PyTree
-    x: PyTree
-    microbatch: PyTree
-
-
-def _stages_of(pipe: Pipelined, batch: PyTree) -> list[_StageTypes]:
-    """Return the stages of a model; raise `ValueError` for a batch that the pipeline refuses."""
-    model, types, states = pipe.model, pipe.layout.unstack(pipe.layout.types), None
+    model, layout, schedule, states = pipe.model, pipe.layout, pipe.schedule, None
+    types, microbatch = (
+        layout.unstack(layout.types),
+        jax.eval_shape(partial(_microbatch, pipe), batch),
+    )
     if pipe.state_layout is not None:
         states = pipe.state_layout.unstack(pipe.state_layout.types)
-    microbatch = jax.eval_shape(partial(_microbatch, pipe), batch)
-    stages: list[_StageTypes] = []
+    cost, stages, edges = partial(_cost, {}), [], []
     x: PyTree = None
-    for start, end in pipe.layout.blocks:
-        weights = tuple(types[start:end])
+    for on_stage, (start, end) in zip(schedule.placement, layout.blocks, strict=True):
+        weights, is_last = tuple(types[start:end]), end == len(model.layers)
         # Layers are written out: of a loop the compiler counts one turn.
-        fn, is_last = model.stage(start, end), end == len(model.layers)
+        fn = model.stage(start, end)
         stage_input = x if states is None else WithState(x, list(states[start:end]))
         program = split_stage(fn, weights, stage_input, microbatch, loss=is_last, remat=pipe.remat)
-        stages.append(_StageTypes(program, weights, stage_input, microbatch))
+        # A leaf that is no floating-point number has no cotangent.
+        dy = jax.tree.map(lambda y: y if jnp.issubdtype(y.dtype, jnp.inexact) else None, program.y)
+        costs = [cost(program.forward, weights, stage_input, microbatch)]
+        inputs = (weights, microbatch, program.stash)
+        if schedule.splits:
+            costs.append(cost(program.backward_input, *inputs, dy))
+            costs.append(cost(program.backward_weight, *inputs, program.kept))
+        elif not schedule.forward_only:
+            costs.append(cost(program.backward, *inputs, dy))
+        stage = ModelStage(
+            on_stage,
+            (start, end),
+            *[flops / speed for flops, _ in costs] + [0.0] * (3 - len(costs)),
+            temp_bytes=max(temp_bytes for _, temp_bytes in costs),
+            stash_bytes=_num_bytes(program.stash),
+            kept_bytes=_num_bytes(program.kept) if schedule.splits else 0,
+        )
+        stages.append(stage)
         x = without_state(program.y)
-    return stages
+        edges.append((_num_bytes(x), _num_bytes(without_state(dy))))
+    return tuple(stages), edges[:-1]
 
 
 def _microbatch(pipe: Pipelined, batch: PyTree) -> PyTree:
@@ -228,35 +249,6 @@ def _microbatch(pipe: Pipelined, batch: PyTree) -> PyTree:
     in_microbatches(batch, count, shares)  # raises for what the pipeline does not divide
     parts = in_microbatches(batch, count * math.prod(shares.values()), {})
     return microbatch_of(parts, jax.random.key(0) if pipe.model.takes_key else None, 0, 0)
-
-
-def _model_stages(
-    pipe: Pipelined, stages: Sequence[_StageTypes], speed: float
-) -> tuple[ModelStage, ...]:
-    """Return the costs of each stage of the model; `speed` is FLOPs in a unit of cost.
-
-    If the schedule does not split the backward pass, all of it counts as B.
-    """
-    cost, schedule, model = partial(_cost, {}), pipe.schedule, []
-    for k, (program, weights, x, microbatch) in enumerate(stages):
-        costs = [cost(program.forward, weights, x, microbatch)]
-        inputs, dy = (weights, microbatch, program.stash), _cotangent(program.y)
-        if schedule.splits:
-            costs.append(cost(program.backward_input, *inputs, dy))
-            costs.append(cost(program.backward_weight, *inputs, program.kept))
-        elif not schedule.forward_only:
-            costs.append(cost(program.backward, *inputs, dy))
-        flops = [flops / speed for flops, _ in costs] + [0.0] * (3 - len(costs))
-        stage = ModelStage(
-            schedule.placement[k],
-            pipe.layout.blocks[k],
-            *flops,
-            temp_bytes=max(temp_bytes for _, temp_bytes in costs),
-            stash_bytes=_num_bytes(program.stash),
-            kept_bytes=_num_bytes(program.kept) if schedule.splits else 0,
-        )
-        model.append(stage)
-    return tuple(model)
 
 
 def _cost(
@@ -279,39 +271,14 @@ def _num_bytes(types: PyTree) -> int:
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(types))
 
 
-def _cotangent(y: PyTree) -> PyTree:
-    """Return the types of a cotangent; None for leaves that have none."""
-    return jax.tree.map(lambda x: x if jnp.issubdtype(x.dtype, jnp.inexact) else None, y)
-
-
-def _message_bytes(stages: Sequence[_StageTypes], model_stage: int, kind: str) -> int:
-    """Return the bytes that a stage of the model sends after F or B."""
-    if kind == "F":
-        return _num_bytes(without_state(stages[model_stage].program.y))
-    return _num_bytes(_cotangent(without_state(stages[model_stage].x)))
-
-
-def _sent_bytes(schedule: Schedule, stages: Sequence[_StageTypes]) -> tuple[int, ...]:
-    """Return the bytes of activations and cotangents that each device stage sends in a step."""
-    sent = [0] * schedule.num_stages
-    for op in filter(schedule.is_sent, schedule.in_order):
-        sent[op.stage] += _message_bytes(stages, schedule.model_stage(op), op.kind)
-    return tuple(sent)
-
-
-def _permuted_bytes(schedule: Schedule, stages: Sequence[_StageTypes]) -> int:
+def _permuted_bytes(schedule: Schedule, edges: Sequence[tuple[int, int]]) -> int:
     """Return the bytes that one device hands to collective permutes in a step of one program.
 
     Every tick permutes an activation and a cotangent for each distance between neighbouring stages,
     whether or not there is one to send.
     """
-    if len(stages) == 1:
-        return 0
-    placement = schedule.placement
-    distances = {(b - a) % schedule.num_stages for a, b in pairwise(placement)} - {0}
-    each = _message_bytes(stages, 0, "F")
-    if not schedule.forward_only:
-        each += _message_bytes(stages, 1, "B")
+    distances = {(b - a) % schedule.num_stages for a, b in pairwise(schedule.placement)} - {0}
+    each = sum(edges[0][: 1 if schedule.forward_only else 2]) if edges else 0
     return len(schedule.ticks()) * len(distances) * each
 
 

@@ -1,7 +1,6 @@
 """A schedule as lines of text."""
 
 import jaxslowmo as js
-from jaxslowmo.reports.time import grid_lines
 
 
 def test_a_column_per_tick():
@@ -31,8 +30,3 @@ def test_blocks_are_as_wide_as_asked_and_hide_the_middle():
     assert short[13:] == whole[-6:]
     # One tick at least, however narrow.
     assert "\n0 | F0\n" in js.reports.schedule_grid(js.schedules.gpipe(2, 2), width=1)
-
-
-def test_pieces_carry_the_kind_for_colours():
-    _, first, _ = grid_lines(js.schedules.zero_bubble(2, 2))
-    assert [piece.kind for piece in first if piece.kind] == ["F", "F", "B", "W", "B", "W"]
