@@ -37,7 +37,7 @@ def train(config: TrainConfig, out: Path | None) -> int:
     cluster = join_cluster(config.cluster)
     last_saved = RunFolder(out).last_saved
     watch = Watch(cluster.index, cluster.count, config.cluster.stall_timeout, last_saved)
-    with failing_together(watch, config.cluster.heartbeat_timeout):
+    with failing_together(watch):
         return _train(config, out, dataclasses.replace(cluster, watch=watch))
 
 
