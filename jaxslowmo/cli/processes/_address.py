@@ -68,7 +68,8 @@ def _addresses(name: str, host: str, port: int) -> list[tuple]:
         infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:  # UnicodeError: the text cannot be a name
         raise CommandError(f"{name}: {host} has no address: {error}") from error
-    return sorted((info[4] for info in infos), key=lambda address: _is_loopback(address[0]))
+    addresses: list[tuple] = [info[4] for info in infos]
+    return sorted(addresses, key=lambda address: _is_loopback(address[0]))
 
 
 def _is_loopback(host: str) -> bool:

@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
+from typing import IO
 
 from .._errors import INTERRUPTED, LOST_A_PROCESS, TERMINATED, TRY_AGAIN
 from ..run._run_folder import RunFolder
@@ -175,23 +176,23 @@ class Children(contextlib.ExitStack):
             then they are killed.
         """
         self._children, printed = [], set[str]()
-        for name, arguments in commands.items():
-            self._children.append(_Child(name, arguments, printed))
-            # The handler may have run before this process was in the list.
-            if self.received is not None:
-                self._send(signal.SIGTERM)
-        failure, deadline = None, 0.0
-        while any(child.process.poll() is None for child in self._children):
-            time.sleep(_TICK_SECONDS)
-            if failure is None:
-                failure, deadline = self._failure(), time.monotonic() + patience
-            elif time.monotonic() > deadline:
-                self._send(signal.SIGKILL)
-        for child in self._children:
-            child.reader.join(timeout=5)  # all that they wrote is printed
-        failure = failure or self._failure()
-        for child in self._children:
-            child.of_runtime.close()
+        with contextlib.ExitStack() as files:
+            for name, arguments in commands.items():
+                of_runtime = files.enter_context(tempfile.TemporaryFile())
+                self._children.append(_Child(name, arguments, printed, of_runtime))
+                # The handler may have run before this process was in the list.
+                if self.received is not None:
+                    self._send(signal.SIGTERM)
+            failure, deadline = None, 0.0
+            while any(child.process.poll() is None for child in self._children):
+                time.sleep(_TICK_SECONDS)
+                if failure is None:
+                    failure, deadline = self._failure(), time.monotonic() + patience
+                elif time.monotonic() > deadline:
+                    self._send(signal.SIGKILL)
+            for child in self._children:
+                child.reader.join(timeout=5)  # all that they wrote is printed
+            failure = failure or self._failure()
         return failure or EndOfStart(0, "all processes ended", is_reported=True)
 
     def pause(self, seconds: float) -> None:
@@ -221,23 +222,24 @@ class _Child:
     """A process that runs `jaxslowmo`, and whose stderr a thread passes on.
 
     What C++ writes to stderr after the child has called `part_from_runtime`, such as stack traces,
-    goes to a file instead.
+    goes to `of_runtime` instead.
 
     Args:
       name: name of the process, for messages.
       arguments: arguments of the command line.
       printed: errors and warnings that are not printed again; it adds its own.
+      of_runtime: the file for what C++ writes.
 
     Attributes:
       process: the process.
       reader: the thread, which ends after the process.
-      of_runtime: the file for what C++ writes.
     """
 
-    def __init__(self, name: str, arguments: Sequence[str], printed: set[str]) -> None:
-        self._name, self._printed = name, printed
-        self.of_runtime = tempfile.TemporaryFile()
-        number = self.of_runtime.fileno()
+    def __init__(
+        self, name: str, arguments: Sequence[str], printed: set[str], of_runtime: IO[bytes]
+    ) -> None:
+        self._name, self._printed, self._of_runtime = name, printed, of_runtime
+        number = of_runtime.fileno()
         self.process: subprocess.Popen[str] = subprocess.Popen(
             [sys.executable, "-m", "jaxslowmo", *arguments],
             env={**os.environ, CHILD: str(os.getpid()), RUNTIME_LOG: str(number)},
@@ -259,8 +261,8 @@ class _Child:
             what = "another process died or cannot be reached"
             with contextlib.suppress(OSError):  # a full disk
                 words.parent.mkdir(parents=True, exist_ok=True)
-                self.of_runtime.seek(0)
-                words.write_bytes(self.of_runtime.read())
+                self._of_runtime.seek(0)
+                words.write_bytes(self._of_runtime.read())
                 what += f" (details: {words})"
             return EndOfStart(LOST_A_PROCESS, what)
         if code < 0:
