@@ -16,7 +16,7 @@ from ._output import Reporter, format_count, format_loss, run_table, say
 from .config._training import TrainConfig
 from .processes._peers import ALONE, Cluster, is_one_of_several, known_processes
 from .processes._watch import Watch, failing_together, join_cluster
-from .run._agreement import clear, follow, lead, resumed_config
+from .run._agreement import agreed, clear, resumed_config
 from .run._division import ask_for_devices, choose_mesh, divide_text
 from .run._job import Job, RunResult
 from .run._model import form_of
@@ -88,14 +88,14 @@ def opened(
 
     Raises:
       CommandError: another run uses the folder or has left files in it; the run to resume had other
-        options or another text; or see `lead`.
+        options or another text; or see `agreed`.
 
-    Communication: that of `lead`, with several processes.
+    Communication: that of `agreed`, with several processes.
     """
     if not cluster.is_first:
         assert out is not None  # `train` checks this for several processes
         folder = RunFolder(out)
-        yield folder, follow(config, folder, corpus, cluster)
+        yield folder, agreed(config, config, folder, corpus, cluster)
         return
     with locked_folder(out, "train") as folder:
         requested, resumes = config, config.checkpoint.resume
@@ -106,7 +106,7 @@ def opened(
                 config = resumed_config(config, folder, corpus)
         folder.keep_listing(corpus)
         if cluster.count > 1:
-            lead(requested, config, folder, corpus, cluster)
+            agreed(requested, config, folder, corpus, cluster)
         yield folder, config
 
 
