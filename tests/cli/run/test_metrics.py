@@ -13,7 +13,7 @@ from tensorboardX import record_writer
 from cli.commands import curves, records
 from jaxslowmo.cli._errors import code_of
 from jaxslowmo.cli.config._training import train_config
-from jaxslowmo.cli.run._metrics import RunFiles
+from jaxslowmo.cli.run._recorder import RunFiles
 from jaxslowmo.cli.run._run_folder import RunFolder
 from support.waiting import wait_until
 
