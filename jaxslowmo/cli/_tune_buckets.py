@@ -22,8 +22,7 @@ from ._output import format_bytes, format_count, format_limit, numbers_table, sa
 from .config._commands import TuneBucketsConfig
 from .processes._peers import StopOnSignal
 from .run._division import RunDevices, choose_mesh
-from .run._model import policy_of
-from .run._recipes import build_algorithm
+from .run._recipes import build_algorithm, policy_of
 from .run._run_folder import make_folder
 
 

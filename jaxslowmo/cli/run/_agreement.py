@@ -12,7 +12,7 @@ from jaxslowmo.data import Contents
 from ..._support.coordinator import NoNoteError, gather_notes, tell, wait_for
 from ..._support.files import PASSING, io_errno
 from ..._version import __version__
-from .._errors import TRY_AGAIN, USAGE_ERROR, CommandError, usage_errors
+from .._errors import TRY_AGAIN, USAGE_ERROR, CommandError
 from ..config._cluster import ClusterConfig
 from ..config._mesh import MeshConfig
 from ..config._options import options_of
@@ -202,8 +202,7 @@ def agreed(
             if line:
                 raise CommandError(line)
     make_folder(folder.path, "train")  # raises if it cannot be written to
-    with usage_errors():
-        return with_values(config, decided)
+    return with_values(config, decided)
 
 
 @contextlib.contextmanager

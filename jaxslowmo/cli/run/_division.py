@@ -16,7 +16,7 @@ from jaxslowmo.data import Corpus, TextBatches, split_corpus, validation_batches
 from jaxslowmo.models import gpt_preset
 from jaxslowmo.train import own_parts
 
-from .._errors import CommandError, usage_errors
+from .._errors import CommandError
 from ..config._mesh import MODEL_AXES
 from ..config._training import TrainConfig
 from ..processes._peers import ALONE, Cluster
@@ -61,13 +61,12 @@ def choose_mesh(config: TrainConfig, cluster: Cluster = ALONE) -> RunDevices:
     processes; they belong to whole replicas, or to a part of one.
 
     Raises:
-      ValueError: a process has fewer devices than its part.
+      ValueError: a process has fewer devices than its part, or the run does not allow several.
       CommandError: there are fewer devices than "devices" needs, they cannot be divided evenly
-        among the processes, the run does not allow several processes, or it needs other devices.
+        among the processes, or the run needs other devices.
     """
     if cluster.count > 1:
-        with usage_errors():
-            config.mesh.check_processes(cluster.count)
+        config.mesh.check_processes(cluster.count)
         if config.execution == "virtual":
             raise CommandError("--execution virtual is for one process, and devices for several")
     _check_division(config, cluster.count)

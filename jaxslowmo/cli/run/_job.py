@@ -24,8 +24,7 @@ from ..processes._peers import ALONE, Cluster, StopOnSignal
 from ..processes._watch import lost_a_peer
 from ._agreement import refuse_to_resume
 from ._division import RunBatches, RunDevices, Text
-from ._model import form_of, loss_fn_of, policy_of, saved_form
-from ._recipes import build_algorithm
+from ._recipes import build_algorithm, form_of, loss_fn_of, policy_of, saved_form
 from ._recorder import Best, ByteLedger, Recorder, RunFiles
 from ._run_folder import RunFolder
 

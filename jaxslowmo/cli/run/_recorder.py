@@ -26,10 +26,11 @@ from .._output import Reporter, json_line, write_json
 from ..config._training import TrainConfig
 from ._run_folder import RunFolder
 
+# Entries of records about the loss scale.
+_OF_SCALE = ("loss_scale", "skipped_updates")
 # Entries of records that become curves of TensorBoard.
 _CURVES = (
-    "loss", "validation_loss", "learning_rate", "tokens_per_second", "bytes_sent", "loss_scale",
-    "skipped_updates",
+    "loss", "validation_loss", "learning_rate", "tokens_per_second", "bytes_sent", *_OF_SCALE,
 )  # fmt: skip
 # Errors that may pass: the disk is full, or the folder is being deleted (the next record makes it
 # again).
@@ -55,10 +56,6 @@ class Best:
         if self.validation_loss is None or validation_loss < self.validation_loss:
             return Best(step, validation_loss)
         return dataclasses.replace(self, since=self.since + 1)
-
-    def has_lasted(self, patience: int) -> bool:
-        """Return whether `patience` evaluations found nothing better; False with patience 0."""
-        return 0 < patience <= self.since
 
 
 class ByteLedger:
@@ -176,7 +173,7 @@ class Recorder:
         self._compiled_since = False
         self._since = time.perf_counter()
         self._began = self._since
-        self._timed_tokens, self._timed_seconds = 0, 0.0
+        self._tokens, self._seconds = 0, 0.0
 
     @property
     def bytes_sent(self) -> int:
@@ -213,12 +210,15 @@ class Recorder:
             return True
         record = {
             "step": result.step,
-            "loss": _mean_of_all(result.metrics["loss"]),  # waits for the step
+            # Of all processes, so that all decide alike; it waits for the step.
+            "loss": float(_gathered(result.metrics["loss"]).mean(dtype=np.float64)),
             "learning_rate": np.asarray(self._schedule(result.step - 1)).item(),
             "tokens_per_second": self._lap(),
             "bytes_sent": sent,
-            **_scale_entries(result.metrics),
         }
+        if "loss_scale" in result.metrics:  # which may differ between replicas
+            scales, skipped = (_gathered(result.metrics[name]) for name in _OF_SCALE)
+            record |= {"loss_scale": float(scales.min()), "skipped_updates": int(skipped.sum())}
         go_on = math.isfinite(record["loss"])
         if evaluate and go_on:
             record.update(evaluate())
@@ -230,35 +230,26 @@ class Recorder:
     @property
     def is_patience_over(self) -> bool:
         """True if the validation loss has not improved for `--patience` evaluations."""
-        return self.best.has_lasted(self._config.patience)
+        return 0 < self._config.patience <= self.best.since
 
     def summary(self, status: str) -> dict[str, Any]:
         """Return the main numbers of the run, for summary.json."""
-        validations = [r["validation_loss"] for r in self.records if "validation_loss" in r]
-        # The last record has no loss if a finished run was resumed: it is the note of that.
-        losses = [r["loss"] for r in self.records if "loss" in r]
-        last = self.records[-1] if self.records else {}
-        speed = self._timed_tokens / self._timed_seconds if self._timed_seconds else None
+        latest = {name: value for record in self.records for name, value in record.items()}
+        scale = {name: latest[name] for name in _OF_SCALE if name in latest}
         return {
             "status": status,
-            "algorithm": self._config.algorithm.algorithm,
             "seed": self._config.seed,
-            "steps": last.get("step", 0),
-            "loss": losses[-1] if losses else None,
-            "validation_loss": validations[-1] if validations else None,
+            "steps": latest.get("step", 0),
+            "loss": latest.get("loss"),
+            "validation_loss": latest.get("validation_loss"),
             "best_validation_loss": self.best.validation_loss,
             "best_step": self.best.step,
             "stopped_early": status == "finished" and self.is_patience_over,
             "bytes_sent": self._ledger.sent,
-            **self._last_scale(),
-            "tokens_per_second": speed,
+            **scale,
+            "tokens_per_second": self._tokens / self._seconds if self._seconds else None,
             "seconds": time.perf_counter() - self._began,
         }
-
-    def _last_scale(self) -> dict[str, Any]:
-        """Return the last recorded loss scale and skipped updates; {} without a loss scale."""
-        last = next((r for r in reversed(self.records) if "loss_scale" in r), {})
-        return {name: last[name] for name in ("loss_scale", "skipped_updates") if name in last}
 
     def note(self, step: int, **facts: Any) -> None:
         """Record an event that is no step, such as a resume or a rollback."""
@@ -271,8 +262,8 @@ class Recorder:
         seconds = time.perf_counter() - self._since
         if self._compiled_since:
             return None
-        self._timed_tokens += tokens
-        self._timed_seconds += seconds
+        self._tokens += tokens
+        self._seconds += seconds
         return tokens / seconds
 
     def _restart_clock(self) -> None:
@@ -282,19 +273,6 @@ class Recorder:
     def _keep(self, record: dict[str, Any]) -> None:
         self._files.write_record(record)
         self._reporter.show(record)
-
-
-def _mean_of_all(losses: jax.Array) -> float:
-    """Return the mean over the replicas of all processes, so that all decide alike."""
-    return float(np.mean(_gathered(losses).astype(np.float64)))
-
-
-def _scale_entries(metrics: Mapping[str, jax.Array]) -> dict[str, Any]:
-    """Return the entries of a record about the loss scale, which may differ between replicas."""
-    if "loss_scale" not in metrics:
-        return {}
-    scales, skipped = (_gathered(metrics[name]) for name in ("loss_scale", "skipped_updates"))
-    return {"loss_scale": float(scales.min()), "skipped_updates": int(skipped.sum())}
 
 
 def _gathered(values: jax.Array) -> np.ndarray:

@@ -10,12 +10,12 @@ import jaxslowmo as js
 from jaxslowmo.cli.config._algorithms import ALGORITHMS, AlgorithmConfig
 from jaxslowmo.cli.config._options import options_of
 from jaxslowmo.cli.config._training import GOES_WITH, OptimizerConfig, train_config
-from jaxslowmo.cli.run._model import scaled
 from jaxslowmo.cli.run._recipes import (
     RECIPES,
     RecipeInputs,
     build_algorithm,
     learning_rate_schedule,
+    scaled,
 )
 
 # What is due in the update before a slow step, and in a slow step; periods are the defaults.
