@@ -299,16 +299,13 @@ class Job:
         ):
             self._keeper = keeper if saves else None
             restored = keeper.newest() if resumes else None
-            state, done, notes = restored or (
-                self.step.init(params, seed=config.seed),
-                Progress(),
-                (),
-            )
+            init = self.step.init
+            state, done, notes = restored or (init(params, seed=config.seed), Progress(), ())
             self._batches.position = done.next_batch
             first = self._batches.batch(0)
             ledger = ByteLedger.of_step(self.step, state, first, sent=done.bytes_sent)
-            rate = config.statistics_rate if config.statistics else None
-            measured = js.measured(self.step, rate=rate) if rate else None
+            rate = config.statistics_rate
+            measured = js.measured(self.step, rate=rate) if config.statistics else None
             with RunFiles(folder, config, writes=self.cluster.is_first, after=done.step) as files:
                 recorder = Recorder(config, ledger, self._algorithm.schedule, files, reporter)
                 recorder.best, self._recorder = done.best, recorder

@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import errno
-import io
 import json
 import math
 import os
@@ -307,13 +306,13 @@ class RunFiles:
     def __init__(self, folder: RunFolder, config: TrainConfig, *, writes: bool, after: int) -> None:
         self.records: list[dict[str, Any]] = []
         self._folder, self._config, self._writes = folder, config, writes
-        self._unwritten, self._is_behind = b"", False
+        self._is_behind = False
         self._events: Any = None
         if not writes:
             return
         if after and folder.metrics.exists():
             self.records = [line for line in _read(folder.metrics) if line["step"] <= after]
-        self._file = self._write_all()
+        self._write_all()
         if config.tensorboard:
             is_new = not folder.tensorboard.exists()
             self._begin_events(after)
@@ -353,7 +352,7 @@ class RunFiles:
         if not self._writes:
             return
         if not self._folder.metrics.exists():  # deleted since the last record
-            self._write_all().close()
+            self._write_all()
         write_json(self._folder.summary, summary)
         if statistics:
             statistics.write(self._folder.statistics)
@@ -362,46 +361,34 @@ class RunFiles:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if not self._writes:
-            return
         try:
-            if error is None:
-                self._add(b"")
+            if error is None and self._is_behind:
+                self._write_all()
         finally:
-            self._file.close()
-            self._end_events()
+            if self._events is not None:
+                self._end_events()
 
     def _add(self, line: bytes) -> None:
-        if not self._is_there():
-            old, self._file = self._file, self._write_all()
-            old.close()
-            return
-        self._unwritten += line
-        while self._unwritten:  # a disk that fills up may take a part
-            self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
+        if not self._is_behind:
+            with contextlib.suppress(FileNotFoundError):
+                with self._folder.metrics.open("r+b") as file:
+                    file.seek(0, os.SEEK_END)
+                    file.write(line)
+                return
+        self._write_all()
 
-    def _is_there(self) -> bool:
-        """Return whether the path of metrics.jsonl still names the open file."""
-        try:
-            return os.path.samestat(self._folder.metrics.stat(), os.fstat(self._file.fileno()))
-        except FileNotFoundError:
-            return False
-
-    def _write_all(self) -> io.FileIO:
-        """Write config.json and all of metrics.jsonl; return the latter, opened for appending."""
-        path = self._folder.metrics
-        path.parent.mkdir(parents=True, exist_ok=True)
+    def _write_all(self) -> None:
+        """Write config.json and all of metrics.jsonl."""
+        self._folder.path.mkdir(parents=True, exist_ok=True)
         write_json(self._folder.config, self._config)
-        write_anew(path, "".join(map(json_line, self.records)))
-        self._unwritten = b""
-        # Without a buffer, which would write data again that could not be written.
-        return io.FileIO(path, "a")
+        write_anew(self._folder.metrics, "".join(map(json_line, self.records)))
 
     def _begin_events(self, after: int) -> None:
         """Begin a file of events, from which TensorBoard ignores earlier events past a step."""
         from tensorboardX import SummaryWriter
 
-        self._end_events()
+        if self._events is not None:
+            self._end_events()
         self._events = SummaryWriter(
             str(self._folder.tensorboard),
             purge_step=after + 1,
@@ -418,9 +405,8 @@ class RunFiles:
                 self._events.add_scalar(name, record[name], record["step"])
 
     def _end_events(self) -> None:
-        if self._events is not None:
-            with contextlib.suppress(OSError):  # the same data is in metrics.jsonl
-                self._events.close()
+        with contextlib.suppress(OSError):  # the same data is in metrics.jsonl
+            self._events.close()
 
 
 def _read(path: Path) -> list[dict[str, Any]]:
