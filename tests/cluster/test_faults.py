@@ -51,7 +51,7 @@ def test_one_that_cannot_be_reached(trained, four_hosts):
     subprocess.run([*link, "up"], check=True)
     assert run.err(0).startswith(LOST)
     assert run.err(1).startswith(LOST)
-    assert len([*stand.out.glob("logs/aborted-*.txt")]) == 2
+    assert len([*stand.out.glob("logs/killed-*.txt")]) == 2
 
 
 @pytest.mark.parametrize("trained", [2], indirect=True)

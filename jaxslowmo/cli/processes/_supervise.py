@@ -150,7 +150,7 @@ class Children(contextlib.ExitStack):
     step; a second Ctrl-C kills them. It must be entered in the main thread.
 
     Args:
-      logs: folder for what the runtime of jax has written in a process that it aborted.
+      logs: folder for what the runtime of jax has written in a process that a signal ended.
 
     Attributes:
       received: the signal that arrived, Ctrl-C before SIGTERM; None before one. After a signal the
@@ -254,25 +254,33 @@ class _Child:
         self.reader.start()
 
     def end(self, logs: Path) -> EndOfStart:
-        """Return how the process has ended; keep the words of a runtime that aborted it."""
+        """Return how the process has ended."""
         code = self.process.returncode
-        if code == -signal.SIGABRT:
-            words = logs / f"aborted-{socket.gethostname()}-{self.process.pid}.txt"
-            what = "another process died or cannot be reached"
-            with contextlib.suppress(OSError):  # a full disk
-                words.parent.mkdir(parents=True, exist_ok=True)
-                self._of_runtime.seek(0)
-                words.write_bytes(self._of_runtime.read())
-                what += f" (details: {words})"
-            return EndOfStart(LOST_A_PROCESS, what)
-        if code < 0:
-            # Most real-time signals have no name.
-            names = (s.name for s in signal.Signals if s == -code)
-            killer = next(names, f"signal {-code}")
-            return EndOfStart(128 - code, f"{self._name} was killed by {killer}")
         if code == TOO_LATE:
             return EndOfStart(TRY_AGAIN, "too late", is_reported=True, is_late=True)
-        return EndOfStart(code, f"{self._name} ended with code {code}", is_reported=True)
+        if code >= 0:
+            return EndOfStart(code, f"{self._name} ended with code {code}", is_reported=True)
+        details = self._details(logs)
+        if code == -signal.SIGABRT:
+            what = f"another process died or cannot be reached{details}"
+            return EndOfStart(LOST_A_PROCESS, what)
+        # Most real-time signals have no name.
+        killer = next((s.name for s in signal.Signals if s == -code), f"signal {-code}")
+        return EndOfStart(128 - code, f"{self._name} was killed by {killer}{details}")
+
+    def _details(self, logs: Path) -> str:
+        """Keep what C++ has written in a file, and name that; "" where it is nothing."""
+        self._of_runtime.seek(0)
+        text, path = (
+            self._of_runtime.read(),
+            logs / f"killed-{socket.gethostname()}-{self.process.pid}.txt",
+        )
+        with contextlib.suppress(OSError):  # a full disk
+            if text:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(text)
+                return f" (details: {path})"
+        return ""
 
     def _read(self) -> None:
         assert self.process.stderr is not None

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from jaxslowmo.data import Contents
 
 _CHECKPOINT = re.compile(r"\d+(\..+)?")  # with a suffix: moved away, or incomplete
-_LOG = re.compile(r"(process-\d+|aborted-.+)\.txt")
+_LOG = re.compile(r"(process-\d+|killed-.+)\.txt")
 _EVENTS = re.compile(r"events\.out\.tfevents\..+")
 _RUN_OF_A_COMPARISON = re.compile(r".+-seed\d+")
 _MOST_FILES = 100_000  # longer listings are not written

@@ -31,7 +31,7 @@ USERS = {
     option: algorithms
     for options, other, algorithms in GOES_WITH
     for option in options.split()
-    if other == "algorithm"
+    if other == "algorithm" and option in options_of(AlgorithmConfig)
 }
 
 
