@@ -82,28 +82,22 @@ class ByteLedger:
         """Return the ledger of a step, from its programs, which are neither compiled nor run."""
         report = emitted(step, state, batch)
         inner = math.prod(size for name, size in step.mesh.shape.items() if name != "replica")
-        if "replica" not in report.axes:  # one replica sends nothing
-            return cls(dict.fromkeys(report.kinds, 0), sent)
-        by_kind = {
-            kind: inner * report.wire_bytes(axis="replica", kind=kind) for kind in report.kinds
-        }
-        return cls(by_kind, sent)
+        kinds = dict.fromkeys(report.kinds, 0)
+        if "replica" in report.axes:  # else one replica, which sends nothing
+            kinds = {kind: inner * report.wire_bytes(axis="replica", kind=kind) for kind in kinds}
+        return cls(kinds, sent)
 
     def add(self, phase: tuple[str, ...]) -> int:
         """Count one step and return the bytes so far."""
-        self.sent += self._of_phase(set(phase) or {"local"})
-        return self.sent
-
-    def _of_phase(self, events: set[str]) -> int:
-        if set(self.by_kind) == {"every"}:  # no parameter transform
-            return self.by_kind["every"]
-        for kind, sent in self.by_kind.items():
-            if set(kind.split("+")) == events:
-                return sent
+        events, always = set(phase) or {"local"}, self.by_kind.get("local", 0)
+        # "every": the only kind where there is no parameter transform.
+        kinds = (x for x in self.by_kind if x == "every" or set(x.split("+")) == events)
+        kind = next(kinds, None)
         # Events in separate conditionals of one program have no kind for their combination. Each
         # kind holds what all steps send ("local") and the part of its event.
-        always = self.by_kind.get("local", 0)
-        return always + sum(self._of_event(event) - always for event in events)
+        parts = sum(self._of_event(event) - always for event in events)
+        self.sent += always + parts if kind is None else self.by_kind[kind]
+        return self.sent
 
     def _of_event(self, event: str) -> int:
         if event in self.by_kind:
