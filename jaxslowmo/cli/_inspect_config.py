@@ -12,7 +12,7 @@ from .config._commands import InspectConfigConfig
 from .config._training import TrainConfig
 from .run._division import RunDevices, Text, choose_mesh
 from .run._job import Job
-from .run._model import form_of, parts_of, schedule_of
+from .run._recipes import form_of, parts_of, schedule_of
 from .run._recorder import emitted
 
 _NOTHING = Text((), (), np.zeros((0, 0, 0), np.uint8), "", "")

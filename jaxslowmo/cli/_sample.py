@@ -17,8 +17,7 @@ from jaxslowmo.models import GPTConfig, gpt_logits_fn, gpt_loss_fn, init_gpt
 from ._errors import CommandError, usage_errors
 from .config._commands import SampleConfig
 from .config._training import MODEL_AXES
-from .run._model import Form, config_of, saved_config, saved_form
-from .run._recipes import build_algorithm
+from .run._recipes import Form, build_algorithm, config_of, saved_config, saved_form
 from .run._run_folder import RunFolder, is_export
 
 

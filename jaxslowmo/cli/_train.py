@@ -2,10 +2,8 @@
 
 import contextlib
 import dataclasses
-import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TextIO
 
 from rich.console import Console
 
@@ -16,10 +14,10 @@ from ._output import Reporter, format_count, format_loss, run_table, say
 from .config._training import TrainConfig
 from .processes._peers import ALONE, Cluster, is_one_of_several, known_processes
 from .processes._watch import Watch, failing_together, join_cluster
-from .run._agreement import clear, follow, lead, resumed_config
+from .run._agreement import agreed, clear, resumed_config
 from .run._division import ask_for_devices, choose_mesh, divide_text
 from .run._job import Job, RunResult
-from .run._model import form_of
+from .run._recipes import form_of
 from .run._run_folder import RunFolder, locked_folder
 
 
@@ -37,38 +35,34 @@ def train(config: TrainConfig, out: Path | None) -> int:
     cluster = join_cluster(config)
     last_saved = RunFolder(out).last_saved
     watch = Watch(cluster.index, cluster.count, config.stall_timeout, last_saved)
-    with failing_together(watch, config.heartbeat_timeout):
+    with failing_together(watch):
         return _train(config, out, dataclasses.replace(cluster, watch=watch))
 
 
 def _train(config: TrainConfig, out: Path | None, cluster: Cluster) -> int:
     with contextlib.ExitStack() as stack:
-        folder, config, job = _prepared(config, out, cluster, stack)
+        with usage_errors():
+            form_of(config)  # raises for wrong sizes, before a folder is made
+            corpus = read_corpus(config.data)
+            folder, config = stack.enter_context(opened(config, out, corpus.contents, cluster))
+            placement = choose_mesh(config, cluster)
+            text = divide_text(config, corpus, placement.mesh)
+            del corpus  # it may be large, and `text` is what this process needs of it
+            job = Job(config, placement, text, cluster=cluster)
         if config.overwrite:  # only now: a wrong call should delete nothing
             clear(folder, config, cluster)
-        logs = config.process_logs
-        console = Console(file=stack.enter_context(_output_of(cluster, folder, logs=logs)))
-        name, where = config.algorithm, job.placement
-        size = format_count(job.num_parameters)
-        say(console, f"{name}, {size} parameters, {where.description}", job.text.description)
-        with Reporter(console, name, config.steps, would=where.is_virtual) as reporter:
+        console = Console(quiet=not cluster.is_first)
+        if config.process_logs and not cluster.is_first:
+            path = folder.logs / f"process-{cluster.index}.txt"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            log = stack.enter_context(path.open("a", encoding="utf-8", buffering=1))
+            console = Console(file=log)
+        name, size = config.algorithm, format_count(job.num_parameters)
+        say(console, f"{name}, {size} parameters, {placement.description}", text.description)
+        with Reporter(console, name, config.steps, would=placement.is_virtual) as reporter:
             result = job.run(config, folder, reporter, saves=True)
         _conclude(console, result, folder)
     return EXIT_CODES[result.status]
-
-
-def _prepared(
-    config: TrainConfig, out: Path | None, cluster: Cluster, stack: contextlib.ExitStack
-) -> tuple[RunFolder, TrainConfig, Job]:
-    """Return folder, options and programs of a run; the folder is locked until the stack ends."""
-    with usage_errors():
-        form_of(config)  # raises for wrong sizes, before a folder is made
-        corpus = read_corpus(config.data)
-    folder, config = stack.enter_context(opened(config, out, corpus.contents, cluster))
-    with usage_errors():
-        placement = choose_mesh(config, cluster)
-        text = divide_text(config, corpus, placement.mesh)
-        return folder, config, Job(config, placement, text, cluster=cluster)
 
 
 @contextlib.contextmanager
@@ -88,25 +82,24 @@ def opened(
 
     Raises:
       CommandError: another run uses the folder or has left files in it; the run to resume had other
-        options or another text; or see `lead`.
+        options or another text; or see `agreed`.
 
-    Communication: that of `lead`, with several processes.
+    Communication: that of `agreed`, with several processes.
     """
     if not cluster.is_first:
         assert out is not None  # `train` checks this for several processes
         folder = RunFolder(out)
-        yield folder, follow(config, folder, corpus, cluster)
+        yield folder, agreed(config, config, folder, corpus, cluster)
         return
     with locked_folder(out, "train") as folder:
         requested, resumes = config, config.resume
         if not config.overwrite:
             folder.refuse_leftovers(may_resume=True, resumes=resumes)
         if resumes:
-            with usage_errors():
-                config = resumed_config(config, folder, corpus)
+            config = resumed_config(config, folder, corpus)
         folder.keep_listing(corpus)
         if cluster.count > 1:
-            lead(requested, config, folder, corpus, cluster)
+            agreed(requested, config, folder, corpus, cluster)
         yield folder, config
 
 
@@ -126,17 +119,3 @@ def _conclude(console: Console, result: RunResult, folder: RunFolder) -> None:
     if result.was_stopped and result.saved is not None:
         say(console, f"Saved at step {result.saved}; --resume goes on from there.")
     say(console, f"Results in {folder.path}")
-
-
-@contextlib.contextmanager
-def _output_of(cluster: Cluster, folder: RunFolder, *, logs: bool) -> Iterator[TextIO | None]:
-    """Yield the file for the output of a process: None (the terminal) for the first, else a log."""
-    if cluster.is_first:
-        yield None
-        return
-    path = Path(os.devnull)
-    if logs:
-        path = folder.logs / f"process-{cluster.index}.txt"
-        path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", encoding="utf-8", buffering=1) as file:
-        yield file

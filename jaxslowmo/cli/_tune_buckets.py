@@ -23,8 +23,7 @@ from ._output import format_bytes, format_count, say, table_of, tracked, write_j
 from .config._commands import TuneBucketsConfig
 from .processes._peers import StopOnSignal
 from .run._division import RunDevices, choose_mesh
-from .run._model import config_of, policy_of
-from .run._recipes import build_algorithm
+from .run._recipes import build_algorithm, config_of, policy_of
 from .run._run_folder import make_folder
 
 Layout = tuple[tuple[tuple[str, ...], int], ...]  # names of the leaves and bytes of each bucket

@@ -21,8 +21,7 @@ from ._output import format_count, format_loss, say, table_of, tracked, write_js
 from .config._commands import TuneOuterConfig
 from .processes._peers import StopOnSignal
 from .run._division import Text, choose_mesh, divide_text
-from .run._model import config_of
-from .run._recipes import build_setting
+from .run._recipes import build_setting, config_of
 from .run._run_folder import make_folder
 
 _MOST_ROWS = 20  # of the table; tune.json has all

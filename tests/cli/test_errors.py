@@ -26,7 +26,7 @@ REFUSED: dict[str, tuple[str, ...]] = {
     "train --resume": ("--resume", "--out"),
     "train --data /no/such/path": ("/no/such/path",),
     "train --replicas 9 --execution devices": ("9 devices", "8"),
-    "train --preset tiny --batch 4 --mesh stage=4": ("4 stages", "tiny", "3"),
+    "train --preset tiny --batch 4 --mesh stage=4": ("--mesh", "3 layers", "4"),
     "train --mesh replica=2 --replicas 4": ("--mesh", "--replicas"),
     "train --mesh device=2 --devices-per-replica 4": ("--mesh", "--devices-per-replica"),
     "train --mesh fsdp=3": ("--batch", "fsdp"),

@@ -32,34 +32,30 @@ def bind_address(config: ClusterOptions, environ: Mapping[str, str] = os.environ
     Raises:
       CommandError: a host has no address, an address is not of this host, or a port is taken.
     """
+    name, bind = _COORDINATOR_BIND, config.coordinator_bind
     with usage_errors():
         if config.coordinator is None:
-            return _under_a_launcher(config.coordinator_bind, environ)
-        name, (host, port) = _COORDINATOR, host_and_port(_COORDINATOR, config.coordinator)
-        addresses = _addresses(name, host, port)
+            if bind is None:
+                return None
+            if _PORT not in environ:
+                raise CommandError(
+                    f"{name} needs {_COORDINATOR}, or {_PORT} in the environment of all processes, "
+                    f"where a launcher tells the coordinator"
+                )
+            return _joined(bare_host(name, bind), parse_port(_PORT, environ[_PORT]))
+        host, port = host_and_port(_COORDINATOR, config.coordinator)
+        addresses = _addresses(_COORDINATOR, host, port)
         if config.process_id != 0:
             return None
-        if config.coordinator_bind is not None:
-            name, host = _COORDINATOR_BIND, bare_host(_COORDINATOR_BIND, config.coordinator_bind)
-            addresses = _addresses(name, host, port)
-        elif _BIND in environ:
+        if bind is None and _BIND not in environ:
+            address = _listening(_COORDINATOR, addresses)
+            _warn_of_loopback(host, address)
+            return _joined(address, port)
+        if bind is None:
             name, (host, port) = _BIND, host_and_port(_BIND, environ[_BIND])
-            addresses = _addresses(name, host, port)
-    chosen = _listening(name, addresses)
-    if name == _COORDINATOR:
-        _warn_of_loopback(host, chosen)
-    return _joined(chosen, port)
-
-
-def _under_a_launcher(bind: str | None, environ: Mapping[str, str]) -> str | None:
-    if bind is None:
-        return None
-    if _PORT not in environ:
-        raise CommandError(
-            f"{_COORDINATOR_BIND} needs {_COORDINATOR}, or {_PORT} in the environment of all "
-            f"processes, where a launcher tells the coordinator"
-        )
-    return _joined(bare_host(_COORDINATOR_BIND, bind), parse_port(_PORT, environ[_PORT]))
+        else:
+            host = bare_host(name, bind)
+    return _joined(_listening(name, _addresses(name, host, port)), port)
 
 
 def _joined(host: str, port: int) -> str:
@@ -70,10 +66,8 @@ def _addresses(name: str, host: str, port: int) -> list[tuple]:
     """Return the socket addresses of a host: those on a network first, loopback addresses last."""
     try:
         infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError) as error:
-        # UnicodeError: the text cannot be a name.
-        reason = error.strerror if isinstance(error, OSError) else "it is not a name"
-        raise CommandError(f"{name}: {host} has no address: {reason}") from error
+    except (OSError, UnicodeError) as error:  # UnicodeError: the text cannot be a name
+        raise CommandError(f"{name}: {host} has no address: {error}") from error
     addresses: list[tuple] = [info[4] for info in infos]
     return sorted(addresses, key=lambda address: _is_loopback(address[0]))
 
@@ -83,35 +77,23 @@ def _is_loopback(host: str) -> bool:
 
 
 def _listening(name: str, addresses: list[tuple]) -> str:
-    """Return the first host at which this process can listen, or raise `CommandError`.
-
-    Args:
-      name: option or environment variable that gave the addresses, for messages.
-      addresses: one or more socket addresses to try.
-    """
+    """Return the first host at which this process can listen, or raise `CommandError`."""
     refused = OSError()
     for address in addresses:
         family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
         try:
-            with socket.socket(family, socket.SOCK_STREAM) as probe:
-                # The runtime sets this, too: connections of an earlier run do not block the port.
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                probe.bind(address)
+            # As the runtime does: connections of an earlier run do not block the port.
+            socket.create_server(address, family=family).close()
             return address[0]
         except OSError as error:
             refused = error
             if error.errno != errno.EADDRNOTAVAIL:
                 break
-    where = _joined(*addresses[0][:2])
-    what = f"process 0 cannot listen at {where}: {refused.strerror}"
-    if refused.errno == errno.EADDRINUSE:
-        what = f"port {addresses[0][1]} of this host is taken by another program"
-    elif refused.errno == errno.EADDRNOTAVAIL:
-        what = (
-            f"{where} is not an address of this host, where process 0 runs; {_COORDINATOR_BIND} "
-            f"(0.0.0.0: at all) says where it listens instead"
-        )
-    raise CommandError(f"{name}: {what}") from refused
+    raise CommandError(
+        f"{name}: process 0 cannot listen at {_joined(*addresses[0][:2])} of this host: "
+        f"{os.strerror(refused.errno or 0)}; {_COORDINATOR_BIND} (0.0.0.0: all addresses) and "
+        f"another port change that"
+    ) from refused
 
 
 def _warn_of_loopback(host: str, address: str) -> None:

@@ -16,6 +16,12 @@ Handler = Callable[[int, FrameType | None], None] | signal.Handlers
 
 # The environment variable of a supervised process that holds the process id of its parent.
 CHILD = "JAXSLOWMO_CHILD"
+# And that which holds the descriptor of a file for what its runtime writes to stderr.
+RUNTIME_LOG = "JAXSLOWMO_RUNTIME_LOG"
+# The code with which it tells its parent that not all processes came together in time.
+TOO_LATE = 76
+# Variables of launchers that number the processes: one that every process has, and their number.
+_COUNTS = {"SLURM_PROCID": "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE": "OMPI_COMM_WORLD_SIZE"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,34 +62,17 @@ def is_one_of_several(config: ClusterOptions, environ: Mapping[str, str] = os.en
         return config.num_processes > 1
     if config.cluster != "auto":
         return config.cluster != "none"
-    return launcher(environ) is not None
+    is_job = {"JOB_COMPLETION_INDEX", "KUBERNETES_SERVICE_HOST"} <= environ.keys()
+    has_hosts = "," in environ.get("TPU_WORKER_HOSTNAMES", "")
+    return is_job or has_hosts or known_processes(config, environ) is not None
 
 
 def known_processes(config: ClusterOptions, environ: Mapping[str, str] = os.environ) -> int | None:
     """Return the number of processes from options or environment; None if only joining tells it."""
     if config.num_processes is not None:
         return config.num_processes
-    counts = {"slurm": "SLURM_NTASKS", "ompi": "OMPI_COMM_WORLD_SIZE"}
-    name = launcher(environ)
-    return _count(environ, counts[name]) if name in counts else None
-
-
-def launcher(environ: Mapping[str, str] = os.environ) -> str | None:
-    """Return the launcher that started this process as one of several; None without one."""
-    if "SLURM_PROCID" in environ and _count(environ, "SLURM_NTASKS") > 1:
-        return "slurm"
-    if _count(environ, "OMPI_COMM_WORLD_SIZE") > 1:
-        return "ompi"
-    if "JOB_COMPLETION_INDEX" in environ and "KUBERNETES_SERVICE_HOST" in environ:
-        return "gketpu" if "TPU_WORKER_HOSTNAMES" in environ else "k8s"
-    if "," in environ.get("TPU_WORKER_HOSTNAMES", ""):
-        return "gketpu"
-    return None
-
-
-def _count(environ: Mapping[str, str], name: str) -> int:
-    value = environ.get(name, "")
-    return int(value) if value.isdigit() else 0
+    counts = (environ.get(count, "") for mark, count in _COUNTS.items() if mark in environ)
+    return next((int(count) for count in counts if count.isdigit() and int(count) > 1), None)
 
 
 @contextlib.contextmanager

@@ -70,19 +70,17 @@ class Restarts:
 
     def resuming(self, arguments: Sequence[str]) -> list[str]:
         """Return the arguments of a start that goes on from the last checkpoint."""
-        if _OVERWRITE in arguments:
+        if _OVERWRITE in arguments and self._old & _checkpoint_ids(self._folder):
             # The run failed before it had deleted the old run, which must not be resumed.
-            if self._old & _checkpoint_ids(self._folder):
-                return list(arguments)
-            arguments = [argument for argument in arguments if argument != _OVERWRITE]
-        return [*arguments, *([] if _RESUME in arguments else [_RESUME])]
+            return [*arguments]
+        return [x for x in arguments if x not in (_OVERWRITE, _RESUME)] + [_RESUME]
 
 
-def _checkpoint_ids(folder: RunFolder) -> set[tuple[int, int, int]]:
+def _checkpoint_ids(folder: RunFolder) -> set[tuple[int, int]]:
     """Return ids of the checkpoints, which differ for one that replaces another."""
     ids = set()
     for step in folder.saved_steps():
         with contextlib.suppress(OSError):
             status = (folder.checkpoints / str(step)).stat()
-            ids.add((step, status.st_ino, status.st_mtime_ns))
+            ids.add((status.st_ino, status.st_mtime_ns))
     return ids

@@ -7,51 +7,32 @@ not communicate; it prints one line about what happened, and exits with a code f
 
 import contextlib
 import ctypes
-import itertools
 import os
 import re
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
+from typing import IO
 
-from .._errors import INTERRUPTED, LOST_A_PROCESS, TERMINATED
+from .._errors import INTERRUPTED, LOST_A_PROCESS, TERMINATED, TRY_AGAIN
 from ..run._run_folder import RunFolder
-from ._peers import CHILD, handling
+from ._peers import CHILD, RUNTIME_LOG, TOO_LATE, handling
 from ._restarts import EndOfStart, Restarts
 
 _TICK_SECONDS = 0.05
 # After the heartbeat timeout the surviving processes need some seconds more to end.
 _GRACE_SECONDS = 10
 _HOST = "127.0.0.1"
-# A child prints this when an exchange fails. Some seconds later the runtime aborts it and reports
-# which process is gone, if any.
-PEER_FAILED = "jaxslowmo: an exchange with the other processes failed"
-# A child that ends itself begins its last line with this.
-_ERROR = "error: "
-_REMEMBERED_LINES = 400
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
-# Messages of the runtime about connections that it makes or loses; `describe_loss` reads them.
-_NOISE = re.compile(
-    r"\[Gloo\]|[IWEF]\d{4} [\d:.]+ .*(coordination_service|client\.h|preemption_(notifier|sync))"
-)
-# The coordination service of jax lists the ids below this line.
-_SILENT = "tasks are unhealthy"
-# The message about a process that started again before the others noticed that it was gone.
-_RESTARTED = re.compile(r"(\d+) unexpectedly tried to connect with a different incarnation")
-_FATAL = "JAX distributed service detected fatal errors"
-_JOINING = "CoordinationService/RegisterTask"
-_LATE = "not all processes came together within --startup-timeout"
-
-
 # Of lines that begin like this and come from several processes, each text is printed once.
-_PRINTED_ONCE = (_ERROR, "warning: ")
+_PRINTED_ONCE = ("error: ", "warning: ")
 # Processes put this before the error of another process.
 _OF_ANOTHER = re.compile(r"process \d+ has ended: ")
 
@@ -142,25 +123,22 @@ def keep_running(
 
     folder = RunFolder(out)
     arguments, again, ended = list(argv), Restarts(folder, restarts), None
-    with Children() as children:
+    with Children(folder.logs) as children:
         while children.received is None:
             ended = attempt(children, arguments)
+            if ended.is_final and ended.is_reported and children.received != signal.SIGINT:
+                return ended.code
             if children.received is not None:
                 break
-            if ended.is_final and ended.is_reported:
-                return ended.code
             wait, plan = again.after(ended)
             if plan or not ended.is_reported:
                 say(ended.what, folder.last_saved(), plan)
             if wait is None:
                 return ended.code
-            ended = None
             children.pause(wait)
             arguments = again.resuming(arguments)
         if children.received == signal.SIGINT:
             return INTERRUPTED
-        if ended is not None and ended.is_final and ended.is_reported:
-            return ended.code
         say("ended by SIGTERM", folder.last_saved())
         return TERMINATED
 
@@ -171,14 +149,18 @@ class Children(contextlib.ExitStack):
     Both are passed on, as SIGTERM, to the processes that run, so that they save and stop at one
     step; a second Ctrl-C kills them. It must be entered in the main thread.
 
+    Args:
+      logs: folder for what the runtime of jax has written in a process that a signal ended.
+
     Attributes:
       received: the signal that arrived, Ctrl-C before SIGTERM; None before one. After a signal the
         command starts nothing again.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, logs: Path) -> None:
         super().__init__()
         self.received: signal.Signals | None = None
+        self._logs = logs
         self._children: list[_Child] = []
 
     def __enter__(self) -> "Children":
@@ -194,21 +176,23 @@ class Children(contextlib.ExitStack):
             then they are killed.
         """
         self._children, printed = [], set[str]()
-        for name, arguments in commands.items():
-            self._children.append(_Child(name, arguments, printed))
-            # The handler may have run before this process was in the list.
-            if self.received is not None:
-                self._send(signal.SIGTERM)
-        failure, deadline = None, 0.0
-        while any(child.process.poll() is None for child in self._children):
-            time.sleep(_TICK_SECONDS)
-            if failure is None:
-                failure, deadline = self._failure(), time.monotonic() + patience
-            elif time.monotonic() > deadline:
-                self._send(signal.SIGKILL)
-        failure = failure or self._failure()
-        for child in self._children:
-            child.end()  # all that they wrote is printed
+        with contextlib.ExitStack() as files:
+            for name, arguments in commands.items():
+                of_runtime = files.enter_context(tempfile.TemporaryFile())
+                self._children.append(_Child(name, arguments, printed, of_runtime))
+                # The handler may have run before this process was in the list.
+                if self.received is not None:
+                    self._send(signal.SIGTERM)
+            failure, deadline = None, 0.0
+            while any(child.process.poll() is None for child in self._children):
+                time.sleep(_TICK_SECONDS)
+                if failure is None:
+                    failure, deadline = self._failure(), time.monotonic() + patience
+                elif time.monotonic() > deadline:
+                    self._send(signal.SIGKILL)
+            for child in self._children:
+                child.reader.join(timeout=5)  # all that they wrote is printed
+            failure = failure or self._failure()
         return failure or EndOfStart(0, "all processes ended", is_reported=True)
 
     def pause(self, seconds: float) -> None:
@@ -218,7 +202,7 @@ class Children(contextlib.ExitStack):
             time.sleep(min(left, _TICK_SECONDS))
 
     def _failure(self) -> EndOfStart | None:
-        ends = [child.end() for child in self._children if child.process.poll()]
+        ends = [child.end(self._logs) for child in self._children if child.process.poll()]
         # A process that lost another one did not fail first.
         return min(ends, key=lambda end: end.code == LOST_A_PROCESS, default=None)
 
@@ -237,94 +221,82 @@ class Children(contextlib.ExitStack):
 class _Child:
     """A process that runs `jaxslowmo`, and whose stderr a thread passes on.
 
+    What C++ writes to stderr after the child has called `part_from_runtime`, such as stack traces,
+    goes to `of_runtime` instead.
+
     Args:
       name: name of the process, for messages.
       arguments: arguments of the command line.
       printed: errors and warnings that are not printed again; it adds its own.
+      of_runtime: the file for what C++ writes.
 
     Attributes:
       process: the process.
+      reader: the thread, which ends after the process.
     """
 
-    def __init__(self, name: str, arguments: Sequence[str], printed: set[str]) -> None:
-        self._name, self._printed = name, printed
-        self._lines: deque[str] = deque(maxlen=_REMEMBERED_LINES)
+    def __init__(
+        self, name: str, arguments: Sequence[str], printed: set[str], of_runtime: IO[bytes]
+    ) -> None:
+        self._name, self._printed, self._of_runtime = name, printed, of_runtime
+        number = of_runtime.fileno()
         self.process: subprocess.Popen[str] = subprocess.Popen(
             [sys.executable, "-m", "jaxslowmo", *arguments],
-            env={**os.environ, CHILD: str(os.getpid())},
+            env={**os.environ, CHILD: str(os.getpid()), RUNTIME_LOG: str(number)},
+            pass_fds=[number],
             stderr=subprocess.PIPE,
             text=True,
             errors="replace",
             # The terminal sends Ctrl-C to this process only.
             start_new_session=True,
         )
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
+        self.reader = threading.Thread(target=self._read, daemon=True)
+        self.reader.start()
 
-    def end(self) -> EndOfStart:
+    def end(self, logs: Path) -> EndOfStart:
         """Return how the process has ended."""
-        self._reader.join(timeout=5)
-        code, lines = self.process.returncode, list(self._lines)
-        loss = describe_loss(lines)
-        if (code == -signal.SIGABRT and loss is not None) or _ended_waiting(lines):
-            what = loss or "another process died or cannot be reached"
-            return EndOfStart(LOST_A_PROCESS, what, is_late=loss == _LATE)
-        if code < 0:
-            return EndOfStart(128 - code, f"{self._name} was killed by {_signal_name(-code)}")
-        return EndOfStart(code, f"{self._name} ended with code {code}", is_reported=True)
+        code = self.process.returncode
+        if code == TOO_LATE:
+            return EndOfStart(TRY_AGAIN, "too late", is_reported=True, is_late=True)
+        if code >= 0:
+            return EndOfStart(code, f"{self._name} ended with code {code}", is_reported=True)
+        details = self._details(logs)
+        if code == -signal.SIGABRT:
+            what = f"another process died or cannot be reached{details}"
+            return EndOfStart(LOST_A_PROCESS, what)
+        # Most real-time signals have no name.
+        killer = next((s.name for s in signal.Signals if s == -code), f"signal {-code}")
+        return EndOfStart(128 - code, f"{self._name} was killed by {killer}{details}")
+
+    def _details(self, logs: Path) -> str:
+        """Keep what C++ has written in a file, and name that; "" where it is nothing."""
+        self._of_runtime.seek(0)
+        text, path = (
+            self._of_runtime.read(),
+            logs / f"killed-{socket.gethostname()}-{self.process.pid}.txt",
+        )
+        with contextlib.suppress(OSError):  # a full disk
+            if text:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(text)
+                return f" (details: {path})"
+        return ""
 
     def _read(self) -> None:
         assert self.process.stderr is not None
-        is_quiet = False
         with self.process.stderr as lines:
             for line in lines:
-                self._lines.append(line.rstrip("\n"))
-                # After the first fatal message of the runtime all other lines are its stack traces.
-                noise = bool(_NOISE.match(line))
-                is_end = noise and (line[0] in "EF" or "preemption_sync" in line)
-                is_quiet = is_quiet or is_end or PEER_FAILED in line
-                # An error of the command itself may come at any time.
-                if line.startswith(_ERROR) or not (is_quiet or noise):
-                    self._pass_on(line)
-
-    def _pass_on(self, line: str) -> None:
-        if line.startswith(_PRINTED_ONCE):
-            text, count = _OF_ANOTHER.sub("", line), len(self._printed)
-            self._printed.add(text)
-            if len(self._printed) == count:
-                return
-        pass_on(line)
+                text = _OF_ANOTHER.sub("", line)
+                if not line.startswith(_PRINTED_ONCE) or text not in self._printed:
+                    pass_on(line)
+                self._printed.add(text)
 
 
-def describe_loss(lines: Sequence[str]) -> str | None:
-    """Return which other process was lost, in words; None if the lines report none.
-
-    Args:
-      lines: the lines that a surviving process wrote to stderr.
-    """
-    lost: set[int] = set()
-    for line, below in itertools.pairwise(lines):
-        if _SILENT in line and re.fullmatch(r"[\s\d,]+", below):
-            lost.update(int(number) for number in re.findall(r"\d+", below))
-    lost.update(int(number) for line in lines for number in _RESTARTED.findall(line))
-    if not lost and not any(_FATAL in line for line in lines):
-        return None
-    if any(_JOINING in line for line in lines):
-        return _LATE
-    # Process 0 runs the coordination service: an error without a list means that it is lost.
-    names = (f"process {i}" + " (the coordinator)" * (i == 0) for i in sorted(lost) or [0])
-    return f"{' and '.join(names)} died or cannot be reached"
-
-
-def _ended_waiting(lines: Sequence[str]) -> bool:
-    """Return whether an exchange has failed and no error was printed after it."""
-    failed = [i for i, line in enumerate(lines) if PEER_FAILED in line]
-    return bool(failed) and not any(line.startswith(_ERROR) for line in lines[failed[-1] :])
-
-
-def _signal_name(number: int) -> str:
-    # Most real-time signals have no name.
-    return next((s.name for s in signal.Signals if s == number), f"signal {number}")
+def part_from_runtime() -> None:
+    """Separate what Python writes to stderr from what C++ writes, which the parent keeps."""
+    if RUNTIME_LOG in os.environ:
+        sys.stderr = os.fdopen(os.dup(2), "w", buffering=1, errors="backslashreplace")
+        os.dup2(int(os.environ[RUNTIME_LOG]), 2)
 
 
 @contextlib.contextmanager

@@ -9,31 +9,24 @@ every process looks for such a note.
 
 import contextlib
 import json
+import math
 import os
 import signal
+import sys
 import threading
 import time
 import traceback
-from collections import deque
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any, NoReturn
 
 import jax
 
 from ..._support.coordinator import NoNoteError, tell, told, wait_for
-from .._errors import (
-    FAILED,
-    LOST_A_PROCESS,
-    TERMINATED,
-    TRY_AGAIN,
-    CommandError,
-    code_of,
-    describe,
-)
+from .._errors import FAILED, TERMINATED, TRY_AGAIN, CommandError, code_of, describe
 from ..config._cluster import ClusterOptions
 from ._address import bind_address
-from ._peers import Cluster
-from ._supervise import PEER_FAILED, pass_on
+from ._peers import TOO_LATE, Cluster
+from ._supervise import part_from_runtime, pass_on
 
 # Errors of the runtime that no other process causes, such as a device without free memory.
 _LOCAL_ERRORS = ("RESOURCE_EXHAUSTED", "INVALID_ARGUMENT", "UNIMPLEMENTED")
@@ -48,7 +41,6 @@ _LOOKS_OF_ALL = 200
 _STOP_SECONDS = 6.0
 # A slow step is no standstill: it may take this many times as long as earlier ones.
 _USUAL = 3.0
-_REMEMBERED = 5  # steps of each kind
 # The limit for the first evaluation, of which no earlier one tells the length.
 _FIRST_SECONDS = 120.0
 # Without SIGTERM the bytes of a save count only after this long without a step.
@@ -58,6 +50,8 @@ _DISK_SECONDS = 1.0
 _SEEN_SECONDS = 5.0
 # After that they need time to leave: a process without a coordinator aborts.
 _LEAVE_SECONDS = 0.5
+# By how much jax waits longer than this process for the others; it would abort.
+_LONGER_SECONDS = 60
 
 
 class Watch:
@@ -82,7 +76,7 @@ class Watch:
         self._last_saved = last_saved
         self._steps = 0
         self._saving: Callable[[], int] = int
-        self._intervals: dict[Hashable, deque[float]] = {}
+        self._shortest: dict[Hashable, float] = {}
         self._stepped: float | None = None
         self._longest_besides = 0.0
         self._is_besides = False
@@ -104,10 +98,9 @@ class Watch:
         """
         now = time.monotonic()
         if self._stepped is not None:
-            intervals = self._intervals.setdefault(kind, deque(maxlen=_REMEMBERED))
-            intervals.append(now - self._stepped)
-        self._stepped = now
-        self._steps += 1
+            shortest = self._shortest.get(kind, math.inf)
+            self._shortest[kind] = min(now - self._stepped, shortest)
+        self._stepped, self._steps = now, self._steps + 1
 
     @contextlib.contextmanager
     def besides_steps(self) -> Iterator[None]:
@@ -124,8 +117,8 @@ class Watch:
         """Use `written`, which counts the bytes of a save in progress, as a sign of progress."""
         self._saving = written
 
-    def announce(self, code: int, line: str) -> None:
-        """Report to the other processes that this one ends, and why; they use the same code."""
+    def leave(self, code: int, line: str) -> NoReturn:
+        """End this process, and tell the others why; they end with the same code."""
         # Without a coordinator no note can be left, and the runtime ends all processes.
         with contextlib.suppress(jax.errors.JaxRuntimeError, RuntimeError, NoNoteError):
             tell(_FAILED, json.dumps([self._index, code, line]))
@@ -137,11 +130,14 @@ class Watch:
                 time.sleep(_LEAVE_SECONDS)
             else:
                 tell(f"{_SEEN}/{self._index}", "")
+        os._exit(code)
 
     def follow_failed(self) -> None:
         """End this process with the code of another one that has reported a failure, if any."""
         if note := told(_FAILED):
-            self._follow_other(*json.loads(note))
+            index, code, line = json.loads(note)
+            pass_on(f"error: process {index} has ended: {line}\n")
+            self.leave(code, line)  # also announces it, before the coordinator is gone
 
     def _run(self) -> None:
         stop_requested, parent = False, os.getppid()
@@ -166,7 +162,7 @@ class Watch:
     def _longest(self) -> float:
         """Return the seconds that the present work of the main thread may take."""
         # The shortest step of each kind, since the first ones may include compilation.
-        usual = max((min(times) for times in list(self._intervals.values())), default=0.0)
+        usual = max([0.0, *self._shortest.values()])
         if self._is_besides:
             usual = self._longest_besides or _FIRST_SECONDS / _USUAL
         return max(_STOP_SECONDS, _USUAL * usual)
@@ -179,17 +175,11 @@ class Watch:
         written = _within(_DISK_SECONDS, self._saving, 0) if looks_at_disk else 0
         return self._steps, written, int(time.process_time()) if written else 0
 
-    def _follow_other(self, index: int, code: int, line: str) -> NoReturn:
-        pass_on(f"error: process {index} has ended: {line}\n")
-        self.announce(code, line)  # before the coordinator is gone
-        os._exit(code)
-
     def _end(self, code: int, what: str) -> NoReturn:
         saved = _within(_DISK_SECONDS, self._last_saved, "the checkpoints cannot be looked at")
         line = f"{what}; {saved}"
         pass_on(f"error: {line}\n")
-        self.announce(code, line)
-        os._exit(code)
+        self.leave(code, line)
 
 
 def _within(seconds: float, call: Callable[[], Any], otherwise: Any) -> Any:
@@ -204,36 +194,45 @@ def _within(seconds: float, call: Callable[[], Any], otherwise: Any) -> Any:
 def join_cluster(config: ClusterOptions) -> Cluster:
     """Connect to the other processes; call it before anything else touches a device.
 
+    The process ends if they do not join in time.
+
     Raises:
-      CommandError: they are not found or do not join in time, or process 0 cannot listen at its
-        address.
+      CommandError: the launcher is not found, or process 0 cannot listen at its address.
     """
+    seconds = config.startup_timeout
+    late = threading.Timer(seconds, _end_late, [seconds])
+    late.daemon = True
+    part_from_runtime()
+    late.start()
     try:
         jax.distributed.initialize(
             config.coordinator,
             config.num_processes,
             config.process_id,
             cluster_detection_method=None if config.cluster == "auto" else config.cluster,
-            initialization_timeout=config.startup_timeout,
+            initialization_timeout=seconds + _LONGER_SECONDS,
             coordinator_bind_address=bind_address(config),
             heartbeat_timeout_seconds=config.heartbeat_timeout,
         )
     except (RuntimeError, ValueError) as error:
-        where = config.coordinator or "found by the launcher"
-        raise CommandError(
-            f"the processes did not come together within --startup-timeout "
-            f"{config.startup_timeout} s (coordinator {where}): {str(error).splitlines()[0]}"
-        ) from error
+        raise CommandError(f"--cluster {config.cluster}: {error}") from error
+    finally:
+        late.cancel()
     return Cluster(jax.process_index(), jax.process_count())
 
 
+def _end_late(seconds: float) -> NoReturn:
+    pass_on(f"error: not all processes came together within --startup-timeout {seconds} s\n")
+    os._exit(TOO_LATE)
+
+
 @contextlib.contextmanager
-def failing_together(watch: Watch, heartbeat_timeout: int) -> Iterator[None]:
+def failing_together(watch: Watch) -> Iterator[None]:
     """Run the block in one of several processes, so that an error in one ends all of them.
 
     An error is reported to the others before this process ends: at its end it would wait for them
-    while they wait for it in an exchange. After a failed exchange this process waits until the
-    runtime aborts it and tells which process is gone. At the end the processes disconnect.
+    while they wait for it in an exchange. After a failed exchange this process aborts, as the
+    runtime does when it misses another process. At the end the processes disconnect.
     """
     try:
         with watch:
@@ -244,17 +243,15 @@ def failing_together(watch: Watch, heartbeat_timeout: int) -> Iterator[None]:
             # A process that fails leaves its note first; only then it ends, and the exchange fails.
             with contextlib.suppress(jax.errors.JaxRuntimeError, RuntimeError):
                 watch.follow_failed()
-            pass_on(f"{PEER_FAILED}: {error}\n")
-            time.sleep(heartbeat_timeout + 5)
-            os._exit(LOST_A_PROCESS)
+            traceback.print_exc(file=sys.__stderr__)  # beside the words of the runtime
+            os.abort()
         code = code_of(error)
         line = str(error) if isinstance(error, CommandError) else describe(error)
         if code == FAILED and not isinstance(error, CommandError):
             traceback.print_exc()
         else:
             pass_on(f"error: {line}\n")
-        watch.announce(code, line)
-        os._exit(code)
+        watch.leave(code, line)
 
 
 def lost_a_peer(error: BaseException | None) -> bool:

@@ -1,18 +1,19 @@
 """Checks that a run has the options and the text of its checkpoint, and of its other processes."""
 
+import contextlib
 import dataclasses
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from jaxslowmo.data import Contents
 
-from ..._support.coordinator import NoNoteError, tell, wait_for
+from ..._support.coordinator import NoNoteError, gather_notes, tell, wait_for
 from ..._support.files import PASSING, io_errno
 from ..._version import __version__
-from .._errors import TRY_AGAIN, USAGE_ERROR, CommandError, usage_errors
+from .._errors import TRY_AGAIN, USAGE_ERROR, CommandError
 from ..config._cluster import ClusterOptions
 from ..config._options import options_of
 from ..config._training import KEPT, CheckpointOptions, DeviceOptions, TrainConfig, train_options
@@ -40,7 +41,6 @@ _KEY = "jaxslowmo/start"
 _DECIDED = ("resume", "overwrite", *KEPT)  # process 0 decides these for all
 _FILE_SERVER_SECONDS = 10.0  # until another host sees a file that one host writes
 _LOOK_SECONDS = 0.25
-_MOST_DIFFERENCES = 3  # in a message
 
 
 def option_values(config: TrainConfig) -> dict[str, Any]:
@@ -48,17 +48,15 @@ def option_values(config: TrainConfig) -> dict[str, Any]:
     return json.loads(json.dumps(config.values()))
 
 
-def other_options(local: Mapping[str, Any], first: Mapping[str, Any]) -> str:
-    """Return how options of this process differ from those of process 0; "" if they do not."""
+def _changed(
+    values: Mapping[str, Any], other: Mapping[str, Any], free: Collection[str], text: str
+) -> str:
+    """Return how options differ, except those in `free`, each as `text` says."""
     return "; ".join(
-        f"{_flag(name)} is {value}, is {first[name]} there"
-        for name, value in local.items()
-        if name not in _FREE_OF_A_PROCESS and value != first[name]
+        text.format(train_options()[name].flag, value, other[name])
+        for name, value in values.items()
+        if name not in free and value != other[name]
     )
-
-
-def _flag(name: str) -> str:
-    return train_options()[name].flag
 
 
 def resumed_config(config: TrainConfig, folder: RunFolder, corpus: Contents) -> TrainConfig:
@@ -75,20 +73,15 @@ def resumed_config(config: TrainConfig, folder: RunFolder, corpus: Contents) -> 
         return config
     where = folder.path
     saved = saved_values(extra["config"])
-    changed = [
-        f"{_flag(name)} was {saved[name]}, is {value}"
-        for name, value in option_values(config).items()
-        if name not in _FREE_OF_A_RUN and name not in config.not_given and value != saved[name]
-    ]
+    free = _FREE_OF_A_RUN.union(config.not_given)
+    changed = _changed(option_values(config), saved, free, "{0} was {2}, is {1}")
     if changed:
-        raise CommandError(f"--resume: the run in {where} had other options: {'; '.join(changed)}")
+        raise CommandError(f"--resume: the run in {where} had other options: {changed}")
     if extra["corpus"] != corpus.fingerprint:
-        listing = folder.listing(extra["corpus"])
-        what = "" if listing is None else f": {other_files(corpus.listing, listing)}"
-        raise CommandError(f"--resume: the run in {where} read other files than --data has{what}")
-    config = dataclasses.replace(
-        config, **{name: saved[name] for name in KEPT if name in config.not_given}
-    )
+        files = other_files(folder, extra["corpus"], corpus)
+        raise CommandError(f"--resume: the run in {where} read other files than --data has{files}")
+    kept = {name: saved[name] for name in KEPT if name in config.not_given}
+    config = dataclasses.replace(config, **kept)
     done = extra["progress"]["step"]
     if config.steps < done:
         raise CommandError(
@@ -140,48 +133,49 @@ def saved_values(config: Mapping[str, Any]) -> dict[str, Any]:
     return saved | {"schedule_steps": saved["schedule_steps"] or saved["steps"]}
 
 
-def other_files(listing: Mapping[str, str], other: Mapping[str, str]) -> str:
-    """Return how one listing of a corpus differs from another, in words; the first few files."""
-    names = sorted(name for name in {*listing, *other} if listing.get(name) != other.get(name))
-    shown = [_file_change(x, listing.get(x), other.get(x)) for x in names[:_MOST_NAMES]]
-    more = [f"and {len(names) - _MOST_NAMES} more"] if len(names) > _MOST_NAMES else []
-    return ", ".join([*shown, *more])
+def other_files(folder: RunFolder, fingerprint: str, corpus: Contents) -> str:
+    """Return how the files of a corpus differ from those that a run has read, the first few.
 
+    Args:
+      folder: folder of the run, which may hold a listing.
+      fingerprint: fingerprint of what it has read.
+      corpus: what is there now.
 
-def _file_change(name: str, entry: str | None, other: str | None) -> str:
-    name = name or "the file"
-    if entry is None:
-        return f"{name} is missing"
+    Returns:
+      A colon and words; "" without a listing.
+    """
+    other, listing = folder.listing(fingerprint), corpus.listing
     if other is None:
-        return f"{name} is new"
-    if not entry[0].isdigit():  # not a digest, but the reason why the file is no text
-        return f"{name} is {entry}"
-    return f"{name} has other bytes" if other[0].isdigit() else f"{name} is not {other}"
+        return ""
+    names = sorted(name for name in {*listing, *other} if listing.get(name) != other.get(name))
+    changes = [
+        f"{name or 'the file'} "
+        + (
+            "is new"
+            if name not in other
+            else "has other bytes"
+            if name in listing
+            else "is missing"
+        )
+        for name in names[:_MOST_NAMES]
+    ]
+    more = [f"and {len(names) - _MOST_NAMES} more"] if len(names) > _MOST_NAMES else []
+    return f": {', '.join([*changes, *more])}"
 
 
-def _facts(config: TrainConfig, corpus: Contents) -> dict[str, Any]:
-    """Return what all processes must share; of the text only a digest, since lists can be long."""
-    return {
-        "options": option_values(config),
-        "versions": {"jaxslowmo": __version__, "jax": version("jax"), "jaxlib": version("jaxlib")},
-        "corpus": corpus.fingerprint,
-        "counts": f"{corpus.num_documents} files of {corpus.num_bytes} bytes",
-    }
-
-
-def lead(
+def agreed(
     requested: TrainConfig,
     config: TrainConfig,
     folder: RunFolder,
     corpus: Contents,
     cluster: Cluster,
-) -> None:
-    """Send options, text and versions of process 0 to the others, and collect their differences.
+) -> TrainConfig:
+    """Compare all processes with process 0; return the configuration that process 0 has decided.
 
     Args:
       requested: the configuration from the command line.
-      config: the configuration that process 0 has decided on, for all processes.
-      folder: folder of the run, whose lock this process holds.
+      config: the same; in process 0 what it has decided on, for all processes.
+      folder: folder of the run, whose lock process 0 holds.
       corpus: text that this process reads.
       cluster: the processes.
 
@@ -191,36 +185,34 @@ def lead(
 
     Communication: three messages of each process through the coordinator.
     """
-    decided = {name: option_values(config)[name] for name in _DECIDED}
-    facts = _facts(requested, corpus) | {"token": folder.token, "decided": decided}
-    tell(f"{_KEY}/first", json.dumps(facts))
-    answers = [_wait(f"{i}", config, whom=i) for i in range(1, cluster.count)]
-    differences = [answer for answer in answers if answer]
-    more = len(differences) - _MOST_DIFFERENCES
-    message = "; ".join(
-        differences[:_MOST_DIFFERENCES] + [f"and {more} more processes"] * (more > 0)
-    )
-    tell(f"{_KEY}/answer", message)
-    if message:
-        raise CommandError(message)
-
-
-def follow(
-    config: TrainConfig, folder: RunFolder, corpus: Contents, cluster: Cluster
-) -> TrainConfig:
-    """Compare this process with process 0, and return the configuration that process 0 decided.
-
-    Raises:
-      CommandError: see `lead`.
-    """
-    first = json.loads(_wait("first", config, whom=0))
-    tell(f"{_KEY}/{cluster.index}", _difference(first, config, folder, corpus, cluster.index))
-    message = _wait("answer", config, whom=0)
-    if message:
-        raise CommandError(message)
+    who, seconds = f"process {cluster.index}", config.startup_timeout
+    packages = [f"{name} {version(name)}" for name in ("jax", "jaxlib")]
+    facts = {
+        "versions": f"jaxslowmo {__version__}, {', '.join(packages)}",
+        "options": option_values(requested),
+        # Only a digest, since lists can be long.
+        "corpus": corpus.fingerprint,
+    }
+    with _patient(seconds):
+        if cluster.is_first:
+            decided = {name: option_values(config)[name] for name in _DECIDED}
+            tell(f"{_KEY}/first", json.dumps([facts, folder.token, decided]))
+        first, token, decided = json.loads(wait_for(f"{_KEY}/first", seconds))
+        difference = _difference(who, facts, first, folder, corpus, token)
+        for line in gather_notes(_KEY, difference, range(cluster.count), seconds):
+            if line:
+                raise CommandError(line)
     make_folder(folder.path, "train")  # raises if it cannot be written to
-    with usage_errors():
-        return dataclasses.replace(config, **first["decided"])
+    return dataclasses.replace(config, **decided)
+
+
+@contextlib.contextmanager
+def _patient(seconds: float) -> Iterator[None]:
+    try:
+        yield
+    except NoNoteError as error:
+        what = f"not all processes got ready to train within --startup-timeout {seconds} s: {error}"
+        raise CommandError(what, TRY_AGAIN) from error
 
 
 def clear(folder: RunFolder, config: TrainConfig, cluster: Cluster) -> None:
@@ -231,34 +223,34 @@ def clear(folder: RunFolder, config: TrainConfig, cluster: Cluster) -> None:
     if cluster.is_first:
         folder.sweep(keep=folder.corpus)
     if cluster.count > 1:
-        if cluster.is_first:
-            tell(f"{_KEY}/begun", "")
-        _wait("begun", config, whom=0)
+        with _patient(config.startup_timeout):
+            if cluster.is_first:
+                tell(f"{_KEY}/begun", "")
+            wait_for(f"{_KEY}/begun", config.startup_timeout)
 
 
 def _difference(
-    first: dict[str, Any], config: TrainConfig, folder: RunFolder, corpus: Contents, index: int
+    who: str,
+    facts: dict[str, Any],
+    first: dict[str, Any],
+    folder: RunFolder,
+    corpus: Contents,
+    token: str,
 ) -> str:
     """Return how this process differs from process 0, in a sentence; "" if it does not."""
-    local = _facts(config, corpus)
-    for package, number in local["versions"].items():
-        if number != first["versions"][package]:
-            return (
-                f"process {index} runs {package} {number} and process 0 "
-                f"{first['versions'][package]}: all need the same versions"
-            )
-    options = other_options(local["options"], first["options"])
+    if facts["versions"] != first["versions"]:
+        return f"{who} runs {facts['versions']}, and process 0 {first['versions']}"
+    options = _changed(
+        facts["options"], first["options"], _FREE_OF_A_PROCESS, "{} is {}, is {} there"
+    )
     if options:
-        return f"process {index} has other options than process 0: {options}"
-    if not _sees_lock(folder, first["token"]):
-        return f"--out {folder.path} of process {index} is not the folder that process 0 writes to"
-    if local["corpus"] == first["corpus"]:
+        return f"{who} has other options than process 0: {options}"
+    if not _sees_lock(folder, token):
+        return f"--out {folder.path} of {who} is not the folder that process 0 writes to"
+    if facts["corpus"] == first["corpus"]:
         return ""
-    listing = folder.listing(first["corpus"])
-    what = f"{local['counts']}, {first['counts']} there"
-    if listing is not None:
-        what = other_files(corpus.listing, listing)
-    return f"--data: process {index} has other files than process 0: {what}"
+    files = other_files(folder, first["corpus"], corpus)
+    return f"--data: {who} has other files than process 0{files}"
 
 
 def _sees_lock(folder: RunFolder, token: str) -> bool:
@@ -269,14 +261,3 @@ def _sees_lock(folder: RunFolder, token: str) -> bool:
             return False
         time.sleep(_LOOK_SECONDS)
     return True
-
-
-def _wait(note: str, config: TrainConfig, *, whom: int) -> str:
-    seconds = config.startup_timeout
-    try:
-        return wait_for(f"{_KEY}/{note}", seconds)
-    except NoNoteError as error:
-        raise CommandError(
-            f"process {whom} did not get ready to train within --startup-timeout {seconds} s",
-            TRY_AGAIN,
-        ) from error

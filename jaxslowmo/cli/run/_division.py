@@ -1,5 +1,6 @@
 """The devices that run the replicas of a run, and the text that each replica reads."""
 
+import contextlib
 import dataclasses
 import math
 import os
@@ -15,7 +16,7 @@ from jaxslowmo.data import Corpus, TextBatches, split_corpus, validation_batches
 from jaxslowmo.models import gpt_preset
 from jaxslowmo.train import own_parts
 
-from .._errors import CommandError, usage_errors
+from .._errors import CommandError
 from ..config._training import MODEL_AXES, TrainConfig
 from ..processes._peers import ALONE, Cluster
 
@@ -59,69 +60,60 @@ def choose_mesh(config: TrainConfig, cluster: Cluster = ALONE) -> RunDevices:
     processes; they belong to whole replicas, or to a part of one.
 
     Raises:
-      ValueError: a process has fewer devices than its part.
+      ValueError: a process has fewer devices than its part, or the run does not allow several.
       CommandError: there are fewer devices than "devices" needs, they cannot be divided evenly
-        among the processes, the run does not allow several processes, or it needs other devices.
+        among the processes, or the run needs other devices.
     """
     if cluster.count > 1:
-        with usage_errors():
-            config.check_processes(cluster.count)
+        config.check_processes(cluster.count)
+        if config.execution == "virtual":
+            raise CommandError("--execution virtual is for one process, and devices for several")
     _check_division(config, cluster.count)
-    if cluster.count > 1 and config.execution == "virtual":
-        raise CommandError("--execution virtual is for one process, and devices for several")
-    axes, each = config.axes, config.devices_of_a_replica
-    needed = config.replicas * each
     ask_for_devices(config, cluster.count)
-    devices = jax.devices()
-    is_cpu = devices[0].platform == "cpu"
+    replicas, each, shared = config.replicas, config.devices_of_a_replica, config.model_axes
+    devices, needed = jax.devices(), replicas * each
+    is_cpu, is_short = devices[0].platform == "cpu", len(devices) < needed
     kind = "CPU device" if is_cpu else devices[0].device_kind
     if config.attention == "cudnn" and devices[0].platform not in ("gpu", "cuda"):
         raise CommandError(f"--attention cudnn needs a GPU of NVIDIA, found {kind}")
-    is_short, shares_model = len(devices) < needed, bool(config.model_axes)
-    if config.execution == "virtual" and shares_model:
+    if config.execution == "virtual" and shared:
         raise CommandError(
             f"--execution virtual has no devices inside a replica to share the model of --mesh "
             f"{config.mesh} between"
         )
+    can_be_virtual = cluster.count == 1 and not shared
     if config.execution == "virtual" or (
-        config.execution == "auto" and is_short and cluster.count == 1 and not shares_model
+        config.execution == "auto" and is_short and can_be_virtual
     ):
-        inside = "" if len(axes) == 1 else f" of {each} virtual devices"
-        description = f"{config.replicas} virtual replicas{inside} on one {kind}"
-        return RunDevices(js.virtual_mesh(axes), description, is_virtual=True, is_cpu=is_cpu)
+        inside = f" of {each} virtual devices" if each > 1 else ""
+        description = f"{replicas} virtual replicas{inside} on one {kind}"
+        return RunDevices(js.virtual_mesh(config.axes), description, is_virtual=True, is_cpu=is_cpu)
     if is_short:
-        options = (
-            f"--replicas {config.replicas} with --devices-per-replica {config.devices_per_replica} "
-            if config.mesh is None
-            else f"--mesh {config.mesh} "
-        )
-        way_out = "use fewer" if shares_model else "use fewer, or --execution virtual"
+        own = f"--replicas {replicas} with --devices-per-replica {config.devices_per_replica}"
+        options = own if config.mesh is None else f"--mesh {config.mesh}"
         raise CommandError(
-            f"{options.strip()} need{'s' * (config.mesh is not None)} {needed} devices, found "
-            f"{len(devices)} ({kind}): {way_out}"
+            f"{options} takes {needed} devices, found {len(devices)} ({kind}): use fewer"
+            f"{', or --execution virtual' * (not shared)}"
         )
-    named = ", ".join(f"{name}={n}" for name, n in config.model_axes.items())
-    inside = "" if len(axes) == 1 else f" of {each} devices" + (f" ({named})" if named else "")
+    hosts = f" of {cluster.count} processes" if cluster.count > 1 else ""
+    named = f" ({', '.join(f'{name}={n}' for name, n in shared.items())})" if shared else ""
+    inside = f" of {each} devices{named}" if each > 1 else ""
+    description = f"{replicas} replicas{inside} on {needed} of {len(devices)} {kind}s{hosts}"
     if cluster.count > 1:
         devices = _even_share(devices, needed // cluster.count)
-    hosts = f" of {cluster.count} processes" if cluster.count > 1 else ""
-    where = f"{needed} of {len(jax.devices())} {kind}s{hosts}"
-    mesh = js.make_mesh(axes, devices=devices[:needed])
-    description = f"{config.replicas} replicas{inside} on {where}"
+    mesh = js.make_mesh(config.axes, devices=devices[:needed])
     return RunDevices(mesh, description, is_virtual=False, is_cpu=is_cpu)
 
 
 def _check_division(config: TrainConfig, processes: int) -> None:
     """Raise `CommandError` unless every process has whole replicas, or an equal part of one."""
     replicas, each = config.replicas, config.devices_of_a_replica
-    if replicas % processes == 0:
-        return
-    if processes % replicas:
+    if replicas % processes and processes % replicas:
         raise CommandError(
             f"--replicas must be a multiple of the number of processes, {processes}, or divide it, "
             f"got {replicas}"
         )
-    if each % (processes // replicas):
+    if replicas % processes and each % (processes // replicas):
         what = "--devices-per-replica" if config.mesh is None else "the devices of a replica"
         raise CommandError(
             f"{what} must be a multiple of {processes // replicas}: with --replicas {replicas} and "
@@ -132,7 +124,8 @@ def _check_division(config: TrainConfig, processes: int) -> None:
 def ask_for_devices(config: TrainConfig, num_processes: int | None) -> None:
     """Set the number of CPU devices that a process needs, in case jax runs on CPU.
 
-    Call it before processes are joined, too, since that fixes the devices.
+    It changes nothing if the user chose a number or jax has started. Call it before processes are
+    joined, too, since that fixes the devices.
 
     Args:
       config: configuration of the run.
@@ -140,29 +133,22 @@ def ask_for_devices(config: TrainConfig, num_processes: int | None) -> None:
     """
     needed = config.replicas * config.devices_of_a_replica
     count = 1 if num_processes is None else max(1, needed // num_processes)
-    if config.execution != "virtual" and count <= MAX_CPU_DEVICES:
-        _ask_for_cpu_devices(count, alone=num_processes == 1)
+    if config.execution == "virtual" or count > MAX_CPU_DEVICES:
+        return
+    flags = os.environ.get("XLA_FLAGS", "")
+    defaults = _PATIENCE if num_processes == 1 else (*_PATIENCE, _NO_COMBINING)
+    new = [flag for flag in defaults if flag.partition("=")[0] not in flags]
+    os.environ["XLA_FLAGS"] = " ".join([flags, *new]).strip()
+    chosen = getattr(jax.config, "jax_num_cpu_devices", -1) > 0
+    if not chosen and "xla_force_host_platform_device_count" not in flags:
+        with contextlib.suppress(RuntimeError):  # jax has started: the number is fixed
+            jax.config.update("jax_num_cpu_devices", count)
 
 
 def _even_share(devices: list[Any], each: int) -> list[Any]:
     """Return `each` devices of every process, in the order of processes."""
     by_process = [[d for d in devices if d.process_index == i] for i in range(jax.process_count())]
     return [device for local in by_process for device in local[:each]]
-
-
-def _ask_for_cpu_devices(count: int, *, alone: bool) -> None:
-    """Set the number of CPU devices, unless the user chose one or jax has started."""
-    flags = os.environ.get("XLA_FLAGS", "")
-    defaults = _PATIENCE if alone else (*_PATIENCE, _NO_COMBINING)
-    new = [flag for flag in defaults if flag.partition("=")[0] not in flags]
-    os.environ["XLA_FLAGS"] = " ".join([flags, *new]).strip()
-    chosen = getattr(jax.config, "jax_num_cpu_devices", -1) > 0
-    if chosen or "xla_force_host_platform_device_count" in flags:
-        return
-    try:
-        jax.config.update("jax_num_cpu_devices", count)
-    except RuntimeError:  # jax has started, and the number of devices is fixed
-        return
 
 
 @dataclasses.dataclass(frozen=True)

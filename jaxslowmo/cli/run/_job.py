@@ -1,11 +1,13 @@
-"""One training run: its programs, its loop with records, saves, stops and rollbacks."""
+"""One training run: its checkpoints, programs, and loop with records, stops and rollbacks."""
 
 import contextlib
 import dataclasses
+import functools
 import importlib
+import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -15,16 +17,19 @@ import jaxslowmo as js
 from jaxslowmo.models import num_parameters
 from jaxslowmo.tree import all_finite
 
+from .._errors import CommandError, code_of
 from .._output import Reporter
 from ..config._training import TrainConfig
 from ..processes._peers import ALONE, Cluster, StopOnSignal
+from ..processes._watch import lost_a_peer
+from ._agreement import refuse_to_resume
 from ._division import RunBatches, RunDevices, Text
-from ._keeper import Keeper, Progress
-from ._metrics import RunFiles
-from ._model import form_of, loss_fn_of, policy_of, saved_form
-from ._recipes import build_algorithm
-from ._recorder import ByteLedger, Recorder
+from ._recipes import build_algorithm, form_of, loss_fn_of, policy_of, saved_form
+from ._recorder import Best, ByteLedger, Recorder, RunFiles
 from ._run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from jaxslowmo.checkpoint import Checkpoints  # loads orbax
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +56,160 @@ class RunResult:
         return self.status in ("interrupted", "preempted")
 
 
+@dataclasses.dataclass(frozen=True)
+class Progress:
+    """The progress of a run, which a checkpoint holds next to the training state.
+
+    Attributes:
+      step: number of steps done.
+      next_batch: index of the next batch; larger than `step` if a rollback skipped batches.
+      bytes_sent: bytes that each replica has sent.
+      best: best evaluation.
+    """
+
+    step: int = 0
+    next_batch: int = 0
+    bytes_sent: int = 0
+    best: Best = dataclasses.field(default_factory=Best)
+
+    @classmethod
+    def of(cls, extra: dict[str, Any]) -> "Progress":
+        """Return the progress in the extra data of a checkpoint."""
+        return cls(**extra["progress"], best=Best(**extra["best"]))
+
+    def extra(self) -> dict[str, Any]:
+        """Return the progress as JSON values."""
+        progress = dataclasses.asdict(self)
+        best = progress.pop("best")
+        return {"progress": progress, "best": best}
+
+
+class Keeper:
+    """A context that saves a run in OUT/checkpoints.
+
+    A failed save is a warning, and the next one is tried. Several failures in a row end the run,
+    and so does a failure of the last save. orbax is imported with the first checkpoint: a run
+    without checkpoints does not need it.
+
+    Args:
+      job: job of the run, whose states are saved.
+      config: configuration of the run.
+      folder: folder of the run.
+      params: one copy of the initial parameters.
+
+    Attributes:
+      last: step of the newest complete checkpoint of this run; None without one.
+    """
+
+    def __init__(self, job: "Job", config: TrainConfig, folder: RunFolder, params: Any) -> None:
+        self._job, self._config, self._folder, self._params = job, config, folder, params
+        self._begun: int | None = None
+        self._failures = 0
+        self.last: int | None = None
+
+    @functools.cached_property
+    def _checkpoints(self) -> "Checkpoints":
+        from jaxslowmo.checkpoint import Checkpoints
+
+        checkpoints = Checkpoints(self._folder.checkpoints, keep=self._config.keep)
+        if self._job.cluster.watch is not None:
+            self._job.cluster.watch.follow(checkpoints.written)
+        return checkpoints
+
+    def __enter__(self) -> "Keeper":
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        # After an error in one process the others may never finish a save.
+        if error is not None and self._job.cluster.count > 1:
+            return
+        try:
+            self._settle(is_last=True)
+        except CommandError as failed:
+            if error is None:
+                raise
+            # The earlier error is raised; this one is only printed.
+            print(f"warning: {failed}", file=sys.stderr, flush=True)
+
+    def save(self, state: js.TrainState, progress: Progress, *, wait: bool = False) -> None:
+        """Save the run, in the background unless `wait`.
+
+        Raises:
+          CommandError: too many saves in a row have failed; with `wait`, this one has.
+        """
+        if progress.step not in (self.last, self._begun):
+            self._settle()  # raises or warns if the previous save failed
+            extra = {
+                "config": dataclasses.asdict(self._config),
+                "corpus": self._job.text.fingerprint,
+                **progress.extra(),
+            }
+            try:
+                self._checkpoints.save(progress.step, state, extra=extra)
+                self._begun = progress.step
+            except Exception as error:
+                self._failed(error, is_last=wait)
+        if wait:
+            self._settle(is_last=True)
+
+    def _settle(self, *, is_last: bool = False) -> None:
+        """Wait for the save in progress.
+
+        Raises:
+          CommandError: it has failed, and it was the last save or too many failed before it.
+        """
+        if self._begun is None:
+            return
+        begun, self._begun = self._begun, None
+        try:
+            self._checkpoints.wait()
+            self.last, self._failures = begun, 0
+        except Exception as error:
+            self._failed(error, is_last=is_last)
+
+    def _failed(self, error: Any, *, is_last: bool) -> None:
+        from jaxslowmo.checkpoint import CheckpointError, UnansweredError
+
+        # If a file server does not answer, other processes may see another result of the save.
+        is_alike = isinstance(error, CheckpointError) and not isinstance(error, UnansweredError)
+        if not is_alike or lost_a_peer(error):
+            raise error
+        self._failures += 1
+        what = f"{error.reason}; {self._folder.last_saved()}"
+        if is_last or self._failures >= self._config.max_failed_saves:
+            rows = f"; {self._failures} saves in a row have failed" if self._failures > 1 else ""
+            raise CommandError(what + rows, code_of(error)) from error
+        if self._job.cluster.is_first:
+            line = f"warning: {what}; training goes on, and the next save is tried"
+            print(line, file=sys.stderr, flush=True)
+
+    def newest(self) -> tuple[js.TrainState, Progress, tuple[str, ...]] | None:
+        """Return state and progress of the newest checkpoint, and notes on what has changed.
+
+        Return None without a checkpoint.
+
+        Raises:
+          CommandError: the checkpoint is damaged, or does not fit.
+        """
+        self._settle()
+        if not self._folder.checkpoints.exists() or not self._checkpoints.steps():
+            return None
+        from jaxslowmo.checkpoint import CheckpointError
+
+        try:
+            restored = self._checkpoints.restore(
+                self._job.step,
+                self._params,
+                seed=self._config.seed,
+                fallback=self._config.fallback,
+                saved_form=lambda extra: saved_form(extra, self._job.form),
+            )
+        except CheckpointError as error:
+            refuse_to_resume(error)
+        self.last = restored.step
+        return restored.state, Progress.of(restored.extra), restored.notes
+
+
 class Job:
     """The programs of a configuration, and the loop of its runs, which differ in their seeds.
 
@@ -75,13 +234,13 @@ class Job:
     ):
         self.placement, self.text = placement, text
         self.label = label or config.algorithm
-        self._cluster = cluster
+        self.cluster = cluster
         if config.tensorboard:
             importlib.import_module("tensorboardX")  # raises without the extra
-        self._form = form_of(config)
-        self.num_parameters = num_parameters(self._form.config)
-        loss_fn = loss_fn_of(config, self._form, placement.mesh)
-        self._algorithm = build_algorithm(config, self._form.specs)
+        self.form = form_of(config)
+        self.num_parameters = num_parameters(self.form.config)
+        loss_fn = loss_fn_of(config, self.form, placement.mesh)
+        self._algorithm = build_algorithm(config, self.form.specs)
         self.step = self._algorithm.make_step(
             loss_fn,
             config,
@@ -103,12 +262,12 @@ class Job:
         Communication: a broadcast of 4 bytes from process 0, with several processes.
         """
         del model_state
-        if self._form.specs is None and self._form.layout is None:
+        if self.form.specs is None and self.form.layout is None:
             # One device is enough: all would compute the same, and CPU devices share their cores.
             params = jax.tree.map(lambda x: x.addressable_data(0), params)
         # One batch after another, so that memory does not grow with their number.
         loss = np.mean([np.asarray(self._loss_fn(params, x)) for x in self.text.validation])
-        if self._cluster.count > 1:
+        if self.cluster.count > 1:
             # Different processors round differently, and all must stop at the same evaluation.
             loss = multihost_utils.broadcast_one_to_all(loss)
         return {"validation_loss": float(loss)}
@@ -125,40 +284,29 @@ class Job:
           config: configuration of the job, with the seed of the run.
           folder: folder of the run.
           reporter: shows the progress.
-          saves: whether to keep checkpoints and resume from them, according to `config.checkpoint`.
+          saves: whether to keep checkpoints and resume from them, according to the configuration.
 
         Raises:
           CommandError: the checkpoint cannot be resumed.
         """
         self._config = config
-        params = self._form.init(config.seed, self.placement.mesh)
+        params = self.form.init(config.seed, self.placement.mesh)
         self._batches = RunBatches(self.text, config, self.placement.mesh)
         resumes = saves and config.resume
         with (
-            StopOnSignal(self._cluster) as self._stop,  # until the last save is complete
-            Keeper(
-                config,
-                folder,
-                self.step,
-                params,
-                cluster=self._cluster,
-                corpus=self.text.fingerprint,
-                saved_form=lambda extra: saved_form(extra, self._form),
-            ) as keeper,
+            StopOnSignal(self.cluster) as self._stop,  # until the last save is complete
+            Keeper(self, config, folder, params) as keeper,
         ):
             self._keeper = keeper if saves else None
             restored = keeper.newest() if resumes else None
-            state, done, notes = restored or (
-                self.step.init(params, seed=config.seed),
-                Progress(),
-                (),
-            )
+            init = self.step.init
+            state, done, notes = restored or (init(params, seed=config.seed), Progress(), ())
             self._batches.position = done.next_batch
             first = self._batches.batch(0)
             ledger = ByteLedger.of_step(self.step, state, first, sent=done.bytes_sent)
-            rate = config.statistics_rate if config.statistics else None
-            measured = js.measured(self.step, rate=rate) if rate else None
-            with RunFiles(folder, config, writes=self._cluster.is_first, after=done.step) as files:
+            rate = config.statistics_rate
+            measured = js.measured(self.step, rate=rate) if config.statistics else None
+            with RunFiles(folder, config, writes=self.cluster.is_first, after=done.step) as files:
                 recorder = Recorder(config, ledger, self._algorithm.schedule, files, reporter)
                 recorder.best, self._recorder = done.best, recorder
                 if restored:
@@ -236,10 +384,8 @@ class Job:
 
     def _after(self, result: js.train.StepResult, evaluate: js.Evaluate) -> str | None:
         """Record and save after a step; return the status with which to end, or None."""
-        config, recorder, keeper = self._config, self._recorder, self._keeper
+        config, recorder, options = self._config, self._recorder, self._config
         is_last = result.step == config.steps
-        if keeper is not None:
-            keeper.look()
         stop = None if is_last else self._stop.after_step(result.phase)
         evaluates = is_last or result.step % config.eval_every == 0
 
@@ -249,17 +395,17 @@ class Job:
 
         if not recorder.step(result, evaluate=measure if evaluates else None, now=bool(stop)):
             return "diverged"
-        if config.check_parameters and result.phase and _was_refused(result.state):
+        if options.check_parameters and result.phase and _was_refused(result.state):
             return "diverged"
         is_early = evaluates and recorder.is_patience_over
-        if keeper is not None:
-            is_due = keeper.is_due(result.step, is_last=is_last or is_early)
-            if stop or is_due:
-                if not _all_finite(result.state.params):
-                    return "diverged"
-                sent, best = recorder.bytes_sent, recorder.best
-                progress = Progress(result.step, result.position, sent, best)
-                keeper.save(result.state, progress, wait=bool(stop))
+        every = options.checkpoint_every
+        is_due = every and (result.step % every == 0 or is_last or is_early)
+        if self._keeper is not None and (stop or is_due):
+            if not _all_finite(result.state.params):
+                return "diverged"
+            sent, best = recorder.bytes_sent, recorder.best
+            progress = Progress(result.step, result.position, sent, best)
+            self._keeper.save(result.state, progress, wait=bool(stop))
         return stop or ("finished" if is_early else None)
 
     def _facts(self, ledger: ByteLedger) -> dict[str, Any]:
@@ -276,9 +422,9 @@ class Job:
     def _export(self, folder: Path, state: js.TrainState) -> None:
         from jaxslowmo.checkpoint import export_consensus
 
-        mean = self._form.join(self.step.consensus(state))
+        mean = self.form.join(self.step.consensus(state))
         one = jax.tree.map(lambda x: x[None], mean)  # a single replica: its mean is itself
-        shape = {"model": dataclasses.asdict(self._form.config)}
+        shape = {"model": dataclasses.asdict(self.form.config)}
         export_consensus(folder, one, mesh=js.virtual_mesh({"replica": 1}), extra=shape)
 
 

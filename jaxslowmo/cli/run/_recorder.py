@@ -1,9 +1,14 @@
-"""Metrics during a run: a record per logged step, the best evaluation, the bytes sent."""
+"""The records of a run: their metrics, the best evaluation, the bytes sent, and the files."""
 
+import contextlib
 import dataclasses
+import errno
+import json
 import math
+import os
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -14,9 +19,21 @@ from jax.experimental import multihost_utils
 import jaxslowmo as js
 from jaxslowmo.models import GPT_PRESETS
 
-from .._output import Reporter
+from ..._support.checks import warn_user
+from ..._support.files import write_anew
+from .._output import Reporter, json_line, write_json
 from ..config._training import TrainConfig
-from ._metrics import RunFiles
+from ._run_folder import RunFolder
+
+# Entries of records about the loss scale.
+_OF_SCALE = ("loss_scale", "skipped_updates")
+# Entries of records that become curves of TensorBoard.
+_CURVES = (
+    "loss", "validation_loss", "learning_rate", "tokens_per_second", "bytes_sent", *_OF_SCALE,
+)  # fmt: skip
+# Errors that may pass: the disk is full, or the folder is being deleted (the next record makes it
+# again).
+_RETRIED = (errno.ENOSPC, errno.ENOENT)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,10 +55,6 @@ class Best:
         if self.validation_loss is None or validation_loss < self.validation_loss:
             return Best(step, validation_loss)
         return dataclasses.replace(self, since=self.since + 1)
-
-    def has_lasted(self, patience: int) -> bool:
-        """Return whether `patience` evaluations found nothing better; False with patience 0."""
-        return 0 < patience <= self.since
 
 
 class ByteLedger:
@@ -69,28 +82,22 @@ class ByteLedger:
         """Return the ledger of a step, from its programs, which are neither compiled nor run."""
         report = emitted(step, state, batch)
         inner = math.prod(size for name, size in step.mesh.shape.items() if name != "replica")
-        if "replica" not in report.axes:  # one replica sends nothing
-            return cls(dict.fromkeys(report.kinds, 0), sent)
-        by_kind = {
-            kind: inner * report.wire_bytes(axis="replica", kind=kind) for kind in report.kinds
-        }
-        return cls(by_kind, sent)
+        kinds = dict.fromkeys(report.kinds, 0)
+        if "replica" in report.axes:  # else one replica, which sends nothing
+            kinds = {kind: inner * report.wire_bytes(axis="replica", kind=kind) for kind in kinds}
+        return cls(kinds, sent)
 
     def add(self, phase: tuple[str, ...]) -> int:
         """Count one step and return the bytes so far."""
-        self.sent += self._of_phase(set(phase) or {"local"})
-        return self.sent
-
-    def _of_phase(self, events: set[str]) -> int:
-        if set(self.by_kind) == {"every"}:  # no parameter transform
-            return self.by_kind["every"]
-        for kind, sent in self.by_kind.items():
-            if set(kind.split("+")) == events:
-                return sent
+        events, always = set(phase) or {"local"}, self.by_kind.get("local", 0)
+        # "every": the only kind where there is no parameter transform.
+        kinds = (x for x in self.by_kind if x == "every" or set(x.split("+")) == events)
+        kind = next(kinds, None)
         # Events in separate conditionals of one program have no kind for their combination. Each
         # kind holds what all steps send ("local") and the part of its event.
-        always = self.by_kind.get("local", 0)
-        return always + sum(self._of_event(event) - always for event in events)
+        parts = sum(self._of_event(event) - always for event in events)
+        self.sent += always + parts if kind is None else self.by_kind[kind]
+        return self.sent
 
     def _of_event(self, event: str) -> int:
         if event in self.by_kind:
@@ -146,7 +153,7 @@ class Recorder:
         config: TrainConfig,
         ledger: ByteLedger,
         schedule: optax.Schedule,
-        files: RunFiles,
+        files: "RunFiles",
         reporter: Reporter,
     ):
         self.records, self.best = files.records, Best()
@@ -159,7 +166,7 @@ class Recorder:
         self._compiled_since = False
         self._since = time.perf_counter()
         self._began = self._since
-        self._timed_tokens, self._timed_seconds = 0, 0.0
+        self._tokens, self._seconds = 0, 0.0
 
     @property
     def bytes_sent(self) -> int:
@@ -196,12 +203,15 @@ class Recorder:
             return True
         record = {
             "step": result.step,
-            "loss": _mean_of_all(result.metrics["loss"]),  # waits for the step
+            # Of all processes, so that all decide alike; it waits for the step.
+            "loss": float(_gathered(result.metrics["loss"]).mean(dtype=np.float64)),
             "learning_rate": np.asarray(self._schedule(result.step - 1)).item(),
             "tokens_per_second": self._lap(),
             "bytes_sent": sent,
-            **_scale_entries(result.metrics),
         }
+        if "loss_scale" in result.metrics:  # which may differ between replicas
+            scales, skipped = (_gathered(result.metrics[name]) for name in _OF_SCALE)
+            record |= {"loss_scale": float(scales.min()), "skipped_updates": int(skipped.sum())}
         go_on = math.isfinite(record["loss"])
         if evaluate and go_on:
             record.update(evaluate())
@@ -213,35 +223,26 @@ class Recorder:
     @property
     def is_patience_over(self) -> bool:
         """True if the validation loss has not improved for `--patience` evaluations."""
-        return self.best.has_lasted(self._config.patience)
+        return 0 < self._config.patience <= self.best.since
 
     def summary(self, status: str) -> dict[str, Any]:
         """Return the main numbers of the run, for summary.json."""
-        validations = [r["validation_loss"] for r in self.records if "validation_loss" in r]
-        # The last record has no loss if a finished run was resumed: it is the note of that.
-        losses = [r["loss"] for r in self.records if "loss" in r]
-        last = self.records[-1] if self.records else {}
-        speed = self._timed_tokens / self._timed_seconds if self._timed_seconds else None
+        latest = {name: value for record in self.records for name, value in record.items()}
+        scale = {name: latest[name] for name in _OF_SCALE if name in latest}
         return {
             "status": status,
-            "algorithm": self._config.algorithm,
             "seed": self._config.seed,
-            "steps": last.get("step", 0),
-            "loss": losses[-1] if losses else None,
-            "validation_loss": validations[-1] if validations else None,
+            "steps": latest.get("step", 0),
+            "loss": latest.get("loss"),
+            "validation_loss": latest.get("validation_loss"),
             "best_validation_loss": self.best.validation_loss,
             "best_step": self.best.step,
             "stopped_early": status == "finished" and self.is_patience_over,
             "bytes_sent": self._ledger.sent,
-            **self._last_scale(),
-            "tokens_per_second": speed,
+            **scale,
+            "tokens_per_second": self._tokens / self._seconds if self._seconds else None,
             "seconds": time.perf_counter() - self._began,
         }
-
-    def _last_scale(self) -> dict[str, Any]:
-        """Return the last recorded loss scale and skipped updates; {} without a loss scale."""
-        last = next((r for r in reversed(self.records) if "loss_scale" in r), {})
-        return {name: last[name] for name in ("loss_scale", "skipped_updates") if name in last}
 
     def note(self, step: int, **facts: Any) -> None:
         """Record an event that is no step, such as a resume or a rollback."""
@@ -254,8 +255,8 @@ class Recorder:
         seconds = time.perf_counter() - self._since
         if self._compiled_since:
             return None
-        self._timed_tokens += tokens
-        self._timed_seconds += seconds
+        self._tokens += tokens
+        self._seconds += seconds
         return tokens / seconds
 
     def _restart_clock(self) -> None:
@@ -267,19 +268,6 @@ class Recorder:
         self._reporter.show(record)
 
 
-def _mean_of_all(losses: jax.Array) -> float:
-    """Return the mean over the replicas of all processes, so that all decide alike."""
-    return float(np.mean(_gathered(losses).astype(np.float64)))
-
-
-def _scale_entries(metrics: Mapping[str, jax.Array]) -> dict[str, Any]:
-    """Return the entries of a record about the loss scale, which may differ between replicas."""
-    if "loss_scale" not in metrics:
-        return {}
-    scales, skipped = (_gathered(metrics[name]) for name in ("loss_scale", "skipped_updates"))
-    return {"loss_scale": float(scales.min()), "skipped_updates": int(skipped.sum())}
-
-
 def _gathered(values: jax.Array) -> np.ndarray:
     """Return a metric of the replicas of all processes.
 
@@ -288,3 +276,149 @@ def _gathered(values: jax.Array) -> np.ndarray:
     if not values.is_fully_addressable:
         values = multihost_utils.process_allgather(values, tiled=True)
     return np.asarray(values)
+
+
+class RunFiles:
+    """A context in which `write_record` adds to metrics.jsonl, and to events of TensorBoard.
+
+    If metrics.jsonl or the folder is deleted meanwhile, the next record restores all lines.
+
+    Args:
+      folder: folder of the run.
+      config: configuration, written to config.json; with `config.tensorboard` there are events.
+      writes: whether this process writes; one of several processes does.
+      after: step from which the run goes on; later records, which an interrupted run may have
+        left, are dropped. 0 drops all.
+
+    Attributes:
+      records: earlier records of the run, and those written since.
+
+    Raises:
+      ValueError: metrics.jsonl is damaged; it is not changed.
+    """
+
+    def __init__(self, folder: RunFolder, config: TrainConfig, *, writes: bool, after: int) -> None:
+        self.records: list[dict[str, Any]] = []
+        self._folder, self._config, self._writes = folder, config, writes
+        self._is_behind = False
+        self._events: Any = None
+        if not writes:
+            return
+        if after and folder.metrics.exists():
+            self.records = [line for line in _read(folder.metrics) if line["step"] <= after]
+        self._write_all()
+        if config.tensorboard:
+            is_new = not folder.tensorboard.exists()
+            self._begin_events(after)
+            for record in self.records if is_new else ():
+                self._add_events(record)
+
+    def write_record(self, record: dict[str, Any]) -> None:
+        """Add a line to metrics.jsonl, on disk at once, and events within some seconds.
+
+        While a disk is full or the folder is being deleted, lines are kept and written later, at
+        the latest at the end.
+
+        Raises:
+          OSError: the line cannot be written. The file may hold a part of it, which a resumed run
+            drops.
+        """
+        self.records.append(record)
+        if not self._writes:
+            return
+        try:
+            self._add(json_line(record).encode())
+            self._is_behind = False
+        except OSError as error:
+            if error.errno not in _RETRIED:
+                raise
+            if not self._is_behind:
+                self._is_behind = True
+                path = self._folder.metrics
+                warn_user(f"{path} does not grow: {error.strerror}; its lines are kept.")
+        if self._events is not None:
+            if "rolled_back_from" in record:
+                self._begin_events(record["step"])
+            self._add_events(record)
+
+    def finish(self, summary: dict[str, Any], statistics: js.reports.StepReport | None) -> None:
+        """Write summary.json, and statistics.json if there are statistics; after the context."""
+        if not self._writes:
+            return
+        if not self._folder.metrics.exists():  # deleted since the last record
+            self._write_all()
+        write_json(self._folder.summary, summary)
+        if statistics:
+            statistics.write(self._folder.statistics)
+
+    def __enter__(self) -> "RunFiles":
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        try:
+            if error is None and self._is_behind:
+                self._write_all()
+        finally:
+            if self._events is not None:
+                self._end_events()
+
+    def _add(self, line: bytes) -> None:
+        if not self._is_behind:
+            with contextlib.suppress(FileNotFoundError):
+                with self._folder.metrics.open("r+b") as file:
+                    file.seek(0, os.SEEK_END)
+                    file.write(line)
+                return
+        self._write_all()
+
+    def _write_all(self) -> None:
+        """Write config.json and all of metrics.jsonl."""
+        self._folder.path.mkdir(parents=True, exist_ok=True)
+        write_json(self._folder.config, self._config.to_file())
+        write_anew(self._folder.metrics, "".join(map(json_line, self.records)))
+
+    def _begin_events(self, after: int) -> None:
+        """Begin a file of events, from which TensorBoard ignores earlier events past a step."""
+        from tensorboardX import SummaryWriter
+
+        if self._events is not None:
+            self._end_events()
+        self._events = SummaryWriter(
+            str(self._folder.tensorboard),
+            purge_step=after + 1,
+            # Its thread ends with the first error. A full queue would then stop the training.
+            max_queue=0,
+            flush_secs=10,
+            # The name has whole seconds, within which a run may begin twice.
+            filename_suffix=f".{time.time_ns()}",
+        )
+
+    def _add_events(self, record: dict[str, Any]) -> None:
+        for name in _CURVES:
+            if record.get(name) is not None:
+                self._events.add_scalar(name, record[name], record["step"])
+
+    def _end_events(self) -> None:
+        with contextlib.suppress(OSError):  # the same data is in metrics.jsonl
+            self._events.close()
+
+
+def _read(path: Path) -> list[dict[str, Any]]:
+    """Return the records of metrics.jsonl, without a last line that is cut off.
+
+    Raises:
+      ValueError: another line is not a record.
+    """
+    records = []
+    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
+        try:
+            record = json.loads(line)
+            if not isinstance(record["step"], int):
+                raise TypeError(f"its step is {record['step']!r}")
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"{path} is damaged: line {number} is no record of a step ({error!r}). Remove that "
+                "line, or move the file away, and resume again."
+            ) from error
+        records.append(record)
+    return records

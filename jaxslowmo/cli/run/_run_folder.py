@@ -2,7 +2,6 @@
 
 import contextlib
 import datetime
-import itertools
 import json
 import os
 import re
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
     from jaxslowmo.data import Contents
 
 _CHECKPOINT = re.compile(r"\d+(\..+)?")  # with a suffix: moved away, or incomplete
-_LOG = re.compile(r"process-\d+\.txt")
+_LOG = re.compile(r"(process-\d+|killed-.+)\.txt")
 _EVENTS = re.compile(r"events\.out\.tfevents\..+")
 _RUN_OF_A_COMPARISON = re.compile(r".+-seed\d+")
 _MOST_FILES = 100_000  # longer listings are not written
@@ -90,7 +89,7 @@ class RunFolder:
         except OSError:
             return None
         # Lines that are cut off or damaged are skipped.
-        steps = (facts_of(line).get("step") for line in reversed(lines))
+        steps = (_facts_of(line).get("step") for line in reversed(lines))
         return next((step for step in steps if isinstance(step, int)), None)
 
     def holding_token(self) -> str | None:
@@ -124,18 +123,13 @@ class RunFolder:
         signs = (self.config, self.metrics, self.summary, self.comparison)
         if not count and not any(path.exists() for path in signs):
             return None
-        config, summary = _facts(self.config), _facts(self.summary)
         if self._is_comparison():
-            names = config.get("algorithms")
-            of = ", ".join(map(str, names)) if isinstance(names, list) else "algorithms"
+            names = _facts(self.config).get("algorithms", ["algorithms"])
             state = "finished" if self.comparison.exists() else "not finished"
-            return f"a comparison of {of} ({state})"
-        of = config.get("algorithm") or summary.get("algorithm") or "an algorithm"
-        counted = f"{count or 'no'} checkpoint{'s' * (count > 1)}"
-        status = summary.get("status") or "not finished"
-        recorded = self.last_recorded()
-        step = summary.get("steps", "unknown" if recorded is None else recorded)
-        return f"a run of {of} (last step {step}, {status}, {counted})"
+            return f"a comparison of {', '.join(names)} ({state})"
+        status = _facts(self.summary).get("status", "not finished")
+        step = self.last_recorded() or 0
+        return f"a run ({status}, last step {step}, {count or 'no'} checkpoint{'s' * (count > 1)})"
 
     def _is_comparison(self) -> bool:
         return "algorithms" in _facts(self.config) or self.comparison.exists()
@@ -185,40 +179,32 @@ def is_export(folder: Path) -> bool:
 def locked_folder(out: Path | None, command: str) -> Iterator[RunFolder]:
     """Run the block while the folder for results, made if missing, belongs to this process.
 
-    After a `CommandError` a new folder is removed again if it is empty.
+    It holds the lock of the folder, and says so in lock.json. After a `CommandError` a new folder
+    is removed again if it is empty.
+
+    Raises:
+      CommandError: another process holds the lock, or the files cannot be made.
     """
     existed = out is not None and out.exists()
-    path = make_folder(out, command)
+    folder = RunFolder(make_folder(out, command), uuid.uuid4().hex)
     try:
-        with _held(RunFolder(path, uuid.uuid4().hex)) as folder:
+        with contextlib.ExitStack() as stack:
+            with writing_to(folder.path):
+                # The operating system frees the lock of a process that is gone.
+                try:
+                    stack.enter_context(FileLock(folder.lock, timeout=0))
+                except Timeout:
+                    raise CommandError(_in_use(folder)) from None
+                stack.callback(_remove_lock, folder)  # while it is held
+                since = datetime.datetime.now().astimezone().isoformat(" ", "seconds")
+                facts = {"host": socket.gethostname(), "pid": os.getpid(), "since": since}
+                write_anew(folder.holder, json.dumps(facts | {"token": folder.token}))
             yield folder
     except CommandError:
         if not existed:
             with contextlib.suppress(OSError):
-                path.rmdir()
+                folder.path.rmdir()
         raise
-
-
-@contextlib.contextmanager
-def _held(folder: RunFolder) -> Iterator[RunFolder]:
-    """Run the block while this process holds the lock of a folder, and say so in lock.json.
-
-    The operating system frees the lock of a process that is gone.
-
-    Raises:
-      CommandError: another process holds it, or the files cannot be made.
-    """
-    with contextlib.ExitStack() as stack:
-        with writing_to(folder.path):
-            try:
-                stack.enter_context(FileLock(folder.lock, timeout=0))
-            except Timeout:
-                raise CommandError(_in_use(folder)) from None
-            stack.callback(_remove_lock, folder)  # while it is held
-            since = datetime.datetime.now().astimezone().isoformat(" ", "seconds")
-            facts = {"host": socket.gethostname(), "pid": os.getpid(), "since": since}
-            write_anew(folder.holder, json.dumps(facts | {"token": folder.token}))
-        yield folder
 
 
 def _remove_lock(folder: RunFolder) -> None:
@@ -235,33 +221,20 @@ def _in_use(folder: RunFolder) -> str:
 
 
 def make_folder(out: Path | None, command: str) -> Path:
-    """Return the folder for results, made if missing; the default is a new runs/COMMAND-DATE.
+    """Return the folder for results, made if missing; the default is runs/COMMAND-DATE-TIME.
 
     Raises:
       CommandError: it cannot be made or written to; with code 75 if a disk is full or a file
         server does not answer.
     """
-    out = _new_folder(command) if out is None else out
+    if out is None:
+        # With microseconds: scripts start several runs within one second.
+        out = Path("runs") / f"{command}-{datetime.datetime.now():%Y%m%d-%H%M%S-%f}"
     with writing_to(out):
         out.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=out):  # several processes may try at once
             pass
     return out
-
-
-def _new_folder(command: str) -> Path:
-    now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
-    first = Path("runs") / f"{command}-{now}"
-    with writing_to(first):
-        first.parent.mkdir(exist_ok=True)
-        out, others = first, itertools.count(2)
-        while True:
-            try:
-                out.mkdir()
-            except FileExistsError:  # scripts start several runs within one second
-                out = first.with_name(f"{first.name}-{next(others)}")
-            else:
-                return out
 
 
 def _sweep_folder(folder: Path, names: re.Pattern[str]) -> None:
@@ -279,7 +252,7 @@ def _sweep_folder(folder: Path, names: re.Pattern[str]) -> None:
         folder.rmdir()
 
 
-def facts_of(content: bytes) -> dict[str, Any]:
+def _facts_of(content: bytes) -> dict[str, Any]:
     """Return the JSON object in a text; {} if it is damaged or not an object."""
     try:
         facts = json.loads(content)
@@ -290,7 +263,4 @@ def facts_of(content: bytes) -> dict[str, Any]:
 
 def _facts(path: Path) -> dict[str, Any]:
     """Return the object in a file of JSON; {} if it is missing or damaged."""
-    try:
-        return facts_of(path.read_bytes())
-    except FileNotFoundError:
-        return {}
+    return _facts_of(path.read_bytes()) if path.exists() else {}

@@ -119,5 +119,5 @@ def test_a_port_that_another_program_has_is_refused(port, bind):
         other.bind(("127.0.0.1", port))
         other.listen()
         bind_address(config(f"127.0.0.1:{port}", process_id=1), {})  # waits for process 0
-        with pytest.raises(CommandError, match=f"port {port} of this host is taken"):
+        with pytest.raises(CommandError, match=f":{port} of this host: Address already in use"):
             bind_address(config(f"127.0.0.1:{port}", bind=bind), {})

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 
@@ -67,3 +68,19 @@ def test_no_process_outlives_a_launcher_that_is_ended_while_they_start(tmp_path,
         assert launcher.returncode == 143, said
         assert ": ended by SIGTERM; no checkpoint in " in said
     assert "starting again" not in said
+
+
+def test_a_process_that_waits_alone_for_the_others_says_so(tmp_path):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    place = f"--coordinator 127.0.0.1:{port} --num-processes 2 --process-id 1 --startup-timeout 1"
+    done = subprocess.run(
+        [sys.executable, "-m", "jaxslowmo", "train", *place.split(), "--out", str(tmp_path)],
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_SECONDS,
+    )
+    line = "error: not all processes came together within --startup-timeout 1 s\n"
+    assert (done.returncode, done.stderr) == (75, line)

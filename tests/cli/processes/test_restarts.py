@@ -18,7 +18,8 @@ from jaxslowmo.cli._app import run as run_command
 from jaxslowmo.cli.processes import _restarts
 from jaxslowmo.cli.processes._peers import CHILD
 from jaxslowmo.cli.processes._restarts import EndOfStart
-from jaxslowmo.cli.processes._supervise import Children, describe_loss, keep_running, supervise
+from jaxslowmo.cli.processes._supervise import Children, keep_running, supervise
+from jaxslowmo.cli.run._run_folder import RunFolder
 from support.waiting import PATIENCE_SECONDS, wait_until
 
 LOST = EndOfStart(75, "process 1 died")
@@ -172,10 +173,10 @@ def test_an_old_run_is_overwritten_once_and_resume_is_given_once(out, waits):
     assert run(out, LOST, DONE, argv=("train", "--resume"))[1] == [["train", "--resume"]] * 2
 
 
-def test_the_second_ctrl_c_kills_and_is_told_before_sigterm(fake):
+def test_the_second_ctrl_c_kills_and_is_told_before_sigterm(fake, tmp_path):
     child = fake("trap '' TERM; echo > $0.ready; exec sleep 1000")
 
-    with Children() as children:
+    with Children(tmp_path) as children:
 
         def send() -> None:
             wait_until(lambda: child.lines("ready"))
@@ -191,39 +192,6 @@ def test_the_second_ctrl_c_kills_and_is_told_before_sigterm(fake):
     assert (end.code, end.what) == (137, "process 3 was killed by SIGKILL")
 
 
-# As jaxlib 0.10 and 0.12 print it.
-FATAL = (
-    "F1121 15:10:32.612967    8864 client.h:80] Terminating process because the JAX distributed "
-    "service detected fatal errors. This most likely indicates that another task died"
-)
-SILENT = f"{FATAL} absl::Status: UNAVAILABLE: The following tasks are unhealthy (stopped sending"
-RPC = "RPC: /xla.coordination.CoordinationService/"
-
-
-@pytest.mark.parametrize(
-    ("lines", "words"),
-    [
-        ([], None),
-        (["Traceback (most recent call last):", "ValueError: no"], None),
-        ([SILENT, "2", "The tasks have crashed."], "process 2 died"),
-        ([SILENT, "3, 1", ""], "process 1 and process 3 died"),
-        (
-            [f"{FATAL} ABORTED: 1 unexpectedly tried to connect with a different incarnation."],
-            "process 1 died",
-        ),
-        ([SILENT, "0"], "process 0 (the coordinator) died"),
-        ([f"{FATAL} DEADLINE_EXCEEDED", "", f"{RPC}Heartb"], "process 0 (the coordinator) died"),
-        ([FATAL, "", f"{RPC}RegisterTask"], "not all processes came together"),
-    ],
-)
-def test_what_the_runtime_says_of_a_lost_process(lines, words):
-    found = describe_loss(lines)
-    assert found is None if words is None else found.startswith(words)
-
-
-EXCHANGE = "echo 'jaxslowmo: an exchange with the other processes failed' >&2;"
-
-
 @pytest.mark.parametrize(
     ("script", "code", "starts", "words"),
     [
@@ -234,9 +202,8 @@ EXCHANGE = "echo 'jaxslowmo: an exchange with the other processes failed' >&2;"
         ("kill -KILL $$", 137, 3, "error: this process was killed by SIGKILL; no checkpoint in "),
         ("kill -40 $$", 168, 3, "error: this process was killed by signal 40; no checkpoint in "),
         ("exit 75", 75, 3, "error: this process ended with code 75; no checkpoint in "),
-        (f"{EXCHANGE} exit 1", 75, 3, "error: another process died or cannot be reached; no check"),
-        # It heard why while it waited, and says so itself.
-        (f"{EXCHANGE} echo 'error: process 1 has ended: K' >&2; exit 1", 1, 1, "error: process 1"),
+        ("kill -ABRT $$", 75, 3, "error: another process died or cannot be reached; no check"),
+        ("exit 76", 75, 3, "error: too late; no checkpoint in "),
     ],
 )
 def test_which_ends_of_the_child_are_followed_by_a_start(
@@ -251,6 +218,31 @@ def test_which_ends_of_the_child_are_followed_by_a_start(
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == (starts if words else 0)
     assert all(line.startswith(words) for line in lines)
+
+
+RUNTIME = """
+import os
+from jaxslowmo.cli.processes._supervise import part_from_runtime, pass_on
+part_from_runtime()
+os.write(2, b"F1121 15:10:32 client.h:80] task 2 is unhealthy")
+pass_on("a line of Python\\n")
+os.abort()
+"""
+
+
+def test_the_words_of_a_runtime_that_aborts_are_kept_in_a_file(fake, tmp_path, capsys):
+    python = sys.executable
+    fake(f"exec {python} -c '{RUNTIME}'")
+    assert supervise(["train"], tmp_path) == 75
+    (words,) = (tmp_path / "logs").iterdir()
+    assert words.read_text() == "F1121 15:10:32 client.h:80] task 2 is unhealthy"
+    assert capsys.readouterr().err == (
+        "a line of Python\n"
+        f"error: another process died or cannot be reached (details: {words}); no checkpoint in "
+        f"{tmp_path}/checkpoints\n"
+    )
+    RunFolder(tmp_path).sweep()
+    assert not words.exists()
 
 
 def test_who_says_why_needs_no_second_line_and_no_reader(

@@ -38,7 +38,7 @@ PART = """
 import time
 from jaxslowmo.cli.processes._watch import Watch, failing_together
 
-with failing_together(Watch(rank, 2, 0, lambda: ""), 10):
+with failing_together(Watch(rank, 2, 0, lambda: "")):
     time.sleep(0.5 * rank)
 print("parted")
 """
@@ -93,7 +93,7 @@ import time
 from jaxslowmo.cli._errors import CommandError
 from jaxslowmo.cli.processes._watch import Watch, failing_together
 
-with failing_together(Watch(rank, 2, 0, lambda: ""), 10):
+with failing_together(Watch(rank, 2, 0, lambda: "")):
     if rank == {rank}:
         raise {error}
     time.sleep(1000)

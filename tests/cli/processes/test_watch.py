@@ -66,16 +66,22 @@ def test_another_process_that_failed_ends_this_one_with_its_code(notes, ends, ca
 
 def test_the_coordinator_ends_only_when_the_others_have_seen_why(notes, ends):
     """Or have had some seconds; where it is itself the one that fails, too."""
+
+    def leaves(index, code, line):
+        with pytest.raises(EndOfStart):
+            watch(index=index).leave(code, line)
+
     notes["jaxslowmo/seen/1"] = ""
-    watch(index=0).announce(1, "why")
+    leaves(0, 1, "why")
     assert json.loads(notes[_watch._FAILED]) == [0, 1, "why"]
     del notes["jaxslowmo/seen/1"]
-    watch(index=0).announce(1, "why")  # does not raise
+    leaves(0, 1, "why")
     # Nor does it wait for one that fails as well, over what differs between them, say.
     del notes[_watch._FAILED]
-    watch(index=1).announce(2, "process 1 has other options")
-    watch(index=0).announce(2, "process 1 has other options")
+    leaves(1, 2, "process 1 has other options")
+    leaves(0, 2, "process 1 has other options")
     assert json.loads(notes[_watch._FAILED])[0] == 1
+    assert ends == [1, 1, 2, 2]
 
 
 def test_an_exchange_that_fails_since_another_has_failed_ends_it_with_that_code(
@@ -85,7 +91,7 @@ def test_an_exchange_that_fails_since_another_has_failed_ends_it_with_that_code(
     monkeypatch.setattr(_watch, "_LOOK_SECONDS", 100)
 
     def meets_one_that_fails():
-        with failing_together(watch(index=0), heartbeat_timeout=0):
+        with failing_together(watch(index=0)):
             notes[_watch._FAILED] = json.dumps([1, 1, "KeyError: 'missing'"])
             raise ValueError("UNKNOWN: Gloo AllReduce failed: Connection closed by peer")
 

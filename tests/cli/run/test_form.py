@@ -18,7 +18,7 @@ from jaxslowmo.cli.config._training import (
 from jaxslowmo.cli.processes._peers import Cluster
 from jaxslowmo.cli.run import _division
 from jaxslowmo.cli.run._division import choose_mesh
-from jaxslowmo.cli.run._model import form_of
+from jaxslowmo.cli.run._recipes import form_of
 from jaxslowmo.cli.run._recorder import ByteLedger
 from jaxslowmo.data import read_corpus
 from jaxslowmo.models import GPT_PRESETS
@@ -49,8 +49,8 @@ REFUSED = {
     "devices of 4 processes": Refusal(stacked_on(1, 6), "--devices-per-replica", 4, CommandError),
     "heads": Refusal(form(mesh="tensor=3"), "tensor", 3),
     "width": Refusal(form(mesh="fsdp=3", batch=6), "fsdp", 128),
-    "layers": Refusal(form(mesh="stage=5"), "5 stages", 4),
-    "chunks": Refusal(form(mesh="stage=2", pipeline="interleaved", chunks=3), "3 chunks", 2),
+    "layers": Refusal(form(mesh="stage=5"), "num_stages", 5),
+    "chunks": Refusal(form(mesh="stage=2", pipeline="interleaved", chunks=3), "num_chunks", 3),
     "rounds of microbatches": Refusal(
         form(mesh="stage=4", pipeline="interleaved", microbatches=2), "microbatches", 2
     ),

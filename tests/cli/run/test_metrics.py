@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import threading
+from pathlib import Path
 
 import pytest
 from tensorboardX import record_writer
@@ -13,7 +14,7 @@ from tensorboardX import record_writer
 from cli.commands import curves, records
 from jaxslowmo.cli._errors import code_of
 from jaxslowmo.cli.config._training import train_config
-from jaxslowmo.cli.run._metrics import RunFiles
+from jaxslowmo.cli.run._recorder import RunFiles
 from jaxslowmo.cli.run._run_folder import RunFolder
 from support.waiting import wait_until
 
@@ -120,25 +121,49 @@ class FullDisk(io.FileIO):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def test_lines_wait_until_a_full_disk_takes_them(tmp_path, monkeypatch):
-    monkeypatch.setattr(io, "FileIO", FullDisk)
+@pytest.fixture
+def full_disk(monkeypatch):
+    """A disk on which metrics.jsonl can take seven bytes more, and no file can be made."""
+    usual = Path.open
+
+    def opened(path, mode="r", *args, **options):
+        if mode == "r+b":
+            return io.BufferedRandom(FullDisk(path, "rb+"))
+        if "w" in mode and FullDisk.is_full:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return usual(path, mode, *args, **options)
+
+    def fill():
+        monkeypatch.setattr(Path, "open", opened)
+
+    return fill
+
+
+def test_lines_wait_until_a_full_disk_takes_them(tmp_path, monkeypatch, full_disk):
     with opened(tmp_path) as files:
+        full_disk()
         with pytest.warns(UserWarning, match=r"metrics\S* does not grow: No space left"):
             files.write_record({"step": 1, "loss": 1.0})
         files.write_record({"step": 2, "loss": 2.0})  # one warning is enough
         monkeypatch.setattr(FullDisk, "is_full", False)
         files.write_record({"step": 3, "loss": 3.0})
         assert steps(tmp_path) == [1, 2, 3]
-    assert curves(tmp_path)["loss"] == {1: 1, 2: 2, 3: 3}
+        files.write_record({"step": 4, "loss": 4.0})
+    assert steps(tmp_path) == [1, 2, 3, 4]
+    assert curves(tmp_path)["loss"] == {1: 1, 2: 2, 3: 3, 4: 4}
 
 
-def test_a_disk_that_stays_full_ends_the_run(tmp_path, monkeypatch):
-    monkeypatch.setattr(io, "FileIO", FullDisk)
+def test_a_disk_that_stays_full_ends_the_run(tmp_path, monkeypatch, full_disk):
+    def stays_full():
+        with opened(tmp_path) as files:
+            full_disk()
+            files.write_record({"step": 1})
+
     with (
         pytest.warns(UserWarning, match="does not grow"),
         pytest.raises(OSError, match="No space") as raised,
     ):
-        write(tmp_path, {"step": 1})
+        stays_full()
     assert code_of(raised.value) == 75
     monkeypatch.undo()
     assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1}\n'[:7]

@@ -15,12 +15,12 @@ from jaxslowmo.cli.config._training import (
     OptimizerOptions,
     train_config,
 )
-from jaxslowmo.cli.run._model import scaled
 from jaxslowmo.cli.run._recipes import (
     RECIPES,
     RecipeInputs,
     build_algorithm,
     learning_rate_schedule,
+    scaled,
 )
 
 # What is due in the update before a slow step, and in a slow step; periods are the defaults.
@@ -120,7 +120,7 @@ class Watched:
 
 def looked_at(algorithm, **values):
     """The options that building and tracing the transforms of an algorithm looks at."""
-    config = Watched(train_config({"algorithm": algorithm, **values}))
+    config = Watched(AlgorithmOptions(algorithm=algorithm, **values))
     setting = RecipeInputs(config, optax.constant_schedule(0.1), two_levels=False)
     recipe = RECIPES[algorithm]
     made = (recipe.gradients or recipe.sync)(setting)
@@ -130,7 +130,7 @@ def looked_at(algorithm, **values):
 
     # The graph is made when the number of replicas is known.
     jax.eval_shape(jax.vmap(step, axis_name="replica"), {"w": jnp.ones((2, 3))})
-    return config.seen & options_of(AlgorithmOptions).keys()
+    return config.seen
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)

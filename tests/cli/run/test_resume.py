@@ -16,6 +16,8 @@ from jaxslowmo.cli.config._training import train_config
 from jaxslowmo.cli.run import _job
 from jaxslowmo.cli.run._agreement import other_files
 from jaxslowmo.cli.run._recipes import learning_rate_schedule
+from jaxslowmo.cli.run._run_folder import RunFolder
+from jaxslowmo.data import Contents
 
 # One run, which most tests copy: all on one worker.
 pytestmark = pytest.mark.xdist_group("resumed")
@@ -124,7 +126,6 @@ def test_what_would_be_another_run_is_refused(resume, saved):
     slowmo_sgp = "--algorithm slowmo_sgp"
     resume(slowmo_sgp, averages="").is_refused("--algorithm was slowmo, is slowmo_sgp")
     for name, content, words in (
-        ("3.txt", "\0", "3.txt is binary"),
         ("3.txt", "Else.\n" * 200, "3.txt has other bytes"),
         ("0.txt", None, "0.txt is missing, 3.txt has other bytes"),
         ("new.txt", "Something.\n", "0.txt is missing, 3.txt has other bytes, new.txt is new"),
@@ -186,14 +187,22 @@ def test_options_that_one_of_the_versions_does_not_know(resume, saved, monkeypat
     assert rates(saved / "out") == rates_of(range(1, 11), 11)
 
 
-def test_files_that_differ_are_named():
+def test_files_that_differ_are_named(tmp_path):
+    folder = RunFolder(tmp_path)
+
+    def differ(here, there):
+        before, now = (Contents("text", listing, 0, 0) for listing in (there, here))
+        folder.keep_listing(before)
+        return other_files(folder, before.fingerprint, now)
+
     there = {"a": "3 xyz", "c": "binary", "": "1 x"}
     here = {"a": "3 abc", "b": "a duplicate of a", "c": "1 y", "d": "empty"}
-    assert other_files(here, there) == (
-        "the file is missing, a has other bytes, b is new, c is not binary, d is new"
+    assert differ(here, there) == (
+        ": the file is missing, a has other bytes, b is new, c has other bytes, d is new"
     )
     many = {str(i): "1 x" for i in range(7)}
-    assert other_files(many, {}) == "".join(f"{i} is new, " for i in range(5)) + "and 2 more"
+    assert differ(many, {}) == ": " + "".join(f"{i} is new, " for i in range(5)) + "and 2 more"
+    assert other_files(folder, "another", Contents("text", here, 0, 0)) == ""
 
 
 def test_rolling_back_leaves_out_the_batches(call, text, tmp_path, monkeypatch):
