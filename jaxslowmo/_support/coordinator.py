@@ -53,8 +53,13 @@ def told(key: str) -> str | None:
         return None
 
 
-def wait_for(key: str, seconds: float) -> str:
+def wait_for(key: str, seconds: float, process: int | None = None) -> str:
     """Wait for the note under a key, and return it.
+
+    Args:
+      key: key of the note.
+      seconds: how long to wait.
+      process: index of the process that leaves it, for the error; None: not known.
 
     Raises:
       NoNoteError: the note did not arrive in time.
@@ -71,7 +76,8 @@ def wait_for(key: str, seconds: float) -> str:
             if "DEADLINE_EXCEEDED" not in str(error):
                 raise
         if time.monotonic() >= deadline:
-            raise NoNoteError(f"no note {key} within {seconds:g} s")
+            who = f"note {key}" if process is None else f"answer of process {process}"
+            raise NoNoteError(f"no {who} within {seconds:g} s")
 
 
 def gather_notes(key: str, text: str, processes: Sequence[int], seconds: float) -> list[str]:
@@ -91,8 +97,8 @@ def gather_notes(key: str, text: str, processes: Sequence[int], seconds: float) 
     first, index = processes[0], jax.process_index()
     if index != first:
         tell(f"{key}/{index}", text)
-        return json.loads(wait_for(f"{key}/all", seconds))
-    notes = [text if i == index else wait_for(f"{key}/{i}", seconds) for i in processes]
+        return json.loads(wait_for(f"{key}/all", seconds, first))
+    notes = [text if i == index else wait_for(f"{key}/{i}", seconds, i) for i in processes]
     tell(f"{key}/all", json.dumps(notes))
     return notes
 

@@ -148,19 +148,12 @@ def other_files(folder: RunFolder, fingerprint: str, corpus: Contents) -> str:
     if other is None:
         return ""
     names = sorted(name for name in {*listing, *other} if listing.get(name) != other.get(name))
-    changes = [
-        f"{name or 'the file'} "
-        + (
-            "is new"
-            if name not in other
-            else "has other bytes"
-            if name in listing
-            else "is missing"
-        )
-        for name in names[:_MOST_NAMES]
-    ]
+    changes = []
+    for name in names[:_MOST_NAMES]:
+        change = "has other bytes" if name in listing else "is missing"
+        changes.append(f"{name or 'the file'} {change if name in other else 'is new'}")
     more = [f"and {len(names) - _MOST_NAMES} more"] if len(names) > _MOST_NAMES else []
-    return f": {', '.join([*changes, *more])}"
+    return f": {', '.join(changes + more)}"
 
 
 def agreed(
@@ -197,7 +190,7 @@ def agreed(
         if cluster.is_first:
             decided = {name: option_values(config)[name] for name in _DECIDED}
             tell(f"{_KEY}/first", json.dumps([facts, folder.token, decided]))
-        first, token, decided = json.loads(wait_for(f"{_KEY}/first", seconds))
+        first, token, decided = json.loads(wait_for(f"{_KEY}/first", seconds, 0))
         difference = _difference(who, facts, first, folder, corpus, token)
         for line in gather_notes(_KEY, difference, range(cluster.count), seconds):
             if line:
