@@ -65,8 +65,8 @@ def local_sgd(
       bucket_bytes: size in bytes at which a flat buffer is complete and the next one begins; None
         exchanges one buffer per dtype.
       codec: None exchanges parameters in their own dtypes, `js.codecs.float16()` in 16 bits.
-        bfloat16 is not precise enough here ([docs/choosing.md][half-of-the-bytes]). With error
-        feedback replicas differ after an exchange by their rounding errors, which gains nothing.
+        bfloat16 is not precise enough here (`docs/choosing.md`). With error feedback
+        replicas differ after an exchange by their rounding errors, which gains nothing.
       fragments: number of parts of the model that take turns, as in `js.slowmo`.
       delay: number of updates beside which an average is exchanged, as in `js.slowmo`.
       merge: share of its own progress that a replica keeps, as in `js.slowmo`. With fragments,
@@ -119,7 +119,7 @@ def hierarchical_local_sgd(
     bucket_bytes: int | None = None,
     codec: Codec | None = None,
 ) -> ParameterTransform:
-    """Average the parameters over nested groups of replicas, larger groups less often.
+    """Average the parameters over nested groups of replicas, over the larger ones less often.
 
     Put it last in a chain, after the optimizer. In every update the largest group that is due
     averages y = params + updates, which also makes the smaller groups inside it agree.

@@ -71,7 +71,7 @@ def sgp(
 
     The graph rotates with every exchange. No exchange changes the sums of x and w over the
     replicas, so params approach the mean even if nodes send more messages than they receive.
-    More on each argument: [docs/api/algorithms.md][sgp-the-arguments-in-detail].
+    More on each argument: [docs/api/algorithms.md](#details).
 
     Args:
       axis_name: mapped axis of the replicas.

@@ -69,7 +69,7 @@ def slowmo(
         m <- momentum * m + D / gamma;   anchor <- anchor - slow_learning_rate * gamma * m
 
     Then all replicas set their parameters to the anchor, which starts as the initial parameters.
-    More on each argument: [docs/api/algorithms.md][slowmo-the-arguments-in-detail].
+    More on each argument: [docs/api/algorithms.md](#details).
 
     Args:
       axis_name: mapped axis of the replicas.
@@ -135,7 +135,7 @@ def slowmo(
 def slow_momentum(
     momentum: float = 0.5, slow_learning_rate: float = 1.0, *, nesterov: bool = False
 ) -> optax.GradientTransformationExtraArgs:
-    """Apply momentum to the displacement of the parameters between slow steps.
+    """Make the optimizer of slow steps: momentum on how far the replicas moved since the last one.
 
     With D = anchor - average and gamma the inner learning rate now:
 

@@ -45,8 +45,8 @@ def pipelined(
         step = js.make_train_step(pipe, optimizer, sync=js.slowmo("replica"), mesh=mesh)
         state = step.init(params)
 
-    The guide is [docs/model-parallel.md][models-larger-than-a-device]; details:
-    [docs/api/pipeline.md][pipelined-the-arguments-in-detail].
+    The guide is `docs/model-parallel.md`. More on each argument:
+    [docs/api/pipeline.md](#details).
 
     Args:
       model: the layers and the loss.

@@ -68,7 +68,7 @@ def clip_by_global_norm(
     Put it after the transforms that average or sum gradients and before the optimizer;
     `js.dynamic_loss_scale` wraps both. Each parameter counts once in the norm, even if devices or
     stages hold parts or copies of it. Norms are float32 for half-precision gradients, too.
-    Details: [docs/api/gradients.md][clip_by_global_norm-in-detail].
+    More: [docs/api/gradients.md](#details).
 
     Args:
       max_norm: > 0; also an array, as `optax.inject_hyperparams(js.clip_by_global_norm, "norm")`

@@ -131,8 +131,8 @@ def dynamic_loss_scale(
         step = js.make_train_step(loss_fn, optimizer, policy=js.Policy("float16"), ...)
 
     `js.make_train_step` multiplies the loss; your own loop does it with `js.loss_scale_of`. A
-    skipped update is zeros, and does not change the state of `optimizer`. Details, and what may be
-    inside and around it: [docs/api/precision.md][dynamic_loss_scale-in-detail].
+    skipped update is zeros, and does not change the state of `optimizer`. More, and what may be
+    inside and around it: [docs/api/precision.md](#details).
 
     Args:
       optimizer: any optax transform except a parameter transform.

@@ -67,7 +67,7 @@ def all_reduce_gradients(
     `DistributedDataParallel` does. Gradients are packed into flat buckets of one dtype each. The
     first bucket holds the gradients that the backward pass finishes first, and is small so that
     communication starts early.
-    More on each argument: [docs/api/gradients.md][all_reduce_gradients-the-arguments-in-detail].
+    More on each argument: [docs/api/gradients.md](#details).
 
     Args:
       axis_name: mapped axis to average over, or under shard_map a tuple of axes.

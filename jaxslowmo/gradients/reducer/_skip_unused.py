@@ -25,7 +25,7 @@ _OWNER = SKIP_UNUSED
 
 
 class SkipUnusedState(NamedTuple):
-    """State of `skip_unused`; leaves of the parameters in flattening order."""
+    """State of `skip_unused`; one entry per leaf, in the order of `jax.tree.leaves(params)`."""
 
     used_by: jax.Array  # (leaves,) int32, replicas that used it in the last update; -1: none yet
     times_used: jax.Array  # (leaves,) int32, updates in which some replica used it

@@ -41,7 +41,7 @@ Output = Literal["dense", "rows"]
 
 @gradient_state
 class AllReduceRowsState(NamedTuple):
-    """State of `all_reduce_rows`; all but `dense` is equal on all replicas.
+    """State of `all_reduce_rows`; all fields except `dense` are equal on all replicas.
 
     Attributes:
       count: () int32, updates so far.

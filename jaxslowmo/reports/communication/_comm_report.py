@@ -38,7 +38,8 @@ def comm_report(fn: Callable[..., Any] | Any, *args: Any, **kwargs: Any) -> Comm
     *compiled*, what runs (optimised HLO). They differ: compilers merge and rewrite collectives, and
     those of automatic mesh axes exist only in compiled programs. `fn` is lowered and compiled,
     never executed. A program for an abstract mesh is not compiled. Collectives among single devices
-    are left out. Loops multiply by their trip count where the program tells it.
+    (axes of size 1, permutes onto oneself) move nothing and are left out. Loops multiply by their
+    trip count where the program tells it.
 
     The rows of a kind list everything that a step of this kind executes, so kinds overlap:
 
@@ -86,7 +87,7 @@ def comm_report_of(
     mesh: jax.sharding.Mesh | None = None,
     compile: bool = True,
 ) -> CommReport:
-    """Report on programs made elsewhere, for example for a TPU topology ahead of time.
+    """List the collectives of programs that you compiled, for example ahead of time for a TPU.
 
     Args:
       lowered: a program, or several by kind of step: traced, lowered, or compiled, as

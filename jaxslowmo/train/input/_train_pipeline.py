@@ -125,8 +125,8 @@ class TrainPipeline(Iterator[Any], contextlib.AbstractContextManager[Any]):
     and goes through `stages`, right after an earlier step was started. Results equal those of a
     plain loop, bit for bit. `progress` runs one step. The thread ends with the `with` block, with
     the iterator, by `close`, or when nothing references the pipeline any more.
-    The guide is [docs/input-pipeline.md][the-input-pipeline]; details:
-    [docs/api/train.md][trainpipeline-the-arguments-in-detail].
+    The guide is `docs/input-pipeline.md`. More on each argument:
+    [docs/api/train.md](#details).
 
     Args:
       step: step of `js.make_train_step`, or a function `step(state, batch) -> (state, metrics)`; to

@@ -42,7 +42,7 @@ def make_train_step(
 ) -> TrainStep:
     """Build a data-parallel training step over replicas.
 
-    More on each argument: [docs/api/train.md][make_train_step-the-arguments-in-detail].
+    More on each argument: [docs/api/train.md](#details).
 
     Args:
       loss_fn: `loss_fn(params, batch, *, rng, model_state) -> (loss, (metrics, model_state))` for
@@ -59,7 +59,7 @@ def make_train_step(
       accumulate: microbatches per update, >= 1; gradients are averaged first, then exchanged once.
       model_state: `"sync_mean"` averages it when parameters are exchanged (without `sync` in every
         update), `"broadcast"` uses that of replica 0, `"local"` never exchanges it.
-      host_batch: with several processes, what a host batch holds: `"local"`, the part of this
+      host_batch: what a host batch holds with several processes: `"local"`, the part of this
         process, or `"global"`, the whole batch.
       donate: whether to reuse the state's buffers for the new state.
       embeddings: tables made by `js.embeddings`; `loss_fn` also takes `embedded`, their vectors.
