@@ -24,23 +24,20 @@ def diloco(
     delay: int = 0,
     merge: float = 0.0,
 ) -> ParameterTransform:
-    """Train replicas independently and take an outer step every `sync_every` updates.
+    """Train replicas independently; every `sync_every` updates an outer optimizer moves them all.
 
     Put it last in a chain. In an outer step the pseudo-gradient is D = anchor - mean of the
     replicas' y = params + updates. The outer optimizer updates the anchor with D, and all replicas
-    set their parameters to the anchor.
+    set their parameters to the anchor, which starts as the initial parameters.
 
     Args:
       axis_name: mapped axis of the replicas.
       sync_every: inner steps per outer step, or `js.every(...)`.
       outer_optimizer: any complete optax optimizer (with learning rate and sign); the default is
         `optax.sgd(0.7, momentum=0.9, nesterov=True)`.
-      shard_state: True keeps 1/R of the anchor and of the outer state per replica, as shards of
-        flat buffers; the outer optimizer must then be element-wise (SGD, Adam, ...; no global norm,
-        no scaling by leaf, no masks by name). False keeps trees like the parameters. None shards
-        where there is no codec and the program of the outer optimizer proves, on the model's tree,
-        that it is element-wise. `repr` and `js.comm_report` say which it is, and why. Save sharded
-        state from all replicas; see `js.slowmo`.
+      shard_state: whether each replica keeps only 1/R of the anchor and of the outer state, as
+        shards of flat buffers. This needs an element-wise outer optimizer and no codec; None shards
+        where both hold. See `docs/outer.md`.
       local_axis_name: axis of the devices inside a replica, as in `js.slowmo`.
       param_specs: specs of leaves sharded over automatic axes, as in `js.slowmo`.
       bucket_bytes: size of the exchanged buffers, as in `js.slowmo`.
@@ -54,10 +51,9 @@ def diloco(
       exchange without a codec.
 
     Raises:
-      ValueError: sync_every < 1, an invalid `codec` or one together with shard_state=True, an
-        outer optimizer that is no optax transform; when a state is made, shard_state=True with an
-        outer optimizer that is not element-wise, or, for a model in stages, one that mixes leaves;
-        at trace time an unbound axis, missing params, non-float leaves.
+      ValueError: sync_every < 1, an invalid `codec`, an outer optimizer that is no optax transform,
+        or shard_state=True where it can't be; at trace time an unbound axis, missing params,
+        non-float leaves; for a model in stages an outer optimizer that mixes leaves.
       UserWarning: once, if the axis has size 1.
 
     Communication: every `sync_every` updates, over `axis_name`, one reduce-scatter and one

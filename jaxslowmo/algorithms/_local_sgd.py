@@ -64,17 +64,14 @@ def local_sgd(
         replica, for leaves that are sharded there; each device exchanges its own block.
       bucket_bytes: size in bytes at which a flat buffer is complete and the next one begins; None
         exchanges one buffer per dtype.
-      codec: None exchanges parameters in their own dtypes; `js.codecs.bfloat16()` or `float16()`
-        exchanges them in 16 bits, so params = mean of the rounded y. With error feedback each
-        replica adds its own error, y - rounded y, to that mean, so replicas differ after an
-        exchange. This gains nothing here, since the mean itself is rounded to 16 bits, too.
-        float16 is precise enough for parameters, bfloat16 is not ("How to choose" has numbers and
-        another way).
+      codec: None exchanges parameters in their own dtypes, `js.codecs.float16()` in 16 bits.
+        bfloat16 is not precise enough here (`docs/choosing.md`). With error feedback
+        replicas differ after an exchange by their rounding errors, which gains nothing.
       fragments: number of parts of the model that take turns, as in `js.slowmo`.
       delay: number of updates beside which an average is exchanged, as in `js.slowmo`.
-      merge: share of its own progress that a replica keeps, as in `js.slowmo`. With any of these
-        three the average is the slow step of an outer optimizer that takes it as it is: the
-        exchange is in at least float32, and each replica holds an anchor, N bytes more.
+      merge: share of its own progress that a replica keeps, as in `js.slowmo`. With fragments,
+        delay or merge the exchange has at least float32, and each replica holds an anchor of N
+        bytes.
 
     Returns:
       A `ParameterTransform` with state `LocalSGDState`, or `OuterState` with fragments, delay or
@@ -85,11 +82,9 @@ def local_sgd(
         at trace time an unbound axis, missing params, non-float leaves (named).
       UserWarning: once, if the axis has size 1.
 
-    Communication: in a due update one all-reduce over `axis_name` per buffer, N bytes in total;
-      nothing in other updates. N is the bytes of the parameters in their own dtypes, or 2 bytes
-      per element of leaves that a codec narrows. With `local_axis_name` each device sends N / L
-      bytes, and an all-gather over that axis returns all N to each. If `update` is called with
-      `weight`, an all-reduce of 8 bytes comes before these.
+    Communication: in a due update one all-reduce over `axis_name` per buffer, N bytes in total, N
+      in the sent dtypes (plus 8 bytes if `update` is called with `weight`); nothing otherwise. With
+      `local_axis_name` N / L per device, and an all-gather of N over that axis.
 
     Source: Stich, "Local SGD Converges Fast and Communicates Little", ICLR 2019, algorithm 1.
     """
@@ -124,7 +119,7 @@ def hierarchical_local_sgd(
     bucket_bytes: int | None = None,
     codec: Codec | None = None,
 ) -> ParameterTransform:
-    """Average the parameters over nested groups of replicas, larger groups less often.
+    """Average the parameters over nested groups of replicas, over the larger ones less often.
 
     Put it last in a chain, after the optimizer. In every update the largest group that is due
     averages y = params + updates, which also makes the smaller groups inside it agree.

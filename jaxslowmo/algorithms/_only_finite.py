@@ -36,7 +36,7 @@ class OnlyFiniteState(NamedTuple):
 
 @records_settings
 def only_finite(inner: ParameterTransform, *others: object, **named: object) -> ParameterTransform:
-    """Skip exchanges while a replica's parameters are not finite, and count them.
+    """Skip an exchange if any replica's parameters are NaN or infinite, and count the skipped ones.
 
     One replica that diverges would make all others NaN with the next average. This wrapper skips
     the exchange instead, so that the others stay finite, and `state.refused` counts the skipped

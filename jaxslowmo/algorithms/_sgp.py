@@ -69,56 +69,34 @@ def sgp(
         x <- P (x + u);   w <- P w;   params = x / w                                  (overlap=0)
         x <- P x + u;     w <- P w;   params = x / w                                  (overlap=1)
 
-    The graph rotates through its phone book with every exchange, starting at 0; a skipped exchange
-    does not rotate it. No exchange changes the sums of x and of w over the replicas, so params
-    approach the mean even if nodes send and receive different numbers of messages.
+    The graph rotates with every exchange. No exchange changes the sums of x and w over the
+    replicas, so params approach the mean even if nodes send more messages than they receive.
+    More on each argument: [docs/api/algorithms.md](#details).
 
     Args:
       axis_name: mapped axis of the replicas.
-      graph: which node sends to which, a graph of the axis' size from `js.topology`; or its
-        constructor, such as `js.topology.ring`, which is called with the axis' size. None is
-        `js.topology.npeer_directed_exponential`.
-      mixing: callable `(graph, step) -> P[destination, source]`; None is uniform: every node splits
-        its value evenly between itself and its peers. It must repeat with the graph's rotation (for
-        a static graph it must not depend on the step); the steps of two rotations are compared.
-      push_sum: False (PushPull) requires a doubly stochastic P, with which w stays 1; the default
-        True allows any P.
-      overlap: 0 sends the parameters after the update. 1 (OSGP) sends those before it, so that the
-        exchange does not wait for gradients and can overlap with their computation. It does so with
-        a static graph or with one program per round (`mode="host"`), and not inside a traced
-        `js.slowmo`; some TPUs need a flag or the right graph (docs/tpu.md). k > 1 mixes in what was
-        sent k - 1 exchanges earlier.
-      local_axis_name: axis of the devices inside a replica, which hold equal parameters; each of
-        the L devices then sends 1/L of them.
-      param_specs: `PartitionSpec` per leaf (or prefix of the tree) over automatic axes inside a
-        replica; each device sends its own block.
+      graph: who sends to whom: a graph of the axis' size, or its constructor, such as
+        `js.topology.ring`. None is `js.topology.npeer_directed_exponential`.
+      mixing: callable `(graph, step) -> P[destination, source]`; None is uniform.
+      push_sum: True allows any P; False (PushPull) requires a doubly stochastic P.
+      overlap: 0 sends the parameters after the update, 1 those before it, beside the gradients'
+        computation. k > 1 mixes in what was sent k - 1 exchanges earlier.
+      local_axis_name: axis of the L devices inside a replica; each of them then sends 1/L.
+      param_specs: `PartitionSpec` per leaf over automatic axes inside a replica.
       bucket_bytes: size in bytes at which a buffer closes; None sends one buffer per dtype.
-      codec: None sends parameters in their own dtypes, `js.codecs.bfloat16()` or `float16()` in 16
-        bits. A node mixes its own value unrounded. With error feedback it also keeps the rounding
-        error of the share that it sent, so that the sums over the replicas do not change. float16
-        with error feedback rounds each mixture too, as FairScale does.
+      codec: None sends parameters in their own dtypes, `js.codecs.float16()` in 16 bits.
 
     Returns:
-      A `ParameterTransform` with state `SGPState`. As `base` of `js.slowmo` its exchange is skipped
-      in exact slow steps, which average x and w (with what is in flight) and set w to 1. Memory
-      beyond the parameters: (overlap - 1) N for overlap > 1.
+      A `ParameterTransform` with state `SGPState`. For overlap > 1 it needs (overlap - 1) N bytes.
 
     Raises:
-      ValueError: an invalid `graph`, `mixing` or `overlap`, or functions of other arguments; a
-        mixing with negative weights, with columns that do not sum to 1, with weights without an
-        edge (all checked for a whole rotation), or one that does not repeat with the rotation;
-        push_sum=False with a P that is not doubly stochastic; overlap > 1 with a node that keeps
-        nothing; push-sum weights that would fall below 1e-30. At trace time a graph of another size
-        than the axis, an unbound axis, missing params, non-float leaves.
-      UserWarning: once, if the axis has size 1; once, for phases before the number of replicas is
-        known.
+      ValueError: an invalid `graph`, `mixing`, `overlap` or push-sum; at trace time a graph of
+        another size, an unbound axis, missing params, non-float leaves.
+      UserWarning: once, if the axis has size 1, or for phases before the number of replicas.
 
-    Communication: in every update, for each permutation of the round (`graph.permutations(step)`:
-      `peers_per_step` of them if the graph is regular), one collective-permute over `axis_name` per
-      dtype buffer, N bytes in total, and 4 bytes of w if weights can differ between nodes. N is the
-      bytes of the parameters in their own dtypes, or 2 bytes per element of leaves that a codec
-      narrows. With `local_axis_name` N / L per device, and one all-gather of N over that axis.
-      Nothing in updates with `communicate=False`.
+    Communication: in every update, per peer (`graph.permutations(step)`), one collective-permute
+      per buffer, N bytes in total, N in the sent dtypes, and 4 bytes of w if weights can differ.
+      With `local_axis_name` N / L per device, and an all-gather of N over that axis.
 
     Source: Assran et al., "Stochastic Gradient Push for Distributed Deep Learning", ICML 2019,
       algorithms 1 and 2; FairScale 0.4.13.

@@ -61,7 +61,7 @@ def slowmo(
     delay: int = 0,
     merge: float = 0.0,
 ) -> ParameterTransform:
-    """Run a base algorithm, and step with slow momentum every `sync_every` updates.
+    """Average the replicas every `sync_every` updates, and move them with slow momentum (SlowMo).
 
     Put it last in a chain. Between slow steps `base` runs. A slow step computes, with gamma =
     `learning_rate` now and D = anchor - average of the replicas' y = params + updates:
@@ -69,76 +69,38 @@ def slowmo(
         m <- momentum * m + D / gamma;   anchor <- anchor - slow_learning_rate * gamma * m
 
     Then all replicas set their parameters to the anchor, which starts as the initial parameters.
-    FairScale's `memory_efficient=True` is `shard_state=True`, its `memory_efficient=False` is
-    `exact_average=False`.
+    More on each argument: [docs/api/algorithms.md](#details).
 
     Args:
       axis_name: mapped axis of the replicas.
-      base: a `ParameterTransform` such as `js.local_sgd(...)`. With None replicas train
-        independently between slow steps (and a warning is issued).
+      base: a `ParameterTransform` such as `js.local_sgd(...)`; None: independent training.
       sync_every: period of the slow step in updates, or `js.every(...)`.
-      momentum: slow momentum in [0, 1). It, `slow_learning_rate` and `learning_rate` may also be
-        traced scalars, for a sweep by `jax.vmap`; then their values are not checked.
-      slow_learning_rate: step size of the outer step, >= 0.
-      learning_rate: the inner learning rate gamma: a float >= 0, the schedule of the optimizer (a
-        function of the 0-based update count), or None for 1. "optimizer" reads it from the state of
-        an `optax.inject_hyperparams` optimizer: `js.make_train_step` passes it on, and your own
-        loop must call `update(..., learning_rate=rate)`. It is differentiated as one number that
-        all replicas share.
-      shard_state: whether each replica keeps only 1/R of anchor and momentum. None means True with
-        an exact average and without a codec, else False. The state of one replica
-        (`flax.jax_utils.unreplicate`, `x[0]`) is then incomplete: save the stacked state, or use
-        `jaxslowmo.checkpoint`.
-      exact_average: True averages y over the replicas in the slow step and skips the base's own
-        exchange. False uses this replica's y after the base's exchange (and implies
-        `shard_state=False`).
-      nesterov: whether the outer step has Nesterov form.
-      local_axis_name: axis of the devices inside a replica, which hold equal parameters; each of
-        the L devices then exchanges 1/L of them.
-      param_specs: `PartitionSpec` per leaf over automatic axes inside a replica; also passed to a
-        `base` without any. Each device exchanges its own block, and keeps its block of anchor and
-        momentum.
-      bucket_bytes: approximate size of a buffer; None exchanges one buffer per exchange dtype.
-      codec: format of the slow exchange (a base has its own). None is float32.
-        `js.codecs.bfloat16()` or `float16()` send the displacement anchor - y, which is small, in
-        16 bits. With error feedback a replica keeps the rounding error of its displacement, so
-        params = anchor - error, and sends it in the next slow step. That gains nothing here, since
-        the mean is rounded in either case. A codec needs an exact average and a whole anchor.
-      fragments: P > 1 divides the leaves into P fragments with even numbers of bytes, whole layers
-        where possible, which make their slow steps one after another, `sync_every` / P updates
-        apart; or a function from a leaf's name (such as "block0/w") to its fragment, 0, 1, 2, ...
-        So 1/P of the bytes is sent at a time. The base exchanges all leaves as if there were no
-        slow step.
-      delay: tau > 0 takes what a slow step sends tau updates before the slow step, and averages a
-        tau-th of it in each of the updates from then on, beside forward and backward pass. The
-        state has N bytes more (float32) for what is in flight. It needs tau < `sync_every` / P.
-      merge: alpha in [0, 1]: after a slow step params = anchor + alpha * (y - anchor). 0, the
-        default, takes the anchor; 1 keeps what is local.
+      momentum: slow momentum in [0, 1), a number or a traced scalar.
+      slow_learning_rate: step size of the slow step, >= 0.
+      learning_rate: inner learning rate gamma: a float >= 0, a schedule, None for 1, `"optimizer"`.
+      shard_state: whether each replica keeps only 1/R of anchor and momentum; None decides.
+      exact_average: True averages y in the slow step; False takes y after the exchange of `base`.
+      nesterov: whether the slow step has Nesterov form.
+      local_axis_name: axis of the L devices inside a replica; each then exchanges 1/L.
+      param_specs: `PartitionSpec` per leaf over automatic axes inside a replica.
+      bucket_bytes: approximate size of a buffer in bytes; None: one buffer per dtype.
+      codec: format of the slow exchange, such as `js.codecs.bfloat16()`; None is float32.
+      fragments: number P of parts that take slow steps in turn, or a function from name to part.
+      delay: number of updates, below `sync_every` / P, beside which a slow step's values are sent.
+      merge: share in [0, 1] of its own progress that a replica keeps; 0 takes the anchor.
 
     Returns:
-      A `ParameterTransform` with state `OuterState` whose `outer` is a `SlowMomentumState`. Anchor,
-      momentum and, without a codec, the slow exchange are float32 (float64 for float64 leaves).
-      Memory per replica: 2N/R sharded (plus padding), else 2N, N the bytes of the parameters in
-      float32.
+      A `ParameterTransform` with state `OuterState`, in float32 (float64 for float64 leaves).
 
     Raises:
-      ValueError: sync_every < 1, momentum outside [0, 1), negative or infinite rates,
-        exact_average=False with shard_state=True or without a base, an invalid `codec` or one
-        together with shard_state=True or exact_average=False, a plain optax transform or another
-        slowmo as base; at trace time an unbound axis, missing params, non-float leaves,
-        learning_rate="optimizer" without a rate.
-      UserWarning: once, if sync_every is no multiple of the base's, without a base, or if the axis
-        has size 1.
+      ValueError: arguments out of their ranges or that exclude each other; at trace time an unbound
+        axis, missing params, non-float leaves.
+      UserWarning: once, without a base, on one replica, or if sync_every does not fit the base's.
 
-    Communication: in a slow step over `axis_name`, sharded: one reduce-scatter and one all-gather
-      of N bytes each (per buffer); unsharded: one all-reduce of N bytes (N / 2 with a codec); not
-      exact: only the base's. In other updates the base's. With `local_axis_name` N / L per device,
-      and all-gathers over that axis (of N/R before and N after the outer step when sharded). With
-      learning_rate="optimizer" 8 bytes more, in an all-reduce: every replica uses the largest rate
-      of the replicas that have data, since the optimizer of one without data has not counted on.
+    Communication: in a slow step one reduce-scatter and one all-gather of N bytes (sharded), or one
+      all-reduce of N bytes (N / 2 with a codec); else, and if not exact, only what `base` sends.
 
-    Source: Wang et al., "SlowMo", ICLR 2020, algorithm 1; FairScale 0.4.13
-      `SlowMoDistributedDataParallel`.
+    Source: Wang et al., "SlowMo", ICLR 2020, algorithm 1; FairScale 0.4.13.
     """
     owner = "slowmo"
     exchange = checked_exchange(owner, axis_name, local_axis_name, param_specs, bucket_bytes, codec)
@@ -173,7 +135,7 @@ def slowmo(
 def slow_momentum(
     momentum: float = 0.5, slow_learning_rate: float = 1.0, *, nesterov: bool = False
 ) -> optax.GradientTransformationExtraArgs:
-    """Apply momentum to the displacement of the parameters between slow steps.
+    """Make the optimizer of slow steps: momentum on how far the replicas moved since the last one.
 
     With D = anchor - average and gamma the inner learning rate now:
 

@@ -127,7 +127,7 @@ def _checked_axes(axes: Mapping[str, int]) -> dict[str, int]:
 
 
 def make_mesh(axes: Mapping[str, int], devices: Sequence[Any] | None = None) -> Mesh:
-    """Make a mesh of real devices with Auto axes.
+    """Make a `jax.sharding.Mesh` of devices, whose axes have the type Auto.
 
     `jax.make_mesh` makes Explicit axes by default and then rejects inputs that are not placed;
     meshes of either kind work with the rest of this library.

@@ -45,66 +45,39 @@ def pipelined(
         step = js.make_train_step(pipe, optimizer, sync=js.slowmo("replica"), mesh=mesh)
         state = step.init(params)
 
-    `executor="one_program"` makes one program for all devices. It scans over the schedule's table
-    of ticks, which is data, so the program does not grow with the number of microbatches. In each
-    tick a device runs its stage's operation in one branch of a `lax.switch`, or is idle; transfers
-    between stages are outside of all branches. Every tick lasts as long as its longest operation on
-    any stage, so choose the schedule by its bubble in lockstep
-    (`schedule.simulate(lockstep=True)`).
-
-    `executor="host"` compiles a program for each operation of each stage. The host dispatches these
-    programs in the schedule's order and copies activations and cotangents to the next stage's
-    devices; operations that do not depend on each other run at the same time. The bubble is that of
-    `schedule.simulate()`, and stages may have activations of any types. One process must see all
-    devices, and the loss function and its step cannot be called inside of jax.jit.
+    The guide is `docs/model-parallel.md`. More on each argument:
+    [docs/api/pipeline.md](#details).
 
     Args:
       model: the layers and the loss.
       params: one tree per layer, arrays or `ShapeDtypeStruct`s; only shapes and dtypes are used.
-      schedule: the order of operations; it must have as many stages as `mesh` has along
-        `axis_name`.
-      parts: layers of each stage, in the form that `js.partition_uniform` returns; None: the
-        partition that minimizes the bytes of parameters of the largest stage.
-      mesh: the devices; axes other than `axis_name` and `data_axes` (replicas, tensor parallel) are
-        left to a `shard_map` outside, or to the compiler.
-      executor: `"one_program"` or `"host"`.
+      schedule: the order of operations, with as many stages as `mesh` has along `axis_name`.
+      parts: layers of each stage, as `js.partition_uniform` returns them; None: the partition that
+        minimizes the bytes of parameters of the largest stage.
+      mesh: the devices; axes other than `axis_name` and `data_axes` are left to a `shard_map`
+        outside, or to the compiler.
+      executor: `"one_program"` runs on all devices and processes, `"host"` dispatches a program per
+        stage and operation from one process.
       axis_name: the axis of the stages.
-      data_axes: axes inside a replica between whose devices each microbatch is split. Parameters
-        that `param_specs` shards over them are gathered before the schedule, and their gradients
-        reduce-scattered after it, once per step.
+      data_axes: axes inside a replica between whose devices each microbatch is split.
       param_specs: a `PartitionSpec` per leaf of `params`, over axes other than that of the stages,
         or a prefix of such a tree; None: whole on every device of a stage.
-      remat: whether to keep only the activations between stages, and to compute the rest of a
-        forward pass again in the backward pass.
-      batch_memory: the memory that holds the microbatches. `"host"`: the host's pinned memory, from
-        which a stage copies a microbatch when it needs it. A batch that is already there, such as
-        `jax.device_put(batch, NamedSharding(mesh, spec, memory_kind="pinned_host"))`, is never
-        whole on a device.
-      gradient_scale: a factor of the gradients between stages, which is divided out at the end in
-        float32; it keeps small gradients in float16 from becoming zero.
-      model_state: one tree per layer, {} for layers without state, of arrays or
-        `ShapeDtypeStruct`s, of which only shapes and dtypes are used; only for models whose layers
-        take `state`.
+      remat: whether to recompute activations inside a stage in the backward pass.
+      batch_memory: the memory that holds the microbatches, `"device"` or `"host"`.
+      gradient_scale: a factor of the gradients between stages, which is divided out at the end.
+      model_state: one tree per layer, {} without state, of arrays or `ShapeDtypeStruct`s.
 
     Returns:
-      A `js.pipeline.Pipelined`, which is a loss function. Pass it to `js.make_train_step` in place
-      of another loss function, and the model's own parameters to `step.init`.
+      A `js.pipeline.Pipelined`, a loss function; pass the model's parameters to `step.init`.
 
     Raises:
-      ValueError: a number of stages that differs from the mesh, unknown axes, parts that do not
-        cover the layers, a stage without layers, tied leaves with different specs; with
-        `executor="host"` devices of other processes. When the loss function is traced: a batch that
-        microbatches or data axes do not divide; in one program activations whose structure, shapes
-        or dtypes differ between stages.
+      ValueError: stages, axes, parts or tied leaves that do not fit; with `executor="host"` devices
+        of other processes; when traced, a batch that does not divide, or in one program activations
+        whose types differ between stages.
 
-    Communication: in one program, per tick and over `axis_name`, one collective-permute of an
-      activation and one of a cotangent between neighbours (two of each for a placement that goes
-      down the stages and back up); with `executor="host"` one copy of each per microbatch and hop.
-      At the end of a step one all-reduce of loss and metrics, and for tied parameters that of
-      `js.pipeline.sum_tied_gradients`. Over `data_axes` one all-gather and one reduce-scatter of
-      each sharded buffer, and one all-reduce of the gradients of the others. A collective that the
-      compiler puts inside of a branch, for axes left to it, runs only between the devices of one
-      stage.
+    Communication: per tick (one program) or per microbatch and hop (`"host"`) one activation and
+      one cotangent; at the end of a step one all-reduce of loss and metrics, and of tied gradients;
+      over `data_axes` an all-reduce, or for sharded leaves an all-gather and a reduce-scatter.
     """
     check_choice("executor", executor, Executor)
     check_choice("batch_memory", batch_memory, BatchMemory)

@@ -466,7 +466,7 @@ class StagePart:
 
 @dataclass(frozen=True)
 class StageProgram:
-    """The operations F, B, W and BW of one stage as pure functions; made by `split_stage`.
+    """A stage's forward pass and parts of its backward pass, as functions; made by `split_stage`.
 
     F is `forward`, B `backward_input`, W `backward_weight`, BW `backward`. An equation of the
     backward pass is in B or in W; it is in both only if it changes just the layout or dtype of an
@@ -564,7 +564,7 @@ def split_stage(
     loss: bool = False,
     remat: bool = False,
 ) -> StageProgram:
-    """Split the backward pass of a stage into the gradient of its input, B, and the rest, W.
+    """Split a stage's backward pass in two: B, the gradient of its input, and W, all the rest.
 
     The equations of the traced backward pass are divided: B computes the cotangent of `x`, and W
     everything that B has not computed, so that B and W together do the work of the whole. Calls,

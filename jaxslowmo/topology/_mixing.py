@@ -138,7 +138,7 @@ def _check_repeats(graph: Graph, mixing: Mixing, step: int, matrix: np.ndarray) 
 
 
 def mixing_matrix(graph: Graph, mixing: Mixing | None, step: int) -> np.ndarray:
-    """Return the checked matrix P of one exchange.
+    """Return the mixing matrix P of one exchange, after checking it.
 
     Args:
       graph: the graph (which node sends to which).
@@ -195,7 +195,7 @@ def mixing_matrix(graph: Graph, mixing: Mixing | None, step: int) -> np.ndarray:
 
 @dataclass(frozen=True, eq=False)  # comparing arrays does not give one truth value
 class ExchangeRound:
-    """One exchange of a rotation.
+    """One exchange of a graph: who sends to whom, and how a node weighs what it receives.
 
     Attributes:
       permutations: partial permutations, tuples of (source, destination).
@@ -213,7 +213,7 @@ class ExchangeRound:
 
 
 def exchange_rounds(graph: Graph, mixing: Mixing | None = None) -> tuple[ExchangeRound, ...]:
-    """Return all exchanges of a rotation, checked.
+    """Return the exchanges of a graph until it repeats, after checking its mixing weights.
 
     Args:
       graph: the graph (which node sends to which).

@@ -280,7 +280,7 @@ class Graph:
 def from_phone_book(
     table: Sequence[Sequence[int]], peers_per_step: int | None = 1, *, name: str = "custom"
 ) -> Graph:
-    """Return the graph of any ordered phone book.
+    """Make a graph from a phone book: for each node the list of nodes that it sends to, in order.
 
     Args:
       table: the out-peers of every node, in the order of the rotation. Rows may differ in length,

@@ -21,7 +21,7 @@ from .step import averaged
 
 
 class Hook(Protocol):
-    """A callable that the loop calls after some of its steps.
+    """A function that `js.train_loop` calls after some of its steps.
 
     Attributes:
       every: an int k (steps k, 2k, ...) or a `js.every` schedule.

@@ -22,7 +22,7 @@ Setting = Mapping[str, Any]
 
 
 class SweepState(NamedTuple):
-    """The replicas of all runs.
+    """The state of a `Sweep`: the replicas of all runs.
 
     Attributes:
       params: leaves of shape (settings, seeds, replicas, *s).
@@ -37,7 +37,7 @@ class SweepState(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Sweep:
-    """Training of every setting with every seed, in one program over virtual replicas.
+    """Many training runs in one program: every setting with every seed, over virtual replicas.
 
     For questions such as: which slow momentum, at which learning rate, and how sure is it? All runs
     have the same shapes, so `jax.vmap` maps one training step over settings, seeds and replicas.

@@ -21,7 +21,7 @@ _IMPL = "threefry2x32"  # its keys are two numbers, whatever jax's default imple
 
 
 def typed_keys(loss_fn: Callable[..., Any]) -> "TypedKeys":
-    """Return a loss function with typed keys in its model state, from one that uses raw keys.
+    """Wrap a loss function that uses raw PRNG keys so that its model state holds typed keys.
 
         step = js.make_train_step(js.typed_keys(keras_loss), optimizer, mesh=mesh)
         state = step.init(params, model_state=raw)

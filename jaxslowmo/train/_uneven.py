@@ -44,7 +44,7 @@ def uneven_batches(
     axis_name: AxisName = "replica",
     on_exhausted: OnExhausted = "follow",
 ) -> Iterator[WeightedBatch]:
-    """Join the batches of replicas, of which some have fewer batches than others.
+    """Join the replicas' iterators of batches into one; some may end before the others.
 
     The iterator ends when all replicas have run out. A replica that runs out earlier repeats its
     last batch with weight 0: it computes along, contributes nothing and ends with the same

@@ -48,7 +48,7 @@ class Chain(GradientTransform):
 
 @records_settings
 def chain(*transforms: optax.GradientTransformation) -> Chain:
-    """Chain gradient transforms, an optimizer and parameter transforms, and keep them accessible.
+    """Chain transforms like `optax.chain`, so that `js.make_train_step` can see the parts.
 
         tx = js.chain(
             js.all_reduce_gradients("replica"), optax.adamw(1e-3), js.local_sgd("replica")
@@ -136,9 +136,10 @@ def init(
     mesh: AnyMesh,
     axis_name: AxisName = "replica",
 ) -> PyTree:
-    """Make the state of `tx` for stacked parameters, inside the mapped axes.
+    """Make the state of `tx` for a loop of your own, with a leading axis of replicas.
 
-    Transforms that shard their state over replicas can only be initialised inside the axis.
+    Transforms that shard their state over replicas can only be initialised inside the mapped
+    axis, where this function calls `tx.init`.
 
     Args:
       tx: any optax transform or chain.

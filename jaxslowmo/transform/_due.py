@@ -76,7 +76,9 @@ class Every:
 def every(
     k: int, start: int = 0, offset: int = 0, before: Literal["none", "all"] = "none"
 ) -> Every:
-    """Return a schedule for `sync_every`: due if t > start and (t - start - offset) % k == 0.
+    """Return a schedule for `sync_every`: every `k`-th update after update `start`.
+
+    Update t = 1, 2, ... is due if t > start and (t - start - offset) % k == 0.
 
     Args:
       k: period in updates, >= 1.

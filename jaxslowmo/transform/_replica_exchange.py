@@ -22,7 +22,7 @@ from ..tree import Buffer, BufferPlan, TreePacking, plan_buffers
 
 @dataclass(frozen=True)
 class Exchange:
-    """The axes over which trees are exchanged, and the form in which they are sent.
+    """Settings of an exchange between replicas: over which axes, and in which form.
 
     Attributes:
       axis_name: mapped axis of the replicas, or several.

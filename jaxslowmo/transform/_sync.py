@@ -27,7 +27,7 @@ Numerator = tuple[PyTree, jax.Array | None]
 
 
 class Now(NamedTuple):
-    """The arguments of one update, which an event may read beside its operand.
+    """The arguments of the current update, which an event may read.
 
     Attributes:
       params: the parameters before the update.
@@ -54,7 +54,7 @@ class Now(NamedTuple):
 
 @dataclass(frozen=True)
 class Event:
-    """Something that an algorithm does in some of the updates.
+    """Something that an algorithm does in some updates, such as an average.
 
     Let y be the parameters after the optimizer's update. `run((updates, others, state), now)`
     returns the three afterwards, where `updates` is what is added to `now.params`, and `others`
@@ -126,7 +126,7 @@ class Event:
 
 
 class Beside(NamedTuple):
-    """An exchange of several updates that a host can run as a program of its own beside them.
+    """An exchange that lasts several updates, which the host can run as a separate program.
 
     Attributes:
       without: `without(phase)`: the phase without the events that send; the same phase if an update

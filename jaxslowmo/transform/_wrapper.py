@@ -12,7 +12,7 @@ from ._transform_states import Carried, StatePlacement
 
 
 class Wrapper(Sync):
-    """An algorithm around another: it is as that one where a subclass does not override it.
+    """An algorithm that wraps another, and acts like it except where a subclass overrides it.
 
     Attributes:
       base: the algorithm inside.

@@ -1,6 +1,7 @@
 """Every public name is described on exactly one page of the API, and listed at the top of it."""
 
 import importlib
+import pkgutil
 import re
 import types
 from collections import Counter
@@ -64,6 +65,18 @@ def test_names_are_listed_with_what_they_are():
         listed = dict(re.findall(r"^\| \[`[\w.]+`\]\[([\w.]+)\] \| (.*) \|$", text, re.M))
         assert [*listed] == [name for name in entries if name != "torch_compat.runtime"], page
         assert all(listed.values()), page
+
+
+def test_links_from_docstrings_lead_to_headings_of_their_page():
+    linked = 0
+    for page, text in rendered().items():
+        for path in re.findall(r"^::: (jaxslowmo\.[\w.]+)$", text, re.MULTILINE):
+            doc = pkgutil.resolve_name(path).__doc__ or ""
+            for target, anchor in re.findall(r"\[docs/api/(\S+)\]\(#(\S+)\)", doc):
+                assert target == page, path
+                assert f" {{#{path}--{anchor}}}\n" in text, path  # as mkdocstrings makes of it
+                linked += 1
+    assert linked
 
 
 def test_every_package_with_public_names_has_a_page():

@@ -37,7 +37,7 @@ _INSTEAD = {
 
 
 class SlowMoBaseAlgorithm(str, Enum):  # noqa: UP042  FairScale's prints its name
-    """The algorithm that brings the nodes together between two slow steps."""
+    """The algorithm that averages the nodes between two slow steps: local SGD or gossip."""
 
     LOCALSGD = "localsgd"
     SGP = "sgp"

@@ -17,7 +17,7 @@ def read_anchor(
     mesh: AnyMesh,
     axis_name: AxisName = "replica",
 ) -> PyTree:
-    """Return the anchor of `slowmo` or `diloco` as a float32 tree like the parameters.
+    """Return the anchor of `slowmo` or `diloco`: what the last slow or outer step reached.
 
     Args:
       sync: the transform that made the state.
@@ -27,8 +27,8 @@ def read_anchor(
       axis_name: the replica axis.
 
     Returns:
-      Tree of `(replicas, *s)`; it is equal on all replicas unless `exact_average=False`, where
-      each replica has a different anchor.
+      A float32 tree of `(replicas, *s)`, like the parameters. It is equal on all replicas unless
+      `exact_average=False`, where each replica has a different anchor.
 
     Raises:
       ValueError: a transform without an anchor.

@@ -61,56 +61,42 @@ def clip_by_global_norm(
     tied_axis_name: str = "stage",
     counted: PyTree | None = None,
 ) -> GradientTransform:
-    """Scale all gradients down together where their common norm exceeds `max_norm`.
+    """Scale all gradients down by one factor if their norm over the whole model exceeds `max_norm`.
 
         grads * min(1, max_norm / (norm + 1e-6))
 
-    The norm is that of the whole model, each parameter counted once: parts that devices along
-    `model_axes` hold are added up, leaves that are equal on all of these count on the first, and
-    a tied parameter on the first stage that holds it. Put it after the transforms that average or
-    sum gradients (`js.all_reduce_gradients`, `js.pipeline.sum_tied_gradients`) and before the
-    optimizer; `js.dynamic_loss_scale` wraps both. Replicas whose gradients differ have different
-    norms.
-
-    Unlike `optax.clip_by_global_norm` (`grads * max_norm / norm` where the norm is not below
-    `max_norm`) it follows torch: a clipped norm is `max_norm * norm / (norm + 1e-6)`. Both agree up
-    to 1e-6 / norm. Norms are float32 for half-precision gradients, too.
+    Put it after the transforms that average or sum gradients and before the optimizer;
+    `js.dynamic_loss_scale` wraps both. Each parameter counts once in the norm, even if devices or
+    stages hold parts or copies of it. Norms are float32 for half-precision gradients, too.
+    More: [docs/api/gradients.md](#details).
 
     Args:
       max_norm: > 0; also an array, as `optax.inject_hyperparams(js.clip_by_global_norm, "norm")`
         gives it.
       model_axes: *mapped* axes between whose devices the model is shared, a name or a tuple:
-        tensor, fsdp, stage. Axes over which the compiler shards are not mapped: what is sharded
-        there is in the norm already. Not the axis of the replicas.
+        tensor, fsdp, stage. Not the axis of the replicas, nor axes that the compiler shards over.
       norm: 2, infinity for the largest absolute value, or any other number >= 1.
       param_specs: one `PartitionSpec` per leaf, or a prefix of the tree: over which of
-        `model_axes` a leaf is sharded, or stages have different parameters in it. By default it
-        is read off the types of `shard_map(check_vma=True)`; without these it is required.
+        `model_axes` a leaf differs. By default it is read off the types of
+        `shard_map(check_vma=True)`; without these it is required.
       tied: groups as `js.pipeline.sum_tied_gradients` takes them; sum their gradients before.
       tied_axis_name: the axis of their stages, one of `model_axes`.
       counted: a tree like the gradients, or a prefix of it, of masks that broadcast to the leaves
-        (None: all elements count). Elements whose mask is 0 are scaled, but are not in the norm:
-        for copies that are parts of one array. Tied parameters of `js.pipelined` need no mask.
+        (None: all elements count). Elements whose mask is 0 are scaled, but are not in the norm.
 
     Returns:
       A gradient transform with state `ClipByGlobalNormState`. A norm that is infinite or NaN makes
-      all gradients NaN, on all devices along `model_axes`, so that a later check sees it on every
-      device (`js.dynamic_loss_scale` around it checks before, and passes zeros). In a leaf
-      `js.sparse.RowGradient` a row counts by the sum of its entries. Integers are left alone.
-      In the `gradients` of a step with tables (`embeddings=`) it counts and scales their rows, too.
+      all gradients NaN, on all devices along `model_axes`. Integers are left alone.
 
     Raises:
-      ValueError: at construction: `max_norm` that is not > 0, `norm` below 1, axes that are no
-        names, specs without axes, invalid groups or groups whose axis is not in `model_axes`. At
-        trace time: an axis that is not mapped, neither specs nor types that say what is sharded;
-        specs, groups or masks that do not fit the gradients.
+      ValueError: numbers out of range, axes that are no names, specs or groups without their axis;
+        at trace time an axis that is not mapped, neither specs nor types that say what is sharded,
+        or specs, groups or masks that do not fit the gradients.
 
     Communication: every update one all-reduce of 4 bytes (8 in double precision) over
-      `model_axes` (a sum or a maximum), with tables also over the axis that these are sharded
-      over; none without axes.
+      `model_axes` (a sum or a maximum), with tables also over theirs; none without axes.
 
-    Source: torch 2.13, `torch.nn.utils.clip_grad_norm_`; ColossalAI (commit 96780e6),
-      `clip_grad_norm_fp32`, which counts tied parameters once per stage.
+    Source: torch 2.13, `torch.nn.utils.clip_grad_norm_`; ColossalAI, `clip_grad_norm_fp32`.
     """
     if not isinstance(max_norm, jax.Array) and not max_norm > 0:
         raise ValueError(f"{OWNER}: `max_norm` must be a number > 0, got {max_norm!r}.")

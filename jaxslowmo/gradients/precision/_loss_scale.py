@@ -122,7 +122,7 @@ def dynamic_loss_scale(
     min_scale: float = 1.0,
     max_scale: float = 2.0**24,
 ) -> GradientTransform:
-    """Keep a scale for the loss, and skip updates in which a gradient is infinite or NaN.
+    """Add a loss scale to an optimizer, and skip updates with NaN or infinite gradients.
 
     float16 has no numbers between 0 and 6e-8: multiplying the loss by a scale keeps gradients above
     that. The wrapper divides the gradients by the scale, and lowers the scale when they overflow:
@@ -130,58 +130,34 @@ def dynamic_loss_scale(
         optimizer = js.dynamic_loss_scale(optax.adamw(1e-3))
         step = js.make_train_step(loss_fn, optimizer, policy=js.Policy("float16"), ...)
 
-    `js.make_train_step` reads the scale from the state and multiplies the loss; your own loop does
-    it with `js.loss_scale_of`. In a skipped update all updates are zeros and the state of
-    `optimizer` does not change, not even its counters. A parameter transform after it still counts
-    the update and exchanges what is due, so replicas stay in phase though one of them skips.
-
-    Wrap it around everything that reads gradients: clipping, weight decay, `optax.partition`,
-    `optax.MultiSteps` and `js.accumulate` may be inside. `js.accumulate` may also wrap it (then a
-    whole window is skipped), and a transform that averages gradients may precede it. Any other
-    transform before it receives scaled gradients in your own loop, but unscaled ones in a step of
-    `js.make_train_step`, if `js.chain` or another wrapper of jaxslowmo holds the loss scale (not
-    `optax.chain`). Do not wrap it in `optax.apply_if_finite`, which would hide every overflow from
-    it, or in `optax.MultiSteps`, whose sum stays NaN after an overflow.
+    `js.make_train_step` multiplies the loss; your own loop does it with `js.loss_scale_of`. A
+    skipped update is zeros, and does not change the state of `optimizer`. More, and what may be
+    inside and around it: [docs/api/precision.md](#details).
 
     Args:
       optimizer: any optax transform except a parameter transform.
-      axes: mapped axes, a name or a tuple, whose positions skip updates together because each
-        holds a part of one model, such as the stages of a pipeline. With the axis of the replicas
-        these skip together, too; without it each replica has its own scale. Axes over which the
-        compiler shards are not mapped; the gradients of all shards are checked anyway. Axes over
-        which `optimizer` itself exchanges gradients are added.
+      axes: mapped axes, a name or a tuple, along which all skip an update together.
       initial: the first scale.
       growth_interval: number of updates in a row without overflow after which the scale grows.
       growth: factor > 1 by which the scale grows, unless it is at least `max_scale` already.
       backoff: factor in (0, 1) by which an overflow lowers the scale, not below `min_scale`.
-      hysteresis: number of overflows until the scale falls; then every further overflow lowers it,
-        until it has grown (or would have).
+      hysteresis: number of overflows until the scale falls; then every further overflow lowers it.
       min_scale: lower bound of the scale, > 0.
       max_scale: upper bound of the scale, >= `initial`; one growth from below may exceed it.
 
     Returns:
-      A transform with state `DynamicLossScaleState`. `update(grads, state, params, weight=None,
-      finite=None, unscaled=False)` takes gradients of the scaled loss and passes those of the loss
-      to `optimizer`, divided in at least float32, in the gradients' dtypes (float16 gradients then
-      lose what the scale has kept: use float32 parameters). `finite`: () bool, False skips the
-      update, for example because of gradients that are not among `grads`. `unscaled=True`: the
-      gradients were divided already. `weight`: this replica's share; a replica of weight 0 is not
-      checked if another one along `axes` has a share. These, a `grad` (divided as the gradients
-      are) and other arguments reach `optimizer`; `value` and `value_fn` must be those of the
-      unscaled loss.
+      A transform with state `DynamicLossScaleState`. Its `update(grads, state, params, weight=None,
+      finite=None, unscaled=False)` takes gradients of the scaled loss.
 
     Raises:
-      ValueError: at construction: numbers outside of these bounds, `optimizer` that is no transform
-        or a parameter transform, axes that are no names. At `init`: an `optimizer` that holds a
-        parameter transform or another loss scale; parameters of which a wrapping `optax.masked` or
-        `optax.partition` hides some. At trace time: an axis that is not mapped.
+      ValueError: numbers out of these bounds, invalid axes, an `optimizer` that is no transform, or
+        holds a parameter transform or another loss scale; at trace time an axis that is not mapped.
 
     Communication: every update, one all-reduce (max) of 4 bytes over `axes` and those over which
       `optimizer` exchanges, none without axes; then that of `optimizer`, also in skipped updates.
 
-    Source: Micikevicius et al., "Mixed Precision Training", ICLR 2018, section 3.2. Defaults up to
-      `backoff` are those of torch's `GradScaler`, which has neither hysteresis nor bounds; the
-      other defaults keep its behaviour. The full rule is that of ColossalAI's `DynamicGradScaler`.
+    Source: Micikevicius et al., "Mixed Precision Training", ICLR 2018, section 3.2; torch's
+      `GradScaler` (the defaults), ColossalAI's `DynamicGradScaler` (the full rule).
     """
     rule = ScaleRule(initial, growth_interval, growth, backoff, hysteresis, min_scale, max_scale)
     if axes != ():

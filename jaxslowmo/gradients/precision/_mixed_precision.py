@@ -188,7 +188,7 @@ def check_place(opt_state: PyTree) -> None:
 
 
 def loss_scale_of(opt_state: PyTree) -> jax.Array | None:
-    """Return the factor of the next loss: the scale that `js.dynamic_loss_scale` keeps.
+    """Return the number to multiply the next loss by: the scale of `js.dynamic_loss_scale`.
 
     `js.make_train_step` multiplies by it. In your own loop:
 

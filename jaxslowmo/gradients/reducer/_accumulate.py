@@ -52,7 +52,7 @@ class AccumulateState(NamedTuple):
 def accumulate(
     inner: optax.GradientTransformation, every: int | Every, *, average: bool = True
 ) -> GradientTransform:
-    """Collect gradients locally over several calls, then run `inner` once on the whole.
+    """Collect gradients over several calls without communication, then run `inner` on their mean.
 
     This is torch's `no_sync`. Wrap the chain that reduces gradients and updates parameters:
 

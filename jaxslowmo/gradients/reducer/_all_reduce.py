@@ -67,64 +67,36 @@ def all_reduce_gradients(
     `DistributedDataParallel` does. Gradients are packed into flat buckets of one dtype each. The
     first bucket holds the gradients that the backward pass finishes first, and is small so that
     communication starts early.
+    More on each argument: [docs/api/gradients.md](#details).
 
     Args:
       axis_name: mapped axis to average over, or under shard_map a tuple of axes.
       bucket_bytes: a bucket closes when it reaches this size; 0 gives one bucket per leaf.
-      first_bucket_bytes: size of the first bucket of each dtype.
+      first_bucket_bytes: size in bytes of the first bucket of each dtype.
       order: the order in which gradients fill buckets: `"reverse"` or `"forward"` leaf order, or
-        all leaves by position or name, such as `js.ready_order(loss_fn, params, batch)`. None, the
-        default, is in a step of `js.make_train_step` the order in which the backward pass finishes
-        them, read from the traced loss function where the buckets depend on it. It is `"reverse"`
-        in a loop of your own, inside an `optax.chain`, with a loss function of `js.pipelined`, and
-        with a hook that keeps state, since its buckets are those of `init`.
+        all leaves by position or name. None: the order in which the backward pass finishes them.
       buckets: the buckets themselves, lists of positions or names; replaces sizes and order.
       max_buckets: largest number of buckets; see `js.assign_buckets`.
-      alone_bytes: leaves of at least this size form a bucket each and are not copied: faster on
-        CPU, where copies of large buffers cost page faults. None packs all leaves, as torch does.
+      alone_bytes: leaves of at least this size form a bucket each; None packs all leaves.
       split_large: whether leaves that are larger than a bucket are cut.
       hook: a `js.hooks.CommHook` that reduces each bucket, or None for the plain mean.
-      divide_by: divisor of the weighted sum when some replicas have weight 0:
-        `"active"` takes the (weighted) mean over the others, `"initial"` makes it smaller by the
-        share of replicas that are left, as if the others had sent zeros.
-      param_specs: `PartitionSpec` per leaf, or a prefix of the tree, over axes inside a replica
-        that are left to the compiler: each device then reduces its own blocks. Leaves that are
-        sharded over different axes share no bucket, and sizes are those of a device's blocks.
-        None: `update` receives the specs (`make_train_step` passes them), or the types contain
-        them (Explicit axes); otherwise sharded leaves are gathered. A hook with state needs the
-        specs here or in the types, and keeps a state for each block.
+      divide_by: whether replicas of weight 0 count in the divisor: `"initial"` yes, `"active"` no.
+      param_specs: `PartitionSpec` per leaf, or a prefix of the tree, over automatic axes inside a
+        replica, for leaves that are sharded there; each device reduces its own blocks.
 
     Returns:
       A transform with state `AllReduceGradientsState`. `update(grads, state, params=None,
       weight=None, ready_order=None, param_specs=None)` returns the mean gradients, in the
-      gradients' shapes and dtypes. Works in half precision (float16 is divided before it is
-      summed).
-
-      `weight`: () number, this replica's share in the mean, such as its number of samples; 0 for a
-      replica without data, whose gradients are ignored, NaN included. If all weights are 0 the mean
-      is 0. `ready_order`: a function that returns the positions of all leaves, for an `order` of
-      None; `make_train_step` passes it, and it is called only if the order decides which gradients
-      share a bucket. `param_specs`: as above, used if that is None.
-      Means of `js.sparse.RowGradient` leaves are those of `js.all_reduce_rows(output="rows")`.
+      gradients' shapes and dtypes. `weight`: () number, this replica's share in the mean; with 0
+      its gradients are ignored, NaN included.
 
     Raises:
-      ValueError: at construction: negative sizes, an invalid order, hook or `divide_by`. At trace
-        time: an unbound axis, non-float leaves, names or positions that the gradients do not have,
-          and
-        gradients that don't vary over `axis_name`. The last means that they are summed already:
-        inside shard_map with its default check, jax itself sums gradients of parameters that are
-        equal over an axis. Also specs that name `axis_name`, an axis that the mesh does not have,
-        or that don't fit the gradients.
+      ValueError: negative sizes, an invalid order, hook or `divide_by`; at trace time an unbound
+        axis, names, specs or leaves that do not fit, gradients that do not vary over `axis_name`.
       UserWarning: once, if the axis has size 1, and where sharded leaves are gathered.
 
-    Communication: every update, one all-reduce over `axis_name` per bucket; N bytes together, N the
-      bytes of the gradients (with specs, of a device's own blocks). A weight adds 8 bytes to the
-      first float32 bucket of each group of leaves that are sharded over the same axes. With a hook:
-      what the hook states, and an all-reduce of 8 bytes for a weight. Between processes on CPU the
-      compiler merges the buckets into one after the backward pass. They stay separate and are sent
-      during the backward pass, one after the other, with `XLA_FLAGS=--xla_disable_hlo_passes=
-      cpu-all-reduce-combiner` in the environment (`jaxslowmo train` sets it); then buckets of about
-      1 MiB are best.
+    Communication: every update, one all-reduce over `axis_name` per bucket, N bytes together, N the
+      bytes of the gradients; a weight adds 8 bytes. With a hook: what the hook states.
 
     Source: Li et al., "PyTorch Distributed", VLDB 2020, section 3.2 (bucketing); torch 2.13,
       `DistributedDataParallel` and `Join` (weights of 0 and 1).

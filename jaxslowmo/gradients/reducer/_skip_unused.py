@@ -25,7 +25,7 @@ _OWNER = SKIP_UNUSED
 
 
 class SkipUnusedState(NamedTuple):
-    """State of `skip_unused`; leaves of the parameters in flattening order."""
+    """State of `skip_unused`; one entry per leaf, in the order of `jax.tree.leaves(params)`."""
 
     used_by: jax.Array  # (leaves,) int32, replicas that used it in the last update; -1: none yet
     times_used: jax.Array  # (leaves,) int32, updates in which some replica used it
@@ -41,11 +41,9 @@ def skip_unused(
 ) -> GradientTransform:
     """Wrap an optimizer so that it does not update parameters that no replica used.
 
-    Such a parameter gets update 0, without weight decay or momentum, and the entries of the
-    optimizer's state that belong to it stay as they are; entries that belong to no parameter, such
-    as a step count, are updated. A parameter that some replicas used is updated on all of them,
-    from the mean in which the others count as zeros: the result of the reduction.
-
+    Such a parameter gets update 0, without weight decay or momentum. Its entries in the optimizer's
+    state stay as they are; entries of no parameter, such as a step count, are updated. A parameter
+    that some replicas used is updated on all, from the mean in which the others count as zeros.
     Wrap the reduction and the optimizer together, so that it sees each replica's own gradients:
 
         tx = js.skip_unused(
@@ -57,9 +55,8 @@ def skip_unused(
     it, not inside. For accumulation wrap it in `optax.MultiSteps`, not the other way round.
 
     Args:
-      inner: the optimizer, or a chain of reduction and optimizer. It may hold state per parameter
-        (trees like the parameters, found as `optax.tree_utils.tree_map_params` does) and state of
-        other kinds; the state of `js.all_reduce_gradients` and its hooks is not touched.
+      inner: the optimizer, or a chain of reduction and optimizer. Its state per parameter is found
+        as by `optax.tree_utils.tree_map_params`; that of reductions and hooks is not touched.
       axis_name: mapped axis, or several, over which uses are counted: all axes over which the
         gradients that `update` receives differ.
       sticky: whether a parameter that was used once counts as used from then on, as in torch with
@@ -67,17 +64,14 @@ def skip_unused(
 
     Returns:
       A transform with state `SkipUnusedState`; `js.unused_names` reads it. Its
-      `update(grads, state, params, used=None, **extra)` takes
-
-      `used`: which parameters this replica used: bools, () each, in a tree like the parameters or a
-      prefix of it (`True` for all). None: those whose gradient is not identically zero (a NaN is a
-      use); with `weight=0` none, as that replica's gradients are ignored. `extra` goes to `inner`.
+      `update(grads, state, params, used=None, **extra)` takes `used`, which parameters this replica
+      used: bools, () each, in a tree like the parameters or a prefix of it. None: those whose
+      gradient is not identically zero (a NaN is a use), none with `weight=0`.
 
     Raises:
       ValueError: `inner` is a parameter transform or not a transform; at trace time an unbound
         axis, or `used` that does not fit the gradients.
-      Exception: what optax raises when the state is made, for state per parameter that it can't
-        find (`optax.sm3`, `optax.lbfgs`), with a note.
+      Exception: what optax raises for state that it can't find (`optax.sm3`), with a note.
 
     Communication: every update, one all-reduce over `axis_name` of 4 bytes per leaf; and the
       collectives of `inner`.

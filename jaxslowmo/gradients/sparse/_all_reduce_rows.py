@@ -41,7 +41,7 @@ Output = Literal["dense", "rows"]
 
 @gradient_state
 class AllReduceRowsState(NamedTuple):
-    """State of `all_reduce_rows`; all but `dense` is equal on all replicas.
+    """State of `all_reduce_rows`; all fields except `dense` are equal on all replicas.
 
     Attributes:
       count: () int32, updates so far.
@@ -75,49 +75,39 @@ def all_reduce_rows(
     """Average the gradients of embedding tables over replicas; only touched rows are sent.
 
     Use it as the first transform of a chain, in place of `js.all_reduce_gradients`, which can be
-    its `dense` for the other leaves. A table's gradient is either a `RowGradient`, as
-    `js.row_value_and_grad` makes it, or an ordinary array whose leaf is named in `tables`: then its
-    nonzero rows are sent, which needs no change to the model.
-
-    Nothing is ever dropped: where a replica has more distinct rows than `capacity`, all replicas
-    send that table's gradient again, all rows or the whole table, and the state counts it.
+    its `dense` for the other leaves. A table's gradient is a `RowGradient`, as
+    `js.row_value_and_grad` makes it, or an array whose leaf is named in `tables`: then its nonzero
+    rows are sent. Nothing is dropped: if a replica has more distinct rows than `capacity`, all
+    replicas send that table's gradient again, all rows or the whole table; the state counts it.
 
     Args:
       axis_name: mapped axis to average over, or under shard_map a tuple of axes.
       tables: names of leaves, such as `"encoder/embedding"`, that are tables. Optional for
         `RowGradient`s, except with `dense`, which must not see them at its `init`.
-      dense: transform that reduces all other leaves, such as `js.all_reduce_gradients(axis_name)`;
-        None leaves them as they are.
+      dense: transform that reduces all other leaves; None leaves them as they are.
       capacity: rows that each replica sends per table, an int or one per name in `tables`. None:
         the largest possible number: the entries of a `RowGradient`, all rows of an array.
-      path: `"rows"`, `"dense"` (an all-reduce of the table), or `"auto"`, whichever sends fewer
-        bytes. It is decided when the program is traced: rows where R * k * (4 + w) <= 2 * N *
-        w, for R replicas, k rows sent by each, and a table of N rows of w bytes.
-      output: `"dense"` returns arrays of the tables' shapes, which any optimizer takes. `"rows"`
-        returns `RowGradient`s for `js.sparse.apply_rows`: the union of all replicas' rows, sorted,
-        each once, in min(R * k, N) entries with k as if `capacity` were None; they always travel
-        as rows.
+      path: `"rows"`, `"dense"` (an all-reduce of the table), or `"auto"`, which takes rows where
+        R * k * (4 + w) <= 2 * N * w, for R replicas, k rows sent by each, a table of N rows of w
+        bytes, when the program is traced.
+      output: `"dense"` returns arrays of the tables' shapes. `"rows"` returns `RowGradient`s for
+        `js.sparse.apply_rows`: all replicas' rows, sorted, each once, in min(R * k, N) entries with
+        k as if `capacity` were None; they always travel as rows.
       divide_by: divisor where some replicas have weight 0; see `js.all_reduce_gradients`.
 
     Returns:
-      A transform whose `update(grads, state, params=None, weight=None)` returns the mean, in the
-      gradients' dtypes (sums of rows in at least float32), with the same bits on all
-      replicas; state is `AllReduceRowsState`. `weight`: () number, this replica's share: the mean
-      is sum(w * g) / sum(w) (see `divide_by`), 0 where all weights are 0. Gradients of a replica of
-      weight 0 are ignored, NaN included. It is passed on to `dense`.
+      A transform with state `AllReduceRowsState`. `update(grads, state, params=None, weight=None)`
+      returns the mean, in the gradients' dtypes (sums in at least float32), the same bits on all
+      replicas. `weight`: () number, this replica's share; with 0 its gradients are ignored.
 
     Raises:
-      ValueError: at construction, another `path` or `output`, `path="dense"` with rows as output,
-        capacity < 1 or for a table that is not named; at trace time an unbound axis, names in
-        `tables` without a leaf, `RowGradient`s that are not named but must be, are malformed, or
-        don't vary over the axis (see `js.all_reduce_gradients`), a `weight` that is no scalar.
+      ValueError: an invalid `path`, `output`, pair of both, or capacity; at trace time an unbound
+        axis, tables without a leaf, `RowGradient`s that are malformed, not named but must be, or
+        don't vary over the axis, a `weight` that is no scalar.
 
-    Communication: every update, per table sent as rows one all-gather of k + 2 int32 (k + 3 with
-      `weight`) and one of k rows over `axis_name`, R * k * (4 + w) bytes together plus these
-      numbers. Where a replica exceeds `capacity`, that update also sends (phase "overflow" in
-      `js.comm_report`) both with the largest possible number of rows, or one all-reduce of the
-      table. A table sent whole: one all-reduce of N * w bytes, one all-gather of 2 or 3 int32. And
-      what `dense` states.
+    Communication: every update, per table sent as rows, one all-gather of k + 2 int32 (k + 3 with
+      `weight`) and one of k rows; both again, larger, above `capacity` (phase "overflow"). A table
+      sent whole: an all-reduce of N * w bytes, an all-gather of 2 or 3 int32. Also that of `dense`.
 
     Source: Li et al., "PyTorch Distributed", VLDB 2020 (`sparse=True` embeddings are all-gathered).
     """

@@ -82,7 +82,7 @@ def _whole_or_nan(
 
 
 def coalesce(gradient: RowGradient, *, capacity: int | None = None) -> Coalesced:
-    """Sum the values of equal rows.
+    """Sum the entries of a row gradient that have the same row, so that each row occurs once.
 
     Args:
       gradient: entries in any order. Rows outside of the table are left out, as padding is.

@@ -23,7 +23,7 @@ from ._row_gradient import (
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TouchedRows(SomeRows):
-    """Some rows of a table, looked up by their numbers in the table: `touched[indices]`.
+    """The rows of a table that a batch uses, indexed like the whole table: `touched[indices]`.
 
     It replaces the table in a loss function. A row that it does not hold, or that is outside of
     the table, is NaN; negative numbers count from the end, as in jax.

@@ -22,9 +22,9 @@ from ...tree import leaf_names, plan_buffers
 from .._leaves import check_not_summed
 
 TiedGroup = Mapping[int, str]
-"""Maps a stage to the name of the leaf that holds its copy, such as `"embed/table"`."""
+"""One tied parameter: maps each stage with a copy to the copy's leaf name, `"embed/table"`."""
 TiedGroups = Sequence[TiedGroup]
-"""The groups of tied leaves, one for each parameter that several stages hold a copy of."""
+"""All tied parameters of a model, one `TiedGroup` for each."""
 
 
 def checked_groups(owner: str, argument: str, groups: Iterable[TiedGroup]) -> list[dict[int, str]]:
@@ -179,7 +179,7 @@ _OWNER = "sum_tied_gradients"
 
 @records_settings
 def sum_tied_gradients(axis_name: str, groups: TiedGroups) -> GradientTransform:
-    """Sum the gradients of a parameter of which several stages hold a copy, over these stages.
+    """Sum the gradients of each tied parameter over the stages that hold a copy of it.
 
         tx = js.chain(
             js.pipeline.sum_tied_gradients("stage", [{0: "embed/table", 3: "head/table"}]),

@@ -71,7 +71,7 @@ class Corpus:
 
 @dataclasses.dataclass(frozen=True)
 class Contents:
-    """The description of a corpus that distinguishes it from others.
+    """A summary of a corpus that tells whether two corpora are the same.
 
     Attributes:
       source: the path that was read.

@@ -36,11 +36,11 @@ GPT_RULES: Rules = (
     ("position", None),
     ("norm", None),  # vectors as wide as the residual stream
 )
-"""Megatron's split of a block over "tensor", and the remainder of every matrix over "fsdp"."""
+"""Sharding rules: a block over "tensor" as in Megatron, the rest of each matrix over "fsdp"."""
 
 
 def gpt_rules(mesh: Any) -> Rules:
-    """Return `GPT_RULES` for a mesh; dimensions whose axis it does not have are not split.
+    """Return `GPT_RULES` for a mesh: dimensions whose axis the mesh lacks are not split.
 
     Args:
       mesh: mesh with axes "fsdp" and "tensor", or one of them.

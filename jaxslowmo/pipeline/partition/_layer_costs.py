@@ -63,7 +63,7 @@ def layer_flops(
     params: Sequence[PyTree],
     microbatch: PyTree,
 ) -> list[LayerFlops]:
-    """Return the operations of each layer, forward and backward, by compiling without running.
+    """Return each layer's floating-point operations, from compiled programs that are not run.
 
         flops = js.pipeline.layer_flops(model, params, microbatch)
         parts = js.partition_by_cost([layer.total for layer in flops], num_stages=4)

@@ -106,7 +106,7 @@ def _uniform(owner: str, num_items: int, num_stages: int, num_chunks: int) -> li
 def partition_balanced(
     weights: Iterable[int], num_stages: int, num_chunks: int = 1
 ) -> list[list[Interval]]:
-    """Split layers so that the heaviest block is as light as possible, by ColossalAI's rule.
+    """Split layers so that the largest block is as small as possible, as ColossalAI does.
 
     Blocks are filled from the left, up to the smallest capacity with which `num_blocks` suffice. If
     fewer blocks are filled, the heaviest one is split in two as evenly as possible, until there are

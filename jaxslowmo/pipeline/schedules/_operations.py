@@ -40,7 +40,7 @@ class Operation(NamedTuple):
 Cell = tuple[Operation, ...]
 """What a stage does in one column of the table: nothing, one operation, or an F and a B."""
 Tick = tuple[Cell, ...]
-"""Per device stage its operations of one tick: none, one, or an F and a B (or BW) after it."""
+"""The operations of each device stage in one tick: none, one, or an F and then a B (or BW)."""
 
 
 class Done(NamedTuple):

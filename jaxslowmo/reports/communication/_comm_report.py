@@ -32,32 +32,26 @@ AnyProgram = jax.stages.Lowered | jax.stages.Traced | jax.stages.Compiled
 
 
 def comm_report(fn: Callable[..., Any] | Any, *args: Any, **kwargs: Any) -> CommReport:
-    """List the collectives of a step by mesh axis, collective and kind of step.
+    """List the collectives of a step, with their bytes, by mesh axis and kind of step.
 
     Two levels are reported: *emitted*, what the traced program asks for (its StableHLO), and
     *compiled*, what runs (optimised HLO). They differ: compilers merge and rewrite collectives, and
     those of automatic mesh axes exist only in compiled programs. `fn` is lowered and compiled,
-    never executed; nothing is donated. A program for an abstract mesh is not compiled.
+    never executed. A program for an abstract mesh is not compiled. Collectives among single devices
+    (axes of size 1, permutes onto oneself) move nothing and are left out. Loops multiply by their
+    trip count where the program tells it.
 
-    Kinds of step. The rows of a kind list everything that a step of this kind executes, so kinds
-    overlap.
+    The rows of a kind list everything that a step of this kind executes, so kinds overlap:
 
     - A step object with one program for each phase: kinds are the keys.
-    - In a traced program, collectives under `jax.named_scope("phase:NAME")` inside a conditional
-      are executed by steps of kind NAME only (the innermost phase counts). Kind "local" executes
-      those outside of conditionals, kind NAME those and its own. "local" exists even if silent.
-    - Phases that can meet in one step give a kind "NAME+NAME" too, which executes both; those of
-      the `sync` of a step object meet as its schedule says.
-      "phase:*" belongs to every kind but "local".
+    - A traced program: kind NAME executes the collectives under `jax.named_scope("phase:NAME")` in
+      a conditional (the innermost phase counts), and those outside of conditionals. Kind "local"
+      executes the latter alone, and exists even if there are none.
+    - Phases that can meet in one step give a kind "NAME+NAME" too. "phase:*" belongs to every kind
+      but "local".
     - Collectives in a conditional without a phase: kind "conditional", beside "local".
-    - A program without phases and without collectives in conditionals has the one kind "every";
-      with phases, but only outside conditionals (a program made for these phases), the one kind
-      NAME, or "NAME+NAME".
-    - Branches of one conditional exclude each other: where several of them belong to a kind, the
-      largest count and bytes per axis and collective are reported, not the sum.
-
-    Collectives among single devices (axes of size 1, permutes onto oneself) move nothing and are
-    left out. Loops multiply by their trip count where the program tells it.
+    - No collectives in conditionals: one kind, "every", or the names of the program's phases.
+    - Of the branches of one conditional the largest count and bytes are reported, not the sum.
 
     Args:
       fn: a function (it is jitted), a jitted function, or a step object with a method
@@ -93,7 +87,7 @@ def comm_report_of(
     mesh: jax.sharding.Mesh | None = None,
     compile: bool = True,
 ) -> CommReport:
-    """Report on programs made elsewhere, for example for a TPU topology ahead of time.
+    """List the collectives of programs that you compiled, for example ahead of time for a TPU.
 
     Args:
       lowered: a program, or several by kind of step: traced, lowered, or compiled, as

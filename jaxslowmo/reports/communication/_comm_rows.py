@@ -12,7 +12,7 @@ LEVELS = ("emitted", "compiled")
 
 @dataclass(frozen=True)
 class CommRow:
-    """The collectives of one sort that one kind of step executes.
+    """A row of a `CommReport`: one sort of collective in one kind of step.
 
     Attributes:
       kind: kind of step; kinds overlap, see `comm_report`.

@@ -17,7 +17,7 @@ from ._trace import CannotTrace, traced_call
 
 
 def measured(step: Callable[..., Any], *, rate: int = 100) -> "MeasuredStep":
-    """Return the step such that its calls 1 to 10 and then every `rate`-th are measured.
+    """Wrap a step so that its calls 1 to 10, and then every `rate`-th call, are measured.
 
     A measured call runs the real step under the jax profiler. The trace says when each device
     computed the forward pass, the backward pass and the rest, when it communicated, and what of

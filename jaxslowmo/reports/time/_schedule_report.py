@@ -22,7 +22,7 @@ from ._schedule_picture import schedule_picture
 
 @dataclass(frozen=True)
 class ModelStage:
-    """One stage of the model.
+    """The costs and the memory of one stage of a model, in a `ScheduleReport`.
 
     Attributes:
       stage: the device stage that holds it.

@@ -13,7 +13,7 @@ from ._times import StepTimes
 
 @dataclass(frozen=True)
 class KindOfStep:
-    """The steps of one kind: those of an exchange, as `js.phase_name` calls it.
+    """The times of one kind of step, such as "local" or "average", as `js.phase_name` calls it.
 
     Attributes:
       steps: number of steps of this kind so far, measured or not.

@@ -122,67 +122,40 @@ class TrainPipeline(Iterator[Any], contextlib.AbstractContextManager[Any]):
     """An iterator of step results that prepares batches ahead, to train or to evaluate.
 
     A thread takes batches from their iterator while steps run. Each batch is put on the devices,
-    and goes through `stages`, right after an earlier step was started:
-
-        pipeline = js.TrainPipeline(step, state, batches)
-        for result in pipeline: ...
-        state = pipeline.state
-
-    Results equal those of a plain loop over the same batches, bit for bit. `progress` runs one
-    step of the iteration. In a `with` statement the thread ends with the block; it also ends with
-    the iterator, by `close`, and when nothing references the pipeline any more.
+    and goes through `stages`, right after an earlier step was started. Results equal those of a
+    plain loop, bit for bit. `progress` runs one step. The thread ends with the `with` block, with
+    the iterator, by `close`, or when nothing references the pipeline any more.
+    The guide is `docs/input-pipeline.md`. More on each argument:
+    [docs/api/train.md](#details).
 
     Args:
-      step: step of `js.make_train_step`, also wrapped by `js.measured`, or a function
-        `step(state, batch) -> (state, metrics)`, with a third argument for the weights of
-        `js.WeightedBatch`. To evaluate, a function that returns anything, such as `step.evaluate`.
-      state: initial state to train. To evaluate, another pipeline, or a function that returns a
-        state: `step` is called with its current state, and the results are what `step` returns.
-      batches: iterable of what `step` takes, such as `js.uneven_batches`, a generator, grain or a
-        torch DataLoader. None if `progress` receives iterators.
-      stages: functions `batch -> batch`, best made by `jax.jit`, that run after `step.place` in the
-        calling thread; they receive a weighted batch without its weights. They may make the ids of
-        tables, which are checked afterwards. None: no function, but for a function as `step` arrays
-        are put on the default device.
+      step: step of `js.make_train_step`, or a function `step(state, batch) -> (state, metrics)`; to
+        evaluate, a function that returns anything, such as `step.evaluate`.
+      state: initial state; to evaluate, another pipeline, or a function that returns a state.
+      batches: iterable of what `step` takes. None if `progress` receives iterators.
+      stages: functions `batch -> batch`, best made by `jax.jit`, that run after `step.place`.
       depth: number of batches to load beyond the one in use. 0 loads none ahead, without a thread.
-      drain: whether to train the batches that are held when an iterator ends. False keeps `depth`
-        of them for the next iterator that `progress` receives, as torchrec does.
-      accumulate: A, the number of batches that make one update, of the mean of their gradients.
-        Batch c = 0, 1, 2, ... begins a window where c % A == 0 and makes the update where
-        (c + 1) % A == 0. The batches before it are only collected (`step.collect`): their results
-        have the metrics of their batch, the unchanged state, and `is_update` False. Needs a step of
-        `js.make_train_step`; the step's own `accumulate` splits each batch in addition.
-      partial: what to do with fewer than A batches when `StopIteration` is raised. `"step"`: an
-        update of their mean in that call. `"discard"`: drop them, with their positions. `"error"`:
-        raise ValueError instead, and keep them for the batches of another iterator. With
-        drain=False they are always kept.
+      drain: whether to train the batches that are held when an iterator ends.
+      accumulate: number A of batches that make one update, of the mean of their gradients.
+      partial: what to do with fewer than A batches at the end: `"step"`, `"discard"` or `"error"`.
       timeout: seconds that a call may wait for a batch; None: no limit. Needs depth > 0.
-      mode: what a step with `embeddings` exchanges for the next batch while it runs. `"exact"`:
-        row numbers are exchanged. `"stale"`: rows are looked up and sent, too, as they were before
-        the step, so a batch trains with rows that are one update old (with `accumulate` only the
-        first batch of an update does). `"patched"`: as `"stale"`, and the rows that the step has
-        changed are sent again, so that no row is stale.
+      mode: what a step with `embeddings` sends ahead of a batch: `"exact"` row numbers, `"stale"`
+        rows too, `"patched"` also the rows that have changed since.
       num_exact: number of first batches for which `"stale"` acts as `"exact"`.
-      room: fraction of the slots in which `"patched"` can send rows again; if more rows have
-        changed, all are sent.
+      room: fraction of the slots in which `"patched"` can send rows again.
 
     Attributes:
-      state: state after the last result. It may be set between calls; gradients that wait for the
-        rest of their update keep waiting. Read it at each use: steps reuse its buffers.
-      position: what `get_state()` of the iterator returned right after the last batch that is in
-        the state, or before the first batch; None without `get_state`. Save it with the state: it
-        does not include batches that are loaded ahead, or that wait for the rest of an update.
-      partial_update: the `js.train.StepResult` of the update that `partial="step"` made when the
-        batches ended, whose metrics are means over its batches; None at any other time.
+      state: state after the last result. Read it at each use: steps reuse its buffers.
+      position: `get_state()` of the iterator right after the last batch that is in the state.
+      partial_update: the `js.train.StepResult` that `partial="step"` made at the end, else None.
       trains: True if the pipeline trains its own state, False if it evaluates that of another.
 
     Raises:
-      ValueError: accumulate < 1, or > 1 where the pipeline evaluates or the step is a function;
-        another partial; depth < 0, a timeout that is not positive or has no thread to wait for,
-        stages that are not functions.
+      ValueError: an accumulate, partial, depth or timeout out of its range or without what it
+        needs, stages that are not functions.
 
-    Communication: that of the step and the stages. All processes place batches in the same order
-      between the same steps, so in several processes each call waits for the next batch.
+    Communication: that of the step and the stages. In several processes each call waits for the
+      next batch, so that all processes place batches in the same order.
 
     Source: torchrec, `TrainPipelineBase` and `TrainPipelineSparseDist`.
     """

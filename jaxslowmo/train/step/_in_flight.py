@@ -48,7 +48,7 @@ class StepsInFlight:
 
 
 def bounded(step: Callable[..., Any]) -> "BoundedStep":
-    """Watch over a step in your own loop: not too many unfinished on CPU, and equal counters.
+    """Wrap the step of your own loop: it cannot hang on CPU, and unequal counters are an error.
 
     jax starts a step and returns before it has ended, so a loop that reads no result runs ahead of
     its devices. On TPU and GPU that keeps them busy. Several CPU devices of one process share its

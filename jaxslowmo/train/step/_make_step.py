@@ -42,105 +42,43 @@ def make_train_step(
 ) -> TrainStep:
     """Build a data-parallel training step over replicas.
 
+    More on each argument: [docs/api/train.md](#details).
+
     Args:
       loss_fn: `loss_fn(params, batch, *, rng, model_state) -> (loss, (metrics, model_state))` for
-        the examples of one device. Also allowed: `(params, batch) -> loss` or `(loss, metrics)`,
-        with an argument `rng` if needed. metrics is a dict, which may hold dicts, of numbers of any
-        dtype and shape under names other than "loss" and "weight"; half precision and booleans
-        become float32, as means of integers over devices or microbatches do. The loss has a real
-        floating dtype, float32 for a Python float. It may average itself over axes of the mesh, as
-        under `jax.pmap`. It may be a pair `(sum, weight)`, such as over tokens and their number:
-        then loss and gradients are those of the quotient over all microbatches, batches of a
-        window, devices of a replica and, where gradients are averaged, replicas; the metrics have
-        `loss_weight`. Local updates use the replica's own quotient.
-      optimizer: any optax transform; its state stays local to each replica. A `js.chain` is split:
-        everything up to the last transform that reduces gradients, with this library's clipping
-        right after it, becomes `gradients`; a parameter transform at its end becomes `sync`; the
-        rest is the optimizer. An `optax.chain` of them is called as in your own loop; arguments
-        that need its parts raise an error that names it. The optimizer's update receives `value`,
-        the loss, averaged in at least float32 over the replicas with their weights whenever
-        gradients are; `grad`, its input gradients; and, if gradients are not averaged at all,
-        `value_fn`, the replica's own loss on its batch (for line searches).
-        Copies of the parameters in its state change with what `sync` changes; see
-        `js.remembers_parameters`.
-      sync: a parameter transform over `axis_name` (`js.local_sgd`, `js.sgp`, `js.slowmo`, ...), or
-        None if gradients are averaged over the replicas. Several replicas with neither, here, in
-        `gradients` or in a `js.chain` as `optimizer`, are an error; `"none"` allows it: replicas
-        then train independently, and exchange no model state either.
-      gradients: a gradient transform; `js.all_reduce_gradients(axis_name)` for plain data
-        parallelism. With None, or one that reduces over no axis (`js.clip_by_global_norm`), the
-        step first averages gradients over the inner axes of the mesh, if there are any. Wrap your
-        own transform with collectives over replicas as `js.gradient_transform(tx)`.
-      mesh: `js.make_mesh({"replica": R})`, with inner axes such as `"device"` that share a
-        replica's batch, or `js.virtual_mesh`. Axes over which parameters are sharded are left to
-        the compiler.
-      axis_name: the replica axis.
-      mode: `"traced"` decides inside one program which exchanges are due; `"host"` compiles one
-        program per phase and chooses on the host, so that local steps hold no collective over
-        `axis_name`.
-      accumulate: microbatches per update; gradients are averaged locally, then exchanged once.
-      model_state: `"sync_mean"` averages model state over replicas in updates that synchronise
-        parameters (in all without `sync`), `"broadcast"` uses that of replica 0 in every forward
-        pass, `"local"` never exchanges it. Over inner axes it is always averaged. Typed PRNG keys
-        in it (nnx.Dropout) are never exchanged, and differ on all devices in the forward pass;
-        `js.typed_keys(loss_fn)` makes them of raw ones (Keras, `jax.random.PRNGKey`).
-      host_batch: what a host batch and its weight hold with several processes: `"local"`, the part
-        of this process, the rows for its own devices in their order along the axes over which
-        the batch is split; or `"global"`, the whole batch, the same on every process, which takes
-        its part. Neither sends data. Processes whose devices hold the same part, such as those of a
-        model axis over processes, must pass equal data. With one process the two are the same.
+        the examples of one device; also `(params, batch) -> loss` or `(loss, metrics)`.
+      optimizer: an optax transform, whose state is local to each replica, or a whole `js.chain`.
+      sync: the exchange of parameters, such as `js.slowmo("replica")`. None: there is none, since
+        gradients are averaged. `"none"`: replicas exchange nothing at all.
+      gradients: the reduction of gradients, such as `js.all_reduce_gradients("replica")`; None
+        averages them over the inner axes of the mesh only.
+      mesh: `js.make_mesh({"replica": R})`, which may have inner axes, or `js.virtual_mesh`.
+      axis_name: the mesh axis of the replicas, or several.
+      mode: `"traced"`: one program decides which exchanges are due. `"host"`: one program per
+        phase; the host chooses, so local steps have no collective over `axis_name`.
+      accumulate: microbatches per update, >= 1; gradients are averaged first, then exchanged once.
+      model_state: `"sync_mean"` averages it when parameters are exchanged (without `sync` in every
+        update), `"broadcast"` uses that of replica 0, `"local"` never exchanges it.
+      host_batch: what a host batch holds with several processes: `"local"`, the part of this
+        process, or `"global"`, the whole batch.
       donate: whether to reuse the state's buffers for the new state.
-      embeddings: tables made by `js.embeddings`; each step updates the rows that it has used.
-        `loss_fn` then takes `embedded`, a dict by feature of the vectors looked up for the examples
-        of one device; `params` are the dense parameters; the state has
-        `js.WithTables(dense, tables)`. Tables have no dense gradient and no part in `optimizer`,
-        which therefore must not average, clip or collect gradients, nor exchange parameters.
-        Gradients of rows pass through `gradients` as dense ones do: `js.all_reduce_gradients`,
-        `js.post_local_gradients`, `js.clip_by_global_norm`, a `js.chain` of these,
-        `optax.identity()` or None. `sync` exchanges tables as it does other leaves. The batch is
-        also split over the tables' axis, and dense gradients are averaged over it.
-      policy: the dtype in which the loss function computes, if it is not that of the parameters;
-        None keeps the dtypes of parameters and batch. With `js.Policy("float16")` put
-        `js.dynamic_loss_scale` around `optimizer`: gradients are then taken of the loss times its
-        scale, and divided by it at once; metrics are of the loss itself, and include `loss_scale`
-        and `skipped_updates`.
-      compiler_options: options, value by name, for the compiler of every program of this step: its
-        updates, `collect`, `evaluate`, `ahead`, those of a pipeline with `executor="host"`, and so
-        those that `compiled`, `js.comm_report` and `js.measured` read. Making a state and
-        averaging it are other programs. `js.recommended_compiler_options(mesh)` has those known to
-        help; with None or {} the compiler's defaults hold. Every process must pass the same.
+      embeddings: tables made by `js.embeddings`; `loss_fn` also takes `embedded`, their vectors.
+      policy: the dtype in which `loss_fn` computes; None keeps those of parameters and batch.
+      compiler_options: options of the compiler by name, for every program of the step, such as
+        `js.recommended_compiler_options(mesh)`.
 
     Returns:
       A `TrainStep`: `step(state, batch) -> (state, metrics)`; `step.init(params)` makes the state.
 
     Raises:
-      ValueError: unknown axis, mode, model_state or host_batch; accumulate < 1; `sync` that
-        is neither a `ParameterTransform` nor `"none"`, or `"none"` with `model_state="broadcast"`;
-        a parameter transform as `gradients`; `gradients` with a `js.chain` that reduces, `sync`
-        with one that exchanges, several parameter transforms in it; with `embeddings`, `gradients`
-        that rows cannot pass through; `compiler_options` that are no mapping of names to str, int,
-        float or bool, or are for another platform than that of `mesh` (for a virtual one, of the
-        default device); for a pipeline, an `optimizer` whose result for a leaf depends on leaves of
-        other stages, or is not proved not to. At `init` or the first step: undeclared collectives
-        over replicas in a transform; a parameter transform inside `gradients`, or hidden in
-        `optimizer` if host-scheduled or if model state follows it; replicas that would train
-        independently; with `embeddings`, on any number of replicas, an `optimizer` that averages
-        gradients, exchanges parameters, or holds `js.clip_by_global_norm`, `optax.apply_if_finite`,
-        `optax.MultiSteps` or `js.accumulate`; `optax.apply_if_finite` around a transform that
-        exchanges. At trace time:
-        batches that do not split evenly, a loss that is not floating, gradients not averaged over
-        the inner axes, a line search with averaged gradients,
-        `js.slowmo(learning_rate="optimizer")` without exactly one learning rate in the state of
-        `optimizer`.
-      UserWarning: once, for `optax.contrib.sam` or `optax.MultiSteps` where `sync` also exchanges
-        between their updates, whatever their period is, and for `js.Policy("float16")` without a
-        `js.dynamic_loss_scale` in `optimizer`.
+      ValueError: an invalid value, arguments that exclude each other, or a transform in the wrong
+        place; also when `init` or the first step is traced.
+      UserWarning: once, if `sync` exchanges between the updates of `optax.MultiSteps` or
+        `optax.contrib.sam`, and for a float16 policy without `js.dynamic_loss_scale`.
 
-    Communication: what `gradients` and `sync` state, once per update whatever `accumulate`; model
-      state as above (one all-reduce of its bytes); over inner axes one all-reduce each of metrics
-      and model state; if the optimizer uses an averaged `value`, one of 4 bytes (12 with a weight);
-      with `embeddings` and `gradients`, one of 4 bytes, so that all replicas skip an update with
-      ids that are in no table.
+    Communication: what `gradients` and `sync` state, once per update; one all-reduce of the model
+      state's bytes where it is averaged; over inner axes one all-reduce each of metrics and model
+      state; at most 12 bytes more for an optimizer that reads the loss, 4 with `embeddings`.
     """
     settings = {
         "optimizer": optimizer,

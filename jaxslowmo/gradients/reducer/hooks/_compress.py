@@ -12,7 +12,7 @@ from .._hook import CommHook, GradBucket, check_dtype, check_hook, stateless
 
 
 def mean() -> CommHook:
-    """Make a hook that takes the plain mean, for wrappers to build on.
+    """Make a hook that takes the plain mean; other hooks can wrap it.
 
     Returns:
       A `CommHook` without state; the result is the same as without a hook.
@@ -38,7 +38,7 @@ def noop() -> CommHook:
 
 
 def fp16_compress(inner: CommHook | None = None) -> CommHook:
-    """Cast buckets to float16, reduce, cast back.
+    """Make a hook that sends buckets as float16 and returns them in their own dtype.
 
     Args:
       inner: the hook that reduces the float16 bucket; None is `mean()`, which divides before it
@@ -60,7 +60,7 @@ def fp16_compress(inner: CommHook | None = None) -> CommHook:
 
 
 def bf16_compress(inner: CommHook | None = None) -> CommHook:
-    """Cast buckets to bfloat16, reduce, cast back.
+    """Make a hook that sends buckets as bfloat16 and returns them in their own dtype.
 
     Args:
       inner: the hook that reduces the bfloat16 bucket; None is `mean()`.

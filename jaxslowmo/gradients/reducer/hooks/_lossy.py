@@ -75,7 +75,7 @@ def int8(
     stochastic_rounding: bool = False,
     seed: int = 0,
 ) -> CommHook:
-    """All-reduce in 8-bit integers, each block of elements with its own scale.
+    """Make a hook that sends gradients as 8-bit integers, with one scale per block of elements.
 
     A replica rounds its gradients to 255 evenly spaced values per block, up to the largest
     magnitude in the block, and sends to every other replica the chunk that this one sums, in
@@ -119,7 +119,7 @@ def fp8(
     stochastic_rounding: bool = False,
     seed: int = 0,
 ) -> CommHook:
-    """All-reduce in 8-bit floats, each block of elements with its own scale.
+    """Make a hook that sends gradients as 8-bit floats, with one scale per block of elements.
 
     As `int8`, but errors are relative to the element unless it is small against the largest in its
     block: at most 1/16 of it each way for e4m3 down to 2**-14 of the largest, 1/8 for e5m2 down to

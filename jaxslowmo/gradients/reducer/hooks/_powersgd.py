@@ -47,7 +47,7 @@ def powersgd(
     min_compression_rate: float = 2.0,
     seed: int = 0,
 ) -> CommHook:
-    """Make a hook for low-rank gradients: a matrix M is reduced as P Q^T with r columns each.
+    """Make a hook that sends each gradient matrix as two factors, P and Q, of r columns (PowerSGD).
 
     The first `start_step` updates use the plain mean. Then every gradient is an (n, m) matrix, n
     its first dimension: Q of the previous update is made orthonormal, P = mean(M Q) is made
@@ -75,8 +75,7 @@ def powersgd(
       gradients, and factors. For half precision, state and arithmetic are float32, and only
       messages are in half precision (products may overflow float16: prefer bfloat16). An update
       with an inf or NaN in a compressed gradient gives NaN on all replicas and leaves the state as
-      it was. Leaves cut by `split_large` are
-      vectors: they are not compressed.
+      it was. Leaves cut by `split_large` are vectors: they are not compressed.
       Errors differ between replicas: in `js.make_train_step` all axes that the hook reduces over
       must be in its `axis_name`.
 
