@@ -96,7 +96,7 @@ format: $(VENV)/.stamp-dev ## Format the code and mend what ruff can mend.
 	$(PY) -m ruff format .
 
 docs: $(VENV)/.stamp-docs ## Build the documentation into site/ and try its search; a warning fails.
-	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
 	$(PY) tools/check_site.py
 
 bench-env: .venv-bench/.stamp ## Set up .venv-bench, with the torch that benchmarks/bench_reducer.py compares with.
