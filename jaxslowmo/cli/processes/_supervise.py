@@ -271,10 +271,8 @@ class _Child:
     def _details(self, logs: Path) -> str:
         """Keep what C++ has written in a file, and name that; "" where it is nothing."""
         self._of_runtime.seek(0)
-        text, path = (
-            self._of_runtime.read(),
-            logs / f"killed-{socket.gethostname()}-{self.process.pid}.txt",
-        )
+        text = self._of_runtime.read()
+        path = logs / f"killed-{socket.gethostname()}-{self.process.pid}.txt"
         with contextlib.suppress(OSError):  # a full disk
             if text:
                 path.parent.mkdir(parents=True, exist_ok=True)
