@@ -87,7 +87,7 @@ CASES: dict[str, tuple[list[dict], list[tuple[str, ...]]]] = {
     "overwrite": ([OLD | {"overwrite": True}, OLD], [("go 24 24 False",)] * 2),
     "nobody comes": (
         [{"startup_timeout": 1}, {"late": True}],
-        [("75 ", "process 1 within 1 s", "--startup-timeout 1 s"), ("75 Input/output error", "late")],
+        [("75 ", "process 1 within 1 s", "--startup-timeout 1"), ("75 Input/output error", "late")],
     ),
 }  # fmt: skip
 
