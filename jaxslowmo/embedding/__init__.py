@@ -12,20 +12,25 @@ from ._batch_rows import rows_are_finite as rows_are_finite
 from ._batch_rows import summed as summed
 from ._embeddings import Embeddings as Embeddings
 from ._make_embeddings import embeddings as embeddings
-from ._make_embeddings import lookup_of as lookup_of
+from ._optimizers import AdamMoments as AdamMoments
+from ._optimizers import Kept as Kept
 from ._optimizers import RowwiseOptimizer as RowwiseOptimizer
-from ._optimizers import RowwiseState as RowwiseState
 from ._optimizers import rowwise_adagrad as rowwise_adagrad
+from ._optimizers import rowwise_adam as rowwise_adam
 from ._optimizers import rowwise_sgd as rowwise_sgd
 from ._requests import Requests as Requests
 from ._step_lookup import Lookup as Lookup
+from ._step_lookup import lookup_of as lookup_of
 from ._table import Table as Table
 from ._table import WithTables as WithTables
+from ._updates import RowwiseState as RowwiseState
 
 # What users may use; the rest is for other packages.
 __all__ = [
+    "AdamMoments",
     "Bags",
     "Embeddings",
+    "Kept",
     "Requests",
     "RowwiseOptimizer",
     "RowwiseState",
@@ -34,5 +39,6 @@ __all__ = [
     "bags",
     "embeddings",
     "rowwise_adagrad",
+    "rowwise_adam",
     "rowwise_sgd",
 ]

@@ -1,35 +1,31 @@
-"""Checks for wrong ids: in NumPy for host batches, and by counts for ids on devices."""
+"""Checks of the ids of host batches, in NumPy: wrong ids, and more of them than slots."""
 
-from collections.abc import Mapping
-from typing import Any
-
-import jax
 import numpy as np
 
 from .._support.checks import checked_int
 from ..mesh import is_shared
 from ._bags import Bags
-from ._requests import BagsByTable, Requests
+from ._requests import BagsByTable
 from ._stores import TableLayout, TablePlace
-from ._table import OWNER, Capacity, Table, Tables
-
-PREFIX = "embeddings/"
-_UNCHANGED = "An update with such a batch is skipped, so that training can go on."
+from ._table import OWNER, Capacity
 
 
 def host_checked(table: str, feature: str, num_rows: int, bags: Bags) -> Bags:
-    """Return `bags` with NumPy ids as int32, since jax would truncate 64 bits to 32.
+    """Return `bags` with NumPy ids as int32: jax would truncate 64 bits to 32, and -2**63 to 0.
 
     Raises:
-      ValueError: a NumPy id that is not in the table.
+      ValueError: a NumPy id that is not in the table, or padding below int32.
     """
-    ids = bags.ids
-    if not isinstance(ids, np.ndarray):
+    ids, least = bags.ids, np.iinfo(np.int32).min
+    if not isinstance(ids, np.ndarray) or not ids.size:
         return bags
-    # Only one pass over the ids if all are valid.
-    if ids.size == 0 or int(ids.max()) < num_rows:
-        is_signed = ids.dtype.kind == "i"
-        return bags._replace(ids=np.maximum(ids, -1).astype(np.int32) if is_signed else ids)
+    if int(ids.min()) < least:
+        raise ValueError(
+            f"{OWNER}: feature {feature!r} has the id {int(ids.min())}, and padding must be a "
+            f"negative number that devices can hold, at least {least}: use -1."
+        )
+    if int(ids.max()) < num_rows:
+        return bags._replace(ids=ids.astype(np.int32))
     index = np.unravel_index(int(np.argmax(ids >= num_rows)), ids.shape)
     place = f"row {index[0]}" + (f", place {index[1]}" if len(index) > 1 else "")
     count = int(np.sum(ids >= num_rows))
@@ -37,21 +33,6 @@ def host_checked(table: str, feature: str, num_rows: int, bags: Bags) -> Bags:
         f"{OWNER}: feature {feature!r} has the id {int(ids[index])} in {place} of the batch, and "
         f"table {table!r} has {num_rows} rows, 0 to {num_rows - 1} ({count} such ids in all)."
     )
-
-
-def check_width(feature: str, ids: Any) -> None:
-    """Raise `ValueError` if jax would turn padding in a NumPy array into an id.
-
-    Without jax_enable_x64, jax truncates 64 bits to 32, which turns -2**63 into 0.
-    """
-    if not isinstance(ids, np.ndarray) or ids.dtype.kind != "i" or ids.size == 0:
-        return
-    least = np.iinfo(jax.dtypes.canonicalize_dtype(ids.dtype)).min
-    if int(ids.min()) < least:
-        raise ValueError(
-            f"{OWNER}: feature {feature!r} has the id {int(ids.min())}, and padding must be a "
-            f"negative number that devices can hold, at least {least}: use -1."
-        )
 
 
 def slots_needed(layout: TableLayout, bags: BagsByTable, num_parts: int) -> dict[str, list[int]]:
@@ -105,47 +86,3 @@ def _most_of_one_owner(place: TablePlace, ids: np.ndarray) -> int:
     """Return the largest number of distinct ids of one owner; at least 1, the minimum capacity."""
     distinct = np.unique(ids[ids >= 0])
     return max(1, int(np.bincount(place.owners_of(distinct), minlength=1).max()))
-
-
-def metrics_of(requests: Requests) -> dict[str, jax.Array]:
-    """Return the counts of `Embeddings.metrics`."""
-    counts = {
-        "asked": requests.asked_for,
-        "overflow": requests.overflow,
-        "invalid": requests.invalid,
-    }
-    return {
-        f"{PREFIX}{table}/{what}": count[0]
-        for what, by_table in counts.items()
-        for table, count in by_table.items()
-    }
-
-
-def num_refused(counts: Mapping[str, Any], *, drop: bool) -> Any:
-    """Return the number of ids of `Embeddings.num_refused`."""
-    kinds = ("/invalid",) if drop else ("/invalid", "/overflow")
-    return sum(n for name, n in counts.items() if name.startswith(PREFIX) and name.endswith(kinds))
-
-
-def refuse(metrics: Mapping[str, Any], tables: Tables, capacity: Capacity, *, drop: bool) -> None:
-    """Raise `ValueError` for the counts that `Embeddings.refuse` rejects."""
-    for name, table in tables.items():
-        invalid = int(np.sum(metrics.get(f"{PREFIX}{name}/invalid", 0)))
-        if invalid:
-            raise ValueError(
-                f"{OWNER}: in a batch that was used before, {invalid} ids of "
-                f"{_features(name, table)} were not in table {name!r}, which has the rows 0 to "
-                f"{table.num_rows - 1}. {_UNCHANGED} Batches in NumPy arrays are checked "
-                "before they are used, and the error names the id."
-            )
-        overflow = 0 if drop else int(np.sum(metrics.get(f"{PREFIX}{name}/overflow", 0)))
-        if overflow:
-            raise ValueError(
-                f"{OWNER}: in a batch that was used before, {overflow} distinct ids of table "
-                f"{name!r} had no slot: `capacity` is {capacity[name]} for each owner "
-                f'(overflow="drop" would count them as zeros). {_UNCHANGED}'
-            )
-
-
-def _features(name: str, table: Table) -> str:
-    return ", ".join(f"feature {feature!r}" for feature in table.features_of(name))

@@ -5,23 +5,18 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from .._support.types import PyTree
 from ..gradients.sparse import RowGradient, add_up_rows
 from ..mesh import is_bound, require_axes
 from ._bags import Bags, bags_of
-from ._batch_checks import (
-    check_capacities,
-    check_width,
-    host_checked,
-    metrics_of,
-    num_refused,
-    refuse,
-    slots_needed,
-)
-from ._optimizers import RowwiseOptimizer, RowwiseState, apply_row_gradients, first_state
+from ._batch_checks import check_capacities, host_checked, slots_needed
+from ._optimizers import Kept
 from ._requests import (
+    PREFIX,
     Requests,
     in_blocks,
     num_devices,
@@ -40,23 +35,25 @@ from ._stores import (
     write_tables,
 )
 from ._table import OWNER, Table
+from ._updates import RowwiseState, apply_row_gradients
 from ._vectors import pool, position_weights_in, read_rows, send_rows
 
 Stored = dict[str, jax.Array]
+Overflow = Literal["error", "drop"]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Embeddings:
-    """Embedding tables, how devices share them, and their optimizer; made by `js.embeddings`.
+    """Embedding tables, how devices share them, and their optimizers; made by `js.embeddings`.
 
-    "Stored" tables are a dict of arrays: one per table, but one for all tables of a width and dtype
-    with `shard="table"`. Vectors and gradients of rows have the names of the stored arrays.
+    "Stored" tables are a dict of arrays: one per table, but one for all tables of a width, a dtype
+    and an optimizer with `shard="table"`. Vectors and gradients of rows have the names of the
+    stored arrays.
 
     Attributes:
-      tables: mapping from names to tables.
+      tables: mapping from names to tables, each with its optimizer.
       axis_name: axis of the devices that share the tables; None: one device holds all.
       capacity: maps a table to its slots per owner; None: as many as there can be distinct ids.
-      optimizer: row-wise optimizer of the tables.
       inputs: function that returns the ids of a batch by feature; None: `batch[feature]`.
       overflow: what to do with ids without a slot, see `js.embeddings`.
       num_shards: number of devices along the axis, set by `over`; None: not known yet.
@@ -65,9 +62,8 @@ class Embeddings:
     tables: Mapping[str, Table]
     axis_name: str | None
     capacity: Mapping[str, int | None]
-    optimizer: RowwiseOptimizer
     inputs: Callable[[Any], Mapping[str, Any]] | None
-    overflow: Literal["error", "drop"]
+    overflow: Overflow
     num_shards: int | None = None
 
     @property
@@ -90,11 +86,20 @@ class Embeddings:
 
     @property
     def optimizer_specs(self) -> RowwiseState:
-        """The specs of the optimizer's state; that of split columns is equal on all devices."""
-        layout = self.layout()
-        stores = layout.stores if self.optimizer.initial is not None else ()
-        by_name = {s: P() if layout.is_split(s) else P(self.axis_name) for s in stores}
-        return RowwiseState._make((P(), by_name))
+        """The specs of the optimizers' state.
+
+        What is kept per element is split like the table. What is kept per row is split over the
+        devices with its rows; for split columns it is equal on all of them.
+        """
+        stores, axis = self.layout().stores, self.axis_name
+
+        def of_store(name: str, spec: P) -> PyTree:
+            of_rows = P() if stores[name].kind == "column" else P(axis)
+            kept = stores[name].optimizer.kept
+            return jax.tree.map(lambda array: of_rows if array.per_row else spec, kept)
+
+        specs = {name: of_store(name, spec) for name, spec in self.specs.items()}
+        return RowwiseState._make((P(), {n: x for n, x in specs.items() if x is not None}))
 
     def over(self, mesh: Any) -> "Embeddings":
         """Return these tables for a mesh, or for a number of devices.
@@ -109,7 +114,7 @@ class Embeddings:
             return self
         if not isinstance(mesh, int) and self.axis_name not in mesh.shape:
             raise ValueError(
-                f"{OWNER}: `axis_name` {self.axis_name!r} is not an axis of the mesh, which has "
+                f"{OWNER}: `axis_name` {self.axis_name!r} is not an axis of `mesh`, which has "
                 f"{', '.join(map(repr, mesh.shape))}."
             )
         size = mesh if isinstance(mesh, int) else mesh.shape[self.axis_name]
@@ -169,14 +174,17 @@ class Embeddings:
 
         Communication: none.
         """
-        return metrics_of(requests)
+        return {name: count[0] for name, count in requests.counts.items()}
 
     def num_refused(self, counts: Mapping[str, Any]) -> Any:
         """Return the number of ids in `metrics` for which `refuse` would raise, () int32.
 
         Communication: none.
         """
-        return num_refused(counts, drop=self.overflow == "drop")
+        kinds = ("/invalid", "/overflow")[: 1 if self.overflow == "drop" else 2]
+        return sum(
+            n for name, n in counts.items() if name.startswith(PREFIX) and name.endswith(kinds)
+        )
 
     def refuse(self, metrics: Mapping[str, Any]) -> None:
         """Raise `ValueError` if these metrics count wrong ids; wait for the metrics.
@@ -187,7 +195,24 @@ class Embeddings:
         Raises:
           ValueError: ids that are not in their table; with `overflow="error"` ids without a slot.
         """
-        refuse(metrics, self.tables, self.capacity, drop=self.overflow == "drop")
+        unchanged = "An update with such a batch is skipped, so that training can go on."
+        for name, table in self.tables.items():
+            invalid = int(np.sum(metrics.get(f"{PREFIX}{name}/invalid", 0)))
+            if invalid:
+                features = ", ".join(f"feature {feature!r}" for feature in table.features_of(name))
+                raise ValueError(
+                    f"{OWNER}: in a batch that was used before, {invalid} ids of {features} were "
+                    f"not in table {name!r}, which has the rows 0 to {table.num_rows - 1}. "
+                    f"{unchanged} Batches in NumPy arrays are checked before they are used, and "
+                    "the error names the id."
+                )
+            overflow = int(np.sum(metrics.get(f"{PREFIX}{name}/overflow", 0)))
+            if overflow and self.overflow == "error":
+                raise ValueError(
+                    f"{OWNER}: in a batch that was used before, {overflow} distinct ids of table "
+                    f"{name!r} had no slot: `capacity` is {self.capacity[name]} for each owner "
+                    f'(overflow="drop" would count them as zeros). {unchanged}'
+                )
 
     def check(self, bags: Mapping[str, Any], *, num_parts: int = 1) -> None:
         """Check the ids of bags that are NumPy arrays; ignore those on devices.
@@ -198,12 +223,10 @@ class Embeddings:
 
         Raises:
           ValueError: an id that is not in its table, naming table, feature, id and row of the
-            batch; 64-bit padding below what devices can hold; with `overflow="error"` more
-            distinct ids in a part than there are slots.
+            batch; padding below -2**31; with `overflow="error"` more distinct ids in a part than
+            there are slots.
         """
         by_table = self._by_table(bags)
-        for feature, feature_bags in bags_of(bags, tuple(self.features), lambda bags: bags).items():
-            check_width(feature, feature_bags.ids)
         if self.overflow == "error":
             check_capacities(self.layout(), by_table, self.capacity, num_parts)
 
@@ -301,7 +324,7 @@ class Embeddings:
         Communication: see the optimizer.
         """
         self._require_axis("apply")
-        return apply_row_gradients(self.optimizer, self.layout(), tables, state, gradients, active)
+        return apply_row_gradients(self.layout(), tables, state, gradients, active)
 
     def init(self, key: Any) -> Stored:
         """Return the initial values of all stored tables, whole; equal to those of `init_local`.
@@ -327,10 +350,22 @@ class Embeddings:
 
         Communication: none.
         """
-        return first_state(self.optimizer, tables)
+        stores, kept = self.layout().stores, {}
+        for name, table in tables.items():
+
+            def first(array: Kept, table: Any = table) -> jax.Array:
+                shape = table.shape[: 1 if array.per_row else 2]
+                return jnp.full(shape, array.initial, jnp.float32)
+
+            kept[name] = jax.tree.map(first, stores[name].optimizer.kept)
+        kept = {name: arrays for name, arrays in kept.items() if arrays is not None}
+        return RowwiseState(jnp.zeros([], jnp.int32), kept)
 
     def read(self, tables: Stored) -> Stored:
         """Return the tables (num_rows, dim) by name from whole stored arrays.
+
+        Other arrays with an entry for each stored row, such as `RowwiseState.accumulators` holds,
+        are read in the same way, and arrays may be left out.
 
         Communication: none under jit on one device; else what the compiler inserts.
         """

@@ -1,26 +1,23 @@
-"""The function `js.embeddings`, and the `Lookup` of a training step that uses its result."""
+"""The function `js.embeddings`."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
-from .._support.checks import as_int
-from .._support.types import AxisName
-from ..mesh import AnyMesh, VirtualMesh, axis_names
-from ._embeddings import Embeddings
+from .._support.checks import as_int, check_choice
+from ._embeddings import Embeddings, Overflow
 from ._optimizers import RowwiseOptimizer
-from ._step_lookup import Lookup
-from ._table import OWNER, Table, check_tables
+from ._table import MAKERS, OWNER, Table, check_tables
 
 
 def embeddings(
     tables: Mapping[str, Table],
     *,
     axis_name: str | None,
-    optimizer: RowwiseOptimizer,
+    optimizer: RowwiseOptimizer | None = None,
     capacity: Literal["auto"] | int | Mapping[str, int] = "auto",
     inputs: Callable[[Any], Mapping[str, Any]] | None = None,
-    overflow: Literal["error", "drop"] = "error",
+    overflow: Overflow = "error",
 ) -> Embeddings:
     """Make embedding tables that the devices of a replica share, with bags and row-wise updates.
 
@@ -32,7 +29,8 @@ def embeddings(
       tables: maps names to `js.Table`.
       axis_name: mesh axis whose devices share the tables, over which a replica's batch is split;
         None: each replica has its tables on one device.
-      optimizer: `js.rowwise_adagrad(...)` or `js.rowwise_sgd(...)`.
+      optimizer: `js.rowwise_adagrad(...)`, `js.rowwise_sgd(...)` or `js.rowwise_adam(...)` for the
+        tables that have none of their own (`js.Table(optimizer=...)`).
       capacity: number of slots for the distinct ids that a device requests from one owner (a device
         that holds rows), for every table or by name. "auto": as many as there can be, so that no id
         is left out. All slots are sent, used or not. A device needs about its number of distinct
@@ -48,8 +46,9 @@ def embeddings(
 
     Raises:
       ValueError: values that are not `js.Table`, or two tables with a feature of one name; a
-        capacity below 1 or for an unknown table; another `overflow` or optimizer. If the size of
-        the axis is known: columns that the devices cannot share evenly.
+        capacity below 1 or for an unknown table; another `overflow` or optimizer; a table without
+        an optimizer (named). If the size of the axis is known: columns that the devices cannot
+        share evenly.
 
     Communication: none here; see the methods of `Embeddings`.
 
@@ -58,17 +57,20 @@ def embeddings(
     checked = check_tables(tables)
     if axis_name is not None and not isinstance(axis_name, str):
         raise ValueError(f"{OWNER}: `axis_name` must be one name or None, got {axis_name!r}.")
-    if not isinstance(optimizer, RowwiseOptimizer):
-        raise ValueError(
-            f"{OWNER}: `optimizer` must be js.rowwise_adagrad(...) or js.rowwise_sgd(...), got "
-            f"{optimizer!r}."
-        )
+    if not isinstance(optimizer, RowwiseOptimizer | None):
+        raise ValueError(f"{OWNER}: `optimizer` must be made by {MAKERS}, got {optimizer!r}.")
+    for name, table in checked.items():
+        if table.optimizer is None and optimizer is None:
+            raise ValueError(
+                f"{OWNER}: table {name!r} has no optimizer: pass one to its js.Table, or one for "
+                "all such tables as `optimizer` of js.embeddings."
+            )
+        checked[name] = replace(table, optimizer=table.optimizer or optimizer)
     if inputs is not None and not callable(inputs):
         raise ValueError(f"{OWNER}: `inputs` must be a function of the batch, got {inputs!r}.")
-    if overflow not in ("error", "drop"):
-        raise ValueError(f'{OWNER}: `overflow` must be "error" or "drop", got {overflow!r}.')
+    check_choice("overflow", overflow, Overflow, OWNER)
     slots = _capacities(capacity, checked)
-    result = Embeddings(checked, axis_name, slots, optimizer, inputs, overflow)
+    result = Embeddings(checked, axis_name, slots, inputs, overflow)
     if not any(table.shard == "table" for table in checked.values()):
         result.layout()
     return result
@@ -96,39 +98,3 @@ def _capacities(capacity: Any, tables: Mapping[str, Table]) -> dict[str, int | N
                 f"got {value!r}."
             )
     return slots
-
-
-def lookup_of(embeddings: Embeddings, mesh: AnyMesh, axis_name: AxisName) -> Lookup:
-    """Return the `Lookup` of a training step for its argument `embeddings`.
-
-    Raises:
-      ValueError: an argument that is not `Embeddings`; an axis that the mesh lacks, or that is a
-        replica axis; several shards on a `VirtualMesh`.
-    """
-    if not isinstance(embeddings, Embeddings):
-        raise ValueError(
-            f"`embeddings` must be made by js.embeddings, got {type(embeddings).__name__}."
-        )
-    axis = embeddings.axis_name
-    if axis is None:
-        return Lookup(embeddings)
-    if axis not in mesh.shape:
-        raise ValueError(
-            f"`embeddings` are sharded over {axis!r}, and `mesh` has the axes "
-            f"{list(mesh.axis_names)}: name one of these as `axis_name` of js.embeddings, or None "
-            "for tables that each device holds whole."
-        )
-    embeddings = embeddings.over(mesh)
-    if axis in axis_names(axis_name):
-        raise ValueError(
-            f"`embeddings` are sharded over {axis!r}, a replica axis of this step: every replica "
-            "has its own tables, sharded over an axis inside the replica."
-        )
-    if not isinstance(mesh, VirtualMesh):
-        return Lookup(embeddings, axis, axis)
-    if mesh.shape[axis] > 1:
-        raise ValueError(
-            f"`embeddings` are sharded over {axis!r} of size {mesh.shape[axis]}, and virtual "
-            "replicas have no devices inside: use js.make_mesh, or axis_name=None."
-        )
-    return Lookup(replace(embeddings, axis_name=None), axis)

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from .._support.types import PyTree
 from ..collectives import gather_slices
-from ..gradients.sparse import NOWHERE, distinct_rows, row_numbers
+from ..gradients.sparse import NOWHERE, distinct_rows, inside
 from ..mesh import axis_size
 from ._bags import Bags
 from ._stores import Store, TableLayout, TablePlace
@@ -21,6 +21,7 @@ BagsByTable = Mapping[str, Mapping[str, Bags]]
 
 # Values in the place of a slot: why an id has no slot.
 PADDING, DROPPED, OUTSIDE = -1, -2, -3
+PREFIX, COUNTS = "embeddings/", ("asked", "overflow", "invalid")
 
 
 def num_devices(axis_name: str | None) -> int:
@@ -82,17 +83,13 @@ class Requests(NamedTuple):
       weights: maps each feature with weights to an array of the shape of its ids.
       asked: maps a stored array to (devices, capacity) int32: the local row numbers that each
         device requests from this one; padding is the number of local rows.
-      asked_for: maps a table to (1,) int32: number of distinct rows that this device needs.
-      overflow: maps a table to (1,) int32: number of those rows without a slot.
-      invalid: maps a table to (1,) int32: number of ids of this device that are not in the table.
+      counts: maps a name of `Embeddings.metrics` to (1,) int32.
     """
 
     slots: dict[str, jax.Array]
     weights: dict[str, jax.Array]
     asked: dict[str, jax.Array]
-    asked_for: dict[str, jax.Array]
-    overflow: dict[str, jax.Array]
-    invalid: dict[str, jax.Array]
+    counts: dict[str, jax.Array]
 
 
 def request_rows(layout: TableLayout, bags: BagsByTable, capacity: Capacity) -> Requests:
@@ -101,49 +98,43 @@ def request_rows(layout: TableLayout, bags: BagsByTable, capacity: Capacity) -> 
         name: sum(b.ids.size for b in by_feature.values()) for name, by_feature in bags.items()
     }
     plan = slot_plan(layout, num_ids, capacity)
-    numbered, slots = {}, {}
+    stores = {name: layout.stores[name] for name in plan.width}
+    requested = {
+        name: jnp.full(store.num_senders * plan.width[name], store.local_rows, jnp.int32)
+        for name, store in stores.items()
+    }
+    slots, weights, counts = {}, {}, {}
     for name, by_feature in bags.items():
-        ids = [jnp.reshape(b.ids, -1) for b in by_feature.values()]
-        numbered[name] = number_ids(ids, layout.places[name], plan, name)
-        flat = lax.split(numbered[name].slots, [part.size for part in ids])
-        slots |= {
-            f: x.reshape(b.ids.shape) for (f, b), x in zip(by_feature.items(), flat, strict=True)
-        }
-    requested = {}
-    for store, width in plan.width.items():
-        members = [one for name, one in numbered.items() if layout.places[name].store == store]
-        requested[store] = requested_rows(layout.stores[store], width, members)
-    weights = {f: b.weights for by_feature in bags.values() for f, b in by_feature.items()}
-    return Requests(
-        slots=slots,
-        weights={f: jnp.asarray(w) for f, w in weights.items() if w is not None},
-        asked=_send_requests(layout, requested),
-        asked_for={name: one.asked_for[None] for name, one in numbered.items()},
-        overflow={name: one.overflow[None] for name, one in numbered.items()},
-        invalid={name: one.invalid[None] for name, one in numbered.items()},
-    )
-
-
-def _send_requests(layout: TableLayout, requested: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-    """Return the requests that this device receives; all devices get those for split columns."""
-    split = [name for name in requested if layout.is_split(name)]
-    sent = [name for name in requested if name not in split]
-    received = swap_blocks([requested[name] for name in sent], layout.axis_name)
-    gathered = gather_blocks([requested[name][0] for name in split], layout.axis_name)
+        ids, place = [jnp.reshape(b.ids, -1) for b in by_feature.values()], layout.places[name]
+        numbered = _number_ids(ids, place, plan, name)
+        requested[place.store] = (
+            requested[place.store].at[numbered.slot_of_row].set(numbered.row, mode="drop")
+        )
+        flat = lax.split(numbered.slots, [part.size for part in ids])
+        for (feature, b), x in zip(by_feature.items(), flat, strict=True):
+            slots[feature] = x.reshape(b.ids.shape)
+            if b.weights is not None:
+                weights[feature] = jnp.asarray(b.weights)
+        counts |= {f"{PREFIX}{name}/{what}": x[None] for what, x in numbered.counts.items()}
+    blocks = {n: requested[n].reshape(stores[n].num_senders, -1) for n in plan.width}
+    split = [name for name in blocks if layout.is_split(name)]
+    sent = [name for name in blocks if name not in split]
+    received = swap_blocks([blocks[name] for name in sent], layout.axis_name)
+    gathered = gather_blocks([blocks[name][0] for name in split], layout.axis_name)
     by_store = dict(zip([*sent, *split], [*received, *gathered], strict=True))
-    return {name: by_store[name] for name in requested}
+    return Requests(slots, weights, {name: by_store[name] for name in plan.width}, counts)
 
 
 def specs_of_requests(layout: TableLayout, bags: BagsByTable) -> PyTree:
     """Return a `PartitionSpec` for every array that `request_rows` returns."""
     split = P(layout.axis_name)
     by_feature = {f: b for features in bags.values() for f, b in features.items()}
-    stores = {layout.places[name].store for name in bags}
-    each = dict.fromkeys(bags, split)
     weighted = [feature for feature, b in by_feature.items() if b.weights is not None]
+    stores = {layout.places[name].store for name in bags}
     received = {store: P() if layout.is_split(store) else split for store in stores}
-    slots, weights = dict.fromkeys(by_feature, split), dict.fromkeys(weighted, split)
-    return Requests._make((slots, weights, received, each, each, each))
+    counts = [f"{PREFIX}{name}/{what}" for name in bags for what in COUNTS]
+    each: list[Any] = [dict.fromkeys(names, split) for names in (by_feature, weighted, counts)]
+    return Requests(each[0], each[1], received, each[2])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,29 +180,29 @@ class Numbered(NamedTuple):
     """The slots of the ids of one table."""
 
     slots: jax.Array  # (k,) int32, as `Requests.slots`
-    slot_of_row: jax.Array  # (k,) int32, slot of each entry of `row`; NOWHERE: not sent
-    row: jax.Array  # (k,) int32, local row number at the owner
-    asked_for: jax.Array  # () int32
-    overflow: jax.Array  # () int32
-    invalid: jax.Array  # () int32
+    slot_of_row: jax.Array  # (n,) int32, slot of each entry of `row`; NOWHERE: not sent
+    row: jax.Array  # (n,) int32, local row number at the owner
+    counts: dict[str, jax.Array]  # () int32 for each of `COUNTS`
 
 
-def rows_of_ids(ids: jax.Array, num_rows: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return row numbers as int32, `num_rows` for no row; and masks of padding and of valid ids.
+def rows_of_ids(ids: jax.Array, num_rows: int) -> tuple[jax.Array, jax.Array]:
+    """Return row numbers as int32, `num_rows` for no row, and a mask of padding.
 
     The ids are compared in their own dtype: an unsigned one has no padding, and int8 holds no 256.
     """
     ids = jnp.asarray(ids)
-    padding, rows = ids < 0, row_numbers(ids)
-    within = ~padding & (rows >= 0) & (rows < num_rows)
-    return jnp.where(within, rows, jnp.int32(num_rows)), padding, within
+    return inside(ids, num_rows), ids < 0
 
 
-def _no_slot(padding: jax.Array) -> jax.Array:
-    return jnp.where(padding, jnp.int32(PADDING), jnp.int32(OUTSIDE))
+def _in_their_slots(rows: jax.Array, padding: jax.Array, slots: jax.Array, num_rows: int):
+    """Return the slots of ids that are rows of the table, and for others why they have none."""
+    no_slot = jnp.where(padding, jnp.int32(PADDING), jnp.int32(OUTSIDE))
+    return jnp.where(rows < num_rows, slots, no_slot)
 
 
-def number_ids(ids: Sequence[jax.Array], place: TablePlace, plan: SlotPlan, table: str) -> Numbered:
+def _number_ids(
+    ids: Sequence[jax.Array], place: TablePlace, plan: SlotPlan, table: str
+) -> Numbered:
     """Assign slots to all ids of one table; equal ids share a slot.
 
     Args:
@@ -220,47 +211,40 @@ def number_ids(ids: Sequence[jax.Array], place: TablePlace, plan: SlotPlan, tabl
       plan: available slots.
       table: name of the table.
     """
-    parts_of_rows = [rows_of_ids(part, place.num_rows) for part in ids]
-    rows, padding, within = (jnp.concatenate(parts) for parts in zip(*parts_of_rows, strict=True))
-    positions = place.positions(rows)
-    total, count = place.num_positions, positions.shape[0]
-    order, ranks, distinct = distinct_rows(positions, total)
-    ordered = positions[order]
-    distinct_positions = jnp.full(count, total, jnp.int32).at[ranks].set(ordered, mode="drop")
+    pairs = [rows_of_ids(part, place.num_rows) for part in ids]
+    rows, padding = (jnp.concatenate(parts) for parts in zip(*pairs, strict=True))
+    total, capacity, width = place.num_positions, plan.capacity[table], plan.width[place.store]
+    size = max(1, min(rows.size, total))
     # Positions are sorted by owner. `starts`: index of the first distinct position of each owner.
+    positions, places, count = distinct_rows(place.positions(rows), total, size)
     begins = jnp.arange(place.owners, dtype=jnp.int32) * jnp.int32(place.rows_per_owner)
-    starts = jnp.searchsorted(distinct_positions, begins).astype(jnp.int32)
-    owner = jnp.minimum(ordered // place.rows_per_owner, place.owners - 1)
-    in_owner = ranks - starts[owner]
-    fits = in_owner < plan.capacity[table]  # false for padding, whose number is far larger
-    first = place.first_owner * plan.width[place.store] + plan.first[table]
-    slot = first + owner * plan.width[place.store] + in_owner
-    slots = jnp.full(count, DROPPED, jnp.int32).at[order].set(jnp.where(fits, slot, DROPPED))
-    slots = jnp.where(within, slots, _no_slot(padding))
-    per_owner = jnp.diff(starts, append=jnp.reshape(distinct, 1))
-    overflow = jnp.sum(jnp.maximum(per_owner - plan.capacity[table], 0), dtype=jnp.int32)
-    return Numbered(
-        slots=slots,
-        slot_of_row=jnp.where(fits, slot, jnp.int32(NOWHERE)),
-        row=ordered - owner * place.rows_per_owner + place.first_row,
-        asked_for=distinct,
-        overflow=overflow,
-        invalid=jnp.sum(~padding & ~within, dtype=jnp.int32),
+    starts = jnp.searchsorted(positions, begins).astype(jnp.int32)
+    owner = jnp.minimum(positions // place.rows_per_owner, place.owners - 1)
+    in_owner = jnp.arange(size, dtype=jnp.int32) - starts[owner]
+    fits = (in_owner < capacity) & (positions < total)
+    slot = place.first_owner * width + plan.first[table] + owner * width + in_owner
+    slots = (
+        jnp.where(fits, slot, jnp.int32(DROPPED)).at[places].get(mode="fill", fill_value=DROPPED)
     )
-
-
-def requested_rows(store: Store, width: int, tables: Sequence[Numbered]) -> jax.Array:
-    """Return the rows to request from each owner of a stored array, (owners, width) int32."""
-    rows = jnp.full(store.num_senders * width, store.local_rows, jnp.int32)
-    for table in tables:
-        rows = rows.at[table.slot_of_row].set(table.row, mode="drop")
-    return rows.reshape(store.num_senders, width)
+    per_owner = jnp.diff(starts, append=jnp.reshape(count, 1))
+    counts = (
+        count,
+        jnp.sum(jnp.maximum(per_owner - capacity, 0), dtype=jnp.int32),
+        jnp.sum(~padding & (rows == place.num_rows), dtype=jnp.int32),
+    )
+    return Numbered(
+        slots=_in_their_slots(rows, padding, slots, place.num_rows),
+        slot_of_row=jnp.where(fits, slot, jnp.int32(NOWHERE)),
+        row=positions - owner * place.rows_per_owner + place.first_row,
+        counts=dict(zip(COUNTS, counts, strict=True)),
+    )
 
 
 def rows_as_slots(place: TablePlace, store: Store, ids: jax.Array) -> jax.Array:
     """Return the slots of ids if the vectors are the whole stored array itself."""
-    rows, padding, within = rows_of_ids(ids, place.num_rows)
-    return jnp.where(within, place.positions(rows) + place.first_in(store), _no_slot(padding))
+    rows, padding = rows_of_ids(ids, place.num_rows)
+    slots = place.positions(rows) + place.first_in(store)
+    return _in_their_slots(rows, padding, slots, place.num_rows)
 
 
 def in_slots(store: Store, arrived: jax.Array) -> jax.Array:

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from .._support.types import AxisName, PyTree
 from ..gradients.sparse import Rows
-from ..mesh import AnyMesh, replicate
+from ..mesh import AnyMesh, VirtualMesh, axis_names, replicate
 from ..tracing import FullLoss
 from ..transform import ParameterTransform, isolated, unless_idle
 from ._batch_rows import Ahead, Carry, Requested, WithVectors, ordered_after
@@ -48,14 +48,6 @@ class Lookup:
     def dense(self, tree: PyTree) -> PyTree:
         """Return the part of a tree for the dense parameters; other values are returned as is."""
         return tree.dense if isinstance(tree, WithTables) else tree
-
-    def stored(self, tree: PyTree) -> PyTree:
-        """Return the part of a tree for the stored parameters."""
-        return tree.tables
-
-    def joined(self, dense: PyTree, stored: PyTree) -> PyTree:
-        """Return both parts as one tree."""
-        return WithTables(dense, stored)
 
     @property
     def specs(self) -> Any:
@@ -328,6 +320,36 @@ class Lookup:
     def refuse(self, metrics: dict[str, Any]) -> None:
         """Raise `ValueError` if metrics count ids that are not in their table or lack a slot."""
         self.embeddings.refuse(metrics)
+
+
+def lookup_of(embeddings: Embeddings, mesh: AnyMesh, axis_name: AxisName) -> Lookup:
+    """Return the `Lookup` of a training step for its argument `embeddings`.
+
+    Raises:
+      ValueError: an argument that is not `Embeddings`; an axis that the mesh lacks, or that is a
+        replica axis; several shards on a `VirtualMesh`.
+    """
+    if not isinstance(embeddings, Embeddings):
+        raise ValueError(
+            f"`embeddings` must be made by js.embeddings, got {type(embeddings).__name__}."
+        )
+    axis = embeddings.axis_name
+    if axis is None:
+        return Lookup(embeddings)
+    embeddings = embeddings.over(mesh)
+    if axis in axis_names(axis_name):
+        raise ValueError(
+            f"`embeddings` are sharded over {axis!r}, a replica axis of this step: every replica "
+            "has its own tables, sharded over an axis inside the replica."
+        )
+    if not isinstance(mesh, VirtualMesh):
+        return Lookup(embeddings, axis, axis)
+    if mesh.shape[axis] > 1:
+        raise ValueError(
+            f"`embeddings` are sharded over {axis!r} of size {mesh.shape[axis]}, and virtual "
+            "replicas have no devices inside: use js.make_mesh, or axis_name=None."
+        )
+    return Lookup(replace(embeddings, axis_name=None), axis)
 
 
 def _pooled(

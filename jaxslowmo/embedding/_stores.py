@@ -26,8 +26,10 @@ def part_of_residue(parts: int) -> np.ndarray:
     number of devices. So the part is r with its bits reversed (after the odd factor of `parts`).
 
     Args:
-      parts: number of parts, `PARTS` times an odd number.
+      parts: number of parts: 1, or `PARTS` times an odd number.
     """
+    if parts == 1:
+        return np.zeros(1, np.int32)
     odd, bits = parts // PARTS, PARTS.bit_length() - 1
     residues = np.arange(parts)
     rest, reverse = residues // odd, np.zeros(parts, np.int64)
@@ -47,6 +49,7 @@ class Store:
       dim: number of columns of the whole array.
       dtype: dtype of the array.
       num_shards: number of devices that share the array.
+      optimizer: optimizer of its rows; None in a layout without optimizers.
     """
 
     name: str
@@ -55,6 +58,7 @@ class Store:
     dim: int
     dtype: jnp.dtype
     num_shards: int
+    optimizer: Any
 
     @property
     def local_rows(self) -> int:
@@ -109,16 +113,12 @@ class TablePlace:
         Args:
           ids: int32 row numbers of the table; `num_rows` means no row.
         """
-        positions = ids
-        if self.parts > 1:
-            part = jnp.asarray(part_of_residue(self.parts))[ids % self.parts]
-            positions = part * (self.num_positions // self.parts) + ids // self.parts
+        part = jnp.asarray(part_of_residue(self.parts))[ids % self.parts]
+        positions = part * (self.num_positions // self.parts) + ids // self.parts
         return jnp.where(ids < self.num_rows, positions, jnp.int32(self.num_positions))
 
     def owners_of(self, ids: np.ndarray) -> np.ndarray:
         """Return the index of the owner of each row, for NumPy ids that are in the table."""
-        if self.owners == 1:
-            return np.zeros(ids.shape, np.int64)
         return part_of_residue(self.parts)[ids % self.parts] // (self.parts // self.owners)
 
 
@@ -144,13 +144,8 @@ def layout_of(tables: Tables, num_shards: int, axis_name: str | None = None) -> 
     """
     stores: dict[str, Store] = {}
     places: dict[str, TablePlace] = {}
-    groups: dict[str, dict[str, Table]] = {}
     for name, table in tables.items():
         if table.shard == "table":
-            # The number of devices is in the name: it changes the order of the tables, not always
-            # the shape, and a checkpoint must not be restored in another order.
-            group = f"tables_{jnp.dtype(table.dtype).name}_{table.dim}_over_{num_shards}"
-            groups.setdefault(group, {})[name] = table
             continue
         if table.shard == "column" and table.dim % num_shards:
             raise ValueError(
@@ -162,7 +157,7 @@ def layout_of(tables: Tables, num_shards: int, axis_name: str | None = None) -> 
         rows = parts * -(-table.num_rows // parts)
         stores[name] = _store(name, table, rows, num_shards)
         places[name] = TablePlace(name, table.num_rows, owners, parts, rows // owners, 0, 0)
-    for name, members in groups.items():
+    for name, members in _groups(tables, num_shards).items():
         if name in stores:
             raise ValueError(f"{OWNER}: {name!r} is the name of an array of several tables.")
         first = next(iter(members.values()))
@@ -179,7 +174,29 @@ def layout_of(tables: Tables, num_shards: int, axis_name: str | None = None) -> 
 
 
 def _store(name: str, table: Table, num_rows: int, num_shards: int) -> Store:
-    return Store(name, table.shard, num_rows, table.dim, jnp.dtype(table.dtype), num_shards)
+    dtype = jnp.dtype(table.dtype)
+    return Store(name, table.shard, num_rows, table.dim, dtype, num_shards, table.optimizer)
+
+
+def _groups(tables: Tables, num_shards: int) -> dict[str, dict[str, Table]]:
+    """Return the tables with `shard="table"` that share an array, by its name.
+
+    They have one width, dtype and optimizer. The number of devices is in the name, and the tables
+    are where a width and dtype have several optimizers: both change the order of the tables, not
+    always the shape, and a checkpoint must not be restored in another order.
+    """
+    by_kind: dict[tuple[str, int], dict[Any, dict[str, Table]]] = {}
+    for name, table in tables.items():
+        if table.shard == "table":
+            by_optimizer = by_kind.setdefault((jnp.dtype(table.dtype).name, table.dim), {})
+            by_optimizer.setdefault(table.optimizer, {})[name] = table
+    groups = {}
+    for (dtype, dim), by_optimizer in by_kind.items():
+        for members in by_optimizer.values():
+            names = f"_{zlib.crc32(repr(sorted(members)).encode()):08x}"
+            suffix = names if len(by_optimizer) > 1 else ""
+            groups[f"tables_{dtype}_{dim}{suffix}_over_{num_shards}"] = members
+    return groups
 
 
 def _spread(store: str, tables: Tables, num_shards: int) -> tuple[dict[str, TablePlace], int]:
@@ -202,13 +219,11 @@ def read_tables(layout: TableLayout, stored: Mapping[str, jax.Array]) -> dict[st
     """Return the tables (num_rows, dim) by name from whole stored arrays."""
     tables, stored = {}, whole_on_each(stored)
     for name, place in layout.places.items():
-        store = layout.stores[place.store]
-        whole = stored[place.store]
-        if store.kind == "row":
-            blocks = whole.reshape(place.parts, -1, store.dim)[part_of_residue(place.parts)]
-            whole = blocks.transpose(1, 0, 2).reshape(-1, store.dim)
-        first = place.first_in(store)
-        tables[name] = whole[first : first + place.num_rows]
+        if place.store in stored:
+            first, whole = place.first_in(layout.stores[place.store]), stored[place.store]
+            rows = whole[first : first + place.num_positions]
+            blocks = rows.reshape(place.parts, -1, *rows.shape[1:])[part_of_residue(place.parts)]
+            tables[name] = jnp.swapaxes(blocks, 0, 1).reshape(rows.shape)[: place.num_rows]
     return tables
 
 
@@ -228,14 +243,11 @@ def write_tables(layout: TableLayout, tables: Mapping[str, Any]) -> dict[str, ja
     for name, place in places.items():
         store = layout.stores[place.store]
         table = jnp.asarray(tables[name]).astype(store.dtype)
-        if store.kind == "row":
-            padded = jnp.pad(table, ((0, store.num_rows - place.num_rows), (0, 0)))
-            blocks = padded.reshape(-1, place.parts, store.dim).transpose(1, 0, 2)
-            blocks = blocks[np.argsort(part_of_residue(place.parts))]
-            stored[name] = blocks.reshape(store.num_rows, store.dim)
-        else:
-            first = place.first_in(store)
-            stored[place.store] = stored[place.store].at[first : first + place.num_rows].set(table)
+        padded = jnp.pad(table, ((0, place.num_positions - place.num_rows), (0, 0)))
+        blocks = padded.reshape(-1, place.parts, store.dim).transpose(1, 0, 2)
+        rows = blocks[np.argsort(part_of_residue(place.parts))].reshape(padded.shape)
+        first = place.first_in(store)
+        stored[place.store] = stored[place.store].at[first : first + len(rows)].set(rows)
     return stored
 
 

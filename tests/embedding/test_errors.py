@@ -62,7 +62,7 @@ HUGE = {f"t{i}": js.Table(2**30, 4, shard="table") for i in range(3)}
 
 MAKING = {
     **wrong(table, num_rows=0, dim=True, shard="rows", pooling="max", init=0.5, features="b"),
-    **wrong(table, dtype=jnp.int8, position_weights={"b": "p"}),
+    **wrong(table, dtype=jnp.int8, position_weights={"b": "p"}, optimizer=0.1),
     **wrong(made, tables={}, axis_name=("a", "b"), optimizer=0.1, inputs="a", overflow="wrap"),
     **wrong(js.rowwise_adagrad, learning_rate=-0.1),
     **wrong(js.rowwise_sgd, learning_rate="0.1"),
@@ -82,6 +82,12 @@ MAKING = {
     "eps": Refusal(lambda: js.rowwise_adagrad(0.1, eps=0), "`eps`", 0),
     "initial": Refusal(lambda: js.rowwise_adagrad(0.1, initial=-1), "`initial`", -1),
     "decay": Refusal(lambda: js.rowwise_sgd(0.1, weight_decay=-1), "`weight_decay`", -1),
+    "momentum": Refusal(lambda: js.rowwise_sgd(0.1, momentum=1), "`momentum`", 1),
+    "nesterov": Refusal(lambda: js.rowwise_sgd(0.1, nesterov=True), "`nesterov`", "`momentum`"),
+    "b2": Refusal(lambda: js.rowwise_adam(0.1, b2=1.0), "`b2`", 1.0),
+    "no optimizer": Refusal(
+        lambda: made({"b": js.Table(8, 4, optimizer=SGD), **TABLES}, optimizer=None), "'a'"
+    ),
     "an infinite rate": Refusal(lambda: js.rowwise_sgd(math.inf), "`learning_rate`", "inf"),
 }
 DEVICES = {

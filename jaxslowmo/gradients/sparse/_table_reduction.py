@@ -13,7 +13,7 @@ from ...collectives import all_mean, gather_slices, quotient, scaled
 from ...mesh import axis_names, axis_size, sum_over
 from ...transform import phase_scope, run_if
 from ...tree import at_least_float32
-from ._coalesce import add_in_order, compact, distinct_places, nonzero_rows
+from ._coalesce import add_in_order, compact, distinct_rows, nonzero_rows
 from ._row_gradient import RowGradient, inside, num_outside
 
 Path = Literal["auto", "rows", "dense"]
@@ -141,7 +141,7 @@ class TableReduction:
             every = jnp.where(shares[:, None] > 0, every, num_rows)
         if self.as_rows:
             size = min(replicas * _most_rows(gradient), num_rows)  # independent of `capacity`
-            rows, places = distinct_places(every, num_rows, size)
+            rows, places, _ = distinct_rows(every, num_rows, size)
         else:
             size, rows, places = num_rows, None, every
         total = add_in_order(places, gathered.values, size, shares)
