@@ -2,6 +2,7 @@
 
 from ._bags import Bags as Bags
 from ._bags import bags as bags
+from ._bags import jagged as jagged
 from ._batch_rows import Ahead as Ahead
 from ._batch_rows import Carry as Carry
 from ._batch_rows import Requested as Requested
@@ -38,6 +39,7 @@ __all__ = [
     "WithTables",
     "bags",
     "embeddings",
+    "jagged",
     "rowwise_adagrad",
     "rowwise_adam",
     "rowwise_sgd",

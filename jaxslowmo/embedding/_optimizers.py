@@ -264,7 +264,7 @@ def _check(
     least: dict[str, Any] | None = None,
     below_one: dict[str, Any] | None = None,
 ) -> None:
-    """Raise `ValueError` unless numbers are > 0, >= 0, or >= 0 and < 1; a rate may be a schedule."""
+    """Raise `ValueError` for a number out of its range; the rate may be a schedule."""
     rates = {} if callable(learning_rate) else {"learning_rate": learning_rate}
     rules = [
         (above or {}, "a number > 0", lambda x: x > 0),

@@ -47,6 +47,10 @@ def bags(rows=(1, 2), **options):
     return js.bags(rows, **options)
 
 
+def jagged(values=(1, 2, 3), features=("a", "b"), **options):
+    return js.embedding.jagged(values, features=features, **options)
+
+
 def on_three(emb):
     """Trace an exchange of ids on three devices."""
     exchange = jax.vmap(lambda ids: emb.exchange_ids({"a": ids}), axis_name="shard")
@@ -125,6 +129,19 @@ BAGS = {
         lambda: bags([[1], [2, 3]], weights=[[1], [2]]), "`weights`", [1, 2]
     ),
     "more weights": Refusal(lambda: bags(lengths=[2], weights=[1, 2, 3]), "`weights`", (3,)),
+    "no lengths": Refusal(jagged, "jagged", "`lengths` or `offsets`"),
+    "features that do not divide": Refusal(
+        lambda: jagged(lengths=[1, 1, 1]), "`features`", "3 bags"
+    ),
+    "a feature twice": Refusal(
+        lambda: jagged(lengths=[1, 2], features=("a", "a")), "`features`", "'a'"
+    ),
+    "too long for its feature": Refusal(
+        lambda: jagged(lengths=[1, 2], max_length={"b": 1}), "feature 'b'", "`max_length` is 1"
+    ),
+    "fewer weights than ids": Refusal(
+        lambda: jagged(lengths=[1, 2], weights=[1.0]), "`weights`", (1,)
+    ),
     "ids of floats": Refusal(lambda: of_feature(np.zeros(1)), "'a'", "float64[1]"),
     "three axes": Refusal(lambda: of_feature(np.zeros((1, 1, 1), int)), "'a'", "int64[1, 1, 1]"),
     "a list": Refusal(lambda: of_feature([1, 2]), "'a'", "list"),

@@ -11,7 +11,6 @@ import pytest
 import jaxslowmo as js
 from embedding.shared import update_of as update_of_all
 
-
 SGD = js.rowwise_sgd(0.1)
 
 

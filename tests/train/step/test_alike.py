@@ -87,8 +87,7 @@ def possible(run):
     is_scaled = run["around"] == "scaled"
     if run["accumulate"] > 1:
         run["window"] = 0
-    # Halves round apart where Adagrad and Adam divide by next to nothing, so that tables are trained
-    # by SGD.
+    # Halves round apart where Adagrad and Adam divide by next to nothing, so SGD trains the tables.
     if run["half"] and is_scaled:
         run["own"] = [name for name in run["own"] if name == "item"]
     return {**run, "half": run["half"] and is_scaled, "overflow": run["overflow"] and is_scaled}
