@@ -15,6 +15,7 @@ from ._embeddings import Embeddings as Embeddings
 from ._make_embeddings import embeddings as embeddings
 from ._optimizers import AdamMoments as AdamMoments
 from ._optimizers import Kept as Kept
+from ._optimizers import RowUpdate as RowUpdate
 from ._optimizers import RowwiseOptimizer as RowwiseOptimizer
 from ._optimizers import rowwise_adagrad as rowwise_adagrad
 from ._optimizers import rowwise_adam as rowwise_adam
@@ -33,6 +34,7 @@ __all__ = [
     "Embeddings",
     "Kept",
     "Requests",
+    "RowUpdate",
     "RowwiseOptimizer",
     "RowwiseState",
     "Table",

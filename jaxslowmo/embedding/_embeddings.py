@@ -22,7 +22,6 @@ from ._requests import (
     num_devices,
     request_rows,
     rows_as_slots,
-    specs_of_requests,
     swap_blocks,
 )
 from ._stores import (
@@ -162,8 +161,11 @@ class Embeddings:
         return request_rows(self.layout(), self._by_table(bags), self.capacity)
 
     def request_specs(self, bags: Mapping[str, Any]) -> Any:
-        """Return the `PartitionSpec` of every array of the `Requests` for such bags."""
-        return specs_of_requests(self.layout(), self._by_table(bags))
+        """Return the `PartitionSpec`s of the `Requests` for such bags, a prefix of their tree."""
+        layout, split = self.layout(), P(self.axis_name)
+        stores = {layout.places[name].store for name in self._by_table(bags)}
+        asked = {store: P() if layout.is_split(store) else split for store in stores}
+        return Requests._make((split, split, asked, split))
 
     def metrics(self, requests: Requests) -> dict[str, jax.Array]:
         """Return the metrics of this device's requests, each () int32, to be summed over devices.

@@ -9,6 +9,28 @@ import jax
 import jax.numpy as jnp
 
 LearningRate = float | Callable[[jax.Array], Any]
+
+
+class RowUpdate(NamedTuple):
+    """What an optimizer knows of the rows that it changes; `kept` holds their entries.
+
+    Attributes:
+      rows: (k, dim) float32.
+      gradients: (k, dim) float32.
+      kept: what the optimizer keeps for these rows, like `RowwiseOptimizer.kept`.
+      mean_squares: (k,) float32, of gradients over a whole row; None if nothing is kept per row.
+      rate: () float32, the learning rate.
+      count: () int32, number of updates before this one.
+    """
+
+    rows: jax.Array
+    gradients: jax.Array
+    kept: Any
+    mean_squares: jax.Array | None
+    rate: jax.Array
+    count: jax.Array
+
+
 Rule = Callable[..., tuple[jax.Array, Any]]
 
 
@@ -45,10 +67,7 @@ class RowwiseOptimizer:
 
     Attributes:
       learning_rate: a number, or a schedule: a function of the number of updates before this one.
-      rule: function `rule(rows, gradients, kept, mean_squares, rate, count, *options)` that returns
-        new rows, and new `kept`. Rows and gradients are (k, dim) float32; `kept` has the entries of
-        these rows; mean squares of gradients are (k,) float32, or None if nothing is kept per row;
-        the rate is () float32, and the number of updates before this one () int32.
+      rule: function `rule(update, *options)` of a `RowUpdate` that returns new rows and `kept`.
       kept: a `Kept`, or a NamedTuple of several; None: nothing is kept.
       options: further arguments of `rule`.
     """
@@ -63,9 +82,9 @@ class RowwiseOptimizer:
         """Whether something is kept per row."""
         return any(kept.per_row for kept in jax.tree.leaves(self.kept))
 
-    def step(self, *operands: Any) -> tuple[jax.Array, Any]:
-        """Return new rows, and the new entries of what is kept for them; see `rule`."""
-        return self.rule(*operands, *self.options)
+    def step(self, update: RowUpdate) -> tuple[jax.Array, Any]:
+        """Return new rows, and the new entries of what is kept for them."""
+        return self.rule(update, *self.options)
 
     def rate(self, count: jax.Array) -> jax.Array:
         """Return the learning rate, () float32, after `count` updates."""
@@ -106,19 +125,10 @@ def rowwise_adagrad(
     return RowwiseOptimizer(learning_rate, _adagrad, Kept(float(initial), True), (float(eps),))
 
 
-def _adagrad(
-    rows: jax.Array,
-    gradients: jax.Array,
-    sums: jax.Array,
-    mean_squares: jax.Array,
-    rate: jax.Array,
-    count: jax.Array,
-    eps: float,
-) -> tuple[jax.Array, jax.Array]:
-    del count
-    sums = sums + mean_squares
-    factors = rate / (jnp.sqrt(sums) + jnp.float32(eps))
-    return rows - factors[:, None] * gradients, sums
+def _adagrad(update: RowUpdate, eps: float) -> tuple[jax.Array, jax.Array]:
+    sums = update.kept + update.mean_squares
+    factors = update.rate / (jnp.sqrt(sums) + jnp.float32(eps))
+    return update.rows - factors[:, None] * update.gradients, sums
 
 
 def rowwise_sgd(
@@ -167,23 +177,15 @@ def rowwise_sgd(
 
 
 def _sgd(
-    rows: jax.Array,
-    gradients: jax.Array,
-    trace: jax.Array | None,
-    mean_squares: None,
-    rate: jax.Array,
-    count: jax.Array,
-    momentum: float,
-    nesterov: bool,
-    decay: float,
+    update: RowUpdate, momentum: float, nesterov: bool, decay: float
 ) -> tuple[jax.Array, jax.Array | None]:
-    del mean_squares, count
+    gradients, trace = update.gradients, update.kept
     if decay:
-        gradients = gradients + jnp.float32(decay) * rows
+        gradients = gradients + jnp.float32(decay) * update.rows
     if trace is not None:
         trace = momentum * trace + gradients
         gradients = gradients + momentum * trace if nesterov else trace
-    return rows - rate * gradients, trace
+    return update.rows - update.rate * gradients, trace
 
 
 def rowwise_adam(
@@ -236,24 +238,16 @@ def rowwise_adam(
 
 
 def _adam(
-    rows: jax.Array,
-    gradients: jax.Array,
-    moments: AdamMoments,
-    mean_squares: jax.Array | None,
-    rate: jax.Array,
-    count: jax.Array,
-    b1: float,
-    b2: float,
-    eps: float,
-    decay: float,
+    update: RowUpdate, b1: float, b2: float, eps: float, decay: float
 ) -> tuple[jax.Array, AdamMoments]:
-    squares = jnp.square(gradients) if mean_squares is None else mean_squares
-    mean = b1 * moments.mean + (1 - b1) * gradients
-    square = b2 * moments.square + (1 - b2) * squares
-    number = (count + 1).astype(jnp.float32)
+    squares, number = update.mean_squares, (update.count + 1).astype(jnp.float32)
+    if squares is None:
+        squares = jnp.square(update.gradients)
+    mean = b1 * update.kept.mean + (1 - b1) * update.gradients
+    square = b2 * update.kept.square + (1 - b2) * squares
     root = jnp.sqrt(square / (1 - b2**number)) + eps
-    step = mean / (1 - b1**number) / (root if mean_squares is None else root[:, None])
-    return rows - rate * (step + decay * rows), AdamMoments(mean, square)
+    step = mean / (1 - b1**number) / (root if root.ndim == 2 else root[:, None])
+    return update.rows - update.rate * (step + decay * update.rows), AdamMoments(mean, square)
 
 
 def _check(

@@ -2,14 +2,12 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import PartitionSpec as P
 
-from .._support.types import PyTree
 from ..collectives import gather_slices
 from ..gradients.sparse import NOWHERE, distinct_rows, inside
 from ..mesh import axis_size
@@ -123,18 +121,6 @@ def request_rows(layout: TableLayout, bags: BagsByTable, capacity: Capacity) -> 
     gathered = gather_blocks([blocks[name][0] for name in split], layout.axis_name)
     by_store = dict(zip([*sent, *split], [*received, *gathered], strict=True))
     return Requests(slots, weights, {name: by_store[name] for name in plan.width}, counts)
-
-
-def specs_of_requests(layout: TableLayout, bags: BagsByTable) -> PyTree:
-    """Return a `PartitionSpec` for every array that `request_rows` returns."""
-    split = P(layout.axis_name)
-    by_feature = {f: b for features in bags.values() for f, b in features.items()}
-    weighted = [feature for feature, b in by_feature.items() if b.weights is not None]
-    stores = {layout.places[name].store for name in bags}
-    received = {store: P() if layout.is_split(store) else split for store in stores}
-    counts = [f"{PREFIX}{name}/{what}" for name in bags for what in COUNTS]
-    each: list[Any] = [dict.fromkeys(names, split) for names in (by_feature, weighted, counts)]
-    return Requests(each[0], each[1], received, each[2])
 
 
 @dataclasses.dataclass(frozen=True)

@@ -49,16 +49,6 @@ class Lookup:
         """Return the part of a tree for the dense parameters; other values are returned as is."""
         return tree.dense if isinstance(tree, WithTables) else tree
 
-    @property
-    def specs(self) -> Any:
-        """The kinds of the stored parameters; see `on_shards`."""
-        return self.embeddings.specs
-
-    @property
-    def optimizer_specs(self) -> Any:
-        """The kinds of the state of the row-wise optimizer; see `on_shards`."""
-        return self.embeddings.optimizer_specs
-
     def stacked(self, params: PyTree, seed: int, *, mesh: AnyMesh, axis_name: AxisName) -> PyTree:
         """Return the parameters of all replicas, equal on them.
 
@@ -84,7 +74,7 @@ class Lookup:
         """Return a parameter transform with the specs of stored parameters, also for its state."""
         if sync is None or self.nested is None or not sync.shards_whole_leaves:
             return sync
-        return sync.with_specs(WithTables(P(), self.specs), of_state=True)
+        return sync.with_specs(WithTables(P(), self.embeddings.specs), of_state=True)
 
     def of_loss(self, loss: FullLoss) -> FullLoss:
         """Return a loss function of the batches that `seen` returns, which passes on `embedded`."""
@@ -296,7 +286,7 @@ class Lookup:
             carry,
             changed,
             None if is_static else all_changed,
-            kinds=(self.specs, "device", "device", "whole"),
+            kinds=(self.embeddings.specs, "device", "device", "whole"),
             out=("device", "whole"),
         )
 

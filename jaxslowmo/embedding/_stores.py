@@ -139,58 +139,52 @@ def layout_of(tables: Tables, num_shards: int, axis_name: str | None = None) -> 
     """Return the placement of the tables on a number of devices along an axis.
 
     Raises:
-      ValueError: columns that the devices cannot share evenly; more rows than int32 can number; two
-        arrays of one name.
+      ValueError: columns that the devices cannot share evenly; more rows than int32 can number.
     """
     stores: dict[str, Store] = {}
     places: dict[str, TablePlace] = {}
-    for name, table in tables.items():
-        if table.shard == "table":
-            continue
-        if table.shard == "column" and table.dim % num_shards:
-            raise ValueError(
-                f'{OWNER}: table {name!r}: with shard="column" the number of devices '
-                f"({num_shards}) must divide `dim`, got {table.dim}."
-            )
-        is_dealt = table.shard == "row"
-        owners, parts = (num_shards, math.lcm(PARTS, num_shards)) if is_dealt else (1, 1)
-        rows = parts * -(-table.num_rows // parts)
-        stores[name] = _store(name, table, rows, num_shards)
-        places[name] = TablePlace(name, table.num_rows, owners, parts, rows // owners, 0, 0)
-    for name, members in _groups(tables, num_shards).items():
-        if name in stores:
-            raise ValueError(f"{OWNER}: {name!r} is the name of an array of several tables.")
+    for store, members in _groups(tables, num_shards).items():
         first = next(iter(members.values()))
-        group_places, rows = _spread(name, members, num_shards)
-        stores[name] = _store(name, first, rows * num_shards, num_shards)
-        places |= group_places
-    for store in stores.values():
-        if store.num_rows > MOST_ROWS:
+        if first.shard == "table":
+            own, rows = _spread(store, members, num_shards)
+        else:
+            (name,) = members
+            is_dealt = first.shard == "row"
+            owners, parts = (num_shards, math.lcm(PARTS, num_shards)) if is_dealt else (1, 1)
+            rows = parts * -(-first.num_rows // parts)
+            own = {name: TablePlace(store, first.num_rows, owners, parts, rows // owners, 0, 0)}
+        if first.shard == "column" and first.dim % num_shards:
             raise ValueError(
-                f"{OWNER}: array {store.name!r} has {store.num_rows} rows with padding, and can "
-                f"have at most {MOST_ROWS}."
+                f'{OWNER}: table {store!r}: with shard="column" the number of devices '
+                f"({num_shards}) must divide `dim`, got {first.dim}."
             )
+        if rows > MOST_ROWS:
+            raise ValueError(
+                f"{OWNER}: array {store!r} has {rows} rows with padding, and can have at most "
+                f"{MOST_ROWS}."
+            )
+        dtype = jnp.dtype(first.dtype)
+        stores[store] = Store(
+            store, first.shard, rows, first.dim, dtype, num_shards, first.optimizer
+        )
+        places |= own
     return TableLayout(stores, places, axis_name)
 
 
-def _store(name: str, table: Table, num_rows: int, num_shards: int) -> Store:
-    dtype = jnp.dtype(table.dtype)
-    return Store(name, table.shard, num_rows, table.dim, dtype, num_shards, table.optimizer)
-
-
 def _groups(tables: Tables, num_shards: int) -> dict[str, dict[str, Table]]:
-    """Return the tables with `shard="table"` that share an array, by its name.
+    """Return the tables of each stored array, by its name.
 
-    They have one width, dtype and optimizer. The number of devices is in the name, and the tables
-    are where a width and dtype have several optimizers: both change the order of the tables, not
-    always the shape, and a checkpoint must not be restored in another order.
+    Tables with `shard="table"` share one if they have one width, dtype and optimizer. The number of
+    devices is in its name, and the tables are where a width and dtype have several optimizers: both
+    change the order of the tables, not always the shape, and a checkpoint must not be restored in
+    another order.
     """
     by_kind: dict[tuple[str, int], dict[Any, dict[str, Table]]] = {}
     for name, table in tables.items():
         if table.shard == "table":
             by_optimizer = by_kind.setdefault((jnp.dtype(table.dtype).name, table.dim), {})
             by_optimizer.setdefault(table.optimizer, {})[name] = table
-    groups = {}
+    groups = {name: {name: table} for name, table in tables.items() if table.shard != "table"}
     for (dtype, dim), by_optimizer in by_kind.items():
         for members in by_optimizer.values():
             names = f"_{zlib.crc32(repr(sorted(members)).encode()):08x}"
@@ -200,7 +194,7 @@ def _groups(tables: Tables, num_shards: int) -> dict[str, dict[str, Table]]:
 
 
 def _spread(store: str, tables: Tables, num_shards: int) -> tuple[dict[str, TablePlace], int]:
-    """Return the placement of each table, and the number of rows of the fullest device.
+    """Return the placement of each table, and the number of rows of the array.
 
     Each table, the largest first, goes to the device with the fewest rows so far. (All tables of an
     array have the same width, so rows measure bytes.)
@@ -212,7 +206,7 @@ def _spread(store: str, tables: Tables, num_shards: int) -> tuple[dict[str, Tabl
         owner = used_rows.index(min(used_rows))
         places[name] = TablePlace(store, rows, 1, 1, rows, owner, used_rows[owner])
         used_rows[owner] += rows
-    return places, max(used_rows)
+    return places, num_shards * max(used_rows)
 
 
 def read_tables(layout: TableLayout, stored: Mapping[str, jax.Array]) -> dict[str, jax.Array]:

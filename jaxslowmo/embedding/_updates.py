@@ -11,6 +11,7 @@ from .._support.types import PyTree
 from ..gradients.sparse import RowGradient
 from ..mesh import sum_over
 from ..transform import isolated
+from ._optimizers import RowUpdate
 from ._stores import TableLayout
 
 Stored = dict[str, jax.Array]
@@ -50,9 +51,7 @@ def apply_row_gradients(
             rows = jnp.where(active, rows, jnp.int32(gradient.num_rows))
         kept = accumulators.get(name)
         # Isolated, so that programs with and without lookups ahead give the same bits.
-        new, new_kept = isolated(
-            optimizer.step,
-            rows,
+        update = RowUpdate(
             _rows_of(table, rows).astype(jnp.float32),
             gradient.values.astype(jnp.float32),
             jax.tree.map(lambda whole, rows=rows: _rows_of(whole, rows), kept),
@@ -60,6 +59,7 @@ def apply_row_gradients(
             optimizer.rate(state.count),
             state.count,
         )
+        new, new_kept = isolated(optimizer.step, rows, update)
         new_tables[name] = _with_rows(table, rows, new)
         if kept is not None:
             accumulators[name] = jax.tree.map(

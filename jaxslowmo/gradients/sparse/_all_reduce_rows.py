@@ -22,7 +22,6 @@ from ...transform import (
     increment,
     spec_of,
 )
-from ...tree import leaf_names
 from .._leaves import check_not_summed
 from ._row_gradient import (
     RowGradient,
@@ -30,7 +29,7 @@ from ._row_gradient import (
     arrays_of,
     check_row_gradient,
     checked_capacities,
-    is_row_gradient,
+    split_rows,
 )
 from ._table_reduction import Path, TableReduction
 
@@ -139,7 +138,7 @@ def all_reduce_rows(
         return TableReduction(axis_name, capacities(name), path, as_rows, by_initial)
 
     def init_fn(params: PyTree) -> AllReduceRowsState:
-        _, others, _ = _split(params, names)
+        others, *_ = split_rows(params, names)
         zero = jnp.zeros([], jnp.int32)
         return AllReduceRowsState(zero, zero, zero, zero, inner.init(others))
 
@@ -148,15 +147,15 @@ def all_reduce_rows(
     ) -> tuple[PyTree, AllReduceRowsState]:
         require_axes(OWNER, "axis_name", axis_name)
         share = check_weight(OWNER, extra.get("weight"))
-        table_grads, others, join = _split(updates, names)
+        others, table_grads, _, join = split_rows(updates, names)
         if dense is not None and (unnamed := [name for name in table_grads if name not in names]):
             raise ValueError(
                 f"{OWNER}: with `dense`, `tables` must name every leaf whose gradient is a "
                 f"RowGradient; missing: {unnamed}."
             )
-        other_params = None if params is None else _split(params, names)[1]
+        other_params = None if params is None else split_rows(params, names)[0]
         others, after = inner.update(others, state.dense, other_params, **extra)
-        means: dict[str, Any] = {}
+        means: Any = {}
         _, overflows, needed, invalid, _ = state
         for name, gradient in table_grads.items():
             if isinstance(gradient, RowGradient):
@@ -168,7 +167,7 @@ def all_reduce_rows(
             needed = jnp.maximum(needed, facts.needed)
             invalid = invalid + facts.invalid
         count = increment(state.count)
-        return join(means, others), AllReduceRowsState(count, overflows, needed, invalid, after)
+        return join(others, means), AllReduceRowsState(count, overflows, needed, invalid, after)
 
     spec = Reduction(axes=axis_names(axis_name), takes=frozenset({"weight"}))
     if dense is not None:
@@ -207,20 +206,3 @@ def mean_rows(
     means: Any
     means, _ = reduce.update(gradients, reduce.init({}), **share)
     return means
-
-
-def _split(tree: PyTree, names: tuple[str, ...]):
-    """Return tables by name, the tree without them, and a function that joins both again."""
-    every = leaf_names(arrays_of(tree))
-    leaves, treedef = jax.tree.flatten(tree, is_leaf=is_row_gradient)
-    if missing := [name for name in names if name not in every]:
-        raise ValueError(f"{OWNER}: `tables` names {missing}, but the leaves are {every}.")
-    named = list(zip(every, leaves, strict=True))
-    tables = {name: x for name, x in named if name in names or is_row_gradient(x)}
-    others = treedef.unflatten(optax.MaskedNode() if n in tables else x for n, x in named)
-
-    def join(means: Mapping[str, Any], rest: PyTree) -> PyTree:
-        kept = zip(every, treedef.flatten_up_to(rest), strict=True)
-        return treedef.unflatten(means.get(name, leaf) for name, leaf in kept)
-
-    return tables, others, join
