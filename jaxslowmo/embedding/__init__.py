@@ -12,7 +12,8 @@ from ._batch_rows import empty_rows as empty_rows
 from ._batch_rows import rows_are_finite as rows_are_finite
 from ._batch_rows import summed as summed
 from ._embeddings import Embeddings as Embeddings
-from ._make_embeddings import embeddings as embeddings
+from ._embeddings import embeddings as embeddings
+from ._exchange import Requests as Requests
 from ._optimizers import AdamMoments as AdamMoments
 from ._optimizers import Kept as Kept
 from ._optimizers import RowUpdate as RowUpdate
@@ -20,7 +21,6 @@ from ._optimizers import RowwiseOptimizer as RowwiseOptimizer
 from ._optimizers import rowwise_adagrad as rowwise_adagrad
 from ._optimizers import rowwise_adam as rowwise_adam
 from ._optimizers import rowwise_sgd as rowwise_sgd
-from ._requests import Requests as Requests
 from ._step_lookup import Lookup as Lookup
 from ._step_lookup import lookup_of as lookup_of
 from ._table import Table as Table

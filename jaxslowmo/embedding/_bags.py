@@ -1,7 +1,7 @@
-"""Bags of ids: a variable number of ids per example, in padded arrays of a fixed size."""
+"""Bags of ids: a variable number per example, in padded arrays of a fixed size; their pooling."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,11 @@ import numpy as np
 
 from .._support.checks import checked_int
 from .._support.types import PyTree
+from ..tree import at_least_float32
 from ._table import OWNER
+
+# Values in the place of a slot: why an id has no slot.
+PADDING, DROPPED, OUTSIDE = -1, -2, -3
 
 
 class Bags(NamedTuple):
@@ -230,28 +234,21 @@ def _checked_ids(owner: str, values: np.ndarray) -> np.ndarray:
 def as_bags(feature: str, ids_or_bags: Any) -> Bags:
     """Return ids or `Bags` of one feature as `Bags`, after a check of shapes and types."""
     bags = Bags(*map(_as_array, ids_or_bags if isinstance(ids_or_bags, Bags) else (ids_or_bags,)))
-    for part in bags:
-        if part is not None and not hasattr(part, "dtype"):
-            raise ValueError(
-                f"{OWNER}: feature {feature!r} must be an array of ids or js.Bags (js.bags makes "
-                f"them of lists), got {type(ids_or_bags).__name__}."
-            )
     ids, weights = bags
-    if not jnp.issubdtype(ids.dtype, jnp.integer) or ids.ndim not in (1, 2):
-        raise ValueError(
-            f"{OWNER}: the ids of feature {feature!r} must be integers of shape (batch,) or "
-            f"(batch, max_length), got {ids.dtype}{list(ids.shape)}."
-        )
-    if weights is not None and weights.shape != ids.shape:
-        raise ValueError(
-            f"{OWNER}: the weights of feature {feature!r} must have the shape of its ids "
-            f"{ids.shape}, got {weights.shape}."
-        )
-    if weights is not None and not jnp.issubdtype(weights.dtype, jnp.floating):
-        raise ValueError(
-            f"{OWNER}: the weights of feature {feature!r} must be floating, got {weights.dtype}."
-        )
-    return bags
+    if not all(hasattr(part, "dtype") for part in bags if part is not None):
+        what, rule = "", "arrays or js.Bags (js.bags makes them of lists)"
+    elif not jnp.issubdtype(ids.dtype, jnp.integer) or ids.ndim not in (1, 2):
+        what, rule = "the ids of ", "integers of shape (batch,) or (batch, max_length)"
+    elif weights is not None and (
+        weights.shape != ids.shape or not jnp.issubdtype(weights.dtype, jnp.floating)
+    ):
+        what, rule = "the weights of ", f"floating, and of the shape of the ids {ids.shape}"
+    else:
+        return bags
+    value = {"": ids_or_bags, "the ids of ": ids, "the weights of ": weights}[what]
+    is_array = hasattr(value, "dtype")
+    actual = f"{value.dtype}{list(value.shape)}" if is_array else type(value).__name__
+    raise ValueError(f"{OWNER}: {what}feature {feature!r} must be {rule}, got {actual}.")
 
 
 def _as_array(x: Any) -> Any:
@@ -290,3 +287,46 @@ def bags_of(batch: PyTree, features: tuple[str, ...], inputs: Any) -> dict[str, 
     if not by_feature:
         raise ValueError(f"{OWNER}: the batch has none of the features {names}.")
     return {feature: as_bags(feature, ids_or_bags) for feature, ids_or_bags in by_feature.items()}
+
+
+def pool(
+    vectors: jax.Array,
+    slots: jax.Array,
+    pooling: Literal["sum", "mean"] | None,
+    weights: jax.Array | None = None,
+    position_weights: jax.Array | None = None,
+) -> jax.Array:
+    """Return the vectors of one feature, pooled in at least float32.
+
+    Args:
+      vectors: (n, dim) vectors of the stored array.
+      slots: (batch,) or (batch, max_length) int32, as `Requests.slots`. Padding and dropped ids
+        count as zeros, ids out of range as NaN.
+      pooling: how vectors are combined, as `Table.pooling`.
+      weights: factors of the vectors, of the shape of `slots`; None: 1.
+      position_weights: (max_length,) factors of the places of a bag; None: 1.
+
+    Returns:
+      (batch, dim), or `(*slots.shape, dim)` without pooling, in the dtype of `vectors`.
+
+    Communication: none.
+    """
+    wide = vectors.astype(at_least_float32(vectors.dtype))
+    padding = (slots == PADDING)[..., None]
+    # `at` would count slots below 0 from the end.
+    rows = jnp.where(slots < 0, jnp.int32(vectors.shape[0]), slots)
+    gathered = wide.at[rows].get(mode="fill", fill_value=0)
+    gathered = jnp.where((slots == OUTSIDE)[..., None], jnp.nan, gathered)
+    if weights is not None:
+        # The weight of padding may be NaN or infinite, and 0 times it must be 0.
+        gathered = gathered * jnp.where(padding, 0, weights.astype(wide.dtype)[..., None])
+    if position_weights is not None:
+        factors = position_weights.astype(wide.dtype)[:, None]
+        gathered = gathered * (factors if slots.ndim == 1 else factors[None])
+    if pooling is None or slots.ndim == 1:
+        return gathered.astype(vectors.dtype)
+    total = jnp.sum(gathered, axis=1)
+    if pooling == "mean":
+        count = jnp.sum(~padding, axis=1, dtype=wide.dtype)
+        total = total / jnp.maximum(count, 1)
+    return total.astype(vectors.dtype)

@@ -12,7 +12,7 @@ from .._support.types import PyTree
 from ..gradients.sparse import RowGradient, Rows, coalesce
 from ..transform import unseen_zero
 from ..tree import all_finite, at_least_float32, cast
-from ._requests import Requests
+from ._exchange import Requests
 
 
 class Ahead(NamedTuple):

@@ -1,4 +1,4 @@
-"""The class `Embeddings`: tables that the devices of a replica share."""
+"""`js.embeddings` and the class `Embeddings`: tables that the devices of a replica share."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -9,21 +9,25 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
+from .._support.checks import check_choice, checked_int
 from .._support.types import PyTree
 from ..gradients.sparse import RowGradient, add_up_rows
-from ..mesh import is_bound, require_axes
-from ._bags import Bags, bags_of
-from ._batch_checks import check_capacities, host_checked, slots_needed
-from ._optimizers import Kept
-from ._requests import (
+from ..mesh import is_bound, is_shared
+from ..tree import leaf_names
+from ._bags import Bags, bags_of, pool
+from ._exchange import (
     PREFIX,
+    BagsByTable,
     Requests,
     in_blocks,
     num_devices,
+    read_rows,
     request_rows,
     rows_as_slots,
+    send_rows,
     swap_blocks,
 )
+from ._optimizers import Kept, RowwiseOptimizer
 from ._stores import (
     TableLayout,
     first_local_values,
@@ -33,9 +37,8 @@ from ._stores import (
     whole_on_each,
     write_tables,
 )
-from ._table import OWNER, Table
+from ._table import MAKERS, OWNER, Table, check_tables
 from ._updates import RowwiseState, apply_row_gradients
-from ._vectors import pool, position_weights_in, read_rows, send_rows
 
 Stored = dict[str, jax.Array]
 Overflow = Literal["error", "drop"]
@@ -122,11 +125,22 @@ class Embeddings:
         return sized
 
     def layout(self) -> TableLayout:
-        """Return the placement of the rows on the devices of the axis."""
+        """Return the placement of the rows on the devices of the axis.
+
+        Raises:
+          ValueError: the bound axis has another number of devices than `over` was given, or no
+            number is known and the placement depends on it.
+        """
         if self.axis_name is None:
             return layout_of(self.tables, 1)
         if is_bound(self.axis_name):
-            return layout_of(self.tables, num_devices(self.axis_name), self.axis_name)
+            size = num_devices(self.axis_name)
+            if self.num_shards not in (None, size):
+                raise ValueError(
+                    f"{OWNER}: axis {self.axis_name!r} has {size} devices here, and the tables are "
+                    f"for {self.num_shards} (see `over`)."
+                )
+            return layout_of(self.tables, size, self.axis_name)
         if self.num_shards is None and any(t.shard == "table" for t in self.tables.values()):
             raise ValueError(
                 f'{OWNER}: the placement of tables with shard="table" depends on the number of '
@@ -157,7 +171,6 @@ class Embeddings:
         Communication: one all-to-all of devices * capacity int32 for all tables together; for those
           with `shard="column"` one all-gather of the same size instead.
         """
-        self._require_axis("exchange_ids")
         return request_rows(self.layout(), self._by_table(bags), self.capacity)
 
     def request_specs(self, bags: Mapping[str, Any]) -> Any:
@@ -183,10 +196,13 @@ class Embeddings:
 
         Communication: none.
         """
-        kinds = ("/invalid", "/overflow")[: 1 if self.overflow == "drop" else 2]
-        return sum(
-            n for name, n in counts.items() if name.startswith(PREFIX) and name.endswith(kinds)
-        )
+        refused = [f"{PREFIX}{name}/{what}" for name in self.tables for what in self._refused]
+        return sum(counts[name] for name in refused if name in counts)
+
+    @property
+    def _refused(self) -> tuple[str, ...]:
+        """The counts in `metrics` of ids that are an error."""
+        return ("invalid",) if self.overflow == "drop" else ("invalid", "overflow")
 
     def refuse(self, metrics: Mapping[str, Any]) -> None:
         """Raise `ValueError` if these metrics count wrong ids; wait for the metrics.
@@ -197,24 +213,22 @@ class Embeddings:
         Raises:
           ValueError: ids that are not in their table; with `overflow="error"` ids without a slot.
         """
-        unchanged = "An update with such a batch is skipped, so that training can go on."
         for name, table in self.tables.items():
-            invalid = int(np.sum(metrics.get(f"{PREFIX}{name}/invalid", 0)))
-            if invalid:
-                features = ", ".join(f"feature {feature!r}" for feature in table.features_of(name))
-                raise ValueError(
-                    f"{OWNER}: in a batch that was used before, {invalid} ids of {features} were "
-                    f"not in table {name!r}, which has the rows 0 to {table.num_rows - 1}. "
-                    f"{unchanged} Batches in NumPy arrays are checked before they are used, and "
-                    "the error names the id."
-                )
-            overflow = int(np.sum(metrics.get(f"{PREFIX}{name}/overflow", 0)))
-            if overflow and self.overflow == "error":
-                raise ValueError(
-                    f"{OWNER}: in a batch that was used before, {overflow} distinct ids of table "
-                    f"{name!r} had no slot: `capacity` is {self.capacity[name]} for each owner "
-                    f'(overflow="drop" would count them as zeros). {unchanged}'
-                )
+            features = ", ".join(f"feature {feature!r}" for feature in table.features_of(name))
+            problems = {
+                "invalid": f"ids of {features} were not in table {name!r}, which has the rows 0 to "
+                f"{table.num_rows - 1}",
+                "overflow": f"distinct ids of table {name!r} had no slot: `capacity` is "
+                f'{self.capacity[name]} for each owner (overflow="drop" would count them as zeros)',
+            }
+            for what in self._refused:
+                count = int(np.sum(metrics.get(f"{PREFIX}{name}/{what}", 0)))
+                if count:
+                    raise ValueError(
+                        f"{OWNER}: in a batch that was used before, {count} {problems[what]}. An "
+                        "update with such a batch is skipped, so that training can go on. Batches "
+                        "in NumPy arrays are checked before they are used."
+                    )
 
     def check(self, bags: Mapping[str, Any], *, num_parts: int = 1) -> None:
         """Check the ids of bags that are NumPy arrays; ignore those on devices.
@@ -229,8 +243,18 @@ class Embeddings:
             there are slots.
         """
         by_table = self._by_table(bags)
-        if self.overflow == "error":
-            check_capacities(self.layout(), by_table, self.capacity, num_parts)
+        if self.overflow == "drop":
+            return
+        limited = {n: own for n, own in by_table.items() if self.capacity[n] is not None}
+        for name, needed in self._slots_by_part(limited, num_parts).items():
+            slots, most = self.capacity[name] or 0, max(needed)
+            if most > slots:
+                raise ValueError(
+                    f"{OWNER}: `capacity` of table {name!r} is {slots} slots for each owner, and "
+                    f"part {needed.index(most)} of {num_parts} of the batch has {most} distinct "
+                    f'ids of one, {most - slots} too many (overflow="drop" would count them as '
+                    "zeros)."
+                )
 
     def slots_needed(self, bags: Mapping[str, Any], *, num_parts: int = 1) -> dict[str, int]:
         """Return the `capacity` that these NumPy bags need, by table.
@@ -239,8 +263,23 @@ class Embeddings:
           bags: ids or `js.Bags` by feature; a table with some ids on devices is left out.
           num_parts: number of equal consecutive parts of the batch, one per device.
         """
-        needed = slots_needed(self.layout(), self._by_table(bags), num_parts)
+        needed = self._slots_by_part(self._by_table(bags), num_parts)
         return {name: max(parts) for name, parts in needed.items()}
+
+    def _slots_by_part(self, bags: BagsByTable, num_parts: int) -> dict[str, list[int]]:
+        """Return the largest number of distinct ids of one owner, by table and part of a batch.
+
+        It is at least 1, the minimum capacity. Tables with some ids on devices are left out.
+        """
+        number, needed = checked_int(f"{OWNER}: `num_parts`", num_parts, 1), {}
+        for name, by_feature in bags.items():
+            ids = [b.ids for b in by_feature.values()]
+            if all(isinstance(i, np.ndarray) for i in ids):
+                place = self.layout().places[name]
+                parts = np.concatenate([_in_parts(name, i, number) for i in ids], axis=1)
+                owners = [place.owners_of(np.unique(part[part >= 0])) for part in parts]
+                needed[name] = [max(1, *np.bincount(own, minlength=1).tolist()) for own in owners]
+        return needed
 
     def lookup(self, tables: Stored, requests: Requests) -> Stored:
         """Return the rows that this device requested, in its slots. Needs the axis to be bound.
@@ -254,7 +293,6 @@ class Embeddings:
 
         Communication: one all-to-all of devices * capacity rows for all tables of one dtype.
         """
-        self._require_axis("lookup")
         return send_rows(self.layout(), read_rows(tables, requests.asked))
 
     def pooled(
@@ -295,7 +333,6 @@ class Embeddings:
 
         Communication: one all-to-all of devices * capacity rows per table dtype, in that dtype.
         """
-        self._require_axis("send_back")
         stores = self.layout().stores
         blocks = [in_blocks(stores[name], gradients[name]) for name in requests.asked]
         received = swap_blocks(blocks, self.axis_name)
@@ -325,7 +362,6 @@ class Embeddings:
 
         Communication: see the optimizer.
         """
-        self._require_axis("apply")
         return apply_row_gradients(self.layout(), tables, state, gradients, active)
 
     def init(self, key: Any) -> Stored:
@@ -344,7 +380,6 @@ class Embeddings:
 
         Communication: none.
         """
-        self._require_axis("init_local")
         return first_local_values(self.tables, self.layout(), key)
 
     def init_optimizer(self, tables: Stored) -> RowwiseState:
@@ -401,25 +436,15 @@ class Embeddings:
                 pooled[feature] = self._pool(feature, tables[place.store], slots, b.weights, params)
         return pooled
 
-    def _require_axis(self, method: str) -> None:
-        """Raise `ValueError` unless the axis is bound, with `num_shards` devices if that is set."""
-        if self.axis_name is None:
-            return
-        require_axes(f"{OWNER}.{method}", "axis_name", self.axis_name)
-        size = num_devices(self.axis_name)
-        if self.num_shards not in (None, size):
-            raise ValueError(
-                f"{OWNER}.{method}: axis {self.axis_name!r} has {size} devices here, and the "
-                f"tables are for {self.num_shards} (see `over`)."
-            )
-
     def _by_table(self, bags: Mapping[str, Any]) -> dict[str, dict[str, Bags]]:
         """Return checked bags by feature for each table, in the order of the tables."""
         by_feature = bags_of(bags, tuple(self.features), lambda bags: bags)
         by_table: dict[str, dict[str, Bags]] = {}
         for feature, name in self.features.items():
             if feature in by_feature:
-                valid = host_checked(name, feature, self.tables[name].num_rows, by_feature[feature])
+                valid = _host_checked(
+                    name, feature, self.tables[name].num_rows, by_feature[feature]
+                )
                 by_table.setdefault(name, {})[feature] = valid
         return by_table
 
@@ -432,6 +457,130 @@ class Embeddings:
         params: PyTree | None,
     ) -> jax.Array:
         table = self.tables[self.features[feature]]
-        leaf = table.position_weights_of(feature)
-        factors = None if leaf is None else position_weights_in(params, leaf, feature, slots)
+        leaf, factors = table.position_weights_of(feature), None
+        if leaf is not None:
+            named = dict(zip(leaf_names(params), jax.tree.leaves(params), strict=True))
+            if leaf not in named:
+                available = ", ".join(map(repr, named)) or "none (give `params`)"
+                raise ValueError(
+                    f"{OWNER}: the position weights of feature {feature!r} are leaf {leaf!r} of "
+                    f"the dense parameters, which are {available}."
+                )
+            factors, shape = named[leaf], (slots.shape[1] if slots.ndim == 2 else 1,)
+            if factors.shape != shape:
+                raise ValueError(
+                    f"{OWNER}: the position weights {leaf!r} of feature {feature!r} must have the "
+                    f"shape {shape}, one for each place of a bag, got {factors.shape}."
+                )
         return pool(vectors, slots, table.pooling, weights, factors)
+
+
+def _in_parts(table: str, ids: np.ndarray, number: int) -> np.ndarray:
+    """Return the ids of each part of a batch, (number, ids of a part)."""
+    if is_shared(ids):
+        ids = np.repeat(ids, number, axis=0)
+    if ids.shape[0] % number:
+        raise ValueError(
+            f"{OWNER}: the batch of table {table!r} is split into {number} equal parts, a "
+            f"device each, and has {ids.shape[0]} rows."
+        )
+    return ids.reshape(number, -1)
+
+
+def _host_checked(table: str, feature: str, num_rows: int, bags: Bags) -> Bags:
+    """Return `bags` with NumPy ids as int32: jax would truncate 64 bits to 32, and -2**63 to 0.
+
+    Raises:
+      ValueError: a NumPy id that is not in the table, or padding below int32.
+    """
+    ids, least = bags.ids, np.iinfo(np.int32).min
+    if not isinstance(ids, np.ndarray) or not ids.size:
+        return bags
+    if int(ids.min()) < least:
+        raise ValueError(
+            f"{OWNER}: feature {feature!r} has the id {int(ids.min())}, and padding must be a "
+            f"negative number that devices can hold, at least {least}: use -1."
+        )
+    if int(ids.max()) < num_rows:
+        return bags._replace(ids=ids.astype(np.int32))
+    index = np.unravel_index(int(np.argmax(ids >= num_rows)), ids.shape)
+    place = f"row {index[0]}" + (f", place {index[1]}" if len(index) > 1 else "")
+    count = int(np.sum(ids >= num_rows))
+    raise ValueError(
+        f"{OWNER}: feature {feature!r} has the id {int(ids[index])} in {place} of the batch, and "
+        f"table {table!r} has {num_rows} rows, 0 to {num_rows - 1} ({count} such ids in all)."
+    )
+
+
+def embeddings(
+    tables: Mapping[str, Table],
+    *,
+    axis_name: str | None,
+    optimizer: RowwiseOptimizer | None = None,
+    capacity: Literal["auto"] | int | Mapping[str, int] = "auto",
+    inputs: Callable[[Any], Mapping[str, Any]] | None = None,
+    overflow: Overflow = "error",
+) -> Embeddings:
+    """Make embedding tables that the devices of a replica share, with bags and row-wise updates.
+
+    The devices exchange only ids, the rows of these ids, and the gradients of these rows. The
+    gradient of a table never exists as a whole, and an update touches only rows that were looked
+    up.
+
+    Args:
+      tables: maps names to `js.Table`.
+      axis_name: mesh axis whose devices share the tables, over which a replica's batch is split;
+        None: each replica has its tables on one device.
+      optimizer: `js.rowwise_adagrad(...)`, `js.rowwise_sgd(...)` or `js.rowwise_adam(...)` for the
+        tables that have none of their own (`js.Table(optimizer=...)`).
+      capacity: number of slots for the distinct ids that a device requests from one owner (a device
+        that holds rows), for every table or by name. "auto": as many as there can be, so that no id
+        is left out. All slots are sent, used or not. A device needs about its number of distinct
+        ids divided by the number of devices, and some more because ids spread unevenly.
+      inputs: function `inputs(batch)` that returns ids or `js.Bags` by feature and depends on the
+        batch alone. None: `batch[feature]`.
+      overflow: what to do with ids beyond the capacity. `"error"`: for NumPy batches the training
+        step raises before it runs; for batches on devices it skips the update, and its second call
+        after that raises. `"drop"`: their vectors are 0, and the metrics count them.
+
+    Returns:
+      `Embeddings`, for `js.make_train_step(embeddings=...)`, or for your own training loop.
+
+    Raises:
+      ValueError: values that are not `js.Table`, or two tables with a feature of one name; a
+        capacity below 1 or for an unknown table; another `overflow` or optimizer; a table without
+        an optimizer (named).
+
+    Communication: none here; see the methods of `Embeddings`.
+
+    Source: torchrec's sharded embedding bags (sharded by rows, columns or whole tables).
+    """
+    checked = check_tables(tables)
+    if axis_name is not None and not isinstance(axis_name, str):
+        raise ValueError(f"{OWNER}: `axis_name` must be one name or None, got {axis_name!r}.")
+    if not isinstance(optimizer, RowwiseOptimizer | None):
+        raise ValueError(f"{OWNER}: `optimizer` must be made by {MAKERS}, got {optimizer!r}.")
+    for name, table in checked.items():
+        if table.optimizer is None and optimizer is None:
+            raise ValueError(
+                f"{OWNER}: table {name!r} has no optimizer: pass one to its js.Table, or one for "
+                "all such tables as `optimizer` of js.embeddings."
+            )
+        checked[name] = dataclasses.replace(table, optimizer=table.optimizer or optimizer)
+    if inputs is not None and not callable(inputs):
+        raise ValueError(f"{OWNER}: `inputs` must be a function of the batch, got {inputs!r}.")
+    check_choice("overflow", overflow, Overflow, OWNER)
+    by_name = capacity if isinstance(capacity, Mapping) else dict.fromkeys(checked, capacity)
+    if unknown := [name for name in by_name if name not in checked]:
+        raise ValueError(
+            f"{OWNER}: `capacity` names {', '.join(map(repr, unknown))}, but the tables are "
+            f"{', '.join(map(repr, checked))}."
+        )
+    slots: dict[str, int | None] = {}
+    for name in checked:
+        own, what = (
+            by_name.get(name, "auto"),
+            f'{OWNER}: `capacity` of table {name!r}, if not "auto",',
+        )
+        slots[name] = None if own == "auto" else checked_int(what, own, 1)
+    return Embeddings(checked, axis_name, slots, inputs, overflow)

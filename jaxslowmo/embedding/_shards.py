@@ -51,27 +51,22 @@ def on_shards(
     if axis is None:
         return fn(*args)
 
-    def kind_of(x: Any, kind: Kinds) -> Kinds:
-        if x is None:
-            return "whole"
-        return roles_of_batch(x) if kind == "batch" else kind
-
-    kinds = tuple(map(kind_of, args, kinds))
+    pairs = zip(args, kinds, strict=True)
+    kinds = tuple(
+        "whole" if x is None else roles_of_batch(x) if kind == "batch" else kind
+        for x, kind in pairs
+    )
 
     def on_one(*args: Any) -> Any:
         local = _reshaped(args, kinds, lambda x: x.shape[1:])
         return _reshaped(fn(*local), out, lambda x: (1, *x.shape))
 
-    def specs(kinds: Kinds) -> Any:
-        spec_of_kind = {"whole": P(), "shared": P(), "device": P(axis), "batch": P(axis)}
-        return jax.tree.map(
-            lambda kind: kind if isinstance(kind, P) else spec_of_kind[kind],
-            kinds,
-            is_leaf=_is_kind,
-        )
+    def spec_of(kind: str | P) -> P:
+        return kind if isinstance(kind, P) else P(axis) if kind in ("device", "batch") else P()
 
+    in_specs, out_specs = jax.tree.map(spec_of, (kinds, out), is_leaf=_is_kind)
     mapped = jax.shard_map(
-        on_one, in_specs=specs(kinds), out_specs=specs(out), axis_names={axis}, check_vma=False
+        on_one, in_specs=in_specs, out_specs=out_specs, axis_names={axis}, check_vma=False
     )
     return mapped(*args)
 

@@ -16,10 +16,9 @@ from ..tracing import FullLoss
 from ..transform import ParameterTransform, isolated, unless_idle
 from ._batch_rows import Ahead, Carry, Requested, WithVectors, ordered_after
 from ._embeddings import Embeddings
-from ._requests import num_devices
+from ._exchange import num_devices, patched_rows, read_rows, send_rows
 from ._shards import Kinds, on_shards, place_tables, table_maker
 from ._table import WithTables
-from ._vectors import patched_rows, read_rows, send_rows
 
 
 @dataclass(frozen=True)

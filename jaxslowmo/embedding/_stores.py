@@ -313,11 +313,20 @@ def _first_block(
     """Return the initial values of a device's part of a stored array."""
     store = layout.stores[store_name]
     if store.kind == "table":
-        return _local_tables(tables, layout, store, key, device)
+        block = jnp.zeros((store.local_rows, store.dim), store.dtype)
+        for name, place in layout.places.items():
+            if place.store == store_name:
+
+                def filled(block: jax.Array, name: str = name, first: int = place.first_row):
+                    rows = _some_columns(tables[name], table_key(key, name))
+                    return lax.dynamic_update_slice(block, rows, (first, 0))
+
+                block = lax.cond(device == place.first_owner, filled, lambda block: block, block)
+        return block
     table, place = tables[store_name], layout.places[store_name]
     key = table_key(key, store_name)
     if store.kind == "column":
-        return _local_columns(table, key, store.local_dim, device)
+        return _some_columns(table, key, device * store.local_dim, store.local_dim)
     num_parts = place.parts // place.owners
     numbers = device * num_parts + jnp.arange(num_parts, dtype=jnp.int32)
     residues = jnp.asarray(np.argsort(part_of_residue(place.parts)).astype(np.int32))[numbers]
@@ -325,30 +334,14 @@ def _first_block(
     return blocks.reshape(store.local_rows, store.dim)
 
 
-def _local_columns(table: Table, key: Any, num_columns: int, device: jax.Array) -> jax.Array:
-    """Return a device's columns of all rows, without ever making all columns of all rows."""
+def _some_columns(
+    table: Table, key: Any, first: int | jax.Array = 0, num_columns: int | None = None
+) -> jax.Array:
+    """Return some columns of all rows, all by default; other columns exist for 1/64 of the rows."""
 
     def of_residue(residue: jax.Array) -> jax.Array:
         rows = _first_rows(table, key, PARTS, residue)
-        return lax.dynamic_slice_in_dim(rows, device * num_columns, num_columns, 1)
+        return lax.dynamic_slice_in_dim(rows, first, num_columns or table.dim, 1)
 
     blocks = lax.map(of_residue, jnp.arange(PARTS, dtype=jnp.int32))
-    return blocks.transpose(1, 0, 2).reshape(-1, num_columns)[: table.num_rows]
-
-
-def _local_tables(
-    tables: Tables, layout: TableLayout, store: Store, key: Any, device: jax.Array
-) -> jax.Array:
-    """Return the initial values of the tables of a device, concatenated, and make no others."""
-    block = jnp.zeros((store.local_rows, store.dim), store.dtype)
-    for name, place in layout.places.items():
-        if place.store != store.name:
-            continue
-        table, init_key = tables[name], table_key(key, name)
-
-        def filled(block: jax.Array, table=table, init_key=init_key, place=place) -> jax.Array:
-            values = _local_columns(table, init_key, table.dim, jnp.int32(0))
-            return lax.dynamic_update_slice(block, values, (place.first_row, 0))
-
-        block = lax.cond(device == place.first_owner, filled, lambda block: block, block)
-    return block
+    return blocks.transpose(1, 0, 2).reshape(-1, blocks.shape[2])[: table.num_rows]

@@ -102,7 +102,7 @@ DEVICES = {
         lambda: made().over(js.make_mesh({"replica": 2})), "`axis_name` 'shard'", "'replica'"
     ),
     "outside of the axis": Refusal(
-        lambda: made().exchange_ids({"a": ONE}), "exchange_ids: `axis_name`", "shard"
+        lambda: made().exchange_ids({"a": ONE}), "axis name", "shard", NameError
     ),
     "another number of devices": Refusal(lambda: on_three(made().over(2)), "3 devices", 2),
     "nobody knows how many": Refusal(
@@ -145,7 +145,9 @@ BAGS = {
     "ids of floats": Refusal(lambda: of_feature(np.zeros(1)), "'a'", "float64[1]"),
     "three axes": Refusal(lambda: of_feature(np.zeros((1, 1, 1), int)), "'a'", "int64[1, 1, 1]"),
     "a list": Refusal(lambda: of_feature([1, 2]), "'a'", "list"),
-    "fewer weights": Refusal(lambda: of_feature(np.arange(2), np.ones(3)), "weights of", (3,)),
+    "fewer weights": Refusal(
+        lambda: of_feature(np.arange(2), np.ones(3)), "weights of", "float64[3]"
+    ),
     "integer weights": Refusal(lambda: of_feature(ONE, ONE), "weights of", "int64"),
     "no feature": Refusal(lambda: of_batch({"b": ONE}), "features", "'a', 'c'"),
     "no mapping": Refusal(lambda: of_batch(ONE), "`inputs`", "ndarray"),

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxslowmo as js
 from embedding.shared import embeddings_of_all_kinds, update_of
-from jaxslowmo.embedding._vectors import patched_rows
+from jaxslowmo.embedding._exchange import patched_rows
 from support.reports import rows as rows_of
 
 DEVICES, LENGTH = 4, 3
