@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from .._support.checks import check_choice, checked_int
 from .._support.types import PyTree
-from ..gradients.sparse import RowGradient, add_up_rows
+from ..gradients.sparse import RowGradient, add_in_order, distinct_rows
 from ..mesh import is_bound, is_shared
 from ..tree import leaf_names
 from ._bags import Bags, bags_of, pool
@@ -27,7 +27,7 @@ from ._exchange import (
     send_rows,
     swap_blocks,
 )
-from ._optimizers import Kept, RowwiseOptimizer
+from ._optimizers import RowwiseOptimizer
 from ._stores import (
     TableLayout,
     first_local_values,
@@ -276,7 +276,13 @@ class Embeddings:
             ids = [b.ids for b in by_feature.values()]
             if all(isinstance(i, np.ndarray) for i in ids):
                 place = self.layout().places[name]
-                parts = np.concatenate([_in_parts(name, i, number) for i in ids], axis=1)
+                ids = [np.repeat(i, number, axis=0) if is_shared(i) else i for i in ids]
+                if wrong := [len(i) for i in ids if len(i) % number]:
+                    raise ValueError(
+                        f"{OWNER}: the batch of table {name!r} is split into {number} equal "
+                        f"parts, a device each, and has {wrong[0]} rows."
+                    )
+                parts = np.concatenate([i.reshape(number, -1) for i in ids], axis=1)
                 owners = [place.owners_of(np.unique(part[part >= 0])) for part in parts]
                 needed[name] = [max(1, *np.bincount(own, minlength=1).tolist()) for own in owners]
         return needed
@@ -336,10 +342,14 @@ class Embeddings:
         stores = self.layout().stores
         blocks = [in_blocks(stores[name], gradients[name]) for name in requests.asked]
         received = swap_blocks(blocks, self.axis_name)
-        return {
-            name: add_up_rows(rows, values, stores[name].local_rows)
-            for (name, rows), values in zip(requests.asked.items(), received, strict=True)
-        }
+        sums = {}
+        for (name, rows), values in zip(requests.asked.items(), received, strict=True):
+            num_rows = stores[name].local_rows
+            distinct, places, _ = distinct_rows(rows, num_rows, min(rows.size, num_rows))
+            sums[name] = RowGradient(
+                distinct, add_in_order(places, values, distinct.size), num_rows
+            )
+        return sums
 
     def apply(
         self,
@@ -389,12 +399,11 @@ class Embeddings:
         """
         stores, kept = self.layout().stores, {}
         for name, table in tables.items():
-
-            def first(array: Kept, table: Any = table) -> jax.Array:
-                shape = table.shape[: 1 if array.per_row else 2]
-                return jnp.full(shape, array.initial, jnp.float32)
-
-            kept[name] = jax.tree.map(first, stores[name].optimizer.kept)
+            shapes = {True: table.shape[:1], False: table.shape}
+            kept[name] = jax.tree.map(
+                lambda x, shapes=shapes: jnp.full(shapes[x.per_row], x.initial, jnp.float32),
+                stores[name].optimizer.kept,
+            )
         kept = {name: arrays for name, arrays in kept.items() if arrays is not None}
         return RowwiseState(jnp.zeros([], jnp.int32), kept)
 
@@ -473,18 +482,6 @@ class Embeddings:
                     f"shape {shape}, one for each place of a bag, got {factors.shape}."
                 )
         return pool(vectors, slots, table.pooling, weights, factors)
-
-
-def _in_parts(table: str, ids: np.ndarray, number: int) -> np.ndarray:
-    """Return the ids of each part of a batch, (number, ids of a part)."""
-    if is_shared(ids):
-        ids = np.repeat(ids, number, axis=0)
-    if ids.shape[0] % number:
-        raise ValueError(
-            f"{OWNER}: the batch of table {table!r} is split into {number} equal parts, a "
-            f"device each, and has {ids.shape[0]} rows."
-        )
-    return ids.reshape(number, -1)
 
 
 def _host_checked(table: str, feature: str, num_rows: int, bags: Bags) -> Bags:

@@ -1,6 +1,5 @@
 """What devices exchange: requests for rows, in a fixed number of slots per owner, and the rows."""
 
-import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -55,24 +54,6 @@ def swap_blocks(blocks: Sequence[jax.Array], axis_name: str | None) -> list[jax.
     return arrived
 
 
-def gather_blocks(blocks: Sequence[jax.Array], axis_name: str | None) -> list[jax.Array]:
-    """Return the blocks of every device on all devices, typed as equal on them.
-
-    Args:
-      blocks: arrays (k,) of one dtype.
-      axis_name: axis of the devices; None: there is only one device.
-
-    Returns:
-      Arrays (devices, k).
-
-    Communication: one all-gather of all blocks over `axis_name`; none on one device.
-    """
-    if not blocks or axis_name is None:
-        return [block[None] for block in blocks]
-    flat = gather_slices(jnp.concatenate(blocks)[None], axis_name)
-    return list(lax.split(flat, [block.size for block in blocks], axis=1))
-
-
 class Requests(NamedTuple):
     """The rows that this device uses and the rows that it sends; see `Embeddings.exchange_ids`.
 
@@ -94,83 +75,62 @@ class Requests(NamedTuple):
 
 def request_rows(layout: TableLayout, bags: BagsByTable, capacity: Capacity) -> Requests:
     """Assign slots to the ids of a device, and request their rows; see `exchange_ids`."""
-    num_ids = {
-        name: sum(b.ids.size for b in by_feature.values()) for name, by_feature in bags.items()
-    }
-    plan = slot_plan(layout, num_ids, capacity)
-    stores = {name: layout.stores[name] for name in plan.width}
-    requested = {
-        name: jnp.full(store.num_senders * plan.width[name], store.local_rows, jnp.int32)
-        for name, store in stores.items()
-    }
+    num_slots, first, width = {}, {}, {}
+    used: dict[tuple[str, int], int] = {}
+    for name, by_feature in bags.items():
+        place, num_ids = layout.places[name], sum(b.ids.size for b in by_feature.values())
+        most, limit = max(1, min(num_ids, place.rows_per_owner)), capacity[name]
+        num_slots[name] = most if limit is None else min(limit, most)
+        # Tables on one owner follow each other in its slots; each owner's slots begin at 0.
+        shared = (place.store, place.first_owner)
+        first[name] = used.get(shared, 0)
+        used[shared] = first[name] + num_slots[name]
+        width[place.store] = max(width.get(place.store, 0), used[shared])
+    requested = {}
+    for store, slots_of_owner in width.items():
+        senders, local_rows = layout.stores[store].num_senders, layout.stores[store].local_rows
+        requested[store] = jnp.full((senders, slots_of_owner), local_rows, jnp.int32)
     slots, weights, counts = {}, {}, {}
     for name, by_feature in bags.items():
         ids, place = [jnp.reshape(b.ids, -1) for b in by_feature.values()], layout.places[name]
-        numbered = _number_ids(ids, place, plan, name)
-        requested[place.store] = (
-            requested[place.store].at[numbered.slot_of_row].set(numbered.row, mode="drop")
-        )
-        flat = lax.split(numbered.slots, [part.size for part in ids])
+        numbered = _number_ids(ids, place, num_slots[name])
+        block = requested[place.store]
+        owner = place.first_owner + numbered.owner
+        slot = jnp.where(numbered.fits, first[name] + numbered.in_owner, jnp.int32(NOWHERE))
+        row = numbered.row + place.first_row
+        requested[place.store] = block.at[owner, slot].set(row, mode="drop")
+        slot = jnp.where(numbered.fits, owner * block.shape[1] + slot, jnp.int32(DROPPED))
+        slot = slot.at[numbered.places].get(mode="fill", fill_value=DROPPED)
+        slot = _in_their_slots(numbered.rows, numbered.padding, slot, place.num_rows)
+        flat = lax.split(slot, [part.size for part in ids])
         for (feature, b), x in zip(by_feature.items(), flat, strict=True):
             slots[feature] = x.reshape(b.ids.shape)
             if b.weights is not None:
                 weights[feature] = jnp.asarray(b.weights)
         counts |= {f"{PREFIX}{name}/{what}": x[None] for what, x in numbered.counts.items()}
-    blocks = {n: requested[n].reshape(stores[n].num_senders, -1) for n in plan.width}
-    split = [name for name in blocks if layout.is_split(name)]
-    sent = [name for name in blocks if name not in split]
-    received = swap_blocks([blocks[name] for name in sent], layout.axis_name)
-    gathered = gather_blocks([blocks[name][0] for name in split], layout.axis_name)
-    by_store = dict(zip([*sent, *split], [*received, *gathered], strict=True))
-    return Requests(slots, weights, {name: by_store[name] for name in plan.width}, counts)
-
-
-@dataclasses.dataclass(frozen=True)
-class SlotPlan:
-    """The slots of tables and stored arrays; static.
-
-    Attributes:
-      capacity: maps a table to its number of slots per owner.
-      first: maps a table to the index of its first slot among those of the stored array.
-      width: maps a stored array to its number of slots per owner.
-    """
-
-    capacity: Mapping[str, int]
-    first: Mapping[str, int]
-    width: Mapping[str, int]
-
-
-def slot_plan(layout: TableLayout, num_ids: Mapping[str, int], capacity: Capacity) -> SlotPlan:
-    """Return the slots for a number of ids per table that a device looks up.
-
-    Args:
-      layout: placement of the tables on devices.
-      num_ids: maps each table that is looked up to the number of ids on a device.
-      capacity: maps a table to its maximum number of slots per owner; None: as many as there can
-        be distinct rows.
-    """
-    slots, first, width = {}, {}, {}
-    used: dict[tuple[str, int], int] = {}
-    for name, count in num_ids.items():
-        place = layout.places[name]
-        num_rows = max(1, min(count, place.rows_per_owner))
-        limit = capacity[name]
-        slots[name] = num_rows if limit is None else min(limit, num_rows)
-        # Tables on one owner follow each other in its slots; each owner's slots begin at 0.
-        shared = (place.store, place.first_owner)
-        first[name] = used.get(shared, 0)
-        used[shared] = first[name] + slots[name]
-        width[place.store] = max(width.get(place.store, 0), used[shared])
-    return SlotPlan(slots, first, width)
+    split = [name for name in requested if layout.is_split(name)]
+    sent = [name for name in requested if name not in split]
+    received = swap_blocks([requested[name] for name in sent], layout.axis_name)
+    asked = requested | dict(zip(sent, received, strict=True))
+    if split and layout.axis_name is not None:
+        # Every device holds columns of all rows, so it receives the requests of all devices.
+        flat = jnp.concatenate([requested[name] for name in split], axis=1)
+        parts = lax.split(gather_slices(flat, layout.axis_name), [width[n] for n in split], axis=1)
+        asked |= dict(zip(split, parts, strict=True))
+    return Requests(slots, weights, asked, counts)
 
 
 class Numbered(NamedTuple):
-    """The slots of the ids of one table."""
+    """The ids of one table, and the owners of its distinct rows."""
 
-    slots: jax.Array  # (k,) int32, as `Requests.slots`
-    slot_of_row: jax.Array  # (n,) int32, slot of each entry of `row`; NOWHERE: not sent
-    row: jax.Array  # (n,) int32, local row number at the owner
-    counts: dict[str, jax.Array]  # () int32 for each of `COUNTS`
+    rows: jax.Array  # (k,) int32, row number of each id; the number of rows for none
+    padding: jax.Array  # (k,) bool
+    places: jax.Array  # (k,) int32, index of each id among the distinct rows
+    row: jax.Array  # (n,) int32, row at the owner
+    owner: jax.Array  # (n,) int32, index of the owner among those of the table
+    in_owner: jax.Array  # (n,) int32, index among the distinct rows of that owner
+    fits: jax.Array  # (n,) bool, whether the row has a slot
+    counts: Counts  # () int32 for each of `COUNTS`
 
 
 def rows_of_ids(ids: jax.Array, num_rows: int) -> tuple[jax.Array, jax.Array]:
@@ -188,43 +148,35 @@ def _in_their_slots(rows: jax.Array, padding: jax.Array, slots: jax.Array, num_r
     return jnp.where(rows < num_rows, slots, no_slot)
 
 
-def _number_ids(
-    ids: Sequence[jax.Array], place: TablePlace, plan: SlotPlan, table: str
-) -> Numbered:
-    """Assign slots to all ids of one table; equal ids share a slot.
+def _number_ids(ids: Sequence[jax.Array], place: TablePlace, num_slots: int) -> Numbered:
+    """Find the distinct rows of one table, and their owners, of which each has `num_slots`.
 
     Args:
       ids: flat integer arrays of any dtype, which are concatenated; negative numbers are padding.
       place: placement of the table in its stored array.
-      plan: available slots.
-      table: name of the table.
+      num_slots: number of slots for each owner.
     """
     pairs = [rows_of_ids(part, place.num_rows) for part in ids]
     rows, padding = (jnp.concatenate(parts) for parts in zip(*pairs, strict=True))
-    total, capacity, width = place.num_positions, plan.capacity[table], plan.width[place.store]
-    size = max(1, min(rows.size, total))
+    total, size = place.num_positions, max(1, min(rows.size, place.num_positions))
     # Positions are sorted by owner. `starts`: index of the first distinct position of each owner.
     positions, places, count = distinct_rows(place.positions(rows), total, size)
     begins = jnp.arange(place.owners, dtype=jnp.int32) * jnp.int32(place.rows_per_owner)
     starts = jnp.searchsorted(positions, begins).astype(jnp.int32)
     owner = jnp.minimum(positions // place.rows_per_owner, place.owners - 1)
     in_owner = jnp.arange(size, dtype=jnp.int32) - starts[owner]
-    fits = (in_owner < capacity) & (positions < total)
-    slot = place.first_owner * width + plan.first[table] + owner * width + in_owner
-    slots = (
-        jnp.where(fits, slot, jnp.int32(DROPPED)).at[places].get(mode="fill", fill_value=DROPPED)
-    )
     per_owner = jnp.diff(starts, append=jnp.reshape(count, 1))
-    counts = (
-        count,
-        jnp.sum(jnp.maximum(per_owner - capacity, 0), dtype=jnp.int32),
-        jnp.sum(~padding & (rows == place.num_rows), dtype=jnp.int32),
-    )
+    overflow = jnp.sum(jnp.maximum(per_owner - num_slots, 0), dtype=jnp.int32)
+    invalid = jnp.sum(~padding & (rows == place.num_rows), dtype=jnp.int32)
     return Numbered(
-        slots=_in_their_slots(rows, padding, slots, place.num_rows),
-        slot_of_row=jnp.where(fits, slot, jnp.int32(NOWHERE)),
-        row=positions - owner * place.rows_per_owner + place.first_row,
-        counts=dict(zip(COUNTS, counts, strict=True)),
+        rows=rows,
+        padding=padding,
+        places=places,
+        row=positions - owner * place.rows_per_owner,
+        owner=owner,
+        in_owner=in_owner,
+        fits=(in_owner < num_slots) & (positions < total),
+        counts=dict(zip(COUNTS, (count, overflow, invalid), strict=True)),
     )
 
 
@@ -323,18 +275,28 @@ def patched_rows(
         return new, _counts(layout, requests, every)
 
     def send_changed(vectors: Stored) -> tuple[Stored, Counts]:
-        places = {name: _first_hits(hit, rooms[name]) for name, hit in hits.items()}
-        # Rows without a place are not read: `_at` gives padding there.
-        numbers = {
-            name: _at(rows, places[name], layout.stores[name].local_rows)
-            for name, rows in requests.asked.items()
-        }
+        places, numbers = {}, {}
+        for name, asked in requests.asked.items():
+            # The first hits for each device, padded by the number of slots; rows of padding are
+            # not read.
+            size = asked.shape[1]
+            hit = jnp.where(hits[name], jnp.arange(size, dtype=jnp.int32), jnp.int32(size))
+            places[name] = jnp.sort(hit, axis=1)[:, : rooms[name]]
+            numbers[name] = jnp.take_along_axis(
+                asked,
+                places[name],
+                axis=1,
+                mode="fill",
+                fill_value=layout.stores[name].local_rows,
+            )
         received = swap_blocks(list(places.values()), layout.axis_name)
         rows = swap_blocks(list(read_rows(tables, numbers).values()), layout.axis_name)
-        new = {
-            name: _with_rows(layout, name, vectors[name], place, block)
-            for name, place, block in zip(places, received, rows, strict=True)
-        }
+        new = {}
+        for name, place, block in zip(places, received, rows, strict=True):
+            store = layout.stores[name]
+            blocks = in_blocks(store, vectors[name])
+            device = jnp.arange(len(blocks), dtype=jnp.int32)[:, None]
+            new[name] = in_slots(store, blocks.at[device, place].set(block, mode="drop"))
         return new, _counts(layout, requests, hits)
 
     if everything is True:
@@ -355,28 +317,6 @@ def _is_among(requested: jax.Array, changed: jax.Array | None) -> jax.Array:
         return jnp.zeros(requested.shape, bool)
     place = jnp.minimum(jnp.searchsorted(changed, requested), changed.size - 1)
     return changed[place] == requested
-
-
-def _first_hits(hit: jax.Array, room: int) -> jax.Array:
-    """Return the indices of the first hits in each row, (devices, room) int32; its size pads."""
-    size = hit.shape[1]
-    numbers = jnp.where(hit, jnp.arange(size, dtype=jnp.int32), jnp.int32(size))
-    return jnp.sort(numbers, axis=1)[:, :room]
-
-
-def _with_rows(
-    layout: TableLayout, name: str, vectors: jax.Array, places: jax.Array, rows: jax.Array
-) -> jax.Array:
-    """Return `vectors` with the rows that each device has sent, at the places that it has sent."""
-    store = layout.stores[name]
-    blocks = in_blocks(store, vectors)
-    device = jnp.arange(blocks.shape[0], dtype=jnp.int32)[:, None]
-    return in_slots(store, blocks.at[device, places].set(rows, mode="drop"))
-
-
-def _at(rows: jax.Array, places: jax.Array, padding: int) -> jax.Array:
-    """Return the entries of each row of `rows` at its places; padding for places past the end."""
-    return jnp.take_along_axis(rows, places, axis=1, mode="fill", fill_value=padding)
 
 
 def _counts(layout: TableLayout, requests: Requests, hits: Mapping[str, jax.Array]) -> Counts:

@@ -103,7 +103,10 @@ def check_tables(tables: Any) -> dict[str, Table]:
             raise ValueError(
                 f"{OWNER}: `tables` must map names to js.Table, got {name!r}: {table!r}."
             )
-        _check_table(name, table)
+        for argument, is_right, rule in _rules(name, table):
+            if not is_right:
+                what, value = f"table {name!r}: `{argument}`", getattr(table, argument)
+                raise ValueError(f"{OWNER}: {what} must be {rule}, got {value!r}.")
         for feature in table.features_of(name):
             if feature in users:
                 raise ValueError(
@@ -112,15 +115,6 @@ def check_tables(tables: Any) -> dict[str, Table]:
                 )
             users[feature] = name
     return dict(tables)
-
-
-def _check_table(name: str, table: Table) -> None:
-    for argument, is_right, rule in _rules(name, table):
-        if not is_right:
-            value = getattr(table, argument)
-            raise ValueError(
-                f"{OWNER}: table {name!r}: `{argument}` must be {rule}, got {value!r}."
-            )
 
 
 def _rules(name: str, table: Table) -> Iterator[tuple[str, bool, str]]:

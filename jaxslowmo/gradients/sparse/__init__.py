@@ -6,7 +6,7 @@ from ._all_reduce_rows import all_reduce_rows as all_reduce_rows
 from ._all_reduce_rows import mean_rows as mean_rows
 from ._coalesce import NOWHERE as NOWHERE
 from ._coalesce import Coalesced as Coalesced
-from ._coalesce import add_up_rows as add_up_rows
+from ._coalesce import add_in_order as add_in_order
 from ._coalesce import coalesce as coalesce
 from ._coalesce import distinct_rows as distinct_rows
 from ._coalesce import row_gradient as row_gradient

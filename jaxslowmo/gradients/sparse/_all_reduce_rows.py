@@ -174,10 +174,10 @@ def all_reduce_rows(
                 check_row_gradient(OWNER, repr(name), gradient)
             check_not_summed(OWNER, {name: arrays_of(gradient)}, axis_name)
             with jax.named_scope(OWNER):
-                means[name], facts = reduction(name).mean(gradient, share)
-            overflows = overflows + facts.overflow.astype(jnp.int32)
-            needed = jnp.maximum(needed, facts.needed)
-            invalid = invalid + facts.invalid
+                means[name], sent = reduction(name).mean(gradient, share)
+            overflows = overflows + sent.overflow.astype(jnp.int32)
+            needed = jnp.maximum(needed, sent.needed)
+            invalid = invalid + sent.invalid
         count = increment(state.count)
         return join(others, means), AllReduceRowsState(count, overflows, needed, invalid, after)
 
@@ -220,19 +220,15 @@ def mean_rows(
     return means
 
 
-class Facts(NamedTuple):
-    """Numbers about one table that the replicas exchanged; equal on all of them."""
+class Gathered(NamedTuple):
+    """The rows of all replicas, and numbers about them; equal on all replicas."""
 
-    overflow: jax.Array  # () bool, some replica had more rows than the capacity
-    needed: jax.Array  # () int32, most distinct rows of one replica; 0 if tables are sent whole
-    invalid: jax.Array  # () int32, entries of all replicas that are outside of the table
-
-
-class _Gathered(NamedTuple):
     rows: jax.Array  # (replicas, send) int32, distinct in each replica
     values: jax.Array  # (replicas, send, *s)
     shares: jax.Array | None  # (replicas,), each one's share in the mean; None: 1 / R
-    facts: Facts
+    overflow: jax.Array  # () bool, some replica had more rows than the capacity
+    needed: jax.Array  # () int32, most distinct rows of one replica; 0 if tables are sent whole
+    invalid: jax.Array  # () int32, entries of all replicas that are outside of the table
 
 
 @dataclass(frozen=True)
@@ -253,8 +249,8 @@ class TableReduction:
     as_rows: bool
     divide_by_initial: bool
 
-    def mean(self, gradient: Table, weight: jax.Array | None) -> tuple[Table, Facts]:
-        """Return the mean of `gradient`, weighted if `weight` is not None.
+    def mean(self, gradient: Table, weight: jax.Array | None) -> tuple[Table, Gathered]:
+        """Return the mean of `gradient`, weighted if `weight` is not None, and what was exchanged.
 
         Communication: as `js.all_reduce_rows` states.
         """
@@ -262,11 +258,11 @@ class TableReduction:
         send = most if self.capacity is None else min(self.capacity, most)
         if not self._sends_rows(gradient, send):
             numbers = self._gather(gradient, 0, weight)
-            return self._mean_of_table(gradient, numbers.shares), numbers.facts
+            return self._mean_of_table(gradient, numbers.shares), numbers
         gathered = self._gather(gradient, send, weight)
         mean = self._combine(gradient, gathered)
         if send == most:
-            return mean, gathered.facts
+            return mean, gathered
 
         def again(_: Table) -> Table:
             with phase_scope("overflow"):
@@ -275,8 +271,8 @@ class TableReduction:
                 return self._mean_of_table(gradient, gathered.shares)
 
         # All replicas take the same branch, since each has the numbers of all.
-        overflow, axes = gathered.facts.overflow, axis_names(self.axis_name)
-        return run_if(overflow, again, lambda m: m, mean, axes=axes), gathered.facts
+        axes = axis_names(self.axis_name)
+        return run_if(gathered.overflow, again, lambda m: m, mean, axes=axes), gathered
 
     def _sends_rows(self, gradient: Table, num_entries: int) -> bool:
         """Return whether to send `num_entries` rows; "auto" sends whichever has fewer bytes.
@@ -290,39 +286,36 @@ class TableReduction:
         has_fewer = of_rows <= 2 * gradient.shape[0] * row_bytes
         return self.as_rows or self.path == "rows" or (self.path == "auto" and has_fewer)
 
-    def _gather(self, gradient: Table, send: int, weight: jax.Array | None) -> _Gathered:
+    def _gather(self, gradient: Table, send: int, weight: jax.Array | None) -> Gathered:
         """Return rows and values of all replicas, and the numbers that they exchange.
 
         The numbers are appended to the rows, so that they need no extra collective.
         """
-        rows, values, distinct = _compact(gradient, send)
-        tail = [distinct, _invalid(gradient)]
+        zero = jnp.zeros([], jnp.int32)
+        if send == 0:
+            rows, distinct = jnp.zeros(0, jnp.int32), zero
+            values = jnp.zeros((0, *gradient.shape[1:]), gradient.dtype)
+        elif isinstance(gradient, RowGradient):
+            inner = inside(gradient.rows, gradient.num_rows)
+            rows, values, distinct = compact(inner, gradient.values, gradient.num_rows, send)
+        else:
+            rows, values, distinct = nonzero_rows(gradient, send)
+        outside = num_outside(gradient) if isinstance(gradient, RowGradient) else zero
+        tail, shares = [distinct, outside], None
         if weight is not None:
             tail.append(lax.bitcast_convert_type(weight, jnp.int32))
         head = self._all_gather(jnp.concatenate([rows, jnp.stack(tail)]))
-        needed = jnp.max(head[:, send])
-        shares = None
         if weight is not None:
             weights = lax.bitcast_convert_type(head[:, send + 2], jnp.float32)
-            shares = self._shares(weights.astype(at_least_float32(gradient.dtype)))
-        return _Gathered(
-            rows=head[:, :send],
-            values=self._all_gather(values),
-            shares=shares,
-            facts=Facts(
-                overflow=(needed > send) if send else jnp.zeros([], bool),
-                needed=needed,
-                invalid=jnp.sum(head[:, send + 1], dtype=jnp.int32),
-            ),
-        )
-
-    def _shares(self, weights: jax.Array) -> jax.Array:
-        """Return each replica's share in the mean, 0 if its weight is not positive."""
-        weights = jnp.where(weights > 0, weights, jnp.zeros_like(weights))
-        shares = quotient(weights, jnp.sum(weights))
-        if self.divide_by_initial:
-            shares = shares * jnp.mean((weights > 0).astype(weights.dtype))
-        return shares
+            weights = weights.astype(at_least_float32(gradient.dtype))
+            weights = jnp.where(weights > 0, weights, jnp.zeros_like(weights))
+            shares = quotient(weights, jnp.sum(weights))
+            if self.divide_by_initial:
+                shares = shares * jnp.mean((weights > 0).astype(weights.dtype))
+        needed = jnp.max(head[:, send])
+        overflow = needed > send if send else jnp.zeros([], bool)
+        invalid = jnp.sum(head[:, send + 1], dtype=jnp.int32)
+        return Gathered(head[:, :send], self._all_gather(values), shares, overflow, needed, invalid)
 
     def _all_gather(self, x: jax.Array) -> jax.Array:
         """Return the arrays of all replicas, `(replicas, *x.shape)`, typed as equal on all."""
@@ -331,7 +324,7 @@ class TableReduction:
             return jnp.zeros((replicas, *x.shape), x.dtype)
         return gather_slices(x[None], self.axis_name)
 
-    def _combine(self, gradient: Table, gathered: _Gathered) -> Table:
+    def _combine(self, gradient: Table, gathered: Gathered) -> Table:
         """Return the mean of gathered rows, added replica by replica: equal bits on all."""
         num_rows, replicas = gradient.shape[0], axis_size(self.axis_name)
         shares, every = gathered.shares, gathered.rows
@@ -357,22 +350,4 @@ class TableReduction:
 
 def _most_rows(gradient: Table) -> int:
     """Return the largest possible number of distinct rows."""
-    num_rows = gradient.shape[0]
-    if isinstance(gradient, RowGradient):
-        return min(gradient.rows.shape[0], num_rows)
-    return num_rows
-
-
-def _compact(gradient: Table, send: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return at most `send` distinct rows, their values, and the number of distinct rows."""
-    if send == 0:
-        values = jnp.zeros((0, *gradient.shape[1:]), gradient.dtype)
-        return jnp.zeros(0, jnp.int32), values, jnp.zeros([], jnp.int32)
-    if isinstance(gradient, RowGradient):
-        num_rows = gradient.num_rows
-        return compact(inside(gradient.rows, num_rows), gradient.values, num_rows, send)
-    return nonzero_rows(gradient, send)
-
-
-def _invalid(gradient: Table) -> jax.Array:
-    return num_outside(gradient) if isinstance(gradient, RowGradient) else jnp.zeros([], jnp.int32)
+    return min(arrays_of(gradient).shape[0], gradient.shape[0])

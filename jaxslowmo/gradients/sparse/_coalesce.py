@@ -180,18 +180,3 @@ def add_in_order(
     entries = (places, values) if shares is None else (places, values, shares)
     zeros = jnp.zeros_like(values, wide, shape=(num_places, *values.shape[2:]))
     return lax.scan(add, zeros, entries)[0]
-
-
-def add_up_rows(rows: jax.Array, values: jax.Array, num_rows: int) -> RowGradient:
-    """Return the sum over devices of their rows, each row once, in at least float32.
-
-    Args:
-      rows: (devices, k) int32, distinct in each device; padding is `num_rows`.
-      values: (devices, k, *s).
-      num_rows: number of rows of the table.
-
-    Communication: none.
-    """
-    num_places = min(rows.size, num_rows)
-    distinct = distinct_rows(rows, num_rows, num_places)
-    return RowGradient(distinct.rows, add_in_order(distinct.places, values, num_places), num_rows)
