@@ -317,7 +317,8 @@ class Embeddings:
         Raises:
           ValueError: position weights that `params` lacks, or of another shape.
 
-        Communication: none. The bits of the result do not depend on how the tables are shared.
+        Communication: none. The result does not depend on how the tables are shared, except for
+          its last bit.
         """
         places, tables_of = self.layout().places, self.features
         pooled = {}

@@ -84,7 +84,7 @@ class WithTables(NamedTuple):
 
     Attributes:
       dense: dense parameters, or the state of their optimizer.
-      tables: stored tables, or the state of `js.embeddings`' row-wise optimizer.
+      tables: stored tables, or the state of the optimizers of their rows.
     """
 
     dense: PyTree
