@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from .embedding import bags as bags
     from .embedding import embeddings as embeddings
     from .embedding import rowwise_adagrad as rowwise_adagrad
+    from .embedding import rowwise_adam as rowwise_adam
     from .embedding import rowwise_sgd as rowwise_sgd
     from .gradients import Policy as Policy
     from .gradients import accumulate as accumulate
@@ -103,7 +104,9 @@ else:  # hidden from type checkers, to which `__getattr__` would make every name
             "LocalSGDState diloco hierarchical_local_sgd local_sgd only_finite read_anchor sgp "
             "slow_momentum slowmo"
         ),
-        "embedding": "Bags Table WithTables bags embeddings rowwise_adagrad rowwise_sgd",
+        "embedding": (
+            "Bags Table WithTables bags embeddings rowwise_adagrad rowwise_adam rowwise_sgd"
+        ),
         "gradients": (
             "Policy accumulate all_reduce_gradients clip_by_global_norm dynamic_loss_scale "
             "loss_scale_of post_local_gradients skip_unused unused_names"

@@ -1,7 +1,7 @@
-"""Bags of ids: a variable number of ids per example, in padded arrays of a fixed size."""
+"""Bags of ids: a variable number per example, in padded arrays of a fixed size; their pooling."""
 
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,11 @@ import numpy as np
 
 from .._support.checks import checked_int
 from .._support.types import PyTree
+from ..tree import at_least_float32
 from ._table import OWNER
+
+# Values in the place of a slot: why an id has no slot.
+PADDING, DROPPED, OUTSIDE = -1, -2, -3
 
 
 class Bags(NamedTuple):
@@ -62,44 +66,123 @@ def bags(
 
     Communication: none.
     """
-    if lengths is not None and offsets is not None:
-        raise ValueError("bags: give `lengths` or `offsets`, not both.")
-    if lengths is None and offsets is None:
-        values, lengths = _flat("rows", rows)
-        if weights is not None:
-            weights, weights_per_bag = _flat("weights", weights)
-            if not np.array_equal(lengths, weights_per_bag):
-                raise ValueError(
-                    f"bags: `weights` must be one for each id: bags have {lengths.tolist()} ids "
-                    f"and {weights_per_bag.tolist()} weights."
-                )
-    else:
+    options: dict[str, Any] = {"max_length": max_length, "truncate": truncate}
+    if lengths is not None or offsets is not None:
         values = np.asarray(rows)
-        lengths = _lengths(lengths, offsets, values)
-    values = _checked_ids(values)
+        sizes = _lengths("bags", lengths, offsets, values)
+        return _padded("bags", values, sizes, weights, **options)
+    values, sizes = _flat("rows", rows)
+    if weights is not None:
+        weights, weights_per_bag = _flat("weights", weights)
+        if not np.array_equal(sizes, weights_per_bag):
+            raise ValueError(
+                f"bags: `weights` must be one for each id: bags have {sizes.tolist()} ids "
+                f"and {weights_per_bag.tolist()} weights."
+            )
+    return _padded("bags", values, sizes, weights, **options)
+
+
+def jagged(
+    values: Any,
+    *,
+    features: Sequence[str],
+    lengths: Any = None,
+    offsets: Any = None,
+    weights: Any = None,
+    max_length: int | Mapping[str, int] | None = None,
+    truncate: bool = False,
+) -> dict[str, Bags]:
+    """Return `Bags` by feature from one flat array of ids, on the host.
+
+    The arguments are the parts of a torchrec `KeyedJaggedTensor` (`keys`, `values()`, `lengths()`,
+    `offsets()`, `weights()`): ids are ordered by feature, and for each feature by example.
+
+    Args:
+      values: the ids of all features in one flat sequence.
+      features: names of the features, in the order of the ids.
+      lengths: (features * batch,) number of ids in each bag.
+      offsets: (features * batch + 1,) index of the first id of each bag, and at the end the number
+        of ids; in place of `lengths`.
+      weights: factors of the vectors, one for each id; None: 1.
+      max_length: number of ids that a bag has room for, for all features or by feature; None, or a
+        feature that is not named: the length of the feature's longest bag (see `js.bags`).
+      truncate: whether to drop the ids of a bag beyond `max_length`, which are otherwise an error.
+
+    Returns:
+      `Bags` of NumPy arrays by feature, which can be part of a batch.
+
+    Raises:
+      ValueError: what `js.bags` refuses; a number of bags that the features do not divide; a
+        feature that occurs twice; neither lengths nor offsets.
+
+    Example:
+      >>> found = jagged([3, 1, 7, 9], features=["user", "item"], lengths=[2, 0, 1, 1])
+      >>> {name: bags.ids.tolist() for name, bags in found.items()}
+      {'user': [[3, 1], [-1, -1]], 'item': [[7], [9]]}
+
+    Communication: none.
+    """
+    values, names = np.asarray(values), list(features)
+    sizes = _lengths("jagged", lengths, offsets, values)
+    if not names or len({*names}) < len(names) or sizes.size % len(names):
+        raise ValueError(
+            "jagged: `features` must be different names, as many bags each, got "
+            f"{names} and {sizes.size} bags."
+        )
+    by_feature = sizes.reshape(len(names), -1)
+    ends = np.cumsum(by_feature.sum(axis=1))[:-1]
+    if weights is not None:
+        weights = _checked_weights("jagged", weights, values)
+    factors = [None] * len(names) if weights is None else np.split(weights, ends)
+    found = {}
+    for name, own, ids, weight in zip(
+        names, by_feature, np.split(values, ends), factors, strict=True
+    ):
+        room = max_length.get(name) if isinstance(max_length, Mapping) else max_length
+        owner = f"jagged: feature {name!r}"
+        found[name] = _padded(owner, ids, own, weight, max_length=room, truncate=truncate)
+    return found
+
+
+def _padded(
+    owner: str,
+    values: np.ndarray,
+    lengths: np.ndarray,
+    weights: Any,
+    *,
+    max_length: int | None,
+    truncate: bool,
+) -> Bags:
+    """Return the bags of flat values, of which bag i has `lengths[i]`."""
+    values = _checked_ids(owner, values)
     longest = int(lengths.max(initial=0))
     width = max(longest, 1)
     if max_length is not None:
-        width = checked_int("bags: `max_length`", max_length, 1)
+        width = checked_int(f"{owner}: `max_length`", max_length, 1)
     if longest > width and not truncate:
         raise ValueError(
-            f"bags: bag {int(lengths.argmax())} has {longest} ids, and `max_length` is "
+            f"{owner}: bag {int(lengths.argmax())} has {longest} ids, and `max_length` is "
             f"{width} (truncate=True leaves out the rest)."
         )
     positions = np.arange(values.size) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-    bag_index, fits = np.repeat(np.arange(lengths.size), lengths), positions < width
+    fits = positions < width
+    places = np.repeat(np.arange(lengths.size), lengths)[fits], positions[fits]
     ids = np.full((lengths.size, width), -1, values.dtype)
-    ids[bag_index[fits], positions[fits]] = values[fits]
+    ids[places] = values[fits]
     if weights is None:
         return Bags(ids)
+    padded = np.zeros(ids.shape, np.float32)
+    padded[places] = _checked_weights(owner, weights, values)[fits]
+    return Bags(ids, padded)
+
+
+def _checked_weights(owner: str, weights: Any, values: np.ndarray) -> np.ndarray:
     weights = np.asarray(weights, np.float32)
     if weights.shape != values.shape:
         raise ValueError(
-            f"bags: `weights` must be one for each of {values.size} ids, got {weights.shape}."
+            f"{owner}: `weights` must be one for each of {values.size} ids, got {weights.shape}."
         )
-    padded = np.zeros(ids.shape, np.float32)
-    padded[bag_index[fits], positions[fits]] = weights[fits]
-    return Bags(ids, padded)
+    return weights
 
 
 def _flat(argument: str, rows: Any) -> tuple[np.ndarray, np.ndarray]:
@@ -115,33 +198,35 @@ def _flat(argument: str, rows: Any) -> tuple[np.ndarray, np.ndarray]:
     return values, np.array([part.size for part in parts], np.int64)
 
 
-def _lengths(lengths: Any, offsets: Any, values: np.ndarray) -> np.ndarray:
+def _lengths(owner: str, lengths: Any, offsets: Any, values: np.ndarray) -> np.ndarray:
     """Return the number of ids of each bag, and check that they sum to the number of values."""
+    if (lengths is None) == (offsets is None):
+        raise ValueError(f"{owner}: give `lengths` or `offsets`, and not both.")
     argument = "lengths" if offsets is None else "offsets"
     array = np.asarray(lengths if offsets is None else offsets)
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
-        raise ValueError(f"bags: `{argument}` must be a sequence of integers, got {array!r}.")
+        raise ValueError(f"{owner}: `{argument}` must be a sequence of integers, got {array!r}.")
     if offsets is not None and (array.size == 0 or array[0] != 0):
-        raise ValueError("bags: `offsets` must begin with 0 and end with the number of ids.")
+        raise ValueError(f"{owner}: `offsets` must begin with 0 and end with the number of ids.")
     array = array.astype(np.int64)
     sizes = array if offsets is None else np.diff(array)
     if values.ndim != 1 or (sizes < 0).any() or sizes.sum() != values.size:
         raise ValueError(
-            f"bags: `{argument}` must be those of all {values.size} ids (in one flat sequence, "
+            f"{owner}: `{argument}` must be those of all {values.size} ids (in one flat sequence, "
             f"got shape {values.shape}) and not decrease below 0, but add up to {sizes.sum()}."
         )
     return sizes
 
 
-def _checked_ids(values: np.ndarray) -> np.ndarray:
+def _checked_ids(owner: str, values: np.ndarray) -> np.ndarray:
     """Return ids as int32, or unchanged if too large: the check against a table rejects those."""
     if values.size == 0:
         return values.astype(np.int32)
     if values.dtype.kind not in "iu":
-        raise ValueError(f"bags: ids must be integers, got {values.dtype}.")
+        raise ValueError(f"{owner}: ids must be integers, got {values.dtype}.")
     if values.min() < 0:
         raise ValueError(
-            f"bags: ids must not be negative (that is padding), got {int(values.min())}."
+            f"{owner}: ids must not be negative (that is padding), got {int(values.min())}."
         )
     return values.astype(np.int32) if values.max() <= np.iinfo(np.int32).max else values
 
@@ -149,28 +234,21 @@ def _checked_ids(values: np.ndarray) -> np.ndarray:
 def as_bags(feature: str, ids_or_bags: Any) -> Bags:
     """Return ids or `Bags` of one feature as `Bags`, after a check of shapes and types."""
     bags = Bags(*map(_as_array, ids_or_bags if isinstance(ids_or_bags, Bags) else (ids_or_bags,)))
-    for part in bags:
-        if part is not None and not hasattr(part, "dtype"):
-            raise ValueError(
-                f"{OWNER}: feature {feature!r} must be an array of ids or js.Bags (js.bags makes "
-                f"them of lists), got {type(ids_or_bags).__name__}."
-            )
     ids, weights = bags
-    if not jnp.issubdtype(ids.dtype, jnp.integer) or ids.ndim not in (1, 2):
-        raise ValueError(
-            f"{OWNER}: the ids of feature {feature!r} must be integers of shape (batch,) or "
-            f"(batch, max_length), got {ids.dtype}{list(ids.shape)}."
-        )
-    if weights is not None and weights.shape != ids.shape:
-        raise ValueError(
-            f"{OWNER}: the weights of feature {feature!r} must have the shape of its ids "
-            f"{ids.shape}, got {weights.shape}."
-        )
-    if weights is not None and not jnp.issubdtype(weights.dtype, jnp.floating):
-        raise ValueError(
-            f"{OWNER}: the weights of feature {feature!r} must be floating, got {weights.dtype}."
-        )
-    return bags
+    if not all(hasattr(part, "dtype") for part in bags if part is not None):
+        what, rule = "", "arrays or js.Bags (js.bags makes them of lists)"
+    elif not jnp.issubdtype(ids.dtype, jnp.integer) or ids.ndim not in (1, 2):
+        what, rule = "the ids of ", "integers of shape (batch,) or (batch, max_length)"
+    elif weights is not None and (
+        weights.shape != ids.shape or not jnp.issubdtype(weights.dtype, jnp.floating)
+    ):
+        what, rule = "the weights of ", f"floating, and of the shape of the ids {ids.shape}"
+    else:
+        return bags
+    value = {"": ids_or_bags, "the ids of ": ids, "the weights of ": weights}[what]
+    is_array = hasattr(value, "dtype")
+    actual = f"{value.dtype}{list(value.shape)}" if is_array else type(value).__name__
+    raise ValueError(f"{OWNER}: {what}feature {feature!r} must be {rule}, got {actual}.")
 
 
 def _as_array(x: Any) -> Any:
@@ -209,3 +287,46 @@ def bags_of(batch: PyTree, features: tuple[str, ...], inputs: Any) -> dict[str, 
     if not by_feature:
         raise ValueError(f"{OWNER}: the batch has none of the features {names}.")
     return {feature: as_bags(feature, ids_or_bags) for feature, ids_or_bags in by_feature.items()}
+
+
+def pool(
+    vectors: jax.Array,
+    slots: jax.Array,
+    pooling: Literal["sum", "mean"] | None,
+    weights: jax.Array | None = None,
+    position_weights: jax.Array | None = None,
+) -> jax.Array:
+    """Return the vectors of one feature, pooled in at least float32.
+
+    Args:
+      vectors: (n, dim) vectors of the stored array.
+      slots: (batch,) or (batch, max_length) int32, as `Requests.slots`. Padding and dropped ids
+        count as zeros, ids out of range as NaN.
+      pooling: how vectors are combined, as `Table.pooling`.
+      weights: factors of the vectors, of the shape of `slots`; None: 1.
+      position_weights: (max_length,) factors of the places of a bag; None: 1.
+
+    Returns:
+      (batch, dim), or `(*slots.shape, dim)` without pooling, in the dtype of `vectors`.
+
+    Communication: none.
+    """
+    wide = vectors.astype(at_least_float32(vectors.dtype))
+    padding = (slots == PADDING)[..., None]
+    # `at` would count slots below 0 from the end.
+    rows = jnp.where(slots < 0, jnp.int32(vectors.shape[0]), slots)
+    gathered = wide.at[rows].get(mode="fill", fill_value=0)
+    gathered = jnp.where((slots == OUTSIDE)[..., None], jnp.nan, gathered)
+    if weights is not None:
+        # The weight of padding may be NaN or infinite, and 0 times it must be 0.
+        gathered = gathered * jnp.where(padding, 0, weights.astype(wide.dtype)[..., None])
+    if position_weights is not None:
+        factors = position_weights.astype(wide.dtype)[:, None]
+        gathered = gathered * (factors if slots.ndim == 1 else factors[None])
+    if pooling is None or slots.ndim == 1:
+        return gathered.astype(vectors.dtype)
+    total = jnp.sum(gathered, axis=1)
+    if pooling == "mean":
+        count = jnp.sum(~padding, axis=1, dtype=wide.dtype)
+        total = total / jnp.maximum(count, 1)
+    return total.astype(vectors.dtype)

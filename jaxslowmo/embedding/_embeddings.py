@@ -1,35 +1,33 @@
-"""The class `Embeddings`: tables that the devices of a replica share."""
+"""`js.embeddings` and the class `Embeddings`: tables that the devices of a replica share."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec as P
 
+from .._support.checks import check_choice, checked_int
 from .._support.types import PyTree
-from ..gradients.sparse import RowGradient, add_up_rows
-from ..mesh import is_bound, require_axes
-from ._bags import Bags, bags_of
-from ._batch_checks import (
-    check_capacities,
-    check_width,
-    host_checked,
-    metrics_of,
-    num_refused,
-    refuse,
-    slots_needed,
-)
-from ._optimizers import RowwiseOptimizer, RowwiseState, apply_row_gradients, first_state
-from ._requests import (
+from ..gradients.sparse import RowGradient, add_in_order, distinct_rows
+from ..mesh import is_bound, is_shared
+from ..tree import leaf_names
+from ._bags import Bags, bags_of, pool
+from ._exchange import (
+    PREFIX,
+    BagsByTable,
     Requests,
     in_blocks,
     num_devices,
+    read_rows,
     request_rows,
     rows_as_slots,
-    specs_of_requests,
+    send_rows,
     swap_blocks,
 )
+from ._optimizers import RowwiseOptimizer
 from ._stores import (
     TableLayout,
     first_local_values,
@@ -39,24 +37,25 @@ from ._stores import (
     whole_on_each,
     write_tables,
 )
-from ._table import OWNER, Table
-from ._vectors import pool, position_weights_in, read_rows, send_rows
+from ._table import MAKERS, OWNER, Table, check_tables
+from ._updates import RowwiseState, apply_row_gradients
 
 Stored = dict[str, jax.Array]
+Overflow = Literal["error", "drop"]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Embeddings:
-    """Embedding tables, how devices share them, and their optimizer; made by `js.embeddings`.
+    """Embedding tables, how devices share them, and their optimizers; made by `js.embeddings`.
 
-    "Stored" tables are a dict of arrays: one per table, but one for all tables of a width and dtype
-    with `shard="table"`. Vectors and gradients of rows have the names of the stored arrays.
+    "Stored" tables are a dict of arrays: one per table, but one for all tables of a width, a dtype
+    and an optimizer with `shard="table"`. Vectors and gradients of rows have the names of the
+    stored arrays.
 
     Attributes:
-      tables: mapping from names to tables.
+      tables: mapping from names to tables, each with its optimizer.
       axis_name: axis of the devices that share the tables; None: one device holds all.
       capacity: maps a table to its slots per owner; None: as many as there can be distinct ids.
-      optimizer: row-wise optimizer of the tables.
       inputs: function that returns the ids of a batch by feature; None: `batch[feature]`.
       overflow: what to do with ids without a slot, see `js.embeddings`.
       num_shards: number of devices along the axis, set by `over`; None: not known yet.
@@ -65,9 +64,8 @@ class Embeddings:
     tables: Mapping[str, Table]
     axis_name: str | None
     capacity: Mapping[str, int | None]
-    optimizer: RowwiseOptimizer
     inputs: Callable[[Any], Mapping[str, Any]] | None
-    overflow: Literal["error", "drop"]
+    overflow: Overflow
     num_shards: int | None = None
 
     @property
@@ -90,11 +88,20 @@ class Embeddings:
 
     @property
     def optimizer_specs(self) -> RowwiseState:
-        """The specs of the optimizer's state; that of split columns is equal on all devices."""
-        layout = self.layout()
-        stores = layout.stores if self.optimizer.initial is not None else ()
-        by_name = {s: P() if layout.is_split(s) else P(self.axis_name) for s in stores}
-        return RowwiseState._make((P(), by_name))
+        """The specs of the optimizers' state.
+
+        What is kept per element is split like the table. What is kept per row is split over the
+        devices with its rows; for split columns it is equal on all of them.
+        """
+        stores, axis = self.layout().stores, self.axis_name
+
+        def of_store(name: str, spec: P) -> PyTree:
+            of_rows = P() if stores[name].kind == "column" else P(axis)
+            kept = stores[name].optimizer.kept
+            return jax.tree.map(lambda array: of_rows if array.per_row else spec, kept)
+
+        specs = {name: of_store(name, spec) for name, spec in self.specs.items()}
+        return RowwiseState._make((P(), {n: x for n, x in specs.items() if x is not None}))
 
     def over(self, mesh: Any) -> "Embeddings":
         """Return these tables for a mesh, or for a number of devices.
@@ -109,7 +116,7 @@ class Embeddings:
             return self
         if not isinstance(mesh, int) and self.axis_name not in mesh.shape:
             raise ValueError(
-                f"{OWNER}: `axis_name` {self.axis_name!r} is not an axis of the mesh, which has "
+                f"{OWNER}: `axis_name` {self.axis_name!r} is not an axis of `mesh`, which has "
                 f"{', '.join(map(repr, mesh.shape))}."
             )
         size = mesh if isinstance(mesh, int) else mesh.shape[self.axis_name]
@@ -118,11 +125,22 @@ class Embeddings:
         return sized
 
     def layout(self) -> TableLayout:
-        """Return the placement of the rows on the devices of the axis."""
+        """Return the placement of the rows on the devices of the axis.
+
+        Raises:
+          ValueError: the bound axis has another number of devices than `over` was given, or no
+            number is known and the placement depends on it.
+        """
         if self.axis_name is None:
             return layout_of(self.tables, 1)
         if is_bound(self.axis_name):
-            return layout_of(self.tables, num_devices(self.axis_name), self.axis_name)
+            size = num_devices(self.axis_name)
+            if self.num_shards not in (None, size):
+                raise ValueError(
+                    f"{OWNER}: axis {self.axis_name!r} has {size} devices here, and the tables are "
+                    f"for {self.num_shards} (see `over`)."
+                )
+            return layout_of(self.tables, size, self.axis_name)
         if self.num_shards is None and any(t.shard == "table" for t in self.tables.values()):
             raise ValueError(
                 f'{OWNER}: the placement of tables with shard="table" depends on the number of '
@@ -153,12 +171,14 @@ class Embeddings:
         Communication: one all-to-all of devices * capacity int32 for all tables together; for those
           with `shard="column"` one all-gather of the same size instead.
         """
-        self._require_axis("exchange_ids")
         return request_rows(self.layout(), self._by_table(bags), self.capacity)
 
     def request_specs(self, bags: Mapping[str, Any]) -> Any:
-        """Return the `PartitionSpec` of every array of the `Requests` for such bags."""
-        return specs_of_requests(self.layout(), self._by_table(bags))
+        """Return the `PartitionSpec`s of the `Requests` for such bags, a prefix of their tree."""
+        layout, split = self.layout(), P(self.axis_name)
+        stores = {layout.places[name].store for name in self._by_table(bags)}
+        asked = {store: P() if layout.is_split(store) else split for store in stores}
+        return Requests._make((split, split, asked, split))
 
     def metrics(self, requests: Requests) -> dict[str, jax.Array]:
         """Return the metrics of this device's requests, each () int32, to be summed over devices.
@@ -169,14 +189,20 @@ class Embeddings:
 
         Communication: none.
         """
-        return metrics_of(requests)
+        return {name: count[0] for name, count in requests.counts.items()}
 
     def num_refused(self, counts: Mapping[str, Any]) -> Any:
         """Return the number of ids in `metrics` for which `refuse` would raise, () int32.
 
         Communication: none.
         """
-        return num_refused(counts, drop=self.overflow == "drop")
+        refused = [f"{PREFIX}{name}/{what}" for name in self.tables for what in self._refused]
+        return sum(counts[name] for name in refused if name in counts)
+
+    @property
+    def _refused(self) -> tuple[str, ...]:
+        """The counts in `metrics` of ids that are an error."""
+        return ("invalid",) if self.overflow == "drop" else ("invalid", "overflow")
 
     def refuse(self, metrics: Mapping[str, Any]) -> None:
         """Raise `ValueError` if these metrics count wrong ids; wait for the metrics.
@@ -187,7 +213,22 @@ class Embeddings:
         Raises:
           ValueError: ids that are not in their table; with `overflow="error"` ids without a slot.
         """
-        refuse(metrics, self.tables, self.capacity, drop=self.overflow == "drop")
+        for name, table in self.tables.items():
+            features = ", ".join(f"feature {feature!r}" for feature in table.features_of(name))
+            problems = {
+                "invalid": f"ids of {features} were not in table {name!r}, which has the rows 0 to "
+                f"{table.num_rows - 1}",
+                "overflow": f"distinct ids of table {name!r} had no slot: `capacity` is "
+                f'{self.capacity[name]} for each owner (overflow="drop" would count them as zeros)',
+            }
+            for what in self._refused:
+                count = int(np.sum(metrics.get(f"{PREFIX}{name}/{what}", 0)))
+                if count:
+                    raise ValueError(
+                        f"{OWNER}: in a batch that was used before, {count} {problems[what]}. An "
+                        "update with such a batch is skipped, so that training can go on. Batches "
+                        "in NumPy arrays are checked before they are used."
+                    )
 
     def check(self, bags: Mapping[str, Any], *, num_parts: int = 1) -> None:
         """Check the ids of bags that are NumPy arrays; ignore those on devices.
@@ -198,14 +239,22 @@ class Embeddings:
 
         Raises:
           ValueError: an id that is not in its table, naming table, feature, id and row of the
-            batch; 64-bit padding below what devices can hold; with `overflow="error"` more
-            distinct ids in a part than there are slots.
+            batch; padding below -2**31; with `overflow="error"` more distinct ids in a part than
+            there are slots.
         """
         by_table = self._by_table(bags)
-        for feature, feature_bags in bags_of(bags, tuple(self.features), lambda bags: bags).items():
-            check_width(feature, feature_bags.ids)
-        if self.overflow == "error":
-            check_capacities(self.layout(), by_table, self.capacity, num_parts)
+        if self.overflow == "drop":
+            return
+        limited = {n: own for n, own in by_table.items() if self.capacity[n] is not None}
+        for name, needed in self._slots_by_part(limited, num_parts).items():
+            slots, most = self.capacity[name] or 0, max(needed)
+            if most > slots:
+                raise ValueError(
+                    f"{OWNER}: `capacity` of table {name!r} is {slots} slots for each owner, and "
+                    f"part {needed.index(most)} of {num_parts} of the batch has {most} distinct "
+                    f'ids of one, {most - slots} too many (overflow="drop" would count them as '
+                    "zeros)."
+                )
 
     def slots_needed(self, bags: Mapping[str, Any], *, num_parts: int = 1) -> dict[str, int]:
         """Return the `capacity` that these NumPy bags need, by table.
@@ -214,8 +263,29 @@ class Embeddings:
           bags: ids or `js.Bags` by feature; a table with some ids on devices is left out.
           num_parts: number of equal consecutive parts of the batch, one per device.
         """
-        needed = slots_needed(self.layout(), self._by_table(bags), num_parts)
+        needed = self._slots_by_part(self._by_table(bags), num_parts)
         return {name: max(parts) for name, parts in needed.items()}
+
+    def _slots_by_part(self, bags: BagsByTable, num_parts: int) -> dict[str, list[int]]:
+        """Return the largest number of distinct ids of one owner, by table and part of a batch.
+
+        It is at least 1, the minimum capacity. Tables with some ids on devices are left out.
+        """
+        number, needed = checked_int(f"{OWNER}: `num_parts`", num_parts, 1), {}
+        for name, by_feature in bags.items():
+            ids = [b.ids for b in by_feature.values()]
+            if all(isinstance(i, np.ndarray) for i in ids):
+                place = self.layout().places[name]
+                ids = [np.repeat(i, number, axis=0) if is_shared(i) else i for i in ids]
+                if wrong := [len(i) for i in ids if len(i) % number]:
+                    raise ValueError(
+                        f"{OWNER}: the batch of table {name!r} is split into {number} equal "
+                        f"parts, a device each, and has {wrong[0]} rows."
+                    )
+                parts = np.concatenate([i.reshape(number, -1) for i in ids], axis=1)
+                owners = [place.owners_of(np.unique(part[part >= 0])) for part in parts]
+                needed[name] = [max(1, *np.bincount(own, minlength=1).tolist()) for own in owners]
+        return needed
 
     def lookup(self, tables: Stored, requests: Requests) -> Stored:
         """Return the rows that this device requested, in its slots. Needs the axis to be bound.
@@ -229,7 +299,6 @@ class Embeddings:
 
         Communication: one all-to-all of devices * capacity rows for all tables of one dtype.
         """
-        self._require_axis("lookup")
         return send_rows(self.layout(), read_rows(tables, requests.asked))
 
     def pooled(
@@ -248,7 +317,8 @@ class Embeddings:
         Raises:
           ValueError: position weights that `params` lacks, or of another shape.
 
-        Communication: none. The bits of the result do not depend on how the tables are shared.
+        Communication: none. The result does not depend on how the tables are shared, except for
+          its last bit.
         """
         places, tables_of = self.layout().places, self.features
         pooled = {}
@@ -270,14 +340,17 @@ class Embeddings:
 
         Communication: one all-to-all of devices * capacity rows per table dtype, in that dtype.
         """
-        self._require_axis("send_back")
         stores = self.layout().stores
         blocks = [in_blocks(stores[name], gradients[name]) for name in requests.asked]
         received = swap_blocks(blocks, self.axis_name)
-        return {
-            name: add_up_rows(rows, values, stores[name].local_rows)
-            for (name, rows), values in zip(requests.asked.items(), received, strict=True)
-        }
+        sums = {}
+        for (name, rows), values in zip(requests.asked.items(), received, strict=True):
+            num_rows = stores[name].local_rows
+            distinct, places, _ = distinct_rows(rows, num_rows, min(rows.size, num_rows))
+            sums[name] = RowGradient(
+                distinct, add_in_order(places, values, distinct.size), num_rows
+            )
+        return sums
 
     def apply(
         self,
@@ -300,8 +373,7 @@ class Embeddings:
 
         Communication: see the optimizer.
         """
-        self._require_axis("apply")
-        return apply_row_gradients(self.optimizer, self.layout(), tables, state, gradients, active)
+        return apply_row_gradients(self.layout(), tables, state, gradients, active)
 
     def init(self, key: Any) -> Stored:
         """Return the initial values of all stored tables, whole; equal to those of `init_local`.
@@ -319,7 +391,6 @@ class Embeddings:
 
         Communication: none.
         """
-        self._require_axis("init_local")
         return first_local_values(self.tables, self.layout(), key)
 
     def init_optimizer(self, tables: Stored) -> RowwiseState:
@@ -327,10 +398,21 @@ class Embeddings:
 
         Communication: none.
         """
-        return first_state(self.optimizer, tables)
+        stores, kept = self.layout().stores, {}
+        for name, table in tables.items():
+            shapes = {True: table.shape[:1], False: table.shape}
+            kept[name] = jax.tree.map(
+                lambda x, shapes=shapes: jnp.full(shapes[x.per_row], x.initial, jnp.float32),
+                stores[name].optimizer.kept,
+            )
+        kept = {name: arrays for name, arrays in kept.items() if arrays is not None}
+        return RowwiseState(jnp.zeros([], jnp.int32), kept)
 
     def read(self, tables: Stored) -> Stored:
         """Return the tables (num_rows, dim) by name from whole stored arrays.
+
+        Other arrays with an entry for each stored row, such as `RowwiseState.accumulators` holds,
+        are read in the same way, and arrays may be left out.
 
         Communication: none under jit on one device; else what the compiler inserts.
         """
@@ -364,25 +446,15 @@ class Embeddings:
                 pooled[feature] = self._pool(feature, tables[place.store], slots, b.weights, params)
         return pooled
 
-    def _require_axis(self, method: str) -> None:
-        """Raise `ValueError` unless the axis is bound, with `num_shards` devices if that is set."""
-        if self.axis_name is None:
-            return
-        require_axes(f"{OWNER}.{method}", "axis_name", self.axis_name)
-        size = num_devices(self.axis_name)
-        if self.num_shards not in (None, size):
-            raise ValueError(
-                f"{OWNER}.{method}: axis {self.axis_name!r} has {size} devices here, and the "
-                f"tables are for {self.num_shards} (see `over`)."
-            )
-
     def _by_table(self, bags: Mapping[str, Any]) -> dict[str, dict[str, Bags]]:
         """Return checked bags by feature for each table, in the order of the tables."""
         by_feature = bags_of(bags, tuple(self.features), lambda bags: bags)
         by_table: dict[str, dict[str, Bags]] = {}
         for feature, name in self.features.items():
             if feature in by_feature:
-                valid = host_checked(name, feature, self.tables[name].num_rows, by_feature[feature])
+                valid = _host_checked(
+                    name, feature, self.tables[name].num_rows, by_feature[feature]
+                )
                 by_table.setdefault(name, {})[feature] = valid
         return by_table
 
@@ -395,6 +467,118 @@ class Embeddings:
         params: PyTree | None,
     ) -> jax.Array:
         table = self.tables[self.features[feature]]
-        leaf = table.position_weights_of(feature)
-        factors = None if leaf is None else position_weights_in(params, leaf, feature, slots)
+        leaf, factors = table.position_weights_of(feature), None
+        if leaf is not None:
+            named = dict(zip(leaf_names(params), jax.tree.leaves(params), strict=True))
+            if leaf not in named:
+                available = ", ".join(map(repr, named)) or "none (give `params`)"
+                raise ValueError(
+                    f"{OWNER}: the position weights of feature {feature!r} are leaf {leaf!r} of "
+                    f"the dense parameters, which are {available}."
+                )
+            factors, shape = named[leaf], (slots.shape[1] if slots.ndim == 2 else 1,)
+            if factors.shape != shape:
+                raise ValueError(
+                    f"{OWNER}: the position weights {leaf!r} of feature {feature!r} must have the "
+                    f"shape {shape}, one for each place of a bag, got {factors.shape}."
+                )
         return pool(vectors, slots, table.pooling, weights, factors)
+
+
+def _host_checked(table: str, feature: str, num_rows: int, bags: Bags) -> Bags:
+    """Return `bags` with NumPy ids as int32: jax would truncate 64 bits to 32, and -2**63 to 0.
+
+    Raises:
+      ValueError: a NumPy id that is not in the table, or padding below int32.
+    """
+    ids, least = bags.ids, np.iinfo(np.int32).min
+    if not isinstance(ids, np.ndarray) or not ids.size:
+        return bags
+    if int(ids.min()) < least:
+        raise ValueError(
+            f"{OWNER}: feature {feature!r} has the id {int(ids.min())}, and padding must be a "
+            f"negative number that devices can hold, at least {least}: use -1."
+        )
+    if int(ids.max()) < num_rows:
+        return bags._replace(ids=ids.astype(np.int32))
+    index = np.unravel_index(int(np.argmax(ids >= num_rows)), ids.shape)
+    place = f"row {index[0]}" + (f", place {index[1]}" if len(index) > 1 else "")
+    count = int(np.sum(ids >= num_rows))
+    raise ValueError(
+        f"{OWNER}: feature {feature!r} has the id {int(ids[index])} in {place} of the batch, and "
+        f"table {table!r} has {num_rows} rows, 0 to {num_rows - 1} ({count} such ids in all)."
+    )
+
+
+def embeddings(
+    tables: Mapping[str, Table],
+    *,
+    axis_name: str | None,
+    optimizer: RowwiseOptimizer | None = None,
+    capacity: Literal["auto"] | int | Mapping[str, int] = "auto",
+    inputs: Callable[[Any], Mapping[str, Any]] | None = None,
+    overflow: Overflow = "error",
+) -> Embeddings:
+    """Make embedding tables that the devices of a replica share, with bags and row-wise updates.
+
+    The devices exchange only ids, the rows of these ids, and the gradients of these rows. The
+    gradient of a table never exists as a whole, and an update touches only rows that were looked
+    up.
+
+    Args:
+      tables: maps names to `js.Table`.
+      axis_name: mesh axis whose devices share the tables, over which a replica's batch is split;
+        None: each replica has its tables on one device.
+      optimizer: `js.rowwise_adagrad(...)`, `js.rowwise_sgd(...)` or `js.rowwise_adam(...)` for the
+        tables that have none of their own (`js.Table(optimizer=...)`).
+      capacity: number of slots for the distinct ids that a device requests from one owner (a device
+        that holds rows), for every table or by name. "auto": as many as there can be, so that no id
+        is left out. All slots are sent, used or not. A device needs about its number of distinct
+        ids divided by the number of devices, and some more because ids spread unevenly.
+      inputs: function `inputs(batch)` that returns ids or `js.Bags` by feature and depends on the
+        batch alone. None: `batch[feature]`.
+      overflow: what to do with ids beyond the capacity. `"error"`: for NumPy batches the training
+        step raises before it runs; for batches on devices it skips the update, and its second call
+        after that raises. `"drop"`: their vectors are 0, and the metrics count them.
+
+    Returns:
+      `Embeddings`, for `js.make_train_step(embeddings=...)`, or for your own training loop.
+
+    Raises:
+      ValueError: values that are not `js.Table`, or two tables with a feature of one name; a
+        capacity below 1 or for an unknown table; another `overflow` or optimizer; a table without
+        an optimizer (named).
+
+    Communication: none here; see the methods of `Embeddings`.
+
+    Source: torchrec's sharded embedding bags (sharded by rows, columns or whole tables).
+    """
+    checked = check_tables(tables)
+    if axis_name is not None and not isinstance(axis_name, str):
+        raise ValueError(f"{OWNER}: `axis_name` must be one name or None, got {axis_name!r}.")
+    if not isinstance(optimizer, RowwiseOptimizer | None):
+        raise ValueError(f"{OWNER}: `optimizer` must be made by {MAKERS}, got {optimizer!r}.")
+    for name, table in checked.items():
+        if table.optimizer is None and optimizer is None:
+            raise ValueError(
+                f"{OWNER}: table {name!r} has no optimizer: pass one to its js.Table, or one for "
+                "all such tables as `optimizer` of js.embeddings."
+            )
+        checked[name] = dataclasses.replace(table, optimizer=table.optimizer or optimizer)
+    if inputs is not None and not callable(inputs):
+        raise ValueError(f"{OWNER}: `inputs` must be a function of the batch, got {inputs!r}.")
+    check_choice("overflow", overflow, Overflow, OWNER)
+    by_name = capacity if isinstance(capacity, Mapping) else dict.fromkeys(checked, capacity)
+    if unknown := [name for name in by_name if name not in checked]:
+        raise ValueError(
+            f"{OWNER}: `capacity` names {', '.join(map(repr, unknown))}, but the tables are "
+            f"{', '.join(map(repr, checked))}."
+        )
+    slots: dict[str, int | None] = {}
+    for name in checked:
+        own, what = (
+            by_name.get(name, "auto"),
+            f'{OWNER}: `capacity` of table {name!r}, if not "auto",',
+        )
+        slots[name] = None if own == "auto" else checked_int(what, own, 1)
+    return Embeddings(checked, axis_name, slots, inputs, overflow)

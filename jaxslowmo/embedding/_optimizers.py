@@ -1,50 +1,90 @@
-"""Row-wise optimizers, and updates of only the rows that have a gradient."""
+"""Optimizers of table rows: what they keep for each row or element, and how they change rows."""
 
-import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
-from ..gradients.sparse import RowGradient
-from ..mesh import sum_over
-from ..transform import isolated
-from ._stores import TableLayout
-
-Stored = dict[str, jax.Array]
 LearningRate = float | Callable[[jax.Array], Any]
 
 
-class RowwiseState(NamedTuple):
-    """The state of the optimizer of `js.embeddings`.
+class RowUpdate(NamedTuple):
+    """What an optimizer knows of the rows that it changes; `kept` holds their entries.
 
     Attributes:
-      count: () int32, number of updates so far, the argument of a learning rate schedule.
-      accumulators: maps a stored array to (rows,) float32; empty for `js.rowwise_sgd`.
+      rows: (k, dim) float32.
+      gradients: (k, dim) float32.
+      kept: what the optimizer keeps for these rows, like `RowwiseOptimizer.kept`.
+      mean_squares: (k,) float32, of gradients over a whole row; None if nothing is kept per row.
+      rate: () float32, the learning rate.
+      count: () int32, number of updates before this one.
     """
 
+    rows: jax.Array
+    gradients: jax.Array
+    kept: Any
+    mean_squares: jax.Array | None
+    rate: jax.Array
     count: jax.Array
-    accumulators: dict[str, jax.Array]
 
 
-@dataclasses.dataclass(frozen=True)
+Rule = Callable[..., tuple[jax.Array, Any]]
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A float32 array that an optimizer keeps for a stored array.
+
+    Attributes:
+      initial: value of all its entries at the start.
+      per_row: whether it has one entry per row, in place of one per element.
+    """
+
+    initial: float = 0.0
+    per_row: bool = False
+
+
+class AdamMoments(NamedTuple):
+    """The moments that `js.rowwise_adam` keeps for a stored array.
+
+    Attributes:
+      mean: (rows, dim) float32, moving mean of gradients.
+      square: (rows, dim) float32, moving mean of their squares; (rows,) with `per_row`.
+    """
+
+    mean: Any
+    square: Any
+
+
+@dataclass(frozen=True)
 class RowwiseOptimizer:
-    """An optimizer of table rows, made by `js.rowwise_adagrad` or `js.rowwise_sgd`.
+    """An optimizer of table rows, such as `js.rowwise_adagrad` makes it.
+
+    Two of them are equal if the same function made them from equal arguments.
 
     Attributes:
       learning_rate: a number, or a schedule: a function of the number of updates before this one.
-      step: function `step(rows, gradients, accumulators, mean_squares, rate)` that returns new rows
-        and accumulators. Rows and gradients are (k, dim) float32, accumulators and mean squares are
-        (k,) float32 or None, the rate is () float32.
-      initial: initial value of accumulators; None: no accumulators and no mean squares.
+      rule: function `rule(update, *options)` of a `RowUpdate` that returns new rows and `kept`.
+      kept: a `Kept`, or a NamedTuple of several; None: nothing is kept.
+      options: further arguments of `rule`.
     """
 
     learning_rate: LearningRate
-    step: Callable[..., tuple[jax.Array, jax.Array | None]]
-    initial: float | None = None
+    rule: Rule
+    kept: Any = None
+    options: tuple[float, ...] = ()
+
+    @property
+    def uses_mean_squares(self) -> bool:
+        """Whether something is kept per row."""
+        return any(kept.per_row for kept in jax.tree.leaves(self.kept))
+
+    def step(self, update: RowUpdate) -> tuple[jax.Array, Any]:
+        """Return new rows, and the new entries of what is kept for them."""
+        return self.rule(update, *self.options)
 
     def rate(self, count: jax.Array) -> jax.Array:
         """Return the learning rate, () float32, after `count` updates."""
@@ -70,7 +110,7 @@ def rowwise_adagrad(
       initial: initial value of accumulators; >= 0.
 
     Returns:
-      An optimizer for `js.embeddings`. Its state is one float32 per row.
+      An optimizer for `js.embeddings` or a `js.Table`. Its state is one float32 per row.
 
     Raises:
       ValueError: a learning rate, `eps` or `initial` out of range.
@@ -81,145 +121,153 @@ def rowwise_adagrad(
 
     Source: FBGEMM's EXACT_ROWWISE_ADAGRAD; Duchi et al., JMLR 2011, with a mean of squares per row.
     """
-    owner = "rowwise_adagrad"
-    _check_rate(owner, learning_rate)
-    _check(owner, "eps", eps, lambda x: x > 0, "a number > 0")
-    _check(owner, "initial", initial, lambda x: x >= 0, "a number >= 0")
-
-    def step(
-        rows: jax.Array,
-        gradients: jax.Array,
-        accumulators: jax.Array,
-        mean_squares: jax.Array,
-        rate: jax.Array,
-    ) -> tuple[jax.Array, jax.Array]:
-        accumulators = accumulators + mean_squares
-        factors = rate / (jnp.sqrt(accumulators) + jnp.float32(eps))
-        return rows - factors[:, None] * gradients, accumulators
-
-    return RowwiseOptimizer(learning_rate, step, float(initial))
+    _check("rowwise_adagrad", learning_rate, above={"eps": eps}, least={"initial": initial})
+    return RowwiseOptimizer(learning_rate, _adagrad, Kept(float(initial), True), (float(eps),))
 
 
-def rowwise_sgd(learning_rate: LearningRate, *, weight_decay: float = 0.0) -> RowwiseOptimizer:
-    """Return plain SGD on the rows that were looked up, for the tables of `js.embeddings`.
+def _adagrad(update: RowUpdate, eps: float) -> tuple[jax.Array, jax.Array]:
+    sums = update.kept + update.mean_squares
+    factors = update.rate / (jnp.sqrt(sums) + jnp.float32(eps))
+    return update.rows - factors[:, None] * update.gradients, sums
 
-    It computes `row = row - rate * (g + weight_decay * row)` in float32. The decay is lazy: a row
-    decays only in the updates in which it was looked up.
+
+def rowwise_sgd(
+    learning_rate: LearningRate,
+    *,
+    momentum: float = 0.0,
+    nesterov: bool = False,
+    weight_decay: float = 0.0,
+) -> RowwiseOptimizer:
+    """Return SGD on the rows that were looked up, for the tables of `js.embeddings`.
+
+    For each row that was looked up, with the gradient g, it computes in float32 what `torch.optim`
+    does for a parameter::
+
+        g = g + weight_decay * row
+        m = momentum * m + g
+        row = row - rate * m  # with nesterov: rate * (g + momentum * m)
+
+    All of it is lazy: the row decays, and its momentum fades, only in the updates in which it was
+    looked up.
 
     Args:
       learning_rate: a number >= 0, or a schedule as in optax, a function of the number of updates
         before this one.
+      momentum: factor of the momentum; 0 <= momentum < 1. The default is 0.
+      nesterov: whether to move by the momentum of the next update, as Nesterov does.
       weight_decay: factor of the decay; >= 0. The default is 0.
 
     Returns:
-      An optimizer for `js.embeddings`, whose state is only the number of updates.
+      An optimizer for `js.embeddings` or a `js.Table`. Its state is a float32 per element with
+      momentum, none without.
 
     Raises:
-      ValueError: a learning rate or decay out of range.
+      ValueError: a learning rate, momentum or decay out of range; `nesterov` without momentum.
 
     Communication: none.
+
+    Source: FBGEMM's EXACT_SGD, which has no momentum; `torch.optim.SGD` for the rest.
     """
-    owner = "rowwise_sgd"
-    _check_rate(owner, learning_rate)
-    _check(owner, "weight_decay", weight_decay, lambda x: x >= 0, "a number >= 0")
-
-    def step(
-        rows: jax.Array, gradients: jax.Array, accumulators: None, mean_squares: None, rate: Any
-    ) -> tuple[jax.Array, None]:
-        if weight_decay:
-            gradients = gradients + jnp.float32(weight_decay) * rows
-        return rows - rate * gradients, None
-
-    return RowwiseOptimizer(learning_rate, step)
+    decay = {"weight_decay": weight_decay}
+    _check("rowwise_sgd", learning_rate, least=decay, below_one={"momentum": momentum})
+    if nesterov and not momentum:
+        raise ValueError("rowwise_sgd: `nesterov` needs `momentum` > 0, got 0.")
+    options = (float(momentum), bool(nesterov), float(weight_decay))
+    return RowwiseOptimizer(learning_rate, _sgd, Kept() if momentum else None, options)
 
 
-def _check_rate(owner: str, rate: Any) -> None:
-    if not callable(rate):
-        rule = "a number >= 0 or a schedule"
-        _check(owner, "learning_rate", rate, lambda x: x >= 0, rule)
+def _sgd(
+    update: RowUpdate, momentum: float, nesterov: bool, decay: float
+) -> tuple[jax.Array, jax.Array | None]:
+    gradients, trace = update.gradients, update.kept
+    if decay:
+        gradients = gradients + jnp.float32(decay) * update.rows
+    if trace is not None:
+        trace = momentum * trace + gradients
+        gradients = gradients + momentum * trace if nesterov else trace
+    return update.rows - update.rate * gradients, trace
+
+
+def rowwise_adam(
+    learning_rate: LearningRate,
+    *,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    per_row: bool = False,
+) -> RowwiseOptimizer:
+    """Return Adam on the rows that were looked up, for the tables of `js.embeddings`.
+
+    For each row that was looked up, with the gradient g, it computes in float32, where n is the
+    number of updates with this one::
+
+        m = b1 * m + (1 - b1) * g
+        v = b2 * v + (1 - b2) * g * g  # with per_row: the mean of g * g over the row
+        row = row - rate * (m / (1 - b1**n) / (sqrt(v / (1 - b2**n)) + eps) + weight_decay * row)
+
+    The moments of a row fade, and the row decays, only in the updates in which it was looked up; n
+    counts all updates.
+
+    Args:
+      learning_rate: a number >= 0, or a schedule as in optax, a function of the number of updates
+        before this one.
+      b1: factor of the mean of gradients; 0 <= b1 < 1.
+      b2: factor of the mean of squares; 0 <= b2 < 1.
+      eps: number that is added to the root; > 0.
+      weight_decay: factor of the decay, which the moments do not see (AdamW); >= 0.
+      per_row: whether the second moment is one number per row, not one per element.
+
+    Returns:
+      An optimizer for `js.embeddings` or a `js.Table`. Its state is `AdamMoments`: two float32 per
+      element, or with `per_row` one per element and one per row.
+
+    Raises:
+      ValueError: a number out of range.
+
+    Communication: with `per_row` that of `js.rowwise_adagrad`; else none.
+
+    Source: FBGEMM's ADAM, and with `per_row` PARTIAL_ROWWISE_ADAM; Kingma and Ba, ICLR 2015.
+    """
+    below_one = {"b1": b1, "b2": b2}
+    decay = {"weight_decay": weight_decay}
+    _check("rowwise_adam", learning_rate, above={"eps": eps}, least=decay, below_one=below_one)
+    options = (float(b1), float(b2), float(eps), float(weight_decay))
+    kept = AdamMoments(Kept(), Kept(per_row=bool(per_row)))
+    return RowwiseOptimizer(learning_rate, _adam, kept, options)
+
+
+def _adam(
+    update: RowUpdate, b1: float, b2: float, eps: float, decay: float
+) -> tuple[jax.Array, AdamMoments]:
+    squares, number = update.mean_squares, (update.count + 1).astype(jnp.float32)
+    if squares is None:
+        squares = jnp.square(update.gradients)
+    mean = b1 * update.kept.mean + (1 - b1) * update.gradients
+    square = b2 * update.kept.square + (1 - b2) * squares
+    root = jnp.sqrt(square / (1 - b2**number)) + eps
+    step = mean / (1 - b1**number) / (root if root.ndim == 2 else root[:, None])
+    return update.rows - update.rate * (step + decay * update.rows), AdamMoments(mean, square)
 
 
 def _check(
-    owner: str, argument: str, value: Any, is_right: Callable[[float], bool], rule: str
+    owner: str,
+    learning_rate: Any,
+    *,
+    above: dict[str, Any] | None = None,
+    least: dict[str, Any] | None = None,
+    below_one: dict[str, Any] | None = None,
 ) -> None:
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number or not math.isfinite(value) or not is_right(value):
-        raise ValueError(f"{owner}: `{argument}` must be {rule}, got {value!r}.")
-
-
-def first_state(optimizer: RowwiseOptimizer, tables: Mapping[str, jax.Array]) -> RowwiseState:
-    """Return the initial optimizer state for stored tables, whole or a device's part."""
-    accumulators = {}
-    if optimizer.initial is not None:
-        accumulators = {
-            name: jnp.full(table.shape[:1], optimizer.initial, jnp.float32)
-            for name, table in tables.items()
-        }
-    return RowwiseState(jnp.zeros([], jnp.int32), accumulators)
-
-
-def apply_row_gradients(
-    optimizer: RowwiseOptimizer,
-    layout: TableLayout,
-    tables: Stored,
-    state: RowwiseState,
-    gradients: Mapping[str, RowGradient],
-    active: jax.Array | None,
-) -> tuple[Stored, RowwiseState]:
-    """Return tables and state after one update; see `Embeddings.apply`."""
-    rate = optimizer.rate(state.count)
-    squares = {}
-    if optimizer.initial is not None:
-        squares = _mean_squares(layout, gradients)
-    new_tables, accumulators = dict(tables), dict(state.accumulators)
-    for name, gradient in gradients.items():
-        table, rows = tables[name], gradient.rows
-        if active is not None:
-            # All rows become padding, so that the table is not written.
-            rows = jnp.where(active, rows, jnp.int32(gradient.num_rows))
-        accumulator = accumulators.get(name)
-        old = None if accumulator is None else accumulator.at[rows].get(mode="fill", fill_value=0)
-        # Isolated, so that programs with and without lookups ahead give the same bits.
-        new, sums = isolated(
-            optimizer.step,
-            rows,
-            table.at[rows].get(mode="fill", fill_value=0).astype(jnp.float32),
-            gradient.values.astype(jnp.float32),
-            old,
-            squares.get(name),
-            rate,
-        )
-        new_tables[name] = _set_rows(table, rows, new)
-        if accumulator is not None and sums is not None:
-            accumulators[name] = _set_rows(accumulator, rows, sums)
-    count = state.count + (1 if active is None else jnp.asarray(active).astype(jnp.int32))
-    return new_tables, RowwiseState(count, accumulators)
-
-
-def _set_rows(whole: jax.Array, rows: jax.Array, values: jax.Array) -> jax.Array:
-    """Return `whole` with new rows, rounded to its dtype; drop padding."""
-    return whole.at[rows].set(values.astype(whole.dtype), mode="drop")
-
-
-def _sum_of_squares(rows: jax.Array, values: jax.Array) -> jax.Array:
-    # Two isolated steps: a fused multiply-add would change the last bit.
-    squares = isolated(jnp.square, rows, values.astype(jnp.float32))
-    return isolated(lambda x: jnp.sum(x, axis=1), rows, squares)
-
-
-def _mean_squares(layout: TableLayout, gradients: Mapping[str, RowGradient]) -> Stored:
-    """Return the mean square of each row's gradient over all columns: (k,) float32 by array.
-
-    Communication: for arrays whose columns are split, one all-reduce of all their sums.
-    """
-    axis = layout.axis_name
-    sums = {
-        name: _sum_of_squares(gradient.rows, gradient.values)
-        for name, gradient in gradients.items()
-    }
-    split = {name: x for name, x in sums.items() if layout.is_split(name)}
-    if split and axis is not None:
-        flat = sum_over(jnp.concatenate(list(split.values())), axis)
-        parts = lax.split(flat, [x.size for x in split.values()])
-        sums |= dict(zip(split, parts, strict=True))
-    return {name: total / layout.stores[name].dim for name, total in sums.items()}
+    """Raise `ValueError` for a number out of its range; the rate may be a schedule."""
+    rates = {} if callable(learning_rate) else {"learning_rate": learning_rate}
+    rules = [
+        (above or {}, "a number > 0", lambda x: x > 0),
+        (rates, "a number >= 0 or a schedule", lambda x: x >= 0),
+        (least or {}, "a number >= 0", lambda x: x >= 0),
+        (below_one or {}, "a number >= 0 and < 1", lambda x: 0 <= x < 1),
+    ]
+    for values, rule, is_right in rules:
+        for argument, value in values.items():
+            number = isinstance(value, int | float) and not isinstance(value, bool)
+            if not number or not math.isfinite(value) or not is_right(value):
+                raise ValueError(f"{owner}: `{argument}` must be {rule}, got {value!r}.")

@@ -1,25 +1,101 @@
 """The lookup of a training step: how embedding tables and their rows take part in it."""
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from .._support.types import AxisName, PyTree
-from ..gradients.sparse import Rows
-from ..mesh import AnyMesh, replicate
+from ..gradients.sparse import RowGradient, Rows, coalesce
+from ..mesh import (
+    AnyMesh,
+    VirtualMesh,
+    axis_names,
+    map_replicas,
+    replica_count,
+    replicate,
+    roles_of_batch,
+)
 from ..tracing import FullLoss
-from ..transform import ParameterTransform, isolated, unless_idle
-from ._batch_rows import Ahead, Carry, Requested, WithVectors, ordered_after
+from ..transform import ParameterTransform, isolated, unless_idle, unseen_zero
+from ..tree import all_finite, at_least_float32, cast, reshaped
 from ._embeddings import Embeddings
-from ._requests import num_devices
-from ._shards import Kinds, on_shards, place_tables, table_maker
+from ._exchange import Requests, num_devices, patched_rows, read_rows, send_rows
 from ._table import WithTables
-from ._vectors import patched_rows, read_rows, send_rows
+
+Kinds = Any
+"""How arguments or results are split over the devices of a replica: a tree prefix of kinds.
+
+`"whole"`: equal on all devices. `"device"`: different on each device, stacked along a leading axis
+outside. `"batch"`: a batch, whose leaves are split along the leading dimension; those that all
+examples share are equal on all devices. `"shared"`: such a leaf. Or a `PartitionSpec` over the
+axis.
+"""
+
+
+class Ahead(NamedTuple):
+    """The table exchanges of the next batch that run during a step; static.
+
+    Attributes:
+      vectors: whether rows are looked up and sent, not only row numbers.
+      patches: whether rows that the step changes are sent again.
+      room: fraction of the slots between two devices that can be sent again, 0 to 1.
+    """
+
+    vectors: bool = False
+    patches: bool = False
+    room: float = 0.25
+
+
+class Carry(NamedTuple):
+    """The request for the rows of a batch that an earlier step made; leaves (devices, ...).
+
+    Attributes:
+      requests: the rows that each device uses, and those that others request from it.
+      vectors: the requested rows as they were then; None if the batch's own step looks them up.
+    """
+
+    requests: Requests
+    vectors: PyTree | None
+
+
+class Requested(NamedTuple):
+    """A device's part of a batch and the rows that it requested; without tables only the batch.
+
+    Attributes:
+      batch: the batch as the step received it.
+      requests: the rows that this device uses, and those that others request from it.
+      vectors: requested rows by stored array.
+      counts: `Embeddings.metrics` of the requests, summed over the devices of the replica; zeros on
+        a replica of weight 0, whose batch may hold anything. Empty without tables.
+      refused: () int32, number of wrong ids in `counts`; above 0 the update must be skipped. None
+        without tables.
+    """
+
+    batch: PyTree
+    requests: Requests
+    vectors: PyTree
+    counts: dict[str, jax.Array]
+    refused: jax.Array | None
+
+
+class WithVectors(NamedTuple):
+    """A batch with the vectors that were looked up for it, as the loss function receives it.
+
+    Attributes:
+      batch: the batch as the step received it.
+      embedded: rows or pooled rows by feature, of shape (examples, ...).
+    """
+
+    batch: PyTree
+    embedded: Any
 
 
 @dataclass(frozen=True)
@@ -49,24 +125,6 @@ class Lookup:
         """Return the part of a tree for the dense parameters; other values are returned as is."""
         return tree.dense if isinstance(tree, WithTables) else tree
 
-    def stored(self, tree: PyTree) -> PyTree:
-        """Return the part of a tree for the stored parameters."""
-        return tree.tables
-
-    def joined(self, dense: PyTree, stored: PyTree) -> PyTree:
-        """Return both parts as one tree."""
-        return WithTables(dense, stored)
-
-    @property
-    def specs(self) -> Any:
-        """The kinds of the stored parameters; see `on_shards`."""
-        return self.embeddings.specs
-
-    @property
-    def optimizer_specs(self) -> Any:
-        """The kinds of the state of the row-wise optimizer; see `on_shards`."""
-        return self.embeddings.optimizer_specs
-
     def stacked(self, params: PyTree, seed: int, *, mesh: AnyMesh, axis_name: AxisName) -> PyTree:
         """Return the parameters of all replicas, equal on them.
 
@@ -77,14 +135,42 @@ class Lookup:
           mesh: mesh of the step.
           axis_name: name of the replica axis or axes.
 
+        Raises:
+          ValueError: stored parameters of other names or shapes.
+
         Communication: none.
         """
         dense = replicate(self.dense(params), mesh=mesh, axis_name=axis_name)
-        args = self.embeddings, self.nested, mesh, axis_name
-        if isinstance(params, WithTables):
-            return WithTables(dense, place_tables(params.tables, *args))
-        bits = jax.random.key_data(jax.random.key(seed))
-        return WithTables(dense, table_maker(*args)(bits))
+        if not isinstance(params, WithTables):
+            bits = jax.random.key_data(jax.random.key(seed))
+            return WithTables(dense, _table_maker(self, mesh, axis_name)(bits))
+        stored, stores = params.tables, self.embeddings.layout().stores
+        shapes = {name: (store.num_rows, store.dim) for name, store in stores.items()}
+        is_dict = isinstance(stored, dict)
+        actual = {name: jnp.shape(x) for name, x in stored.items()} if is_dict else {}
+        if shapes != actual:
+            raise ValueError(
+                f"`params` must hold stored tables of the shapes {shapes}, as step.embeddings."
+                f"write(tables) makes them, got {actual or type(stored).__name__}."
+            )
+        if self.nested is None:
+            arrays = {name: jnp.asarray(x, stores[name].dtype) for name, x in stored.items()}
+            return WithTables(dense, replicate(arrays, mesh=mesh, axis_name=axis_name))
+        count = replica_count("init", mesh, axis_name)
+        shardings = self._shardings(mesh, axis_name)
+
+        def placed(name: str, whole: np.ndarray) -> jax.Array:
+            def of_device(index: Any) -> np.ndarray:  # each device receives only its part
+                return whole[index[1:]][None].astype(stores[name].dtype)
+
+            return jax.make_array_from_callback((count, *whole.shape), shardings[name], of_device)
+
+        return WithTables(dense, {name: placed(name, np.asarray(x)) for name, x in stored.items()})
+
+    def _shardings(self, mesh: Any, axis_name: AxisName) -> dict[str, NamedSharding]:
+        """Return the shardings of the stored tables of all replicas."""
+        first, specs = axis_names(axis_name), self.embeddings.specs
+        return {name: NamedSharding(mesh, P(first, *spec)) for name, spec in specs.items()}
 
     # The parts of a step.
 
@@ -92,7 +178,7 @@ class Lookup:
         """Return a parameter transform with the specs of stored parameters, also for its state."""
         if sync is None or self.nested is None or not sync.shards_whole_leaves:
             return sync
-        return sync.with_specs(WithTables(P(), self.specs), of_state=True)
+        return sync.with_specs(WithTables(P(), self.embeddings.specs), of_state=True)
 
     def of_loss(self, loss: FullLoss) -> FullLoss:
         """Return a loss function of the batches that `seen` returns, which passes on `embedded`."""
@@ -105,8 +191,39 @@ class Lookup:
     def on_devices(
         self, fn: Callable[..., Any], *args: Any, kinds: tuple[Kinds, ...], out: Kinds
     ) -> Any:
-        """Run `fn` on each device's parts, and return its results; see `on_shards`."""
-        return on_shards(self.nested, fn, *args, kinds=kinds, out=out)
+        """Run `fn` on each device's parts along `nested`, and return its results.
+
+        Args:
+          fn: function of each device's parts of the arguments; `nested` is bound in it. Without
+            `nested` every value is this device's part.
+          *args: arguments for the whole replica.
+          kinds: kinds of the arguments.
+          out: kinds of the results.
+
+        Communication: whatever `fn` communicates.
+        """
+        axis = self.nested
+        if axis is None:
+            return fn(*args)
+
+        pairs = zip(args, kinds, strict=True)
+        kinds = tuple(
+            "whole" if x is None else roles_of_batch(x) if kind == "batch" else kind
+            for x, kind in pairs
+        )
+
+        def on_one(*args: Any) -> Any:
+            local = _reshaped(args, kinds, lambda x: x.shape[1:])
+            return _reshaped(fn(*local), out, lambda x: (1, *x.shape))
+
+        def spec_of(kind: str | P) -> P:
+            return kind if isinstance(kind, P) else P(axis) if kind in ("device", "batch") else P()
+
+        in_specs, out_specs = jax.tree.map(spec_of, (kinds, out), is_leaf=_is_kind)
+        mapped = jax.shard_map(
+            on_one, in_specs=in_specs, out_specs=out_specs, axis_names={axis}, check_vma=False
+        )
+        return mapped(*args)
 
     # A batch.
 
@@ -304,7 +421,7 @@ class Lookup:
             carry,
             changed,
             None if is_static else all_changed,
-            kinds=(self.specs, "device", "device", "whole"),
+            kinds=(self.embeddings.specs, "device", "device", "whole"),
             out=("device", "whole"),
         )
 
@@ -330,6 +447,36 @@ class Lookup:
         self.embeddings.refuse(metrics)
 
 
+def lookup_of(embeddings: Embeddings, mesh: AnyMesh, axis_name: AxisName) -> Lookup:
+    """Return the `Lookup` of a training step for its argument `embeddings`.
+
+    Raises:
+      ValueError: an argument that is not `Embeddings`; an axis that the mesh lacks, or that is a
+        replica axis; several shards on a `VirtualMesh`.
+    """
+    if not isinstance(embeddings, Embeddings):
+        raise ValueError(
+            f"`embeddings` must be made by js.embeddings, got {type(embeddings).__name__}."
+        )
+    axis = embeddings.axis_name
+    if axis is None:
+        return Lookup(embeddings)
+    embeddings = embeddings.over(mesh)
+    if axis in axis_names(axis_name):
+        raise ValueError(
+            f"`embeddings` are sharded over {axis!r}, a replica axis of this step: every replica "
+            "has its own tables, sharded over an axis inside the replica."
+        )
+    if not isinstance(mesh, VirtualMesh):
+        return Lookup(embeddings, axis, axis)
+    if mesh.shape[axis] > 1:
+        raise ValueError(
+            f"`embeddings` are sharded over {axis!r} of size {mesh.shape[axis]}, and virtual "
+            "replicas have no devices inside: use js.make_mesh, or axis_name=None."
+        )
+    return Lookup(replace(embeddings, axis_name=None), axis)
+
+
 def _pooled(
     embeddings: Embeddings, requested: Requested, params: PyTree
 ) -> tuple[WithVectors, Callable[[PyTree], tuple[PyTree, PyTree]]]:
@@ -353,3 +500,135 @@ def _summed(counts: dict[str, jax.Array], axes: tuple[str, ...]) -> dict[str, ja
     Communication: one all-reduce of 4 bytes each over `axes`, which the compiler joins.
     """
     return lax.psum(counts, axes) if axes else counts
+
+
+@functools.lru_cache(maxsize=16)
+def _table_maker(
+    lookup: Lookup, mesh: AnyMesh, axis_name: AxisName
+) -> Callable[[jax.Array], PyTree]:
+    """Return a function from key data to new tables of all replicas, equal on them.
+
+    Each device makes only its own part.
+
+    Communication: none.
+    """
+    embeddings, nested = lookup.embeddings, lookup.nested
+
+    def make(bits: jax.Array) -> PyTree:
+        return embeddings.init_local(jax.random.wrap_key_data(bits))
+
+    def per_replica(bits: jax.Array) -> PyTree:
+        return lookup.on_devices(make, bits, kinds=("whole",), out=embeddings.specs)
+
+    mapped = map_replicas(
+        per_replica,
+        mesh=mesh,
+        axis_name=axis_name,
+        in_roles=("shared",),
+        automatic=frozenset() if nested is None else frozenset({nested}),
+    )
+    if nested is None or isinstance(mesh, VirtualMesh):
+        return jax.jit(mapped)
+    return jax.jit(mapped, out_shardings=lookup._shardings(mesh, axis_name))
+
+
+def _is_kind(x: Any) -> bool:
+    return isinstance(x, str | P)
+
+
+def _reshaped(tree: Any, kinds: Kinds, shape: Callable[[jax.Array], tuple[int, ...]]) -> Any:
+    """Return `tree` with arrays of the kind `"device"` reshaped."""
+
+    def change(kind: str | P, part: Any) -> Any:
+        if kind != "device":
+            return part
+        return jax.tree.map(lambda x: reshaped(x, shape(x)), part)
+
+    return jax.tree.map(change, kinds, tree, is_leaf=_is_kind)
+
+
+def rows_are_finite(rows: Rows, axes: tuple[str, ...]) -> jax.Array:
+    """Return whether all values are finite, on all devices along `axes`.
+
+    Communication: one all-reduce of 4 bytes over `axes`.
+    """
+    is_finite = all_finite(
+        [jnp.where((g.rows < g.num_rows)[:, None], g.values, 0) for g in rows.values()]
+    )
+    return lax.pmin(is_finite.astype(jnp.int32), axes) > 0 if axes else is_finite
+
+
+def ordered_after(rows: dict[str, jax.Array], read: PyTree) -> dict[str, jax.Array]:
+    """Return row numbers by stored array that depend on all of `read`.
+
+    An update of these rows then runs after the reads. Without this dependency XLA may order them
+    the other way, and copies the whole table so that the reads see the old values. (An optimization
+    barrier is not enough: with jax 0.10 it is removed before XLA decides on copies.)
+
+    Communication: none.
+    """
+    zero = jnp.zeros([], jnp.int32)
+    for x in jax.tree.leaves(read):
+        zero = zero + unseen_zero(x)
+    return {name: x + zero for name, x in rows.items()}
+
+
+def empty_rows(like: Rows, num_batches: int) -> Rows:
+    """Return empty gradients with room for the rows of several batches, in at least float32.
+
+    Args:
+      like: row gradients of one batch; only shapes and dtypes are used.
+      num_batches: number of batches, 0 or more.
+    """
+
+    def empty(g: RowGradient) -> RowGradient:
+        room = num_batches * g.rows.shape[0]
+        values = jnp.zeros((room, *g.values.shape[1:]), at_least_float32(g.values.dtype))
+        padding = jnp.full(room, g.num_rows, g.rows.dtype)
+        return RowGradient(padding, values, g.num_rows)
+
+    return {name: empty(gradient) for name, gradient in like.items()}
+
+
+def added_rows(before: Rows, rows: Rows, weight: jax.Array | None, place: jax.Array | None) -> Rows:
+    """Return the row gradients `before` with those of another batch added.
+
+    Args:
+      before: row gradients of the batches so far.
+      rows: row gradients of the other batch. They are multiplied by its weight in at least
+        float32; with weight 0 they become padding.
+      weight: () weight of the other batch; None: 1.
+      place: () int32, index of the room in `before` (see `empty_rows`) that they fill; None
+        appends them.
+    """
+
+    def weighted(g: RowGradient) -> RowGradient:
+        wide = at_least_float32(g.values.dtype)
+        values = cast(g.values, wide)
+        if weight is None:
+            return replace(g, values=values)
+        numbers = jnp.where(weight > 0, g.rows, jnp.full_like(g.rows, g.num_rows))
+        return replace(g, rows=numbers, values=values * cast(weight, wide))
+
+    def added(room: RowGradient, gradient: RowGradient) -> RowGradient:
+        if place is None:
+            return room + gradient
+        start = place * gradient.rows.shape[0]
+        return jax.tree.map(
+            lambda x, more: lax.dynamic_update_slice_in_dim(x, more, start, 0), room, gradient
+        )
+
+    return {name: added(before[name], weighted(gradient)) for name, gradient in rows.items()}
+
+
+def summed(rows: Rows, divisor: Callable[[Any], jax.Array]) -> Rows:
+    """Return each row once, with the sum of its values divided by `divisor(dtype)`.
+
+    Communication: none.
+    """
+
+    def one(gradient: RowGradient) -> RowGradient:
+        once = coalesce(gradient).gradient
+        return replace(once, values=once.values / divisor(once.values.dtype))
+
+    return {name: one(gradient) for name, gradient in rows.items()}

@@ -26,8 +26,10 @@ def part_of_residue(parts: int) -> np.ndarray:
     number of devices. So the part is r with its bits reversed (after the odd factor of `parts`).
 
     Args:
-      parts: number of parts, `PARTS` times an odd number.
+      parts: number of parts: 1, or `PARTS` times an odd number.
     """
+    if parts == 1:
+        return np.zeros(1, np.int32)
     odd, bits = parts // PARTS, PARTS.bit_length() - 1
     residues = np.arange(parts)
     rest, reverse = residues // odd, np.zeros(parts, np.int64)
@@ -47,6 +49,7 @@ class Store:
       dim: number of columns of the whole array.
       dtype: dtype of the array.
       num_shards: number of devices that share the array.
+      optimizer: optimizer of its rows; None in a layout without optimizers.
     """
 
     name: str
@@ -55,6 +58,7 @@ class Store:
     dim: int
     dtype: jnp.dtype
     num_shards: int
+    optimizer: Any
 
     @property
     def local_rows(self) -> int:
@@ -109,16 +113,12 @@ class TablePlace:
         Args:
           ids: int32 row numbers of the table; `num_rows` means no row.
         """
-        positions = ids
-        if self.parts > 1:
-            part = jnp.asarray(part_of_residue(self.parts))[ids % self.parts]
-            positions = part * (self.num_positions // self.parts) + ids // self.parts
+        part = jnp.asarray(part_of_residue(self.parts))[ids % self.parts]
+        positions = part * (self.num_positions // self.parts) + ids // self.parts
         return jnp.where(ids < self.num_rows, positions, jnp.int32(self.num_positions))
 
     def owners_of(self, ids: np.ndarray) -> np.ndarray:
         """Return the index of the owner of each row, for NumPy ids that are in the table."""
-        if self.owners == 1:
-            return np.zeros(ids.shape, np.int64)
         return part_of_residue(self.parts)[ids % self.parts] // (self.parts // self.owners)
 
 
@@ -139,51 +139,62 @@ def layout_of(tables: Tables, num_shards: int, axis_name: str | None = None) -> 
     """Return the placement of the tables on a number of devices along an axis.
 
     Raises:
-      ValueError: columns that the devices cannot share evenly; more rows than int32 can number; two
-        arrays of one name.
+      ValueError: columns that the devices cannot share evenly; more rows than int32 can number.
     """
     stores: dict[str, Store] = {}
     places: dict[str, TablePlace] = {}
-    groups: dict[str, dict[str, Table]] = {}
-    for name, table in tables.items():
-        if table.shard == "table":
-            # The number of devices is in the name: it changes the order of the tables, not always
-            # the shape, and a checkpoint must not be restored in another order.
-            group = f"tables_{jnp.dtype(table.dtype).name}_{table.dim}_over_{num_shards}"
-            groups.setdefault(group, {})[name] = table
-            continue
-        if table.shard == "column" and table.dim % num_shards:
-            raise ValueError(
-                f'{OWNER}: table {name!r}: with shard="column" the number of devices '
-                f"({num_shards}) must divide `dim`, got {table.dim}."
-            )
-        is_dealt = table.shard == "row"
-        owners, parts = (num_shards, math.lcm(PARTS, num_shards)) if is_dealt else (1, 1)
-        rows = parts * -(-table.num_rows // parts)
-        stores[name] = _store(name, table, rows, num_shards)
-        places[name] = TablePlace(name, table.num_rows, owners, parts, rows // owners, 0, 0)
-    for name, members in groups.items():
-        if name in stores:
-            raise ValueError(f"{OWNER}: {name!r} is the name of an array of several tables.")
+    for store, members in _groups(tables, num_shards).items():
         first = next(iter(members.values()))
-        group_places, rows = _spread(name, members, num_shards)
-        stores[name] = _store(name, first, rows * num_shards, num_shards)
-        places |= group_places
-    for store in stores.values():
-        if store.num_rows > MOST_ROWS:
+        if first.shard == "table":
+            own, rows = _spread(store, members, num_shards)
+        else:
+            (name,) = members
+            is_dealt = first.shard == "row"
+            owners, parts = (num_shards, math.lcm(PARTS, num_shards)) if is_dealt else (1, 1)
+            rows = parts * -(-first.num_rows // parts)
+            own = {name: TablePlace(store, first.num_rows, owners, parts, rows // owners, 0, 0)}
+        if first.shard == "column" and first.dim % num_shards:
             raise ValueError(
-                f"{OWNER}: array {store.name!r} has {store.num_rows} rows with padding, and can "
-                f"have at most {MOST_ROWS}."
+                f'{OWNER}: table {store!r}: with shard="column" the number of devices '
+                f"({num_shards}) must divide `dim`, got {first.dim}."
             )
+        if rows > MOST_ROWS:
+            raise ValueError(
+                f"{OWNER}: array {store!r} has {rows} rows with padding, and can have at most "
+                f"{MOST_ROWS}."
+            )
+        dtype = jnp.dtype(first.dtype)
+        stores[store] = Store(
+            store, first.shard, rows, first.dim, dtype, num_shards, first.optimizer
+        )
+        places |= own
     return TableLayout(stores, places, axis_name)
 
 
-def _store(name: str, table: Table, num_rows: int, num_shards: int) -> Store:
-    return Store(name, table.shard, num_rows, table.dim, jnp.dtype(table.dtype), num_shards)
+def _groups(tables: Tables, num_shards: int) -> dict[str, dict[str, Table]]:
+    """Return the tables of each stored array, by its name.
+
+    Tables with `shard="table"` share one if they have one width, dtype and optimizer. The number of
+    devices is in its name, and the tables are where a width and dtype have several optimizers: both
+    change the order of the tables, not always the shape, and a checkpoint must not be restored in
+    another order.
+    """
+    by_kind: dict[tuple[str, int], dict[Any, dict[str, Table]]] = {}
+    for name, table in tables.items():
+        if table.shard == "table":
+            by_optimizer = by_kind.setdefault((jnp.dtype(table.dtype).name, table.dim), {})
+            by_optimizer.setdefault(table.optimizer, {})[name] = table
+    groups = {name: {name: table} for name, table in tables.items() if table.shard != "table"}
+    for (dtype, dim), by_optimizer in by_kind.items():
+        for members in by_optimizer.values():
+            names = f"_{zlib.crc32(repr(sorted(members)).encode()):08x}"
+            suffix = names if len(by_optimizer) > 1 else ""
+            groups[f"tables_{dtype}_{dim}{suffix}_over_{num_shards}"] = members
+    return groups
 
 
 def _spread(store: str, tables: Tables, num_shards: int) -> tuple[dict[str, TablePlace], int]:
-    """Return the placement of each table, and the number of rows of the fullest device.
+    """Return the placement of each table, and the number of rows of the array.
 
     Each table, the largest first, goes to the device with the fewest rows so far. (All tables of an
     array have the same width, so rows measure bytes.)
@@ -195,20 +206,18 @@ def _spread(store: str, tables: Tables, num_shards: int) -> tuple[dict[str, Tabl
         owner = used_rows.index(min(used_rows))
         places[name] = TablePlace(store, rows, 1, 1, rows, owner, used_rows[owner])
         used_rows[owner] += rows
-    return places, max(used_rows)
+    return places, num_shards * max(used_rows)
 
 
 def read_tables(layout: TableLayout, stored: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
     """Return the tables (num_rows, dim) by name from whole stored arrays."""
     tables, stored = {}, whole_on_each(stored)
     for name, place in layout.places.items():
-        store = layout.stores[place.store]
-        whole = stored[place.store]
-        if store.kind == "row":
-            blocks = whole.reshape(place.parts, -1, store.dim)[part_of_residue(place.parts)]
-            whole = blocks.transpose(1, 0, 2).reshape(-1, store.dim)
-        first = place.first_in(store)
-        tables[name] = whole[first : first + place.num_rows]
+        if place.store in stored:
+            first, whole = place.first_in(layout.stores[place.store]), stored[place.store]
+            rows = whole[first : first + place.num_positions]
+            blocks = rows.reshape(place.parts, -1, *rows.shape[1:])[part_of_residue(place.parts)]
+            tables[name] = jnp.swapaxes(blocks, 0, 1).reshape(rows.shape)[: place.num_rows]
     return tables
 
 
@@ -228,14 +237,11 @@ def write_tables(layout: TableLayout, tables: Mapping[str, Any]) -> dict[str, ja
     for name, place in places.items():
         store = layout.stores[place.store]
         table = jnp.asarray(tables[name]).astype(store.dtype)
-        if store.kind == "row":
-            padded = jnp.pad(table, ((0, store.num_rows - place.num_rows), (0, 0)))
-            blocks = padded.reshape(-1, place.parts, store.dim).transpose(1, 0, 2)
-            blocks = blocks[np.argsort(part_of_residue(place.parts))]
-            stored[name] = blocks.reshape(store.num_rows, store.dim)
-        else:
-            first = place.first_in(store)
-            stored[place.store] = stored[place.store].at[first : first + place.num_rows].set(table)
+        padded = jnp.pad(table, ((0, place.num_positions - place.num_rows), (0, 0)))
+        blocks = padded.reshape(-1, place.parts, store.dim).transpose(1, 0, 2)
+        rows = blocks[np.argsort(part_of_residue(place.parts))].reshape(padded.shape)
+        first = place.first_in(store)
+        stored[place.store] = stored[place.store].at[first : first + len(rows)].set(rows)
     return stored
 
 
@@ -307,11 +313,20 @@ def _first_block(
     """Return the initial values of a device's part of a stored array."""
     store = layout.stores[store_name]
     if store.kind == "table":
-        return _local_tables(tables, layout, store, key, device)
+        block = jnp.zeros((store.local_rows, store.dim), store.dtype)
+        for name, place in layout.places.items():
+            if place.store == store_name:
+
+                def filled(block: jax.Array, name: str = name, first: int = place.first_row):
+                    rows = _some_columns(tables[name], table_key(key, name))
+                    return lax.dynamic_update_slice(block, rows, (first, 0))
+
+                block = lax.cond(device == place.first_owner, filled, lambda block: block, block)
+        return block
     table, place = tables[store_name], layout.places[store_name]
     key = table_key(key, store_name)
     if store.kind == "column":
-        return _local_columns(table, key, store.local_dim, device)
+        return _some_columns(table, key, device * store.local_dim, store.local_dim)
     num_parts = place.parts // place.owners
     numbers = device * num_parts + jnp.arange(num_parts, dtype=jnp.int32)
     residues = jnp.asarray(np.argsort(part_of_residue(place.parts)).astype(np.int32))[numbers]
@@ -319,30 +334,14 @@ def _first_block(
     return blocks.reshape(store.local_rows, store.dim)
 
 
-def _local_columns(table: Table, key: Any, num_columns: int, device: jax.Array) -> jax.Array:
-    """Return a device's columns of all rows, without ever making all columns of all rows."""
+def _some_columns(
+    table: Table, key: Any, first: int | jax.Array = 0, num_columns: int | None = None
+) -> jax.Array:
+    """Return some columns of all rows, all by default; other columns exist for 1/64 of the rows."""
 
     def of_residue(residue: jax.Array) -> jax.Array:
         rows = _first_rows(table, key, PARTS, residue)
-        return lax.dynamic_slice_in_dim(rows, device * num_columns, num_columns, 1)
+        return lax.dynamic_slice_in_dim(rows, first, num_columns or table.dim, 1)
 
     blocks = lax.map(of_residue, jnp.arange(PARTS, dtype=jnp.int32))
-    return blocks.transpose(1, 0, 2).reshape(-1, num_columns)[: table.num_rows]
-
-
-def _local_tables(
-    tables: Tables, layout: TableLayout, store: Store, key: Any, device: jax.Array
-) -> jax.Array:
-    """Return the initial values of the tables of a device, concatenated, and make no others."""
-    block = jnp.zeros((store.local_rows, store.dim), store.dtype)
-    for name, place in layout.places.items():
-        if place.store != store.name:
-            continue
-        table, init_key = tables[name], table_key(key, name)
-
-        def filled(block: jax.Array, table=table, init_key=init_key, place=place) -> jax.Array:
-            values = _local_columns(table, init_key, table.dim, jnp.int32(0))
-            return lax.dynamic_update_slice(block, values, (place.first_row, 0))
-
-        block = lax.cond(device == place.first_owner, filled, lambda block: block, block)
-    return block
+    return blocks.transpose(1, 0, 2).reshape(-1, blocks.shape[2])[: table.num_rows]

@@ -1,7 +1,7 @@
 """The description of one embedding table, `js.Table`, and checks of it."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -9,8 +9,10 @@ import jax.numpy as jnp
 
 from .._support.checks import as_int
 from .._support.types import PyTree
+from ._optimizers import RowwiseOptimizer
 
 OWNER = "embeddings"
+MAKERS = "js.rowwise_adagrad, js.rowwise_sgd or js.rowwise_adam"
 SHARDS = ("row", "column", "table")
 POOLINGS = ("sum", "mean", None)
 # Row numbers are int32, and some numbers above the largest row mean that there is no row.
@@ -38,6 +40,8 @@ class Table:
         Or a mapping from features to such names. None: no such weights.
       init: function `init(key, shape, dtype)`, as in `jax.nn.initializers`. It is called for blocks
         of rows, so it must treat all rows alike. None: uniform in +-1/sqrt(num_rows).
+      optimizer: optimizer of the rows, `js.rowwise_adagrad(...)`, `js.rowwise_sgd(...)` or
+        `js.rowwise_adam(...)`; None: that of `js.embeddings`.
       dtype: dtype in which rows are stored and sent. Updates are computed in float32 and rounded to
         the nearest: in bfloat16 an update below about 1/256 of a weight is lost.
     """
@@ -50,6 +54,7 @@ class Table:
     position_weights: str | Mapping[str, str] | None = None
     init: Callable[..., jax.Array] | None = None
     dtype: Any = jnp.float32
+    optimizer: RowwiseOptimizer | None = None
 
     def __post_init__(self) -> None:
         """Convert integers of other types to int; `js.embeddings` rejects other values."""
@@ -79,7 +84,7 @@ class WithTables(NamedTuple):
 
     Attributes:
       dense: dense parameters, or the state of their optimizer.
-      tables: stored tables, or the state of `js.embeddings`' row-wise optimizer.
+      tables: stored tables, or the state of the optimizers of their rows.
     """
 
     dense: PyTree
@@ -98,7 +103,10 @@ def check_tables(tables: Any) -> dict[str, Table]:
             raise ValueError(
                 f"{OWNER}: `tables` must map names to js.Table, got {name!r}: {table!r}."
             )
-        _check_table(name, table)
+        for argument, is_right, rule in _rules(name, table):
+            if not is_right:
+                what, value = f"table {name!r}: `{argument}`", getattr(table, argument)
+                raise ValueError(f"{OWNER}: {what} must be {rule}, got {value!r}.")
         for feature in table.features_of(name):
             if feature in users:
                 raise ValueError(
@@ -109,37 +117,27 @@ def check_tables(tables: Any) -> dict[str, Table]:
     return dict(tables)
 
 
-def _check_table(name: str, table: Table) -> None:
-    def refuse(argument: str, rule: str, value: Any) -> None:
-        raise ValueError(f"{OWNER}: table {name!r}: `{argument}` {rule}, got {value!r}.")
-
+def _rules(name: str, table: Table) -> Iterator[tuple[str, bool, str]]:
+    """Return arguments of a table, whether each is right, and what it must be."""
     for argument in ("num_rows", "dim"):
-        value = getattr(table, argument)
-        if as_int(value, 1) is None:
-            refuse(argument, "must be an int >= 1", value)
-    if table.num_rows > MOST_ROWS:
-        refuse("num_rows", f"can be at most {MOST_ROWS}, as ids are int32", table.num_rows)
-    if table.shard not in SHARDS:
-        refuse("shard", 'must be "row", "column" or "table"', table.shard)
-    if table.pooling not in POOLINGS:
-        refuse("pooling", 'must be "sum", "mean" or None', table.pooling)
-    if not _is_floating(table.dtype):
-        rule = "must be a floating type, of 64 bits only with jax_enable_x64"
-        refuse("dtype", rule, table.dtype)
-    if table.init is not None and not callable(table.init):
-        refuse("init", "must be a function (key, shape, dtype)", table.init)
-    features = table.features
-    if features is not None and (
-        isinstance(features, str) or not features or not all(isinstance(f, str) for f in features)
-    ):
-        refuse("features", "must be a sequence of names, or None", features)
+        yield argument, as_int(getattr(table, argument), 1) is not None, "an int >= 1"
+    yield "num_rows", table.num_rows <= MOST_ROWS, f"at most {MOST_ROWS}, as ids are int32"
+    yield "shard", table.shard in SHARDS, '"row", "column" or "table"'
+    yield "pooling", table.pooling in POOLINGS, '"sum", "mean" or None'
+    rule = "a floating type, of 64 bits only with jax_enable_x64"
+    yield "dtype", _is_floating(table.dtype), rule
+    yield "init", table.init is None or callable(table.init), "a function (key, shape, dtype)"
+    names = () if table.features is None else table.features
+    is_right = not isinstance(names, str) and all(isinstance(feature, str) for feature in names)
+    is_right = is_right and (table.features is None or len(names) > 0)
+    yield "features", is_right, "a sequence of names, or None"
     named = table.position_weights
-    if isinstance(named, Mapping):
-        unknown = [f for f in named if f not in table.features_of(name)]
-        if unknown or not all(isinstance(leaf, str) for leaf in named.values()):
-            refuse("position_weights", "must map features of the table to names of leaves", named)
-    elif named is not None and not isinstance(named, str):
-        refuse("position_weights", "must be the name of a leaf, or one per feature", named)
+    leaves = named if isinstance(named, Mapping) else {} if named is None else {None: named}
+    is_right = all(isinstance(leaf, str) for leaf in leaves.values())
+    is_right = is_right and leaves.keys() <= {None, *table.features_of(name)}
+    yield "position_weights", is_right, "the name of a leaf, or one per feature of the table"
+    is_right = isinstance(table.optimizer, RowwiseOptimizer | None)
+    yield "optimizer", is_right, f"made by {MAKERS}, or None"
 
 
 def _is_floating(dtype: Any) -> bool:

@@ -7,7 +7,7 @@ import pytest
 
 import jaxslowmo as js
 from jaxslowmo.checkpoint import Checkpoints, export_consensus, load_consensus
-from train.step.tables import DENSE, batches, embeddings, loss
+from train.step.tables import DENSE, OWN, batches, embeddings, loss
 
 pytestmark = pytest.mark.xdist_group("saved tables")  # they share a run
 
@@ -39,7 +39,9 @@ def make(replicas, shards):
     mesh = jax.sharding.Mesh(devices, ("replica", "shard"))
     base = js.local_sgd("replica", sync_every=2)
     sync = js.slowmo("replica", base=base, sync_every=4)
-    options = {"embeddings": embeddings(), "sync": sync}
+    rows = js.rowwise_adam(0.1, per_row=True)
+    made = embeddings(own={"item": OWN["item"]}, optimizer=rows)  # momentum of items, Adam of users
+    options = {"embeddings": made, "sync": sync}
     return js.make_train_step(loss, optax.adam(0.1), mesh=mesh, **options)
 
 
@@ -89,8 +91,10 @@ def test_on_another_number_of_replicas_and_exported_they_are_the_mean(run, tmp_p
     step, folder, then, _ = run
     found = Checkpoints(folder).restore(make(1, 2), DENSE)
     assert not found.is_exact
-    mean = jax.tree.map(lambda x: np.mean(x, axis=0, keepdims=True), then.params)
-    jax.tree.map(lambda x, m: np.testing.assert_allclose(x, m, rtol=1e-6), found.state.params, mean)
+    both = then.params, then.opt_state[1].tables.accumulators
+    mean = jax.tree.map(lambda x: np.mean(x, axis=0, keepdims=True), both)
+    both = found.state.params, found.state.opt_state[1].tables.accumulators
+    jax.tree.map(lambda x, m: np.testing.assert_allclose(x, m, rtol=1e-6, atol=1e-9), both, mean)
 
     state = Checkpoints(folder).restore(step, DENSE).state
     export_consensus(tmp_path / "model", state.params, mesh=step.mesh)

@@ -84,26 +84,55 @@ def gradients(table: np.ndarray, bag: Bag, pooling: str | None, slope: np.ndarra
 
 
 class Rule(NamedTuple):
-    """A row-wise optimizer: Adagrad with `eps` and `initial`, or SGD with `decay`."""
+    """A row-wise optimizer: of kind "adagrad" (`eps`, `initial`), "sgd" or "adam"."""
 
+    kind: str
     rate: Callable[[int], float]
-    eps: float | None = None
+    eps: float = 0.0
     initial: float = 0.0
     decay: float = 0.0
+    momentum: float = 0.0
+    nesterov: bool = False
+    b1: float = 0.0
+    b2: float = 0.0
+    per_row: bool = False
+
+
+def kept_at_first(rule: Rule, shape: tuple[int, int]) -> dict[str, np.ndarray]:
+    """What the optimizer of a table keeps for each row or element."""
+    if rule.kind == "adagrad":
+        return {"": np.full(shape[0], rule.initial)}
+    if rule.kind == "adam":
+        return {"mean": np.zeros(shape), "square": np.zeros(shape[:1] if rule.per_row else shape)}
+    return {"": np.zeros(shape)} if rule.momentum else {}
 
 
 def updated(
-    table: np.ndarray, sums: np.ndarray, grads: list[Gradients], rule: Rule, count: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """The table and the accumulators of its rows after an update, the `count`-th from 0."""
-    table, sums, total = table.copy(), sums.copy(), sum(g.table for g in grads)
+    table: np.ndarray, kept: dict[str, np.ndarray], grads: list[Gradients], rule: Rule, count: int
+) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    """The table and what is kept for its rows after an update, the `count`-th from 0."""
+    table, kept = table.copy(), {name: x.copy() for name, x in kept.items()}
+    total, rate, n = sum(g.table for g in grads), rule.rate(count), count + 1
     for row in set().union(*(g.rows for g in grads)):
-        if rule.eps is None:
-            table[row] -= rule.rate(count) * (total[row] + rule.decay * table[row])
+        g = total[row]
+        if rule.kind == "adagrad":
+            kept[""][row] += (g**2).mean()
+            table[row] -= rate / (np.sqrt(kept[""][row]) + rule.eps) * g
+        elif rule.kind == "adam":
+            mean, square = kept["mean"], kept["square"]
+            mean[row] = rule.b1 * mean[row] + (1 - rule.b1) * g
+            new = (g**2).mean() if rule.per_row else g**2
+            square[row] = rule.b2 * square[row] + (1 - rule.b2) * new
+            root = np.sqrt(square[row] / (1 - rule.b2**n)) + rule.eps
+            moved = mean[row] / (1 - rule.b1**n) / root
+            table[row] = table[row] - rate * (moved + rule.decay * table[row])
         else:
-            sums[row] += (total[row] ** 2).mean()
-            table[row] -= rule.rate(count) / (np.sqrt(sums[row]) + rule.eps) * total[row]
-    return table, sums
+            g = g + rule.decay * table[row]
+            if rule.momentum:
+                kept[""][row] = rule.momentum * kept[""][row] + g
+                g = g + rule.momentum * kept[""][row] if rule.nesterov else kept[""][row]
+            table[row] -= rate * g
+    return table, kept
 
 
 def host(x: Any) -> np.ndarray:

@@ -41,6 +41,36 @@ def test_lists_lengths_and_offsets_are_the_same_bags(rows, room, weighted):
             assert found.weights is None
 
 
+# The example of torchrec's documentation of KeyedJaggedTensor: two features of three examples.
+VALUES = [0, 1, 2, 3, 4, 5, 6, 7]
+LENGTHS, OFFSETS = [2, 0, 1, 1, 1, 3], [0, 2, 2, 3, 4, 5, 8]
+USERS, ITEMS = [[0, 1], [-1, -1], [2, -1]], [[3, -1, -1], [4, -1, -1], [5, 6, 7]]
+
+
+def test_a_keyed_jagged_tensor_is_bags_by_feature():
+    """Of one flat array of ids, ordered by feature and then by example."""
+    weights = np.arange(8) / 4
+    for form in ({"lengths": LENGTHS}, {"offsets": OFFSETS}):
+        found = js.embedding.jagged(VALUES, features=["user", "item"], weights=weights, **form)
+        assert list(found) == ["user", "item"]
+        assert (found["user"].ids.tolist(), found["item"].ids.tolist()) == (USERS, ITEMS)
+        assert found["user"].weights.tolist() == [[0, 0.25], [0, 0], [0.5, 0]]
+        assert found["item"].weights[2].tolist() == [1.25, 1.5, 1.75]
+
+
+def test_a_length_is_of_all_features_or_of_those_that_are_named():
+    def shapes(**options):
+        found = js.embedding.jagged(VALUES, features=["a", "b"], lengths=LENGTHS, **options)
+        return [found[name].ids.shape for name in "ab"]
+
+    assert shapes() == [(3, 2), (3, 3)]
+    assert shapes(max_length=4) == [(3, 4), (3, 4)]
+    assert shapes(max_length={"b": 5}) == [(3, 2), (3, 5)]
+    assert shapes(max_length={"b": 1}, truncate=True) == [(3, 2), (3, 1)]
+    none = js.embedding.jagged([], features=["a", "b"], lengths=[0, 0])
+    assert [bags.ids.tolist() for bags in none.values()] == [[[-1]], [[-1]]]
+
+
 def test_the_longest_bag_is_the_length_unless_there_is_one():
     assert js.bags([[4], [], [5, 6]]).ids.tolist() == [[4, -1], [-1, -1], [5, 6]]
     assert js.bags([[], []]).ids.tolist() == [[-1], [-1]]

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import jaxslowmo as js
-from embedding.oracle import embedded, gradients, host, updated
+from embedding.oracle import embedded, gradients, host, kept_at_first, updated
 from embedding.worlds import LAYOUTS, bags_of, program_of, slopes_of, world_of
 from support.exhaustive import sweep
 
@@ -18,16 +18,16 @@ UPDATES, IDLE = 3, 1  # of three updates the second is not active
 
 
 def reader_of(emb):
-    """Return `(stored, accumulators) -> (tables, sums)`: each row's, wherever it is stored."""
+    """Return `(stored, accumulators) -> (tables, kept)`: each row's, wherever it is stored."""
 
     @jax.jit
     def read(stored, accumulators):
-        wide = {
-            name: jnp.broadcast_to(accumulators[name][:, None], x.shape).astype(jnp.float32)
-            for name, x in (stored.items() if accumulators else ())
-        }
-        sums = emb.read(wide) if wide else {}
-        return emb.read(stored), {name: x[:, 0] for name, x in sums.items()}
+        by_part = {}
+        for store, arrays in accumulators.items():
+            parts = arrays._asdict() if isinstance(arrays, tuple) else {"": arrays}
+            for part, x in parts.items():
+                by_part.setdefault(part, {})[store] = x
+        return emb.read(stored), {part: emb.read(arrays) for part, arrays in by_part.items()}
 
     return lambda *arrays: jax.tree.map(host, read(*arrays))
 
@@ -36,18 +36,17 @@ class Replica:
     """The tables of one replica in NumPy."""
 
     def __init__(self, world, read, rng):
-        self.world, self.read, self.tables, self.sums = world, read, {}, {}
+        self.world, self.read, self.tables, self.kept = world, read, {}, {}
         for name, table in world.emb.tables.items():
             values = rng.normal(size=(table.num_rows, table.dim))
             self.tables[name] = host(jnp.asarray(values, table.dtype))
-            self.sums[name] = np.full(table.num_rows, world.rule.initial)
+            self.kept[name] = kept_at_first(world.rules[name], values.shape)
 
     def compare(self, found, bags, slopes, count):
         """Hold the results of an update to those in NumPy; `count` None: it was not active."""
         new, state, vectors, of_params, metrics = found
         emb, world, of_leaves = self.world.emb, self.world, {}
-        read, sums = self.read(new, state.accumulators)
-        assert bool(sums) == (world.rule.eps is not None)
+        read, kept = self.read(new, state.accumulators)
         for name, table in emb.tables.items():
             tolerance = 2e-2 if table.dtype == jnp.bfloat16 else 1e-4
             close = {"rtol": tolerance, "atol": tolerance, "err_msg": f"{name} of {emb.tables}"}
@@ -60,12 +59,13 @@ class Replica:
                 if leaf := world.leaves.get(feature):
                     of_leaves[leaf] = of_leaves.get(leaf, 0) + grads[-1].positions
             if count is not None:
-                before = self.tables[name], self.sums[name]
-                after = updated(*before, grads, world.rule, count)
-                self.tables[name], self.sums[name] = after
+                before = self.tables[name], self.kept[name]
+                after = updated(*before, grads, world.rules[name], count)
+                self.tables[name], self.kept[name] = after
             np.testing.assert_allclose(read[name], self.tables[name], **close)
-            if sums:
-                np.testing.assert_allclose(sums[name], self.sums[name], **close)
+            assert {part for part, x in kept.items() if name in x} == self.kept[name].keys()
+            for part, wanted in self.kept[name].items():
+                np.testing.assert_allclose(kept[part][name], wanted, **close)
             # Rows in half precision are rounded after each update.
             self.tables[name] = read[name]
             self.count(name, bags, metrics)

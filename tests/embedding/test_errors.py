@@ -47,6 +47,10 @@ def bags(rows=(1, 2), **options):
     return js.bags(rows, **options)
 
 
+def jagged(values=(1, 2, 3), features=("a", "b"), **options):
+    return js.embedding.jagged(values, features=features, **options)
+
+
 def on_three(emb):
     """Trace an exchange of ids on three devices."""
     exchange = jax.vmap(lambda ids: emb.exchange_ids({"a": ids}), axis_name="shard")
@@ -62,7 +66,7 @@ HUGE = {f"t{i}": js.Table(2**30, 4, shard="table") for i in range(3)}
 
 MAKING = {
     **wrong(table, num_rows=0, dim=True, shard="rows", pooling="max", init=0.5, features="b"),
-    **wrong(table, dtype=jnp.int8, position_weights={"b": "p"}),
+    **wrong(table, dtype=jnp.int8, position_weights={"b": "p"}, optimizer=0.1),
     **wrong(made, tables={}, axis_name=("a", "b"), optimizer=0.1, inputs="a", overflow="wrap"),
     **wrong(js.rowwise_adagrad, learning_rate=-0.1),
     **wrong(js.rowwise_sgd, learning_rate="0.1"),
@@ -82,6 +86,12 @@ MAKING = {
     "eps": Refusal(lambda: js.rowwise_adagrad(0.1, eps=0), "`eps`", 0),
     "initial": Refusal(lambda: js.rowwise_adagrad(0.1, initial=-1), "`initial`", -1),
     "decay": Refusal(lambda: js.rowwise_sgd(0.1, weight_decay=-1), "`weight_decay`", -1),
+    "momentum": Refusal(lambda: js.rowwise_sgd(0.1, momentum=1), "`momentum`", 1),
+    "nesterov": Refusal(lambda: js.rowwise_sgd(0.1, nesterov=True), "`nesterov`", "`momentum`"),
+    "b2": Refusal(lambda: js.rowwise_adam(0.1, b2=1.0), "`b2`", 1.0),
+    "no optimizer": Refusal(
+        lambda: made({"b": js.Table(8, 4, optimizer=SGD), **TABLES}, optimizer=None), "'a'"
+    ),
     "an infinite rate": Refusal(lambda: js.rowwise_sgd(math.inf), "`learning_rate`", "inf"),
 }
 DEVICES = {
@@ -92,7 +102,7 @@ DEVICES = {
         lambda: made().over(js.make_mesh({"replica": 2})), "`axis_name` 'shard'", "'replica'"
     ),
     "outside of the axis": Refusal(
-        lambda: made().exchange_ids({"a": ONE}), "exchange_ids: `axis_name`", "shard"
+        lambda: made().exchange_ids({"a": ONE}), "axis name", "shard", NameError
     ),
     "another number of devices": Refusal(lambda: on_three(made().over(2)), "3 devices", 2),
     "nobody knows how many": Refusal(
@@ -119,10 +129,25 @@ BAGS = {
         lambda: bags([[1], [2, 3]], weights=[[1], [2]]), "`weights`", [1, 2]
     ),
     "more weights": Refusal(lambda: bags(lengths=[2], weights=[1, 2, 3]), "`weights`", (3,)),
+    "no lengths": Refusal(jagged, "jagged", "`lengths` or `offsets`"),
+    "features that do not divide": Refusal(
+        lambda: jagged(lengths=[1, 1, 1]), "`features`", "3 bags"
+    ),
+    "a feature twice": Refusal(
+        lambda: jagged(lengths=[1, 2], features=("a", "a")), "`features`", "'a'"
+    ),
+    "too long for its feature": Refusal(
+        lambda: jagged(lengths=[1, 2], max_length={"b": 1}), "feature 'b'", "`max_length` is 1"
+    ),
+    "fewer weights than ids": Refusal(
+        lambda: jagged(lengths=[1, 2], weights=[1.0]), "`weights`", (1,)
+    ),
     "ids of floats": Refusal(lambda: of_feature(np.zeros(1)), "'a'", "float64[1]"),
     "three axes": Refusal(lambda: of_feature(np.zeros((1, 1, 1), int)), "'a'", "int64[1, 1, 1]"),
     "a list": Refusal(lambda: of_feature([1, 2]), "'a'", "list"),
-    "fewer weights": Refusal(lambda: of_feature(np.arange(2), np.ones(3)), "weights of", (3,)),
+    "fewer weights": Refusal(
+        lambda: of_feature(np.arange(2), np.ones(3)), "weights of", "float64[3]"
+    ),
     "integer weights": Refusal(lambda: of_feature(ONE, ONE), "weights of", "int64"),
     "no feature": Refusal(lambda: of_batch({"b": ONE}), "features", "'a', 'c'"),
     "no mapping": Refusal(lambda: of_batch(ONE), "`inputs`", "ndarray"),

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxslowmo as js
 from embedding.shared import embeddings_of_all_kinds, update_of
-from jaxslowmo.embedding._vectors import patched_rows
+from jaxslowmo.embedding._exchange import patched_rows
 from support.reports import rows as rows_of
 
 DEVICES, LENGTH = 4, 3
@@ -71,12 +71,12 @@ def test_one_device_sends_nothing(axis_name):
 
 
 def test_specs_of_requests_are_those_of_what_an_exchange_returns():
-    """Requests of columns are equal on all devices; weights are there where bags have them."""
+    """Requests of columns are equal on all devices, all else is split over them."""
     emb = embeddings_of_all_kinds().over(DEVICES)
     ids = jax.ShapeDtypeStruct((16, LENGTH), jnp.int32)
     bags = {"t0": js.Bags(ids, jax.ShapeDtypeStruct(ids.shape, jnp.float32)), "t1": ids}
     specs = emb.request_specs(bags)
-    assert (specs.asked, set(specs.weights)) == ({"t0": P("shard"), "t1": P()}, {"t0"})
+    assert specs.asked == {"t0": P("shard"), "t1": P()}
     mesh = js.make_mesh({"shard": DEVICES}, devices=jax.devices()[:DEVICES])
     exchange = jax.shard_map(emb.exchange_ids, mesh=mesh, in_specs=P("shard"), out_specs=specs)
     assert jax.eval_shape(exchange, bags).asked["t1"].shape == (DEVICES, IDS)

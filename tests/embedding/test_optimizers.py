@@ -6,8 +6,12 @@ The rules themselves are compared with NumPy in `test_embeddings.py`.
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import jaxslowmo as js
+from embedding.shared import update_of as update_of_all
+
+SGD = js.rowwise_sgd(0.1)
 
 
 def emb_of(optimizer, dtype=jnp.float32, num_rows=8, dim=3) -> js.embedding.Embeddings:
@@ -57,6 +61,47 @@ def test_half_precision_is_summed_in_float32():
     # Row 1 occurs 255 times, each with the gradient `out`.
     want = jnp.asarray([255 * 512, 255 * 256, 255 * 256], jnp.bfloat16)
     np.testing.assert_array_equal(grads[1], want)
+
+
+MAKERS = {
+    "adagrad": lambda: js.rowwise_adagrad(0.1, initial=0.2),
+    "momentum": lambda: js.rowwise_sgd(0.1, momentum=0.9),
+    "adam": lambda: js.rowwise_adam(0.1, per_row=True),
+}
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_an_optimizer_of_all_tables_and_the_same_of_each_are_one(name):
+    """Tables of one width and equal optimizers share an array as well, and results to the bit."""
+    shards = {"a": "row", "b": "column", "c": "table", "d": "table"}
+
+    def run(own, **options):
+        tables = {n: js.Table(40, 8, shard=s, optimizer=own()) for n, s in shards.items()}
+        emb = js.embeddings(tables, axis_name="shard", **options).over(2)
+        stored, update = emb.init(jax.random.key(0)), update_of_all(emb, 2)
+        state = emb.init_optimizer(stored)
+        for seed in range(2):
+            ids = np.random.default_rng(seed).integers(-1, 40, (8, 3))
+            _, stored, state, _ = update(stored, state, dict.fromkeys(shards, ids))
+        return stored, state
+
+    make = MAKERS[name]
+    expected = run(lambda: None, optimizer=make())
+    assert set(expected[0]) == {"a", "b", "tables_float32_8_over_2"}
+    for found in (run(make), run(make, optimizer=js.rowwise_sgd(3.0))):
+        jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+def test_tables_of_several_optimizers_share_no_array():
+    """Names say which tables do, since a checkpoint must not be restored in another order."""
+
+    def names_of(**own):
+        tables = {n: js.Table(8, 4, shard="table", optimizer=own.get(n)) for n in "abc"}
+        return set(js.embeddings(tables, axis_name="s", optimizer=SGD).over(2).specs)
+
+    assert names_of(a=js.rowwise_sgd(0.1)) == {"tables_float32_4_over_2"}
+    a, b = names_of(a=js.rowwise_sgd(0.2)), names_of(b=js.rowwise_sgd(0.2))
+    assert (len(a), len(b), len(a | b)) == (2, 2, 4)
 
 
 def test_donated_tables_are_updated_in_place():

@@ -1,5 +1,6 @@
 """Random tables, who shares them, what looks them up, and a program that updates them."""
 
+import dataclasses
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -18,10 +19,32 @@ SHARDS, POOLINGS = ("row", "column", "table"), ("sum", "mean", None)
 # shard_map are checked; no axis at all where there are no devices.
 LAYOUTS = [(4, None, True), (None, None, True), (2, 2, True), (3, None, False)]
 OPTIMIZERS = [
-    (js.rowwise_adagrad(0.3, eps=1e-3, initial=0.1), Rule(lambda n: 0.3, 1e-3, 0.1)),
-    (js.rowwise_sgd(0.3, weight_decay=0.1), Rule(lambda n: 0.3, decay=0.1)),
-    (js.rowwise_adagrad(lambda n: 0.5 / (n + 1)), Rule(lambda n: 0.5 / (n + 1), 1e-8)),
-    (js.rowwise_sgd(optax.linear_schedule(0.4, 0.1, 3)), Rule(lambda n: 0.4 - 0.1 * n)),
+    (
+        js.rowwise_adagrad(0.3, eps=1e-3, initial=0.1),
+        Rule("adagrad", lambda n: 0.3, eps=1e-3, initial=0.1),
+    ),
+    (js.rowwise_sgd(0.3, weight_decay=0.1), Rule("sgd", lambda n: 0.3, decay=0.1)),
+    (
+        js.rowwise_adam(0.1, b1=0.6, b2=0.9, eps=0.3, weight_decay=0.1),
+        Rule("adam", lambda n: 0.1, eps=0.3, decay=0.1, b1=0.6, b2=0.9),
+    ),
+    (
+        js.rowwise_sgd(0.2, momentum=0.7, nesterov=True, weight_decay=0.1),
+        Rule("sgd", lambda n: 0.2, momentum=0.7, nesterov=True, decay=0.1),
+    ),
+    (
+        js.rowwise_adam(optax.linear_schedule(0.2, 0.1, 2), b2=0.9, eps=0.3, per_row=True),
+        Rule("adam", lambda n: max(0.1, 0.2 - n / 20), eps=0.3, b1=0.9, b2=0.9, per_row=True),
+    ),
+    (
+        js.rowwise_adagrad(lambda n: 0.5 / (n + 1)),
+        Rule("adagrad", lambda n: 0.5 / (n + 1), eps=1e-8),
+    ),
+    (js.rowwise_sgd(0.2, momentum=0.7), Rule("sgd", lambda n: 0.2, momentum=0.7)),
+    (
+        js.rowwise_sgd(optax.linear_schedule(0.4, 0.1, 3)),
+        Rule("sgd", lambda n: 0.4 - 0.1 * n),
+    ),
 ]
 # Signed and unsigned; of 8 bits there are fewer ids than rows, and of 64 jax keeps 32.
 ID_TYPES = ["int32", "int8", "uint16", "int64"]
@@ -31,7 +54,7 @@ class World(NamedTuple):
     """Tables and everything that is fixed when their program is compiled."""
 
     emb: js.embedding.Embeddings
-    rule: Rule
+    rules: dict[str, Rule]
     mesh: jax.sharding.Mesh | None
     check_vma: bool
     lengths: dict[str, int | None]  # of a feature's bags; None: one id each, not in bags
@@ -59,11 +82,15 @@ class World(NamedTuple):
 
 
 def world_of(seed: int) -> World:
-    """Every kind of table, optimizer and layout occurs in few worlds; the rest is random."""
+    """Every kind of table, optimizer and layout occurs in few worlds; the rest is random.
+
+    Two tables have optimizers of their own. One of them is that of all tables in every other world,
+    made again: it is equal to it.
+    """
     rng = np.random.default_rng(seed)
     parts, replicas, check_vma = LAYOUTS[seed % len(LAYOUTS)]
-    optimizer, rule = OPTIMIZERS[(seed + seed // len(LAYOUTS)) % len(OPTIMIZERS)]
-    tables, lengths, leaves = {}, {}, {}
+    chosen = [OPTIMIZERS[(2 * seed + i) % len(OPTIMIZERS)] for i in (0, 1, 2 * (seed % 2))]
+    tables, lengths, leaves, rules = {}, {}, {}, {}
     for i, shard in enumerate(rng.permutation([*SHARDS, "table"])):
         features = [f"f{i}{j}" for j in range(1 + (i == 0))]
         length = None if rng.random() < 0.25 else int(rng.integers(1, 5))
@@ -72,6 +99,8 @@ def world_of(seed: int) -> World:
             positions = f"towers/p{i}" if i else {features[-1]: f"towers/p{i}"}
             leaves |= dict.fromkeys(features if i else features[-1:], f"p{i}")
         lengths |= dict.fromkeys(features, length)
+        number = (0, 1, 0, 2)[i]
+        optimizer, rules[f"t{i}"] = chosen[number]
         tables[f"t{i}"] = js.Table(
             int(rng.choice([1, 5, 64, 100, 150])),
             24 if shard == "column" else int(rng.choice([1, 6])),
@@ -80,8 +109,9 @@ def world_of(seed: int) -> World:
             features=features,
             position_weights=positions,
             dtype=jnp.bfloat16 if i == 3 else jnp.float32,
+            optimizer=dataclasses.replace(optimizer) if number else None,
         )
-    emb = js.embeddings(tables, axis_name=AXIS if parts else None, optimizer=optimizer)
+    emb = js.embeddings(tables, axis_name=AXIS if parts else None, optimizer=chosen[0][0])
     mesh = None
     if parts:
         sizes = {"replica": replicas, AXIS: parts} if replicas else {AXIS: parts}
@@ -89,7 +119,7 @@ def world_of(seed: int) -> World:
     features = list(emb.features)
     weighted = {f: bool(i % 2) for i, f in enumerate(features)}
     dtypes = {f: str(x) for f, x in zip(features, rng.choice(ID_TYPES, len(features)), strict=True)}
-    return World(emb.over(mesh), rule, mesh, check_vma, lengths, weighted, dtypes, leaves)
+    return World(emb.over(mesh), rules, mesh, check_vma, lengths, weighted, dtypes, leaves)
 
 
 def bags_of(world: World, rng: np.random.Generator) -> dict[str, Bag]:

@@ -1,17 +1,21 @@
 """The mean over replicas of embedding tables' gradients, sent as rows."""
 
+import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax import lax
 
 from ..._support.checks import check_choice
 from ..._support.scopes import ALL_REDUCE_ROWS
 from ..._support.settings import records_settings
 from ..._support.types import AxisName, PyTree
-from ...mesh import axis_names, require_axes
+from ...collectives import all_mean, gather_slices, quotient, scaled
+from ...mesh import axis_names, axis_size, require_axes, sum_over
 from ...transform import (
     GradientTransform,
     Joined,
@@ -20,21 +24,28 @@ from ...transform import (
     check_weight,
     gradient_state,
     increment,
+    phase_scope,
+    run_if,
     spec_of,
 )
-from ...tree import leaf_names
+from ...tree import at_least_float32
 from .._leaves import check_not_summed
+from ._coalesce import add_in_order, compact, distinct_rows, nonzero_rows
 from ._row_gradient import (
     RowGradient,
     Rows,
     arrays_of,
     check_row_gradient,
     checked_capacities,
-    is_row_gradient,
+    inside,
+    num_outside,
+    split_rows,
 )
-from ._table_reduction import Path, TableReduction
 
 OWNER = ALL_REDUCE_ROWS
+Path = Literal["auto", "rows", "dense"]
+Table = RowGradient | jax.Array
+"""A table's gradient; an array is searched for rows that are not zero."""
 DivideBy = Literal["initial", "active"]
 Output = Literal["dense", "rows"]
 
@@ -129,7 +140,7 @@ def all_reduce_rows(
         return TableReduction(axis_name, capacities(name), path, as_rows, by_initial)
 
     def init_fn(params: PyTree) -> AllReduceRowsState:
-        _, others, _ = _split(params, names)
+        others, *_ = split_rows(params, names)
         zero = jnp.zeros([], jnp.int32)
         return AllReduceRowsState(zero, zero, zero, zero, inner.init(others))
 
@@ -138,27 +149,27 @@ def all_reduce_rows(
     ) -> tuple[PyTree, AllReduceRowsState]:
         require_axes(OWNER, "axis_name", axis_name)
         share = check_weight(OWNER, extra.get("weight"))
-        table_grads, others, join = _split(updates, names)
+        others, table_grads, _, join = split_rows(updates, names)
         if dense is not None and (unnamed := [name for name in table_grads if name not in names]):
             raise ValueError(
                 f"{OWNER}: with `dense`, `tables` must name every leaf whose gradient is a "
                 f"RowGradient; missing: {unnamed}."
             )
-        other_params = None if params is None else _split(params, names)[1]
+        other_params = None if params is None else split_rows(params, names)[0]
         others, after = inner.update(others, state.dense, other_params, **extra)
-        means: dict[str, Any] = {}
+        means: Any = {}
         _, overflows, needed, invalid, _ = state
         for name, gradient in table_grads.items():
             if isinstance(gradient, RowGradient):
                 check_row_gradient(OWNER, repr(name), gradient)
             check_not_summed(OWNER, {name: arrays_of(gradient)}, axis_name)
             with jax.named_scope(OWNER):
-                means[name], facts = reduction(name).mean(gradient, share)
-            overflows = overflows + facts.overflow.astype(jnp.int32)
-            needed = jnp.maximum(needed, facts.needed)
-            invalid = invalid + facts.invalid
+                means[name], sent = reduction(name).mean(gradient, share)
+            overflows = overflows + sent.overflow.astype(jnp.int32)
+            needed = jnp.maximum(needed, sent.needed)
+            invalid = invalid + sent.invalid
         count = increment(state.count)
-        return join(means, others), AllReduceRowsState(count, overflows, needed, invalid, after)
+        return join(others, means), AllReduceRowsState(count, overflows, needed, invalid, after)
 
     spec = Reduction(axes=axis_names(axis_name), takes=frozenset({"weight"}))
     if dense is not None:
@@ -199,18 +210,134 @@ def mean_rows(
     return means
 
 
-def _split(tree: PyTree, names: tuple[str, ...]):
-    """Return tables by name, the tree without them, and a function that joins both again."""
-    every = leaf_names(arrays_of(tree))
-    leaves, treedef = jax.tree.flatten(tree, is_leaf=is_row_gradient)
-    if missing := [name for name in names if name not in every]:
-        raise ValueError(f"{OWNER}: `tables` names {missing}, but the leaves are {every}.")
-    named = list(zip(every, leaves, strict=True))
-    tables = {name: x for name, x in named if name in names or is_row_gradient(x)}
-    others = treedef.unflatten(optax.MaskedNode() if n in tables else x for n, x in named)
+class Gathered(NamedTuple):
+    """The rows of all replicas, and numbers about them; equal on all replicas."""
 
-    def join(means: Mapping[str, Any], rest: PyTree) -> PyTree:
-        kept = zip(every, treedef.flatten_up_to(rest), strict=True)
-        return treedef.unflatten(means.get(name, leaf) for name, leaf in kept)
+    rows: jax.Array  # (replicas, send) int32, distinct in each replica
+    values: jax.Array  # (replicas, send, *s)
+    shares: jax.Array | None  # (replicas,), each one's share in the mean; None: 1 / R
+    overflow: jax.Array  # () bool, some replica had more rows than the capacity
+    needed: jax.Array  # () int32, most distinct rows of one replica; 0 if tables are sent whole
+    invalid: jax.Array  # () int32, entries of all replicas that are outside of the table
 
-    return tables, others, join
+
+@dataclass(frozen=True)
+class TableReduction:
+    """The way in which one table is reduced; static.
+
+    Attributes:
+      axis_name: the replica axis.
+      capacity: rows that a replica sends, None for the largest possible number.
+      path: whether to send rows, the table, or whichever has fewer bytes.
+      as_rows: whether the result is a `RowGradient`, always sent as rows.
+      divide_by_initial: whether replicas of weight 0 count as if they had sent zeros.
+    """
+
+    axis_name: AxisName
+    capacity: int | None
+    path: Path
+    as_rows: bool
+    divide_by_initial: bool
+
+    def mean(self, gradient: Table, weight: jax.Array | None) -> tuple[Table, Gathered]:
+        """Return the mean of `gradient`, weighted if `weight` is not None, and what was exchanged.
+
+        Communication: as `js.all_reduce_rows` states.
+        """
+        most = _most_rows(gradient)
+        send = most if self.capacity is None else min(self.capacity, most)
+        if not self._sends_rows(gradient, send):
+            numbers = self._gather(gradient, 0, weight)
+            return self._mean_of_table(gradient, numbers.shares), numbers
+        gathered = self._gather(gradient, send, weight)
+        mean = self._combine(gradient, gathered)
+        if send == most:
+            return mean, gathered
+
+        def again(_: Table) -> Table:
+            with phase_scope("overflow"):
+                if self._sends_rows(gradient, most):
+                    return self._combine(gradient, self._gather(gradient, most, weight))
+                return self._mean_of_table(gradient, gathered.shares)
+
+        # All replicas take the same branch, since each has the numbers of all.
+        axes = axis_names(self.axis_name)
+        return run_if(gathered.overflow, again, lambda m: m, mean, axes=axes), gathered
+
+    def _sends_rows(self, gradient: Table, num_entries: int) -> bool:
+        """Return whether to send `num_entries` rows; "auto" sends whichever has fewer bytes.
+
+        With w the bytes of a row, a replica sends, in rings, (R - 1) * k * (4 + w) for k rows of R
+        replicas and 2 * (R - 1) / R * N * w for the table: rows win up to
+        R * k * (4 + w) = 2 * N * w.
+        """
+        row_bytes = math.prod(gradient.shape[1:]) * gradient.dtype.itemsize
+        of_rows = axis_size(self.axis_name) * num_entries * (4 + row_bytes)
+        has_fewer = of_rows <= 2 * gradient.shape[0] * row_bytes
+        return self.as_rows or self.path == "rows" or (self.path == "auto" and has_fewer)
+
+    def _gather(self, gradient: Table, send: int, weight: jax.Array | None) -> Gathered:
+        """Return rows and values of all replicas, and the numbers that they exchange.
+
+        The numbers are appended to the rows, so that they need no extra collective.
+        """
+        zero = jnp.zeros([], jnp.int32)
+        if send == 0:
+            rows, distinct = jnp.zeros(0, jnp.int32), zero
+            values = jnp.zeros((0, *gradient.shape[1:]), gradient.dtype)
+        elif isinstance(gradient, RowGradient):
+            inner = inside(gradient.rows, gradient.num_rows)
+            rows, values, distinct = compact(inner, gradient.values, gradient.num_rows, send)
+        else:
+            rows, values, distinct = nonzero_rows(gradient, send)
+        outside = num_outside(gradient) if isinstance(gradient, RowGradient) else zero
+        tail, shares = [distinct, outside], None
+        if weight is not None:
+            tail.append(lax.bitcast_convert_type(weight, jnp.int32))
+        head = self._all_gather(jnp.concatenate([rows, jnp.stack(tail)]))
+        if weight is not None:
+            weights = lax.bitcast_convert_type(head[:, send + 2], jnp.float32)
+            weights = weights.astype(at_least_float32(gradient.dtype))
+            weights = jnp.where(weights > 0, weights, jnp.zeros_like(weights))
+            shares = quotient(weights, jnp.sum(weights))
+            if self.divide_by_initial:
+                shares = shares * jnp.mean((weights > 0).astype(weights.dtype))
+        needed = jnp.max(head[:, send])
+        overflow = needed > send if send else jnp.zeros([], bool)
+        invalid = jnp.sum(head[:, send + 1], dtype=jnp.int32)
+        return Gathered(head[:, :send], self._all_gather(values), shares, overflow, needed, invalid)
+
+    def _all_gather(self, x: jax.Array) -> jax.Array:
+        """Return the arrays of all replicas, `(replicas, *x.shape)`, typed as equal on all."""
+        replicas = axis_size(self.axis_name)
+        if x.size == 0:
+            return jnp.zeros((replicas, *x.shape), x.dtype)
+        return gather_slices(x[None], self.axis_name)
+
+    def _combine(self, gradient: Table, gathered: Gathered) -> Table:
+        """Return the mean of gathered rows, added replica by replica: equal bits on all."""
+        num_rows, replicas = gradient.shape[0], axis_size(self.axis_name)
+        shares, every = gathered.shares, gathered.rows
+        if shares is not None:
+            # Rows that only idle replicas name are not in the mean: an optimizer may decay them.
+            every = jnp.where(shares[:, None] > 0, every, num_rows)
+        if self.as_rows:
+            size = min(replicas * _most_rows(gradient), num_rows)  # independent of `capacity`
+            rows, places, _ = distinct_rows(every, num_rows, size)
+        else:
+            size, rows, places = num_rows, None, every
+        total = add_in_order(places, gathered.values, size, shares)
+        mean = (total / replicas if shares is None else total).astype(gradient.dtype)
+        return mean if rows is None else RowGradient(rows, mean, num_rows)
+
+    def _mean_of_table(self, gradient: Table, shares: jax.Array | None) -> jax.Array:
+        dense = gradient.to_dense() if isinstance(gradient, RowGradient) else gradient
+        if shares is None:
+            return all_mean(dense, self.axis_name)
+        part = scaled(dense, shares[lax.axis_index(self.axis_name)])
+        return sum_over(part, self.axis_name)
+
+
+def _most_rows(gradient: Table) -> int:
+    """Return the largest possible number of distinct rows."""
+    return min(arrays_of(gradient).shape[0], gradient.shape[0])

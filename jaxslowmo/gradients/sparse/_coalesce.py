@@ -28,24 +28,33 @@ class Coalesced(NamedTuple):
     overflow: jax.Array
 
 
-def distinct_rows(rows: jax.Array, num_rows: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return an order that sorts `rows`, and in that order each entry's place among distinct rows.
+class Distinct(NamedTuple):
+    """The distinct row numbers in an array of them, and where each entry is among them."""
+
+    rows: jax.Array  # (num_places,) int32, sorted; padding is the number of rows of the table
+    places: jax.Array  # int32 in the shape of the array, place of each entry; NOWHERE: padding
+    count: jax.Array  # () int32, number of distinct rows, also of those that `rows` has no room for
+
+
+def distinct_rows(rows: jax.Array, num_rows: int, num_places: int) -> Distinct:
+    """Return the distinct row numbers of an array of any shape; all that sums rows uses it.
 
     Args:
-      rows: (k,) int32, padding is `num_rows`.
+      rows: int32, padding is `num_rows`.
       num_rows: number of rows of the table.
-
-    Returns:
-      `(order, places, distinct)`: order and places (k,), number of distinct rows () int32. The
-      place of padding is `NOWHERE`.
+      num_places: number of distinct rows that the result has room for; the last ones are left out.
     """
-    size = rows.shape[0]
-    order = jnp.argsort(rows)
-    ordered = rows[order]
-    first = jnp.concatenate([jnp.ones(min(size, 1), bool), ordered[1:] != ordered[:-1]])
+    flat = rows.reshape(-1)
+    order = jnp.argsort(flat)
+    ordered = flat[order]
+    first = jnp.concatenate([jnp.ones(min(flat.size, 1), bool), ordered[1:] != ordered[:-1]])
     real = ordered < num_rows
-    places = jnp.where(real, jnp.cumsum(first, dtype=jnp.int32) - 1, jnp.int32(NOWHERE))
-    return order, places, jnp.sum(first & real, dtype=jnp.int32)
+    ordered_places = jnp.where(real, jnp.cumsum(first, dtype=jnp.int32) - 1, jnp.int32(NOWHERE))
+    distinct = jnp.full(num_places, num_rows, jnp.int32)
+    distinct = distinct.at[ordered_places].set(ordered, mode="drop")
+    places = jnp.zeros(flat.shape, jnp.int32).at[order].set(ordered_places)
+    count = jnp.sum(first & real, dtype=jnp.int32)
+    return Distinct(distinct, places.reshape(rows.shape), count)
 
 
 def compact(
@@ -55,11 +64,10 @@ def compact(
 
     Rows beyond `capacity` are left out: the caller compares it with the returned number.
     """
-    order, places, distinct = distinct_rows(rows, num_rows)
-    wide = values[order].astype(at_least_float32(values.dtype))
-    sums = jnp.zeros((capacity, *values.shape[1:]), wide.dtype).at[places].add(wide, mode="drop")
-    kept = jnp.full(capacity, num_rows, jnp.int32).at[places].set(rows[order], mode="drop")
-    return kept, sums.astype(values.dtype), distinct
+    distinct = distinct_rows(rows, num_rows, capacity)
+    zeros = jnp.zeros((capacity, *values.shape[1:]), at_least_float32(values.dtype))
+    sums = add_entries(zeros, distinct.places, values)
+    return distinct.rows, sums.astype(values.dtype), distinct.count
 
 
 def nonzero_rows(dense: jax.Array, capacity: int) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -146,26 +154,6 @@ def row_gradient(dense: jax.Array, *, capacity: int | None) -> Coalesced:
     return _whole_or_nan(nonzero_rows(dense, size), num_rows, size)
 
 
-def distinct_places(rows: jax.Array, num_rows: int, num_places: int) -> tuple[jax.Array, jax.Array]:
-    """Return the distinct rows of all devices, and the place of each entry among them.
-
-    Args:
-      rows: (devices, k) int32; padding is `num_rows`.
-      num_rows: number of rows of the table.
-      num_places: entries of the result, at least the possible number of distinct rows.
-
-    Returns:
-      The rows, `(num_places,)` int32, sorted, padded with `num_rows`; and the places, `(devices,
-      k)` int32, `NOWHERE` for padding.
-    """
-    flat = rows.reshape(-1)
-    order, ordered_places, _ = distinct_rows(flat, num_rows)
-    distinct = jnp.full(num_places, num_rows, jnp.int32)
-    distinct = distinct.at[ordered_places].set(flat[order], mode="drop")
-    places = jnp.full(flat.shape, NOWHERE, jnp.int32).at[order].set(ordered_places)
-    return distinct, places.reshape(rows.shape)
-
-
 def add_in_order(
     places: jax.Array, values: jax.Array, num_places: int, shares: jax.Array | None = None
 ) -> jax.Array:
@@ -192,18 +180,3 @@ def add_in_order(
     entries = (places, values) if shares is None else (places, values, shares)
     zeros = jnp.zeros_like(values, wide, shape=(num_places, *values.shape[2:]))
     return lax.scan(add, zeros, entries)[0]
-
-
-def add_up_rows(rows: jax.Array, values: jax.Array, num_rows: int) -> RowGradient:
-    """Return the sum over devices of their rows, each row once, in at least float32.
-
-    Args:
-      rows: (devices, k) int32, distinct in each device; padding is `num_rows`.
-      values: (devices, k, *s).
-      num_rows: number of rows of the table.
-
-    Communication: none.
-    """
-    num_places = min(rows.size, num_rows)
-    distinct, places = distinct_places(rows, num_rows, num_places)
-    return RowGradient(distinct, add_in_order(places, values, num_places), num_rows)

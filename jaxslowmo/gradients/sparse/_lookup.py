@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from ..._support.types import PyTree
 from ...tree import leaf_names
-from ._coalesce import compact
+from ._coalesce import distinct_rows
 from ._row_gradient import (
     RowGradient,
     SomeRows,
@@ -114,10 +114,10 @@ def gather_rows(
     num_rows = table.shape[0]
     flat = _looked_up(indices, num_rows).reshape(-1)
     size = max(1, min(flat.shape[0], num_rows)) if capacity is None else capacity
-    rows, _, distinct = compact(flat, jnp.zeros((flat.shape[0], 0)), num_rows, size)
-    values = table.at[rows].get(mode="fill", fill_value=0)
-    touched = TouchedRows(rows, values, num_rows)
-    return GatheredRows(touched, touched.positions(indices), jnp.maximum(distinct - size, 0))
+    rows, places, count = distinct_rows(flat, num_rows, size)
+    touched = TouchedRows(rows, table.at[rows].get(mode="fill", fill_value=0), num_rows)
+    positions = jnp.minimum(places, size).reshape(jnp.shape(indices))
+    return GatheredRows(touched, positions, jnp.maximum(count - size, 0))
 
 
 def row_value_and_grad(

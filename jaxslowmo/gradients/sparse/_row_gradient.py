@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 
 from ..._support.checks import checked_int
+from ..._support.scopes import ALL_REDUCE_ROWS
 from ..._support.types import PyTree
-from ...tree import at_least_float32
+from ...tree import at_least_float32, leaf_names
 
 
 @dataclasses.dataclass(frozen=True)
@@ -214,12 +215,21 @@ class WithRows:
     table_axes: tuple[str, ...] = dataclasses.field(metadata={"static": True})
 
 
-def split_rows(grads: PyTree) -> tuple[PyTree, Rows, tuple[str, ...], Callable[..., PyTree]]:
+def split_rows(
+    grads: PyTree, tables: Sequence[str] = ()
+) -> tuple[PyTree, Rows, tuple[str, ...], Callable[..., PyTree]]:
     """Split gradients into dense ones and those of rows, wherever these are in the tree.
 
+    Args:
+      grads: gradients or a tree like them.
+      tables: names of further leaves that are tables, whatever their type.
+
     Returns:
-      The dense gradients; those of rows, by table or position; axes over which rows need no mean;
-      and a function `join(dense, rows)` that undoes the split.
+      The dense gradients; those of rows and of `tables`, by name; axes over which rows need no
+      mean; and a function `join(dense, rows)` that undoes the split.
+
+    Raises:
+      ValueError: a name in `tables` that no leaf has.
     """
     if isinstance(grads, WithRows):
 
@@ -227,15 +237,19 @@ def split_rows(grads: PyTree) -> tuple[PyTree, Rows, tuple[str, ...], Callable[.
             return dataclasses.replace(grads, dense=dense, rows=rows)
 
         return grads.dense, grads.rows, grads.inner_axes, with_rows
+    names = leaf_names(arrays_of(grads))
+    if missing := [name for name in tables if name not in names]:
+        raise ValueError(
+            f"{ALL_REDUCE_ROWS}: `tables` names {missing}, but the leaves are {names}."
+        )
     leaves, treedef = jax.tree.flatten(grads, is_leaf=is_row_gradient)
-    rows = {str(i): leaf for i, leaf in enumerate(leaves) if is_row_gradient(leaf)}
-    if not rows:
-        return grads, rows, (), lambda dense, rows: dense
-    dense = treedef.unflatten([None if is_row_gradient(leaf) else leaf for leaf in leaves])
+    leaves = dict(zip(names, leaves, strict=True))
+    rows = {name: x for name, x in leaves.items() if name in tables or is_row_gradient(x)}
+    dense = treedef.unflatten([None if name in rows else x for name, x in leaves.items()])
 
     def join(dense: PyTree, rows: Rows) -> PyTree:
-        others = treedef.flatten_up_to(dense)
-        return treedef.unflatten([rows.get(str(i), leaf) for i, leaf in enumerate(others)])
+        others = zip(names, treedef.flatten_up_to(dense), strict=True)
+        return treedef.unflatten([rows.get(name, x) for name, x in others])
 
     return dense, rows, (), join
 

@@ -160,7 +160,7 @@ class UpdateWithTables(Update):
             done, changed = self._applied(local, reduced, gathered, read)
             return done, changed, joined(metrics, counts), following
 
-        tables = self.lookup.specs, self.lookup.optimizer_specs
+        tables = self.lookup.embeddings.specs, self.lookup.embeddings.optimizer_specs
         out = Done._make(("whole", *tables)), "device", "whole", "device"
         done, changed, metrics, following = self._on_devices(inside, now, inputs, out)
         moves_tables = self._moves_tables(state, phase)
@@ -351,8 +351,8 @@ class UpdateWithTables(Update):
             (gradients_state, optimizer_state), tables_state = lookup.on_devices(
                 both,
                 *(params.dense, params.tables),
-                kinds=("whole", lookup.specs),
-                out=("whole", lookup.optimizer_specs),
+                kinds=("whole", embeddings.specs),
+                out=("whole", embeddings.optimizer_specs),
             )
             both_states = WithTables(optimizer_state, tables_state)
             return gradients_state, both_states, last.init(params)
@@ -380,7 +380,7 @@ class UpdateWithTables(Update):
             dense = P() if params is None else jax.tree.map(lambda _: P(), params.dense)
         else:
             dense = specs.dense
-        specs = WithTables(dense, self.lookup.specs)
+        specs = WithTables(dense, self.lookup.embeddings.specs)
         layout = super().layout(mesh, axes | {nested}, specs, params)
         # It comes last: a batch is split over the other inner axes first.
         inner_axes, data_axes = (*layout.inner_axes, nested), (*layout.data_axes, nested)
@@ -417,5 +417,10 @@ class UpdateWithTables(Update):
             return fn(Local(*parts[:3]), StepInputs(*parts[3:]))
 
         local = Local(dense, state.params.tables, tables_state)
-        kinds = "whole", self.lookup.specs, self.lookup.optimizer_specs, *INPUT_KINDS
+        kinds = (
+            "whole",
+            self.lookup.embeddings.specs,
+            self.lookup.embeddings.optimizer_specs,
+            *INPUT_KINDS,
+        )
         return self.lookup.on_devices(inside, *local, *inputs, kinds=kinds, out=out)
