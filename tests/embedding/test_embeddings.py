@@ -109,10 +109,10 @@ def test_random_tables_are_those_of_numpy(seed):
             *map(world.together, (given, of_devices, slopes)),
             world.together([np.bool_(t != IDLE)] * len(replicas)),
         )
-        if t == 0:  # the bits of sums do not depend on how tables are shared
+        if t == 0:  # the order of a sum is the compiler's
             for feature in emb.features:
-                if not (world.weighted[feature] or feature in world.leaves):
-                    np.testing.assert_array_equal(host(found[feature]), host(exact[feature]))
+                found_here, alone = host(found[feature]), host(exact[feature])
+                np.testing.assert_allclose(found_here, alone, rtol=4e-7, atol=1e-6)
         for i, replica in enumerate(replicas):
             own = world.of_replica((tables, state, found, of_params, metrics), i)
             replica.compare(own, bags[i], slopes[i], None if t == IDLE else t - (t > IDLE))
