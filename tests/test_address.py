@@ -126,4 +126,4 @@ def test_metadata_with_an_address_leads_to_files_that_exist(checkout):
             kinds[inside[1]] += 1
             assert (ROOT / inside[2]).exists(), link
     assert kinds["blob"] > 15
-    assert kinds["raw"] == readme.count("![Held-out") == 1
+    assert kinds["raw"] == readme.count("![Validation loss") == 1

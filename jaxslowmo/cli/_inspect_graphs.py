@@ -25,6 +25,7 @@ from .run._run_folder import make_folder
 Analyses = Mapping[tuple[str, int], GraphAnalysis | str]
 
 _POINTS = 100  # the most points of a curve
+ON_PAGE = 2  # tables on a page: with the rounds and the messages of a round a reader can choose
 BEGIN, END = "<!-- graphs: begin -->", "<!-- graphs: end -->"
 
 
@@ -50,11 +51,17 @@ _QUANTITIES: Mapping[str, Callable[[GraphAnalysis], str]] = {
 }
 
 
-def markdown(config: InspectGraphsConfig, analyses: Analyses) -> str:
-    """Return a table per quantity in Markdown, and the reasons for cells without a number."""
+def markdown(config: InspectGraphsConfig, analyses: Analyses, tables: int | None = None) -> str:
+    """Return a table per quantity in Markdown, and the reasons for cells without a number.
+
+    Args:
+      config: the graphs and the numbers of nodes.
+      analyses: what `analyse_all` returns for them.
+      tables: how many of the tables, the first ones; None means all.
+    """
     parts = [f"Mixing: {config.mixing}. NAME:2 sends to 2 peers per step.\n"]
     head = f"| nodes | {' | '.join(map(str, config.nodes))} |\n|---|{'---:|' * len(config.nodes)}\n"
-    for title, text in _QUANTITIES.items():
+    for title, text in list(_QUANTITIES.items())[:tables]:
         table = head
         for graph in config.graphs:
             row = [analyses[graph, nodes] for nodes in config.nodes]
@@ -125,6 +132,7 @@ def inspect_graphs(config: InspectGraphsConfig) -> int:
     """Write the tables and the picture, print the tables, and return the exit code.
 
     Without `--page`, or with `--out`, it writes graphs.md, graphs.json and graphs.png to a folder.
+    A page gets the picture and the first tables.
 
     Raises:
       CommandError: a file cannot be written, or the page lacks the markers.
@@ -149,7 +157,8 @@ def inspect_graphs(config: InspectGraphsConfig) -> int:
     if page is not None:
         written += [page, page.with_suffix(".png")]
         with file_errors("--page", "write", page):
-            write_anew(page, f"\n\n{text}\n".join([around[0] + BEGIN, END + around[2]]))
+            first = markdown(config, analyses, ON_PAGE)
+            write_anew(page, f"\n\n{first}\n".join([around[0] + BEGIN, END + around[2]]))
             draw_graphs(config, written[-1])
     console.print(Markdown(text))
     say(console, *map(str, written))

@@ -12,7 +12,7 @@ import pytest
 import jaxslowmo as js
 from cli.commands import json_of
 from jaxslowmo import topology
-from jaxslowmo.cli._inspect_graphs import BEGIN, END, analyse_all, markdown
+from jaxslowmo.cli._inspect_graphs import BEGIN, END, ON_PAGE, analyse_all, markdown
 from jaxslowmo.cli.config._inspect import InspectGraphsConfig
 
 PAGE = Path(__file__).parents[2] / "docs" / "graphs.md"
@@ -119,6 +119,7 @@ def test_graphs_writes_tables_json_a_picture_and_a_page(call, tmp_path):
         texts.append(page.read_text())
     assert texts[0].startswith(f"before\n{BEGIN}\n\nMixing: uniform.")
     assert texts[0].endswith(f"|\n\n{END}\nafter\n")
+    assert (texts[0].count("| nodes |"), text.count("| nodes |")) == (2, 4)
     assert "old" not in texts[0]
     assert texts[0] == texts[1]
 
@@ -126,7 +127,7 @@ def test_graphs_writes_tables_json_a_picture_and_a_page(call, tmp_path):
 def test_the_page_shows_what_the_command_makes(capsys):
     """Compare the sizes that take no time."""
     config, page = InspectGraphsConfig(nodes=(4, 8, 16)), PAGE.read_text()
-    made = markdown(config, analyse_all(config))
+    made = markdown(config, analyse_all(config), ON_PAGE)
     shown = page.partition(f"{BEGIN}\n\n")[2].partition(f"\n{END}")[0]
     lines = [
         line if line[:1] != "|" else f"{'|'.join(line.split('|')[:5])}|"

@@ -186,7 +186,8 @@ class InspectGraphsConfig(Options):
     tolerance: _Tolerance = 1e-3
     """Consensus error to count rounds to."""
     page: Path | None = None
-    """Markdown file to write the tables into, between its markers; the picture goes next to it."""
+    """Markdown file to write the first two tables into, between its markers; the picture goes next
+    to it."""
     out: Path | None = None
     """Folder for the results (default: a new one in runs, named by the command and the date)."""
 
