@@ -20,10 +20,10 @@ from ..transform import (
     shifted_copies,
     stacked,
 )
-from ..tree import leaf_names
+from ..tree import in_model_form, leaf_names
 from ._folder import CheckpointError
 from ._record import Record, is_key
-from ._stages import layout_of, names_inside, of_params, parts_of, read_part, restaged, whole_types
+from ._stages import layout_of, names_inside, of_params, parts_of, read_part, restaged
 
 
 def recorded_form(record: Record, params: PyTree) -> SavedForm:
@@ -40,7 +40,7 @@ def recorded_form(record: Record, params: PyTree) -> SavedForm:
 
     def convert(arrays: list[Any]) -> PyTree:
         whole = [read_part(part, arrays) for part in parts]
-        return restaged(params, jax.tree.structure(whole_types(params)).unflatten(whole))
+        return restaged(params, jax.tree.structure(in_model_form(params)).unflatten(whole))
 
     types = [jax.ShapeDtypeStruct(leaf.shape[1:], jnp.dtype(leaf.dtype)) for leaf in saved]
     return SavedForm(types, convert)

@@ -3,21 +3,19 @@
 import copy
 import dataclasses
 import functools
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from .._support.types import PyTree
 from ..mesh import model_axes
 from ..train import TrainState, TrainStep
 from ..transform import SavedForm, StatePlacement, holds_state, spec_of
-from ..tree import leaf_names
-from ._arrays import check_prints, host_print, prints_of, read_arrays
+from ..tree import in_model_form, leaf_names
+from ._arrays import check_prints, host_print, placed, prints_of, read_arrays
 from ._convert import (
     check_movable,
     check_recorded,
@@ -29,7 +27,7 @@ from ._convert import (
 )
 from ._folder import ARRAYS, CheckpointError, epath
 from ._record import LeafRecord, Record, as_stored, has_equal_layout, read_record, record_of
-from ._stages import moved_note, parts_of, read_part, restaged, whole_types
+from ._stages import moved_note, parts_of, read_part, restaged
 
 _OPTIMIZER = "opt_state/1/"
 NUM_LISTED = 5  # differences in a message
@@ -58,14 +56,14 @@ class Template:
     ) -> None:
         self.train_step, self.seed = train_step, seed
         fresh = train_step.init(params, model_state=model_state, seed=seed)
-        self.record = record_of(0, fresh, {})
+        self.record = record_of(fresh)
         self.structs: TrainState = jax.tree.map(_struct, fresh)
         self.stored = [_struct(x) for x in as_stored(fresh)]
         self.placement = StatePlacement(
             self.record.replicas,
             dict(train_step.mesh.shape),
             model_axes(fresh.params, train_step.mesh, train_step.axis_name),
-            specs=self.record.shards,
+            specs=self.record.shard_specs(),
         )
         assert fresh.known_layout is not None, "`init` knows it"
         self._layout = fresh.known_layout._replace()  # a copy: no step has returned the state
@@ -100,40 +98,37 @@ class Template:
         That update may widen its state: `optax.inject_hyperparams(hyperparam_dtype=...)` multiplies
         moments in half precision by float32 hyperparameters.
         """
-        leaves = _widened_like(self.record, saved).leaves
+        new = copy.copy(self)
+        new.record = _widened_like(self.record, saved)
+        wide = {
+            i: jnp.dtype(now.dtype)
+            for i, (before, now) in enumerate(
+                zip(self.record.leaves, new.record.leaves, strict=True)
+            )
+            if now != before
+        }
 
         def like(structs: list[jax.ShapeDtypeStruct]) -> list[jax.ShapeDtypeStruct]:
-            return [
-                struct if now == before else struct.update(dtype=jnp.dtype(now.dtype))
-                for struct, before, now in zip(structs, self.record.leaves, leaves, strict=True)
-            ]
+            return [x.update(dtype=wide[i]) if i in wide else x for i, x in enumerate(structs)]
 
-        new = copy.copy(self)
-        new.record = dataclasses.replace(self.record, leaves=leaves)
         new.stored = like(self.stored)
-        new.structs = jax.tree.structure(self.structs).unflatten(
-            like(jax.tree.leaves(self.structs))
-        )
+        leaves, structure = jax.tree.flatten(self.structs)
+        new.structs = structure.unflatten(like(leaves))
         return new
 
 
 def _widened_like(record: Record, saved: Record) -> Record:
     """Return the record with the wider dtypes of the optimizer's leaves in `saved`."""
-    dtypes = {x.name: x.dtype for x in saved.leaves}
-    leaves = tuple(_widened(x, dtypes.get(x.name)) for x in record.leaves)
-    return dataclasses.replace(record, leaves=leaves)
+    dtypes = {x.name: jnp.dtype(x.dtype) for x in saved.leaves if x.name.startswith(_OPTIMIZER)}
 
+    def widened(leaf: LeafRecord) -> LeafRecord:
+        before = jnp.dtype(leaf.dtype)
+        now = dtypes.get(leaf.name, before)
+        floating = all(jnp.issubdtype(x, jnp.floating) for x in (before, now))
+        is_wider = floating and now.itemsize > before.itemsize
+        return leaf._replace(dtype=now.name) if is_wider else leaf
 
-def _widened(leaf: LeafRecord, dtype: str | None) -> LeafRecord:
-    """Return a leaf of the optimizer with a saved floating dtype that is wider, or the leaf."""
-    if dtype in (None, leaf.dtype) or not leaf.name.startswith(_OPTIMIZER):
-        return leaf
-    before, now = jnp.dtype(leaf.dtype), jnp.dtype(dtype)
-    wider = (
-        all(jnp.issubdtype(x, jnp.floating) for x in (before, now))
-        and now.itemsize > before.itemsize
-    )
-    return dataclasses.replace(leaf, dtype=now.name) if wider else leaf
+    return dataclasses.replace(record, leaves=[widened(x) for x in record.leaves])
 
 
 def _struct(x: jax.Array) -> jax.ShapeDtypeStruct:
@@ -210,7 +205,7 @@ def read(path: epath.Path, template: Template, saved_form: SavedFormLike = None)
         )
     prepare = _by_names if moves else _by_form
     reading = prepare(Reading(path, record, [], False, template, old, template.structs))
-    arrays = _read(path, record, None)
+    arrays = _read(path, record, [leaf.struct() for leaf in record.leaves])
     check_prints(path, names, [host_print(x) for x in arrays], record.prints)
     if moves:
         parts = parts_of(record.layout, names)
@@ -233,7 +228,7 @@ def _by_form(reading: Reading) -> Reading:
         types = structs_then(old.form, types, one_copy(template.structs.params))
         convert = functools.partial(converted, old.form, path=path)
     # Shapes of anchor and momentum depend on the mesh: they are checked when shards are joined.
-    _check_leaves(path, record, record_of(0, types, {}), skip=_names_of_sync(template.structs))
+    _check_leaves(path, record, record_of(types), skip=_names_of_sync(template.structs))
     return dataclasses.replace(reading, types=types, convert=convert)
 
 
@@ -246,11 +241,11 @@ def _by_names(reading: Reading) -> Reading:
     """
     path, record, template, old = reading.path, reading.record, reading.template, reading.old
     whole, structs = record.whole(), template.structs
-    params = record_of(0, whole_types(structs), {})
+    params = record_of(in_model_form(structs))
     _check_leaves(path, whole.only("params"), params.only("params"))
     staged = template.structs_on(old)
-    types = whole_types(staged)
-    wanted = _widened_like(record_of(0, types, {}), whole)
+    types = in_model_form(staged)
+    wanted = _widened_like(record_of(types), whole)
     # The parameter transform converts the leaves that its `like_on` replaces. State of an optax
     # transform outside the trees of stages is equal on all stages, because of `over_stages`.
     kept = {id(x) for x in jax.tree.leaves(structs)}
@@ -271,20 +266,9 @@ def _by_names(reading: Reading) -> Reading:
     )
 
 
-def _read(path: epath.Path, record: Record, like: list[jax.ShapeDtypeStruct] | None) -> list[Any]:
-    """Read all arrays; those of size 0, which have no files, are made."""
-    full = [i for i, leaf in enumerate(record.leaves) if math.prod(leaf.shape)]
-    keys = [record.leaves[i].key for i in full]
-    arrays = read_arrays(path / ARRAYS, keys, None if like is None else [like[i] for i in full])
-    from_files = dict(zip(full, arrays, strict=True))
-
-    def array(i: int, leaf: LeafRecord) -> Any:
-        if i in from_files:
-            return from_files[i]
-        empty = np.zeros(leaf.shape, jnp.dtype(leaf.dtype))
-        return empty if like is None else _placed(empty, like[i])
-
-    return [array(i, leaf) for i, leaf in enumerate(record.leaves)]
+def _read(path: epath.Path, record: Record, like: list[Any]) -> list[Any]:
+    keys = [leaf.key for leaf in record.leaves]
+    return read_arrays(path / ARRAYS, dict(zip(keys, like, strict=True)))
 
 
 def finished(reading: Reading) -> RestoredParts:
@@ -303,7 +287,7 @@ def finished(reading: Reading) -> RestoredParts:
         return template.state(reading.arrays), record.extra, True, ()
     old, new = reading.old, template.placement
     state = reading.convert(jax.tree.structure(reading.types).unflatten(reading.arrays))
-    template = template.with_dtypes_of(record_of(0, state, {}))
+    template = template.with_dtypes_of(record_of(state))
     try:
         new_state, notes = resized(
             state, template.structs, template.train_step.sync, record.step, template.seed, old, new
@@ -314,18 +298,18 @@ def finished(reading: Reading) -> RestoredParts:
             "same `sync`, `bucket_bytes` and `local_axis_name` included?"
         ) from error
     leaves = zip(jax.tree.leaves(new_state), template.stored, strict=True)
-    arrays = [_placed(x, struct) for x, struct in leaves]
+    arrays = [_on_devices(x, struct) for x, struct in leaves]
     is_exact = old.replicas == new.replicas
     return template.state(arrays), record.extra, is_exact, (*reading.notes, *notes)
 
 
-def _placed(x: Any, like: jax.ShapeDtypeStruct) -> jax.Array:
+def _on_devices(x: Any, like: jax.ShapeDtypeStruct) -> jax.Array:
     if x.shape != like.shape or x.dtype != like.dtype:
         raise CheckpointError(
             f"a leaf became {x.dtype}{list(x.shape)} instead of {like.dtype}{list(like.shape)}: "
             "was the checkpoint made with the same transforms?"
         )
-    return jax.make_array_from_callback(like.shape, like.sharding, lambda index: x[index])
+    return placed(x, like)
 
 
 def _check_leaves(
@@ -363,7 +347,7 @@ def _params_record(template: Template, form: SavedForm | None) -> Record:
         params = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct((replicas, *x.shape), x.dtype), form.params
         )
-    return record_of(0, template.structs._replace(params=params), {})
+    return record_of(template.structs._replace(params=params))
 
 
 def _names_of_sync(structs: TrainState) -> tuple[str, ...]:

@@ -90,9 +90,6 @@ def test_a_record_is_checked_but_may_have_what_other_versions_note(step, state, 
     with pytest.raises(CheckpointError, match="3 is damaged"):
         restore(tmp_path, step)
     record.write_text(whole)
-    rewrite_record(tmp_path / "3", lambda value: value.update(leaves=[["key", "name"]]))
-    with pytest.raises(CheckpointError, match="damaged record"):
-        restore(tmp_path, step)
     rewrite_record(tmp_path / "3", lambda value: value.update(jaxslowmo_checkpoint=FORMAT + 1))
     with pytest.raises(CheckpointError, match=rf"format {FORMAT + 1}, .* reads format {FORMAT}:"):
         restore(tmp_path, step, fallback=True)
