@@ -3,7 +3,7 @@
 import contextlib
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from os import PathLike
 from types import TracebackType
 from typing import Any
@@ -15,7 +15,7 @@ from .._support.checks import as_int, checked_int, warn_user
 from .._support.files import MAX_STEP, complete_steps, io_errno
 from .._support.types import PyTree
 from ..train import TrainState, TrainStep, updates_of
-from ._arrays import first_line, prints_of
+from ._arrays import first_line
 from ._folder import (
     CheckpointError,
     UnansweredError,
@@ -178,7 +178,7 @@ class Checkpoints:
         )
         self.wait()
         stored = _safe_copies(as_stored(state))
-        record = replace(record, prints=prints_of(stored))
+        record = record.with_arrays(stored)
         keys = [leaf.key for leaf in record.leaves]
         try:
             writing = FolderWrite(
@@ -313,7 +313,7 @@ class Checkpoints:
         self.wait()
         steps = self._notes.gather(self.steps())[0]
         chosen = self._chosen(steps, step, fallback)
-        template = Template(train_step, params, model_state, seed)
+        template = Template.of(train_step, params, model_state, seed)
         for i, candidate in enumerate(chosen):
             try:
                 return Restored(candidate, *self._read(candidate, template, saved_form))

@@ -17,10 +17,10 @@ from .._support.types import PyTree
 from .._version import __version__
 from ..mesh import axis_names, model_axes, only_over, specs_of_leaves
 from ..train import TrainState
-from ..transform import ParameterTransform, SavedForm, StatePlacement
+from ..transform import SavedForm, StatePlacement
 from ..tree import leaf_names
-from ._arrays import first_line
-from ._folder import RECORD, CheckpointError, UnreadableError, epath
+from ._arrays import first_line, prints_of
+from ._folder import RECORD, UnreadableError, epath
 from ._stages import layout_of, parts_of, spec_to_json
 
 FORMAT = 1
@@ -49,9 +49,15 @@ class LeafRecord(NamedTuple):
         kind = f"key<{self.key_impl}>" if self.key_impl else self.dtype
         return f"{kind}[{','.join(map(str, self.shape[1:]))}]"
 
-    def struct(self) -> jax.ShapeDtypeStruct:
+    def struct(self, sharding: Any = None) -> jax.ShapeDtypeStruct:
         """Return the type of the array as it is stored."""
-        return jax.ShapeDtypeStruct(self.shape, jnp.dtype(self.dtype))
+        words = _key_words(self.key_impl) if self.key_impl else ()
+        return jax.ShapeDtypeStruct((*self.shape, *words), self.dtype, sharding=sharding)
+
+
+def _key_words(impl: str) -> tuple[int, ...]:
+    """Return the shape of the data of one PRNG key."""
+    return jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0, impl=impl))).shape
 
 
 Specs = list[list[list[str]]] | None
@@ -99,6 +105,14 @@ class Record:
         packages = {package: version(package) for package in ("jax", "orbax-checkpoint")}
         content = {**vars(self), "versions": {"jaxslowmo": __version__, **packages}}
         return {_MARK: FORMAT, "crc32": _crc32(content), **content}
+
+    def with_arrays(self, stored: list[jax.Array]) -> "Record":
+        """Return the record with the fingerprints of these arrays.
+
+        Communication: that of `prints_of`.
+        """
+        specs = specs_of(stored) if self.shard_specs() is None else None
+        return replace(self, prints=prints_of(stored), specs=specs)
 
     def only(self, part: str) -> "Record":
         """Return the record of one field of the state, such as "params"."""
@@ -190,12 +204,10 @@ def record_of(
     extra: dict[str, Any] | None = None,
     metrics: dict[str, float] | None = None,
 ) -> Record:
-    """Return the record, without fingerprints, of a state of arrays or of types."""
+    """Return the record of a state of arrays or of types; `with_arrays` completes it."""
     sharding, known = getattr(state.step, "sharding", None), state.known_layout
     axes, automatic = None, frozenset()
-    shards: Specs = None
-    specs: Specs = None
-    division = None
+    shards, division = None, None
     if isinstance(sharding, NamedSharding):
         axes = list(sharding.mesh.shape.items())
         entry = sharding.spec[0] if sharding.spec else None
@@ -204,8 +216,6 @@ def record_of(
     if known is not None:
         shards = [spec_to_json(spec) for spec in specs_of_leaves(known.shards, state.params)]
         division = None if known.division is None else dict(known.division)
-    elif automatic:
-        specs = specs_of_arrays(jax.tree.leaves(state))
     named = enumerate(zip(leaf_names(state), jax.tree.leaves(state), strict=True))
     return Record(
         step=step,
@@ -218,12 +228,11 @@ def record_of(
         extra=extra or {},
         layout=layout_of(state),
         division=division,
-        specs=specs,
         metrics=metrics,
     )
 
 
-def specs_of_arrays(arrays: list[Any]) -> Specs:
+def specs_of(arrays: list[Any]) -> Specs:
     """Return the specs of arrays on one mesh, or of their types."""
     axes = frozenset(arrays[0].sharding.mesh.axis_names)
     return [spec_to_json(only_over(x.sharding.spec, axes)) for x in arrays]
@@ -231,8 +240,7 @@ def specs_of_arrays(arrays: list[Any]) -> Specs:
 
 def _leaf_from_json(key: str, name: str, shape: list[int], dtype: str, impl: str) -> LeafRecord:
     if name == "rng" and impl:  # 0.2.0 had a typed key here, and stored what is now the leaf
-        words = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0, impl=impl))).shape
-        return LeafRecord(key, name, (*shape, *words), dtype)
+        return LeafRecord(key, name, (*shape, *_key_words(impl)), dtype)
     return LeafRecord(key, name, tuple(shape), dtype, impl)
 
 
@@ -256,51 +264,3 @@ def _leaf_record(index: int, name: str, leaf: Any) -> LeafRecord:
 def as_stored(tree: PyTree) -> list[jax.Array]:
     """Return the leaves of a state as they are stored: PRNG keys as their data."""
     return [jax.random.key_data(x) if is_key(x) else x for x in jax.tree.leaves(tree)]
-
-
-def has_equal_layout(
-    path: epath.Path,
-    record: Record,
-    structs: PyTree,
-    wanted: list[Any],
-    sync: ParameterTransform | None,
-    old: StatePlacement,
-    new: StatePlacement,
-) -> bool:
-    """Return whether the arrays have the layout of the new run, including state in shards.
-
-    Args:
-      path: path of the checkpoint.
-      record: record of the checkpoint.
-      structs: types of the state of the new run's parameter transform.
-      wanted: types of the new run's arrays, in the order of the leaves.
-      sync: the parameter transform of the new run, or None.
-      old: placement of the checkpoint.
-      new: placement of the new run.
-
-    Raises:
-      CheckpointError: the checkpoint does not record how shards were cut, and its arrays are not
-        laid out as in the new run.
-    """
-    same_mesh = _large_axes(old) == _large_axes(new) and old.automatic == new.automatic
-    is_equal = same_mesh and old.form is None
-    if sync is None or not sync.shards(structs):
-        return is_equal
-    if old.specs is None:
-        if is_equal and record.specs == specs_of_arrays(wanted):
-            return True
-        raise CheckpointError(
-            f"{path} does not record how the anchor and its related state were cut inside a "
-            f"replica (over {', '.join(sorted(old.automatic))}), since the state was not the "
-            "result of a step. Restore it with the same mesh and `param_specs`, and save it again "
-            "after a step."
-        )
-    return is_equal and _cuts(old) == _cuts(new)
-
-
-def _large_axes(at: StatePlacement) -> dict[str, int]:
-    return {name: size for name, size in at.axis_sizes.items() if size > 1}
-
-
-def _cuts(at: StatePlacement) -> list[P]:
-    return [only_over(spec, at.automatic) for spec in at.specs or ()]

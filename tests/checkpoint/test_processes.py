@@ -66,7 +66,7 @@ with Checkpoints(folder, keep=9) as checkpoints:
 
 
 def test_saved_by_two_processes(mesh_of, tmp_path, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", os.fspath(Path(__file__).parents[1]))
+    monkeypatch.setenv("PYTHONPATH", os.fspath(Path(__file__).parents[1]), prepend=os.pathsep)
     written: dict[int, int] = {}
     for rank, text in enumerate(two_processes(PROGRAM, tmp_path, devices=2)):
         said = {line.partition(" ")[0]: line.partition(" ")[2] for line in text.splitlines()}
