@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from .._support.files import io_errno
 from .._support.types import PyTree
 from .._version import __version__
 from ..mesh import axis_names, model_axes, only_over, specs_of_leaves
@@ -162,8 +163,9 @@ def read_record(path: epath.Path) -> Record:
         value = json.loads(file.read_text())
     except (OSError, ValueError) as error:
         raise UnreadableError(
-            f"{path} is damaged, or was not written by jaxslowmo.checkpoint: {file}: "
-            f"{first_line(error)}."
+            f"{path} is damaged, or was not written by jaxslowmo.checkpoint: {RECORD}/metadata: "
+            f"{getattr(error, 'strerror', None) or first_line(error)}.",
+            io_errno(error),
         ) from error
     if not isinstance(value, dict) or _MARK not in value:
         raise UnreadableError(
