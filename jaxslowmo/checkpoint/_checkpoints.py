@@ -2,23 +2,21 @@
 
 import contextlib
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
-from types import TracebackType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from .._support.checks import as_int, checked_int, warn_user
+from .._support.checks import checked_int, warn_user
 from .._support.files import MAX_STEP, complete_steps, io_errno
 from .._support.types import PyTree
 from ..train import TrainState, TrainStep, updates_of
 from ._arrays import first_line
 from ._folder import (
     CheckpointError,
-    UnansweredError,
     UnreadableError,
     advice_on,
     put_away,
@@ -105,12 +103,7 @@ class Checkpoints:
         """Return these checkpoints."""
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Wait for a save in progress, and close."""
         self.close()
 
@@ -152,17 +145,14 @@ class Checkpoints:
         Communication: one all-reduce of 8 bytes per array, over all devices, for fingerprints;
           with several processes five messages of each through the coordinator, or more.
         """
-        number = as_int(step, 0)
-        if number is None or number > MAX_STEP:
-            raise ValueError(
-                f"Checkpoints.save: `step` must be an int >= 0 and < 2**31, got {step}."
-            )
+        step = checked_int("Checkpoints.save: `step`", step, 0)
+        if step > MAX_STEP:
+            raise ValueError(f"Checkpoints.save: `step` must be < 2**31, got {step}.")
         if not isinstance(state, TrainState):
             raise ValueError(
                 "Checkpoints.save: `state` must be of a step of `js.make_train_step`, got "
                 f"{type(state).__name__}; orbax saves other trees."
             )
-        step = number
         if step != (done := updates_of(state)):
             warn_user(
                 f"Checkpoints.save: `step` is {step} and the state counts {done} updates. A run "
@@ -340,15 +330,15 @@ class Checkpoints:
 
         Communication: none; each process reads independently.
         """
-        steps = list(self.steps())
+        steps, error = self.steps(), None
         chosen = self._chosen(steps, step, fallback)
-        for candidate in chosen[:-1]:
-            with contextlib.suppress(UnreadableError):
+        for candidate in chosen:
+            try:
                 return read_record(self._folder / str(candidate)).extra
-        try:
-            return read_record(self._folder / str(chosen[-1])).extra
-        except UnreadableError as error:
-            raise _with_hint(error, chosen[-1], steps, fallback) from error
+            except UnreadableError as caught:
+                error = caught
+        assert error is not None, "there is a candidate"
+        raise _with_hint(error, chosen[-1], steps, fallback) from error
 
     def _read(self, step: int, template: Template, form: SavedFormLike) -> RestoredParts:
         """Read the state of a checkpoint; a failure on one process is raised on all."""
@@ -359,19 +349,18 @@ class Checkpoints:
             reading = read(path, template, form)
         except Exception as caught:  # any kind: the other processes must learn of it
             error = caught
-        is_unreadable = isinstance(error, UnreadableError)
-        failure = None if error is None else [is_unreadable, io_errno(error)]
-        failures = [f for f in self._notes.gather(failure) if f is not None]
-        all_unreadable = all(one for one, _ in failures)
-        if error is not None and (all_unreadable or not is_unreadable):
-            raise error
+        mine = None if error is None else [isinstance(error, UnreadableError), io_errno(error)]
+        failures = [failure for failure in self._notes.gather(mine) if failure]
         if failures or reading is None:
+            all_unreadable = all(is_unreadable for is_unreadable, _ in failures)
+            if error is not None and isinstance(error, UnreadableError) == all_unreadable:
+                raise error
             kind = UnreadableError if all_unreadable else CheckpointError
             number = next((n for _, n in failures if n is not None), None)
             raise kind(f"{path} could not be read on another process.", number) from error
         return finished(reading)
 
-    def _chosen(self, steps: list[int], step: int | None, fallback: bool) -> list[int]:
+    def _chosen(self, steps: Sequence[int], step: int | None, fallback: bool) -> Sequence[int]:
         """Return the steps of the checkpoints to try, in order."""
         if not steps:
             raise CheckpointError(
@@ -380,13 +369,12 @@ class Checkpoints:
             )
         if step is None:
             return steps[::-1] if fallback else steps[-1:]
-        number = as_int(step)
-        if number is None or number not in steps:
+        if step not in steps:
             raise CheckpointError(
                 f"{self.folder} has no checkpoint of step {step}: it has those of steps "
                 f"{', '.join(map(str, steps))}."
             )
-        return steps[steps.index(number) :: -1] if fallback else [number]
+        return steps[steps.index(step) :: -1] if fallback else [step]
 
     def _make_way(self, step: int) -> None:
         """Prepare the folder for a save; process 0 calls it."""
@@ -416,9 +404,9 @@ class Checkpoints:
         return numbers
 
     def _not_written(self, step: int, error: Exception) -> CheckpointError:
-        reason = str(error) if isinstance(error, CheckpointError) else ""
-        reason = reason or f"{type(error).__name__}: {first_line(error)}"
-        kind = UnansweredError if isinstance(error, UnansweredError) else CheckpointError
+        kind, reason = CheckpointError, f"{type(error).__name__}: {first_line(error)}"
+        if isinstance(error, CheckpointError):
+            kind, reason = type(error), str(error)
         return kind(
             f"{self.folder}: the checkpoint of step {step} could not be written ({reason}); "
             f"those before it are as they were.{advice_on(error)}",
@@ -428,7 +416,7 @@ class Checkpoints:
 
 
 def _with_hint(
-    error: UnreadableError, step: int, steps: list[int], fallback: bool
+    error: UnreadableError, step: int, steps: Sequence[int], fallback: bool
 ) -> UnreadableError:
     """Return the error of the last checkpoint that was tried, with a hint at an older one."""
     older = max((n for n in steps if n < step and not fallback), default=None)

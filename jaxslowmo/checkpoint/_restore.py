@@ -123,7 +123,9 @@ def _widened_like(saved: Record, types: TrainState) -> TrainState:
     dtypes = {x.name: x.dtype for x in saved.leaves if x.name.startswith(_OPTIMIZER)}
 
     def widened(name: str, x: Any) -> Any:
-        dtype = jnp.dtype(dtypes.get(name, x.dtype))
+        if name not in dtypes:
+            return x
+        dtype = jnp.dtype(dtypes[name])
         floating = all(jnp.issubdtype(each, jnp.floating) for each in (x.dtype, dtype))
         return x.update(dtype=dtype) if floating and dtype.itemsize > x.dtype.itemsize else x
 

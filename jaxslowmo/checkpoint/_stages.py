@@ -53,15 +53,16 @@ def layout_of(tree: PyTree) -> dict[str, Any] | None:
     return {"nodes": nodes, "packings": [_packing_to_json(p) for p in packings]} if nodes else None
 
 
-def of_params(layout: Mapping[str, Any] | None) -> list[Any]:
-    """Return the entries of the layout that belong to the parameters, as [name, packing]."""
+def _nodes(layout: Mapping[str, Any] | None) -> list[tuple[str, dict[str, Any]]]:
+    """Return name and packing of each tree of stages."""
     if layout is None:
         return []
-    return [
-        [name, layout["packings"][number]]
-        for name, number in layout["nodes"]
-        if name.split("/")[0] == "params"
-    ]
+    return [(name, layout["packings"][number]) for name, number in layout["nodes"]]
+
+
+def of_params(layout: Mapping[str, Any] | None) -> list[tuple[str, dict[str, Any]]]:
+    """Return name and packing of each tree of stages that belongs to the parameters."""
+    return [node for node in _nodes(layout) if node[0].split("/")[0] == "params"]
 
 
 def names_inside(layout: Mapping[str, Any] | None) -> dict[str, bool]:
@@ -70,16 +71,14 @@ def names_inside(layout: Mapping[str, Any] | None) -> dict[str, bool]:
     A leaf that an optimizer keeps once per stage, such as a vector of all the stage's elements,
     belongs to none.
     """
-    if layout is None:
-        return {}
     params = {leaf[0] for _, packing in of_params(layout) for leaf in packing["leaves"]}
     return {
         # A parameter may have several arrays, whose names begin with that of the parameter.
         f"{node}/{name}": not params.isdisjoint(
             itertools.accumulate(name.split("/"), "{}/{}".format)
         )
-        for node, number in layout["nodes"]
-        for name, *_ in layout["packings"][number]["leaves"]
+        for node, packing in _nodes(layout)
+        for name, *_ in packing["leaves"]
     }
 
 
@@ -93,8 +92,7 @@ def parts_of(layout: Mapping[str, Any] | None, names: Sequence[str]) -> list[Sto
     indices = {name: index for index, name in enumerate(names)}
     by_position: dict[int, list[StoredLeaf]] = {}
     inside: set[int] = set()
-    for node, number in () if layout is None else layout["nodes"]:
-        packing = layout["packings"][number]  # type: ignore
+    for node, packing in _nodes(layout):
         parts = [
             StoredLeaf(
                 f"{node}/{name}", indices[f"{node}/{buffer}"], _place(rest, packing["sizes"])
