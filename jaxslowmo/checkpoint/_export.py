@@ -104,7 +104,7 @@ def _write(path: epath.Path, arrays: dict[str, np.ndarray], record: dict[str, An
     remove_unfinished(path.parent, f"{path.name}.")
     folder = unfinished(path, 0)
     try:
-        folder.mkdir(parents=True)
+        folder.mkdir(parents=True, exist_ok=True)
         data = safetensors.save(arrays)
         (folder / EXPORT_ARRAYS).write_bytes(data)
         dtypes = {name: x.dtype.name for name, x in arrays.items()}
