@@ -6,7 +6,7 @@ from collections.abc import Iterator
 # The packages of the `train` extra that jaxslowmo imports.
 _TRAIN = frozenset(
     {
-        "etils", "filelock", "flax", "matplotlib", "orbax", "rich", "tensorboardX", "tensorstore",
+        "etils", "filelock", "flax", "matplotlib", "orbax", "rich", "safetensors", "tensorboardX",
         "tyro", "yaml",
     }
 )  # fmt: skip

@@ -72,6 +72,7 @@ def is_unfinished(path: Path) -> bool:
 # Object stores cannot rename folders: there a checkpoint is complete when it holds this file.
 COMMITTED = "commit_success.txt"
 MAX_STEP = 2**31 - 1
+EXPORT_ARRAYS, EXPORT_RECORD = "model.safetensors", "jaxslowmo.json"  # files of an exported model
 
 
 def complete_steps(folder: Any) -> tuple[int, ...]:
@@ -95,6 +96,11 @@ def _is_complete(path: Any) -> bool:
     if int(name) > MAX_STEP or not path.is_dir():
         return False
     return can_rename(path) or (path / COMMITTED).exists()
+
+
+def is_export(folder: Path) -> bool:
+    """Return whether a folder looks like a model that `export_consensus` has written."""
+    return all((folder / name).is_file() for name in (EXPORT_ARRAYS, EXPORT_RECORD))
 
 
 def can_rename(path: Any) -> bool:

@@ -1,8 +1,8 @@
-"""Functions that read arrays of a checkpoint from orbax's files and compare their fingerprints.
+"""Functions that read the arrays of a checkpoint and compare their fingerprints.
 
-Restoring with orbax waits for the other processes at barriers, so a process that cannot read its
-part would leave them waiting. Here each process reads without the others, and they agree on the
-outcome afterwards. Zarr does not notice if files were damaged. Fingerprints do.
+Orbax's checkpointers wait for the other processes at barriers, so a process that cannot read its
+part would leave them waiting. Its handlers do not: each process reads without the others, and they
+agree on the outcome afterwards. Zarr does not notice if files were damaged. Fingerprints do.
 """
 
 from collections.abc import Sequence
@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..mesh import FINGERPRINT_SEEDS, fingerprint
-from ._folder import UnreadableError, epath, ts
+from ..mesh import fingerprint
+from ._folder import UnreadableError, epath, ocp
 
 
 def first_line(error: BaseException) -> str:
@@ -21,55 +21,59 @@ def first_line(error: BaseException) -> str:
     return str(error).strip().split("\n")[0][:300] or type(error).__name__
 
 
-def read_arrays(path: epath.Path, keys: Sequence[str], like: Sequence[Any] | None) -> list[Any]:
+def handler() -> ocp.PyTreeCheckpointHandler:
+    """Return orbax's handler of arrays, without its store of array metadata.
+
+    With that store, a process would wait ten minutes for process 0's folder.
+    """
+    processes = range(jax.process_count())
+    types = ocp.type_handlers
+    return ocp.PyTreeCheckpointHandler(
+        multiprocessing_options=ocp.options.MultiprocessingOptions(
+            active_processes=set(processes), barrier_sync_key_prefix="jaxslowmo"
+        ),
+        type_handler_registry=types.create_type_handler_registry(
+            (jax.Array, types.ArrayHandler()), (np.ndarray, types.NumpyHandler())
+        ),
+    )
+
+
+def read_arrays(path: epath.Path, structs: dict[str, jax.ShapeDtypeStruct]) -> list[Any]:
     """Read stored arrays.
 
     Args:
       path: path of the checkpoint's item that holds the arrays.
-      keys: names under which orbax stored them.
-      like: a `ShapeDtypeStruct` for each array, with the sharding of the result: each process reads
-        its part. None reads whole arrays as NumPy arrays.
+      structs: shape and dtype of each array by the name under which orbax stored it, with the
+        sharding of the result: each process reads its part. Without one it is a whole NumPy array.
 
     Raises:
-      UnreadableError: a missing or damaged file, or an array of another shape or dtype.
+      UnreadableError: a missing or damaged file.
 
     Communication: none.
     """
+
+    def how(x: jax.ShapeDtypeStruct) -> ocp.RestoreArgs:
+        if x.sharding is None:
+            return ocp.RestoreArgs(restore_type=np.ndarray)
+        return ocp.ArrayRestoreArgs(sharding=x.sharding, global_shape=x.shape)
+
+    # Orbax stores no arrays of size 0.
+    full = {key: x for key, x in structs.items() if x.size}
+    args = ocp.args.PyTreeRestore(full, restore_args={key: how(x) for key, x in full.items()})
     try:
-        opened = [ts.open(_spec(path, key), open=True, read=True) for key in keys]
-        stores = [future.result() for future in opened]
-        if like is None:
-            parts = [store.read() for store in stores]
-            return [np.asarray(part.result()) for part in parts]
-        for key, store, struct in zip(keys, stores, like, strict=True):
-            if store.shape != struct.shape or store.dtype.numpy_dtype != struct.dtype:
-                raise ValueError(f"{key} is {store.dtype.name}{list(store.shape)}")
-        return _placed(stores, like)
+        found = handler().restore(path, args=args)
     except Exception as error:  # tensorstore raises many kinds
         raise UnreadableError(f"{path.parent} is damaged: {first_line(error)}.") from error
+    empty = {k: placed(np.zeros(x.shape, x.dtype), x) for k, x in structs.items() if not x.size}
+    arrays = found | empty
+    return [arrays[key] for key in structs]
 
 
-def _spec(path: epath.Path, key: str) -> dict[str, Any]:
-    base = str(path) if "://" in str(path) else path.resolve().as_uri()
-    return {
-        "driver": "zarr",
-        "kvstore": {"driver": "ocdbt", "base": f"{base}/", "path": key},
-    }
-
-
-def _placed(stores: Sequence[Any], like: Sequence[Any]) -> list[jax.Array]:
-    # Start all reads first, so that they run in parallel. Several devices share the read of a part.
-    reads_by_array = []
-    for store, struct in zip(stores, like, strict=True):
-        indices = struct.sharding.addressable_devices_indices_map(struct.shape).values()
-        unique = {str(index): index for index in indices}
-        reads_by_array.append({text: store[index].read() for text, index in unique.items()})
-    return [
-        jax.make_array_from_callback(
-            struct.shape, struct.sharding, lambda index, reads=reads: reads[str(index)].result()
-        )
-        for struct, reads in zip(like, reads_by_array, strict=True)
-    ]
+def placed(x: Any, like: jax.ShapeDtypeStruct) -> Any:
+    """Return an array of the host with the sharding of `like`; itself if that has none."""
+    if like.sharding is None:
+        return x
+    return jax.make_array_from_callback(like.shape, like.sharding, lambda index: x[index])
 
 
 @jax.jit
@@ -82,45 +86,18 @@ def prints_of(arrays: Sequence[Any]) -> list[list[int]]:
 
     Communication: one all-reduce of 8 bytes per array over all devices that it is split over.
     """
-    prints = _prints(list(arrays))
-    return np.asarray(prints.addressable_data(0)).tolist() if arrays else []
+    return np.asarray(_prints(list(arrays)).addressable_data(0)).tolist()
+
+
+_CHUNK = 1 << 20  # elements that are hashed at once, which bounds the additional memory
 
 
 def host_print(x: np.ndarray) -> list[int]:
     """Return the fingerprint of an array on the host, equal to that of `prints_of`."""
-    words = _words(x).reshape(-1)
-    totals = [0] * len(FINGERPRINT_SEEDS)
-    for start in range(0, words.size, _CHUNK):
-        part = words[start : start + _CHUNK].astype(np.uint32)
-        place = np.arange(start, start + part.size, dtype=np.uint64).astype(np.uint32)
-        for i, seed in enumerate(FINGERPRINT_SEEDS):
-            hashes = _hash(part ^ _hash(place + np.uint32(seed)))
-            # Python's integers, because sums of NumPy's scalars warn when they overflow.
-            totals[i] = (totals[i] + int(hashes.sum(dtype=np.uint32))) % 2**32
-    return totals
-
-
-_CHUNK = 1 << 20  # words that are hashed at once, which bounds the additional memory
-
-
-def _hash(x: np.ndarray) -> np.ndarray:
-    x = (x ^ (x >> np.uint32(16))) * np.uint32(0x85EBCA6B)
-    x = (x ^ (x >> np.uint32(13))) * np.uint32(0xC2B2AE35)
-    return x ^ (x >> np.uint32(16))
-
-
-def _words(x: Any) -> np.ndarray:
-    """Return the bits of `x` as integers, like `jaxslowmo.mesh._in_sync.bit_words` on a device."""
-    if np.iscomplexobj(x):
-        return np.stack([_words(x.real), _words(x.imag)], -1)
-    if x.dtype == np.bool_:
-        return x
-    kind = jnp.finfo if jnp.issubdtype(x.dtype, jnp.floating) else jnp.iinfo
-    if kind(x.dtype).bits < 8:
-        x = x.astype(np.float32)
-    x = np.ascontiguousarray(x)
-    words = np.dtype({1: np.uint8, 2: np.uint16}.get(x.dtype.itemsize, np.uint32))
-    return x.reshape(-1).view(words).reshape(*x.shape, x.dtype.itemsize // words.itemsize)
+    flat, total = x.reshape(-1), np.zeros(2, np.uint32)
+    for start in range(0, flat.size, _CHUNK):
+        total += fingerprint(flat[start : start + _CHUNK], np, start)
+    return total.tolist()
 
 
 def check_prints(

@@ -1,34 +1,34 @@
 """`Checkpoints`, which saves and restores the states of a run in a folder."""
 
 import contextlib
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from os import PathLike
-from types import TracebackType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from .._support.checks import as_int, warn_user
+from .._support.checks import checked_int, warn_user
 from .._support.files import MAX_STEP, complete_steps, io_errno
 from .._support.types import PyTree
 from ..train import TrainState, TrainStep, updates_of
-from ._arrays import first_line, prints_of
+from ._arrays import first_line
 from ._folder import (
     CheckpointError,
-    UnansweredError,
     UnreadableError,
     advice_on,
+    put_away,
     quiet_orbax,
-    remove,
     remove_unfinished,
     resolved,
     set_aside,
 )
+from ._notes import Notes
 from ._record import as_stored, checked_json, read_record, record_of
 from ._restore import Reading, RestoredParts, SavedFormLike, Template, finished, read
-from ._writing import FolderWrite, gather, of_first_process
+from ._writing import FolderWrite
 
 
 @dataclass(frozen=True)
@@ -70,9 +70,11 @@ class Checkpoints:
         written in the background. The default is True.
       patience: seconds that a process waits for the others while nothing is being written, before
         it raises an error; the default is 600. It does not limit exchanges between devices.
+      keep_best: name of a metric and "min" or "max": the checkpoint with the least or the greatest
+        value of all that were saved is kept, too. None: only the newest are.
 
     Raises:
-      ValueError: keep < 1, patience <= 0.
+      ValueError: keep < 1, patience <= 0, a `keep_best` of another form.
     """
 
     def __init__(
@@ -81,15 +83,19 @@ class Checkpoints:
         keep: int = 3,
         asynchronous: bool = True,
         patience: float = 600,
+        keep_best: tuple[str, str] | None = None,
     ) -> None:
-        number = as_int(keep, 1)
-        if number is None:
-            raise ValueError(f"Checkpoints: `keep` must be an int >= 1, got {keep!r}.")
+        self._keep = checked_int("Checkpoints: `keep`", keep, 1)
+        if keep_best is not None and (len(keep_best) != 2 or keep_best[1] not in ("min", "max")):
+            raise ValueError(
+                'Checkpoints: `keep_best` must be the name of a metric and "min" or "max", such as '
+                f'("loss", "min"), got {keep_best!r}.'
+            )
         if not patience > 0:
             raise ValueError(f"Checkpoints: `patience` must be > 0 seconds, got {patience!r}.")
         quiet_orbax()
         self._folder = resolved(folder)
-        self._keep, self._asynchronous, self._patience = number, asynchronous, patience
+        self._keep_best, self._asynchronous, self._notes = keep_best, asynchronous, Notes(patience)
         self._writing: tuple[int, FolderWrite] | None = None
         self._unreadable: set[int] = set()
 
@@ -97,12 +103,7 @@ class Checkpoints:
         """Return these checkpoints."""
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Wait for a save in progress, and close."""
         self.close()
 
@@ -117,6 +118,7 @@ class Checkpoints:
         state: TrainState,
         extra: Mapping[str, Any] | None = None,
         wait: bool = False,
+        metrics: Mapping[str, Any] | None = None,
     ) -> None:
         """Save the whole state of a run; a checkpoint of the same step is replaced.
 
@@ -131,26 +133,26 @@ class Checkpoints:
           extra: plain JSON to save with it, such as data position and configuration. Process 0's is
             saved.
           wait: whether to return only when the checkpoint is complete; the default is False.
+          metrics: numbers by name, such as `{"loss": 0.3}`, to save with it: that of `keep_best`,
+            and others. Process 0's are saved. A NaN is never the best.
 
         Raises:
-          ValueError: step < 0 or >= 2**31, no `TrainState`, `extra` that is no JSON.
+          ValueError: step < 0 or >= 2**31, no `TrainState`, `extra` that is no JSON, `metrics`
+            without that of `keep_best`, or that are no numbers.
           CheckpointError: it cannot be written, or the previous save could not; on all processes.
           UserWarning: the state counts another number of updates than `step`.
 
         Communication: one all-reduce of 8 bytes per array, over all devices, for fingerprints;
-          with several processes three messages of each through the coordinator.
+          with several processes five messages of each through the coordinator, or more.
         """
-        number = as_int(step, 0)
-        if number is None:
-            raise ValueError(f"Checkpoints.save: `step` must be an int >= 0, got {step!r}.")
-        if number > MAX_STEP:
-            raise ValueError(f"Checkpoints.save: `step` must be < 2**31, got {number}.")
+        step = checked_int("Checkpoints.save: `step`", step, 0)
+        if step > MAX_STEP:
+            raise ValueError(f"Checkpoints.save: `step` must be < 2**31, got {step}.")
         if not isinstance(state, TrainState):
             raise ValueError(
                 "Checkpoints.save: `state` must be of a step of `js.make_train_step`, got "
                 f"{type(state).__name__}; orbax saves other trees."
             )
-        step = number
         if step != (done := updates_of(state)):
             warn_user(
                 f"Checkpoints.save: `step` is {step} and the state counts {done} updates. A run "
@@ -158,18 +160,23 @@ class Checkpoints:
                 "of later steps are set aside: pass `result.step` of js.train_loop, which is the "
                 "state's own."
             )
-        record = record_of(step, state, checked_json("Checkpoints.save", extra))
+        record = record_of(
+            state,
+            step=step,
+            extra=checked_json("Checkpoints.save", extra),
+            metrics=self._numbers(metrics),
+        )
         self.wait()
         stored = _safe_copies(as_stored(state))
-        record = replace(record, prints=prints_of(stored))
-        keys, described = [leaf.key for leaf in record.leaves], record.to_json()
+        record = record.with_arrays(stored)
+        keys = [leaf.key for leaf in record.leaves]
         try:
             writing = FolderWrite(
                 self._folder / str(step),
                 # Arrays of size 0 are not written: the record has their shapes.
                 {key: x for key, x in zip(keys, stored, strict=True) if x.size},
-                described,
-                seconds=self._patience,
+                record.to_json(),
+                self._notes,
                 before=lambda: self._make_way(step),
                 after=self._remove_old,
             )
@@ -181,22 +188,39 @@ class Checkpoints:
             self.wait()
 
     def steps(self) -> tuple[int, ...]:
-        """Return the steps of the complete checkpoints in ascending order.
+        """Return the steps of the complete checkpoints in ascending order."""
+        return complete_steps(self._folder)
+
+    def best_step(self) -> int | None:
+        """Return the step of the best checkpoint by the metric of `keep_best`; None without one.
+
+        It is stored in the checkpoints, so it is known after a restart. Of equal ones it is the
+        newest. Those whose record cannot be read do not count.
 
         Raises:
-          CheckpointError: the folder is a file.
+          ValueError: `keep_best` was not given.
+
+        Communication: none; each process reads the records of the checkpoints.
         """
-        if self._folder.exists() and not self._folder.is_dir():
-            raise CheckpointError(f"{self._folder} is a file: give the folder of a run.")
-        return complete_steps(self._folder)
+        if self._keep_best is None:
+            raise ValueError("Checkpoints.best_step: needs `keep_best`, got None.")
+        name, mode = self._keep_best
+        values = []
+        for step in self.steps():
+            with contextlib.suppress(UnreadableError):
+                metrics = read_record(self._folder / str(step)).metrics or {}
+                value = metrics.get(name, math.nan)
+                if not math.isnan(value):
+                    values.append((-value if mode == "min" else value, step))
+        return max(values)[1] if values else None
 
     @property
     def failure(self) -> CheckpointError | None:
         """The error of the last save if it has failed, which `wait` will raise; None otherwise."""
-        if self._writing is None or not self._writing[1].is_done:
+        if self._writing is None or self._writing[1].failure is None:
             return None
         step, writing = self._writing
-        return None if writing.failure is None else self._not_written(step, writing.failure)
+        return self._not_written(step, writing.failure)
 
     def written(self) -> int:
         """Return how many bytes of the save in progress are in its folder; 0 without a save."""
@@ -277,9 +301,9 @@ class Checkpoints:
           coordinator.
         """
         self.wait()
-        steps = of_first_process(self.steps(), self._patience)
+        steps = self._notes.gather(self.steps())[0]
         chosen = self._chosen(steps, step, fallback)
-        template = Template(train_step, params, model_state, seed)
+        template = Template.of(train_step, params, model_state, seed)
         for i, candidate in enumerate(chosen):
             try:
                 return Restored(candidate, *self._read(candidate, template, saved_form))
@@ -306,15 +330,15 @@ class Checkpoints:
 
         Communication: none; each process reads independently.
         """
-        steps = list(self.steps())
+        steps, error = self.steps(), None
         chosen = self._chosen(steps, step, fallback)
-        for candidate in chosen[:-1]:
-            with contextlib.suppress(UnreadableError):
+        for candidate in chosen:
+            try:
                 return read_record(self._folder / str(candidate)).extra
-        try:
-            return read_record(self._folder / str(chosen[-1])).extra
-        except UnreadableError as error:
-            raise _with_hint(error, chosen[-1], steps, fallback) from error
+            except UnreadableError as caught:
+                error = caught
+        assert error is not None, "there is a candidate"
+        raise _with_hint(error, chosen[-1], steps, fallback) from error
 
     def _read(self, step: int, template: Template, form: SavedFormLike) -> RestoredParts:
         """Read the state of a checkpoint; a failure on one process is raised on all."""
@@ -325,19 +349,18 @@ class Checkpoints:
             reading = read(path, template, form)
         except Exception as caught:  # any kind: the other processes must learn of it
             error = caught
-        is_unreadable = isinstance(error, UnreadableError)
-        failure = None if error is None else [is_unreadable, io_errno(error)]
-        failures = [f for f in gather(failure, self._patience) if f is not None]
-        all_unreadable = all(one for one, _ in failures)
-        if error is not None and (all_unreadable or not is_unreadable):
-            raise error
+        mine = None if error is None else [isinstance(error, UnreadableError), io_errno(error)]
+        failures = [failure for failure in self._notes.gather(mine) if failure]
         if failures or reading is None:
+            all_unreadable = all(is_unreadable for is_unreadable, _ in failures)
+            if error is not None and isinstance(error, UnreadableError) == all_unreadable:
+                raise error
             kind = UnreadableError if all_unreadable else CheckpointError
             number = next((n for _, n in failures if n is not None), None)
             raise kind(f"{path} could not be read on another process.", number) from error
         return finished(reading)
 
-    def _chosen(self, steps: list[int], step: int | None, fallback: bool) -> list[int]:
+    def _chosen(self, steps: Sequence[int], step: int | None, fallback: bool) -> Sequence[int]:
         """Return the steps of the checkpoints to try, in order."""
         if not steps:
             raise CheckpointError(
@@ -346,13 +369,12 @@ class Checkpoints:
             )
         if step is None:
             return steps[::-1] if fallback else steps[-1:]
-        number = as_int(step)
-        if number is None or number not in steps:
+        if step not in steps:
             raise CheckpointError(
                 f"{self.folder} has no checkpoint of step {step}: it has those of steps "
                 f"{', '.join(map(str, steps))}."
             )
-        return steps[steps.index(number) :: -1] if fallback else [number]
+        return steps[steps.index(step) :: -1] if fallback else [step]
 
     def _make_way(self, step: int) -> None:
         """Prepare the folder for a save; process 0 calls it."""
@@ -364,13 +386,27 @@ class Checkpoints:
 
     def _remove_old(self) -> None:
         """Remove old checkpoints after a save; process 0 calls it."""
+        best = None if self._keep_best is None else self.best_step()
         for step in self.steps()[: -self._keep]:
-            remove(self._folder / str(step))
+            if step != best:
+                put_away(self._folder / str(step)).rmtree()
+
+    def _numbers(self, metrics: Mapping[str, Any] | None) -> dict[str, float]:
+        try:
+            numbers = {name: float(value) for name, value in (metrics or {}).items()}
+        except TypeError as error:
+            raise ValueError(f"Checkpoints.save: `metrics` must be numbers: {error}.") from None
+        if self._keep_best is not None and self._keep_best[0] not in numbers:
+            raise ValueError(
+                f"Checkpoints.save: `metrics` must have {self._keep_best[0]!r}, that of "
+                f"`keep_best`, got {metrics!r}."
+            )
+        return numbers
 
     def _not_written(self, step: int, error: Exception) -> CheckpointError:
-        reason = str(error) if isinstance(error, CheckpointError) else ""
-        reason = reason or f"{type(error).__name__}: {first_line(error)}"
-        kind = UnansweredError if isinstance(error, UnansweredError) else CheckpointError
+        kind, reason = CheckpointError, f"{type(error).__name__}: {first_line(error)}"
+        if isinstance(error, CheckpointError):
+            kind, reason = type(error), str(error)
         return kind(
             f"{self.folder}: the checkpoint of step {step} could not be written ({reason}); "
             f"those before it are as they were.{advice_on(error)}",
@@ -380,7 +416,7 @@ class Checkpoints:
 
 
 def _with_hint(
-    error: UnreadableError, step: int, steps: list[int], fallback: bool
+    error: UnreadableError, step: int, steps: Sequence[int], fallback: bool
 ) -> UnreadableError:
     """Return the error of the last checkpoint that was tried, with a hint at an older one."""
     older = max((n for n in steps if n < step and not fallback), default=None)

@@ -1,7 +1,7 @@
 """Conversion of a saved state to another form of the parameters and another number of replicas."""
 
 import math
-from collections.abc import Set
+from collections.abc import Callable, Set
 from typing import Any
 
 import jax
@@ -20,10 +20,10 @@ from ..transform import (
     shifted_copies,
     stacked,
 )
-from ..tree import leaf_names
+from ..tree import in_model_form, leaf_names
 from ._folder import CheckpointError
 from ._record import Record, is_key
-from ._stages import layout_of, names_inside, of_params, parts_of, read_part, restaged, whole_types
+from ._stages import layout_of, names_inside, of_params, parts_of, read_part, restaged
 
 
 def recorded_form(record: Record, params: PyTree) -> SavedForm:
@@ -40,7 +40,7 @@ def recorded_form(record: Record, params: PyTree) -> SavedForm:
 
     def convert(arrays: list[Any]) -> PyTree:
         whole = [read_part(part, arrays) for part in parts]
-        return restaged(params, jax.tree.structure(whole_types(params)).unflatten(whole))
+        return restaged(params, jax.tree.structure(in_model_form(params)).unflatten(whole))
 
     types = [jax.ShapeDtypeStruct(leaf.shape[1:], jnp.dtype(leaf.dtype)) for leaf in saved]
     return SavedForm(types, convert)
@@ -97,12 +97,7 @@ def structs_then(form: SavedForm, now: PyTree, params: PyTree) -> PyTree:
       params: types of one copy of the current parameters.
     """
 
-    def is_like(x: PyTree) -> bool:
-        return _is_like(params, x)
-
     def then(x: PyTree) -> PyTree:
-        if not is_like(x):
-            return x
         leaves = jax.tree.leaves(x)
         # Moments all have one dtype, or each has that of its parameter.
         dtype = leaves[0].dtype if len({leaf.dtype for leaf in leaves}) == 1 else None
@@ -111,7 +106,7 @@ def structs_then(form: SavedForm, now: PyTree, params: PyTree) -> PyTree:
             form.params,
         )
 
-    return jax.tree.map(then, now, is_leaf=is_like)
+    return _map_like(params, then, now)
 
 
 def converted(form: SavedForm, state: TrainState, path: object) -> TrainState:
@@ -127,23 +122,15 @@ def converted(form: SavedForm, state: TrainState, path: object) -> TrainState:
     Raises:
       CheckpointError: leaves that depend on parameters and are in no tree of the saved form.
     """
-
-    def is_like(x: PyTree) -> bool:
-        return _is_like(form.params, x)
-
     # The parameter transform, whose state is the last, converts it itself.
-    others = state.opt_state[:-1]
-    rest = jax.tree.map(lambda x: None if is_like(x) else x, others, is_leaf=is_like)
+    rest = _map_like(form.params, lambda x: None, state.opt_state[:-1])
     named = zip(leaf_names(rest), jax.tree.leaves(rest), strict=True)
     # In buckets of error feedback and factors of moments no element belongs to a known parameter.
     wrong = [f"{name} {list(x.shape[1:])}" for name, x in named if np.size(x) > len(x)]
     if wrong:
         raise _indistinct(path, "of another form", wrong)
 
-    def move(x: Any) -> Any:
-        return form.convert(x) if is_like(x) else x
-
-    return jax.tree.map(move, state, is_leaf=is_like)
+    return _map_like(form.params, form.convert, state)
 
 
 def _indistinct(path: object, how: str, wrong: list[str]) -> CheckpointError:
@@ -154,13 +141,17 @@ def _indistinct(path: object, how: str, wrong: list[str]) -> CheckpointError:
     )
 
 
-def _is_like(params: PyTree, tree: PyTree) -> bool:
-    """Return whether a tree has the structure and the stacked shapes of the parameters."""
-    leaves, structure = jax.tree.flatten(tree)
-    return structure == jax.tree.structure(params) and all(
-        x.shape[1:] == p.shape and x.shape
-        for x, p in zip(leaves, jax.tree.leaves(params), strict=True)
-    )
+def _map_like(params: PyTree, fn: Callable[[PyTree], PyTree], tree: PyTree) -> Any:
+    """Map `fn` over the trees in `tree` that have the structure and stacked shapes of `params`."""
+    types, structure = jax.tree.flatten(params)
+
+    def is_like(x: PyTree) -> bool:
+        leaves, own = jax.tree.flatten(x)
+        return structure == own and all(
+            leaf.shape[1:] == p.shape and leaf.shape for leaf, p in zip(leaves, types, strict=True)
+        )
+
+    return jax.tree.map(lambda x: fn(x) if is_like(x) else x, tree, is_leaf=is_like)
 
 
 def resized(

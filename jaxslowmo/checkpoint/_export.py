@@ -1,34 +1,39 @@
-"""Export of the consensus parameters to disk without the rest of the state, and their import."""
+"""Export of the consensus parameters as safetensors, for any program, and their import."""
 
-import functools
+import contextlib
+import json
+import zlib
+from collections import Counter
 from collections.abc import Mapping
 from os import PathLike
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 
-from .._support.files import io_errno
+from .._support.files import EXPORT_ARRAYS, EXPORT_RECORD, io_errno
 from .._support.types import AxisName, PyTree
 from ..mesh import AnyMesh, Shares, consensus
-from ..tree import leaf_names
-from ._arrays import check_prints, first_line, host_print, prints_of, read_arrays
+from ..tree import leaf_names, type_text
+from ._arrays import first_line
 from ._folder import (
-    ARRAYS,
     CheckpointError,
     advice_on,
-    ocp,
-    quiet_orbax,
+    deserialize,
+    epath,
+    give_name,
     remove_unfinished,
     resolved,
+    safetensors,
+    unfinished,
 )
-from ._record import as_stored, checked_json, is_key, read_json
-from ._writing import FolderWrite
+from ._notes import Notes, tried
+from ._record import checked_json
 
-_FORMAT = 1
+_FORMAT = 2  # 1 was a checkpoint of orbax
 _MARK = "jaxslowmo_consensus"
-_ROOT = "params"  # the name of a tree inside the tree that orbax writes, if it needs one
-_KEY = "key<"  # how the dtype of PRNG keys begins in a record: "key<threefry2x32>"
 
 
 def export_consensus(
@@ -41,14 +46,17 @@ def export_consensus(
     extra: Mapping[str, Any] | None = None,
     patience: float = 600,
 ) -> None:
-    """Write the mean of the replicas' parameters as one model.
+    """Write the mean of the replicas' parameters as one model, in safetensors.
 
-    The folder becomes visible when it is complete. It holds an orbax PyTree checkpoint, `state`,
-    that other programs can read without this library. All processes must call it.
+    The folder becomes visible when it is complete. `model.safetensors` holds the arrays in their
+    dtypes, named by their paths such as "layers/0/kernel"; other programs read it without this
+    library. `jaxslowmo.json` holds `extra`. All processes must call it. Process 0 writes: it holds
+    the whole model in its memory twice, the others one array at a time.
 
     Args:
       folder: a new path; one that holds an earlier export is replaced.
-      params: stacked tree, leaves `(replicas, *s)`: `state.params`. One array alone is a tree, too.
+      params: stacked tree, leaves `(replicas, *s)`: `state.params`. One array alone is a tree, too,
+        and is named "(root)".
       mesh: mesh with `axis_name`, or a `VirtualMesh`.
       axis_name: the replica axis, or several.
       shares: the weights of the mean, `step.shares(state)`, which gossip needs; see `js.consensus`.
@@ -58,37 +66,56 @@ def export_consensus(
         default is 600.
 
     Raises:
-      ValueError: arguments that `js.consensus` rejects, `extra` that is no JSON, no array or a leaf
-        of size 0, or two leaves that orbax stores under one key: it joins the parts of a path with
-        dots, so `{"a.b": x, "a": {"b": y}}` are two of "a.b".
-      CheckpointError: the folder holds something else, or cannot be written.
+      ValueError: arguments that `js.consensus` rejects, `extra` that is no JSON, or two leaves of
+        one name, such as `{"a/b": x, "a": {"b": y}}`.
+      CheckpointError: the folder holds something else, or cannot be written; safetensors has no
+        such dtype (int4).
 
     Communication: that of `js.consensus`: one all-reduce of the parameters over `axis_name`, and
-      with weights one of 4 bytes; some messages through the coordinator.
+      with weights one of 4 bytes; leaves that are sharded over processes are gathered to all, one
+      after the other; some messages through the coordinator.
     """
-    quiet_orbax()
-    path, extra_json = resolved(folder), checked_json("export_consensus", extra)
+    path, notes = resolved(folder), Notes(patience)
+    record = {_MARK: _FORMAT, "extra": checked_json("export_consensus", extra)}
     mean = consensus(params, mesh=mesh, axis_name=axis_name, shares=shares)
-    # Orbax has no key for one array alone, whose path is empty, nor for the name "".
-    root = _ROOT if "" in _files(mean) else None
-    written = mean if root is None else {root: mean}
-    _check_storable(mean, _files(written))
+    names = leaf_names(mean)
+    if wrong := sorted(name for name, n in Counter(["__metadata__", *names]).items() if n > 1):
+        raise ValueError(
+            "export_consensus: `params` must have leaves of different names, and none of the name "
+            f"`__metadata__`, which safetensors uses; got several, or that: {', '.join(wrong)}."
+        )
+    arrays = {}
+    for name, x in zip(names, jax.tree.leaves(mean), strict=True):
+        if isinstance(x, jax.Array) and not (x.is_fully_addressable or x.is_fully_replicated):
+            x = multihost_utils.process_allgather(x, tiled=True)
+        if jax.process_index() == 0:
+            arrays[name] = np.asarray(x, order="C")
+    failure = tried(_write, path, arrays, record) if jax.process_index() == 0 else None
+    try:
+        notes.agree(failure)
+    except CheckpointError as error:
+        reason = f"{path} could not be written ({error}).{advice_on(error)}"
+        raise CheckpointError(reason, error.errno) from error
+
+
+def _write(path: epath.Path, arrays: dict[str, np.ndarray], record: dict[str, Any]) -> None:
     if path.exists():
         _record(path)  # raises unless the folder holds an export, which may be replaced
-    stored, leaves = as_stored(mean), _leaves(mean)
-    record = {_MARK: _FORMAT, "leaves": leaves, "prints": prints_of(stored), "extra": extra_json}
-    if (keys := _keys(written)) != _keys_of_names(leaves):
-        record |= {"keys": keys, "root": root}
-    arrays = jax.tree.structure(written).unflatten(map(_on_host, stored))
+    remove_unfinished(path.parent, f"{path.name}.")
+    folder = unfinished(path, 0)
     try:
-        before = functools.partial(remove_unfinished, path.parent, f"{path.name}.")
-        FolderWrite(path, arrays, record, seconds=patience, before=before).result()
-    except Exception as error:
-        reason = str(error) if isinstance(error, CheckpointError) else repr(error)
-        raise CheckpointError(
-            f"{path} could not be written ({reason}).{advice_on(error)}",
-            io_errno(error),
-        ) from error
+        folder.mkdir(parents=True, exist_ok=True)
+        data = safetensors.save(arrays)
+        (folder / EXPORT_ARRAYS).write_bytes(data)
+        dtypes = {name: x.dtype.name for name, x in arrays.items()}
+        about = record | {"crc32": zlib.crc32(data), "dtypes": dtypes}
+        (folder / EXPORT_RECORD).write_text(json.dumps(about, indent=1))
+        if replaced := give_name(folder, path):
+            replaced.rmtree()
+    except BaseException:
+        with contextlib.suppress(OSError):
+            folder.rmtree()
+        raise
 
 
 def load_consensus(folder: str | PathLike[str], like: PyTree | None = None) -> PyTree:
@@ -97,36 +124,42 @@ def load_consensus(folder: str | PathLike[str], like: PyTree | None = None) -> P
     Args:
       folder: folder of the export.
       like: a tree of arrays or structs with the same names, shapes and dtypes, whose structure the
-        result has. None returns nested dicts and lists.
+        result has. None returns a dict by name, such as `{"layers/0/kernel": array}`.
 
     Returns:
-      NumPy arrays of one model, as `step.init` takes them; PRNG keys are keys of jax.
+      NumPy arrays of one model, as `step.init` takes them.
 
     Raises:
       CheckpointError: no export in the folder, damaged files, or another model than `like`.
 
     Communication: none; each process reads all files.
     """
-    quiet_orbax()
     path = resolved(folder)
     record = _record(path)
-    leaves = record["leaves"]
-    if like is not None:
-        _check_like(path, leaves, _leaves(like))
-    keys = record.get("keys", _keys_of_names(leaves))
-    stored = read_arrays(path / ARRAYS, keys, None)
-    prints = [host_print(x) for x in stored]
-    check_prints(path, [name for name, _, _ in leaves], prints, record["prints"])
-    arrays = [_from_stored(x, dtype) for x, (_, _, dtype) in zip(stored, leaves, strict=True)]
-    if like is not None:
-        return jax.tree.structure(like).unflatten(arrays)
     try:
-        nested = ocp.PyTreeCheckpointHandler().metadata(path / ARRAYS).tree
-    except Exception as error:
-        raise CheckpointError(f"{path} is damaged: {first_line(error)}.") from error
-    by_key = dict(zip(keys, arrays, strict=True))
-    tree = jax.tree.structure(nested).unflatten([by_key[key] for key in _keys(nested)])
-    return tree if record.get("root") is None else tree[record["root"]]
+        data = (path / EXPORT_ARRAYS).read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"{path} is damaged: {error}.", error.errno) from error
+    if zlib.crc32(data) != record["crc32"]:
+        raise CheckpointError(f"{path} is damaged: {EXPORT_ARRAYS} is not as it was written.")
+    stored = dict(deserialize(data))
+    arrays = {
+        name: np.frombuffer(stored[name]["data"], jnp.dtype(dtype)).reshape(stored[name]["shape"])
+        for name, dtype in record["dtypes"].items()
+    }
+    if like is None:
+        return arrays
+    names = leaf_names(like)
+    wanted = dict(zip(names, map(type_text, jax.tree.leaves(like)), strict=True))
+    saved = {name: type_text(x) for name, x in arrays.items()}
+    wrong = [
+        f"{name} is {saved.get(name, 'missing')} and not {wanted.get(name, 'missing')}"
+        for name in wanted | saved
+        if saved.get(name) != wanted.get(name)
+    ]
+    if wrong:
+        raise CheckpointError(f"{path} is of another model than `like`: {'; '.join(wrong[:3])}.")
+    return jax.tree.structure(like).unflatten([arrays[name] for name in names])
 
 
 def consensus_extra(folder: str | PathLike[str]) -> dict[str, Any]:
@@ -143,94 +176,21 @@ def consensus_extra(folder: str | PathLike[str]) -> dict[str, Any]:
 
     Communication: none; each process reads independently.
     """
-    return _record(resolved(folder)).get("extra") or {}
+    return _record(resolved(folder))["extra"]
 
 
-def _on_host(x: jax.Array) -> Any:
-    """Return a NumPy array if this process has all values, so that reading needs no devices."""
-    if x.is_fully_replicated:
-        return np.asarray(x.addressable_data(0))
-    return np.asarray(x) if x.is_fully_addressable else x
-
-
-def _keys(tree: PyTree) -> list[str]:
-    """Return the key under which orbax stores each leaf: the parts of its path, joined by dots."""
-    paths = jax.tree_util.tree_flatten_with_path(tree)[0]
-    return [".".join(jax.tree_util.keystr((k,), simple=True) for k in path) for path, _ in paths]
-
-
-def _keys_of_names(leaves: list[list[Any]]) -> list[str]:
-    """Return the keys of a record that lists none: no part of a path is empty or holds a slash."""
-    return [name.replace("/", ".") for name, _, _ in leaves]
-
-
-def _files(tree: PyTree) -> list[str]:
-    """Return a text for each leaf that is equal for those that zarr stores in the same files."""
-    return [key.removesuffix("/") for key in _keys(tree)]  # zarr appends a slash where none is
-
-
-def _check_storable(tree: PyTree, files: list[str]) -> None:
-    """Raise `ValueError` for a tree that orbax cannot store in these `_files`."""
-    leaves = jax.tree.leaves(tree)
-    if not leaves:
-        raise ValueError("export_consensus: `params` must hold an array, got none.")
-    named = zip(leaf_names(tree), leaves, strict=True)
-    if empty := [name for name, x in named if not x.size]:
-        raise ValueError(
-            "export_consensus: `params` must hold something in every leaf, which orbax requires, "
-            f"got leaves of size 0: {', '.join(empty)}. Leave them out."
-        )
-    first: dict[str, str] = {}
-    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(tree)]
-    for key, path in zip(files, paths, strict=True):
-        if key in first:
-            raise ValueError(
-                "export_consensus: `params` must have leaves whose paths differ when their parts "
-                f"are joined by dots, as orbax does, got {first[key]} and {path}, which are both "
-                f"{key!r}. Rename one."
-            )
-        first[key] = path
-
-
-def _from_stored(x: np.ndarray, dtype: str) -> Any:
-    """Return a leaf from the array that `as_stored` makes of it."""
-    if not dtype.startswith(_KEY):
-        return x
-    return jax.random.wrap_key_data(jax.numpy.asarray(x), impl=dtype[len(_KEY) : -1])
-
-
-def _check_like(path: Any, saved: list[list[Any]], wanted: list[list[Any]]) -> None:
-    if saved == wanted:
-        return
-    differ = [f"{a} and not {b}" for a, b in zip(saved, wanted, strict=False) if a != b]
-    differ += [f"{len(saved)} leaves and not {len(wanted)}"] * (len(saved) != len(wanted))
-    raise CheckpointError(
-        f"{path} is of another model than `like`: it has {'; '.join(differ[:3])}."
-    )
-
-
-def _leaves(tree: PyTree) -> list[list[Any]]:
-    """Return name, shape and dtype of each leaf, as a record lists them."""
-    leaves = zip(leaf_names(tree), jax.tree.leaves(tree), strict=True)
-    return [[name, list(np.shape(x)), _dtype_text(jax.typeof(x))] for name, x in leaves]
-
-
-def _dtype_text(kind: Any) -> str:
-    if not is_key(kind):
-        return kind.dtype.name
-    # `key_impl` needs an array, and `kind` is a type.
-    return f"{_KEY}{jax.random.key_impl(jax.numpy.empty((), kind.dtype))}>"
-
-
-def _record(path: Any) -> dict[str, Any]:
-    value = read_json(path)
-    if not isinstance(value, dict) or value.get(_MARK) is None:
+def _record(path: epath.Path) -> dict[str, Any]:
+    try:
+        value = json.loads((path / EXPORT_RECORD).read_text())
+    except (OSError, ValueError) as error:
         raise CheckpointError(
-            f"{path} is no model that export_consensus wrote: give the folder of one."
-        )
-    if value[_MARK] != _FORMAT:
+            f"{path} is no model that export_consensus wrote, or it is damaged: "
+            f"{first_line(error)}.",
+            io_errno(error),
+        ) from error
+    if value.get(_MARK) != _FORMAT:
         raise CheckpointError(
-            f"{path} has format {value[_MARK]}, and this version of jaxslowmo reads format "
-            f"{_FORMAT}: install a newer one."
+            f"{path} has format {value.get(_MARK)}, and this version of jaxslowmo reads format "
+            f"{_FORMAT}: use the version that wrote it."
         )
     return value

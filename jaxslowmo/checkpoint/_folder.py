@@ -10,17 +10,16 @@ from os import PathLike
 from pathlib import PurePath
 from typing import Any
 
-import jax
-
 from .._support.checks import warn_user
 from .._support.extras import needed_by
-from .._support.files import can_rename, io_errno
+from .._support.files import COMMITTED, can_rename, io_errno
 
 # The extra `train` installs all of these; the other files of this package import them from here.
 with needed_by("jaxslowmo.checkpoint"):
-    import orbax.checkpoint as ocp
-    import tensorstore as ts  # noqa: F401
+    import orbax.checkpoint as ocp  # noqa: F401
     from etils import epath
+    from safetensors import deserialize  # noqa: F401
+    from safetensors import numpy as safetensors  # noqa: F401
 
 ARRAYS, RECORD = "state", "record"  # the two items of a checkpoint
 # Orbax's suffix of incomplete checkpoints: its tools ignore such folders.
@@ -76,23 +75,40 @@ def resolved(folder: str | PathLike[str]) -> epath.Path:
     return path if "://" in str(folder) else epath.Path(os.path.abspath(path.expanduser()))
 
 
-def processes() -> ocp.options.MultiprocessingOptions:
-    """Return orbax's options for a save by all processes."""
-    if jax.process_count() == 1:
-        return ocp.options.MultiprocessingOptions()
-    return ocp.options.MultiprocessingOptions(
-        active_processes=set(range(jax.process_count())), barrier_sync_key_prefix="jaxslowmo"
-    )
+def unfinished(target: epath.Path, number: int) -> epath.Path:
+    """Return the path of a folder until it is complete; on object stores it is `target` itself.
+
+    Threads of a failed write may still be writing, so each write needs another `number`.
+    """
+    if not can_rename(target):
+        return target
+    return target.parent / f"{target.name}.{number}{UNFINISHED}"
+
+
+def give_name(folder: epath.Path, target: epath.Path) -> epath.Path | None:
+    """Make a complete folder visible as `target`; return the path of the folder that it replaces.
+
+    The caller removes that later: a kill during the removal would leave neither.
+    """
+    if not can_rename(target):
+        (target / COMMITTED).write_text("")
+        return None
+    replaced = put_away(target) if target.exists() else None
+    folder.rename(target)
+    return replaced
+
+
+def _renamed(path: epath.Path, what: str, end: str = "") -> epath.Path:
+    """Rename a folder to its name, `what`, a number if needed, and `end`; return the new path."""
+    paths = (path.parent / f"{path.name}.{what}{n or ''}{end}" for n in itertools.count())
+    return path.rename(next(new for new in paths if not new.exists()))
 
 
 def set_aside(folder: epath.Path, steps: Iterable[int]) -> None:
     """Rename the checkpoints of these steps, so that they are no longer checkpoints of the run."""
-    for step in sorted(steps):
-        path = folder / str(step)
-        names = (f"{step}.set-aside{n or ''}" for n in itertools.count())
-        target = next(folder / name for name in names if not (folder / name).exists())
+    for path in [folder / str(step) for step in sorted(steps)]:
         if path.exists():
-            path.rename(target)
+            _renamed(path, "set-aside")
 
 
 def put_away(path: epath.Path) -> epath.Path:
@@ -101,17 +117,7 @@ def put_away(path: epath.Path) -> epath.Path:
     Returns:
       The new path, or `path` on a file system that cannot rename.
     """
-    if not can_rename(path):
-        return path
-    names = (f"{path.name}.removed{n or ''}{UNFINISHED}" for n in itertools.count())
-    return path.rename(
-        next(path.parent / name for name in names if not (path.parent / name).exists())
-    )
-
-
-def remove(path: epath.Path) -> None:
-    """Remove a checkpoint; if that is interrupted, the rest does not count as a checkpoint."""
-    put_away(path).rmtree()
+    return _renamed(path, "removed", UNFINISHED) if can_rename(path) else path
 
 
 def remove_unfinished(folder: epath.Path, prefix: str = "") -> None:

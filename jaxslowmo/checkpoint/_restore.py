@@ -1,23 +1,21 @@
 """Restoring a stored state on the replicas of a training step."""
 
-import copy
 import dataclasses
 import functools
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
+from jax.sharding import PartitionSpec as P
 
 from .._support.types import PyTree
-from ..mesh import model_axes
+from ..mesh import model_axes, only_over
 from ..train import TrainState, TrainStep
 from ..transform import SavedForm, StatePlacement, holds_state, spec_of
-from ..tree import leaf_names
-from ._arrays import check_prints, host_print, prints_of, read_arrays
+from ..tree import in_model_form, leaf_names
+from ._arrays import check_prints, host_print, placed, prints_of, read_arrays
 from ._convert import (
     check_movable,
     check_recorded,
@@ -28,8 +26,8 @@ from ._convert import (
     structs_then,
 )
 from ._folder import ARRAYS, CheckpointError, epath
-from ._record import LeafRecord, Record, as_stored, has_equal_layout, read_record, record_of
-from ._stages import moved_note, parts_of, read_part, restaged, whole_types
+from ._record import Record, read_record, record_of, specs_of
+from ._stages import moved_note, parts_of, read_part, restaged
 
 _OPTIMIZER = "opt_state/1/"
 NUM_LISTED = 5  # differences in a message
@@ -41,6 +39,7 @@ SavedFormLike = SavedForm | Callable[[dict[str, Any]], SavedForm | None] | None
 """Form of the parameters when they were saved, or a function that returns it from `extra`."""
 
 
+@dataclass(frozen=True)
 class Template:
     """The types and layouts of a fresh state of a training step.
 
@@ -48,29 +47,45 @@ class Template:
       train_step: the training step.
       seed: seed of PRNG keys that are made anew.
       structs: shapes, dtypes and shardings of the state.
-      stored: shapes, dtypes and shardings of its leaves as they are stored.
-      record: record of the state.
-      placement: placement of the state.
     """
 
-    def __init__(
-        self, train_step: TrainStep, params: PyTree, model_state: PyTree | None, seed: int
-    ) -> None:
-        self.train_step, self.seed = train_step, seed
+    train_step: TrainStep
+    seed: int
+    structs: TrainState
+
+    @classmethod
+    def of(
+        cls, train_step: TrainStep, params: PyTree, model_state: PyTree | None, seed: int
+    ) -> "Template":
+        """Return the template of a step, whose arguments are those of `train_step.init`."""
         fresh = train_step.init(params, model_state=model_state, seed=seed)
-        self.record = record_of(0, fresh, {})
-        self.structs: TrainState = jax.tree.map(_struct, fresh)
-        self.stored = [_struct(x) for x in as_stored(fresh)]
-        self.placement = StatePlacement(
-            self.record.replicas,
-            dict(train_step.mesh.shape),
-            model_axes(fresh.params, train_step.mesh, train_step.axis_name),
-            specs=self.record.shards,
+        structs: TrainState = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), fresh
         )
         assert fresh.known_layout is not None, "`init` knows it"
-        self._layout = fresh.known_layout._replace()  # a copy: no step has returned the state
+        structs.known_layout = fresh.known_layout._replace()  # a copy: no step has returned it
         for array in jax.tree.leaves(fresh):  # free memory, which the restored state needs
             array.delete()
+        return cls(train_step, seed, structs)
+
+    @functools.cached_property
+    def record(self) -> Record:
+        """The record of the state."""
+        return record_of(self.structs)
+
+    @property
+    def stored(self) -> list[jax.ShapeDtypeStruct]:
+        """Shapes, dtypes and shardings of the leaves as they are stored."""
+        leaves = zip(self.record.leaves, jax.tree.leaves(self.structs), strict=True)
+        return [leaf.struct(x.sharding) for leaf, x in leaves]
+
+    @property
+    def placement(self) -> StatePlacement:
+        """The placement of the state."""
+        step = self.train_step
+        inside = model_axes(self.structs.params, step.mesh, step.axis_name)
+        specs = self.record.shard_specs()
+        return StatePlacement(self.record.replicas, dict(step.mesh.shape), inside, specs=specs)
 
     def state(self, stored: list[jax.Array]) -> TrainState:
         """Return the state from its leaves as they are stored."""
@@ -80,7 +95,7 @@ class Template:
                 for x, leaf in zip(stored, self.record.leaves, strict=True)
             ]
         )
-        state.known_layout = self._layout
+        state.known_layout = self.structs.known_layout
         return state
 
     def structs_on(self, old: StatePlacement) -> TrainState:
@@ -94,50 +109,30 @@ class Template:
             return self.structs
         return self.structs._replace(opt_state=(*rest, sync.like_on(sync_state, params, old)))
 
-    def with_dtypes_of(self, saved: Record) -> "Template":
-        """Return the template with the optimizer's dtypes after its first update, as saved.
-
-        That update may widen its state: `optax.inject_hyperparams(hyperparam_dtype=...)` multiplies
-        moments in half precision by float32 hyperparameters.
-        """
-        leaves = _widened_like(self.record, saved).leaves
-
-        def like(structs: list[jax.ShapeDtypeStruct]) -> list[jax.ShapeDtypeStruct]:
-            return [
-                struct if now == before else struct.update(dtype=jnp.dtype(now.dtype))
-                for struct, before, now in zip(structs, self.record.leaves, leaves, strict=True)
-            ]
-
-        new = copy.copy(self)
-        new.record = dataclasses.replace(self.record, leaves=leaves)
-        new.stored = like(self.stored)
-        new.structs = jax.tree.structure(self.structs).unflatten(
-            like(jax.tree.leaves(self.structs))
-        )
-        return new
+    def widened_like(self, saved: Record) -> "Template":
+        """Return the template with the optimizer's dtypes of a saved state."""
+        return dataclasses.replace(self, structs=_widened_like(saved, self.structs))
 
 
-def _widened_like(record: Record, saved: Record) -> Record:
-    """Return the record with the wider dtypes of the optimizer's leaves in `saved`."""
-    dtypes = {x.name: x.dtype for x in saved.leaves}
-    leaves = tuple(_widened(x, dtypes.get(x.name)) for x in record.leaves)
-    return dataclasses.replace(record, leaves=leaves)
+def _widened_like(saved: Record, types: TrainState) -> TrainState:
+    """Return types with the wider dtypes that floats of the optimizer have in `saved`.
 
+    Its first update may widen its state: `optax.inject_hyperparams(hyperparam_dtype=...)`
+    multiplies moments in half precision by float32 hyperparameters.
+    """
+    dtypes = {x.name: x.dtype for x in saved.leaves if x.name.startswith(_OPTIMIZER)}
 
-def _widened(leaf: LeafRecord, dtype: str | None) -> LeafRecord:
-    """Return a leaf of the optimizer with a saved floating dtype that is wider, or the leaf."""
-    if dtype in (None, leaf.dtype) or not leaf.name.startswith(_OPTIMIZER):
-        return leaf
-    before, now = jnp.dtype(leaf.dtype), jnp.dtype(dtype)
-    wider = (
-        all(jnp.issubdtype(x, jnp.floating) for x in (before, now))
-        and now.itemsize > before.itemsize
-    )
-    return dataclasses.replace(leaf, dtype=now.name) if wider else leaf
+    def widened(name: str, x: Any) -> Any:
+        if name not in dtypes:
+            return x
+        dtype = jnp.dtype(dtypes[name])
+        floating = all(jnp.issubdtype(each, jnp.floating) for each in (x.dtype, dtype))
+        return x.update(dtype=dtype) if floating and dtype.itemsize > x.dtype.itemsize else x
 
-
-def _struct(x: jax.Array) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+    leaves, structure = jax.tree.flatten(types)
+    new = structure.unflatten(map(widened, leaf_names(types), leaves))
+    new.known_layout = types.known_layout
+    return new
 
 
 @dataclass(frozen=True)
@@ -147,24 +142,22 @@ class Reading:
     Attributes:
       path: path of the checkpoint.
       record: record of the checkpoint.
-      arrays: the stored arrays, placed on devices, or whole NumPy arrays.
-      is_placed: whether the arrays are on devices, with the layout of the new run.
       template: template of the state to restore.
+      arrays: the stored arrays on devices, in the layout of the new run; or NumPy arrays, the
+        leaves of a saved state of these `types`.
+      types: types of the saved state; None if the arrays are on devices.
+      convert: function that converts that state to the current form of the parameters.
       old: placement of the arrays when they were saved.
-      types: types of the saved state, in whose structure the arrays are the leaves.
-      convert: function that converts that state, of NumPy arrays, to the current form of the
-        parameters.
       notes: sentences that say what `convert` does.
     """
 
     path: epath.Path
     record: Record
-    arrays: list[Any]
-    is_placed: bool
     template: Template
-    old: StatePlacement
-    types: TrainState
+    arrays: list[Any]
+    types: TrainState | None = None
     convert: Callable[[TrainState], TrainState] = lambda state: state
+    old: StatePlacement | None = None
     notes: tuple[str, ...] = ()
 
 
@@ -189,19 +182,16 @@ def read(path: epath.Path, template: Template, saved_form: SavedFormLike = None)
         check_recorded(form, record, path)
     if moves:
         form = recorded_form(record, one_copy(template.structs.params))
-    template = template.with_dtypes_of(record)
+    template = template.widened_like(record)
     old, new = record.placement(template.placement, form), template.placement
-    names = [x.name for x in record.leaves]
-    sync, sync_state = template.train_step.sync, template.structs.opt_state[-1]
     # A state that was saved without devices has no layout except the shapes of its shards.
     is_equal = [x.shape for x in record.leaves] == [x.shape for x in template.record.leaves]
     if old.is_certain or form is not None:
-        is_equal = has_equal_layout(path, record, sync_state, template.stored, sync, old, new)
+        is_equal = _has_equal_layout(path, record, template, old, new)
     is_equal &= record.division in (None, template.record.division)
     if old.replicas == new.replicas and is_equal:
         _check_leaves(path, record, template.record)
-        arrays = _read(path, record, template.stored)
-        return Reading(path, record, arrays, True, template, old, template.structs)
+        return Reading(path, record, template, _read(path, record, template.stored))
     if holds_state(template.structs.opt_state[:2], "parameters", needs_owner=True):
         raise CheckpointError(
             f"{path} is from {_mesh_text(old)}, this run has {_mesh_text(new)}, and `optimizer` "
@@ -209,48 +199,53 @@ def read(path: epath.Path, template: Template, saved_form: SavedFormLike = None)
             "pass it as `sync` of js.make_train_step, in both runs."
         )
     prepare = _by_names if moves else _by_form
-    reading = prepare(Reading(path, record, [], False, template, old, template.structs))
-    arrays = _read(path, record, None)
+    types, convert = prepare(path, record, template, old)
+    arrays = _read(path, record, [leaf.struct() for leaf in record.leaves])
+    names = [x.name for x in record.leaves]
     check_prints(path, names, [host_print(x) for x in arrays], record.prints)
+    notes: tuple[str, ...] = ()
     if moves:
-        parts = parts_of(record.layout, names)
-        arrays = [read_part(part, arrays) for part in parts]
-    return dataclasses.replace(reading, arrays=arrays)
+        arrays = [read_part(part, arrays) for part in parts_of(record.layout, names)]
+        notes = (moved_note(record.layout, template.record.layout),)
+    return Reading(path, record, template, arrays, types, convert, old, notes)
 
 
-def _by_form(reading: Reading) -> Reading:
+Prepared = tuple[TrainState, Callable[[TrainState], TrainState]]
+"""`types` and `convert` of a `Reading`."""
+
+
+def _by_form(path: Any, record: Record, template: Template, old: StatePlacement) -> Prepared:
     """Check leaves before arrays are read, and convert them by the caller's form, if any.
 
     Raises:
       CheckpointError: leaves of another model, optimizer or algorithm.
     """
-    path, record, template, old = reading.path, reading.record, reading.template, reading.old
+    structs, form, replicas = template.structs, old.form, template.record.replicas
+    params = structs.params
+    if form is not None:
+        params = jax.tree.map(lambda x: x.update(shape=(replicas, *x.shape)), form.params)
     # Check the parameters first: the conversion of types needs those of the right model.
-    params = _params_record(template, old.form)
-    _check_leaves(path, record.only("params"), params.only("params"))
-    types, convert = template.structs_on(old), reading.convert
-    if old.form is not None:
-        types = structs_then(old.form, types, one_copy(template.structs.params))
-        convert = functools.partial(converted, old.form, path=path)
+    _check_leaves(path, record, record_of(structs._replace(params=params)), only="params/")
+    types = template.structs_on(old)
+    if form is not None:
+        types = structs_then(form, types, one_copy(structs.params))
     # Shapes of anchor and momentum depend on the mesh: they are checked when shards are joined.
-    _check_leaves(path, record, record_of(0, types, {}), skip=_names_of_sync(template.structs))
-    return dataclasses.replace(reading, types=types, convert=convert)
+    _check_leaves(path, record, record_of(types), skip=_names_of_sync(structs))
+    return types, (lambda x: x) if form is None else functools.partial(converted, form, path=path)
 
 
-def _by_names(reading: Reading) -> Reading:
+def _by_names(path: Any, record: Record, template: Template, old: StatePlacement) -> Prepared:
     """Check leaves before arrays are read, and convert them by their names in the model's tree.
 
     Raises:
       CheckpointError: leaves of another model, optimizer or algorithm, or leaves that belong to no
         parameter.
     """
-    path, record, template, old = reading.path, reading.record, reading.template, reading.old
     whole, structs = record.whole(), template.structs
-    params = record_of(0, whole_types(structs), {})
-    _check_leaves(path, whole.only("params"), params.only("params"))
+    _check_leaves(path, whole, record_of(in_model_form(structs)), only="params/")
     staged = template.structs_on(old)
-    types = whole_types(staged)
-    wanted = _widened_like(record_of(0, types, {}), whole)
+    types = in_model_form(staged)
+    wanted = record_of(_widened_like(whole, types))
     # The parameter transform converts the leaves that its `like_on` replaces. State of an optax
     # transform outside the trees of stages is equal on all stages, because of `over_stages`.
     kept = {id(x) for x in jax.tree.leaves(structs)}
@@ -263,28 +258,12 @@ def _by_names(reading: Reading) -> Reading:
     }
     check_movable(path, record, template.record, wanted, free)
     _check_leaves(path, whole, wanted, skip=_names_of_sync(structs))
-    return dataclasses.replace(
-        reading,
-        types=types,
-        convert=functools.partial(restaged, staged),
-        notes=(moved_note(record.layout, template.record.layout),),
-    )
+    return types, functools.partial(restaged, staged)
 
 
-def _read(path: epath.Path, record: Record, like: list[jax.ShapeDtypeStruct] | None) -> list[Any]:
-    """Read all arrays; those of size 0, which have no files, are made."""
-    full = [i for i, leaf in enumerate(record.leaves) if math.prod(leaf.shape)]
-    keys = [record.leaves[i].key for i in full]
-    arrays = read_arrays(path / ARRAYS, keys, None if like is None else [like[i] for i in full])
-    from_files = dict(zip(full, arrays, strict=True))
-
-    def array(i: int, leaf: LeafRecord) -> Any:
-        if i in from_files:
-            return from_files[i]
-        empty = np.zeros(leaf.shape, jnp.dtype(leaf.dtype))
-        return empty if like is None else _placed(empty, like[i])
-
-    return [array(i, leaf) for i, leaf in enumerate(record.leaves)]
+def _read(path: epath.Path, record: Record, like: list[Any]) -> list[Any]:
+    keys = [leaf.key for leaf in record.leaves]
+    return read_arrays(path / ARRAYS, dict(zip(keys, like, strict=True)))
 
 
 def finished(reading: Reading) -> RestoredParts:
@@ -296,14 +275,14 @@ def finished(reading: Reading) -> RestoredParts:
 
     Communication: where arrays are placed, that of `prints_of`.
     """
-    path, record, template = reading.path, reading.record, reading.template
-    if reading.is_placed:
+    path, record, template, old = reading.path, reading.record, reading.template, reading.old
+    if reading.types is None or old is None:
         names = [leaf.name for leaf in record.leaves]
         check_prints(path, names, prints_of(reading.arrays), record.prints)
         return template.state(reading.arrays), record.extra, True, ()
-    old, new = reading.old, template.placement
+    new = template.placement
     state = reading.convert(jax.tree.structure(reading.types).unflatten(reading.arrays))
-    template = template.with_dtypes_of(record_of(0, state, {}))
+    template = template.widened_like(record_of(state))
     try:
         new_state, notes = resized(
             state, template.structs, template.train_step.sync, record.step, template.seed, old, new
@@ -314,38 +293,43 @@ def finished(reading: Reading) -> RestoredParts:
             "same `sync`, `bucket_bytes` and `local_axis_name` included?"
         ) from error
     leaves = zip(jax.tree.leaves(new_state), template.stored, strict=True)
-    arrays = [_placed(x, struct) for x, struct in leaves]
+    arrays = [_on_devices(x, struct) for x, struct in leaves]
     is_exact = old.replicas == new.replicas
     return template.state(arrays), record.extra, is_exact, (*reading.notes, *notes)
 
 
-def _placed(x: Any, like: jax.ShapeDtypeStruct) -> jax.Array:
+def _on_devices(x: Any, like: jax.ShapeDtypeStruct) -> jax.Array:
     if x.shape != like.shape or x.dtype != like.dtype:
         raise CheckpointError(
             f"a leaf became {x.dtype}{list(x.shape)} instead of {like.dtype}{list(like.shape)}: "
             "was the checkpoint made with the same transforms?"
         )
-    return jax.make_array_from_callback(like.shape, like.sharding, lambda index: x[index])
+    return placed(x, like)
 
 
 def _check_leaves(
-    path: epath.Path, saved: Record, wanted: Record, skip: tuple[str, ...] = ()
+    path: epath.Path, saved: Record, wanted: Record, *, only: str = "", skip: str | None = None
 ) -> None:
-    """Raise unless both have the same leaves; only names count if they begin with one of `skip`."""
+    """Raise unless both have the same leaves, of those whose names begin with `only`.
+
+    Only names count where they begin with `skip`.
+    """
 
     def texts(record: Record) -> dict[str, str]:
         return {
-            leaf.name: "" if leaf.name.startswith(skip) else leaf.text() for leaf in record.leaves
+            leaf.name: "" if skip and leaf.name.startswith(skip) else leaf.text()
+            for leaf in record.leaves
+            if leaf.name.startswith(only)
         }
 
     before, now = texts(saved), texts(wanted)
     wrong = [
         f"{name} is {before.get(name, 'missing') or 'there'} in the checkpoint and "
         f"{now.get(name, 'missing') or 'there'} in this run"
-        for name in dict.fromkeys([*now, *before])
+        for name in now | before
         if before.get(name) != now.get(name)
     ]
-    if not wrong and [x.name for x in saved.leaves] != [x.name for x in wanted.leaves]:
+    if not wrong and list(before) != list(now):
         wrong = ["the same leaves in another order"]
     if wrong:
         more = f"; and {len(wrong) - NUM_LISTED} more" if len(wrong) > NUM_LISTED else ""
@@ -355,20 +339,42 @@ def _check_leaves(
         )
 
 
-def _params_record(template: Template, form: SavedForm | None) -> Record:
-    """Return a record of the state whose parameters have the saved form; the rest is current."""
-    params = template.structs.params
-    if form is not None:
-        replicas = template.placement.replicas
-        params = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct((replicas, *x.shape), x.dtype), form.params
-        )
-    return record_of(0, template.structs._replace(params=params), {})
+def _has_equal_layout(
+    path: epath.Path, record: Record, template: Template, old: StatePlacement, new: StatePlacement
+) -> bool:
+    """Return whether the arrays have the layout of the new run, including state in shards.
+
+    Raises:
+      CheckpointError: the checkpoint does not record how shards were cut, and its arrays are not
+        laid out as in the new run.
+    """
+    sync = template.train_step.sync
+    same_mesh = _large_axes(old) == _large_axes(new) and old.automatic == new.automatic
+    is_equal = same_mesh and old.form is None
+    if sync is None or not sync.shards(template.structs.opt_state[-1]):
+        return is_equal
+    if old.specs is not None:
+        return is_equal and _cuts(old) == _cuts(new)
+    if is_equal and record.specs == specs_of(template.stored):
+        return True
+    raise CheckpointError(
+        f"{path} does not record how the anchor and its related state were cut inside a replica "
+        f"(over {', '.join(sorted(old.automatic))}), since the state was not the result of a step. "
+        "Restore it with the same mesh and `param_specs`, and save it again after a step."
+    )
 
 
-def _names_of_sync(structs: TrainState) -> tuple[str, ...]:
-    """Return the prefixes of leaf names in the parameter transform's state in a `TrainState`."""
-    return (f"opt_state/{len(structs.opt_state) - 1}/",)
+def _large_axes(at: StatePlacement) -> dict[str, int]:
+    return {name: size for name, size in at.axis_sizes.items() if size > 1}
+
+
+def _cuts(at: StatePlacement) -> list[P]:
+    return [only_over(spec, at.automatic) for spec in at.specs or ()]
+
+
+def _names_of_sync(structs: TrainState) -> str:
+    """Return the start of leaf names in the parameter transform's state in a `TrainState`."""
+    return f"opt_state/{len(structs.opt_state) - 1}/"
 
 
 def _mesh_text(at: StatePlacement) -> str:

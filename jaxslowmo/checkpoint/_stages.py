@@ -53,15 +53,16 @@ def layout_of(tree: PyTree) -> dict[str, Any] | None:
     return {"nodes": nodes, "packings": [_packing_to_json(p) for p in packings]} if nodes else None
 
 
-def of_params(layout: Mapping[str, Any] | None) -> list[Any]:
-    """Return the entries of the layout that belong to the parameters, as [name, packing]."""
+def _nodes(layout: Mapping[str, Any] | None) -> list[tuple[str, dict[str, Any]]]:
+    """Return name and packing of each tree of stages."""
     if layout is None:
         return []
-    return [
-        [name, layout["packings"][number]]
-        for name, number in layout["nodes"]
-        if name.split("/")[0] == "params"
-    ]
+    return [(name, layout["packings"][number]) for name, number in layout["nodes"]]
+
+
+def of_params(layout: Mapping[str, Any] | None) -> list[tuple[str, dict[str, Any]]]:
+    """Return name and packing of each tree of stages that belongs to the parameters."""
+    return [node for node in _nodes(layout) if node[0].split("/")[0] == "params"]
 
 
 def names_inside(layout: Mapping[str, Any] | None) -> dict[str, bool]:
@@ -70,16 +71,14 @@ def names_inside(layout: Mapping[str, Any] | None) -> dict[str, bool]:
     A leaf that an optimizer keeps once per stage, such as a vector of all the stage's elements,
     belongs to none.
     """
-    if layout is None:
-        return {}
     params = {leaf[0] for _, packing in of_params(layout) for leaf in packing["leaves"]}
     return {
         # A parameter may have several arrays, whose names begin with that of the parameter.
         f"{node}/{name}": not params.isdisjoint(
             itertools.accumulate(name.split("/"), "{}/{}".format)
         )
-        for node, number in layout["nodes"]
-        for name, *_ in layout["packings"][number]["leaves"]
+        for node, packing in _nodes(layout)
+        for name, *_ in packing["leaves"]
     }
 
 
@@ -90,26 +89,24 @@ def parts_of(layout: Mapping[str, Any] | None, names: Sequence[str]) -> list[Sto
       layout: the layout of the stored state; None: it has no stages.
       names: names of the stored arrays, in order.
     """
-    # All leaves of a tree take the position of the tree's first buffer.
     indices = {name: index for index, name in enumerate(names)}
-    by_position: dict[int, list[StoredLeaf]] = {index: [] for index in range(len(names))}
+    by_position: dict[int, list[StoredLeaf]] = {}
     inside: set[int] = set()
-    for node, number in () if layout is None else layout["nodes"]:
-        packing = layout["packings"][number]  # type: ignore
-        pairs = [(leaf, indices.get(f"{node}/{leaf[1]}")) for leaf in packing["leaves"]]
-        stored = {index for _, index in pairs if index is not None}
-        if not stored:  # `names` are those of another part of the state
-            continue
-        inside |= stored
-        by_position[min(stored)] = [
-            StoredLeaf(f"{node}/{leaf[0]}", index, _place(leaf, packing["sizes"]))
-            for leaf, index in pairs
-            if index is not None
+    for node, packing in _nodes(layout):
+        parts = [
+            StoredLeaf(
+                f"{node}/{name}", indices[f"{node}/{buffer}"], _place(rest, packing["sizes"])
+            )
+            for name, *rest in packing["leaves"]
+            if f"{node}/{(buffer := rest[0])}" in indices  # else of another part of the state
         ]
+        if parts:  # all leaves of a tree take the position of the tree's first buffer
+            by_position[min(part.index for part in parts)] = parts
+            inside |= {part.index for part in parts}
     for index, name in enumerate(names):
         if index not in inside:
             by_position[index] = [StoredLeaf(name, index, None)]
-    return [part for parts in by_position.values() for part in parts]
+    return [part for _, parts in sorted(by_position.items()) for part in parts]
 
 
 def read_part(part: StoredLeaf, arrays: Sequence[Any]) -> Any:
@@ -117,26 +114,8 @@ def read_part(part: StoredLeaf, arrays: Sequence[Any]) -> Any:
     place, array = part.place, arrays[part.index]
     if place is None:
         return array
-    of_stage = np.moveaxis(array, -len(place.leaf.sizes) - 2, 0)[place.stage]
-    return place.read(of_stage)
-
-
-def whole_types(types: PyTree) -> PyTree:
-    """Return types of a state with the model's trees in place of those of stages."""
-
-    def whole(x: Any) -> PyTree:
-        if not is_staged(x):
-            return x
-        packing: Any = x.packing
-
-        def leaf(place: Any) -> jax.ShapeDtypeStruct:
-            name = place.leaf.buffer
-            lead = x[name].shape[: len(x[name].shape) - len(packing.shapes[name])]
-            return jax.ShapeDtypeStruct((*lead, *place.leaf.shape), x[name].dtype)
-
-        return packing.map(leaf)
-
-    return jax.tree.map(whole, types, is_leaf=is_staged)
+    of_stage = ..., place.stage, *[slice(None)] * (len(place.leaf.sizes) + 1)
+    return place.read(array[of_stage])
 
 
 def restaged(types: PyTree, tree: PyTree) -> PyTree:
@@ -144,7 +123,7 @@ def restaged(types: PyTree, tree: PyTree) -> PyTree:
 
     Args:
       types: the types of a state that has these stages; only its structure matters.
-      tree: the state as `whole_types(types)` has it, of NumPy arrays.
+      tree: the state as `in_model_form(types)` has it, of NumPy arrays.
     """
     nodes, structure = jax.tree.flatten(types, is_leaf=is_staged)
     parts = zip(nodes, structure.flatten_up_to(tree), strict=True)
@@ -165,9 +144,8 @@ def is_staged(x: Any) -> bool:
 
 def _packing_to_json(packing: Any) -> dict[str, Any]:
     """Return the packing as plain JSON; see `layout_of`."""
-    trees = [tree.unflatten(range(tree.num_leaves)) for tree in packing.subtrees]
-    names = leaf_names(packing.outer.unflatten(trees))
-    positions = [i for i, tree in enumerate(packing.subtrees) for _ in range(tree.num_leaves)]
+    names = leaf_names(packing.map(lambda place: 0))
+    positions = [i for i, places in enumerate(packing.places) for _ in places]
     places = list(itertools.chain.from_iterable(packing.places))
     split = {axis for place in places for axis, _ in place.leaf.sizes}
     return {
@@ -188,7 +166,7 @@ def spec_to_json(spec: P) -> list[list[str]]:
 
 
 def _place(stored: Sequence[Any], sizes: Sequence[Any]) -> LeafPlace:
-    _, buffer, stage, start, shape, spec = stored
+    buffer, stage, start, shape, spec = stored
     split = {axis for entry in spec for axis in entry}
     of_leaf = tuple((axis, size) for axis, size in sizes if axis in split)
     entries = [tuple(entry) for entry in spec]
@@ -197,10 +175,8 @@ def _place(stored: Sequence[Any], sizes: Sequence[Any]) -> LeafPlace:
 
 def _packed(packing: Any, tree: PyTree) -> Staged:
     """Pack a tree of the model into buffers; leaves may have additional leading dimensions."""
-    parts = zip(packing.subtrees, packing.outer.flatten_up_to(tree), strict=True)
-    first = next(x for subtree, part in parts for x in subtree.flatten_up_to(part))
-    place = next(place for places in packing.places for place in places)
-    return packing.stacked(tree, first.ndim - len(place.leaf.shape))
+    place = next(itertools.chain.from_iterable(packing.places))
+    return packing.stacked(tree, np.ndim(jax.tree.leaves(tree)[0]) - len(place.leaf.shape))
 
 
 def _stages_text(layout: Mapping[str, Any] | None) -> str:

@@ -25,7 +25,6 @@ from ._axes import varied as varied
 from ._axes import vary_over as vary_over
 from ._consensus import Shares as Shares
 from ._consensus import consensus as consensus
-from ._in_sync import FINGERPRINT_SEEDS as FINGERPRINT_SEEDS
 from ._in_sync import Divergence as Divergence
 from ._in_sync import OutOfSyncError as OutOfSyncError
 from ._in_sync import SyncReport as SyncReport

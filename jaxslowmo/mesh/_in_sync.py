@@ -17,48 +17,61 @@ from ._axes import from_first
 from ._meshes import AnyMesh, VirtualMesh, map_replicas, model_axes
 from ._replicas import check_stacked, on_mesh
 
-FINGERPRINT_SEEDS = (0x9E3779B9, 0x7F4A7C15)
+_SEEDS = (0x9E3779B9, 0x7F4A7C15)
 
 
-def bit_words(x: jax.Array) -> jax.Array:
-    """Return the bits of `x`, of any dtype, as uint32 of the shape of `x` or with trailing axes."""
+def bit_words(x: Any, numpy: Any = jnp) -> Any:
+    """Return the bits of `x`, of any dtype, as uint32 of the shape of `x` and an axis of words.
+
+    Args:
+      x: an array of jax, or of the host.
+      numpy: `jax.numpy`, or NumPy for arrays of the host.
+    """
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        return jax.random.key_data(x).astype(jnp.uint32)
+        x = jax.random.key_data(x)
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
-        return jnp.stack([bit_words(x.real), bit_words(x.imag)], -1)
-    if x.dtype == jnp.bool_:
-        return x.astype(jnp.uint32)
-    kind = jnp.finfo if jnp.issubdtype(x.dtype, jnp.floating) else jnp.iinfo
-    bits = kind(x.dtype).bits
-    if bits < 8:  # float32 holds all values of these
-        return lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
-    words = {8: jnp.uint8, 16: jnp.uint16}.get(bits, jnp.uint32)
-    return lax.bitcast_convert_type(x, words).astype(jnp.uint32)
+        parts = bit_words(x.real, numpy), bit_words(x.imag, numpy)
+        return numpy.concatenate(parts, -1)
+    if x.dtype != jnp.bool_:
+        kind = jnp.finfo if jnp.issubdtype(x.dtype, jnp.floating) else jnp.iinfo
+        bits = kind(x.dtype).bits
+        x = x.astype(numpy.float32) if bits < 8 else x  # float32 holds all values of these
+        words = {8: numpy.uint8, 16: numpy.uint16}.get(bits, numpy.uint32)
+        return x[..., None].view(words).astype(numpy.uint32)
+    return x[..., None].astype(numpy.uint32)
 
 
-def fingerprint(x: jax.Array) -> jax.Array:
+def fingerprint(x: Any, numpy: Any = jnp, first: int = 0) -> Any:
     """Return a (2,) uint32 fingerprint of `x`, equal for equal bits.
 
     It is the sum over all words of a hash of word and position, with two seeds. At one position the
     hash is one-to-one, so arrays that differ in one word always differ in both sums. Arrays that
-    differ in more words agree in both sums with a chance of about 2**-64.
+    differ in more words agree in both sums with a chance of about 2**-64. It does not depend on
+    layouts, and sums of the parts of an array are that of the array.
+
+    Args:
+      x: an array of jax, or of the host.
+      numpy: `jax.numpy`, or NumPy for arrays of the host.
+      first: index of the first element, where `x` is a part of a flat array.
 
     Communication: none; for an array sharded over automatic axes, an all-reduce of 8 bytes there.
     """
-    words = bit_words(x)
-    place = jnp.zeros(words.shape, jnp.uint32)
-    for axis in range(words.ndim):
+    words = bit_words(x, numpy)
+    uint = numpy.uint32
+    place = numpy.full((1,) * words.ndim, first * words.shape[-1] % 2**32, uint)
+    for axis, size in enumerate(words.shape):
         stride = math.prod(words.shape[axis + 1 :]) % 2**32
-        place += lax.broadcasted_iota(jnp.uint32, words.shape, axis) * jnp.uint32(stride)
-    sums = [jnp.sum(_hash(words ^ _hash(place + jnp.uint32(seed)))) for seed in FINGERPRINT_SEEDS]
-    return jnp.stack(sums).astype(jnp.uint32)
+        along = numpy.arange(size, dtype=uint) * uint(stride)
+        place = place + along.reshape(-1, *[1] * (words.ndim - axis - 1))
+    sums = [numpy.sum(_hash(words ^ _hash(place + uint(seed), uint), uint)) for seed in _SEEDS]
+    return numpy.stack(sums).astype(uint)
 
 
-def _hash(x: jax.Array) -> jax.Array:
+def _hash(x: Any, uint: Any) -> Any:
     """Return a hash of uint32 that is one-to-one (the last steps of MurmurHash3)."""
-    x = (x ^ (x >> jnp.uint32(16))) * jnp.uint32(0x85EBCA6B)
-    x = (x ^ (x >> jnp.uint32(13))) * jnp.uint32(0xC2B2AE35)
-    return x ^ (x >> jnp.uint32(16))
+    x = (x ^ (x >> uint(16))) * uint(0x85EBCA6B)
+    x = (x ^ (x >> uint(13))) * uint(0xC2B2AE35)
+    return x ^ (x >> uint(16))
 
 
 class Divergence(NamedTuple):
@@ -247,8 +260,7 @@ def _differences_fn(mesh: AnyMesh, axis_name: AxisName, automatic: frozenset[str
         first = _bits_from_first(x, axes)
         words, first_words = bit_words(x), bit_words(first)
         unequal = words != first_words
-        if words.ndim > x.ndim:  # several words for each element
-            unequal = jnp.any(unequal, axis=tuple(range(x.ndim, words.ndim)))
+        unequal = jnp.any(unequal, axis=tuple(range(x.ndim, words.ndim)))
         if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
             errors = jnp.where(unequal, jnp.inf, 0.0)
         else:

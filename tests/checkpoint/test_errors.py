@@ -4,6 +4,7 @@ import functools
 import tempfile
 from pathlib import Path
 
+import jax
 import numpy as np
 import optax
 
@@ -64,14 +65,21 @@ def save(number=0, extra=None, state=None):
 
 
 def exported(name, params):
-    stacked = {n: np.stack([x, x]) for n, x in params.items()}
+    stacked = jax.tree.map(lambda x: np.stack([x, x]), params)
     export_consensus(folder() / name, stacked, mesh=js.virtual_mesh({"replica": 2}))
+
+
+def best(metrics):
+    checkpoints = Checkpoints(folder() / "best", keep_best=("loss", "min"))
+    state = make_step("local_sgd", 2).init(PARAMS, model_state=MODEL_STATE)
+    checkpoints.save(0, state, metrics=metrics)
 
 
 def refused(call, argument, value=""):
     return Refusal(call, argument, value, CheckpointError)
 
 
+ONE = np.ones(1, np.float32)
 MORE = {**PARAMS, "w": np.ones((4, 40), np.float32), "c": np.ones(2, np.float32)}
 MANY = MORE | {f"x{i}": np.ones(2, np.float32) for i in range(4)}
 SGD = optax.sgd(0.1, momentum=0.9)
@@ -86,7 +94,7 @@ ROWS = {
     "another step than the state's": Refusal(lambda: save(5), "`step` is 5", "0", UserWarning),
     "an array as extra": Refusal(lambda: save(extra={"array": np.ones(1)}), "`extra`", "ndarray"),
     "no checkpoint": refused(lambda: restored("nowhere"), "nowhere"),
-    "a file for a folder": refused(lambda: restored("file"), "file"),
+    "a file for a folder": Refusal(lambda: restored("file"), "file", "", NotADirectoryError),
     "no such step": refused(
         lambda: Checkpoints(folder() / "run").extra(step=1), "step 1", "steps 3"
     ),
@@ -110,13 +118,29 @@ ROWS = {
     "no export to load": refused(lambda: load_consensus(folder() / "nowhere"), "nowhere"),
     "a checkpoint for an export": refused(lambda: consensus_extra(folder() / "run" / "3"), "3"),
     "an export of another model": refused(
-        lambda: load_consensus(folder() / "model", like=MORE), "'w'", "not 3"
+        lambda: load_consensus(folder() / "model", like=MORE), "c is missing", "float32[4, 40]"
     ),
     "an export in another's folder": refused(lambda: exported("thesis", PARAMS), "thesis"),
     "an export below a file": refused(lambda: exported("file/below", PARAMS), "file"),
-    "an export of a leaf without elements": Refusal(
-        lambda: exported("empty", {"head": np.zeros((0, 3), np.float32)}), "`params`", "head"
+    "an export of a dtype that safetensors lacks": refused(
+        lambda: exported("int4", {"w": np.ones(2, "int4")}), "int4", "could not be written"
     ),
+    "an export of two leaves of one name": Refusal(
+        lambda: exported("twice", {"a/b": ONE, "a": {"b": ONE}}), "`params`", "a/b"
+    ),
+    "an export of the name of safetensors": Refusal(
+        lambda: exported("reserved", {"__metadata__": ONE}), "`params`", "__metadata__"
+    ),
+    "a metric without a mode": Refusal(
+        lambda: Checkpoints("x", keep_best=("loss",)), "`keep_best`", "loss"
+    ),
+    "the best of another kind": Refusal(
+        lambda: Checkpoints("x", keep_best=("loss", "least")), "`keep_best`", "least"
+    ),
+    "a save without the metric": Refusal(lambda: best({"accuracy": 1}), "`metrics`", "'loss'"),
+    "a save without metrics": Refusal(lambda: best(None), "`metrics`", "'loss'"),
+    "metrics that are no numbers": Refusal(lambda: best({"loss": [1, 2]}), "`metrics`", "list"),
+    "the best of no metric": Refusal(lambda: Checkpoints("x").best_step(), "`keep_best`", "None"),
 }
 
 

@@ -13,6 +13,7 @@ from support.pairs import two_processes
 PROGRAM = """
 import shutil, warnings
 from pathlib import Path
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
 import jaxslowmo as js
 from checkpoint.runs import MODEL_STATE, PARAMS, batch, checksum_by_replica, make_step
@@ -62,11 +63,17 @@ with Checkpoints(folder, keep=9) as checkpoints:
     print("FALLBACK", found.step, *(w.message for w in caught))
     export_consensus(folder / "model", found.state.params, mesh=mesh)
     print("MODEL", load_consensus(folder / "model")["w"].sum())
+    # Each replica lies on both processes.
+    across = jax.sharding.Mesh(np.array(jax.devices()).reshape(2, 2).T, ("replica", "fsdp"))
+    lies, rows = NamedSharding(across, P("replica", "fsdp")), np.float32([[0, 1], [4, 5]])
+    parts = jax.make_array_from_callback(rows.shape, lies, lambda i: rows[i])
+    export_consensus(folder / "sharded", parts, mesh=across)
+    print("SHARDED", load_consensus(folder / "sharded")["(root)"].tolist())
 """
 
 
 def test_saved_by_two_processes(mesh_of, tmp_path, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", os.fspath(Path(__file__).parents[1]))
+    monkeypatch.setenv("PYTHONPATH", os.fspath(Path(__file__).parents[1]), prepend=os.pathsep)
     written: dict[int, int] = {}
     for rank, text in enumerate(two_processes(PROGRAM, tmp_path, devices=2)):
         said = {line.partition(" ")[0]: line.partition(" ")[2] for line in text.splitlines()}
@@ -77,6 +84,7 @@ def test_saved_by_two_processes(mesh_of, tmp_path, monkeypatch):
         assert said["FALLBACK"].startswith("5 ")
         assert ["another process", "a broken cable"][rank] in said["FALLBACK"]
         assert np.isfinite(float(said["MODEL"]))
+        assert said["SHARDED"] == "[2.0, 3.0]"
         own = ast.literal_eval(said["UNDISTURBED"])
         assert list(own) == [2 * rank, 2 * rank + 1]
         written |= own

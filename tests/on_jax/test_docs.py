@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import jaxslowmo as js
-from recipes.doc_blocks import TORCH, num_blocks, run, sections
+from recipes.doc_blocks import LOAD_IN_TORCH, SETTING, TORCH, num_blocks, run, sections
 from support.waiting import PATIENCE_SECONDS
 
 MICROBATCHES = 2
@@ -36,6 +36,14 @@ def test_the_program(tmp_path: Path):
     share, word = done.stdout.split()
     assert word == "right"
     assert 80 < int(share.rstrip("%")) <= 100
+
+
+def test_an_export_is_the_model_in_torch():
+    found = run("recipes", SETTING, LOAD_IN_TORCH)
+    x = np.random.default_rng(0).normal(size=(4, 3)).astype(np.float32)
+    expected = x @ np.asarray(found["kernel"]) + 1
+    got = found["torch_model"](found["torch"].from_numpy(x)).detach().numpy()
+    np.testing.assert_allclose(got, expected, rtol=1e-6)
 
 
 EXECUTORS = [("one_program", "zero_bubble"), ("host", "one_f_one_b"), ("host", "zero_bubble")]

@@ -5,6 +5,7 @@ import pytest
 import jaxslowmo as js
 from recipes.doc_blocks import (
     DOCS,
+    LOAD_IN_TORCH,
     LOOP,
     MAPPED,
     SETTING,
@@ -45,7 +46,7 @@ def test_every_page_with_code_is_run_and_every_block_belongs_to_a_section():
     [
         pytest.param(title, marks=of_recipe(title))
         for title, blocks in sections("recipes").items()
-        if blocks and title not in (SETTING, LOOP, MAPPED, *TORCH)
+        if blocks and title not in (SETTING, LOOP, MAPPED, LOAD_IN_TORCH, *TORCH)
     ],
 )
 def test_recipe_runs(title):
