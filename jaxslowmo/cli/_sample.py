@@ -14,11 +14,12 @@ import jaxslowmo as js
 from jaxslowmo.checkpoint import CheckpointError, Checkpoints, consensus_extra, load_consensus
 from jaxslowmo.models import GPTConfig, gpt_logits_fn, gpt_loss_fn, init_gpt
 
+from .._support.files import is_export
 from ._errors import CommandError, usage_errors
 from .config._commands import SampleConfig
 from .config._training import MODEL_AXES
 from .run._recipes import Form, build_algorithm, config_of, saved_config, saved_form
-from .run._run_folder import RunFolder, is_export
+from .run._run_folder import RunFolder
 
 
 def sample(config: SampleConfig) -> int:

@@ -59,7 +59,7 @@ def test_the_model_of_a_checkpoint_is_what_was_exported(gossip, copied):
 
 
 def test_an_export_that_does_not_say_what_it_is(call, copied):
-    record = copied / "model" / "record" / "metadata"
+    record = copied / "model" / "jaxslowmo.json"
     value = json_of(record)
     assert value["extra"]["model"]["num_layers"] == 1
     write_json(record, value | {"extra": {}})
@@ -84,7 +84,7 @@ def test_the_command_is_deterministic_and_says_the_prompt(call, gossip):
         ("metrics.jsonl", "", "--checkpoint-every"),
         ("checkpoints/", "--step 3", "no complete checkpoint"),
         ("checkpoints/4/", "", "checkpoints/4"),
-        ("record/ state/", "", "export_consensus"),
+        ("jaxslowmo.json model.safetensors", "", "export_consensus"),
     ],
 )
 def test_what_holds_no_model(call, tmp_path, names, options, part):

@@ -97,7 +97,7 @@ def test_gossip_is_evaluated_and_exported_with_what_is_in_flight(call, text, tmp
     assert (outcome.code, outcome.err) == (0, "")
     terms = masses[-1]
     total = sum(w.sum() for w, _ in terms)
-    model = jax.tree.leaves(load_consensus(out / "model"))
+    model = list(load_consensus(out / "model").values())
     by_leaf = zip(*(jax.tree.leaves(x) for _, x in terms), strict=True)
     for evaluated_leaf, exported, parts in zip(evaluated[-1], model, by_leaf, strict=True):
         exact = sum(np.tensordot(w, x, 1) for (w, _), x in zip(terms, parts, strict=True)) / total

@@ -1,6 +1,7 @@
 """What a configuration trains: its model, and its algorithm by a table of recipes."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Collection, Mapping
 from types import SimpleNamespace
 from typing import Any
@@ -285,7 +286,8 @@ def _sgp(inputs: RecipeInputs) -> js.ParameterTransform:
     config = inputs.config
     return js.sgp(
         "replica",
-        graph=lambda n: make_graph(config.graph, n, peers_per_step=config.peers_per_step),
+        # No function that closes over `config`, in which processes differ.
+        graph=functools.partial(make_graph, config.graph, peers_per_step=config.peers_per_step),
         mixing=parse_mixing(config.mixing),
         overlap=config.overlap,
         codec=inputs.codec,

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from filelock import FileLock, Timeout
 
-from ..._support.files import complete_steps, is_unfinished, write_anew
+from ..._support.files import complete_steps, is_export, is_unfinished, write_anew
 from .._errors import CommandError, writing_to
 
 if TYPE_CHECKING:
@@ -168,11 +168,6 @@ class RunFolder:
         """Return the listing of the corpus with this fingerprint, if corpus.json has it."""
         facts = _facts(self.corpus)
         return facts.get("files") if facts.get("fingerprint") == fingerprint else None
-
-
-def is_export(folder: Path) -> bool:
-    """Return whether a folder looks like a model that `--export` has written."""
-    return (folder / "record").is_dir() and (folder / "state").is_dir()
 
 
 @contextlib.contextmanager

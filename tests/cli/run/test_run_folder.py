@@ -76,7 +76,7 @@ def test_a_finished_run_without_a_checkpoint_is_not_trained_again(tmp_path):
 
 OURS = """config.json metrics.jsonl summary.json statistics.json compare.json compare.png
     checkpoints/5/state/d/x checkpoints/6.set-aside/x checkpoints/7.orbax-checkpoint-tmp/x
-    model/record/metadata model/state/d/x logs/process-1.txt
+    model/jaxslowmo.json model/model.safetensors logs/process-1.txt
     tensorboard/events.out.tfevents.1.host.2 sgp+graph=ring-seed0/config.json
     sgp+graph=ring-seed0/summary.json .writing-01234567-config.json"""
 OTHERS = """lock lock.json notes.txt config.json.bak checkpoints/notes.txt logs/mine.txt
