@@ -5,6 +5,8 @@ part would leave them waiting. Its handlers do not: each process reads without t
 agree on the outcome afterwards. Zarr does not notice if files were damaged. Fingerprints do.
 """
 
+import gc
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -63,10 +65,26 @@ def read_arrays(path: epath.Path, structs: dict[str, jax.ShapeDtypeStruct]) -> l
     try:
         found = handler().restore(path, args=args)
     except Exception as error:  # tensorstore raises many kinds
+        _forget_reads(error)
         raise UnreadableError(f"{path.parent} is damaged: {first_line(error)}.") from error
     empty = {k: placed(np.zeros(x.shape, x.dtype), x) for k, x in structs.items() if not x.size}
     arrays = found | empty
     return [arrays[key] for key in structs]
+
+
+def _forget_reads(error: BaseException | None) -> None:
+    """Free what a failed read holds: orbax leaves its other reads unfinished, which then complain.
+
+    Each would print an exception that nobody can handle, at whatever time it is collected.
+    """
+    while error is not None:
+        error.__traceback__ = None
+        error = error.__cause__ or error.__context__
+    hook, sys.unraisablehook = sys.unraisablehook, lambda _: None
+    try:
+        gc.collect()
+    finally:
+        sys.unraisablehook = hook
 
 
 def placed(x: Any, like: jax.ShapeDtypeStruct) -> Any:

@@ -1,5 +1,7 @@
 """Whatever file is missing, cut, changed or old: an error or the same bits, never other ones."""
 
+import gc
+import sys
 import warnings
 
 import hypothesis.strategies as st
@@ -74,6 +76,25 @@ def test_no_damage_passes_for_a_checkpoint(saved, data):
         assert step == 3 or fallback
     finally:
         file.write_bytes(before)
+
+
+def test_a_failed_read_leaves_nothing_that_complains_later(saved, monkeypatch):
+    folder, steps, _ = saved
+    kept = {
+        file: file.read_bytes()
+        for file in files_of(folder / "3" / "state")
+        if file.parent.name == "d"
+    }
+    complaints: list[object] = []
+    for file, content in kept.items():
+        file.write_bytes(content[: len(content) // 2])
+    with pytest.raises(CheckpointError, match="3 is damaged"):
+        restored(folder, steps[2])
+    monkeypatch.setattr(sys, "unraisablehook", lambda one: complaints.append(one.exc_value))
+    gc.collect()
+    assert not complaints
+    for file, content in kept.items():
+        file.write_bytes(content)
 
 
 def test_what_cannot_be_read_is_set_aside_by_the_next_save(saved):
