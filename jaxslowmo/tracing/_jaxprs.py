@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, AxisType
 from .._support.scopes import OF_TRANSFORMS
 from .._support.types import AxisName, PyTree
 from ..mesh import AnyMesh, map_replicas
-from ._programs import called_program, interpret, programs_in, scan_operands
+from ._programs import Loop, called_program, interpret, programs_in
 
 _NOT_SENDING = {"axis_index", "pvary", "pcast"}  # name an axis, and send nothing
 
@@ -30,22 +30,23 @@ def collective_axes(program: Any, counts: Callable[[Any], bool] | None = None) -
     """
     axes: set[str] = set()
     for equation in getattr(program, "jaxpr", program).eqns:
-        equation_axes: set[str] = set()
-        for part in programs_in(equation):
-            equation_axes |= collective_axes(part, counts)
+        inside = (collective_axes(part, counts) for part in programs_in(equation))
         # A nested shard_map binds axes of its own.
-        equation_axes -= set(equation.params.get("manual_axes", ()))
+        named = set[str]().union(*inside) - set(equation.params.get("manual_axes", ()))
         if equation.primitive.name not in _NOT_SENDING:
-            for key in ("axes", "axis_name"):
-                equation_axes |= _names(equation.params.get(key, ()))
-        if equation_axes and (counts is None or counts(equation)):
-            axes |= equation_axes
+            named |= _named_axes(equation)
+        if named and (counts is None or counts(equation)):
+            axes |= named
     return frozenset(axes)
 
 
-def _names(axes: Any) -> set[str]:
-    """Return the axes that are names of mapped axes; those of arrays are positions, ints."""
-    return {a for a in (axes if isinstance(axes, list | tuple) else (axes,)) if isinstance(a, str)}
+def _named_axes(equation: Any) -> set[str]:
+    """Return the mapped axes that an equation names; those of arrays are positions, ints."""
+    names: list[Any] = []
+    for key in ("axes", "axis_name"):
+        axes = equation.params.get(key, ())
+        names += axes if isinstance(axes, list | tuple) else [axes]
+    return {name for name in names if isinstance(name, str)}
 
 
 def differing_axes(program: Any, inputs: Sequence[frozenset[str]]) -> list[frozenset[str]]:
@@ -68,7 +69,7 @@ _DIFFERENT = {"ppermute", "all_to_all", "reduce_scatter", "axis_index", "pgather
 def _differing(eqn: Any, operands: list[frozenset[str]]) -> list[frozenset[str]]:
     params, name = eqn.params, eqn.primitive.name.removesuffix("_invariant")
     together = frozenset[str]().union(*operands)
-    axes = _names(params.get("axes", ())) | _names(params.get("axis_name", ()))
+    axes = _named_axes(eqn)
     if name in _EQUAL:
         if params.get("axis_index_groups") is not None:
             return [each | axes for each in operands]
@@ -79,38 +80,18 @@ def _differing(eqn: Any, operands: list[frozenset[str]]) -> list[frozenset[str]]
         index, *rest = operands
         each = [differing_axes(branch, rest) for branch in params["branches"]]
         return [index.union(*results) for results in zip(*each, strict=True)]
-    if name == "while":
-        first = params["cond_nconsts"]
-        last = first + params["body_nconsts"]
-
-        def turn(carry: list[frozenset[str]]) -> list[frozenset[str]]:
-            again = differing_axes(params["cond_jaxpr"], [*operands[:first], *carry])[0]
-            after = differing_axes(params["body_jaxpr"], [*operands[first:last], *carry])
-            return [x | again for x in after]
-
-        return _settled(turn, operands[last:])
-    if name == "scan":
-        consts, carry, xs = scan_operands(params, operands)
-
-        def step(carry: list[frozenset[str]]) -> list[frozenset[str]]:
-            return differing_axes(params["jaxpr"], [*consts, *carry, *xs])
-
-        carry = _settled(lambda carry: step(carry)[: len(carry)], carry)
-        return [*carry, *step(carry)[len(carry) :]]
+    if name in ("scan", "while"):
+        loop, before, outputs = Loop.of(eqn), None, []
+        while operands != before:
+            before = operands
+            outputs, ends = loop.once(differing_axes, operands)
+            operands = [*operands]
+            for place, after in zip(loop.carry, outputs, strict=False):
+                operands[place] = operands[place].union(after, *ends)
+        return [*(operands[place] for place in loop.carry), *outputs[len(loop.carry) :]]
     if inner := called_program(eqn):
         return differing_axes(inner, operands)
     return [together] * len(eqn.outvars)
-
-
-def _settled(
-    turn: Callable[[list[frozenset[str]]], list[frozenset[str]]], carry: list[frozenset[str]]
-) -> list[frozenset[str]]:
-    """Return what a loop carries after any number of turns."""
-    while True:
-        after = [x | y for x, y in zip(carry, turn(carry), strict=True)]
-        if after == carry:
-            return carry
-        carry = after
 
 
 class UpdateFacts(NamedTuple):

@@ -20,7 +20,7 @@ from jax.core import Tracer
 
 from .._support.types import PyTree
 from ..tree import leaf_names
-from ._programs import CALLS, interpret, scan_operands
+from ._programs import CALLS, Loop, interpret
 
 Kind = Literal["element-wise", "leaf-wise", "mixing"]
 
@@ -182,7 +182,7 @@ class _Expressions:
         if name == "cond":
             return self._cond(eqn, operands)
         if name in ("scan", "while"):
-            return _Loop.of(eqn).run(self, operands)
+            return self._loop(eqn, operands)
         if name in _SIDE_BY_SIDE and len(operands) > 1:
             singles = zip(operands, eqn.invars, eqn.outvars, strict=True)
             return [self._operation(eqn, [x], [i], [o])[0] for x, i, o in singles]
@@ -212,6 +212,40 @@ class _Expressions:
             combined = next((x.combined for x in values if x.combined), "cond" * bool(index.leaves))
             key = "cond", index.number, tuple(x.number for x in values)
             results.append(self.joined(key, (index, *values), var, combined))
+        return results
+
+    def _loop(self, eqn: Any, operands: list[_Value]) -> list[_Value]:
+        """Return the values of a loop's outputs.
+
+        The expression of an output is that of a loop without what the output does not depend on.
+        """
+        loop, name, params = Loop.of(eqn), eqn.primitive.name, eqn.params
+        numbers = [self.number("operand", i) for i, _ in enumerate(operands)]
+        marked = [_Value(n, leaves=1 << i, combined="loop") for i, n in enumerate(numbers)]
+        outputs, ends = loop.once(self.run, marked)
+        depends = [x.leaves for x in outputs]
+        unused = self.number("no operand")
+        results = []
+        for i, var in enumerate(eqn.outvars):
+            is_carried = i < len(loop.carry)
+            needed, before = _union(depends[i], (x.leaves for x in ends)), -1
+            needed |= 1 << loop.carry[i] if is_carried else 0
+            while needed != before:
+                before = needed
+                for place, more in zip(loop.carry, depends, strict=False):
+                    needed |= more if before >> place & 1 else 0
+            used = [*_bits(needed)]
+            rank = dict(zip(used, numbers, strict=False))
+            renamed = [_Value(rank.get(p, unused), combined="loop") for p, _ in enumerate(operands)]
+            after, until = loop.once(self.run, renamed)
+            carried = {p: after[n].number for n, p in enumerate(loop.carry)}
+            key = (
+                (name, params.get("length"), params.get("reverse")),
+                tuple((operands[p].number, carried.get(p), p in loop.scanned) for p in used),
+                _types(eqn.invars[p] for p in used),
+                (after[i].number, is_carried, *(x.number for x in until)),
+            )
+            results.append(self.joined(key, (operands[p] for p in used), var, name))
         return results
 
     def _key(self, x: Any) -> Any:
@@ -246,83 +280,6 @@ class _Expressions:
     def _identity(self, x: Any) -> tuple[str, int]:
         self._kept.append(x)  # so that no later object gets its id
         return "object", id(x)
-
-
-class _Loop(NamedTuple):
-    """A loop of a program, `scan` or `while`, whose operands are given by position.
-
-    Attributes:
-      eqn: its equation.
-      key: a key of its kind and options.
-      body: the program of an iteration, which returns the carried values first.
-      takes: the operand that each input of `body` is, or begins as.
-      carry: the operand that each carried value begins as.
-      scanned: the operands of which an iteration takes a slice.
-      condition: the program that ends a `while`, and the operands that it takes.
-    """
-
-    eqn: Any
-    key: tuple[Any, ...]
-    body: Any
-    takes: Sequence[int]
-    carry: Sequence[int]
-    scanned: Sequence[int] = ()
-    condition: tuple[Any, Sequence[int]] | None = None
-
-    @classmethod
-    def of(cls, eqn: Any) -> "_Loop":
-        """Return the loop of an equation."""
-        params, every = eqn.params, [*range(len(eqn.invars))]
-        if eqn.primitive.name == "scan":
-            consts, carry, xs = scan_operands(params, every)
-            key = "scan", params["length"], params["reverse"]
-            return cls(eqn, key, params["jaxpr"], [*consts, *carry, *xs], carry, xs)
-        first = params["cond_nconsts"]
-        last = first + params["body_nconsts"]
-        condition = params["cond_jaxpr"], [*every[:first], *every[last:]]
-        body = params["body_jaxpr"]
-        return cls(eqn, ("while",), body, every[first:], every[last:], (), condition)
-
-    def run(self, expressions: _Expressions, operands: Sequence[_Value]) -> list[_Value]:
-        """Return the values of its outputs.
-
-        The expression of an output is that of a loop without what the output does not depend on.
-        """
-        every = range(len(operands))
-        numbers = [expressions.number("operand", i) for i in every]
-        marked = [_Value(n, leaves=1 << i, combined="loop") for i, n in enumerate(numbers)]
-        outputs, until = self._once(expressions, marked)
-        depends = [x.leaves for x in outputs]
-        results = []
-        for i, var in enumerate(self.eqn.outvars):
-            needed, before = depends[i] | until.leaves, -1
-            needed |= 1 << self.carry[i] if i < len(self.carry) else 0
-            while needed != before:
-                before = needed
-                for place, more in zip(self.carry, depends, strict=False):
-                    needed |= more if before >> place & 1 else 0
-            used = [*_bits(needed)]
-            rank = {place: expressions.number("operand", n) for n, place in enumerate(used)}
-            unused = expressions.number("no operand")
-            renamed = [_Value(rank.get(p, unused), combined="loop") for p in every]
-            after, ends = self._once(expressions, renamed)
-            carried = {p: after[n].number for n, p in enumerate(self.carry)}
-            key = (
-                *self.key,
-                tuple((operands[p].number, carried.get(p), p in self.scanned) for p in used),
-                _types(self.eqn.invars[p] for p in used),
-                (after[i].number, i < len(self.carry), ends.number),
-            )
-            results.append(expressions.joined(key, (operands[p] for p in used), var, self.key[0]))
-        return results
-
-    def _once(self, expressions: _Expressions, operands: Sequence[_Value]) -> Any:
-        """Return the outputs of an iteration, and of the condition, from values of operands."""
-        outputs = expressions.run(self.body, [operands[p] for p in self.takes])
-        if self.condition is None:
-            return outputs, _Value(expressions.number("no condition"))
-        program, takes = self.condition
-        return outputs, expressions.run(program, [operands[p] for p in takes])[0]
 
 
 class _Shared(NamedTuple):
