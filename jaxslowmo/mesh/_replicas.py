@@ -336,26 +336,21 @@ Layouts = tuple[tuple[tuple[Any, ...], tuple[int, ...], P], ...]
 """Path, shape and layout inside a replica of each parameter that has one."""
 
 
-def inner_specs(stacked: PyTree, mesh: AnyMesh, axis_name: AxisName) -> PyTree | None:
+def inner_specs(stacked: PyTree, axes: frozenset[str]) -> PyTree:
     """Return a `PartitionSpec` per leaf over the axes inside a replica, read from concrete arrays.
 
     Args:
-      stacked: arrays `(replicas, *s)`, on `mesh` or not; specs are for `s`.
-      mesh: the mesh of the replicas.
-      axis_name: the replica axis, or several.
+      stacked: arrays `(replicas, *s)`, sharded or not.
+      axes: the axes inside a replica, from `model_axes`.
 
     Returns:
-      A tree like `stacked`; None where nothing is sharded inside a replica.
+      A tree like `stacked`, of specs for `s`.
     """
-    inside = model_axes(stacked, mesh, axis_name)
-    if not inside:
-        return None
 
     def spec_of(x: Any) -> P:
         sharding = getattr(x, "sharding", None)
-        if not isinstance(sharding, NamedSharding):
-            return P()
-        return only_over(sharding.spec[1:], inside)
+        is_named = isinstance(sharding, NamedSharding)
+        return only_over(sharding.spec[1:], axes) if is_named else P()
 
     return jax.tree.map(spec_of, stacked)
 
