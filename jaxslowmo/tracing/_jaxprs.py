@@ -15,7 +15,7 @@ from .._support.types import AxisName, PyTree
 from ..mesh import AnyMesh, map_replicas
 from ._programs import Loop, called_program, interpret, programs_in
 
-_NOT_SENDING = {"axis_index", "pvary", "pcast"}  # name an axis, and send nothing
+_NOT_SENDING = {"axis_index", "pvary"}  # name an axis, and send nothing
 
 
 def collective_axes(program: Any, counts: Callable[[Any], bool] | None = None) -> frozenset[str]:
@@ -63,7 +63,7 @@ def differing_axes(program: Any, inputs: Sequence[frozenset[str]]) -> list[froze
 
 # Collectives whose results are equal on all positions, and those whose results differ.
 _EQUAL = {"psum", "pmax", "pmin", "all_gather"}
-_DIFFERENT = {"ppermute", "all_to_all", "reduce_scatter", "axis_index", "pgather"}
+_DIFFERENT = {"ppermute", "all_to_all", "reduce_scatter", "axis_index"}
 
 
 def _differing(eqn: Any, operands: list[frozenset[str]]) -> list[frozenset[str]]:

@@ -28,10 +28,10 @@ Kind = Literal["element-wise", "leaf-wise", "mixing"]
 _OF_ELEMENTS = frozenset(
     [
         *["abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2"],
-        *["atanh", "cbrt", "ceil", "clamp", "convert_element_type", "copy", "copy_p", "cos"],
+        *["atanh", "cbrt", "ceil", "clamp", "convert_element_type", "copy", "cos"],
         *["cosh", "div", "eq", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "floor", "ge"],
         *["gt", "integer_pow", "is_finite", "le", "lgamma", "log", "log1p", "logistic", "lt"],
-        *["max", "mesh_cast", "min", "mul", "ne", "neg", "nextafter", "not", "or", "pow"],
+        *["max", "min", "mul", "ne", "neg", "nextafter", "not", "or", "pow"],
         *["reduce_precision", "rem", "reshard", "round", "rsqrt", "select_n"],
         *["sharding_constraint", "sign", "sin", "sinh", "sqrt", "square", "stop_gradient", "sub"],
         *["tan", "tanh", "xor"],
