@@ -282,44 +282,6 @@ class _Expressions:
         return "object", id(x)
 
 
-class _Shared(NamedTuple):
-    """The dependences of the arrays of a state that belong to no leaf, at any time of a run.
-
-    Attributes:
-      leaves: for each the leaves that it is computed from, as a bit set.
-      reads: for each the shared arrays that it is computed from, as a bit set.
-      keys: for each a key of how it is computed.
-    """
-
-    leaves: list[int]
-    reads: list[int]
-    keys: list[Any]
-
-    @classmethod
-    def of(cls, first: Sequence[_Value], later: Sequence[_Value] | None) -> "_Shared":
-        """Return what is known from their first values, and from those after an update.
-
-        Without `later`, what is known before any update.
-        """
-        keys = [(x.number, later and later[i].number) for i, x in enumerate(first)]
-        now = cls([x.leaves for x in first], [0] * len(first), keys)
-        before = None
-        while later is not None and now != before:
-            before = now
-            leaves = [a | now.leaves_of(x) for a, x in zip(now.leaves, later, strict=True)]
-            reads = [a | now.reads_of(x) for a, x in zip(now.reads, later, strict=True)]
-            now = cls(leaves, reads, keys)
-        return now
-
-    def leaves_of(self, x: _Value) -> int:
-        """Return the leaves that a value depends on, also through shared arrays."""
-        return _union(x.leaves, (self.leaves[i] for i in _bits(x.reads)))
-
-    def reads_of(self, x: _Value) -> int:
-        """Return the shared arrays that a value depends on, also through others."""
-        return _union(x.reads, (self.reads[i] for i in _bits(x.reads)))
-
-
 class _Placed(NamedTuple):
     """An array of a tree of arguments or results.
 
@@ -332,22 +294,6 @@ class _Placed(NamedTuple):
     place: Any
     leaf: int | None
     shape: tuple[int, ...]
-
-
-class _Fact(NamedTuple):
-    """The dependences of one array of a transform's results.
-
-    Attributes:
-      leaf: position of the leaf that the array belongs to.
-      leaves: the leaves that it depends on, as a bit set.
-      combined: name of the first operation that combined elements of a leaf; "" if none did.
-      key: a key of how it is computed, together with the shared arrays that are read for it.
-    """
-
-    leaf: int
-    leaves: int
-    combined: str
-    key: Any
 
 
 @dataclass(frozen=True)
@@ -396,7 +342,7 @@ class _OfParams:
         program, state = jax.make_jaxpr(tx.init, return_shape=True)(self.params)
         values = self.expressions.run(program, self._inputs(0, params=self.params))
         results = [*zip(self._placed(state=state), values, strict=True)]
-        facts = self._facts(results, _Shared([], [], []))
+        facts = [*self._facts(results, [])]
         first = [x for at, x in results if at.leaf is None]
         shared: list[tuple[Any, ...]] = []
         for number in range(2):  # a state may begin empty, and get its structure by an update
@@ -408,13 +354,12 @@ class _OfParams:
             results = [*zip(self._placed(updates=updates, state=state), values, strict=True)]
             later = [x for at, x in results if at.leaf is None]
             keeps = jax.tree.structure(state) == jax.tree.structure(before)
-            known = _Shared.of(first, later if keeps else None)
+            known = self._shared(first, later if keeps else None)
             facts += self._facts(results, known)
-            pairs = zip(known.leaves, known.keys, strict=True)
-            shared.append(tuple(None if leaves else key for leaves, key in pairs))
+            shared.append(tuple(None if x.leaves else x.number for x in known))
             if keeps:
                 return self._reading(facts, tuple(shared))
-            first = [x._replace(leaves=known.leaves_of(x), reads=0) for x in later]
+            first = [_through(x, known)._replace(reads=0) for x in later]
         return Reading("mixing", "every update changes the structure of its state")
 
     def _placed(self, **trees: PyTree) -> Iterator[_Placed]:
@@ -449,34 +394,59 @@ class _OfParams:
         is_alike = at.leaf is None or at.shape == self.types[at.leaf][0]
         return "" if is_alike else "a state of another shape"
 
-    def _facts(self, results: Iterable[tuple[_Placed, _Value]], known: _Shared) -> list[_Fact]:
-        facts = []
+    def _shared(self, first: list[_Value], later: list[_Value] | None) -> list[_Value]:
+        """Return the arrays of a state that belong to no leaf, as they are at any time of a run.
+
+        Args:
+          first: their values before an update.
+          later: those after it; None: only what is known before any update is returned.
+        """
+        numbers = [
+            self.expressions.number("shared", x.number, later and later[i].number)
+            for i, x in enumerate(first)
+        ]
+        known = [_Value(n, x.leaves) for n, x in zip(numbers, first, strict=True)]
+        before = None
+        while later is not None and known != before:
+            before, after = known, [_through(x, known) for x in later]
+            known = [
+                x._replace(leaves=x.leaves | y.leaves, reads=x.reads | y.reads)
+                for x, y in zip(known, after, strict=True)
+            ]
+        return known
+
+    def _facts(
+        self, results: Iterable[tuple[_Placed, _Value]], shared: list[_Value]
+    ) -> Iterator[tuple[int, _Value]]:
+        """Yield for each array of results its leaf, and its value with the shared arrays it reads."""
         for at, x in results:
             if at.leaf is not None:
-                reads = [*_bits(known.reads_of(x))]
-                key = at.place, x.number, tuple((i, known.keys[i]) for i in reads)
+                x = _through(x, shared)
+                read = [shared[i] for i in _bits(x.reads)]
                 # A shared number may have been computed from several elements.
-                through = any(known.leaves[i] for i in reads)
+                through = any(y.leaves for y in read)
                 combined = x.combined or self._odd(at) or "a shared array" * through
-                facts.append(_Fact(at.leaf, known.leaves_of(x), combined, key))
-        return facts
+                key = "result", at.place, x.number, x.reads, *(y.number for y in read)
+                yield at.leaf, x._replace(number=self.expressions.number(*key), combined=combined)
 
-    def _reading(self, facts: list[_Fact], shared: tuple[tuple[Any, ...], ...]) -> Reading:
+    def _reading(
+        self, facts: list[tuple[int, _Value]], shared: tuple[tuple[Any, ...], ...]
+    ) -> Reading:
         names = leaf_names(self.structure.unflatten(range(self.structure.num_leaves)))
-        keys: list[list[Any]] = [[] for _ in names]
-        for fact in facts:
-            keys[fact.leaf].append(fact.key)
-            for other in _bits(fact.leaves & ~(1 << fact.leaf)):
-                why = f"its result for {names[fact.leaf]!r} is computed from {names[other]!r}, too"
+        keys: list[list[int]] = [[] for _ in names]
+        for leaf, x in facts:
+            keys[leaf].append(x.number)
+            for other in _bits(x.leaves & ~(1 << leaf)):
+                why = f"its result for {names[leaf]!r} is computed from {names[other]!r}, too"
                 return Reading("mixing", why)
         leaves = tuple(map(tuple, keys))
-        combining = next((fact for fact in facts if fact.combined), None)
+        combining = next(((names[i], x.combined) for i, x in facts if x.combined), None)
         first_of = {dtype: i for i, (_, dtype) in reversed(self.types.items())}
         pairs = [(first_of[dtype], i) for i, (_, dtype) in self.types.items()]
         differing = next(((i, j) for i, j in pairs if leaves[i] != leaves[j]), None)
         why = ""
         if combining is not None:
-            why = f"it combines elements of {names[combining.leaf]!r} ({combining.combined})"
+            why = "it combines elements of {!r} ({})".format(*combining)
         elif differing is not None:
             why = "it treats {!r} and {!r} differently".format(*(names[i] for i in differing))
         elif any(None in each for each in shared):
@@ -503,6 +473,15 @@ def _traced_update(
     trace = jax.make_jaxpr(update, return_shape=True)
     program, (updates, state) = trace(params, state, params, value)
     return program, updates, state
+
+
+def _through(x: _Value, shared: Sequence[_Value]) -> _Value:
+    """Return a value with what it depends on through shared arrays, too."""
+    read = [shared[i] for i in _bits(x.reads)]
+    return x._replace(
+        leaves=_union(x.leaves, (y.leaves for y in read)),
+        reads=_union(x.reads, (y.reads for y in read)),
+    )
 
 
 def _types(variables: Iterable[Any]) -> tuple[Any, ...]:
