@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from .._support.checks import checked_int
 from .._support.types import AxisName, PyTree, axis_names
-from ..tree import Staged, parts_of, reshaped
+from ..tree import Staged, from_blocks, parts_of, reshaped
 
 
 def slice_major_devices(axes: Mapping[str, int], devices: Sequence[Any]) -> np.ndarray:
@@ -55,10 +55,8 @@ def slice_major_devices(axes: Mapping[str, int], devices: Sequence[Any]) -> np.n
         ).devices
         for members in slices.values()
     ]
-    # Shape (*outer sizes, *inner sizes): move each axis's inner part next to its outer part.
-    stacked = np.stack(grids).reshape(*between, *within)
-    order = [place for i in range(len(axes)) for place in (i, i + len(axes))]
-    return stacked.transpose(order).reshape(tuple(axes.values()))
+    blocks = np.stack(grids).reshape(*between, -1)
+    return from_blocks(blocks, tuple(axes.values()), axes, dict(zip(axes, between, strict=True)))
 
 
 def _slice_of(device: Any) -> int:

@@ -3,7 +3,7 @@
 import contextlib
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,8 @@ from .._support.scopes import OF_TRANSFORMS
 from .._support.types import AxisName, PyTree
 from ..mesh import AnyMesh, map_replicas
 from ._programs import Loop, called_program, interpret, programs_in
+
+_Fact = TypeVar("_Fact")
 
 _NOT_SENDING = {"axis_index", "pvary"}  # name an axis, and send nothing
 
@@ -134,19 +136,16 @@ def read_update(
 
     Communication: none.
     """
-    facts: list[UpdateFacts] = []
 
-    def per_replica(params: PyTree, state: PyTree) -> PyTree:
+    def facts(params: PyTree, state: PyTree) -> UpdateFacts:
         program = jax.jit(partial(_updated, tx)).trace(params, params, state)
         none = jax.tree.map(lambda _: frozenset[str](), (params, state))
         inputs = none[0] if differing is None else differing, none
         axes = differing_axes(program.jaxpr, jax.tree.leaves(inputs))
         updates, after = jax.tree.unflatten(jax.tree.structure(program.out_info), axes)
-        facts.append(UpdateFacts(collective_axes(program.jaxpr, _is_unnamed), updates, after))
-        return ()
+        return UpdateFacts(collective_axes(program.jaxpr, _is_unnamed), updates, after)
 
-    _trace(per_replica, (params, state), mesh, axis_name)
-    return facts[0] if facts else None
+    return _traced(facts, (params, state), mesh, axis_name)
 
 
 def traced_update(
@@ -158,27 +157,28 @@ def traced_update(
 
     Communication: none.
     """
-    found: list[tuple[Any, PyTree]] = []
+    update = partial(_updated, optax.with_extra_args_support(tx))
+    state = _traced(partial(jax.eval_shape, tx.init), (params,), mesh, axis_name)
 
-    def per_replica(params: PyTree) -> PyTree:
-        state = jax.eval_shape(tx.init, params)
-        found.append((None, state))
-        update = optax.with_extra_args_support(tx)
-        found.append((jax.make_jaxpr(partial(_updated, update))(params, params, state), state))
+    def program(params: PyTree) -> Any:
+        return jax.make_jaxpr(update)(params, params, jax.eval_shape(tx.init, params))
+
+    return _traced(program, (params,), mesh, axis_name), state
+
+
+def _traced(
+    fact: Callable[..., _Fact], args: tuple[PyTree, ...], mesh: AnyMesh, axis_name: AxisName
+) -> _Fact | None:
+    """Return `fact(*args)` with types of one replica and the mesh's axes bound; None if it raises.
+
+    A transform may lack arguments that only a step has, and then the first step raises the error.
+    """
+    facts: list[_Fact] = []
+
+    def per_replica(*args: PyTree) -> PyTree:
+        facts.append(fact(*args))
         return ()
 
-    _trace(per_replica, (params,), mesh, axis_name)
-    return found[-1] if found else (None, None)
-
-
-def _trace(
-    per_replica: Callable[..., PyTree], args: tuple[PyTree, ...], mesh: AnyMesh, axis_name: AxisName
-) -> None:
-    """Call a function once, with types of one replica and the mesh's axes bound.
-
-    What it raises is dropped: a transform may lack arguments that only a step has, and then the
-    first step raises the error.
-    """
     names = mesh.axis_names
     bound = AbstractMesh(tuple(mesh.shape.values()), names, (AxisType.Auto,) * len(names))
     roles: Any = ("stacked",) * len(args)
@@ -186,6 +186,7 @@ def _trace(
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
     with contextlib.suppress(Exception):
         jax.eval_shape(mapped, *shapes)
+    return facts[0] if facts else None
 
 
 def _updated(

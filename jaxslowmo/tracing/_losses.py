@@ -35,36 +35,14 @@ class Fact(NamedTuple):
 # Cheap operations on a finished gradient: a compiler fuses them into the equation before them or
 # into what reads them, so the gradient counts as ready where their operands are.
 _TRIVIAL = {
-    "add_any",
-    "broadcast_in_dim",
-    "convert_element_type",
-    "copy",
-    "name",
-    "neg",
-    "real",
-    "reduce_precision",
-    "reshape",
-    "rev",
-    "sharding_constraint",
-    "squeeze",
-    "transpose",
-}
+    "add_any", "broadcast_in_dim", "convert_element_type", "copy", "name", "neg", "real",
+    "reduce_precision", "reshape", "rev", "sharding_constraint", "squeeze", "transpose",
+}  # fmt: skip
 # Zero where every operand is; where any is; where the first is (the others are places or divisors).
 _ZERO_OF_ALL = _TRIVIAL | {
-    "add",
-    "all_gather",
-    "all_to_all",
-    "concatenate",
-    "cumsum",
-    "pad",
-    "ppermute",
-    "psum",
-    "psum_invariant",
-    "reduce_scatter",
-    "reduce_sum",
-    "slice",
-    "sub",
-}
+    "add", "all_gather", "all_to_all", "concatenate", "cumsum", "pad", "ppermute", "psum",
+    "psum_invariant", "reduce_scatter", "reduce_sum", "slice", "sub",
+}  # fmt: skip
 _ZERO_OF_ANY = {"conv_general_dilated", "dot_general", "mul"}
 _ZERO_OF_FIRST = {"div", "dynamic_slice", "gather"}
 

@@ -25,18 +25,15 @@ from ._programs import CALLS, Loop, interpret
 Kind = Literal["element-wise", "leaf-wise", "mixing"]
 
 # The result of these primitives for an element depends on no other element.
-_OF_ELEMENTS = frozenset(
-    [
-        *["abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2"],
-        *["atanh", "cbrt", "ceil", "clamp", "convert_element_type", "copy", "cos"],
-        *["cosh", "div", "eq", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "floor", "ge"],
-        *["gt", "integer_pow", "is_finite", "le", "lgamma", "log", "log1p", "logistic", "lt"],
-        *["max", "min", "mul", "ne", "neg", "nextafter", "not", "or", "pow"],
-        *["reduce_precision", "rem", "reshard", "round", "rsqrt", "select_n"],
-        *["sharding_constraint", "sign", "sin", "sinh", "sqrt", "square", "stop_gradient", "sub"],
-        *["tan", "tanh", "xor"],
-    ]
-)
+_OF_ELEMENTS = {
+    "abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2", "atanh",
+    "cbrt", "ceil", "clamp", "convert_element_type", "copy", "cos", "cosh", "div", "eq", "erf",
+    "erf_inv", "erfc", "exp", "exp2", "expm1", "floor", "ge", "gt", "integer_pow", "is_finite",
+    "le", "lgamma", "log", "log1p", "logistic", "lt", "max", "min", "mul", "ne", "neg", "nextafter",
+    "not", "or", "pow", "reduce_precision", "rem", "reshard", "round", "rsqrt", "select_n",
+    "sharding_constraint", "sign", "sin", "sinh", "sqrt", "square", "stop_gradient", "sub", "tan",
+    "tanh", "xor",
+}  # fmt: skip
 # Each result of these primitives depends on the operand of its own position.
 _SIDE_BY_SIDE = frozenset({"optimization_barrier", "pmax", "pmin", "psum"})
 _OF_SHAPES = frozenset({"shape", "sharding", "broadcast_dimensions", "out_sharding"})
@@ -418,7 +415,7 @@ class _OfParams:
     def _facts(
         self, results: Iterable[tuple[_Placed, _Value]], shared: list[_Value]
     ) -> Iterator[tuple[int, _Value]]:
-        """Yield for each array of results its leaf, and its value with the shared arrays it reads."""
+        """Yield the leaf of each array of results, and its value, with the shared arrays in it."""
         for at, x in results:
             if at.leaf is not None:
                 x = _through(x, shared)

@@ -54,7 +54,9 @@ def compare_settings(
             )
         return None
 
-    lines = [line for name, x in settings.items() for line in described(x, text, f"`{name}`")]
+    lines = {}
+    for name, x in settings.items():
+        lines |= described(x, text, f"`{name}`")
     compare_descriptions("make_train_step: settings", lines)
 
 
