@@ -223,15 +223,13 @@ def analyse(
         rounds_to_tolerance=convergence.rounds_within(tolerance),
         weight_range=weight_range,
         messages=tuple(map(len, graph.out_peers(0))),
-        permutes=tuple(_permutes(graph, step) for step in range(graph.num_rounds)),
+        # A colouring has as many colours as the busiest node has edges, and is slow to compute.
+        permutes=tuple(
+            max(map(len, (*graph.out_peers(step), *graph.in_peers(step))))
+            for step in range(graph.num_rounds)
+        ),
         _convergence=convergence,
     )
-
-
-def _permutes(graph: Graph, step: int) -> int:
-    """Return the number of permutations of a round, without computing them."""
-    # A colouring has as many colours as the busiest node has edges, and is slow to compute.
-    return max(map(len, (*graph.out_peers(step), *graph.in_peers(step))))
 
 
 def _mean_max(mean: float, most: float) -> str:

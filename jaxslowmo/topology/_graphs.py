@@ -415,11 +415,6 @@ def random_matching(
     num_rounds = as_size("num_rounds", num_rounds)
     if num_nodes == 1:
         return from_phone_book([[]], peers_per_step, name="random_matching")
-    if num_rounds < 2 < num_nodes:
-        raise ValueError(
-            f"random_matching: `num_rounds` must be at least 2 to connect {num_nodes} nodes, got "
-            f"{num_rounds}."
-        )
     rng = np.random.default_rng(seed)
     for _ in range(_DRAWS):
         rounds = [_matching(num_nodes, rng) for _ in range(num_rounds)]
