@@ -17,7 +17,6 @@ from ._axes import place_key as place_key
 from ._axes import require_axes as require_axes
 from ._axes import specs_key as specs_key
 from ._axes import specs_of_leaves as specs_of_leaves
-from ._axes import specs_over as specs_over
 from ._axes import sum_over as sum_over
 from ._axes import typed_specs as typed_specs
 from ._axes import uniform as uniform

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax._src.core import get_axis_env  # No public function of jax lists the axes that vmap binds.
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -20,12 +21,7 @@ from .._support.varying import checks_varying, varying_axes
 
 def _bound_axes() -> list[str]:
     """Return the names of the axes bound at this point of the trace, for error messages."""
-    try:  # No public function of jax lists the axes that vmap binds.
-        from jax._src.core import get_axis_env
-
-        return [str(name) for name in get_axis_env().axis_sizes]
-    except (ImportError, AttributeError):
-        return [str(name) for name in jax.sharding.get_abstract_mesh().manual_axes]
+    return [str(name) for name in get_axis_env().axis_sizes]
 
 
 def require_axes(owner: str, argument: str, axis_name: AxisName, more: str = "") -> None:
@@ -137,11 +133,6 @@ def specs_key(specs: PyTree | None) -> Hashable:
     """Return a dictionary key that is equal for equal trees of specs."""
     leaves, treedef = jax.tree.flatten(specs)
     return treedef, tuple(leaves)
-
-
-def specs_over(specs: PyTree, axes: frozenset[str]) -> PyTree:
-    """Return a tree of specs restricted to `axes`."""
-    return jax.tree.map(lambda spec: only_over(spec, axes), specs)
 
 
 def specs_of_leaves(specs: PyTree | None, tree: PyTree) -> tuple[P, ...]:

@@ -1,13 +1,14 @@
 """The graphs of the library, by structure and by name."""
 
 import inspect
+import math
 from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
-from ._arguments import as_divisor, as_size, check_even
+from ._arguments import as_size, check_even
 from ._phone_book import Graph, from_phone_book, reachable, unique
 
 # Circulant graphs: every node has peers at the same distances around a circle.
@@ -371,16 +372,18 @@ def torus_2d(
 
 
 def _rectangle(num_nodes: int, rows: int | None) -> tuple[int, int]:
-    num_nodes = as_size("num_nodes", num_nodes)
-    if rows is None:
-        rows = largest_divisor_to_root(num_nodes)
-    rows = as_divisor("rows", rows, num_nodes)
+    rows = _divisor("rows", rows, as_size("num_nodes", num_nodes))
     return rows, num_nodes // rows
 
 
-def largest_divisor_to_root(number: int) -> int:
-    """Return the largest divisor whose square is at most `number`."""
-    return max(d for d in range(1, int(number**0.5) + 2) if number % d == 0 and d * d <= number)
+def _divisor(argument: str, value: int | None, num_nodes: int) -> int:
+    """Return a divisor of the number of nodes, for None the largest one up to its square root."""
+    if value is None:
+        return max(d for d in range(1, math.isqrt(num_nodes) + 1) if num_nodes % d == 0)
+    divisor = as_size(argument, value)
+    if num_nodes % divisor:
+        raise ValueError(f"`{argument}` must divide `num_nodes`={num_nodes}, got {divisor}.")
+    return divisor
 
 
 _DRAWS = 1000
@@ -460,9 +463,7 @@ def inner_outer(num_nodes: int, *, group_size: int | None = None, peers_per_step
       exponential graphs).
     """
     num_nodes = as_size("num_nodes", num_nodes)
-    if group_size is None:
-        group_size = largest_divisor_to_root(num_nodes)
-    group_size = as_divisor("group_size", group_size, num_nodes)
+    group_size = _divisor("group_size", group_size, num_nodes)
     num_groups = num_nodes // group_size
 
     def peers(node: int) -> list[int]:

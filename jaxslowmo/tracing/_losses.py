@@ -152,10 +152,9 @@ def as_full_loss(loss_fn: Callable[..., Any]) -> FullLoss:
     """
     if not callable(loss_fn):
         raise ValueError(f"`loss_fn` must be callable, got {type(loss_fn).__name__}.")
-    parameters = inspect.signature(loss_fn).parameters.values()
-    names = {p.name for p in parameters}
-    any_keyword = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
-    takes = {n: any_keyword or n in names for n in ("rng", "model_state", "embedded")}
+    parameters = inspect.signature(loss_fn).parameters
+    any_keyword = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    takes = {n for n in ("rng", "model_state", "embedded") if any_keyword or n in parameters}
 
     def full(
         params: PyTree,
@@ -165,29 +164,26 @@ def as_full_loss(loss_fn: Callable[..., Any]) -> FullLoss:
         model_state: PyTree,
         embedded: PyTree | None = None,
     ):
-        if jax.tree.leaves(model_state) and not takes["model_state"]:
+        if jax.tree.leaves(model_state) and "model_state" not in takes:
             raise ValueError(
                 "`loss_fn` must take `model_state` as a keyword, since the train state has one."
             )
-        keywords: dict[str, Any] = {"rng": rng} if takes["rng"] else {}
-        if takes["model_state"]:
-            keywords["model_state"] = model_state
+        keywords = {"rng": rng, "model_state": model_state}
         if embedded is not None:
-            if not takes["embedded"]:
+            if "embedded" not in takes:
                 raise ValueError(
                     "`loss_fn` must take `embedded` as a keyword, what was looked up by feature, "
                     "since the step was given `embeddings`."
                 )
             keywords["embedded"] = embedded
+        keywords = {name: x for name, x in keywords.items() if name in takes}
         out = loss_fn(params, batch, **keywords)
         loss, aux = out, {}
         has_two = isinstance(out, tuple) and len(out) == 2
         if has_two and not isinstance(out[1], jax.Array | np.ndarray | np.generic | float | int):
             loss, aux = out
-        if isinstance(aux, tuple) and len(aux) == 2:
-            metrics, model_state = aux
-        else:
-            metrics = aux
+        is_pair = isinstance(aux, tuple) and len(aux) == 2
+        metrics, model_state = aux if is_pair else (aux, model_state)
         terms = loss if isinstance(loss, tuple) else (loss, 1.0)
         are_scalars = len(terms) == 2 and all(jnp.shape(x) == () for x in terms)
         if not are_scalars or not isinstance(metrics, dict):
