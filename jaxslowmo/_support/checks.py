@@ -49,17 +49,10 @@ def check_choice(argument: str, value: Any, kind: Any, owner: str = "") -> None:
 
 def warn_user(message: str) -> None:
     """Issue a `UserWarning` at the innermost line outside jaxslowmo, jax, optax and the like."""
-    frame = sys._getframe(1)
+    frame, level = sys._getframe(1), 2
     while frame.f_back is not None and _package_of(frame.f_globals) in _NOT_THE_USER:
-        frame = frame.f_back
-    warnings.warn_explicit(
-        message,
-        UserWarning,
-        frame.f_code.co_filename,
-        frame.f_lineno,
-        module=frame.f_globals.get("__name__"),
-        registry=frame.f_globals.setdefault("__warningregistry__", {}),
-    )
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, UserWarning, stacklevel=level)
 
 
 def warn_once() -> Callable[[str], None]:

@@ -89,11 +89,9 @@ def complete_steps(folder: Any) -> tuple[int, ...]:
 
 
 def _is_complete(path: Any) -> bool:
-    name = path.name
     # The name must be what `str` writes: "007" and "²" are digits too, but no steps.
-    if not (name.isascii() and name.isdigit() and len(name) < 11 and str(int(name)) == name):
-        return False
-    if int(name) > MAX_STEP or not path.is_dir():
+    is_number = re.fullmatch("0|[1-9][0-9]{0,9}", path.name)
+    if not is_number or int(path.name) > MAX_STEP or not path.is_dir():
         return False
     return can_rename(path) or (path / COMMITTED).exists()
 

@@ -13,8 +13,8 @@ def varying_axes(x: Any) -> frozenset[str]:
     """
     is_type = isinstance(x, jax.ShapeDtypeStruct | core.ShapedArray)
     aval = x if is_type else jax.typeof(x)
-    tracked = getattr(aval, "manual_axis_type", None)
-    return frozenset(tracked.varying if tracked is not None else getattr(aval, "vma", ()))
+    tracked = aval.manual_axis_type
+    return frozenset() if tracked is None else tracked.varying
 
 
 def checks_varying(name: str) -> bool:

@@ -1,17 +1,15 @@
 """Collectives on flat buffers, each with a statement of the bytes it sends."""
 
-from ._beside import mean_beside as mean_beside
 from ._compressed import E4M3 as E4M3
 from ._compressed import E5M2 as E5M2
 from ._compressed import INT8 as INT8
 from ._compressed import BlockFormat as BlockFormat
-from ._compressed import pack as pack
 from ._compressed import quantised_mean as quantised_mean
 from ._compressed import top_k_mean as top_k_mean
-from ._compressed import unpack as unpack
 from ._means import all_mean as all_mean
 from ._means import all_mean_in_slices as all_mean_in_slices
 from ._means import coded_mean as coded_mean
+from ._means import mean_beside as mean_beside
 from ._means import quotient as quotient
 from ._means import relative_weight as relative_weight
 from ._means import scaled as scaled

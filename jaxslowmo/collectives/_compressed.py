@@ -10,8 +10,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from .._support.types import AxisName
-from ..mesh import axis_names, axis_size
+from ..mesh import axis_size, is_of_devices
 from ..tree import at_least_float32
+from ._permute import of_all
 from ._scatter import gather_slices
 
 _LANES = 128
@@ -32,9 +33,10 @@ def pack(*parts: jax.Array) -> jax.Array:
       `(r, 1, m)` in tiles of 4 rows and would send four times as much.
     """
     joined = jnp.concatenate([_bytes(part) for part in parts], axis=1)
-    rows, lanes = _layout(joined.shape[1])
-    padded = jnp.pad(joined, ((0, 0), (0, rows * lanes - joined.shape[1])))
-    return padded.reshape(joined.shape[0], rows, lanes)
+    num_bytes = joined.shape[1]
+    lanes = num_bytes if num_bytes < _FEWEST_ROWS * _LANES else _LANES
+    padded = jnp.pad(joined, ((0, 0), (0, -num_bytes % lanes)))
+    return padded.reshape(joined.shape[0], -1, lanes)
 
 
 def unpack(packed: jax.Array, *kinds: Kind) -> list[jax.Array]:
@@ -55,34 +57,12 @@ def exchange(packed: jax.Array, axis_name: AxisName) -> jax.Array:
       packed: array `(replicas, rows, lanes)`.
       axis_name: mapped axis, or several.
 
-    Communication: one all-to-all of `packed` over `axis_name`. (Under `vmap`, which sends nothing,
-      one over each of several axes.)
+    Communication: one all-to-all of `packed` over `axis_name`.
     """
-    names = axis_names(axis_name)
-    manual = jax.sharding.get_abstract_mesh().manual_axes
-    if len(names) == 1 or all(name in manual for name in names):
+    if is_of_devices(axis_name):
         return lax.all_to_all(packed, axis_name, 0, 0, tiled=True)
-    whole = packed.reshape(*map(axis_size, names), *packed.shape[1:])
-    for dimension, name in enumerate(names):
-        whole = lax.all_to_all(whole, name, dimension, dimension, tiled=True)
-    return whole.reshape(packed.shape)
-
-
-def gather(packed: jax.Array, axis_name: AxisName) -> jax.Array:
-    """Gather `(1, rows, lanes)` of every replica to `(replicas, rows, lanes)` on all of them.
-
-    The result is typed as equal over `axis_name`.
-
-    Communication: one all-gather of the result over `axis_name` (of parts of it over each of
-      several axes).
-    """
-    return gather_slices(packed, axis_name)
-
-
-def _layout(num_bytes: int) -> tuple[int, int]:
-    if num_bytes < _FEWEST_ROWS * _LANES:
-        return 1, num_bytes
-    return math.ceil(num_bytes / _LANES), _LANES
+    # vmap exchanges over one axis at a time; its all-gather sends nothing.
+    return of_all(packed, axis_name)[:, lax.axis_index(axis_name)]
 
 
 def _unsigned(itemsize: int) -> Any:
@@ -247,7 +227,7 @@ def quantised_mean(
     mine = (jnp.arange(replicas, dtype=me.dtype) == me)[:, None]
     parts = jnp.where(mine, chunks, how.decode(exchange(sent, axis_name), per))
     mean = jnp.sum(parts, axis=0) / replicas
-    gathered = gather(how.encode(mean[None], to_all), axis_name)
+    gathered = gather_slices(how.encode(mean[None], to_all), axis_name)
     means = how.decode(gathered, per).astype(dtype)
 
     rounded = lax.dynamic_index_in_dim(means, me, keepdims=False).astype(jnp.float32)
@@ -279,7 +259,7 @@ def top_k_mean(
     values = flat[positions].astype(dtype)
     lost = flat.at[positions].add(-values.astype(flat.dtype), unique_indices=True)
 
-    packed = gather(pack(values[None], positions[None]), axis_name)
+    packed = gather_slices(pack(values[None], positions[None]), axis_name)
     all_values, all_positions = unpack(packed, (k, dtype), (k, jnp.int32))
     wide = at_least_float32(dtype)
 

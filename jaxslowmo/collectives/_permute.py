@@ -8,7 +8,7 @@ import numpy as np
 from jax import lax
 
 from .._support.types import AxisName
-from ..mesh import axis_names, axis_size, between_cpu_processes
+from ..mesh import axis_names, axis_size, between_cpu_processes, is_of_devices
 
 # When two processes swap large messages over one TCP connection, acknowledgements wait for the
 # data of the other direction. Swapping 5.4 MB between hosts at 200 Mbit/s took 430 ms in one piece,
@@ -33,28 +33,20 @@ def permute(x: jax.Array, axis_name: AxisName, permutation: Permutation) -> jax.
     Communication: one collective-permute of `x` over `axis_name`; only the pairs in `permutation`
       send. Between processes on CPU it runs in pieces of 256 KiB, one after the other.
     """
-    if _takes_partial(axis_name):
+    if is_of_devices(axis_name):
         axis, pairs = _in_mesh_order(axis_name, permutation)
         if x.nbytes > _PIECE_BYTES and between_cpu_processes(axis_name):
             return _in_pieces(lambda piece: lax.ppermute(piece, axis, pairs), x)
         return lax.ppermute(x, axis, pairs)
-    size = axis_size(axis_name)
-    me = lax.axis_index(axis_name)
-    # vmap permutes only whole axes, so the other nodes are permuted too and their results dropped.
-    whole = complete_permutation(permutation, size)
-    if len(axis_names(axis_name)) == 1:
-        arrived = lax.ppermute(x, axis_name, whole)
-    else:  # vmap also permutes only one axis at a time; an all-gather on one device sends nothing
-        source_of = np.array([source for source, _ in sorted(whole, key=lambda pair: pair[1])])
-        arrived = _of_all(x, axis_name)[jnp.asarray(source_of)[me]]
-    if len(permutation) == size:
-        return arrived
-    receives = np.zeros(size, bool)
-    receives[[destination for _, destination in permutation]] = True
-    return jnp.where(jnp.asarray(receives)[me], arrived, 0)
+    # vmap permutes only whole axes, and one at a time; its all-gather sends nothing.
+    source_of = np.full(axis_size(axis_name), -1)
+    for source, destination in permutation:
+        source_of[destination] = source
+    mine = jnp.asarray(source_of)[lax.axis_index(axis_name)]
+    return jnp.where(mine < 0, 0, of_all(x, axis_name)[mine])
 
 
-def _of_all(x: jax.Array, axis_name: AxisName) -> jax.Array:
+def of_all(x: jax.Array, axis_name: AxisName) -> jax.Array:
     """Return the `x` of all nodes under vmap, `(nodes, *s)`, with axes in the order of names."""
     for name in reversed(axis_names(axis_name)):
         x = lax.all_gather(x, name)
@@ -70,12 +62,6 @@ def _in_pieces(send: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Arra
     if whole < flat.size:
         arrived.append(send(flat[whole:]))
     return jnp.concatenate(arrived).reshape(x.shape)
-
-
-def _takes_partial(axis_name: AxisName) -> bool:
-    """Return whether the axis is one of devices (shard_map, pmap), as opposed to vmap."""
-    manual = jax.sharding.get_abstract_mesh().manual_axes
-    return all(name in manual for name in axis_names(axis_name))
 
 
 def _in_mesh_order(
@@ -94,16 +80,3 @@ def _in_mesh_order(
     place = np.argsort(named.transpose([names.index(name) for name in in_mesh]).ravel())
     pairs = [(int(place[s]), int(place[d])) for s, d in permutation]
     return (tuple(in_mesh) if isinstance(axis_name, tuple) else axis_name), pairs
-
-
-def complete_permutation(permutation: Permutation, size: int) -> list[tuple[int, int]]:
-    """Return `permutation` with more pairs, so that each of `size` nodes sends and receives once.
-
-    A node that neither sends nor receives sends to itself.
-    """
-    sources = set(range(size)) - {source for source, _ in permutation}
-    destinations = set(range(size)) - {destination for _, destination in permutation}
-    idle = sources & destinations
-    added = [(node, node) for node in idle]
-    added += zip(sorted(sources - idle), sorted(destinations - idle), strict=True)
-    return sorted([*permutation, *added])

@@ -88,6 +88,8 @@ def local_slice(x: jax.Array, local_axes: AxisName, *, dimension: int = 0) -> ja
 
     Communication: none.
     """
+    if axis_size(local_axes) == 1:
+        return x
     size = x.shape[dimension] // axis_size(local_axes)
     return lax.dynamic_slice_in_dim(x, lax.axis_index(local_axes) * size, size, dimension)
 
@@ -145,7 +147,7 @@ def in_slices(
 
 def _in_shards(flat: jax.Array, layout: ShardLayout, num_shards: int) -> jax.Array:
     """Return `flat`, padded with zeros at its end, as `(num_shards, rows, lanes)`."""
-    padded = jnp.pad(flat, (0, num_shards * layout.rows * layout.lanes - flat.size))
+    padded = jnp.pad(flat, (0, num_shards * layout.size - flat.size))
     return padded.reshape(num_shards, layout.rows, layout.lanes)
 
 
@@ -227,11 +229,6 @@ def ring_scatter_sum(parts: jax.Array, axis_name: str) -> jax.Array:
     return total
 
 
-def _gather(shard: jax.Array, axis_name: AxisName) -> jax.Array:
-    """Return all shards, `(num_shards, *shard)`, in the order of `_scatter_sum`."""
-    return gather_slices(shard, axis_name).reshape(axis_size(axis_name), *shard.shape)
-
-
 def mean_to_shards(
     flat: jax.Array,
     layout: ShardLayout,
@@ -259,11 +256,8 @@ def mean_to_shards(
     shards = _in_shards(flat, layout, count)
     if count == 1:
         return shards[0]
-    if local_axis_name is None or axis_size(local_axis_name) == 1:
-        return _scatter_sum(shards, axis_name) / count
-    mine = local_slice(shards, local_axis_name, dimension=1)
-    part = _scatter_sum(mine, axis_name) / count
-    return gather_slices(part, local_axis_name)
+    mine = local_slice(shards, local_axis_name or (), dimension=1)
+    return gather_slices(_scatter_sum(mine, axis_name) / count, local_axis_name or ())
 
 
 def all_gather_shards(
@@ -288,10 +282,9 @@ def all_gather_shards(
       further axis). With L local devices each sends 1/L of it, and one all-gather of the whole over
       `local_axis_name` follows. None if the axis has size 1.
     """
-    if axis_size(axis_name) == 1:
+    count = axis_size(axis_name)
+    if count == 1:
         return shard.reshape(-1)[:size]
-    if local_axis_name is None or axis_size(local_axis_name) == 1:
-        return _gather(shard, axis_name).reshape(-1)[:size]
-    parts = _gather(local_slice(shard, local_axis_name), axis_name)
-    joined = gather_slices(parts, local_axis_name, dimension=1)
-    return joined.reshape(-1)[:size]
+    part = local_slice(shard, local_axis_name or ())
+    parts = gather_slices(part, axis_name).reshape(count, *part.shape)
+    return gather_slices(parts, local_axis_name or (), dimension=1).reshape(-1)[:size]

@@ -4,9 +4,9 @@ from .._support.types import axis_names as axis_names
 from .._support.varying import varying_axes as varying_axes
 from ._axes import axis_size as axis_size
 from ._axes import between_cpu_processes as between_cpu_processes
-from ._axes import device_keys as device_keys
 from ._axes import from_first as from_first
 from ._axes import is_bound as is_bound
+from ._axes import is_of_devices as is_of_devices
 from ._axes import is_on_tpu as is_on_tpu
 from ._axes import match_varying as match_varying
 from ._axes import max_over as max_over
@@ -17,7 +17,6 @@ from ._axes import place_key as place_key
 from ._axes import require_axes as require_axes
 from ._axes import specs_key as specs_key
 from ._axes import specs_of_leaves as specs_of_leaves
-from ._axes import specs_over as specs_over
 from ._axes import sum_over as sum_over
 from ._axes import typed_specs as typed_specs
 from ._axes import uniform as uniform

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax._src.core import get_axis_env  # No public function of jax lists the axes that vmap binds.
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -20,12 +21,7 @@ from .._support.varying import checks_varying, varying_axes
 
 def _bound_axes() -> list[str]:
     """Return the names of the axes bound at this point of the trace, for error messages."""
-    try:  # No public function of jax lists the axes that vmap binds.
-        from jax._src.core import get_axis_env
-
-        return [str(name) for name in get_axis_env().axis_sizes]
-    except (ImportError, AttributeError):
-        return [str(name) for name in jax.sharding.get_abstract_mesh().manual_axes]
+    return [str(name) for name in get_axis_env().axis_sizes]
 
 
 def require_axes(owner: str, argument: str, axis_name: AxisName, more: str = "") -> None:
@@ -130,28 +126,18 @@ def typed_specs(tree: PyTree) -> PyTree | None:
     if not inside:
         return None
     specs = jax.tree.map(lambda x: only_over(jax.typeof(x).sharding.spec, inside), tree)
-    return specs if any(spec != P() for spec in jax.tree.leaves(specs, is_leaf=_is_spec)) else None
+    return specs if any(spec != P() for spec in jax.tree.leaves(specs)) else None
 
 
 def specs_key(specs: PyTree | None) -> Hashable:
     """Return a dictionary key that is equal for equal trees of specs."""
-    leaves, treedef = jax.tree.flatten(specs, is_leaf=_is_spec)
+    leaves, treedef = jax.tree.flatten(specs)
     return treedef, tuple(leaves)
-
-
-def specs_over(specs: PyTree, axes: frozenset[str]) -> PyTree:
-    """Return a tree of specs restricted to `axes`."""
-    return jax.tree.map(lambda spec: only_over(spec, axes), specs, is_leaf=_is_spec)
 
 
 def specs_of_leaves(specs: PyTree | None, tree: PyTree) -> tuple[P, ...]:
     """Return a spec for each leaf of `tree`; `specs` is a prefix of it, None for whole leaves."""
-    whole = jax.tree.broadcast(P() if specs is None else specs, tree, is_leaf=_is_spec)
-    return tuple(jax.tree.leaves(whole, is_leaf=_is_spec))
-
-
-def _is_spec(x: Any) -> bool:
-    return isinstance(x, P)
+    return tuple(jax.tree.leaves(jax.tree.broadcast(P() if specs is None else specs, tree)))
 
 
 def only_over(spec: Any, axes: frozenset[str]) -> P:
@@ -165,16 +151,20 @@ def only_over(spec: Any, axes: frozenset[str]) -> P:
     return P(*entries)
 
 
+def is_of_devices(axis_name: AxisName) -> bool:
+    """Return whether the axis is one of devices (shard_map, pmap), as opposed to vmap."""
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    return all(name in manual for name in axis_names(axis_name))
+
+
 def between_cpu_processes(axis_name: AxisName) -> bool:
     """Return whether collectives over the axis run between processes on CPU.
 
     Some collectives need another form there. False on other platforms, for the devices of one
     process, and under vmap, where nothing is sent: XLA's collectives are right for these.
     """
-    manual = jax.sharding.get_abstract_mesh().manual_axes
-    if not all(name in manual for name in axis_names(axis_name)):
-        return False
-    return jax.default_backend() == "cpu" and jax.process_count() > 1
+    is_multi_process_cpu = jax.default_backend() == "cpu" and jax.process_count() > 1
+    return is_multi_process_cpu and is_of_devices(axis_name)
 
 
 def is_on_tpu(axis_name: AxisName) -> bool:
@@ -182,11 +172,9 @@ def is_on_tpu(axis_name: AxisName) -> bool:
 
     The devices are those that a program is traced for, which may only be described.
     """
-    mesh = jax.sharding.get_abstract_mesh()
-    if not all(name in mesh.manual_axes for name in axis_names(axis_name)):
-        return False
-    device = getattr(mesh, "abstract_device", None)
-    return (jax.default_backend() if device is None else device.platform) == "tpu"
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    platform = jax.default_backend() if device is None else device.platform
+    return platform == "tpu" and is_of_devices(axis_name)
 
 
 def from_first(tree: PyTree, axis_name: AxisName) -> PyTree:
@@ -208,36 +196,25 @@ def from_first(tree: PyTree, axis_name: AxisName) -> PyTree:
     return jax.tree.map(first, tree)
 
 
-def own_keys(tree: PyTree, axis_name: AxisName) -> PyTree:
+def own_keys(tree: PyTree, axes: AxisName, *, inside: bool = False) -> PyTree:
     """Return `tree` with a different PRNG key on every replica; the first keeps its key.
 
     Only typed keys (`jax.random.key`) change: raw keys cannot be distinguished from other arrays.
-    `axis_name` are the replica axes.
+
+    Args:
+      tree: arrays of any dtypes.
+      axes: the replica axes; or with `inside` those inside a replica, perhaps none.
+      inside: whether each device of a replica gets a key of its own; none of these is a key that
+        another replica has, whatever their numbers.
 
     Communication: none.
     """
-    number = lax.axis_index(axis_name)
-    return _with_keys(tree, lambda keys: numbered_key(keys, number))
 
+    def own(x: jax.Array) -> jax.Array:
+        is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+        return numbered_key(x, lax.axis_index(axes), inside=inside) if is_key else x
 
-def device_keys(tree: PyTree, inner_axes: tuple[str, ...]) -> PyTree:
-    """Return `tree` with a different typed key on every device of a replica; the first keeps it.
-
-    None of them is a key that `own_keys` gives another replica, whatever their numbers.
-
-    Communication: none.
-    """
-    if not inner_axes:
-        return tree
-    number = lax.axis_index(inner_axes)
-    return _with_keys(tree, lambda keys: numbered_key(keys, number, inside=True))
-
-
-def _with_keys(tree: PyTree, change: Callable[[jax.Array], jax.Array]) -> PyTree:
-    def one(x: jax.Array) -> jax.Array:
-        return change(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
-
-    return jax.tree.map(one, tree)
+    return jax.tree.map(own, tree) if axes else tree
 
 
 def place_key(key: jax.Array, axes: tuple[str, ...]) -> jax.Array:

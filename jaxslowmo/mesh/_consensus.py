@@ -1,21 +1,19 @@
 """The mean of stacked replicas as one copy: `consensus`."""
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from .._support.types import AxisName, PyTree, axis_names
+from .._support.types import AxisName, PyTree
 from ..tree import at_least_float32, in_model_form, leaf_names
-from ._axes import from_first
+from ._axes import axis_size, from_first, sum_over
 from ._meshes import AnyMesh, map_replicas, model_axes
 from ._replicas import check_stacked, on_mesh
 
@@ -133,42 +131,28 @@ def _device_of_each(x: Any) -> tuple[Any, ...] | None:
 
 @functools.lru_cache(maxsize=64)
 def _consensus_fn(mesh: AnyMesh, axis_name: AxisName, automatic: frozenset[str]):
-    is_alone = math.prod(mesh.shape[name] for name in axis_names(axis_name)) == 1
-
-    def total(x: jax.Array) -> jax.Array:
-        return x if is_alone else lax.psum(x, axis_name)
-
-    def first(x: jax.Array) -> jax.Array:
-        return x if is_alone else from_first(x, axis_name)
-
-    def equal_mean(x: jax.Array) -> jax.Array:
-        if is_alone or not jnp.issubdtype(x.dtype, jnp.floating):
-            return first(x)
-        wide = x.astype(at_least_float32(x.dtype))
-        return (total(wide) / lax.axis_size(axis_name)).astype(x.dtype)
-
     def per_replica(weights: tuple[jax.Array, ...] | None, values: tuple[PyTree, ...]) -> PyTree:
-        if weights is None:
-            return jax.tree.map(equal_mean, values[0])
-
         @functools.cache
-        def sum_of_weights(dtype: Any) -> jax.Array:
-            return total(functools.reduce(jnp.add, [w.astype(dtype) for w in weights]))
+        def sum_of_weights(dtype: Any) -> Any:
+            if weights is None:
+                return axis_size(axis_name)
+            return sum_over(
+                functools.reduce(jnp.add, [w.astype(dtype) for w in weights]), axis_name
+            )
 
-        def weighted_mean(*leaves: jax.Array) -> jax.Array:
+        def mean(*leaves: jax.Array) -> jax.Array:
             dtype = leaves[0].dtype
             if not jnp.issubdtype(dtype, jnp.floating):
-                return first(leaves[0])
+                return from_first(leaves[0], axis_name)
             wide = at_least_float32(dtype)
-            terms = zip(weights, leaves, strict=True)
-            weighted = [w.astype(wide) * x.astype(wide) for w, x in terms]
-            return (total(functools.reduce(jnp.add, weighted)) / sum_of_weights(wide)).astype(dtype)
+            terms = [x.astype(wide) for x in leaves]
+            if weights is not None:
+                terms = [w.astype(wide) * x for w, x in zip(weights, terms, strict=True)]
+            total = sum_over(functools.reduce(jnp.add, terms), axis_name)
+            return (total / sum_of_weights(wide)).astype(dtype)
 
-        return jax.tree.map(weighted_mean, *values)
+        return jax.tree.map(mean, *values)
 
-    if is_alone:
-        # XLA refuses a sum over a manual axis of size 1 if leaves are sharded over automatic axes.
-        return jax.jit(lambda *stacked: per_replica(*jax.tree.map(lambda x: x[0], stacked)))
     return jax.jit(
         map_replicas(
             per_replica,

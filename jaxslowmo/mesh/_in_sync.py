@@ -2,6 +2,7 @@
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -192,12 +193,13 @@ def check_in_sync(
         return SyncReport(0, replicas, ())
     placed = on_mesh(leaves, mesh, axis_name)
     automatic = model_axes(placed, mesh, axis_name)
-    prints = np.asarray(_fingerprints_fn(mesh, axis_name, automatic)(placed))
+    prints = np.asarray(program(fingerprints, mesh, axis_name, automatic)(placed))
     differ = np.any(prints != prints[0], axis=-1)  # (devices, leaves)
     suspects = np.flatnonzero(differ.any(0)).tolist()
     if not suspects:
         return SyncReport(len(names), replicas, ())
-    results = _differences_fn(mesh, axis_name, automatic)([placed[i] for i in suspects])
+    compared = program(leaf_differences, mesh, axis_name, automatic)
+    results = compared([placed[i] for i in suspects])
     largest, counts = (np.asarray(x) for x in results)
     devices_each = len(prints) // replicas
     divergences = tuple(
@@ -212,7 +214,8 @@ def check_in_sync(
         for column, i in enumerate(suspects)
         for position in np.flatnonzero(differ[:, i]).tolist()
     )
-    floating = {n for n, x in zip(names, leaves, strict=True) if _is_floating(x)}
+    kinds = zip(names, leaves, strict=True)
+    floating = {name for name, x in kinds if jnp.issubdtype(x.dtype, jnp.floating)}
     beyond = tuple(
         d
         for d in divergences
@@ -223,38 +226,23 @@ def check_in_sync(
     return SyncReport(len(names), replicas, divergences)
 
 
-def _is_floating(x: jax.Array) -> bool:
-    return jnp.issubdtype(x.dtype, jnp.floating)
-
-
-def _compared_axes(
-    mesh: AnyMesh, axis_name: AxisName, automatic: frozenset[str]
-) -> tuple[str, ...]:
-    """Return the replica axes, then the axes inside a replica along which devices hold copies."""
-    replicas = axis_names(axis_name)
-    inner = (a for a in mesh.axis_names if a not in replicas and a not in automatic)
-    return (*replicas, *inner)
-
-
 def _from_each(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     """Gather `x` of every position along `axes` to all, as `(positions, *x.shape)`."""
     every = jnp.zeros((lax.axis_size(axes), *x.shape), x.dtype)
     return lax.psum(every.at[lax.axis_index(axes)].set(x), axes)
 
 
-@functools.lru_cache(maxsize=64)
-def _fingerprints_fn(mesh: AnyMesh, axis_name: AxisName, automatic: frozenset[str]):
-    axes = _compared_axes(mesh, axis_name, automatic)
-
-    def per_device(leaves: list[jax.Array]) -> jax.Array:
-        return _from_each(jnp.stack([fingerprint(x) for x in leaves]), axes)
-
-    return _jitted(per_device, mesh, axis_name, automatic)
+def fingerprints(leaves: list[jax.Array], axes: tuple[str, ...]) -> jax.Array:
+    """Return the fingerprints of all leaves of each position along `axes`, on all of them."""
+    return _from_each(jnp.stack([fingerprint(x) for x in leaves]), axes)
 
 
-@functools.lru_cache(maxsize=64)
-def _differences_fn(mesh: AnyMesh, axis_name: AxisName, automatic: frozenset[str]):
-    axes = _compared_axes(mesh, axis_name, automatic)
+def leaf_differences(leaves: list[jax.Array], axes: tuple[str, ...]) -> tuple[jax.Array, jax.Array]:
+    """Return for all positions along `axes` and leaves how far and how often they differ.
+
+    The first is the largest absolute difference from the first position, the second the number of
+    elements whose bits differ; both `(positions, leaves)`.
+    """
 
     def one(x: jax.Array) -> tuple[jax.Array, jax.Array]:
         first = _bits_from_first(x, axes)
@@ -267,11 +255,8 @@ def _differences_fn(mesh: AnyMesh, axis_name: AxisName, automatic: frozenset[str
             errors = _absolute_differences(x, first)
         return jnp.max(errors, initial=0.0).astype(jnp.float32), jnp.sum(unequal, dtype=jnp.int32)
 
-    def per_device(leaves: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
-        largest, counts = zip(*map(one, leaves), strict=True)
-        return _from_each(jnp.stack(largest), axes), _from_each(jnp.stack(counts), axes)
-
-    return _jitted(per_device, mesh, axis_name, automatic, results=2)
+    largest, counts = zip(*map(one, leaves), strict=True)
+    return _from_each(jnp.stack(largest), axes), _from_each(jnp.stack(counts), axes)
 
 
 def _bits_from_first(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
@@ -286,27 +271,36 @@ def _bits_from_first(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
 
 def _absolute_differences(x: jax.Array, first: jax.Array) -> jax.Array:
     """Return |x - first| by element: 0 for two NaNs, inf where the difference is NaN."""
-    if jnp.issubdtype(x.dtype, jnp.inexact):
-        wide = jnp.promote_types(at_least_float32(x.dtype), x.dtype)
-    else:
-        wide = jnp.float32
+    wide = at_least_float32(x.dtype) if jnp.issubdtype(x.dtype, jnp.inexact) else jnp.float32
     same = (x == first) | ((x != x) & (first != first))
     difference = jnp.abs(x.astype(wide) - first.astype(wide))
     difference = jnp.where(difference == difference, difference, jnp.inf)
     return jnp.where(same, jnp.zeros_like(difference), difference)
 
 
-def _jitted(fn, mesh: AnyMesh, axis_name: AxisName, automatic: frozenset[str], results: int = 1):
-    shared = "shared" if results == 1 else ("shared",) * results
+@functools.lru_cache(maxsize=64)
+def program(
+    compare: Callable[[list[jax.Array], tuple[str, ...]], Any],
+    mesh: AnyMesh,
+    axis_name: AxisName,
+    automatic: frozenset[str],
+) -> Any:
+    """Return the program of `compare(leaves, axes)`, `fingerprints` or `leaf_differences`.
+
+    `axes` are those of the replicas, then those inside a replica along which devices hold copies.
+    """
+    replicas = axis_names(axis_name)
+    inner = (a for a in mesh.axis_names if a not in replicas and a not in automatic)
+    axes = (*replicas, *inner)
     mapped = map_replicas(
-        fn,
+        lambda leaves: compare(leaves, axes),
         mesh=mesh,
         axis_name=axis_name,
         in_roles=("stacked",),
-        out_roles=shared,
+        out_roles="shared",
         automatic=automatic,
     )
     if isinstance(mesh, VirtualMesh):
         return jax.jit(mapped)
-    # The result must be whole on every device, along automatic axes too: each process reads it.
+    # The results must be whole on every device, along automatic axes too: each process reads them.
     return jax.jit(mapped, out_shardings=NamedSharding(mesh, P()))

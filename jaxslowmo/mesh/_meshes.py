@@ -12,9 +12,9 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from .._support.checks import as_int
+from .._support.checks import checked_int
 from .._support.types import AxisName, PyTree, axis_names
-from ..tree import Staged, parts_of, reshaped
+from ..tree import Staged, from_blocks, parts_of, reshaped
 
 
 def slice_major_devices(axes: Mapping[str, int], devices: Sequence[Any]) -> np.ndarray:
@@ -55,10 +55,8 @@ def slice_major_devices(axes: Mapping[str, int], devices: Sequence[Any]) -> np.n
         ).devices
         for members in slices.values()
     ]
-    # Shape (*outer sizes, *inner sizes): move each axis's inner part next to its outer part.
-    stacked = np.stack(grids).reshape(*between, *within)
-    order = [place for i in range(len(axes)) for place in (i, i + len(axes))]
-    return stacked.transpose(order).reshape(tuple(axes.values()))
+    blocks = np.stack(grids).reshape(*between, -1)
+    return from_blocks(blocks, tuple(axes.values()), axes, dict(zip(axes, between, strict=True)))
 
 
 def _slice_of(device: Any) -> int:
@@ -115,15 +113,8 @@ def _checked_axes(axes: Mapping[str, int]) -> dict[str, int]:
     """Return `axes` with plain ints; raise `ValueError` for other sizes or an empty mapping."""
     if not axes:
         raise ValueError('`axes` must name at least one axis, such as {"replica": 4}.')
-    sizes: dict[str, int] = {}
-    for name, size in axes.items():
-        number = as_int(size, 1)
-        if number is None:
-            raise ValueError(
-                f"`axes`: the size of axis {name!r} must be an int >= 1, got {size!r}."
-            )
-        sizes[name] = number
-    return sizes
+    size_of = "`axes`: the size of axis {!r}"
+    return {name: checked_int(size_of.format(name), size, 1) for name, size in axes.items()}
 
 
 def make_mesh(axes: Mapping[str, int], devices: Sequence[Any] | None = None) -> Mesh:
@@ -314,22 +305,17 @@ def _as_typed(x: jax.Array) -> jax.Array:
     return jax.sharding.reshard(x, sharding) if any(sharding.spec) else x
 
 
-def _with_roles(change: Callable[[PyTree, Role], PyTree], roles: Roles, tree: PyTree) -> PyTree:
-    """Return `tree` with `change(part, role)` in place of every part that has one role."""
-    return jax.tree.map(lambda role, part: change(part, role), roles, tree)
-
-
 def _stacked_as(
     shape: Callable[[jax.Array], tuple[int, ...]], roles: Roles, tree: PyTree
 ) -> PyTree:
     """Reshape the stacked leaves of a tree with these roles to `shape(leaf)`."""
 
-    def change(part: PyTree, role: Role) -> PyTree:
+    def change(role: Role, part: PyTree) -> PyTree:
         if role not in ("stacked", "device"):
             return part
         return jax.tree.map(lambda x: reshaped(x, shape(x)), part)
 
-    return _with_roles(change, roles, tree)
+    return jax.tree.map(change, roles, tree)
 
 
 def _map_virtual(
@@ -355,13 +341,13 @@ def _map_virtual(
     # The number of axes that the leading dimension of an argument or result runs over.
     num_axes = {"stacked": len(replicas), "device": len(sizes), "shared": 0}
 
-    def split(tree: PyTree, role: Role) -> PyTree:
+    def split(role: Role, tree: PyTree) -> PyTree:
         if role == "shared":
             return tree
         lead = (*sizes, -1) if role == "batch" else tuple(sizes[: num_axes[role]])
         return jax.tree.map(lambda x: x.reshape(*lead, *x.shape[1:]), tree)
 
-    def join(tree: PyTree, role: Role) -> PyTree:
+    def join(role: Role, tree: PyTree) -> PyTree:
         # Stacked results are equal over inner axes and shared results over all: keep the first.
         kept = num_axes[role]
 
@@ -371,7 +357,10 @@ def _map_virtual(
 
         return jax.tree.map(merge, tree)
 
-    return lambda *args: _with_roles(join, out_roles, mapped(*_with_roles(split, in_roles, args)))
+    def virtual(*args: PyTree) -> PyTree:
+        return jax.tree.map(join, out_roles, mapped(*jax.tree.map(split, in_roles, args)))
+
+    return virtual
 
 
 _programs: weakref.WeakKeyDictionary[Any, dict[Hashable, Any]] = weakref.WeakKeyDictionary()
@@ -399,14 +388,6 @@ def kept_with(
     except TypeError:
         return make(fn)
     if program is None:
-        program = programs[key] = make(_weak_proxy(weakref.ref(fn)))
+        proxy = weakref.proxy(fn)
+        program = programs[key] = make(lambda *args: proxy(*args))
     return program
-
-
-def _weak_proxy(reference: weakref.ref[Callable[..., Any]]) -> Callable[..., Any]:
-    def call(*args: Any) -> Any:
-        fn = reference()
-        assert fn is not None, "the caller of the program holds its function"
-        return fn(*args)
-
-    return call

@@ -26,8 +26,8 @@ from ..tree import check_arrays, leaf_names
 from ._axes import only_over
 from ._meshes import AnyMesh, VirtualMesh, map_replicas, model_axes, replica_count
 
-Description = list[tuple[str, str]]
-"""Name and type of every leaf, in flattening order."""
+Description = dict[str, str]
+"""The type of every leaf by its name, in flattening order."""
 
 _VALUES = " of values "
 
@@ -53,7 +53,7 @@ def digest(arrays: Sequence[Any]) -> str:
 
 
 def describe(tree: PyTree, *, with_values: bool = False) -> Description:
-    """Return name and type of every leaf, such as `("layer/w", "float32[3,4]")`.
+    """Return the type of every leaf by its name, such as `{"layer/w": "float32[3,4]"}`.
 
     Args:
       tree: any tree of arrays.
@@ -61,13 +61,13 @@ def describe(tree: PyTree, *, with_values: bool = False) -> Description:
         knows the values; the default is False.
     """
     seen: Counter[str] = Counter()
-    lines = []
+    lines: Description = {}
     for name, leaf in zip(leaf_names(tree), jax.tree.leaves(tree), strict=True):
         seen[name] += 1
         unique = name if seen[name] == 1 else f"{name} (no. {seen[name]})"
         shape = ",".join(map(str, np.shape(leaf)))
         values = f"{_VALUES}{digest([leaf])}" if with_values and is_of_host(leaf) else ""
-        lines.append((unique, f"{jax.typeof(leaf).dtype}[{shape}]{values}"))
+        lines[unique] = f"{jax.typeof(leaf).dtype}[{shape}]{values}"
     return lines
 
 
@@ -81,7 +81,7 @@ def differences(
       processes: the processes' numbers; the default is 0, 1, ...
     """
     numbers = range(len(descriptions)) if processes is None else processes
-    by_process = dict(zip(numbers, map(dict, descriptions), strict=True))
+    by_process = dict(zip(numbers, descriptions, strict=True))
     names = dict.fromkeys(name for types in by_process.values() for name in types)
     lines = []
     for name in names:
@@ -92,11 +92,8 @@ def differences(
             parts = [f"{what} on {name_processes(where)}" for what, where in groups.items()]
             lines.append(f"{name}: {', '.join(parts)}")
     if not lines:
-        orders = [[name for name, _ in description] for description in descriptions]
-        other = [
-            process for process, order in zip(numbers, orders, strict=True) if order != orders[0]
-        ]
-        if other:
+        first = list(descriptions[0])
+        if other := [process for process, types in by_process.items() if list(types) != first]:
             lines.append(
                 f"the same leaves in another order than process {numbers[0]} on "
                 f"{name_processes(other)}"
@@ -136,7 +133,7 @@ def compare_trees(params: PyTree, *, with_values: bool = False, name: str = "par
         return
     descriptions = _of_all_processes(describe(params, with_values=with_values))
     types = [
-        [(name, what.partition(_VALUES)[0]) for name, what in description]
+        {name: what.partition(_VALUES)[0] for name, what in description.items()}
         for description in descriptions
     ]
     lines = differences(types) or _abridged(differences(descriptions))
@@ -159,10 +156,8 @@ def _of_all_processes(lines: Description) -> list[Description]:
     padded = np.zeros(int(lengths.max()), np.uint8)
     padded[: payload.size] = payload
     gathered = multihost_utils.process_allgather(padded).reshape(lengths.size, -1)
-    return [
-        [(name, what) for name, what in json.loads(bytes(row[:length]).decode())]
-        for row, length in zip(gathered, lengths, strict=True)
-    ]
+    texts = [bytes(row[:length]) for row, length in zip(gathered, lengths, strict=True)]
+    return [json.loads(text) for text in texts]
 
 
 _NUM_VALUES = 4
@@ -336,26 +331,21 @@ Layouts = tuple[tuple[tuple[Any, ...], tuple[int, ...], P], ...]
 """Path, shape and layout inside a replica of each parameter that has one."""
 
 
-def inner_specs(stacked: PyTree, mesh: AnyMesh, axis_name: AxisName) -> PyTree | None:
+def inner_specs(stacked: PyTree, axes: frozenset[str]) -> PyTree:
     """Return a `PartitionSpec` per leaf over the axes inside a replica, read from concrete arrays.
 
     Args:
-      stacked: arrays `(replicas, *s)`, on `mesh` or not; specs are for `s`.
-      mesh: the mesh of the replicas.
-      axis_name: the replica axis, or several.
+      stacked: arrays `(replicas, *s)`, sharded or not.
+      axes: the axes inside a replica, from `model_axes`.
 
     Returns:
-      A tree like `stacked`; None where nothing is sharded inside a replica.
+      A tree like `stacked`, of specs for `s`.
     """
-    inside = model_axes(stacked, mesh, axis_name)
-    if not inside:
-        return None
 
     def spec_of(x: Any) -> P:
         sharding = getattr(x, "sharding", None)
-        if not isinstance(sharding, NamedSharding):
-            return P()
-        return only_over(sharding.spec[1:], inside)
+        is_named = isinstance(sharding, NamedSharding)
+        return only_over(sharding.spec[1:], axes) if is_named else P()
 
     return jax.tree.map(spec_of, stacked)
 

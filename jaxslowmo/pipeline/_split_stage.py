@@ -18,15 +18,7 @@ from jax.extend.core import JaxprEqn, Literal, Var, jaxpr_as_fun
 
 from .._support.types import PyTree
 from ..mesh import match_varying
-from ..tracing import (
-    Atom,
-    Flat,
-    flattened,
-    has_side_effects,
-    run,
-    scan_operands,
-    scan_options,
-)
+from ..tracing import Atom, Flat, flattened, has_side_effects, run, scan_operands
 
 
 def type_of(x: Any) -> Any:
@@ -220,7 +212,8 @@ class _Loop:
             values = run(equations, outputs, inputs | fixed)
             return values[: len(start)], values[len(start) :]
 
-        last, columns = lax.scan(iterate, [*start], [*xs.values()], **scan_options(params))
+        options = {name: params[name] for name in ("length", "reverse", "unroll")}
+        last, columns = lax.scan(iterate, [*start], [*xs.values()], **options)
         return [*last, *columns]
 
 

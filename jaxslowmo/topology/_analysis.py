@@ -137,7 +137,6 @@ class GraphAnalysis:
     def summary(self) -> dict[str, str]:
         """Return the lines that `print` shows: names, and values in words."""
         graph = self.graph
-        low, high = self.weight_range or (None, None)
         rounds = self.rounds_to_tolerance
         per_step = f"{graph.peers_per_step} peer{'s' * (graph.peers_per_step > 1)} per step"
         facts = {
@@ -151,8 +150,8 @@ class GraphAnalysis:
             if self.weights_move
             else "yes: push-sum weights stay 1, push_sum=False is possible",
             "push-sum weights in the long run": "they do not settle"
-            if low is None or high is None
-            else f"{low:.4g} to {high:.4g}",
+            if self.weight_range is None
+            else "{:.4g} to {:.4g}".format(*self.weight_range),
             "spectral gap of a rotation": f"{self.spectral_gap:.4g}",
             "spectral gap per round": f"{self.spectral_gap_per_round:.4g}",
             f"rounds to an error of {self.tolerance:g}": "never" if rounds is None else f"{rounds}",
@@ -223,15 +222,13 @@ def analyse(
         rounds_to_tolerance=convergence.rounds_within(tolerance),
         weight_range=weight_range,
         messages=tuple(map(len, graph.out_peers(0))),
-        permutes=tuple(_permutes(graph, step) for step in range(graph.num_rounds)),
+        # A colouring has as many colours as the busiest node has edges, and is slow to compute.
+        permutes=tuple(
+            max(map(len, (*graph.out_peers(step), *graph.in_peers(step))))
+            for step in range(graph.num_rounds)
+        ),
         _convergence=convergence,
     )
-
-
-def _permutes(graph: Graph, step: int) -> int:
-    """Return the number of permutations of a round, without computing them."""
-    # A colouring has as many colours as the busiest node has edges, and is slow to compute.
-    return max(map(len, (*graph.out_peers(step), *graph.in_peers(step))))
 
 
 def _mean_max(mean: float, most: float) -> str:

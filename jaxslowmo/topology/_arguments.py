@@ -32,14 +32,6 @@ def _plain(entry: Any) -> Any:
         return entry
 
 
-def as_divisor(argument: str, value: object, num_nodes: int) -> int:
-    """Return `value` as an int; raise `ValueError` unless it divides the number of nodes."""
-    divisor = as_size(argument, value)
-    if num_nodes % divisor:
-        raise ValueError(f"`{argument}` must divide `num_nodes`={num_nodes}, got {divisor}.")
-    return divisor
-
-
 def check_even(name: str, num_nodes: int) -> None:
     """Raise `ValueError` for an odd number of nodes above 1."""
     if num_nodes % 2 and num_nodes > 1:

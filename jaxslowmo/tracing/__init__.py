@@ -14,14 +14,10 @@ from ._losses import ready_order as ready_order
 from ._losses import unused_parameters as unused_parameters
 from ._programs import Atom as Atom
 from ._programs import Flat as Flat
-from ._programs import called_program as called_program
 from ._programs import equations_in as equations_in
 from ._programs import flattened as flattened
 from ._programs import has_side_effects as has_side_effects
-from ._programs import interpret as interpret
-from ._programs import programs_in as programs_in
 from ._programs import run as run
 from ._programs import scan_operands as scan_operands
-from ._programs import scan_options as scan_options
 from ._transforms import ProgramReader as ProgramReader
 from ._transforms import Reading as Reading

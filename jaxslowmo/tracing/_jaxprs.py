@@ -3,7 +3,7 @@
 import contextlib
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -13,9 +13,11 @@ from jax.sharding import AbstractMesh, AxisType
 from .._support.scopes import OF_TRANSFORMS
 from .._support.types import AxisName, PyTree
 from ..mesh import AnyMesh, map_replicas
-from ._programs import called_program, interpret, programs_in, scan_operands
+from ._programs import Loop, called_program, interpret, programs_in
 
-_NOT_SENDING = {"axis_index", "pvary", "pcast"}  # name an axis, and send nothing
+_Fact = TypeVar("_Fact")
+
+_NOT_SENDING = {"axis_index", "pvary"}  # name an axis, and send nothing
 
 
 def collective_axes(program: Any, counts: Callable[[Any], bool] | None = None) -> frozenset[str]:
@@ -30,22 +32,23 @@ def collective_axes(program: Any, counts: Callable[[Any], bool] | None = None) -
     """
     axes: set[str] = set()
     for equation in getattr(program, "jaxpr", program).eqns:
-        equation_axes: set[str] = set()
-        for part in programs_in(equation):
-            equation_axes |= collective_axes(part, counts)
+        inside = (collective_axes(part, counts) for part in programs_in(equation))
         # A nested shard_map binds axes of its own.
-        equation_axes -= set(equation.params.get("manual_axes", ()))
+        named = set[str]().union(*inside) - set(equation.params.get("manual_axes", ()))
         if equation.primitive.name not in _NOT_SENDING:
-            for key in ("axes", "axis_name"):
-                equation_axes |= _names(equation.params.get(key, ()))
-        if equation_axes and (counts is None or counts(equation)):
-            axes |= equation_axes
+            named |= _named_axes(equation)
+        if named and (counts is None or counts(equation)):
+            axes |= named
     return frozenset(axes)
 
 
-def _names(axes: Any) -> set[str]:
-    """Return the axes that are names of mapped axes; those of arrays are positions, ints."""
-    return {a for a in (axes if isinstance(axes, list | tuple) else (axes,)) if isinstance(a, str)}
+def _named_axes(equation: Any) -> set[str]:
+    """Return the mapped axes that an equation names; those of arrays are positions, ints."""
+    names: list[Any] = []
+    for key in ("axes", "axis_name"):
+        axes = equation.params.get(key, ())
+        names += axes if isinstance(axes, list | tuple) else [axes]
+    return {name for name in names if isinstance(name, str)}
 
 
 def differing_axes(program: Any, inputs: Sequence[frozenset[str]]) -> list[frozenset[str]]:
@@ -62,13 +65,13 @@ def differing_axes(program: Any, inputs: Sequence[frozenset[str]]) -> list[froze
 
 # Collectives whose results are equal on all positions, and those whose results differ.
 _EQUAL = {"psum", "pmax", "pmin", "all_gather"}
-_DIFFERENT = {"ppermute", "all_to_all", "reduce_scatter", "axis_index", "pgather"}
+_DIFFERENT = {"ppermute", "all_to_all", "reduce_scatter", "axis_index"}
 
 
 def _differing(eqn: Any, operands: list[frozenset[str]]) -> list[frozenset[str]]:
     params, name = eqn.params, eqn.primitive.name.removesuffix("_invariant")
     together = frozenset[str]().union(*operands)
-    axes = _names(params.get("axes", ())) | _names(params.get("axis_name", ()))
+    axes = _named_axes(eqn)
     if name in _EQUAL:
         if params.get("axis_index_groups") is not None:
             return [each | axes for each in operands]
@@ -79,38 +82,18 @@ def _differing(eqn: Any, operands: list[frozenset[str]]) -> list[frozenset[str]]
         index, *rest = operands
         each = [differing_axes(branch, rest) for branch in params["branches"]]
         return [index.union(*results) for results in zip(*each, strict=True)]
-    if name == "while":
-        first = params["cond_nconsts"]
-        last = first + params["body_nconsts"]
-
-        def turn(carry: list[frozenset[str]]) -> list[frozenset[str]]:
-            again = differing_axes(params["cond_jaxpr"], [*operands[:first], *carry])[0]
-            after = differing_axes(params["body_jaxpr"], [*operands[first:last], *carry])
-            return [x | again for x in after]
-
-        return _settled(turn, operands[last:])
-    if name == "scan":
-        consts, carry, xs = scan_operands(params, operands)
-
-        def step(carry: list[frozenset[str]]) -> list[frozenset[str]]:
-            return differing_axes(params["jaxpr"], [*consts, *carry, *xs])
-
-        carry = _settled(lambda carry: step(carry)[: len(carry)], carry)
-        return [*carry, *step(carry)[len(carry) :]]
+    if name in ("scan", "while"):
+        loop, before, outputs = Loop.of(eqn), None, []
+        while operands != before:
+            before = operands
+            outputs, ends = loop.once(differing_axes, operands)
+            operands = [*operands]
+            for place, after in zip(loop.carry, outputs, strict=False):
+                operands[place] = operands[place].union(after, *ends)
+        return [*(operands[place] for place in loop.carry), *outputs[len(loop.carry) :]]
     if inner := called_program(eqn):
         return differing_axes(inner, operands)
     return [together] * len(eqn.outvars)
-
-
-def _settled(
-    turn: Callable[[list[frozenset[str]]], list[frozenset[str]]], carry: list[frozenset[str]]
-) -> list[frozenset[str]]:
-    """Return what a loop carries after any number of turns."""
-    while True:
-        after = [x | y for x, y in zip(carry, turn(carry), strict=True)]
-        if after == carry:
-            return carry
-        carry = after
 
 
 class UpdateFacts(NamedTuple):
@@ -153,19 +136,16 @@ def read_update(
 
     Communication: none.
     """
-    facts: list[UpdateFacts] = []
 
-    def per_replica(params: PyTree, state: PyTree) -> PyTree:
+    def facts(params: PyTree, state: PyTree) -> UpdateFacts:
         program = jax.jit(partial(_updated, tx)).trace(params, params, state)
         none = jax.tree.map(lambda _: frozenset[str](), (params, state))
         inputs = none[0] if differing is None else differing, none
         axes = differing_axes(program.jaxpr, jax.tree.leaves(inputs))
         updates, after = jax.tree.unflatten(jax.tree.structure(program.out_info), axes)
-        facts.append(UpdateFacts(collective_axes(program.jaxpr, _is_unnamed), updates, after))
-        return ()
+        return UpdateFacts(collective_axes(program.jaxpr, _is_unnamed), updates, after)
 
-    _trace(per_replica, (params, state), mesh, axis_name)
-    return facts[0] if facts else None
+    return _traced(facts, (params, state), mesh, axis_name)
 
 
 def traced_update(
@@ -177,27 +157,28 @@ def traced_update(
 
     Communication: none.
     """
-    found: list[tuple[Any, PyTree]] = []
+    update = partial(_updated, optax.with_extra_args_support(tx))
+    state = _traced(partial(jax.eval_shape, tx.init), (params,), mesh, axis_name)
 
-    def per_replica(params: PyTree) -> PyTree:
-        state = jax.eval_shape(tx.init, params)
-        found.append((None, state))
-        update = optax.with_extra_args_support(tx)
-        found.append((jax.make_jaxpr(partial(_updated, update))(params, params, state), state))
+    def program(params: PyTree) -> Any:
+        return jax.make_jaxpr(update)(params, params, jax.eval_shape(tx.init, params))
+
+    return _traced(program, (params,), mesh, axis_name), state
+
+
+def _traced(
+    fact: Callable[..., _Fact], args: tuple[PyTree, ...], mesh: AnyMesh, axis_name: AxisName
+) -> _Fact | None:
+    """Return `fact(*args)` with types of one replica and the mesh's axes bound; None if it raises.
+
+    A transform may lack arguments that only a step has, and then the first step raises the error.
+    """
+    facts: list[_Fact] = []
+
+    def per_replica(*args: PyTree) -> PyTree:
+        facts.append(fact(*args))
         return ()
 
-    _trace(per_replica, (params,), mesh, axis_name)
-    return found[-1] if found else (None, None)
-
-
-def _trace(
-    per_replica: Callable[..., PyTree], args: tuple[PyTree, ...], mesh: AnyMesh, axis_name: AxisName
-) -> None:
-    """Call a function once, with types of one replica and the mesh's axes bound.
-
-    What it raises is dropped: a transform may lack arguments that only a step has, and then the
-    first step raises the error.
-    """
     names = mesh.axis_names
     bound = AbstractMesh(tuple(mesh.shape.values()), names, (AxisType.Auto,) * len(names))
     roles: Any = ("stacked",) * len(args)
@@ -205,6 +186,7 @@ def _trace(
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
     with contextlib.suppress(Exception):
         jax.eval_shape(mapped, *shapes)
+    return facts[0] if facts else None
 
 
 def _updated(

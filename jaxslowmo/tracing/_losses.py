@@ -15,7 +15,7 @@ import numpy as np
 
 from .._support.types import PyTree
 from ..tree import leaf_names, not_floating
-from ._programs import called_program, interpret, scan_operands
+from ._programs import Loop, called_program, interpret
 
 GIVEN = -1  # place of a value that the program does not compute
 
@@ -35,47 +35,16 @@ class Fact(NamedTuple):
 # Cheap operations on a finished gradient: a compiler fuses them into the equation before them or
 # into what reads them, so the gradient counts as ready where their operands are.
 _TRIVIAL = {
-    "add_any",
-    "broadcast_in_dim",
-    "convert_element_type",
-    "copy",
-    "copy_p",
-    "expand_dims",
-    "name",
-    "neg",
-    "real",
-    "reduce_precision",
-    "reshape",
-    "rev",
-    "sharding_constraint",
-    "squeeze",
-    "transpose",
-}
+    "add_any", "broadcast_in_dim", "convert_element_type", "copy", "name", "neg", "real",
+    "reduce_precision", "reshape", "rev", "sharding_constraint", "squeeze", "transpose",
+}  # fmt: skip
 # Zero where every operand is; where any is; where the first is (the others are places or divisors).
 _ZERO_OF_ALL = _TRIVIAL | {
-    "add",
-    "all_gather",
-    "all_to_all",
-    "concatenate",
-    "cumsum",
-    "pad",
-    "ppermute",
-    "psum",
-    "psum2",
-    "psum_invariant",
-    "reduce_scatter",
-    "reduce_sum",
-    "slice",
-    "sub",
-}
+    "add", "all_gather", "all_to_all", "concatenate", "cumsum", "pad", "ppermute", "psum",
+    "psum_invariant", "reduce_scatter", "reduce_sum", "slice", "sub",
+}  # fmt: skip
 _ZERO_OF_ANY = {"conv_general_dilated", "dot_general", "mul"}
 _ZERO_OF_FIRST = {"div", "dynamic_slice", "gather"}
-
-
-def output_facts(closed: Any) -> list[Fact]:
-    """Return a fact for each output of a closed jaxpr."""
-    reader = _Reader()
-    return reader.run(closed, [Fact(GIVEN, False)] * len(closed.jaxpr.invars))
 
 
 def _constant_fact(value: Any) -> Fact:
@@ -95,13 +64,8 @@ class _Reader:
 
     def _equation(self, eqn: Any, operands: list[Fact]) -> list[Fact]:
         name, params = eqn.primitive.name, eqn.params
-        if name == "scan":
-            carry, ys = self._loop(params["jaxpr"], *scan_operands(params, operands))
-            return [*carry, *ys]
-        if name == "while":
-            first = params["cond_nconsts"]
-            last = first + params["body_nconsts"]
-            return self._loop(params["body_jaxpr"], operands[first:last], operands[last:], [])[0]
+        if name in ("scan", "while"):
+            return self._loop(Loop.of(eqn), operands)
         if name == "cond":
             return self._cond(params["branches"], operands[1:])
         if inner := called_program(eqn):
@@ -114,27 +78,24 @@ class _Reader:
             fact = fact._replace(place=place)
         return [fact] * len(eqn.outvars)
 
-    def _loop(
-        self, body: Any, consts: list[Fact], carry: list[Fact], rest: list[Fact]
-    ) -> tuple[list[Fact], list[Fact]]:
-        """Return facts of the last carry and of the other outputs of a loop.
+    def _loop(self, loop: Loop, operands: list[Fact]) -> list[Fact]:
+        """Return facts of the outputs of a loop.
 
         All outputs of a loop are ready at its end. The places of its body distinguish what one
         iteration finishes first and last; they are between those before and after the loop.
         """
-        start = self._place
-        while True:  # ends: only zeros of the carry can turn into others
-            self._place = start + 1
-            inputs = [*consts, *carry, *rest]
-            inputs = [Fact(min(fact.place, start), fact.zero) for fact in inputs]
-            out = self.run(body, inputs)
-            zero = [a.zero and b.zero for a, b in zip(carry, out, strict=False)]
-            if zero == [fact.zero for fact in carry]:
-                break
-            carry = [Fact(a.place, z) for a, z in zip(carry, zero, strict=True)]
+        start, zero, before = self._place, [fact.zero for fact in operands], None
+        out: list[Fact] = []
+        while zero != before:  # ends: only zeros of the carry can turn into others
+            self._place, before = start + 1, zero
+            inputs = [Fact(min(operands[p].place, start), zero[p]) for p in loop.takes]
+            out = self.run(loop.body, inputs)
+            carried = dict(zip(loop.carry, out, strict=False))
+            zero = [z and (p not in carried or carried[p].zero) for p, z in enumerate(zero)]
         out = [Fact(max(fact.place, start + 1), fact.zero) for fact in out]
-        carried = [Fact(o.place, z) for o, z in zip(out, zero, strict=False)]
-        return carried, out[len(carry) :]
+        for i, place in enumerate(loop.carry):
+            out[i] = out[i]._replace(zero=zero[place])
+        return out
 
     def _cond(self, branches: Sequence[Any], operands: list[Fact]) -> list[Fact]:
         start = self._place
@@ -191,10 +152,9 @@ def as_full_loss(loss_fn: Callable[..., Any]) -> FullLoss:
     """
     if not callable(loss_fn):
         raise ValueError(f"`loss_fn` must be callable, got {type(loss_fn).__name__}.")
-    parameters = inspect.signature(loss_fn).parameters.values()
-    names = {p.name for p in parameters}
-    any_keyword = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
-    takes = {n: any_keyword or n in names for n in ("rng", "model_state", "embedded")}
+    parameters = inspect.signature(loss_fn).parameters
+    any_keyword = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    takes = {n for n in ("rng", "model_state", "embedded") if any_keyword or n in parameters}
 
     def full(
         params: PyTree,
@@ -204,29 +164,26 @@ def as_full_loss(loss_fn: Callable[..., Any]) -> FullLoss:
         model_state: PyTree,
         embedded: PyTree | None = None,
     ):
-        if jax.tree.leaves(model_state) and not takes["model_state"]:
+        if jax.tree.leaves(model_state) and "model_state" not in takes:
             raise ValueError(
                 "`loss_fn` must take `model_state` as a keyword, since the train state has one."
             )
-        keywords: dict[str, Any] = {"rng": rng} if takes["rng"] else {}
-        if takes["model_state"]:
-            keywords["model_state"] = model_state
+        keywords = {"rng": rng, "model_state": model_state}
         if embedded is not None:
-            if not takes["embedded"]:
+            if "embedded" not in takes:
                 raise ValueError(
                     "`loss_fn` must take `embedded` as a keyword, what was looked up by feature, "
                     "since the step was given `embeddings`."
                 )
             keywords["embedded"] = embedded
+        keywords = {name: x for name, x in keywords.items() if name in takes}
         out = loss_fn(params, batch, **keywords)
         loss, aux = out, {}
         has_two = isinstance(out, tuple) and len(out) == 2
         if has_two and not isinstance(out[1], jax.Array | np.ndarray | np.generic | float | int):
             loss, aux = out
-        if isinstance(aux, tuple) and len(aux) == 2:
-            metrics, model_state = aux
-        else:
-            metrics = aux
+        is_pair = isinstance(aux, tuple) and len(aux) == 2
+        metrics, model_state = aux if is_pair else (aux, model_state)
         terms = loss if isinstance(loss, tuple) else (loss, 1.0)
         are_scalars = len(terms) == 2 and all(jnp.shape(x) == () for x in terms)
         if not are_scalars or not isinstance(metrics, dict):
@@ -312,7 +269,8 @@ def gradient_facts(
     # Shapes are all that tracing needs, so a key is described and not made.
     key = jax.eval_shape(lambda: jax.random.key(0)) if rng is None else rng
     state = {} if model_state is None else model_state
-    return output_facts(jax.make_jaxpr(gradients)(params, batch, key, state))
+    program = jax.make_jaxpr(gradients)(params, batch, key, state)
+    return _Reader().run(program, [Fact(GIVEN, False)] * len(program.in_avals))
 
 
 def ready_order(

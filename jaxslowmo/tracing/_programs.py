@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import numpy as np
@@ -88,9 +88,49 @@ def scan_operands(params: Any, operands: Sequence[Any]) -> tuple[list[Any], list
     return consts, carry, xs
 
 
-def scan_options(params: Any) -> dict[str, Any]:
-    """Return the options of a `scan` equation, as `jax.lax.scan` takes them."""
-    return {name: params[name] for name in ("length", "reverse", "unroll")}
+class Loop(NamedTuple):
+    """A loop of a program, `scan` or `while`, whose operands are given by position.
+
+    Attributes:
+      body: the program of an iteration, which returns the carried values first.
+      takes: the operand that each input of `body` is, or begins as.
+      carry: the operand that each carried value begins as.
+      scanned: the operands of which an iteration takes a slice.
+      condition: the program that ends a `while`, and the operands that it takes.
+    """
+
+    body: Any
+    takes: Sequence[int]
+    carry: Sequence[int]
+    scanned: Sequence[int] = ()
+    condition: tuple[Any, Sequence[int]] | None = None
+
+    @classmethod
+    def of(cls, eqn: Any) -> "Loop":
+        """Return the loop of an equation."""
+        params, every = eqn.params, [*range(len(eqn.invars))]
+        if eqn.primitive.name == "scan":
+            consts, carry, xs = scan_operands(params, every)
+            return cls(params["jaxpr"], [*consts, *carry, *xs], carry, xs)
+        first = params["cond_nconsts"]
+        last = first + params["body_nconsts"]
+        condition = params["cond_jaxpr"], [*every[:first], *every[last:]]
+        return cls(params["body_jaxpr"], every[first:], every[last:], (), condition)
+
+    def once(
+        self, read: Callable[[Any, list[_Value]], list[_Value]], operands: Sequence[_Value]
+    ) -> tuple[list[_Value], list[_Value]]:
+        """Return the outputs of an iteration, and of the condition if there is one.
+
+        Args:
+          read: `read(program, inputs)` returns the outputs of a program.
+          operands: a value for each operand of the loop.
+        """
+        outputs = read(self.body, [operands[p] for p in self.takes])
+        if self.condition is None:
+            return outputs, []
+        program, takes = self.condition
+        return outputs, read(program, [operands[p] for p in takes])
 
 
 def called_program(eqn: Any) -> Any:
@@ -108,12 +148,9 @@ def called_program(eqn: Any) -> Any:
 # only its equations tell which part needs which.
 CALLS = {
     "jit": "jaxpr",
-    "pjit": "jaxpr",
     "closed_call": "call_jaxpr",
-    "core_call": "call_jaxpr",
     "eval_jaxpr": "call_jaxpr",
     "remat2": "jaxpr",
-    "checkpoint": "jaxpr",
     "custom_jvp_call": "call_jaxpr",
     "custom_vjp_call": "call_jaxpr",
 }

@@ -20,23 +20,20 @@ from jax.core import Tracer
 
 from .._support.types import PyTree
 from ..tree import leaf_names
-from ._programs import CALLS, interpret, scan_operands
+from ._programs import CALLS, Loop, interpret
 
 Kind = Literal["element-wise", "leaf-wise", "mixing"]
 
 # The result of these primitives for an element depends on no other element.
-_OF_ELEMENTS = frozenset(
-    [
-        *["abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2"],
-        *["atanh", "cbrt", "ceil", "clamp", "convert_element_type", "copy", "copy_p", "cos"],
-        *["cosh", "div", "eq", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "floor", "ge"],
-        *["gt", "integer_pow", "is_finite", "le", "lgamma", "log", "log1p", "logistic", "lt"],
-        *["max", "mesh_cast", "min", "mul", "ne", "neg", "nextafter", "not", "or", "pow"],
-        *["reduce_precision", "rem", "reshard", "round", "rsqrt", "select_n"],
-        *["sharding_constraint", "sign", "sin", "sinh", "sqrt", "square", "stop_gradient", "sub"],
-        *["tan", "tanh", "xor"],
-    ]
-)
+_OF_ELEMENTS = {
+    "abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2", "atanh",
+    "cbrt", "ceil", "clamp", "convert_element_type", "copy", "cos", "cosh", "div", "eq", "erf",
+    "erf_inv", "erfc", "exp", "exp2", "expm1", "floor", "ge", "gt", "integer_pow", "is_finite",
+    "le", "lgamma", "log", "log1p", "logistic", "lt", "max", "min", "mul", "ne", "neg", "nextafter",
+    "not", "or", "pow", "reduce_precision", "rem", "reshard", "round", "rsqrt", "select_n",
+    "sharding_constraint", "sign", "sin", "sinh", "sqrt", "square", "stop_gradient", "sub", "tan",
+    "tanh", "xor",
+}  # fmt: skip
 # Each result of these primitives depends on the operand of its own position.
 _SIDE_BY_SIDE = frozenset({"optimization_barrier", "pmax", "pmin", "psum"})
 _OF_SHAPES = frozenset({"shape", "sharding", "broadcast_dimensions", "out_sharding"})
@@ -182,7 +179,7 @@ class _Expressions:
         if name == "cond":
             return self._cond(eqn, operands)
         if name in ("scan", "while"):
-            return _Loop.of(eqn).run(self, operands)
+            return self._loop(eqn, operands)
         if name in _SIDE_BY_SIDE and len(operands) > 1:
             singles = zip(operands, eqn.invars, eqn.outvars, strict=True)
             return [self._operation(eqn, [x], [i], [o])[0] for x, i, o in singles]
@@ -212,6 +209,40 @@ class _Expressions:
             combined = next((x.combined for x in values if x.combined), "cond" * bool(index.leaves))
             key = "cond", index.number, tuple(x.number for x in values)
             results.append(self.joined(key, (index, *values), var, combined))
+        return results
+
+    def _loop(self, eqn: Any, operands: list[_Value]) -> list[_Value]:
+        """Return the values of a loop's outputs.
+
+        The expression of an output is that of a loop without what the output does not depend on.
+        """
+        loop, name, params = Loop.of(eqn), eqn.primitive.name, eqn.params
+        numbers = [self.number("operand", i) for i, _ in enumerate(operands)]
+        marked = [_Value(n, leaves=1 << i, combined="loop") for i, n in enumerate(numbers)]
+        outputs, ends = loop.once(self.run, marked)
+        depends = [x.leaves for x in outputs]
+        unused = self.number("no operand")
+        results = []
+        for i, var in enumerate(eqn.outvars):
+            is_carried = i < len(loop.carry)
+            needed, before = _union(depends[i], (x.leaves for x in ends)), -1
+            needed |= 1 << loop.carry[i] if is_carried else 0
+            while needed != before:
+                before = needed
+                for place, more in zip(loop.carry, depends, strict=False):
+                    needed |= more if before >> place & 1 else 0
+            used = [*_bits(needed)]
+            rank = dict(zip(used, numbers, strict=False))
+            renamed = [_Value(rank.get(p, unused), combined="loop") for p, _ in enumerate(operands)]
+            after, until = loop.once(self.run, renamed)
+            carried = {p: after[n].number for n, p in enumerate(loop.carry)}
+            key = (
+                (name, params.get("length"), params.get("reverse")),
+                tuple((operands[p].number, carried.get(p), p in loop.scanned) for p in used),
+                _types(eqn.invars[p] for p in used),
+                (after[i].number, is_carried, *(x.number for x in until)),
+            )
+            results.append(self.joined(key, (operands[p] for p in used), var, name))
         return results
 
     def _key(self, x: Any) -> Any:
@@ -248,121 +279,6 @@ class _Expressions:
         return "object", id(x)
 
 
-class _Loop(NamedTuple):
-    """A loop of a program, `scan` or `while`, whose operands are given by position.
-
-    Attributes:
-      eqn: its equation.
-      key: a key of its kind and options.
-      body: the program of an iteration, which returns the carried values first.
-      takes: the operand that each input of `body` is, or begins as.
-      carry: the operand that each carried value begins as.
-      scanned: the operands of which an iteration takes a slice.
-      condition: the program that ends a `while`, and the operands that it takes.
-    """
-
-    eqn: Any
-    key: tuple[Any, ...]
-    body: Any
-    takes: Sequence[int]
-    carry: Sequence[int]
-    scanned: Sequence[int] = ()
-    condition: tuple[Any, Sequence[int]] | None = None
-
-    @classmethod
-    def of(cls, eqn: Any) -> "_Loop":
-        """Return the loop of an equation."""
-        params, every = eqn.params, [*range(len(eqn.invars))]
-        if eqn.primitive.name == "scan":
-            consts, carry, xs = scan_operands(params, every)
-            key = "scan", params["length"], params["reverse"]
-            return cls(eqn, key, params["jaxpr"], [*consts, *carry, *xs], carry, xs)
-        first = params["cond_nconsts"]
-        last = first + params["body_nconsts"]
-        condition = params["cond_jaxpr"], [*every[:first], *every[last:]]
-        body = params["body_jaxpr"]
-        return cls(eqn, ("while",), body, every[first:], every[last:], (), condition)
-
-    def run(self, expressions: _Expressions, operands: Sequence[_Value]) -> list[_Value]:
-        """Return the values of its outputs.
-
-        The expression of an output is that of a loop without what the output does not depend on.
-        """
-        every = range(len(operands))
-        numbers = [expressions.number("operand", i) for i in every]
-        marked = [_Value(n, leaves=1 << i, combined="loop") for i, n in enumerate(numbers)]
-        outputs, until = self._once(expressions, marked)
-        depends = [x.leaves for x in outputs]
-        results = []
-        for i, var in enumerate(self.eqn.outvars):
-            needed, before = depends[i] | until.leaves, -1
-            needed |= 1 << self.carry[i] if i < len(self.carry) else 0
-            while needed != before:
-                before = needed
-                for place, more in zip(self.carry, depends, strict=False):
-                    needed |= more if before >> place & 1 else 0
-            used = [*_bits(needed)]
-            rank = {place: expressions.number("operand", n) for n, place in enumerate(used)}
-            unused = expressions.number("no operand")
-            renamed = [_Value(rank.get(p, unused), combined="loop") for p in every]
-            after, ends = self._once(expressions, renamed)
-            carried = {p: after[n].number for n, p in enumerate(self.carry)}
-            key = (
-                *self.key,
-                tuple((operands[p].number, carried.get(p), p in self.scanned) for p in used),
-                _types(self.eqn.invars[p] for p in used),
-                (after[i].number, i < len(self.carry), ends.number),
-            )
-            results.append(expressions.joined(key, (operands[p] for p in used), var, self.key[0]))
-        return results
-
-    def _once(self, expressions: _Expressions, operands: Sequence[_Value]) -> Any:
-        """Return the outputs of an iteration, and of the condition, from values of operands."""
-        outputs = expressions.run(self.body, [operands[p] for p in self.takes])
-        if self.condition is None:
-            return outputs, _Value(expressions.number("no condition"))
-        program, takes = self.condition
-        return outputs, expressions.run(program, [operands[p] for p in takes])[0]
-
-
-class _Shared(NamedTuple):
-    """The dependences of the arrays of a state that belong to no leaf, at any time of a run.
-
-    Attributes:
-      leaves: for each the leaves that it is computed from, as a bit set.
-      reads: for each the shared arrays that it is computed from, as a bit set.
-      keys: for each a key of how it is computed.
-    """
-
-    leaves: list[int]
-    reads: list[int]
-    keys: list[Any]
-
-    @classmethod
-    def of(cls, first: Sequence[_Value], later: Sequence[_Value] | None) -> "_Shared":
-        """Return what is known from their first values, and from those after an update.
-
-        Without `later`, what is known before any update.
-        """
-        keys = [(x.number, later and later[i].number) for i, x in enumerate(first)]
-        now = cls([x.leaves for x in first], [0] * len(first), keys)
-        before = None
-        while later is not None and now != before:
-            before = now
-            leaves = [a | now.leaves_of(x) for a, x in zip(now.leaves, later, strict=True)]
-            reads = [a | now.reads_of(x) for a, x in zip(now.reads, later, strict=True)]
-            now = cls(leaves, reads, keys)
-        return now
-
-    def leaves_of(self, x: _Value) -> int:
-        """Return the leaves that a value depends on, also through shared arrays."""
-        return _union(x.leaves, (self.leaves[i] for i in _bits(x.reads)))
-
-    def reads_of(self, x: _Value) -> int:
-        """Return the shared arrays that a value depends on, also through others."""
-        return _union(x.reads, (self.reads[i] for i in _bits(x.reads)))
-
-
 class _Placed(NamedTuple):
     """An array of a tree of arguments or results.
 
@@ -375,22 +291,6 @@ class _Placed(NamedTuple):
     place: Any
     leaf: int | None
     shape: tuple[int, ...]
-
-
-class _Fact(NamedTuple):
-    """The dependences of one array of a transform's results.
-
-    Attributes:
-      leaf: position of the leaf that the array belongs to.
-      leaves: the leaves that it depends on, as a bit set.
-      combined: name of the first operation that combined elements of a leaf; "" if none did.
-      key: a key of how it is computed, together with the shared arrays that are read for it.
-    """
-
-    leaf: int
-    leaves: int
-    combined: str
-    key: Any
 
 
 @dataclass(frozen=True)
@@ -439,7 +339,7 @@ class _OfParams:
         program, state = jax.make_jaxpr(tx.init, return_shape=True)(self.params)
         values = self.expressions.run(program, self._inputs(0, params=self.params))
         results = [*zip(self._placed(state=state), values, strict=True)]
-        facts = self._facts(results, _Shared([], [], []))
+        facts = [*self._facts(results, [])]
         first = [x for at, x in results if at.leaf is None]
         shared: list[tuple[Any, ...]] = []
         for number in range(2):  # a state may begin empty, and get its structure by an update
@@ -451,13 +351,12 @@ class _OfParams:
             results = [*zip(self._placed(updates=updates, state=state), values, strict=True)]
             later = [x for at, x in results if at.leaf is None]
             keeps = jax.tree.structure(state) == jax.tree.structure(before)
-            known = _Shared.of(first, later if keeps else None)
+            known = self._shared(first, later if keeps else None)
             facts += self._facts(results, known)
-            pairs = zip(known.leaves, known.keys, strict=True)
-            shared.append(tuple(None if leaves else key for leaves, key in pairs))
+            shared.append(tuple(None if x.leaves else x.number for x in known))
             if keeps:
                 return self._reading(facts, tuple(shared))
-            first = [x._replace(leaves=known.leaves_of(x), reads=0) for x in later]
+            first = [_through(x, known)._replace(reads=0) for x in later]
         return Reading("mixing", "every update changes the structure of its state")
 
     def _placed(self, **trees: PyTree) -> Iterator[_Placed]:
@@ -492,34 +391,59 @@ class _OfParams:
         is_alike = at.leaf is None or at.shape == self.types[at.leaf][0]
         return "" if is_alike else "a state of another shape"
 
-    def _facts(self, results: Iterable[tuple[_Placed, _Value]], known: _Shared) -> list[_Fact]:
-        facts = []
+    def _shared(self, first: list[_Value], later: list[_Value] | None) -> list[_Value]:
+        """Return the arrays of a state that belong to no leaf, as they are at any time of a run.
+
+        Args:
+          first: their values before an update.
+          later: those after it; None: only what is known before any update is returned.
+        """
+        numbers = [
+            self.expressions.number("shared", x.number, later and later[i].number)
+            for i, x in enumerate(first)
+        ]
+        known = [_Value(n, x.leaves) for n, x in zip(numbers, first, strict=True)]
+        before = None
+        while later is not None and known != before:
+            before, after = known, [_through(x, known) for x in later]
+            known = [
+                x._replace(leaves=x.leaves | y.leaves, reads=x.reads | y.reads)
+                for x, y in zip(known, after, strict=True)
+            ]
+        return known
+
+    def _facts(
+        self, results: Iterable[tuple[_Placed, _Value]], shared: list[_Value]
+    ) -> Iterator[tuple[int, _Value]]:
+        """Yield the leaf of each array of results, and its value, with the shared arrays in it."""
         for at, x in results:
             if at.leaf is not None:
-                reads = [*_bits(known.reads_of(x))]
-                key = at.place, x.number, tuple((i, known.keys[i]) for i in reads)
+                x = _through(x, shared)
+                read = [shared[i] for i in _bits(x.reads)]
                 # A shared number may have been computed from several elements.
-                through = any(known.leaves[i] for i in reads)
+                through = any(y.leaves for y in read)
                 combined = x.combined or self._odd(at) or "a shared array" * through
-                facts.append(_Fact(at.leaf, known.leaves_of(x), combined, key))
-        return facts
+                key = "result", at.place, x.number, x.reads, *(y.number for y in read)
+                yield at.leaf, x._replace(number=self.expressions.number(*key), combined=combined)
 
-    def _reading(self, facts: list[_Fact], shared: tuple[tuple[Any, ...], ...]) -> Reading:
+    def _reading(
+        self, facts: list[tuple[int, _Value]], shared: tuple[tuple[Any, ...], ...]
+    ) -> Reading:
         names = leaf_names(self.structure.unflatten(range(self.structure.num_leaves)))
-        keys: list[list[Any]] = [[] for _ in names]
-        for fact in facts:
-            keys[fact.leaf].append(fact.key)
-            for other in _bits(fact.leaves & ~(1 << fact.leaf)):
-                why = f"its result for {names[fact.leaf]!r} is computed from {names[other]!r}, too"
+        keys: list[list[int]] = [[] for _ in names]
+        for leaf, x in facts:
+            keys[leaf].append(x.number)
+            for other in _bits(x.leaves & ~(1 << leaf)):
+                why = f"its result for {names[leaf]!r} is computed from {names[other]!r}, too"
                 return Reading("mixing", why)
         leaves = tuple(map(tuple, keys))
-        combining = next((fact for fact in facts if fact.combined), None)
+        combining = next(((names[i], x.combined) for i, x in facts if x.combined), None)
         first_of = {dtype: i for i, (_, dtype) in reversed(self.types.items())}
         pairs = [(first_of[dtype], i) for i, (_, dtype) in self.types.items()]
         differing = next(((i, j) for i, j in pairs if leaves[i] != leaves[j]), None)
         why = ""
         if combining is not None:
-            why = f"it combines elements of {names[combining.leaf]!r} ({combining.combined})"
+            why = "it combines elements of {!r} ({})".format(*combining)
         elif differing is not None:
             why = "it treats {!r} and {!r} differently".format(*(names[i] for i in differing))
         elif any(None in each for each in shared):
@@ -546,6 +470,15 @@ def _traced_update(
     trace = jax.make_jaxpr(update, return_shape=True)
     program, (updates, state) = trace(params, state, params, value)
     return program, updates, state
+
+
+def _through(x: _Value, shared: Sequence[_Value]) -> _Value:
+    """Return a value with what it depends on through shared arrays, too."""
+    read = [shared[i] for i in _bits(x.reads)]
+    return x._replace(
+        leaves=_union(x.leaves, (y.leaves for y in read)),
+        reads=_union(x.reads, (y.reads for y in read)),
+    )
 
 
 def _types(variables: Iterable[Any]) -> tuple[Any, ...]:

@@ -447,7 +447,7 @@ class Placing:
     def _note(self, batch: PyTree, axes: tuple[str, ...], *, with_values: bool) -> "Note":
         problem = self._uneven(batch, axes)
         if problem:
-            return Note(self._num_calls, problem, [], {})
+            return Note(self._num_calls, problem, {}, {})
         whole = self.share(batch, axes, _num_parts(self._mesh, axes))
         digests = self._digests(batch, axes) if with_values else {}
         return Note(self._num_calls, None, describe(whole), digests)

@@ -46,19 +46,17 @@ def check_arrays(owner: str, tree: PyTree) -> None:
     Raises:
       ValueError: a leaf is a function, a string or the like.
     """
-    leaves = jax.tree.leaves(tree)
-    if not all(map(_is_array, leaves)):
-        named = zip(leaf_names(tree), leaves, strict=True)
-        wrong = [f"{name} ({type(x).__name__})" for name, x in named if not _is_array(x)]
+    wrong = [
+        f"{name} ({type(x).__name__})"
+        for name, x in zip(leaf_names(tree), jax.tree.leaves(tree), strict=True)
+        if not hasattr(x, "dtype") and not isinstance(x, bool | int | float | complex)
+    ]
+    if wrong:
         raise ValueError(
             f"{owner}: every leaf must be an array, got {', '.join(wrong)}. Keep the rest of a "
             "model out of the tree, as `eqx.partition(model, eqx.is_inexact_array)` does for "
             "Equinox."
         )
-
-
-def _is_array(x: Any) -> bool:
-    return hasattr(x, "dtype") or isinstance(x, bool | int | float | complex)
 
 
 def check_floating(owner: str, tree: PyTree) -> None:

@@ -81,46 +81,30 @@ def _to_whole(
     return tuple(local), order
 
 
-@dataclass(frozen=True)
-class BlockGroup:
-    """Leaves that are sharded over the same automatic axes.
+class BufferGroup(NamedTuple):
+    """Leaves that are sharded over the same automatic axes, and the buffers of a device's blocks.
 
     Attributes:
+      first: number of the group's first buffer among the buffers of the tree.
       axis_sizes: sizes of those axes by name; empty for leaves that are whole on every device, or
         are local blocks already.
       indices: positions of the leaves in flattening order.
       specs: a spec for each leaf, over those axes.
       shapes: shapes of the leaves.
+      plan: plan of the group's buffers; its shapes are those of the blocks, equal on all devices.
     """
 
+    first: int
     axis_sizes: Sizes
     indices: tuple[int, ...]
     specs: tuple[P, ...]
     shapes: tuple[tuple[int, ...], ...]
+    plan: BufferPlan
 
     @property
     def num_blocks(self) -> int:
         """The number of devices that hold different blocks."""
         return math.prod(self.axis_sizes.values())
-
-    def block_shapes(self) -> list[tuple[int, ...]]:
-        """Return the shapes of one device's blocks, which are equal on all devices."""
-        leaves = zip(self.shapes, self.specs, strict=True)
-        return [_to_whole(shape, spec, self.axis_sizes)[0] for shape, spec in leaves]
-
-
-class BufferGroup(NamedTuple):
-    """Leaves that are sharded over the same axes, and the buffers of each device's blocks.
-
-    Attributes:
-      first: number of the group's first buffer among the buffers of the tree.
-      leaves: the leaves' positions, specs and shapes.
-      plan: plan of the group's buffers.
-    """
-
-    first: int
-    leaves: BlockGroup
-    plan: BufferPlan
 
     def on_blocks(self, fn: Callable[..., Any], *args: Any, kinds: Sequence[Kind], out: Out) -> Any:
         """Call `fn` on each device with its blocks.
@@ -139,9 +123,9 @@ class BufferGroup(NamedTuple):
         automatic = set(mesh.axis_names) - set(mesh.manual_axes) if mesh.manual_axes else set()
         if not automatic:  # every array is local to this device
             return fn(*args)
-        axes = tuple(self.leaves.axis_sizes)
+        axes = tuple(self.axis_sizes)
         specs: dict[Kind, Any] = {
-            "leaves": list(self.leaves.specs),
+            "leaves": list(self.specs),
             "flat": P(axes) if axes else P(),
             "whole": P(),
         }
@@ -193,20 +177,18 @@ class TreePacking:
         members: dict[tuple[str, ...], list[int]] = {}
         for i, spec in enumerate(specs):
             # Sorted: P("a", "b") and P("b", "a") split leaves over the same devices.
-            over = tuple(sorted({name for entry in spec for name in axis_names(entry or ())}))
-            members.setdefault(over, []).append(i)
+            axes = tuple(sorted({name for entry in spec for name in axis_names(entry or ())}))
+            members.setdefault(axes, []).append(i)
         groups, first = [], 0
         for axes, indices in members.items():
-            group = BlockGroup(
-                {name: sizes[name] for name in axes},
-                tuple(indices),
-                tuple(specs[i] for i in indices),
-                tuple(leaves[i].shape for i in indices),
-            )
-            shapes = zip(indices, group.block_shapes(), strict=True)
-            blocks = [jax.ShapeDtypeStruct(shape, leaves[i].dtype) for i, shape in shapes]
+            over = {name: sizes[name] for name in axes}
+            held = tuple(specs[i] for i in indices), tuple(leaves[i].shape for i in indices)
+            blocks = [
+                jax.ShapeDtypeStruct(_to_whole(shape, spec, over)[0], leaves[i].dtype)
+                for i, spec, shape in zip(indices, *held, strict=True)
+            ]
             buffers = plan(blocks, {i: k for k, i in enumerate(indices)})
-            groups.append(BufferGroup(first, group, buffers))
+            groups.append(BufferGroup(first, over, tuple(indices), *held, buffers))
             first += len(buffers.buffers)
         return cls(treedef, tuple(groups))
 
@@ -289,13 +271,13 @@ class TreePacking:
         # Names are for reports only, and are computed once per plan.
         if role is not None:
             for group in self.groups:
-                note_buffers(role, group.plan, [self.names[i] for i in group.leaves.indices])
+                note_buffers(role, group.plan, [self.names[i] for i in group.indices])
         leaves = self.treedef.flatten_up_to(tree)
-        return [[leaves[i] for i in group.leaves.indices] for group in self.groups]
+        return [[leaves[i] for i in group.indices] for group in self.groups]
 
     def tree(self, by_group: Sequence[Sequence[Any]]) -> PyTree:
         """Return the tree of the leaves of all groups."""
-        places = _flattened([group.leaves.indices for group in self.groups])
+        places = _flattened([group.indices for group in self.groups])
         leaves = dict(zip(places, _flattened(by_group), strict=True))
         return self.treedef.unflatten([leaves[i] for i in range(len(leaves))])
 
@@ -316,7 +298,7 @@ class TreePacking:
 
         def part(group: BufferGroup, buffer: Buffer) -> jax.ShapeDtypeStruct:
             rows, *rest = shape_of(buffer)
-            shape = (replicas, group.leaves.num_blocks * rows, *rest)
+            shape = (replicas, group.num_blocks * rows, *rest)
             return jax.ShapeDtypeStruct(shape, buffer.dtype)
 
         return tuple(part(group, b) for group in self.groups for b in group.plan.buffers)
@@ -325,13 +307,12 @@ class TreePacking:
         """Return the whole tree of these NumPy arrays of the types `parts`."""
         trees = []
         for group, arrays in zip(self.groups, self.by_group(parts), strict=True):
-            of, count = group.leaves, group.leaves.num_blocks
+            count, sizes = group.num_blocks, group.axis_sizes
             # The buffer of a device is the concatenation over all replicas.
             buffers = [x.reshape(len(x), count, -1).swapaxes(0, 1) for x in arrays]
             devices = [group.plan.unpack([x[i].reshape(-1) for x in buffers]) for i in range(count)]
-            sizes = of.axis_sizes
             blocks = (np.stack(x).reshape(*sizes.values(), -1) for x in zip(*devices, strict=True))
-            leaves = zip(blocks, of.shapes, of.specs, strict=True)
+            leaves = zip(blocks, group.shapes, group.specs, strict=True)
             trees.append([from_blocks(*leaf, sizes) for leaf in leaves])
         return self.tree(trees)
 
@@ -344,11 +325,12 @@ class TreePacking:
         """
         parts, leaves = [], jax.tree.leaves(tree)
         for group, of_group in zip(self.groups, self.by_group(types), strict=True):
-            of, count = group.leaves, group.leaves.num_blocks
+            count = group.num_blocks
             for buffer, like in zip(group.plan.buffers, of_group, strict=True):
                 flats, end = np.zeros((count, like.size // count), like.dtype), 0
                 for label, first, last in buffer.pieces:
-                    blocks = to_blocks(leaves[of.indices[label]], of.specs[label], of.axis_sizes)
+                    leaf, spec = leaves[group.indices[label]], group.specs[label]
+                    blocks = to_blocks(leaf, spec, group.axis_sizes)
                     start, end = end, end + last - first
                     flats[:, start:end] = blocks.reshape(count, -1)[:, first:last]
                 by_replica = flats.reshape(count, like.shape[0], -1).swapaxes(0, 1)

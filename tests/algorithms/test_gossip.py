@@ -9,6 +9,8 @@ import numpy as np
 import optax
 import pytest
 from hypothesis import assume, given, settings
+from jax.sharding import AbstractMesh
+from jax.sharding import PartitionSpec as P
 
 import jaxslowmo as js
 from jaxslowmo.algorithms._gossip import gossip_plan
@@ -54,8 +56,11 @@ def test_with_overlap_what_is_sent_does_not_depend_on_the_updates(overlap, sent)
         return sync.update(updates, sync.init(params), params, phase=sync.phase(1))
 
     flat = jax.ShapeDtypeStruct((5,), jnp.float32)
-    jaxpr = jax.make_jaxpr(step, axis_env=[("replica", NODES)])(flat, flat).jaxpr
-    reached, permuted = {jaxpr.invars[1]}, []
+    mesh = AbstractMesh((NODES,), ("replica",))
+    mapped = jax.shard_map(step, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
+    (mapped_step,) = jax.make_jaxpr(mapped)(flat, flat).jaxpr.eqns
+    jaxpr = mapped_step.params["jaxpr"]
+    reached, permuted = {jaxpr.invars[-1]}, []  # constants come first
     for eqn in jaxpr.eqns:
         operands = [v for v in eqn.invars if not hasattr(v, "val")]
         if reached.intersection(operands):

@@ -9,13 +9,13 @@ import pytest
 from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
-from jaxslowmo.collectives import _beside, mean_beside
+from jaxslowmo.collectives import _means, mean_beside
 
 
 @pytest.mark.parametrize(("replicas", "size"), [(3, 7), (8, 64)])
 def test_the_mean_by_permutes_is_the_mean_and_equal_on_all_replicas(replicas, size):
     x = np.random.default_rng(0).normal(size=(replicas, size)).astype(np.float32)
-    by_permutes = functools.partial(_beside._by_permutes, axis_name="replica")
+    by_permutes = functools.partial(_means._by_permutes, axis_name="replica")
     result = np.asarray(jax.jit(jax.vmap(by_permutes, axis_name="replica"))(x))
     np.testing.assert_allclose(result[0], x.mean(0), rtol=1e-6, atol=1e-7)
     np.testing.assert_array_equal(result, np.broadcast_to(result[:1], result.shape))
@@ -23,7 +23,7 @@ def test_the_mean_by_permutes_is_the_mean_and_equal_on_all_replicas(replicas, si
 
 @pytest.mark.parametrize(("on_tpu", "replicas"), [(0, 4), (1, 2), (1, 16), (1, 17)])
 def test_up_to_16_replicas_on_tpus_send_by_permutes(on_tpu, replicas, monkeypatch):
-    monkeypatch.setattr(_beside, "is_on_tpu", lambda axis_name: on_tpu)
+    monkeypatch.setattr(_means, "is_on_tpu", lambda axis_name: on_tpu)
     mapped = jax.shard_map(
         lambda x: mean_beside(x, "replica", None),
         mesh=AbstractMesh((replicas,), ("replica",)),

@@ -113,16 +113,17 @@ def test_leaves_sharded_inside_a_replica_keep_their_layout(kinds):
 
 
 def test_every_difference_is_listed_with_its_processes():
-    reference = [("a", "float32[2]"), ("w", "float32[3,4]")]
-    other = [("a", "float32[2]"), ("w", "float32[3,5]"), ("c", "int32[]")]
-    half = [("w", "bfloat16[3,4]")]
+    reference = {"a": "float32[2]", "w": "float32[3,4]"}
+    other = {"a": "float32[2]", "w": "float32[3,5]", "c": "int32[]"}
+    half = {"w": "bfloat16[3,4]"}
     assert differences([reference, half, other, other]) == [
         "a: float32[2] on processes 0, 2, 3, missing on process 1",
         "w: float32[3,4] on process 0, bfloat16[3,4] on process 1, float32[3,5] on processes 2, 3",
         "c: missing on processes 0, 1, int32[] on processes 2, 3",
     ]
     assert differences([reference] * 3) == []
-    assert differences([reference, reference[::-1], reference, reference[::-1]]) == [
+    turned = dict(reversed(reference.items()))
+    assert differences([reference, turned, reference, turned]) == [
         "the same leaves in another order than process 0 on processes 1, 3"
     ]
 

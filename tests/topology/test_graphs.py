@@ -116,7 +116,7 @@ def test_seeds_and_rounds_change_the_matchings(monkeypatch):
     assert len(topology.random_matching(16, num_rounds=3).phone_book[0]) == 3
     # The union of two matchings is rarely one circle: they are drawn until they connect.
     assert topology.random_matching(64, num_rounds=2).num_rounds == 2
-    monkeypatch.setattr(topology.graphs._from_rows, "_DRAWS", 0)
+    monkeypatch.setattr(topology._graphs, "_DRAWS", 0)
     with pytest.raises(ValueError, match="num_rounds"):
         topology.random_matching(8, num_rounds=2)
 

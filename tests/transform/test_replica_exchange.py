@@ -17,14 +17,14 @@ def groups_of(shapes, specs, kinds=(AUTO, AUTO)):
     leaves = [jax.ShapeDtypeStruct(shape, np.float32) for shape in shapes]
     with jax.sharding.use_abstract_mesh(mesh):
         packing = packing_of(leaves, Exchange("replica", param_specs=specs))
-    return [group.leaves for group in packing.groups]
+    return packing.groups
 
 
 def test_leaves_over_manual_axes_are_blocks_already():
     (group,) = groups_of([(8, 8), (4,)], [P("a", "b"), P()], (MANUAL, MANUAL))
-    assert (group.axis_sizes, group.block_shapes()) == ({}, [(8, 8), (4,)])
+    assert (group.axis_sizes, group.plan.shapes) == ({}, ((8, 8), (4,)))
     (group,) = groups_of([(8, 8)], [P("a", "b")], (MANUAL, AUTO))
-    assert (group.axis_sizes, group.block_shapes()) == ({"b": 4}, [(8, 2)])
+    assert (group.axis_sizes, group.plan.shapes) == ({"b": 4}, ((8, 2),))
 
 
 def test_leaves_over_the_same_axes_are_packed_together():

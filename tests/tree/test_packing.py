@@ -50,12 +50,12 @@ def packed(found, limits=None) -> tuple[list[np.ndarray], TreePacking]:
 def test_blocks_are_those_that_jax_places(found):
     """For all axes that are automatic, in the order of the group's axes."""
     tree, packing = packed(found)
-    groups = [group.leaves for group in packing.groups]
+    groups = packing.groups
     assert sorted(i for group in groups for i in group.indices) == list(range(len(found)))
     mesh = js.make_mesh(SIZES)
     for group in groups:
         sizes = tuple(group.axis_sizes.values())
-        for i, spec, shape in zip(group.indices, group.specs, group.block_shapes(), strict=True):
+        for i, spec, shape in zip(group.indices, group.specs, group.plan.shapes, strict=True):
             blocks = to_blocks(tree[i], spec, group.axis_sizes)
             assert blocks.shape == (*sizes, math.prod(shape))
             whole = from_blocks(blocks, tree[i].shape, spec, group.axis_sizes)
@@ -89,15 +89,15 @@ def test_parts_of_replicas_join_to_the_tree(found, replicas, limits, padding):
     parts = packing.split(tree, types)
     assert [(x.shape, x.dtype) for x in parts] == [(x.shape, x.dtype) for x in types]
     for group, arrays in zip(packing.groups, packing.by_group(parts), strict=True):
-        count = group.leaves.num_blocks
+        count = group.num_blocks
         for buffer, x in zip(group.plan.buffers, arrays, strict=True):
             flats = x.reshape(replicas, count, -1).swapaxes(0, 1).reshape(count, -1)
             assert not flats[:, buffer.num_elements :].any()
             for label, start, stop in buffer.pieces:
                 blocks = to_blocks(
-                    tree[group.leaves.indices[label]],
-                    group.leaves.specs[label],
-                    group.leaves.axis_sizes,
+                    tree[group.indices[label]],
+                    group.specs[label],
+                    group.axis_sizes,
                 ).reshape(count, -1)
                 piece, flats = np.split(flats, [stop - start], axis=1)
                 np.testing.assert_array_equal(piece, blocks[:, start:stop])

@@ -226,21 +226,21 @@ def init_hook(hook: CommHook, buckets: TreePacking, axis_name: AxisName) -> Hook
 
 def _with_device_axis(group: BufferGroup, states: HookStates) -> HookStates:
     """Return a device's local states as its part of arrays over all devices of the replica."""
-    if not group.leaves.axis_sizes:
+    if not group.axis_sizes:
         return states
     return jax.tree.map(lambda x: jnp.asarray(x)[None], states)
 
 
 def _without_device_axis(group: BufferGroup, states: Sequence[Any]) -> Sequence[Any]:
     """Return a device's local states from its part of such arrays."""
-    return jax.tree.map(lambda x: x[0], states) if group.leaves.axis_sizes else states
+    return jax.tree.map(lambda x: x[0], states) if group.axis_sizes else states
 
 
 def _hook_buckets(
     buckets: TreePacking, group: BufferGroup, flats: Sequence[Any], axis_name: AxisName, count: Any
 ) -> list[GradBucket]:
     """Return the buckets of one group that the hook receives."""
-    names = [buckets.names[i] for i in group.leaves.indices]
+    names = [buckets.names[i] for i in group.indices]
     shapes, last = group.plan.shapes, len(buckets.buffers()) - 1
 
     def pieces(buffer: Buffer) -> tuple[GradPiece, ...]:

@@ -20,7 +20,7 @@ from ..._support.types import AxisName, PyTree
 from ...embedding import Carry, WithVectors, added_rows, empty_rows, summed
 from ...gradients.precision import DynamicLossScaleState, loss_scale_of, scaled_value_and_grad
 from ...gradients.sparse import Rows
-from ...mesh import device_keys, from_first, is_shared, place_key
+from ...mesh import from_first, is_shared, own_keys, place_key
 from ...tracing import FullLoss, as_quotient, ready_order
 from ...transform import Exchange, replica_mean, unless_idle
 from ...tree import added, at_least_float32, by_dtype, cast, kept_if, parts_of, zeros_like
@@ -325,7 +325,7 @@ class BatchGradients:
         if self.model_state == "broadcast":
             with jax.named_scope(f"{MODEL_STATE}/broadcast"):
                 before = from_first_replica(before, self.axis_name)
-        return before, device_keys(before, self.inner_axes)
+        return before, own_keys(before, self.inner_axes, inside=True)
 
     def _of_batch(self, state: TrainState, data: LossData, weight: Any) -> Gradients:
         """Return the gradients of a batch; `weight`, the replica's, is only passed on."""

@@ -195,7 +195,7 @@ class Runner:
             layout = known
         elif any(isinstance(getattr(x, "sharding", None), NamedSharding) for x in leaves):
             axes = model_axes(state.params, self.mesh, self.parts.axis_name)
-            specs = inner_specs(state.params, self.mesh, self.parts.axis_name) if axes else None
+            specs = inner_specs(state.params, axes) if axes else None
             layout = self.parts.layout(self.mesh, axes, specs, state.params)
             refuse_beyond(layout, state)
         elif not self._is_fixed:

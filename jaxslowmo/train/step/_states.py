@@ -12,7 +12,7 @@ from jax.sharding import AxisType
 
 from ..._support.types import PyTree
 from ...gradients.precision import loss_scale_of
-from ...mesh import AnyMesh, VirtualMesh, model_axes, specs_over
+from ...mesh import AnyMesh, VirtualMesh, model_axes, only_over
 from ...transform import NoExchangeState, ParameterTransform, instants, known_states
 from ...tree import leaf_names, not_floating
 from .._train_state import StateLayout, TrainState
@@ -242,12 +242,12 @@ def shards_of_sync(sync: ParameterTransform | None, layout: StateLayout) -> PyTr
     mesh = layout.mesh
     if sync is None or not layout.axes or isinstance(mesh, VirtualMesh):
         return None
-    if sync.shard_specs is not None:
-        return specs_over(sync.shard_specs, layout.axes)
-    # A transform without specs knows shardings over Explicit axes from the types.
-    types = zip(mesh.axis_names, mesh.axis_types, strict=True)
-    explicit = layout.axes & {name for name, kind in types if kind == AxisType.Explicit}
-    return specs_over(layout.specs, explicit) if explicit else None
+    specs, axes = sync.shard_specs, layout.axes
+    if specs is None:  # it knows shardings over Explicit axes from the types
+        types = zip(mesh.axis_names, mesh.axis_types, strict=True)
+        specs = layout.specs
+        axes &= {name for name, kind in types if kind == AxisType.Explicit}
+    return jax.tree.map(lambda spec: only_over(spec, axes), specs) if axes else None
 
 
 def refuse_beyond(layout: StateLayout, state: TrainState) -> None:
