@@ -150,7 +150,7 @@ def read_file(cls: type[Options], path: Path) -> dict[str, Any]:
     by_flag = {option.flag[2:]: option for option in options.values()}
     try:
         with file_errors("--config", "read", path):
-            text = path.read_text(encoding="utf-8")
+            text = path.read_text(encoding="utf-8-sig")
         content = json.loads(text) if path.suffix == ".json" else _yaml(text)
         if not isinstance(content, dict):
             raise ValueError("must be a mapping from names of options to values")
@@ -159,6 +159,10 @@ def read_file(cls: type[Options], path: Path) -> dict[str, Any]:
             option = by_flag.get(str(key).replace("_", "-"))
             if option is None:
                 raise ValueError(f"{key} is no option; see jaxslowmo train --help")
+            if option.name in values:
+                raise ValueError(f"{key} stands there twice")
+            if isinstance(value, dict):
+                raise ValueError(f"{key} must be a value, not a group of values")
             if value is not None:
                 shown = ",".join(map(str, value)) if isinstance(value, list) else str(value)
                 values[option.name] = option.read(shown)

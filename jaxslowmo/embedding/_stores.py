@@ -179,16 +179,22 @@ def _groups(tables: Tables, num_shards: int) -> dict[str, dict[str, Table]]:
     change the order of the tables, not always the shape, and a checkpoint must not be restored in
     another order.
     """
-    by_kind: dict[tuple[str, int], dict[Any, dict[str, Table]]] = {}
+    # Lists, since a schedule may have no hash.
+    by_kind: dict[tuple[str, int], list[dict[str, Table]]] = {}
     for name, table in tables.items():
         if table.shard == "table":
-            by_optimizer = by_kind.setdefault((jnp.dtype(table.dtype).name, table.dim), {})
-            by_optimizer.setdefault(table.optimizer, {})[name] = table
+            alike = by_kind.setdefault((jnp.dtype(table.dtype).name, table.dim), [])
+            for members in alike:
+                if next(iter(members.values())).optimizer == table.optimizer:
+                    members[name] = table
+                    break
+            else:
+                alike.append({name: table})
     groups = {name: {name: table} for name, table in tables.items() if table.shard != "table"}
-    for (dtype, dim), by_optimizer in by_kind.items():
-        for members in by_optimizer.values():
+    for (dtype, dim), alike in by_kind.items():
+        for members in alike:
             names = f"_{zlib.crc32(repr(sorted(members)).encode()):08x}"
-            suffix = names if len(by_optimizer) > 1 else ""
+            suffix = names if len(alike) > 1 else ""
             groups[f"tables_{dtype}_{dim}{suffix}_over_{num_shards}"] = members
     return groups
 

@@ -51,7 +51,7 @@ def test_values_replace_those_of_the_preset_and_options_replace_both(call, asked
     ("name", "text", "parts"),
     [
         ("a.yaml", "stepz: 3", ["stepz"]),
-        ("a.yaml", "optimizer: {rate: 3}", ["rate"]),
+        ("a.yaml", "optimizer: {rate: 3}", ["optimizer", "group"]),
         ("a.yaml", "config: b.yaml", ["config"]),
         ("a.yaml", "steps: many", ["--steps", "many"]),
         ("a.yaml", "steps: 1.5", ["--steps", "1.5"]),
@@ -67,7 +67,8 @@ def test_values_replace_those_of_the_preset_and_options_replace_both(call, asked
         ("a.yaml", b"\xff\xfe\x00\xd8", ["text"]),
         ("a.json", '{"steps": 3', ["delimiter"]),
         ("a.json", '{"stepz": 3}', ["stepz"]),
-        ("a.json", '{"optimizer": {"warmup": 3}}', ["--optimizer", "warmup"]),
+        ("a.json", '{"optimizer": {"warmup": 3}}', ["optimizer", "group"]),
+        ("a.yaml", "log-every: 3\nlog_every: 4", ["log_every", "twice"]),
         ("a.json", None, ["cannot read"]),
     ],
 )
@@ -89,6 +90,7 @@ def test_the_config_of_a_run_makes_the_next_one(call, asked, text, tmp_path, mon
     assert new == old | {"learning_rate": 3e-4}
     # How a run is started is its own affair: otherwise --overwrite would delete by itself.
     assert not {"resume", "overwrite", "process_id"} & old.keys()
+    assert "schedule_steps" not in old  # so the next run's schedule spans its own steps
     assert (old["sync_every"], old["rate_schedule"], old["schedule"]) == (
         2,
         "cosine",

@@ -106,6 +106,7 @@ def test_what_has_an_effect_is_not_refused(call, monkeypatch):
         "train --preset demo --algorithm local_sgd",  # with a slow momentum
         "train --on-nan rollback --resume --out x",
         "train --no-shard-state --no-exact-average",
+        "train --no-check-parameters --algorithm all_reduce",
         "train --mesh replica=2,fsdp=2 --replicas 2",  # the same, said twice
         "compare --algorithms all_reduce,sgp --graph ring --bucket-mib 1",
     ):
@@ -123,7 +124,8 @@ def test_what_has_an_effect_is_not_refused(call, monkeypatch):
 def test_text_that_does_not_suffice_is_refused(call, tmp_path, name, content, part):
     path = tmp_path / name
     path.mkdir() if content is None else path.write_text(content)
-    call("train --preset tiny --data", path).is_refused(part)
+    call("train --preset tiny --data", path, "--out", tmp_path / "new").is_refused(part)
+    assert not (tmp_path / "new").exists()
 
 
 def test_replicas_without_a_file_each_and_a_folder_that_cannot_be_made(call, tmp_path, text):

@@ -3,6 +3,8 @@
 The rules themselves are compared with NumPy in `test_embeddings.py`.
 """
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -92,6 +94,16 @@ def test_an_optimizer_of_all_tables_and_the_same_of_each_are_one(name):
         jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
+@dataclasses.dataclass
+class Falling:
+    """A schedule without a hash."""
+
+    first: float
+
+    def __call__(self, count):
+        return self.first / (1.0 + count)
+
+
 def test_tables_of_several_optimizers_share_no_array():
     """Names say which tables do, since a checkpoint must not be restored in another order."""
 
@@ -100,6 +112,7 @@ def test_tables_of_several_optimizers_share_no_array():
         return set(js.embeddings(tables, axis_name="s", optimizer=SGD).over(2).specs)
 
     assert names_of(a=js.rowwise_sgd(0.1)) == {"tables_float32_4_over_2"}
+    assert len(names_of(a=js.rowwise_sgd(Falling(1.0)), b=js.rowwise_sgd(Falling(1.0)))) == 2
     a, b = names_of(a=js.rowwise_sgd(0.2)), names_of(b=js.rowwise_sgd(0.2))
     assert (len(a), len(b), len(a | b)) == (2, 2, 4)
 

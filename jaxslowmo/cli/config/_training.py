@@ -394,7 +394,8 @@ class TrainConfig(
         return {
             option.flag[2:].replace("-", "_"): getattr(self, name)
             for name, option in train_options().items()
-            if name not in _OF_A_START
+            # The schedule spans the steps of the next run, unless somebody has said otherwise.
+            if name not in _OF_A_START and not (name == "schedule_steps" and name in self.not_given)
         }
 
     @property
@@ -498,7 +499,6 @@ GOES_WITH: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
     ("loss_scale loss_scale_interval", "dtype", ("float16",)),
     ("statistics_rate", "statistics", (True,)),
     ("max_rollbacks", "on_nan", ("rollback",)),
-    ("check_parameters", "algorithm", ("local_sgd", "sgp", "slowmo", "slowmo_sgp", "diloco")),
 )
 
 
@@ -531,6 +531,11 @@ def refuse_unused(
             _refuse(name, given, "goes with a stage of 2 or more in --mesh")
     if given.get("on_nan") == "rollback" and not (config.checkpoint_every or config.resume):
         raise ValueError("--on-nan rollback needs --checkpoint-every, for something to go back to")
+    if given.get("check_parameters") and config.algorithm == "all_reduce":
+        raise ValueError(
+            "--check-parameters does not go with --algorithm all_reduce, which exchanges "
+            "gradients: the loss shows it"
+        )
     if given.get("shard_state") and not config.exact_average:
         raise ValueError("--shard-state does not go with --no-exact-average, which shards nothing")
     if given.get("shard_state") and config.codec != "none":

@@ -198,6 +198,8 @@ def locked_folder(out: Path | None, command: str) -> Iterator[RunFolder]:
     except CommandError:
         if not existed:
             with contextlib.suppress(OSError):
+                if [*folder.path.iterdir()] == [folder.corpus]:  # all that a refused run writes
+                    folder.corpus.unlink()
                 folder.path.rmdir()
         raise
 
