@@ -4,7 +4,7 @@ import re
 
 from jaxslowmo.train._batches import Note, Verdict, compared
 
-LEAVES = [("x", "float32[8,3]"), ("y", "int32[8]")]
+LEAVES = {"x": "float32[8,3]", "y": "int32[8]"}
 
 
 def notes(*digests, **changed):
@@ -24,8 +24,8 @@ def test_what_is_said_of_notes():
     same_part = notes({"0": "a", "1": "b"}, {"1": "c", "2": "d"})
     shared = notes({"0": "a", "shared": "s"}, {"1": "b", "shared": "t"})
     assert compared(notes({"0": "a", "shared": "s"}, {"1": "b", "shared": "s"})) == Verdict()
-    other_shape = {7: Note(1, None, [("x", "float32[4,3]")], {})}
-    many = {7: Note(1, None, [(f"x{i}", "float32[1]") for i in range(40)], {})}
+    other_shape = {7: Note(1, None, {"x": "float32[4,3]"}, {})}
+    many = {7: Note(1, None, {f"x{i}": "float32[1]" for i in range(40)}, {})}
     for given, wanted in (
         (same_part, r"processes 0 and 1 .* the same part"),
         (shared, "all examples share"),
@@ -33,6 +33,6 @@ def test_what_is_said_of_notes():
         (notes({}, {}) | other_shape, r"x: float32\[8,3\] on processes 0, 1, float32\[4,3\] on"),
         (notes({}, {}) | many, "; and 39 more. Each must"),
         (notes({}) | {1: Note(9, None, LEAVES, {})}, "0 in step 1, process 1 in step 9."),
-        (notes({}) | {1: Note(1, "`batch`: ...", [], {})}, "process 1: `batch`: ..."),
+        (notes({}) | {1: Note(1, "`batch`: ...", {}, {})}, "process 1: `batch`: ..."),
     ):
         assert re.search(wanted, compared(given).error)

@@ -56,10 +56,6 @@ def test_recorded_calls_by_the_rule(case):
         )
 
 
-def test_the_page_has_the_table():
-    assert windows.table() in (DOCS / "accumulation.md").read_text(encoding="utf-8")
-
-
 @pytest.mark.parametrize(("partial", "depth"), [*zip(PARTIALS, (2, 0, 2), strict=True)])
 def test_what_becomes_of_the_batches_at_the_end(partial, depth):
     batches = Counted([batch_of(i) for i in range(5)])

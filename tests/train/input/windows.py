@@ -61,23 +61,3 @@ def windows(batches: list[int], accumulate: int) -> list[list[int]]:
     """By the rule: reset before c % A == 0, update at (c + 1) % A == 0; whole windows alone."""
     whole = len(batches) // accumulate * accumulate
     return [batches[i : i + accumulate] for i in range(0, whole, accumulate)]
-
-
-def table() -> str:
-    """The recorded updates of runs that only train beside those by the rule, as on the page."""
-    lines = ["| A | modified torchrec | jaxslowmo | lost in torchrec |", "|---|---|---|---|"]
-    longest = {}  # run of each A
-    for case in recorded():
-        size, calls = case["grad_accum"], case["training_calls"]
-        if size and calls == len(case["calls"]) - 1 > longest.get(size, ((), 0))[1]:
-            longest[size] = case["updates"], calls
-    for size, (updates, calls) in sorted(longest.items()):
-        there = [update["batches"] for update in updates]
-        here = windows(list(range(calls)), size)
-        lost = 1 - sum(map(len, there)) / sum(map(len, here))
-        lines.append(f"| {size} | {_named(there)} | {_named(here)} | {lost:.0%} |")
-    return "\n".join(lines)
-
-
-def _named(updates: list[list[int]]) -> str:
-    return ", ".join("{" + ", ".join(map(str, update)) + "}" for update in updates[:3]) + ", ..."
