@@ -30,7 +30,8 @@ Failure = Sequence[Any] | None
 class Notes:
     """Values that all processes tell each other, one after the other.
 
-    All processes make these objects in the same order, and call their methods in the same order.
+    All processes call the methods of these objects in the same order. They need not make the same
+    objects: one process alone may look into a folder.
 
     Args:
       seconds: time in seconds to wait for other processes while nothing is being written.
@@ -40,8 +41,7 @@ class Notes:
     """
 
     def __init__(self, seconds: float) -> None:
-        self._key = f"jaxslowmo/checkpoint/{next(_numbers)}"
-        self._seconds = seconds
+        self._key, self._seconds = "", seconds
         self.count = 0
 
     def gather(self, value: Any, written: Callable[[], int] = lambda: 0) -> list[Any]:
@@ -60,6 +60,8 @@ class Notes:
         self.count += 1
         if jax.process_count() == 1:
             return [value]
+        # Numbered at the first exchange, which all processes make.
+        self._key = self._key or f"jaxslowmo/checkpoint/{next(_numbers)}"
         if self.count > 2 and jax.process_index() == 0:
             # Every process that took part in the last exchange has read all notes before it.
             forget(f"{self._key}/{self.count - 2}")
