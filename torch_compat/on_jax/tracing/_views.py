@@ -224,6 +224,8 @@ def _written(
         like = vary_over(like, varying_axes(jax.eval_shape(read, like)))
         return jax.linear_transpose(read, like)(vary_over(values, varying_axes(like)))[0]
 
+    if not new.size:
+        return old
     # Booleans have no transpose.
     is_bool = old.dtype == jnp.bool_
     values = spread(new.astype(jnp.uint8) if is_bool else new).astype(old.dtype)
