@@ -152,6 +152,16 @@ class Keeper:
         if wait:
             self._settle(is_last=True)
 
+    def look(self) -> None:
+        """Warn now, and not when the next save is due, if the save in progress has failed.
+
+        A failure that ends the run waits for that save, where all processes meet.
+        """
+        if self._begun is None or self._checkpoints.failure is None:
+            return
+        if self._failures + 1 < self._config.max_failed_saves and self._begun != self._config.steps:
+            self._settle()
+
     def _settle(self, *, is_last: bool = False) -> None:
         """Wait for the save in progress.
 
@@ -386,6 +396,8 @@ class Job:
         """Record and save after a step; return the status with which to end, or None."""
         config, recorder, options = self._config, self._recorder, self._config
         is_last = result.step == config.steps
+        if self._keeper is not None:
+            self._keeper.look()
         stop = None if is_last else self._stop.after_step(result.phase)
         evaluates = is_last or result.step % config.eval_every == 0
 

@@ -18,6 +18,7 @@ from jaxslowmo.cli.run._agreement import other_files
 from jaxslowmo.cli.run._recipes import learning_rate_schedule
 from jaxslowmo.cli.run._run_folder import RunFolder
 from jaxslowmo.data import Contents
+from support.waiting import wait_until
 
 # One run, which most tests copy: all on one worker.
 pytestmark = pytest.mark.xdist_group("resumed")
@@ -269,6 +270,22 @@ def test_failed_saves_end_a_run_only_if_they_are_many_or_the_last(
     assert outcome.code == 0
     assert "step 2 could not be written" in outcome.err
     assert steps_in(tmp_path / "first") == [4, 6]
+    # The warning does not wait for the next save.
+    usual_look, said = _job.Keeper.look, []
+
+    def look(self):
+        if self._begun == 4:  # while the save is in progress
+            wait_until(lambda: self._checkpoints.failure is not None)
+            usual_look(self)
+            said.append(capsys.readouterr().err)
+
+    failing |= {4}
+    monkeypatch.setattr(_job.Keeper, "look", look)
+    soon = "--steps 6 --checkpoint-every 4 --data"
+    assert call(RUN, AVERAGES, soon, text, "--out", tmp_path / "soon").code == 0
+    assert "step 4 could not be written" in said[0]
+    monkeypatch.setattr(_job.Keeper, "look", usual_look)
+    saves[:] = [1] * 3
     failing |= {4, 5}
     outcome = call(RUN, AVERAGES, every, text, "--out", tmp_path / "twice")
     assert outcome.code == 75
