@@ -1,4 +1,4 @@
-"""What devices exchange: requests for rows, in a fixed number of slots per owner, and the rows."""
+"""The exchange of requests for rows, in a fixed number of slots per owner, and of the rows."""
 
 import math
 from collections.abc import Mapping, Sequence

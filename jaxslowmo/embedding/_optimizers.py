@@ -12,12 +12,12 @@ LearningRate = float | Callable[[jax.Array], Any]
 
 
 class RowUpdate(NamedTuple):
-    """What an optimizer knows of the rows that it changes; `kept` holds their entries.
+    """The inputs of one update of table rows.
 
     Attributes:
       rows: (k, dim) float32.
       gradients: (k, dim) float32.
-      kept: what the optimizer keeps for these rows, like `RowwiseOptimizer.kept`.
+      kept: entries of the optimizer's state for these rows, like `RowwiseOptimizer.kept`.
       mean_squares: (k,) float32, of gradients over a whole row; None if nothing is kept per row.
       rate: () float32, the learning rate.
       count: () int32, number of updates before this one.

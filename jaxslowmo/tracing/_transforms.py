@@ -396,7 +396,7 @@ class _OfParams:
 
         Args:
           first: their values before an update.
-          later: those after it; None: only what is known before any update is returned.
+          later: their values after it; None: only what holds before any update is returned.
         """
         numbers = [
             self.expressions.number("shared", x.number, later and later[i].number)

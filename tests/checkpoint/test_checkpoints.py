@@ -55,7 +55,7 @@ RATES = [("max", 3.0, 1), ("max", 5.0, 2), ("max", -np.inf, 2), ("max", np.float
 
 @pytest.mark.parametrize("rows", [LOSSES, RATES], ids=["min", "max"])
 def test_the_best_is_kept_beside_the_newest_and_after_a_restart(rows, step, state, tmp_path):
-    """Of equal ones it is the newest; NaN is never the best."""
+    """Of equal values the newest is the best, and a NaN never is."""
     for t, (mode, value, best) in enumerate(rows, 1):
         with Checkpoints(tmp_path, keep=1, keep_best=("it", mode)) as checkpoints:
             assert checkpoints.best_step() == (rows[t - 2][2] if t > 1 else None)

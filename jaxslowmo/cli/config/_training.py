@@ -249,8 +249,8 @@ class AlgorithmOptions(Options):
     delay: Natural = 0
     """Number of steps that run while an exchange is in progress, before its result is applied."""
     merge: NotNegative = 0.0
-    """What a replica keeps of the difference between its own parameters and the result: 0 takes the
-    result, 1 its own."""
+    """Fraction of the difference between its own parameters and the result that a replica keeps: 0
+    takes the result, 1 its own parameters."""
     codec: Annotated[str, OneOf("none", "bfloat16", "float16")] = "none"
     """Send parameters in 16 bits, with error feedback. The state of the slow step is then whole on
     each replica."""

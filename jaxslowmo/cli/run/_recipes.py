@@ -1,4 +1,4 @@
-"""What a configuration trains: its model, and its algorithm by a table of recipes."""
+"""The model of a configuration, and its algorithm by a table of recipes."""
 
 import dataclasses
 import functools
