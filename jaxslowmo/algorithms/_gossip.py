@@ -21,7 +21,7 @@ from jax.core import Tracer
 
 from .._support.types import PyTree
 from ..collectives import in_slices, permute
-from ..collectives.codecs import Codec
+from ..collectives.codecs import Half
 from ..mesh import Shares, axis_names
 from ..topology import ExchangeRound, Graph, Mixing, exchange_rounds
 from ..transform import Exchange, Flats, TreePacking, packing_of, phase_scope, run_one_of
@@ -147,7 +147,9 @@ class Gossip:
         codec = self.over.codec
 
         def encoded(buffer: Buffer, flat: jax.Array) -> jax.Array:
-            return codec.encode(flat)[0] if codec and codec.narrows(buffer.dtype) else flat
+            if isinstance(codec, Half) and codec.narrows(buffer.dtype):
+                return codec.part(flat)[0]
+            return flat
 
         # Packed outside the switch, so that each of its branches holds only a few collectives.
         packing = packing_of(like, self.over)
@@ -264,7 +266,7 @@ def total_mass(
     return x, total
 
 
-def unsent(values: PyTree, over: Exchange, codec: Codec, like: PyTree) -> PyTree:
+def unsent(values: PyTree, over: Exchange, codec: Half, like: PyTree) -> PyTree:
     """Return the residual of encoding `values`, which a node does not send, like `like`.
 
     Communication: none.
@@ -272,7 +274,7 @@ def unsent(values: PyTree, over: Exchange, codec: Codec, like: PyTree) -> PyTree
 
     def residual(buffer: Buffer, flat: jax.Array) -> jax.Array:
         narrowed = codec.narrows(buffer.dtype)
-        return codec.encode(flat)[1] if narrowed else jnp.zeros_like(flat)
+        return codec.part(flat)[1] if narrowed else jnp.zeros_like(flat)
 
     return packing_of(like, over).through(residual, values)
 
@@ -282,7 +284,7 @@ def pulled_with_residual(
     local: PyTree,
     residual: PyTree,
     arrival: Arrival,
-    codec: Codec,
+    codec: Half,
     *,
     share: jax.Array,
     sent_share: jax.Array,

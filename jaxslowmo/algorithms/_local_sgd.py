@@ -2,7 +2,7 @@
 
 import functools
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -12,7 +12,7 @@ import optax
 
 from .._support.settings import records_settings
 from .._support.types import AxisName, PyTree
-from ..collectives.codecs import Codec
+from ..collectives.codecs import Codec, Half
 from ..mesh import axis_names
 from ..transform import (
     Event,
@@ -20,13 +20,21 @@ from ..transform import (
     Exchange,
     Now,
     Operand,
+    Others,
     ParameterTransform,
+    Sent,
     Sync,
     as_schedule,
     checked_exchange,
+    first_sent,
+    kept,
+    mean_of_parts,
+    names_of_sent,
+    narrowed,
+    part_to_send,
     replica_mean,
 )
-from ..tree import apply_exactly, updates_to
+from ..tree import apply_exactly, landing, subtracted, updates_to
 from .outer import Fragments, Outer, Placement
 
 
@@ -34,6 +42,13 @@ class LocalSGDState(NamedTuple):
     """The state of `local_sgd` and `hierarchical_local_sgd`."""
 
     count: jax.Array  # () int32, updates so far; equal on all replicas
+
+
+class CodedSGDState(NamedTuple):
+    """The state of `local_sgd` with a codec that sends how far replicas have moved."""
+
+    count: jax.Array  # () int32, updates so far; equal on all replicas
+    sent: Sent  # from where replicas measure, and what they have not sent
 
 
 @records_settings
@@ -106,9 +121,11 @@ def local_sgd(
             merge=merge,
         )
         return ParameterTransform(outer)
-    # This is hierarchical averaging with only one group, that of all replicas.
+    # This is hierarchical averaging with only one group, that of all replicas. In 16 bits it can
+    # send parameters themselves, if what rounding loses is dropped.
+    is_plain = codec is None or (isinstance(codec, Half) and not codec.error_feedback)
     level = _Level(exchange, schedule, "average")
-    return ParameterTransform(LocalSGD(owner, (level,)))
+    return ParameterTransform((LocalSGD if is_plain else CodedSGD)(owner, (level,)))
 
 
 @records_settings
@@ -117,7 +134,7 @@ def hierarchical_local_sgd(
     *,
     param_specs: PyTree | None = None,
     bucket_bytes: int | None = None,
-    codec: Codec | None = None,
+    codec: Half | None = None,
 ) -> ParameterTransform:
     """Average the parameters over nested groups of replicas, over the larger ones less often.
 
@@ -152,7 +169,7 @@ def hierarchical_local_sgd(
     owner = "hierarchical_local_sgd"
     levels = [
         _Level(
-            checked_exchange(owner, axes, None, param_specs, bucket_bytes, codec),
+            narrowed(owner, checked_exchange(owner, axes, None, param_specs, bucket_bytes, codec)),
             schedule,
             f"average {','.join(axis_names(axes))}",
         )
@@ -217,10 +234,46 @@ class LocalSGD(Sync):
         # Round y to the leaves' dtypes, in which it is sent if no codec narrows it further.
         y = apply_exactly(now.params, updates)
         mean = replica_mean(y, level.exchange, now.weight, role="average")
-        # Layouts, buckets and codec are those of parameters, so others are sent without.
-        others = replica_mean(others, Exchange(level.exchange.axis_name), now.weight)
+        others = self.average_others(level, others, now)
         # optax adds updates to parameters, so return the difference and not the mean.
         return updates_to(now.params, mean), others, state
+
+    def average_others(self, level: _Level, others: Others, now: Now) -> Others:
+        """Return the mean of what is averaged with the parameters."""
+        # Layouts, buckets and codec are those of parameters, so others are sent without.
+        return replica_mean(others, Exchange(level.exchange.axis_name), now.weight)
+
+
+class CodedSGD(LocalSGD):
+    """The average over one group, of which a codec sends how far each replica has moved."""
+
+    state = CodedSGDState
+
+    def init(self, params: PyTree) -> CodedSGDState:
+        """Return the first state."""
+        names = names_of_sent(self.levels[0].exchange.codec, has_view=True)
+        return CodedSGDState(jnp.zeros([], jnp.int32), first_sent(names, params))
+
+    def average(self, level: _Level, operand: Operand, now: Now) -> Operand:
+        """Return the updates that set the parameters to the mean of y, as replicas know it."""
+        updates, others, state = operand
+        y, sent, codec = landing(now.params, updates), state.sent, level.exchange.codec
+        assert codec is not None
+        away = jax.tree.map(subtracted, sent.view, y)
+        parts, anyone = part_to_send(away, sent.lost, level.exchange, now.weight)
+        mean, lost = mean_of_parts(parts, level.exchange, role="average")
+        view = jax.tree.map(subtracted, sent.view, mean)
+        target, new = view, Sent(kept(codec, lost), view)
+        if anyone is not None:  # if all replicas have run out of data, all stays as it is
+            choose = functools.partial(jnp.where, anyone)
+            target, new = jax.tree.map(choose, (target, new), (y, sent))
+        target = jax.tree.map(lambda p, t: t.astype(p.dtype), now.params, target)
+        others = self.average_others(level, others, now)
+        return updates_to(now.params, target), others, state._replace(sent=new)
+
+    def settle(self, state: CodedSGDState, move: Callable[[PyTree], PyTree]) -> CodedSGDState:
+        """See `Sync.settle`: replicas measure from where they were moved to."""
+        return state._replace(sent=state.sent._replace(view=move(state.sent.view)))
 
 
 def _nested(owner: str, sync_every: Mapping[AxisName, int | Every]) -> list[tuple[AxisName, Every]]:

@@ -12,7 +12,7 @@ import numpy as np
 from .._support.checks import checked_int, warn_once
 from .._support.settings import records_settings
 from .._support.types import AxisName, Phase, PyTree
-from ..collectives.codecs import Codec
+from ..collectives.codecs import Half
 from ..mesh import Shares, axis_names, axis_size
 from ..topology import Graph, Mixing, check_graph, check_mixing, npeer_directed_exponential
 from ..transform import (
@@ -28,6 +28,7 @@ from ..transform import (
     checked_exchange,
     every,
     increment,
+    narrowed,
     stacked,
 )
 from ..tree import landing
@@ -59,7 +60,7 @@ def sgp(
     local_axis_name: AxisName | None = None,
     param_specs: PyTree | None = None,
     bucket_bytes: int | None = None,
-    codec: Codec | None = None,
+    codec: Half | None = None,
 ) -> ParameterTransform:
     """Send the parameters to a few peers in every update, and mix in what they send (gossip).
 
@@ -102,6 +103,7 @@ def sgp(
       algorithms 1 and 2; FairScale 0.4.13.
     """
     exchange = checked_exchange("sgp", axis_name, local_axis_name, param_specs, bucket_bytes, codec)
+    exchange = narrowed("sgp", exchange)
     check_graph("sgp", graph)
     check_mixing(mixing)
     if not isinstance(push_sum, bool):
@@ -272,7 +274,7 @@ class SGP(Sync):
         # x <- P x + u, w is the weight after the exchange, else the one before it.
         u = divided(u, after if self.overlap else w) if moves else u
         share, codec = arrival.weight.astype(after.dtype) / after, self.over.codec
-        if codec is None:
+        if not isinstance(codec, Half):
             u = pulled(u, local, arrival, share)
         else:
             residual = unsent(local, self.over, codec, params)

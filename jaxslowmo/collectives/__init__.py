@@ -1,11 +1,8 @@
 """Collectives on flat buffers, each with a statement of the bytes it sends."""
 
-from ._compressed import E4M3 as E4M3
-from ._compressed import E5M2 as E5M2
-from ._compressed import INT8 as INT8
-from ._compressed import BlockFormat as BlockFormat
-from ._compressed import quantised_mean as quantised_mean
-from ._compressed import top_k_mean as top_k_mean
+from ._coded import gather_shards_in_codec as gather_shards_in_codec
+from ._coded import mean_in_codec as mean_in_codec
+from ._coded import mean_to_shards_in_codec as mean_to_shards_in_codec
 from ._means import all_mean as all_mean
 from ._means import all_mean_in_slices as all_mean_in_slices
 from ._means import coded_mean as coded_mean

@@ -13,7 +13,7 @@ from ..mesh import axis_size, is_on_tpu, sum_over
 from ..tree import at_least_float32
 from ._permute import permute
 from ._scatter import in_slices
-from .codecs import Codec
+from .codecs import Half
 
 
 def scaled(x: jax.Array, factor: jax.Array) -> jax.Array:
@@ -191,7 +191,7 @@ def _positive(weight: jax.Array) -> jax.Array:
 
 def coded_mean(
     flat: jax.Array,
-    codec: Codec,
+    codec: Half,
     axis_name: AxisName,
     local_axis_name: AxisName | None = None,
     *,
@@ -221,7 +221,7 @@ def coded_mean(
     if count == 1 or flat.size == 0 or not codec.narrows(flat.dtype):
         mean = all_mean_in_slices(flat, axis_name, local_axis_name, factor=factor)
         return mean, jnp.zeros_like(flat)
-    part, residual = codec.encode(flat, divisor=count, factor=factor)
+    part, residual = codec.part(flat, divisor=count, factor=factor)
     total = in_slices(part, local_axis_name, lambda x: lax.psum(x, axis_name))
     return total.astype(flat.dtype), residual
 

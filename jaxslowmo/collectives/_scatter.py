@@ -22,7 +22,7 @@ there. `tests/tpu_aot` tests these rules.
 import functools
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -120,17 +120,18 @@ def gather_slices(x: jax.Array, local_axes: AxisName, *, dimension: int = 0) -> 
 def in_slices(
     flat: jax.Array,
     local_axis_name: AxisName | None,
-    exchange: Callable[[jax.Array], jax.Array],
-) -> jax.Array:
+    exchange: Callable[[jax.Array], Any],
+) -> Any:
     """Return `exchange(flat)`, with the work split over the devices of a replica.
 
     Args:
       flat: array `(n,)`, equal over `local_axis_name`.
       local_axis_name: axis inside a replica (fast network) of size L. None: no slices.
-      exchange: function between replicas that acts on elements and keeps the shape of its argument.
+      exchange: function between replicas that acts on elements and keeps the shape of its argument;
+        it may return several arrays.
 
     Returns:
-      `(n,)`, equal over `local_axis_name`.
+      `(n,)`, or several, equal over `local_axis_name`.
 
     Communication: that of `exchange` with n/L elements (plus padding, see `shard_layout`), and one
       all-gather of n over `local_axis_name`.
@@ -142,10 +143,12 @@ def in_slices(
     layout = shard_layout(flat.size, parts)
     slices = jnp.pad(flat, (0, parts * layout.size - flat.size)).reshape(-1, layout.lanes)
     result = exchange(local_slice(slices, local_axis_name))
-    return gather_slices(result, local_axis_name).reshape(-1)[: flat.size]
+    return jax.tree.map(
+        lambda x: gather_slices(x, local_axis_name).reshape(-1)[: flat.size], result
+    )
 
 
-def _in_shards(flat: jax.Array, layout: ShardLayout, num_shards: int) -> jax.Array:
+def in_shards(flat: jax.Array, layout: ShardLayout, num_shards: int) -> jax.Array:
     """Return `flat`, padded with zeros at its end, as `(num_shards, rows, lanes)`."""
     padded = jnp.pad(flat, (0, num_shards * layout.size - flat.size))
     return padded.reshape(num_shards, layout.rows, layout.lanes)
@@ -156,7 +159,7 @@ def local_shard(flat: jax.Array, layout: ShardLayout, axis_name: AxisName) -> ja
 
     Communication: none.
     """
-    shards = _in_shards(flat, layout, axis_size(axis_name))
+    shards = in_shards(flat, layout, axis_size(axis_name))
     return lax.dynamic_index_in_dim(shards, lax.axis_index(axis_name), keepdims=False)
 
 
@@ -253,7 +256,7 @@ def mean_to_shards(
       R - 1 collective-permutes of a shard replace a reduce-scatter, with the same bytes.
     """
     count = axis_size(axis_name)
-    shards = _in_shards(flat, layout, count)
+    shards = in_shards(flat, layout, count)
     if count == 1:
         return shards[0]
     mine = local_slice(shards, local_axis_name or (), dimension=1)

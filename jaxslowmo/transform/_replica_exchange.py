@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from .._support.checks import checked_int
 from .._support.types import AxisName, PyTree, axis_names
 from ..collectives import all_mean_in_slices, coded_mean, relative_weight, total_weight
-from ..collectives.codecs import Codec
+from ..collectives.codecs import Codec, Half
 from ..mesh import axis_size, is_bound, only_over, specs_key, specs_of_leaves, typed_specs
 from ..tree import Buffer, BufferPlan, TreePacking, plan_buffers
 
@@ -105,7 +105,7 @@ def checked_exchange(
         )
     if codec is not None and not isinstance(codec, Codec):
         raise ValueError(
-            f"{owner}: `codec` must be None or one of js.codecs, such as js.codecs.bfloat16() or "
+            f"{owner}: `codec` must be None or one of js.codecs, such as js.codecs.int8() or "
             f"js.codecs.float16(error_feedback=True), got {codec!r}."
         )
     return Exchange(axis_name, local_axis_name, param_specs, bucket_bytes, codec)
@@ -221,7 +221,7 @@ def replica_mean(
     """
     if not jax.tree.leaves(tree):
         return tree
-    axes, local = exchange.axis_name, exchange.local_axis_name
+    axes, local, codec = exchange.axis_name, exchange.local_axis_name, exchange.codec
 
     def mean_of(
         buffer: Buffer,
@@ -231,47 +231,15 @@ def replica_mean(
     ) -> jax.Array:
         del buffer
         # Each of L devices inside a replica sends its part: N bytes leave a replica, not L * N.
-        if exchange.codec is None:
-            mean = all_mean_in_slices(flat, axes, local, factor=factor)
-        else:
-            mean, residual = coded_mean(flat, exchange.codec, axes, local, factor=factor)
+        if isinstance(codec, Half):
+            mean, residual = coded_mean(flat, codec, axes, local, factor=factor)
             mean += residual
+        else:
+            mean = all_mean_in_slices(flat, axes, local, factor=factor)
         # If all replicas have run out of data the mean is 0 / 0: keep the values.
         return mean if anyone is None else jnp.where(anyone, mean, flat)
 
     return packing_of(tree, exchange).through(mean_of, tree, *_shares(exchange, weight), role=role)
-
-
-def mean_and_residual(
-    tree: PyTree,
-    exchange: Exchange,
-    weight: jax.Array | None = None,
-    *,
-    role: str | None = None,
-) -> tuple[PyTree, PyTree]:
-    """Return the mean of the replicas' encoded trees, and this replica's residual.
-
-    The residual is the part of the tree that the codec does not send.
-
-    Args:
-      tree: tree of floating leaves.
-      exchange: an exchange with a codec.
-      weight: () number >= 0, this replica's share in the mean; None weighs all replicas equally. A
-        replica of weight 0 has no residual. If all weights are 0, the mean is 0.
-      role: what the buffers are exchanged for, which `note_buffers` reports; None: no report.
-
-    Communication: only that of `replica_mean`.
-    """
-    codec, axes, local = exchange.codec, exchange.axis_name, exchange.local_axis_name
-    assert codec is not None
-
-    def both(buffer: Buffer, flat: jax.Array, *factor: jax.Array) -> tuple[jax.Array, jax.Array]:
-        del buffer
-        return coded_mean(flat, codec, axes, local, factor=factor[0] if factor else None)
-
-    packing = packing_of(tree, exchange)
-    pairs = packing.map(both, packing.pack(tree, role=role), *_shares(exchange, weight)[:1])
-    return packing.unpack([mean for mean, _ in pairs]), packing.unpack([rest for _, rest in pairs])
 
 
 def _shares(exchange: Exchange, weight: jax.Array | None) -> list[jax.Array]:

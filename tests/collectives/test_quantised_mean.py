@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 import jaxslowmo as js
-from jaxslowmo.collectives import E4M3, E5M2, INT8, quantised_mean
+from jaxslowmo.collectives import mean_in_codec
 from support.executions import EXECUTIONS, lift
 
+INT8, E4M3, E5M2 = js.codecs.int8(), js.codecs.fp8(), js.codecs.fp8("e5m2")
 FORMATS = {"int8": INT8, "e4m3": E4M3, "e5m2": E5M2}
 
 
@@ -26,9 +27,7 @@ def draw(replicas, size, seed=0):
 
 
 def mean_of(how, axis_name="replica", **options):
-    return functools.partial(
-        quantised_mean, axis_name=axis_name, how=how, dtype=jnp.dtype("float32"), **options
-    )
+    return functools.partial(mean_in_codec, axis_name=axis_name, codec=how, **options)
 
 
 def through_int8(x, block):
@@ -43,7 +42,7 @@ def through_int8(x, block):
 
 
 def oracle(x, block, per):
-    """`quantised_mean` in int8, in NumPy: (mean, lost)."""
+    """`mean_in_codec` in int8, in NumPy: (mean, lost)."""
     replicas, size = x.shape
     padded = np.pad(x, ((0, 0), (0, replicas * per - size))).reshape(replicas, replicas, per)
     mean, lost = np.empty((replicas, per), np.float32), np.empty_like(padded)
@@ -62,7 +61,7 @@ def oracle(x, block, per):
 @pytest.mark.parametrize("execution", EXECUTIONS)
 def test_against_numpy(execution):
     """Chunks of a few elements, and of whole blocks with the last chunk short; to the bit."""
-    how = replace(INT8, block_size=32)
+    how = replace(INT8, block=32)
     small, large = draw(4, 150), draw(4, 5003)
     program = lift(
         lambda *xs: [mean_of(how)(x) for x in xs], {"replica": 4}, execution, (False,) * 2
@@ -84,7 +83,7 @@ def test_against_numpy(execution):
     st.booleans(),
 )
 def test_errors_are_bounded_and_accounted_for(replicas, size, block, how, stochastic):
-    how = replace(how, block_size=block)
+    how = replace(how, block=block)
     x = draw(replicas, size)
     key = jax.random.key(1) if stochastic else None
     found = jax.jit(jax.vmap(mean_of(how, key=key), axis_name="replica"))(x)
@@ -103,8 +102,8 @@ def test_several_axes_are_as_one():
     sizes, names = {"a": 2, "b": 4}, ("b", "a")
     x = draw(8, 301)
     grid = x.reshape(4, 2, 301).swapaxes(0, 1)
-    fn = mean_of(replace(E4M3, block_size=16), names, key=jax.random.key(0))
-    one = mean_of(replace(E4M3, block_size=16), key=jax.random.key(0))
+    fn = mean_of(replace(E4M3, block=16), names, key=jax.random.key(0))
+    one = mean_of(replace(E4M3, block=16), key=jax.random.key(0))
     wanted = jax.jit(jax.vmap(one, axis_name="replica"))(x)
     nested = jax.jit(jax.vmap(jax.vmap(fn, axis_name="b"), axis_name="a"))
 
@@ -186,7 +185,7 @@ def test_extremes(name):
         ]
     )
     x = np.append(blocks.ravel(), np.float32([-2, 1, 0.5]))[None]
-    blocks_of_4 = replace(kind, block_size=4)
+    blocks_of_4 = replace(kind, block=4)
     through = jax.jit(lambda v: blocks_of_4.decode(blocks_of_4.encode(v, None), v.shape[1]))
     found = np.asarray(through(x))[0]
     assert not found[:4].any()

@@ -12,19 +12,29 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..._support.types import PyTree
-from ...collectives import ShardLayout, all_gather_shards, local_shard, mean_to_shards, shard_layout
+from ..._support.types import AxisName, PyTree
+from ...collectives import (
+    ShardLayout,
+    all_gather_shards,
+    gather_shards_in_codec,
+    local_shard,
+    mean_to_shards,
+    mean_to_shards_in_codec,
+    shard_layout,
+)
+from ...collectives.codecs import Codec
 from ...mesh import axis_size
 from ...transform import (
     Exchange,
     StatePlacement,
     carry_leaf,
+    mean_of_parts,
     packing_of,
     replica_average,
     replica_mean,
     stacked,
 )
-from ...tree import Buffer, TreePacking, at_least_float32
+from ...tree import Buffer, TreePacking, added, at_least_float32, subtracted
 
 
 @dataclass(frozen=True)
@@ -58,6 +68,14 @@ class Anchor:
         Communication: one all-reduce of N bytes over the replica axis per buffer.
         """
         return y if self.exchange is None else replica_mean(y, self.exchange, role="slow")
+
+    def average_parts(self, parts: PyTree) -> tuple[Any, PyTree]:
+        """Return the mean of what replicas send in a codec, in the anchor's form, and what is lost.
+
+        Communication: that of `mean_of_parts`.
+        """
+        assert self.exchange is not None
+        return mean_of_parts(parts, self.exchange, role="slow")
 
     def restore(self, anchor: Any, params: PyTree) -> PyTree:
         """Return the anchor as float32 values in the shape of the parameters.
@@ -152,19 +170,13 @@ def shards_state(
     """Return whether slow state is sharded, for the argument `shard_state`.
 
     Raises:
-      ValueError: a codec with a sharded anchor, or without an exchange.
+      ValueError: a codec without an exchange.
     """
     codec = exchange.codec
     if codec is not None and not exact_average:
         raise ValueError(
             f"{owner}: `exact_average=False` exchanges nothing in slow steps, so there is nothing "
             f"for `codec`; got {codec!r}. Give it to the `base`."
-        )
-    if codec is not None and shard_state:
-        raise ValueError(
-            f"{owner}: with a `codec` a replica sends what it has moved from the anchor, of which "
-            f"it must hold all; got {codec!r} and shard_state=True. Leave `shard_state` out or set "
-            "it to False."
         )
     return (exact_average and codec is None) if shard_state is None else shard_state
 
@@ -248,6 +260,40 @@ class ShardedAnchor(Anchor):
             return all_gather_shards(shard, buffer.num_elements, axes, local)
 
         return packing.unpack(anchor, whole)
+
+    def average_parts(self, parts: PyTree) -> tuple[tuple[jax.Array, ...], PyTree]:
+        """Return shards of the mean of what replicas send in a codec, and what is lost.
+
+        Communication: that of `mean_to_shards_in_codec`, for each buffer.
+        """
+        axes, local, codec = self._coded
+
+        def mean(buffer: Buffer, flat: jax.Array) -> tuple[jax.Array, jax.Array]:
+            return mean_to_shards_in_codec(flat, self.layout(buffer), axes, codec, local)
+
+        packing = self.packing(parts)
+        pairs = packing.map(mean, packing.pack(parts, role="slow"))
+        return tuple(mean for mean, _ in pairs), packing.unpack([lost for _, lost in pairs])
+
+    def follow(self, view: PyTree, anchor: tuple[jax.Array, ...]) -> PyTree:
+        """Return a tree like the parameters, equal on all replicas, moved to the anchor in a codec.
+
+        What a codec does not send of the way stays between the two, and is part of the next way.
+
+        Communication: that of `gather_shards_in_codec`, for each buffer.
+        """
+        axes, local, codec = self._coded
+
+        def whole(buffer: Buffer, shard: jax.Array) -> jax.Array:
+            return gather_shards_in_codec(shard, buffer.num_elements, axes, codec, local)
+
+        way = jax.tree.map(subtracted, anchor, self.store(view))
+        return jax.tree.map(added, view, self.packing(view).unpack(way, whole))
+
+    @property
+    def _coded(self) -> tuple[AxisName, AxisName | None, Codec]:
+        assert self.exchange.codec is not None
+        return self.exchange.axis_name, self.exchange.local_axis_name, self.exchange.codec
 
     def pin(self, state: PyTree, params: PyTree) -> PyTree:
         """Return `state` with shards laid out like the anchor; an optimizer's zeros have no layout.

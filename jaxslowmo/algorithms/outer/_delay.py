@@ -17,9 +17,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from ..._support.types import Phase, PyTree
-from ...collectives import all_mean, mean_beside, quotient
+from ...collectives import all_mean, mean_beside, mean_in_codec, quotient
 from ...mesh import axis_names, uniform
-from ...transform import Beside, Exchange, packing_of
+from ...transform import Beside, Exchange, has_leaves, kept, packing_of
 from ...tree import Buffer, at_least_float32
 from ._fragments import SEND, SLOW, Turn, joined, views
 from ._state import OuterState
@@ -34,13 +34,20 @@ class InFlight(NamedTuple):
     mass: jax.Array  # () float32, the weight of `values`
     rate: jax.Array  # () float32, the inner learning rate when they were taken; 1 without one
     parts: jax.Array  # () int32, number of averaged parts; -1 where nothing is in flight
+    lost: PyTree = ()  # with error feedback: what of the averaged parts was not sent
 
 
-def nothing_in_flight(values: PyTree) -> InFlight:
-    """Return the first state for a fragment with these leaves."""
+def nothing_in_flight(values: PyTree, sent: PyTree) -> InFlight:
+    """Return the first state for a fragment with these leaves, of which `sent` is remembered."""
     zeros = jax.tree.map(lambda x: jnp.zeros_like(x, at_least_float32(x.dtype)), values)
     one = jnp.ones([], jnp.float32)
-    return InFlight(zeros, one, jnp.ones_like(one), jnp.full([], NOTHING, jnp.int32))
+    lost = jax.tree.map(jnp.zeros_like, sent.lost) if sent else ()
+    return InFlight(zeros, one, jnp.ones_like(one), jnp.full([], NOTHING, jnp.int32), lost)
+
+
+def with_lost(sent: PyTree, lost: PyTree) -> PyTree:
+    """Return what is remembered after an exchange of which this was lost, () if nothing is."""
+    return sent._replace(lost=lost) if sent else ()
 
 
 def average_part(flight: InFlight, exchange: Exchange, delay: int) -> InFlight:
@@ -49,26 +56,42 @@ def average_part(flight: InFlight, exchange: Exchange, delay: int) -> InFlight:
     Communication: that of `mean_beside`, over `exchange.axis_name`, of 1 / delay of each flat
       buffer of the fragment.
     """
-    axes, local = exchange.axis_name, exchange.local_axis_name
-    number = uniform(jnp.maximum(flight.parts, 0), axis_names(axes))
-
-    def averaged(buffer: Buffer, flat: jax.Array, number: jax.Array) -> jax.Array:
-        del buffer
-        size = -(-flat.size // delay)
-        padded = jnp.pad(flat, (0, delay * size - flat.size))
-        start = number * size
-        part = lax.dynamic_slice(padded, (start,), (size,))
-        mean = mean_beside(part, axes, local)
-        return lax.dynamic_update_slice(padded, mean, (start,))[: flat.size]
-
-    # In place: what is in flight needs no second buffer, and parts that a run sends again, since it
-    # was restored on other replicas, keep their mean.
-    values = packing_of(flight.values, exchange).through(
-        averaged, flight.values, number, role="slow"
-    )
+    number = uniform(jnp.maximum(flight.parts, 0), axis_names(exchange.axis_name))
+    flight = _with_mean(flight, number, exchange, delay)
     # More than all parts are in a state that `average_all` has completed.
     parts = jnp.where(flight.parts < 0, NOTHING, jnp.minimum(flight.parts + 1, delay))
-    return flight._replace(values=values, parts=parts)
+    return flight._replace(parts=parts)
+
+
+def _with_mean(flight: InFlight, number: jax.Array, exchange: Exchange, delay: int) -> InFlight:
+    """Return what is in flight with part `number` replaced by the mean over the replicas.
+
+    In place: what is in flight needs no second buffer, and parts that a run sends again, since it
+    was restored on other replicas, keep their mean.
+    """
+    axes, local, codec = exchange.axis_name, exchange.local_axis_name, exchange.codec
+
+    def averaged(buffer: Buffer, held: list[jax.Array], number: jax.Array) -> list[jax.Array]:
+        del buffer
+        size = -(-held[0].size // delay)
+        start, padding = number * size, (0, delay * size - held[0].size)
+        padded = [jnp.pad(x, padding) for x in held]
+        part = lax.dynamic_slice(padded[0], (start,), (size,))
+        if codec is None:
+            new = [mean_beside(part, axes, local)]
+        else:
+            mean, lost = mean_in_codec(part, axes, codec, local)
+            new = [mean, kept(codec, lost)][: len(held)]
+        pairs = zip(padded, new, strict=True)
+        return [lax.dynamic_update_slice(x, n, (start,))[: held[0].size] for x, n in pairs]
+
+    packing = packing_of(flight.values, exchange)
+    flats = [packing.pack(flight.values, role="slow")]
+    if has_leaves(flight.lost):
+        flats.append(packing.pack(flight.lost))
+    found = packing.map(averaged, [list(held) for held in zip(*flats, strict=True)], number)
+    values, *lost = [packing.unpack([x[i] for x in found]) for i in range(len(flats))]
+    return flight._replace(values=values, lost=lost[0] if lost else ())
 
 
 def average_all(flight: InFlight, *, exchange: Exchange, delay: int) -> InFlight:
@@ -77,18 +100,26 @@ def average_all(flight: InFlight, *, exchange: Exchange, delay: int) -> InFlight
     Communication: that of `mean_beside`, over `exchange.axis_name`, of each flat buffer of the
       fragment.
     """
+    # A host exchanges for replicas that are no larger than a device, so nothing is laid out.
+    exchange = replace(exchange, param_specs=None)
     axes, local = exchange.axis_name, exchange.local_axis_name
 
     def averaged(buffer: Buffer, flat: jax.Array) -> jax.Array:
         del buffer
         return mean_beside(flat, axes, local)
 
-    # Parts that are a mean already keep it. A host exchanges for replicas that are no larger than a
-    # device, so nothing is laid out.
-    packing = packing_of(flight.values, replace(exchange, param_specs=None))
-    values = packing.through(averaged, flight.values, role="slow")
+    if exchange.codec is None:
+        # Parts that are a mean already keep it.
+        packing = packing_of(flight.values, exchange)
+        flight = flight._replace(values=packing.through(averaged, flight.values, role="slow"))
+    else:
+        # One after the other, so that the codes are those of the parts; no mean is sent twice.
+        for number in range(delay):
+            after = _with_mean(flight, jnp.int32(number), exchange, delay)
+            unless_sent = functools.partial(jnp.where, flight.parts > number)
+            flight = jax.tree.map(unless_sent, flight, after)
     parts = jnp.where(flight.parts < 0, NOTHING, delay).astype(jnp.int32)
-    return flight._replace(values=values, parts=parts)
+    return flight._replace(parts=parts)
 
 
 def arrived(flight: InFlight, exchange: Exchange) -> tuple[PyTree, jax.Array]:

@@ -91,38 +91,42 @@ class Fragment:
 ALL_LEAVES = Fragment()
 
 
+PARTS = ("anchor", "outer", "in_flight", "sent")
+"""The fields of a state that fragments have one each of."""
+
+
 def views(state: OuterState, count: int) -> list[OuterState]:
     """Return the state of each of `count` fragments, with the base's state in each."""
     if count == 1:
         return [state]
-    flights = state.in_flight or [()] * count
-    fields = zip(state.anchor, state.outer, flights, strict=True)
-    return [state._replace(anchor=a, outer=o, in_flight=f) for a, o, f in fields]
+    fields = [getattr(state, name) or [()] * count for name in PARTS]
+    return [state._replace(**dict(zip(PARTS, x, strict=True))) for x in zip(*fields, strict=True)]
 
 
 def joined(state: OuterState, parts: Sequence[OuterState]) -> OuterState:
     """Return `state` with the anchors, outer states and values in flight of its fragments."""
 
-    def of(*values: Any) -> Any:
-        return values[0] if len(values) == 1 else values
+    def of(name: str) -> Any:
+        values = tuple(getattr(part, name) for part in parts)
+        return values[0] if len(values) == 1 or values[0] == () else values
 
-    return state._replace(
-        anchor=of(*[part.anchor for part in parts]),
-        outer=of(*[part.outer for part in parts]),
-        in_flight=of(*[part.in_flight for part in parts]) if parts[0].in_flight else (),
-    )
+    return state._replace(**{name: of(name) for name in PARTS})
 
 
-def division_of(fragments: Sequence[Fragment], *, has_flight: bool) -> dict[str, Any]:
+def division_of(
+    fragments: Sequence[Fragment], *, has_flight: bool, sent: Sequence[str] | None
+) -> dict[str, Any]:
     """Return how an outer state divides the parameters, as plain JSON.
 
     Returns:
       `fragments`: number, positions of leaves and number of parts of each leaf, for each fragment,
-      None for the whole model; `in_flight`: whether the state has values in flight.
+      None for the whole model; `in_flight`: whether the state has values in flight; with a codec
+      `sent`: the fields of `js.spec.Sent` that it has.
     """
     places = [(x.number, x.places, x.count) for x in fragments]
     divided = [[number, list(p), count] for number, p, count in places if p is not None]
-    return {"fragments": divided or None, "in_flight": has_flight}
+    coded = {} if sent is None else {"sent": list(sent)}
+    return {"fragments": divided or None, "in_flight": has_flight, **coded}
 
 
 def fragments_of(division: Mapping[str, Any]) -> tuple[Fragment, ...]:

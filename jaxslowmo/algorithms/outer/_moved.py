@@ -8,8 +8,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..._support.types import PyTree
-from ...transform import Carried, StatePlacement, Sync, carry_leaf, stacked
-from ...tree import at_least_float32
+from ...transform import (
+    Carried,
+    Sent,
+    StatePlacement,
+    Sync,
+    carry_leaf,
+    has_leaves,
+    replica_average,
+    sent_with,
+    stacked,
+    types_of_sent,
+)
 from ._anchor import Anchor, of_form, replaced
 from ._delay import NOTHING, InFlight
 from ._fragments import Fragment, division_of, fragments_of, joined, of_fragment, views
@@ -39,15 +49,21 @@ class Divided(Sync):
         """Return the storage of a fragment's anchor."""
         raise NotImplementedError
 
+    @property
+    def sent_names(self) -> list[str] | None:
+        """The fields of `Sent` that the state has; None without a codec."""
+        raise NotImplementedError
+
     def like_on(self, state: OuterState, params: PyTree, at: StatePlacement) -> OuterState:
         """See `Sync.like_on`."""
         # A checkpoint tells how its state was divided; a new run divides by its own arguments.
         outer, fragments = self.on(params), self.fragments_on(params, at)
         own, has_flight = self.divided(params), self.delay > 0
         is_same = fragments == own
-        if at.division is not None:
-            has_flight = at.division["in_flight"]
         now, parts = views(state, len(own)), []
+        names = outer.sent_names
+        if at.division is not None:
+            has_flight, names = at.division["in_flight"], at.division.get("sent")
         for number, fragment in enumerate(fragments):
             leaves, anchor = fragment.of(params), outer.anchor_of(fragment, params)
             part = now[number if is_same else 0]
@@ -56,9 +72,9 @@ class Divided(Sync):
                 types = anchor.types_on(leaves, of_fragment(self.owner, fragment, at))
                 outer_types = replaced(part.anchor, part.outer, lambda _, types=types: types)
                 part = part._replace(anchor=types, outer=outer_types)
-            if has_flight != (self.delay > 0) or not is_same:
-                part = part._replace(in_flight=_flight_types(leaves, at) if has_flight else ())
-            parts.append(part)
+            flight = _flight_types(leaves, at, names) if has_flight else ()
+            sent = sent_with(names, lambda _, leaves=leaves: types_of_sent(leaves, at))
+            parts.append(part._replace(in_flight=flight, sent=sent))
         base = self.base.like_on(state.base, params, at)
         return joined(state._replace(base=base), parts)
 
@@ -76,7 +92,8 @@ class Divided(Sync):
             if is_mean
             else "The anchor and the state of the outer optimizer (slow momentum) are kept exactly."
         )
-        had_flight = bool(parts[0].in_flight)
+        had_flight, names = bool(parts[0].in_flight), outer.sent_names
+        had_names = names if old.division is None else old.division.get("sent")
         if before == after:
             parts = [
                 outer._moved(fragment, part, params, old, new)
@@ -85,19 +102,26 @@ class Divided(Sync):
         else:
             parts = outer._divided_anew(before, after, parts, params, old, new)
             note += f" The number of their fragments changed from {len(before)} to {len(after)}."
-        if had_flight != (self.delay > 0) or before != after:
+        is_coded = names is not None, had_names is not None
+        if had_flight != (self.delay > 0) or before != after or is_coded[0] != is_coded[1]:
             # What is in flight belongs to a fragment that is no more, or to a delay that has ended.
             # The next slow step takes each leaf's displacement anew, so nothing is lost for good.
-            flights = [_no_flight(x.of(params), new) if self.delay else () for x in after]
+            flights = [_no_flight(x.of(params), new, names) if self.delay else () for x in after]
             parts = [x._replace(in_flight=f) for x, f in zip(parts, flights, strict=True)]
             note += " What was in flight is dropped." if had_flight else ""
+        if had_names != names:
+            fragments = zip(after, parts, strict=True)
+            parts = [outer._remembering(names, x, part, params, new) for x, part in fragments]
+            if "lost" in (had_names or ()) and "lost" not in (names or ()):
+                note += " What the codec had not sent is dropped."
         count = carry_leaf(state.count, old, new)
         moved = joined(parts[0]._replace(count=count, base=base.state), parts)
         return Carried(moved, (note, *base.notes))
 
     def division(self, params: PyTree) -> dict[str, Any]:
         """See `Sync.division`."""
-        return division_of(self.divided(params), has_flight=self.delay > 0)
+        names = self.on(params).sent_names
+        return division_of(self.divided(params), has_flight=self.delay > 0, sent=names)
 
     def fragments_on(self, params: PyTree, at: StatePlacement) -> tuple[Fragment, ...]:
         """Return the fragments of a state on placement `at`; its own ones for a new run."""
@@ -120,7 +144,30 @@ class Divided(Sync):
             anchor=anchor.carried(part.anchor, leaves, old_place, new_place, part.anchor),
             outer=anchor.carried(part.anchor, leaves, old_place, new_place, part.outer),
             in_flight=jax.tree.map(lambda x: carry_leaf(x, old, new), part.in_flight),
+            # The mean of what replicas have not sent stays, and so does the sum of equal shares.
+            sent=jax.tree.map(lambda x: carry_leaf(x, old, new), part.sent),
         )
+
+    def _remembering(
+        self,
+        names: Sequence[str] | None,
+        fragment: Fragment,
+        part: OuterState,
+        params: PyTree,
+        new: StatePlacement,
+    ) -> OuterState:
+        """Return the state of a fragment with these fields of `Sent`."""
+        leaves, place = fragment.of(params), of_fragment(self.owner, fragment, new)
+
+        def field(name: str) -> PyTree:
+            if part.sent and has_leaves(held := getattr(part.sent, name)):
+                return held
+            if name == "view":
+                whole = self.anchor_of(fragment, params).join(part.anchor, leaves, place)
+                return jax.tree.map(lambda x: stacked(x, new), whole)
+            return jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), types_of_sent(leaves, new))
+
+        return part._replace(sent=sent_with(names, field))
 
     def _divided_anew(
         self,
@@ -136,15 +183,18 @@ class Divided(Sync):
         tables: list[dict[int, np.ndarray]] = []
         home: dict[int, OuterState] = {}
         shapes = [x.shape for x in jax.tree.leaves(params)]
+        names = [n for n in Sent._fields if parts[0].sent and has_leaves(getattr(parts[0].sent, n))]
         for fragment, anchor, part in zip(
             before, [self.anchor_of(x, params) for x in before], parts, strict=True
         ):
             leaves, place = fragment.of(params), of_fragment(self.owner, fragment, old)
             places = _places(fragment, params)
             home.update(dict.fromkeys(places, part))
-            for number, tree in enumerate(_alike(part)):
+            trees = [anchor.join(tree, leaves, place) for tree in _alike(part)]
+            trees += [jax.tree.map(replica_average, getattr(part.sent, n)) for n in names]
+            for number, tree in enumerate(trees):
                 tables += [{} for _ in range(number + 1 - len(tables))]
-                values = jax.tree.leaves(anchor.join(tree, leaves, place))
+                values = jax.tree.leaves(tree)
                 for i, value in zip(places, values, strict=True):
                     leaf = tables[number].setdefault(i, np.empty(shapes[i], value.dtype))
                     leaf[(..., fragment.part_of(leaf)) if fragment.count > 1 else ...] = value
@@ -154,22 +204,20 @@ class Divided(Sync):
         for fragment, anchor in zip(after, [self.anchor_of(x, params) for x in after], strict=True):
             leaves, place = fragment.of(params), of_fragment(self.owner, fragment, new)
             places = _places(fragment, params)
-            cut = [
-                anchor.split(
-                    jax.tree.structure(leaves).unflatten([fragment.cut(table[i]) for i in places]),
-                    leaves,
-                    place,
-                )
-                for table in tables
-            ]
-            rest, part = iter(cut[1:]), home[places[0]]
+            structure, part = jax.tree.structure(leaves), home[places[0]]
+            trees = [structure.unflatten([fragment.cut(x[i]) for i in places]) for x in tables]
+            ends = len(trees) - len(names)
+            cut = [anchor.split(tree, leaves, place) for tree in trees[:ends]]
+            held = [jax.tree.map(lambda x: stacked(x, new), tree) for tree in trees[ends:]]
+            rest, sent = iter(cut[1:]), dict(zip(names, held, strict=True))
             outer_state = replaced(
                 part.anchor,
                 part.outer,
                 lambda _, rest=rest: next(rest),
                 lambda x: carry_leaf(x, old, new),
             )
-            moved.append(part._replace(anchor=cut[0], outer=outer_state))
+            part = part._replace(anchor=cut[0], outer=outer_state)
+            moved.append(part._replace(sent=sent_with(names, sent.__getitem__)))
         return moved
 
 
@@ -184,19 +232,19 @@ def _places(fragment: Fragment, params: PyTree) -> Sequence[int]:
     return range(len(jax.tree.leaves(params))) if fragment.places is None else fragment.places
 
 
-def _flight_types(leaves: PyTree, at: StatePlacement) -> InFlight:
-    def of(x: Any, dtype: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((at.replicas, *x.shape), dtype)
-
-    one = jax.ShapeDtypeStruct((at.replicas,), jnp.float32)
-    values = jax.tree.map(lambda x: of(x, at_least_float32(x.dtype)), leaves)
+def _flight_types(leaves: PyTree, at: StatePlacement, names: Sequence[str] | None) -> InFlight:
+    values, one = types_of_sent(leaves, at), jax.ShapeDtypeStruct((at.replicas,), jnp.float32)
     parts = jax.ShapeDtypeStruct((at.replicas,), jnp.int32)
-    return InFlight(*[values, one, one, parts])
+    lost = values if "lost" in (names or ()) else ()
+    return InFlight(*[values, one, one, parts, lost])
 
 
-def _no_flight(leaves: PyTree, new: StatePlacement) -> InFlight:
-    types = _flight_types(leaves, new)
-    values = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), types.values)
+def _no_flight(leaves: PyTree, new: StatePlacement, names: Sequence[str] | None) -> InFlight:
+    types = _flight_types(leaves, new, names)
+    values, lost = (
+        jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), tree)
+        for tree in (types.values, types.lost)
+    )
     # Its marks say that there is nothing, so zeros are never read.
     one = stacked(np.ones([], np.float32), new)
-    return InFlight(values, one, one, stacked(np.full([], NOTHING, np.int32), new))
+    return InFlight(values, one, one, stacked(np.full([], NOTHING, np.int32), new), lost)

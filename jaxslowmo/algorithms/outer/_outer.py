@@ -35,8 +35,11 @@ from ...transform import (
     Operand,
     Others,
     Sync,
-    mean_and_residual,
+    first_sent,
+    kept,
+    names_of_sent,
     over_stages,
+    part_to_send,
     replica_mean,
     require_bound,
     run_if,
@@ -51,6 +54,7 @@ from ._delay import (
     beside_updates,
     dropped,
     nothing_in_flight,
+    with_lost,
 )
 from ._fragments import (
     ALL_LEAVES,
@@ -114,7 +118,7 @@ class Outer(Divided):
 
     def __post_init__(self) -> None:
         """Raise `ValueError` unless fragments, delay and merge fit the other arguments."""
-        owner, codec, merge = self.owner, self.over.codec, self.merge
+        owner, merge = self.owner, self.merge
         checked_int(f"{owner}: `delay` counts updates and", self.delay, 0)
         if not callable(self.fragments):
             checked_int(f"{owner}: `fragments`", self.fragments, 1)
@@ -132,16 +136,6 @@ class Outer(Divided):
                 f"{owner}: `exact_average=False` exchanges nothing in slow steps, so there is "
                 f"nothing to spread or to keep; got fragments={self.fragments!r}, "
                 f"delay={self.delay!r}, merge={merge!r}."
-            )
-        if self.delay and codec is not None:
-            raise ValueError(
-                f"{owner}: with a `delay` what is in flight is partly a mean, which a `codec` "
-                f"can't encode again; got delay={self.delay} and {codec!r}."
-            )
-        if merge and codec is not None and codec.error_feedback:
-            raise ValueError(
-                f"{owner}: `merge` keeps the progress of a replica, and so does error feedback: "
-                f"its rounding error would be kept twice; got merge={merge!r}, {codec!r}."
             )
 
     @property
@@ -178,6 +172,10 @@ class Outer(Divided):
     def is_spread(self) -> bool:
         """Whether slow steps do less than to set all parameters to the anchor at once."""
         return self.fragments != 1 or self.delay != 0 or self.merge != 0
+
+    @property
+    def sent_names(self) -> list[str] | None:
+        return names_of_sent(self.over.codec, has_view=bool(self.is_sharded))
 
     @property
     def replaces_base(self) -> bool:
@@ -319,8 +317,9 @@ class Outer(Divided):
             leaves, storage = fragment.of(params), self.anchor_of(fragment, params)
             anchor = store(storage, leaves)
             outer = storage.pin(self.stepper(fragment).init(anchor), leaves)
-            flight = nothing_in_flight(leaves) if self.delay else ()
-            parts.append(OuterState(jnp.zeros([], jnp.int32), anchor, outer, base, flight))
+            sent = first_sent(self.sent_names, leaves)
+            flight = nothing_in_flight(leaves, sent) if self.delay else ()
+            parts.append(OuterState(jnp.zeros([], jnp.int32), anchor, outer, base, flight, sent))
         state = joined(parts[0], parts)
         if self.is_sharded:
             self.placement.check_shards(params, jax.tree.leaves(state.anchor))
@@ -419,15 +418,15 @@ class Outer(Divided):
 
         def step(operand: Operand) -> Operand:
             updates, _, state = operand
-            y, mass, residual = landing(now.params, updates), None, None
+            y, mass, sent = landing(now.params, updates), None, state.sent
             # D, the pseudo-gradient: the displacement since the last slow step, sign reversed.
             if self.exact_average:
                 x, mass = self.numerator(y, now.weight, state.base)
-                displacement, residual = self.displacement(fragment, x, mass, now, state)
+                displacement, sent = self.displacement(fragment, x, mass, now, state)
             else:
                 displacement = jax.tree.map(subtracted, state.anchor, y)
             rate = self.rate_of(now)
-            return self.moved(fragment, displacement, residual, mass, rate, now, operand)
+            return self.moved(fragment, displacement, sent, mass, rate, now, operand)
 
         allowed, operand = self.permitted(now.params, operand)
         return run_if(allowed, step, lambda operand: operand, operand, axes=self.bound_axes)
@@ -450,19 +449,30 @@ class Outer(Divided):
         mass: jax.Array | None,
         now: Now,
         state: OuterState,
-    ) -> tuple[PyTree, PyTree | None]:
-        """Return D in the anchor's form and a codec's residual, from weighted parameters."""
-        x, anchor, params = fragment.of(x), state.anchor, now.params
-        if self.over.codec is None:
+    ) -> tuple[PyTree, PyTree]:
+        """Return D in the anchor's form, and what is remembered of sending it."""
+        anchor, params, codec = state.anchor, now.params, self.over.codec
+        storage = self.anchor_of(fragment, params)
+        if codec is not None:
+            parts = self.parts(fragment, x, mass, state)
+            displacement, lost = storage.average_parts(parts)
+            return displacement, with_lost(state.sent, kept(codec, lost))
+        average = storage.average(fragment.of(x))
+        if mass is not None:
             # sum x / sum w is the exact mean of weighted and push-sum parameters too.
-            average = self.anchor_of(fragment, params).average(x)
-            if mass is not None:
-                average = self.per_mass(average, mass, None if now.weight is None else anchor)
-            return jax.tree.map(subtracted, anchor, average), None
-        # Send D and not x: D is small, and a codec's rounding error is proportional to it.
+            average = self.per_mass(average, mass, None if now.weight is None else anchor)
+        return jax.tree.map(subtracted, anchor, average), state.sent
+
+    def parts(
+        self, fragment: Fragment, x: PyTree, mass: jax.Array | None, state: OuterState
+    ) -> PyTree:
+        """Return what this replica sends in a codec, from weighted parameters."""
+        # Send D and not x: D is small, and a codec's error is proportional to it.
+        x = fragment.of(x)
         z = x if mass is None else jax.tree.map(lambda leaf: quotient(leaf, mass), x)
-        local, over = jax.tree.map(subtracted, anchor, z), exchange_of(fragment, self.over, params)
-        return mean_and_residual(local, over, mass, role="slow")
+        start = state.sent.view if self.is_sharded else state.anchor
+        away, lost = jax.tree.map(subtracted, start, z), state.sent.lost if state.sent else ()
+        return part_to_send(away, lost, self.over, mass)[0]
 
     def per_mass(self, average: PyTree, mass: jax.Array, idle: PyTree | None) -> PyTree:
         """Return sum x / sum w of the replicas from mean x; `idle` if all have run out of data."""
@@ -477,7 +487,7 @@ class Outer(Divided):
         self,
         fragment: Fragment,
         displacement: PyTree,
-        residual: PyTree | None,
+        sent: PyTree,
         mass: jax.Array | None,
         rate: jax.Array | None,
         now: Now,
@@ -496,15 +506,12 @@ class Outer(Divided):
         # Any optax optimizer, with D as its gradient; it runs on shards of a sharded anchor.
         step, outer = self.stepper(fragment).update(displacement, outer, state.anchor, **options)
         anchor = jax.tree.map(added, state.anchor, step)
-        state = state._replace(anchor=anchor, outer=outer)
+        state = state._replace(anchor=anchor, outer=outer, sent=sent)
         # The anchor replaces the parameters. Adding a step to them instead would let the replicas
         # drift apart by rounding, a little with every slow step.
         leaves = fragment.of(now.params)
-        whole = self.anchor_of(fragment, now.params).restore(anchor, leaves)
+        whole, state = self.restored(fragment, leaves, state)
         target = merged(landing(leaves, fragment.of(updates)), whole, self.merge)
-        if residual is not None:
-            # The part of its displacement that a replica has not sent is part of its next D.
-            target = jax.tree.map(subtracted, target, residual)
         target = jax.tree.map(lambda p, t: t.astype(p.dtype), leaves, target)
         updates = fragment.put(updates, updates_to(leaves, target))
 
@@ -513,12 +520,22 @@ class Outer(Divided):
             new = merged(local, whole, self.merge)
             return fragment.put(tree, jax.tree.map(lambda n, x: n.astype(x.dtype), new, local))
 
-        if self.replaces_base:
-            state = state._replace(base=self.base.reset(state.base))
-        elif self.exact_average:
+        if self.exact_average:
             # What the base still has under way moves alike.
-            state = state._replace(base=self.base.settle(state.base, move))
+            base = self.base.settle(state.base, move)
+            state = state._replace(base=self.base.reset(base) if self.replaces_base else base)
         return updates, others, state
+
+    def restored(
+        self, fragment: Fragment, leaves: PyTree, state: OuterState
+    ) -> tuple[PyTree, OuterState]:
+        """Return where all replicas continue, like a fragment's leaves, and the state then."""
+        storage, codec = self.anchor_of(fragment, leaves), self.over.codec
+        if codec is None or not isinstance(storage, ShardedAnchor):
+            return storage.restore(state.anchor, leaves), state
+        view = storage.follow(state.sent.view, state.anchor)
+        state = state._replace(sent=state.sent._replace(view=view))
+        return view, state if codec.error_feedback else state._replace(anchor=storage.store(view))
 
     def take(self, fragment: Fragment, now: Now, operand: Operand) -> Operand:
         """Take what this fragment sends, unless the base refuses it."""
@@ -526,13 +543,15 @@ class Outer(Divided):
         updates, others, state = operand
         x, mass = self.numerator(landing(now.params, updates), now.weight, state.base)
         # Weighted values and their weight, whose sums over replicas give the exact mean. The rate
-        # goes with them: the displacement was made at it, however late it is applied.
+        # goes with them: the displacement was made at it, however late it is applied. A codec sends
+        # shares of a mean, which have no weight.
+        values = fragment.of(x)
+        if self.over.codec is not None:
+            values, mass = self.parts(fragment, x, mass, state), None
         old: InFlight = state.in_flight
         one, rate = jnp.ones_like(old.mass), self.rate_of(now)
-        taken = InFlight(
-            values=jax.tree.map(
-                lambda new, like: new.astype(like.dtype), fragment.of(x), old.values
-            ),
+        taken = old._replace(
+            values=jax.tree.map(lambda new, like: new.astype(like.dtype), values, old.values),
             mass=one if mass is None else mass.astype(one.dtype),
             rate=one if rate is None else rate.astype(one.dtype),
             parts=jnp.where(allowed, 0, NOTHING).astype(jnp.int32),
@@ -548,17 +567,20 @@ class Outer(Divided):
 
     def land(self, fragment: Fragment, now: Now, operand: Operand) -> Operand:
         """Make the slow step with what has arrived, if all of it has."""
-        state = operand[2]
+        state, storage = operand[2], self.anchor_of(fragment, now.params)
         flight: InFlight = state.in_flight
         average, has_weight = arrived(flight, self.over)
-        displacement = jax.tree.map(
-            lambda old, new: jnp.where(has_weight, subtracted(old, new), 0),
-            state.anchor,
-            self.anchor_of(fragment, now.params).store(average),
-        )
+        displacement = arrival = storage.store(average)
+        if self.over.codec is None:
+            displacement = jax.tree.map(
+                lambda old, new: jnp.where(has_weight, subtracted(old, new), 0),
+                state.anchor,
+                arrival,
+            )
         _, mass = self.numerator(landing(now.params, operand[0]), now.weight, state.base)
         rate = None if self.rate is None else flight.rate
-        after = self.moved(fragment, displacement, None, mass, rate, now, operand)
+        sent = with_lost(state.sent, flight.lost)
+        after = self.moved(fragment, displacement, sent, mass, rate, now, operand)
         is_whole = flight.parts == self.delay
         # No conditional, beside which nothing would run: the slow step itself sends little.
         updates, others, state = jax.tree.map(

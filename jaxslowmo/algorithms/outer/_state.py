@@ -16,7 +16,8 @@ class OuterState(NamedTuple):
     anchor: PyTree  # float32; sharded: tuple of (rows, lanes) shards, else like the parameters
     outer: PyTree  # state of the outer optimizer; `SlowMomentumState` for slowmo
     base: PyTree  # state of the base transform; () without one
-    in_flight: PyTree = ()  # `InFlight` with a delay; of several fragments tuples of all three
+    in_flight: PyTree = ()  # `InFlight` with a delay
+    sent: PyTree = ()  # `js.spec.Sent` with a codec; of several fragments tuples of all four
 
 
 class _Alone(Sync):

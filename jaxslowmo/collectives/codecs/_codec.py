@@ -1,39 +1,95 @@
-"""Encodings of numbers in fewer bits, which a collective can sum or permute directly."""
+"""What is sent in few bits: the protocol of all codecs, and the formats of 16 bits."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from ._bytes import pack, unpack
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, kw_only=True)
 class Codec:
-    """A floating-point format in which replicas send numbers, and the handling of its errors.
+    """An encoding of rows of numbers as rows of bytes; `js.codecs.int8()` makes one.
 
-    `js.codecs.bfloat16` and `js.codecs.float16` make codecs.
+    Attributes:
+      error_feedback: whether what an exchange has not sent, since a code is only near a number, is
+        kept and sent in the next one.
+      is_sparse: whether it sends few elements and their places, so that a mean of several replicas
+        has more of them than each.
+    """
+
+    error_feedback: bool = False
+    is_sparse = False
+
+    def encode(self, x: jax.Array, key: jax.Array | None = None) -> jax.Array:
+        """Return rows of numbers as rows of bytes.
+
+        Args:
+          x: array `(r, m)`, float32. A value that is not finite is NaN or infinite when decoded,
+            and may make those near it NaN.
+          key: PRNG key for stochastic rounding, where a codec has it; None rounds to nearest.
+
+        Returns:
+          `(r, rows, lanes)` uint8, which travels as it is on every platform.
+
+        Communication: none.
+        """
+        raise NotImplementedError
+
+    def decode(self, sent: jax.Array, size: int) -> jax.Array:
+        """Return the numbers of rows of `size` elements, `(r, size)` float32.
+
+        Communication: none.
+        """
+        raise NotImplementedError
+
+    def num_bytes(self, size: int) -> int:
+        """Return the number of bytes of a row of `size` elements, padding included."""
+        return jax.eval_shape(self.encode, jax.ShapeDtypeStruct((1, size), jnp.float32)).size
+
+    def chunk_size(self, size: int, replicas: int) -> int:
+        """Return how many of `size` elements each replica sums."""
+        return -(-size // replicas)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Half(Codec):
+    """A floating-point format of 16 bits.
+
+    Beside the protocol of all codecs, an all-reduce can sum its numbers, and gossip mixes them.
 
     Attributes:
       dtype: dtype of the numbers that are sent.
-      error_feedback: whether a replica keeps the rounding error of its own numbers.
       rounds_mixtures: whether a node of gossip rounds the mixture of its own and the received
         numbers to the format, as an all-reduce in that format rounds its sum.
     """
 
     dtype: np.dtype
-    error_feedback: bool
-    rounds_mixtures: bool = False
+    rounds_mixtures: bool = field(default=False, repr=False)
 
     def __repr__(self) -> str:
         """Return the expression that makes this codec."""
         return f"js.codecs.{self.dtype.name}(error_feedback={self.error_feedback})"
 
+    def encode(self, x: jax.Array, key: jax.Array | None = None) -> jax.Array:
+        """See `Codec.encode`; numbers beyond the format's range become its largest."""
+        del key
+        largest = float(jnp.finfo(self.dtype).max)
+        near = self.rounded(jnp.where(jnp.isfinite(x), jnp.clip(x, -largest, largest), x))
+        return pack(near.astype(self.dtype))
+
+    def decode(self, sent: jax.Array, size: int) -> jax.Array:
+        """See `Codec.decode`."""
+        return unpack(sent, (size, self.dtype))[0].astype(jnp.float32)
+
     def narrows(self, dtype: np.dtype) -> bool:
         """Return whether the codec makes numbers of `dtype` smaller; others are sent unchanged."""
         return self.dtype.itemsize < dtype.itemsize
 
-    def encode(
+    def part(
         self, x: jax.Array, *, divisor: int = 1, factor: jax.Array | None = None
     ) -> tuple[jax.Array, jax.Array]:
         """Return `factor * x / divisor` in this format, and the part of `x` that it does not hold.
@@ -84,14 +140,19 @@ class Codec:
         return jnp.where(jnp.abs(x) < float(info.smallest_normal), subnormal, near)
 
 
-def bfloat16(*, error_feedback: bool = False) -> Codec:
-    """Return the codec that sends parameters as bfloat16: the range of float32, 8-bit precision.
+def checked_bool(owner: str, argument: str, value: object) -> bool:
+    """Return an argument that must be True or False; raise `ValueError` for another one."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{owner}: `{argument}` must be True or False, got {value!r}.")
+    return value
+
+
+def bfloat16(*, error_feedback: bool = False) -> Half:
+    """Return the codec that sends numbers as bfloat16: the range of float32, 8-bit precision.
 
     Args:
-      error_feedback: whether each replica keeps the rounding error of its own parameters, in their
-        dtype, and adds it to the values that it receives. In gossip (`js.sgp`) nothing is lost
-        then. For an average it gains nothing: the mean is rounded as much, and no replica knows
-        that error. Replicas then only differ by their residuals after an exchange.
+      error_feedback: whether what rounding loses is kept, in float32, and sent in the next
+        exchange; in gossip (`js.sgp`) each node adds it to the values that it receives.
 
     Returns:
       A value of `codec=` of `js.local_sgd`, `js.hierarchical_local_sgd`, `js.sgp`, `js.slowmo` and
@@ -100,24 +161,25 @@ def bfloat16(*, error_feedback: bool = False) -> Codec:
     Raises:
       ValueError: `error_feedback` that is neither True nor False.
 
-    Communication: that of the transform, with 2 bytes per element. Leaves of 16 bits or fewer are
-      sent unchanged.
+    Communication: that of the transform, with 2 bytes per element. Parameters of 16 bits or fewer
+      that are averaged or mixed themselves are sent unchanged.
 
     Source: FairScale 0.4.13, `SlowMoDistributedDataParallel` with `fp32_params` (error feedback).
     """
-    return Codec(jnp.dtype(jnp.bfloat16), _checked("bfloat16", error_feedback))
+    kept = checked_bool("codecs.bfloat16", "error_feedback", error_feedback)
+    return Half(dtype=jnp.dtype(jnp.bfloat16), error_feedback=kept)
 
 
-def float16(*, error_feedback: bool = False) -> Codec:
-    """Return the codec that sends parameters as float16: 11-bit precision, limited range.
+def float16(*, error_feedback: bool = False) -> Half:
+    """Return the codec that sends numbers as float16: 11-bit precision, limited range.
 
-    The smallest number is 6e-8 times the number of replicas. A replica keeps the excess of numbers
-    beyond 32768, with error feedback or without, so a finite number never becomes infinite.
+    Of parameters that are averaged or mixed themselves a replica keeps the excess of numbers beyond
+    32768, with error feedback or without, so a finite number never becomes infinite.
 
     Args:
-      error_feedback: whether each replica keeps its rounding error, as in `js.codecs.bfloat16`. In
-        gossip each mixture is rounded too, as in FairScale, so it gains nothing there either. It is
-        meant for runs that must reproduce FairScale's float16 runs.
+      error_feedback: as in `js.codecs.bfloat16`. In gossip each mixture is rounded too, as in
+        FairScale, so it gains nothing there: it is meant for runs that must reproduce FairScale's
+        float16 runs.
 
     Returns:
       A value of `codec=`; see `js.codecs.bfloat16`.
@@ -129,14 +191,6 @@ def float16(*, error_feedback: bool = False) -> Codec:
 
     Source: FairScale 0.4.13, `SlowMoDistributedDataParallel` with `fp32_params` (error feedback).
     """
-    kept = _checked("float16", error_feedback)
+    kept = checked_bool("codecs.float16", "error_feedback", error_feedback)
     # FairScale mixes in float16. With the 8 bits of bfloat16 that would lose more than is gained.
-    return Codec(jnp.dtype(jnp.float16), kept, rounds_mixtures=kept)
-
-
-def _checked(owner: str, error_feedback: object) -> bool:
-    if not isinstance(error_feedback, bool):
-        raise ValueError(
-            f"codecs.{owner}: `error_feedback` must be True or False, got {error_feedback!r}."
-        )
-    return error_feedback
+    return Half(dtype=jnp.dtype(jnp.float16), error_feedback=kept, rounds_mixtures=kept)

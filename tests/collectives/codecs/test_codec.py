@@ -11,7 +11,7 @@ CODECS = {"bfloat16": js.codecs.bfloat16, "float16": js.codecs.float16}
 NAMES = list(CODECS)
 LIMIT = {"bfloat16": 2.0**127, "float16": 2.0**15}
 encode = jax.jit(
-    lambda codec, x, divisor=1, factor=None: codec.encode(x, divisor=divisor, factor=factor),
+    lambda codec, x, divisor=1, factor=None: codec.part(x, divisor=divisor, factor=factor),
     static_argnums=(0, 2),
 )
 
@@ -81,7 +81,7 @@ def test_sums_of_the_largest_numbers_stay_finite():
 def test_float64_keeps_its_residual():
     with jax.enable_x64(True):
         x = np.float64([1 + 2.0**-40, -3.3])
-        part, residual = js.codecs.bfloat16(error_feedback=True).encode(jnp.asarray(x))
+        part, residual = js.codecs.bfloat16(error_feedback=True).part(jnp.asarray(x))
         assert residual.dtype == jnp.float64
         np.testing.assert_array_equal(np.asarray(residual) + np.float64(part), x)
 

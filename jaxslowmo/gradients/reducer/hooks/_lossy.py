@@ -1,16 +1,15 @@
 """Lossy hooks with error feedback: what one update loses is added to the next gradients."""
 
-import math
 from collections.abc import Callable
-from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from ...._support.checks import check_choice, checked_int
 from ...._support.types import PyTree
-from ....collectives import E4M3, E5M2, INT8, BlockFormat, quantised_mean, top_k_mean
+from ....collectives import codecs, mean_in_codec
+from ....collectives.codecs import Codec, Format, TopK, checked_share
 from ....mesh import axis_size, sum_over
 from ....tree import at_least_float32
 from .._hook import CommHook, GradBucket, check_dtype
@@ -18,8 +17,8 @@ from .._hook import CommHook, GradBucket, check_dtype
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 Reduce = Callable[[GradBucket, jax.Array], tuple[jax.Array, jax.Array]]
-"""`reduce(bucket, flat) -> (mean, lost)`: the reduced bucket, (n,) in its dtype, and the part of
-`flat` that was lost, (n,) in at least float32: `mean` is the mean of flat - lost over replicas."""
+"""`reduce(bucket, flat) -> (mean, lost)`: the reduced bucket and the part of `flat` that was lost,
+(n,) in the dtype of `flat`: `mean` is the mean of flat - lost over replicas."""
 
 
 def lossy(
@@ -57,15 +56,13 @@ def lossy(
             return sum_over(bucket.flat, bucket.axis_name), residual
         flat = bucket.flat.astype(compute(bucket.dtype))
         if not error_feedback:
-            return reduce(bucket, flat)[0], ()
+            return reduce(bucket, flat)[0].astype(bucket.dtype), ()
         mean, lost = reduce(bucket, flat + residual)
-        return mean, jnp.where(jnp.isfinite(lost), lost, jnp.zeros_like(lost))
+        result = mean.astype(bucket.dtype)
+        lost += mean - result.astype(mean.dtype)  # known to all replicas
+        return result, jnp.where(jnp.isfinite(lost), lost, jnp.zeros_like(lost))
 
     return CommHook(init, update)
-
-
-Format = Literal["e4m3", "e5m2"]
-_FORMATS = {"e4m3": E4M3, "e5m2": E5M2}
 
 
 def int8(
@@ -108,7 +105,8 @@ def int8(
     Source: Dettmers et al., "8-bit Optimizers via Block-wise Quantization", ICLR 2022 (blocks);
       Tang et al., "DoubleSqueeze", ICML 2019 (error feedback on both ways).
     """
-    return _quantised("int8", INT8, block_size, error_feedback, stochastic_rounding, seed)
+    codec = codecs.int8(checked_int("int8: `block_size`", block_size, 1))
+    return _quantised("int8", codec, error_feedback, stochastic_rounding, seed)
 
 
 def fp8(
@@ -143,19 +141,13 @@ def fp8(
     Source: Micikevicius et al., "FP8 Formats for Deep Learning", 2022 (formats); see `int8`.
     """
     check_choice("format", format, Format, "fp8")
-    kind = _FORMATS[format]
-    return _quantised("fp8", kind, block_size, error_feedback, stochastic_rounding, seed)
+    codec = codecs.fp8(format, block=checked_int("fp8: `block_size`", block_size, 1))
+    return _quantised("fp8", codec, error_feedback, stochastic_rounding, seed)
 
 
 def _quantised(
-    owner: str,
-    kind: BlockFormat,
-    block_size: Any,
-    error_feedback: bool,
-    stochastic: bool,
-    seed: Any,
+    owner: str, codec: Codec, error_feedback: bool, stochastic: bool, seed: Any
 ) -> CommHook:
-    how = replace(kind, block_size=checked_int(f"{owner}: `block_size`", block_size, 1))
     checked_seed = checked_int(f"{owner}: `seed`", seed)
 
     def reduce(bucket: GradBucket, flat: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -164,13 +156,10 @@ def _quantised(
             assert bucket.count is not None
             key = jax.random.fold_in(jax.random.key(checked_seed), bucket.index)
             key = jax.random.fold_in(key, bucket.count)
-        return quantised_mean(flat, bucket.axis_name, how, dtype=bucket.dtype, key=key)
+        return mean_in_codec(flat, bucket.axis_name, codec, key=key)
 
     float32 = jnp.dtype(jnp.float32)
     return lossy(owner, reduce, error_feedback=error_feedback, compute=lambda _: float32)
-
-
-_ROUNDING = 1e-9  # 0.07 * 100 is above 7
 
 
 def top_k(
@@ -206,14 +195,10 @@ def top_k(
         raise ValueError(f"top_k: give `ratio` or `k`, not both, got {ratio!r} and {k!r}.")
     if k is not None:
         k = checked_int("top_k: `k`", k, 1)
-    share = 0.01 if ratio is None else ratio
-    if not 0 < share <= 1:
-        raise ValueError(f"top_k: `ratio` must be in (0, 1], got {ratio!r}.")
+    share = None if k else checked_share("top_k", "ratio", 0.01 if ratio is None else ratio)
 
     def reduce(bucket: GradBucket, flat: jax.Array) -> tuple[jax.Array, jax.Array]:
-        number = math.ceil(share * bucket.size * (1 - _ROUNDING)) if k is None else k
-        return top_k_mean(
-            flat, bucket.axis_name, min(max(number, 1), bucket.size), dtype=bucket.dtype
-        )
+        codec = TopK(share=share, count=k or 1, values=bucket.dtype)
+        return mean_in_codec(flat, bucket.axis_name, codec)
 
     return lossy("top_k", reduce, error_feedback=error_feedback)

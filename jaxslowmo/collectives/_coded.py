@@ -1,0 +1,175 @@
+"""Means of flat buffers over replicas that are sent in few bits, and what of them was not sent."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from .._support.types import AxisName
+from ..mesh import axis_size, is_of_devices, sum_over
+from ._permute import of_all
+from ._scatter import ShardLayout, gather_slices, in_shards, in_slices, local_slice
+from .codecs import Codec
+
+
+def exchange(packed: jax.Array, axis_name: AxisName) -> jax.Array:
+    """Send entry i of `packed` to replica i, and return the entries from all replicas, in order.
+
+    Args:
+      packed: array `(replicas, rows, lanes)`.
+      axis_name: mapped axis, or several.
+
+    Communication: one all-to-all of `packed` over `axis_name`.
+    """
+    if is_of_devices(axis_name):
+        return lax.all_to_all(packed, axis_name, 0, 0, tiled=True)
+    # vmap exchanges over one axis at a time; its all-gather sends nothing.
+    return of_all(packed, axis_name)[:, lax.axis_index(axis_name)]
+
+
+def mean_in_codec(
+    flat: jax.Array,
+    axis_name: AxisName,
+    codec: Codec,
+    local_axis_name: AxisName | None = None,
+    *,
+    key: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Return the mean of `flat` over replicas, sent in a codec, and what this replica has not sent.
+
+    Up to rounding in float32
+
+        sum over replicas of (flat - lost) / replicas = mean
+
+    so a replica that adds `lost` to the next `flat` compensates for it.
+
+    Args:
+      flat: array `(n,)`, at least float32; with a codec that is not sparse it is sent from float32.
+      axis_name: mapped axis, or several, of R replicas.
+      codec: format of the numbers that are sent.
+      local_axis_name: axis of L devices inside a replica, which hold equal `flat`; see `in_slices`.
+      key: PRNG key for stochastic rounding, equal on all replicas; None rounds to nearest.
+
+    Returns:
+      `(n,)` mean, with the same bits on all replicas and typed as equal over `axis_name`, NaN near
+      a value that is not finite on some replica; and `(n,)` `lost`. Both in the dtype of `flat`.
+
+    Communication: one all-to-all and one all-gather over `axis_name`, each of the codec's bytes for
+      n/L elements (plus padding); with several axes, an all-gather over each. A sparse codec has
+      one all-gather of the bytes of all replicas. With `local_axis_name` two all-gathers of n over
+      that axis. None if the axis has size 1, where nothing is lost.
+    """
+    if axis_size(axis_name) == 1 or flat.size == 0:
+        return sum_over(flat, axis_name), jnp.zeros_like(flat)
+    mean = _sparse_mean if codec.is_sparse else _dense_mean
+
+    def both(part: jax.Array) -> tuple[jax.Array, jax.Array]:
+        pair = mean(part.reshape(-1), axis_name, codec, key)
+        return pair[0].reshape(part.shape), pair[1].reshape(part.shape)
+
+    return in_slices(flat, local_axis_name, both)
+
+
+def _dense_mean(
+    flat: jax.Array, axis_name: AxisName, codec: Codec, key: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
+    """Each replica sums one chunk, and sends its mean to all.
+
+    It does not send its own part of that chunk, which is exact; in that place `lost` holds the
+    error of the rounded mean, times the number of replicas.
+    """
+    replicas, size, me = axis_size(axis_name), flat.shape[0], lax.axis_index(axis_name)
+    keys = (None, None) if key is None else jax.random.split(jax.random.fold_in(key, me))
+    per = codec.chunk_size(size, replicas)
+    chunks = jnp.pad(flat, (0, replicas * per - size)).reshape(replicas, per)
+    mean, lost, is_mine = _scattered(chunks, axis_name, codec, keys[0])
+    gathered = gather_slices(codec.encode(mean[None], keys[1]), axis_name)
+    means = codec.decode(gathered, per)
+    rounded = lax.dynamic_index_in_dim(means, me, keepdims=False)
+    lost = jnp.where(is_mine, replicas * (mean - rounded), lost)
+    means, lost = (x.reshape(-1)[:size].astype(flat.dtype) for x in (means, lost))
+    return means, lost
+
+
+def _scattered(
+    chunks: jax.Array, axis_name: AxisName, codec: Codec, key: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return the mean of this replica's chunk, what it has not sent of others, and which is its.
+
+    Communication: one all-to-all over `axis_name`.
+    """
+    chunks = chunks.astype(jnp.float32)
+    replicas, per = chunks.shape
+    sent = codec.encode(chunks, key)
+    me = lax.axis_index(axis_name)
+    is_mine = (jnp.arange(replicas, dtype=me.dtype) == me)[:, None]
+    parts = jnp.where(is_mine, chunks, codec.decode(exchange(sent, axis_name), per))
+    lost = jnp.where(is_mine, 0, chunks - codec.decode(sent, per))
+    return jnp.sum(parts, axis=0) / replicas, lost, is_mine
+
+
+def _sparse_mean(
+    flat: jax.Array, axis_name: AxisName, codec: Codec, key: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
+    """Each replica receives what all others send, so that nothing of the mean is lost."""
+    sent, size = codec.encode(flat[None], key), flat.shape[0]
+    lost = flat - codec.decode(sent, size)[0].astype(flat.dtype)
+
+    def add(total: jax.Array, of_one: jax.Array) -> tuple[jax.Array, None]:
+        # The order of sums is fixed, so the bits are equal everywhere.
+        return total + codec.decode(of_one[None], size)[0].astype(total.dtype), None
+
+    gathered = gather_slices(sent, axis_name)
+    zeros = jnp.zeros_like(gathered, flat.dtype, shape=flat.shape)
+    return lax.scan(add, zeros, gathered)[0] / axis_size(axis_name), lost
+
+
+def mean_to_shards_in_codec(
+    flat: jax.Array,
+    layout: ShardLayout,
+    axis_name: AxisName,
+    codec: Codec,
+    local_axis_name: AxisName | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Return this replica's shard of the mean, and what it has not sent; see `mean_to_shards`.
+
+    Returns:
+      `(rows, lanes)`, the mean of what was sent in float32; and `(n,)` as in `mean_in_codec`, 0 in
+      this replica's shard.
+
+    Communication: one all-to-all over `axis_name` of the codec's bytes for the padded buffer; with
+      L local devices each sends 1/L of it, and all-gathers of a shard and of n follow over
+      `local_axis_name`. None if the axis has size 1.
+    """
+    count, local = axis_size(axis_name), local_axis_name or ()
+    shards = in_shards(flat, layout, count)
+    if count == 1:
+        return shards[0], jnp.zeros_like(flat)
+    mine = local_slice(shards, local, dimension=1)
+    mean, lost, _ = _scattered(mine.reshape(count, -1), axis_name, codec)
+    lost = gather_slices(lost.reshape(mine.shape), local, dimension=1)
+    mean = gather_slices(mean.reshape(mine.shape[1:]), local)
+    return mean.astype(flat.dtype), lost.reshape(-1)[: flat.size].astype(flat.dtype)
+
+
+def gather_shards_in_codec(
+    shard: jax.Array,
+    size: int,
+    axis_name: AxisName,
+    codec: Codec,
+    local_axis_name: AxisName | None = None,
+) -> jax.Array:
+    """Gather what shards hold after they were sent in a codec; see `all_gather_shards`.
+
+    Communication: one all-gather over `axis_name` of the codec's bytes; else as
+      `all_gather_shards`.
+    """
+    count, local = axis_size(axis_name), local_axis_name or ()
+    if count == 1:
+        return shard.reshape(-1)[:size]
+    part = local_slice(shard, local)
+    sent = codec.encode(part.reshape(1, -1).astype(jnp.float32))
+    parts = codec.decode(gather_slices(sent, axis_name), math.prod(part.shape))
+    parts = parts.reshape(count, *part.shape).astype(shard.dtype)
+    return gather_slices(parts, local, dimension=1).reshape(-1)[:size]
