@@ -4,6 +4,7 @@ import operator
 import sys
 import warnings
 from collections.abc import Callable
+from numbers import Real
 from typing import Any, get_args
 
 # Frames of these packages are between the user's line and ours, such as those that trace a program.
@@ -69,3 +70,11 @@ def warn_once() -> Callable[[str], None]:
 
 def _package_of(module_globals: dict[str, object]) -> str:
     return str(module_globals.get("__name__", "")).partition(".")[0]
+
+
+def checked_share(owner: str, argument: str, value: Any) -> float:
+    """Return a share in (0, 1]; raise `ValueError` for another value."""
+    is_number = isinstance(value, Real) and not isinstance(value, bool)
+    if not is_number or not 0 < value <= 1:
+        raise ValueError(f"{owner}: `{argument}` must be in (0, 1], got {value!r}.")
+    return float(value)

@@ -12,7 +12,6 @@ from support.transforms import IRREGULAR
 
 MAKE = {"bfloat16": js.codecs.bfloat16, "float16": js.codecs.float16}
 EPS = {"bfloat16": 2.0**-8, "float16": 2.0**-11}  # largest relative error of rounding
-CODECS = [(name, kept) for name in MAKE for kept in (False, True)]
 
 
 def apart(scale: float = 1.0) -> np.ndarray:
@@ -49,30 +48,27 @@ def random_moves(steps, scale):
 # LocalSGD
 
 
-@pytest.mark.parametrize(("name", "kept"), CODECS)
-def test_the_mean_of_the_rounded_parameters_and_what_rounding_left(name, kept):
+@pytest.mark.parametrize("name", MAKE)
+def test_the_mean_of_the_rounded_parameters(name):
+    """With error feedback replicas send how far they have moved: test_few_bits.py."""
     y = apart()
-    tx = js.local_sgd("replica", sync_every=1, codec=MAKE[name](error_feedback=kept))
-    found, _ = moved(tx, y)
+    found, _ = moved(js.local_sgd("replica", sync_every=1, codec=MAKE[name]()), y)
     part = np.float64(y.astype(jnp.dtype(name)))  # a division by 4 rounds nothing
-    residual = y - part if kept else np.zeros_like(y)
     # Sums of four are rounded three times in 16 bits.
     near = 1.5 * EPS[name] * np.abs(y).max(0)
-    assert np.all(np.abs(found - (part.mean(0) + residual)) <= near)
-    # Replicas differ by their residuals, and by nothing else.
-    np.testing.assert_allclose(found - found[:1], residual - residual[:1], rtol=0, atol=2e-7)
+    assert np.all(np.abs(found - part.mean(0)) <= near)
+    np.testing.assert_allclose(found, found[:1].repeat(4, 0), rtol=0, atol=2e-7)
 
 
-@pytest.mark.parametrize(("name", "kept"), CODECS[1:3])
-def test_weights(name, kept):
+@pytest.mark.parametrize("name", MAKE)
+def test_weights(name):
     y, weight = apart(), np.array([1.0, 3.0, 0.0, 2.5])
-    tx = js.local_sgd("replica", sync_every=1, codec=MAKE[name](error_feedback=kept))
+    tx = js.local_sgd("replica", sync_every=1, codec=MAKE[name]())
     found, _ = moved(tx, y, weight=weight)
     wanted = weight @ y / weight.sum()
     near = 2.5 * EPS[name] * np.abs(y).max(0)
-    assert np.all(np.abs(found[2] - wanted) <= near)  # the idle one takes the mean, and no residual
+    assert np.all(np.abs(found[2] - wanted) <= near)  # the idle one takes the mean
     assert np.all(np.abs(weight @ found / weight.sum() - wanted) <= near)
-    assert np.any(found[0] != found[2]) == kept
     assert np.array_equal(moved(tx, y, weight=np.zeros(4))[0], y)
 
 
@@ -118,7 +114,7 @@ GOSSIP, AVERAGE = js.sgp("replica", graph=IRREGULAR), js.local_sgd("replica", sy
     [(GOSSIP, False, None), (GOSSIP, True, [1.0, 3.0, 0.0, 2.0]), (AVERAGE, True, None)],
 )
 def test_slow_steps_send_how_far_replicas_have_moved(base, weight, kept):
-    """Which is little: 1e-2, and they are at 1. Replicas differ by what each has not sent."""
+    """Which is little: 1e-2, and they are at 1."""
     start, moves = np.broadcast_to(apart()[:1], (4, 9)), random_moves(3, 1e-2)
     (exact, plain), (found, coded) = (
         moved(
@@ -129,8 +125,8 @@ def test_slow_steps_send_how_far_replicas_have_moved(base, weight, kept):
     )  # fmt: skip
     np.testing.assert_allclose(found, exact, rtol=0, atol=5e-5)
     assert np.any(found != exact)
-    assert bool(np.ptp(found, axis=0).any()) == kept
-    assert jax.tree.structure(coded) == jax.tree.structure(plain)
+    assert np.ptp(found, axis=0).max() < 1e-6
+    assert (jax.tree.structure(coded) == jax.tree.structure(plain)) != kept
     assert all(np.ptp(x, axis=0).max() == 0 for x in jax.tree.leaves(coded.anchor))
 
 
@@ -139,7 +135,9 @@ def test_slow_steps_send_how_far_replicas_have_moved(base, weight, kept):
 def test_numbers_beyond_float16_stay_finite(make, kept):
     options = {} if make is js.sgp else {"sync_every": 1}
     tx = make("replica", codec=js.codecs.float16(error_feedback=kept), **options)
-    found, _ = moved(tx, apart(1e6), steps=2, moves=np.full((4, 2, 9), 1e5, np.float32))
+    found, state = moved(tx, apart(1e6), steps=2, moves=np.full((4, 2, 9), 1e5, np.float32))
     assert np.all(np.isfinite(found))
+    if make is js.local_sgd and kept:  # what was beyond comes later
+        found = found - np.asarray(state.sent.lost).mean(0)
     if make is not js.diloco:  # its momentum goes on
         assert np.all(np.abs(found.mean(0) / (apart(1e6).mean(0) + 2e5) - 1) < 0.2)

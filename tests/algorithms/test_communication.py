@@ -19,7 +19,15 @@ UNEVEN = js.topology.self_weighted([0.3, 0.5, 0.65, 0.4])
 
 # Each is (collective, number, bytes).
 AVERAGE = {("all-reduce", 2, BYTES)}  # one buffer per dtype
-WHOLE, HALF = ({("all-reduce", 1, size)} for size in (SLOW_BYTES, SLOW_BYTES // 2))
+WHOLE = {("all-reduce", 1, SLOW_BYTES)}
+
+
+def coded(codec):
+    """All leaves as one float32 buffer, of which each node encodes a part for each."""
+    size = NODES * codec.num_bytes(-(-SLOW_BYTES // 4 // NODES))
+    return {("all-to-all", 1, size), ("all-gather", 1, size)}
+
+
 SHARDED = {("all-gather", 1, PADDED), ("reduce-scatter", 1, PADDED)}
 SCALAR = {("all-reduce", 1, 4)}
 
@@ -43,10 +51,15 @@ INEXACT = {"average": AVERAGE, "average+slow": AVERAGE}
 SENT = {
     "local_sgd": (local(), {"average": AVERAGE}),
     "local_sgd in buckets": (local(bucket_bytes=8192), {"average": {("all-reduce", 4, BYTES)}}),
-    "local_sgd in 16 bits": (local(codec=FLOAT16), {"average": {("all-reduce", 2, NARROW)}}),
+    "local_sgd in 16 bits": (
+        local(codec=js.codecs.float16()), {"average": {("all-reduce", 2, NARROW)}}
+    ),
+    "local_sgd with error feedback": (local(codec=FLOAT16), {"average": coded(FLOAT16)}),
     "slowmo": (slow(base=local()), {"average": AVERAGE, "slow": SHARDED}),
     "slowmo whole": (slow(base=local(), shard_state=False), {"average": AVERAGE, "slow": WHOLE}),
-    "slowmo in 16 bits": (slow(base=local(), codec=FLOAT16), {"average": AVERAGE, "slow": HALF}),
+    "slowmo in 16 bits": (
+        slow(base=local(), codec=FLOAT16), {"average": AVERAGE, "slow": coded(FLOAT16)}
+    ),
     "slowmo inexact": (slow(base=local(), exact_average=False), INEXACT),
     "diloco": (diloco(), {"slow": SHARDED}),
     "diloco whole": (diloco(shard_state=False), {"slow": WHOLE}),

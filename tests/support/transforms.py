@@ -45,6 +45,7 @@ TRANSFORMS = {
         "replica", sync_every=js.every(3, start=1, before="all"), bucket_bytes=8
     ),
     "local_sgd in 16 bits": lambda: js.local_sgd("replica", sync_every=2, codec=FLOAT16),
+    "local_sgd in 4 bits": lambda: js.local_sgd("replica", sync_every=2, codec=js.codecs.int4()),
     "easgd": lambda: easgd("replica", sync_every=2),
     "only_finite": lambda: js.only_finite(js.local_sgd("replica", sync_every=2)),
     "only_finite around slowmo": lambda: js.only_finite(slowmo_over_local()),

@@ -1,5 +1,6 @@
 """The options of `jaxslowmo train`: its configuration, defaults of presets, what goes together."""
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Collection, Mapping
@@ -203,6 +204,27 @@ def parse_mixing(text: str) -> Mixing:
 
 MixingName = Annotated[str, lambda flag, text: parse_mixing(text)]
 
+CODECS = ("bfloat16", "float16", "fp8", "int8", "int4")
+
+
+def parse_codec(flag: str, text: str) -> tuple[str, float | None]:
+    """Return the name of a codec, and the fraction of a text like "top_k:0.02".
+
+    Raises:
+      ValueError: the text names no codec, or the fraction is outside (0, 1].
+    """
+    name, colon, fraction = text.partition(":")
+    if name in ("none", *CODECS) and not colon:
+        return name, None
+    if name == "top_k":
+        with contextlib.suppress(ValueError):  # not a number
+            if 0 < float(fraction) <= 1:
+                return name, float(fraction)
+    raise ValueError(
+        f"{flag} must be one of none, {', '.join(CODECS)}, or top_k:FRACTION with a fraction in "
+        f"(0, 1], such as top_k:0.02; got {text}"
+    )
+
 
 @dataclasses.dataclass(frozen=True)
 class AlgorithmOptions(Options):
@@ -251,9 +273,10 @@ class AlgorithmOptions(Options):
     merge: NotNegative = 0.0
     """Fraction of the difference between its own parameters and the result that a replica keeps: 0
     takes the result, 1 its own parameters."""
-    codec: Annotated[str, OneOf("none", "bfloat16", "float16")] = "none"
-    """Send parameters in 16 bits, with error feedback. The state of the slow step is then whole on
-    each replica."""
+    codec: Annotated[str, parse_codec] = "none"
+    """Send fewer bits, with error feedback: bfloat16, float16, fp8, int8, int4, or the largest
+    elements, such as top_k:0.02. sgp sends parameters, in 16 bits at least; the others send how far
+    replicas have moved."""
     outer_learning_rate: NotNegative = 0.7
     """Learning rate of diloco's outer optimizer (SGD)."""
     outer_momentum: Share = 0.9
@@ -538,9 +561,10 @@ def refuse_unused(
         )
     if given.get("shard_state") and not config.exact_average:
         raise ValueError("--shard-state does not go with --no-exact-average, which shards nothing")
-    if given.get("shard_state") and config.codec != "none":
+    if config.codec not in ("none", "bfloat16", "float16") and "sgp" in config.algorithm:
         raise ValueError(
-            f"--shard-state does not go with --codec {config.codec}, which needs a whole anchor"
+            f"--codec {config.codec} does not go with --algorithm {config.algorithm}, which sends "
+            "parameters themselves: use bfloat16 or float16"
         )
 
 

@@ -34,6 +34,7 @@ from ..config._training import (
     AlgorithmOptions,
     OptimizerOptions,
     TrainConfig,
+    parse_codec,
     parse_mixing,
     train_config,
 )
@@ -258,8 +259,10 @@ class RecipeInputs:
 
     @property
     def codec(self) -> js.codecs.Codec | None:
-        """The codec of the exchanged parameters; None without one."""
-        name = self.config.codec
+        """The codec of the exchange; None without one."""
+        name, fraction = parse_codec("--codec", self.config.codec)
+        if fraction is not None:
+            return js.codecs.top_k(fraction)
         return None if name == "none" else getattr(js.codecs, name)(error_feedback=True)
 
 
@@ -304,7 +307,7 @@ def _slowmo(inputs: RecipeInputs, base: js.ParameterTransform) -> js.ParameterTr
         momentum=config.slow_momentum,
         slow_learning_rate=config.slow_learning_rate,
         learning_rate=inputs.schedule,
-        shard_state=config.shard_state and config.exact_average and inputs.codec is None,
+        shard_state=config.shard_state and config.exact_average,
         exact_average=config.exact_average,
         nesterov=config.nesterov,
         codec=inputs.codec if config.exact_average else None,
@@ -321,7 +324,7 @@ def _diloco(inputs: RecipeInputs) -> js.ParameterTransform:
         outer_optimizer=optax.sgd(
             config.outer_learning_rate, momentum=config.outer_momentum, nesterov=True
         ),
-        shard_state=config.shard_state and inputs.codec is None,
+        shard_state=config.shard_state,
         codec=inputs.codec,
         **inputs.levels,
         **_spread(inputs),

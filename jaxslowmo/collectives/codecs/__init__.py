@@ -10,5 +10,4 @@ from ._codec import Half as Half
 from ._codec import bfloat16 as bfloat16
 from ._codec import float16 as float16
 from ._top_k import TopK as TopK
-from ._top_k import checked_share as checked_share
 from ._top_k import top_k as top_k

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..._support.checks import check_choice, checked_int
+from ..._support.checks import check_choice, checked_int, checked_share
 from ...tree import at_least_float32
 from ._blocks import scale_up
 from ._bytes import Kind, pack, unpack
@@ -171,11 +171,3 @@ def top_k(
         values=values,
         error_feedback=checked_bool(owner, "error_feedback", error_feedback),
     )
-
-
-def checked_share(owner: str, argument: str, value: Any) -> float:
-    """Return a share in (0, 1]; raise `ValueError` for another value."""
-    is_number = isinstance(value, int | float | np.number) and not isinstance(value, bool)
-    if not is_number or not 0 < value <= 1:
-        raise ValueError(f"{owner}: `{argument}` must be in (0, 1], got {value!r}.")
-    return float(value)

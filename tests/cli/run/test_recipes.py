@@ -93,6 +93,15 @@ def test_gossip_is_built_as_configured():
     np.testing.assert_allclose(params + moved, [1, 1, 2, 2])
 
 
+@pytest.mark.parametrize("codec", ["fp8", "int8", "int4", "top_k:0.1"])
+def test_few_bits_with_a_sharded_anchor(codec):
+    for algorithm in ("local_sgd", "slowmo", "diloco"):
+        sync = build_algorithm(train_config({"algorithm": algorithm, "codec": codec})).sync
+        exchange = sync.sync.groups[-1]
+        assert exchange.codec.error_feedback
+        assert codec.partition(":")[0] in repr(exchange.codec)
+
+
 @pytest.mark.parametrize("algorithm", USERS["codec"])
 def test_parameters_travel_in_16_bits_where_that_is_asked_for(algorithm):
     given = {"algorithm": algorithm, "replicas": 2, "codec": "float16", "exact_average": False}

@@ -6,10 +6,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ...._support.checks import check_choice, checked_int
+from ...._support.checks import check_choice, checked_int, checked_share
 from ...._support.types import PyTree
 from ....collectives import codecs, mean_in_codec
-from ....collectives.codecs import Codec, Format, TopK, checked_share
+from ....collectives.codecs import Codec, Format, TopK
 from ....mesh import axis_size, sum_over
 from ....tree import at_least_float32
 from .._hook import CommHook, GradBucket, check_dtype

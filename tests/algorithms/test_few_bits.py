@@ -1,0 +1,342 @@
+"""Outer exchanges in few bits: what is applied, what replicas remember, and what travels."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import PartitionSpec as P
+
+import jaxslowmo as js
+from support.executions import EXECUTIONS, lift
+from support.few_bits import CODECS, SPARSE, decoded
+
+R = 4
+SHAPES = {"a": (9, 31), "b": (300,), "c": (5, 2, 20)}
+SGD = optax.sgd(1.0)
+
+
+def tree(seed: int, scale: float = 1.0, lead: tuple[int, ...] = ()) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    return {k: np.float32(scale * rng.normal(size=(*lead, *s))) for k, s in SHAPES.items()}
+
+
+def start() -> dict[str, jax.Array]:
+    return {k: jnp.broadcast_to(v, (R, *v.shape)) for k, v in tree(0).items()}
+
+
+class Run:
+    """An algorithm in a loop over stacked replicas, which tells what its state holds."""
+
+    def __init__(self, tx, execution="vmap"):
+        self.tx = tx
+        program = lambda fn, stacks: lift(fn, {"replica": R}, execution, stacks)  # noqa: E731
+        self.state = program(tx.init, (False,))(start())
+        self.params = start()
+        self._step = program(self._one, (False,) * 4)
+        self._anchor = program(tx.sync.anchor, (False,) * 2)
+
+    def _one(self, params, state, moves, weight):
+        updates, state = self.tx.update(moves, state, params, weight=weight)
+        return optax.apply_updates(params, updates), state
+
+    def step(self, moves, weight=None):
+        weight = np.ones(R, np.float32) if weight is None else np.float32(weight)
+        self.params, self.state = self._step(self.params, self.state, moves, weight)
+
+    def anchor(self):
+        """Return the anchor, float64; equal on all replicas."""
+        found = {k: np.float64(v) for k, v in self._anchor(self.state, self.params).items()}
+        assert all(np.ptp(v, axis=0).max() == 0 for v in found.values())
+        return {k: v[0] for k, v in found.items()}
+
+    def parts(self):
+        """Return `sent` of each fragment."""
+        sent = self.state.sent
+        return [sent] if hasattr(sent, "lost") else list(sent)
+
+    def lost(self):
+        """Return what replicas have not sent, by leaf, stacked; zeros without error feedback."""
+        found = {k: np.zeros((R, *s)) for k, s in SHAPES.items()}
+        for part in self.parts():
+            for path, leaf in jax.tree.leaves_with_path(part.lost):
+                found[path[-1].key] = np.float64(leaf)
+        return found
+
+    def starts(self):
+        """Return from where replicas measure, by leaf."""
+        found = {k: v.copy() for k, v in self.anchor().items()}
+        for part in self.parts():
+            for path, leaf in jax.tree.leaves_with_path(part.view):
+                assert np.ptp(leaf, axis=0).max() == 0
+                found[path[-1].key] = np.float64(leaf[0])
+        return found
+
+
+def mean(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
+    total = weight.sum()
+    return np.tensordot(weight, x, 1) / total if total else np.zeros_like(x[0])
+
+
+@settings(max_examples=14)
+@given(
+    codec=st.sampled_from([*CODECS]),
+    shard_state=st.booleans(),
+    fragments=st.sampled_from([1, 3]),
+    delay=st.sampled_from([0, 1, 3]),
+    merge=st.sampled_from([0.0, 0.4]),
+    seed=st.integers(0, 9),
+)
+def test_what_was_applied_and_what_is_remembered_is_what_was_displaced(
+    codec, shard_state, fragments, delay, merge, seed
+):
+    """For each fragment, over all of its slow steps; the outer optimizer applies D itself."""
+    tx = js.diloco(
+        "replica", sync_every=12, outer_optimizer=SGD, codec=CODECS[codec](), delay=delay,
+        shard_state=shard_state, fragments=(lambda name: "abc".index(name)) if fragments > 1 else 1,
+        merge=merge,
+    )  # fmt: skip
+    run, rng = Run(tx), np.random.default_rng(seed)
+    turns = {name: ("abc".index(name) + 1) * 4 % 12 if fragments > 1 else 0 for name in "abc"}
+    displaced = {k: np.zeros(s) for k, s in SHAPES.items()}
+    for t in range(1, 37):
+        moves = tree(100 * seed + t, 1e-2, (R,))
+        weight = rng.integers(0, 3, R).astype(np.float32)
+        before, starts = run.params, run.starts()
+        run.step(moves, weight)
+        for name, turn in turns.items():
+            if (t + delay) % 12 == turn and t + delay <= 36:
+                y = np.float64(before[name]) + moves[name]
+                displaced[name] += mean(starts[name] - y, weight)
+    lost, anchor = run.lost(), run.anchor()
+    for name, first in tree(0).items():
+        applied = np.float64(first) - anchor[name]
+        np.testing.assert_allclose(
+            applied + lost[name].mean(0), displaced[name], atol=2e-6, err_msg=name
+        )
+        assert np.abs(displaced[name]).max() > 1e-2
+        assert np.any(lost[name] != 0)
+
+
+def chunked(codec, flat):
+    """The mean of one flat buffer by the definition: (mean, lost), float64 sums."""
+    if codec in SPARSE:
+        sent = np.stack([decoded(codec, row) for row in flat])
+        return np.float32(sent.mean(0)), flat - sent
+    made, size = CODECS[codec](), flat.shape[1]
+    per = made.chunk_size(size, R)
+    chunks = np.pad(flat, ((0, 0), (0, R * per - size))).reshape(R, R, per)
+    lost, means = np.zeros_like(chunks), np.zeros((R, per), np.float32)
+    for owner in range(R):
+        sent = np.stack([decoded(codec, row) for row in chunks[:, owner]])
+        lost[:, owner] = chunks[:, owner] - sent
+        sent[owner], lost[owner, owner] = chunks[owner, owner], 0
+        exact = np.float32(sent.mean(0))
+        means[owner] = decoded(codec, exact)
+        lost[owner, owner] = R * (exact - means[owner])
+    return means.reshape(-1)[:size], lost.reshape(R, -1)[:, :size]
+
+
+@pytest.mark.parametrize("kept", [True, False])
+@pytest.mark.parametrize("codec", CODECS)
+def test_slow_momentum_against_numpy(codec, kept):
+    """With a whole anchor, three slow steps; the buffer holds all leaves in their order."""
+    tx = js.slowmo(
+        "replica", base=js.local_sgd("replica", sync_every=2), sync_every=2, momentum=0.5,
+        slow_learning_rate=0.7, codec=CODECS[codec](error_feedback=kept),
+    )  # fmt: skip
+    run = Run(tx)
+    flat = np.concatenate([v.reshape(-1) for v in tree(0).values()])
+    anchor, velocity, lost = flat, np.zeros_like(flat), np.zeros((R, flat.size), np.float32)
+    x = np.tile(flat, (R, 1))
+    for t in range(1, 7):
+        moves = tree(t, 1e-2, (R,))
+        run.step(moves)
+        x = x + np.concatenate([v.reshape(R, -1) for v in moves.values()], axis=1)
+        if t % 2 == 0:
+            D, lost = chunked(codec, anchor - x + lost)
+            lost *= kept
+            velocity = np.float32(0.5) * velocity + D
+            anchor = anchor - np.float32(0.7) * velocity
+            x = np.tile(anchor, (R, 1))
+    found = np.concatenate([np.asarray(v).reshape(R, -1) for v in run.params.values()], axis=1)
+    # Now and then two roundings of nearly equal numbers differ by one step of a code.
+    step = {"int4": 4e-3, "top_k": 2e-2, "bits2": 2e-2}.get(codec, 4e-4)
+    apart = np.abs(found - x)
+    assert apart.max() <= step
+    assert np.mean(apart > 1e-6) < 0.01
+    assert np.ptp(found, axis=0).max() < 1e-6
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_a_sharded_anchor_is_exact_and_replicas_follow_it(codec):
+    """Owners sum what was sent; what replicas have of the anchor is off by what one step loses."""
+    options = {"sync_every": 2, "outer_optimizer": optax.sgd(0.7, momentum=0.9, nesterov=True)}
+    runs = [
+        Run(js.diloco("replica", codec=c, shard_state=True, **options))
+        for c in (None, CODECS[codec]())
+    ]
+    for t in range(1, 17):
+        for run in runs:
+            run.step(tree(t, 1e-2, (R,)))
+    (exact, coded), params = [run.anchor() for run in runs], runs[1].params
+    view = runs[1].parts()[0].view
+    for name in SHAPES:
+        assert np.ptp(view[name], axis=0).max() == 0
+        np.testing.assert_allclose(params[name], view[name], rtol=0, atol=1e-6)
+        moved = np.abs(exact[name] - tree(0)[name]).mean()
+        off = {"top_k": 1.5, "bits2": 0.6, "int4": 0.1}.get(codec, 0.02)
+        assert np.abs(np.float64(view[name][0]) - exact[name]).mean() < off * moved
+        assert np.abs(coded[name] - exact[name]).mean() < off * moved
+    without = Run(js.diloco("replica", codec=CODECS[codec](error_feedback=False), **options,
+                            shard_state=True))  # fmt: skip
+    for t in range(1, 5):
+        without.step(tree(t, 1e-2, (R,)))
+    for name, kept in without.anchor().items():  # nothing stays between the two
+        np.testing.assert_allclose(without.params[name][0], kept, atol=1e-7)
+
+
+@pytest.mark.parametrize("codec", [c for c in CODECS if c not in SPARSE])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda c: js.local_sgd("replica", sync_every=1, codec=c),
+        lambda c: js.slowmo("replica", base=js.local_sgd("replica", sync_every=1), sync_every=1,
+                            learning_rate=0.1, codec=c),
+        lambda c: js.diloco("replica", sync_every=1, codec=c),
+        lambda c: js.diloco("replica", sync_every=1, shard_state=True, codec=c),
+    ],
+    ids=["local_sgd", "slowmo", "diloco", "diloco, sharded"],
+)  # fmt: skip
+def test_error_feedback_keeps_the_mean_that_rounding_loses(make, codec):
+    """Over 100 exchanges of replicas that go on in their directions."""
+    moves = tree(1, 1e-2, (R,))
+
+    def after(codec):
+        def run(x, move):
+            def one(carry, _):
+                x, state = carry
+                updates, state = tx.update(move, state, x)
+                return (optax.apply_updates(x, updates), state), None
+
+            tx = make(codec)
+            return jax.lax.scan(one, (x, tx.init(x)), None, 100)[0][0]
+
+        found = lift(run, {"replica": R}, "vmap", (False, False))(start(), moves)
+        return np.concatenate([np.float64(v).mean(0).reshape(-1) for v in found.values()])
+
+    exact = after(None)
+    kept, dropped = (
+        np.abs(after(CODECS[codec](error_feedback=x)) - exact).mean() for x in (True, False)
+    )
+    assert kept < dropped / 20
+
+
+def make_all(codec):
+    options = {"sync_every": 2, "codec": codec}
+    return {
+        "local_sgd": js.local_sgd("replica", **options),
+        "whole": js.diloco("replica", shard_state=False, **options),
+        "sharded": js.diloco("replica", shard_state=True, **options),
+    }
+
+
+@pytest.mark.parametrize("replicas", [2, 4, 8])
+def test_bytes_in_the_compiled_program(replicas):
+    """Beside those of the exchange in float32, for a model of a million parameters."""
+    mesh = js.make_mesh({"replica": replicas})
+    types = {"w": jax.ShapeDtypeStruct((1000, 1001), jnp.float32)}
+    limits = {"int8": 0.27, "fp8": 0.27, "int4": 0.14, "bfloat16": 0.51, "float16": 0.51}
+
+    def sent(tx):
+        def run(x):
+            return tx.update(x, tx.init(x), x)[0]
+
+        def stacked(x):
+            return jax.tree.map(lambda v: v[None], run(jax.tree.map(lambda v: v[0], x)))
+
+        program = jax.jit(
+            jax.shard_map(stacked, mesh=mesh, in_specs=P("replica"), out_specs=P("replica"))
+        )
+        of_all = jax.tree.map(lambda v: v.update(shape=(replicas, *v.shape)), types)
+        report = js.comm_report_of(program.lower(of_all), mesh=mesh)
+        counts = {x: report.wire_bytes(level=x) for x in ("emitted", "compiled")}
+        assert counts["emitted"] == counts["compiled"]
+        return report, counts["compiled"]
+
+    for name, limit in limits.items():
+        plain, coded = (
+            {k: every(v) for k, v in make_all(c).items()} for c in (None, CODECS[name]())
+        )
+        for kind, tx in coded.items():
+            report, wire = sent(tx)
+            assert {row.dtypes for row in report.rows} == {("uint8",)}, (name, kind)
+            assert wire <= limit * sent(plain[kind])[1], (name, kind)
+
+
+def every(tx):
+    """The transform in its update 2, which exchanges."""
+    phase = tx.phase(2)
+    return optax.GradientTransformation(tx.init, lambda u, s, p: tx.update(u, s, p, phase=phase))
+
+
+@pytest.mark.parametrize("execution", EXECUTIONS)
+@pytest.mark.parametrize("kind", ["local_sgd", "whole", "sharded"])
+def test_all_executions_agree(kind, execution):
+    runs = [Run(make_all(CODECS["int4"]())[kind], x) for x in ("vmap", execution)]
+    for t in range(1, 7):
+        for run in runs:
+            run.step(tree(t, 1e-2, (R,)))
+    for name in SHAPES:
+        found, wanted = (run.params[name] for run in runs)
+        np.testing.assert_allclose(found, wanted, atol=1e-6)
+
+
+def test_idle_replicas():
+    """The values of one do not count, whatever they are; without any, averages change nothing."""
+    tx = js.local_sgd("replica", sync_every=2, codec=CODECS["int8"]())
+    run = Run(tx)
+    run.step(tree(1, 1e-2, (R,)))
+    moves = tree(2, 1e-2, (R,))
+    moves["b"][3] = np.nan
+    before = run.params
+    run.step(moves, [1, 2, 0.5, 0])
+    y = np.float64(before["a"]) + moves["a"]
+    wanted = np.tensordot([1, 2, 0.5, 0], y, 1) / 3.5
+    np.testing.assert_allclose(run.params["a"], np.tile(wanted, (R, 1, 1)), atol=1e-3)
+    assert all(np.all(np.isfinite(v)) for v in jax.tree.leaves((run.params, run.state)))
+    run.step(tree(3, 1e-2, (R,)))
+    before, state, moves = run.params, run.state, tree(4, 0.0, (R,))
+    run.step(moves, np.zeros(R))
+    assert all(np.array_equal(run.params[k], before[k]) for k in SHAPES)
+    assert all(map(np.array_equal, jax.tree.leaves(state.sent), jax.tree.leaves(run.state.sent)))
+
+
+def test_what_is_not_finite_is_forgotten():
+    run = Run(js.diloco("replica", sync_every=1, codec=CODECS["int8"]()))
+    run.step({k: np.full_like(v, np.nan) for k, v in tree(1, 1.0, (R,)).items()})
+    assert all(np.all(np.isfinite(v)) for v in jax.tree.leaves(run.state.sent))
+
+
+@pytest.mark.parametrize("name", ["int8", "top_k"])
+def test_parameters_themselves_are_not_sent_in_few_bits(name):
+    for make in (js.sgp, lambda axis, codec: js.hierarchical_local_sgd({axis: 2}, codec=codec)):
+        with pytest.raises(ValueError, match=r"`codec` must be None, js\.codecs\.bfloat16\(\) or"):
+            make("replica", codec=CODECS[name]())
+
+
+def test_a_base_measures_from_where_a_slow_step_left_it():
+    """Its averages and slow steps in the same and in other updates, with and without a codec."""
+    for often, slow in ((2, 4), (2, 6), (3, 6)):
+        found = []
+        for codec in (None, js.codecs.int8(), js.codecs.float16(error_feedback=True)):
+            base = js.local_sgd("replica", sync_every=often, codec=codec)
+            run = Run(js.slowmo("replica", base=base, sync_every=slow, momentum=0.7))
+            for t in range(1, 13):
+                run.step(tree(t, 1e-2, (R,)))
+            found.append(np.concatenate([np.ravel(v[0]) for v in run.params.values()]))
+        moved = np.abs(found[0] - np.concatenate([v.ravel() for v in tree(0).values()])).mean()
+        for other in found[1:]:
+            assert np.abs(other - found[0]).mean() < 0.02 * moved

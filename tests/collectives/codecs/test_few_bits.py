@@ -1,0 +1,81 @@
+"""What each codec makes of a row of numbers, in NumPy; and the bytes that it takes."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxslowmo as js
+from support.few_bits import CODECS, decoded
+
+SIZES = (1, 2, 63, 64, 65, 1000, 4097)
+
+
+def rows(size: int) -> np.ndarray:
+    """Return rows whose magnitude differs between them and along them, with zeros."""
+    rng = np.random.default_rng(size)
+    x = rng.normal(size=(3, size)) * 10.0 ** rng.uniform(-6, 2, (3, 1))
+    x *= 10.0 ** np.sin(np.arange(size) / 50)
+    x[:, size // 3 : size // 2] = 0
+    return np.float32(x)
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_against_numpy(name):
+    codec = CODECS[name]()
+    for size in SIZES:
+        x = rows(size)
+        sent = jax.jit(codec.encode)(x)
+        found = np.asarray(jax.jit(codec.decode, static_argnums=1)(sent, size))
+        assert sent.dtype == jnp.uint8
+        np.testing.assert_allclose(found, [decoded(name, row) for row in x], rtol=2e-6, atol=0)
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_bytes(name):
+    """Of a long row, beside 4 of each float32; padding is less than 1 KiB."""
+    size, codec = 1_000_000, CODECS[name]()
+    share = {
+        "bfloat16": 0.5, "float16": 0.5, "int8": 0.2540, "fp8": 0.2540, "e5m2": 0.26,
+        "int4": 0.1329, "top_k": 0.02 * 3 / 4 + 0.5 / 4096, "bits2": 0.1 * 2.25 / 4 + 1 / 4096,
+    }[name]  # fmt: skip
+    assert codec.num_bytes(size) == jax.eval_shape(codec.encode, np.zeros((1, size), "f4")).size
+    assert share * 0.99 <= codec.num_bytes(size) / (4 * size) <= share * 1.02 + 1024 / (4 * size)
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_what_is_not_finite_does_not_pass_for_a_number(name):
+    """It is where it was, or the numbers that share its scale are not finite either."""
+    codec = CODECS[name]()
+    for value in (np.nan, np.inf, -np.inf):
+        x = rows(300)[:1]
+        x[0, 7] = value
+        found = np.asarray(codec.decode(codec.encode(x), 300))
+        assert not np.isfinite(found[0, 7])
+    huge = np.float32([[3e38, -3e38, 1e38]])
+    assert np.all(np.isfinite(codec.decode(codec.encode(huge), 3)))
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_its_expression_makes_it(name):
+    codec = CODECS[name]()
+    assert eval(repr(codec), {"js": js}) == codec
+    assert eval(repr(codec), {"js": js}) != CODECS[name](error_feedback=False)
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: js.codecs.int8(0), "codecs.int8: `block` must be an int >= 1, got 0"),
+        (lambda: js.codecs.int4(block=2.5), "codecs.int4: `block`"),
+        (lambda: js.codecs.fp8("e3m4"), "`format`"),
+        (lambda: js.codecs.int8(error_feedback=1), "`error_feedback` must be True or False"),
+        (lambda: js.codecs.top_k(0), r"`fraction` must be in \(0, 1\], got 0"),
+        (lambda: js.codecs.top_k(True), r"`fraction` must be in \(0, 1\], got True"),
+        (lambda: js.codecs.top_k(0.1, chunk=0), "`chunk` must be an int >= 1, got 0"),
+        (lambda: js.codecs.top_k(0.1, values="int2"), "`values`"),
+    ],
+)
+def test_refused(make, text):
+    with pytest.raises(ValueError, match=text):
+        make()
