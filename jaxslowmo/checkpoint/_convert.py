@@ -175,8 +175,8 @@ def resized(
       new: placement of the new run.
 
     Returns:
-      The state, NumPy arrays stacked for `new`, and sentences that say what was done. With the same
-      number of replicas only the layout of sharded state changes, and there are no sentences.
+      The state, NumPy arrays stacked for `new`, and sentences that say what was done. If only the
+      layout of sharded state changes, there are none.
 
     Raises:
       ValueError: sharded state that does not fit the parameters.
@@ -205,7 +205,7 @@ def resized(
         return _numbered_keys(x[0], struct, new) if is_key(struct) else carry_leaf(x, old, new)
 
     if old.replicas == new.replicas:
-        return state._replace(opt_state=(*rest, carried)), ()
+        return state._replace(opt_state=(*rest, carried)), notes
     shares = [(1.0, None)] if sync is None else sync.shares(sync_state)
     new_params = _consensus(state.params, shares, old, new)
     # Copies of parameters in an optimizer get their unweighted mean. If the consensus is weighted,

@@ -294,7 +294,7 @@ def finished(reading: Reading) -> RestoredParts:
         ) from error
     leaves = zip(jax.tree.leaves(new_state), template.stored, strict=True)
     arrays = [_on_devices(x, struct) for x, struct in leaves]
-    is_exact = old.replicas == new.replicas
+    is_exact = old.replicas == new.replicas and not notes
     return template.state(arrays), record.extra, is_exact, (*reading.notes, *notes)
 
 

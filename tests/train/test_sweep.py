@@ -49,6 +49,7 @@ SYNCS = {
     "local_sgd, only finite, in 16 bits": lambda s: js.only_finite(
         js.local_sgd("replica", sync_every=3, codec=js.codecs.float16())
     ),
+    "diloco, in 8 bits": lambda s: diloco(s, sync_every=4, codec=js.codecs.int8()),
     "diloco, spread": lambda s: diloco(s, sync_every=6, fragments=2, delay=2, merge=0.5),
 }
 

@@ -178,7 +178,7 @@ def shards_state(
             f"{owner}: `exact_average=False` exchanges nothing in slow steps, so there is nothing "
             f"for `codec`; got {codec!r}. Give it to the `base`."
         )
-    return (exact_average and codec is None) if shard_state is None else shard_state
+    return exact_average if shard_state is None else shard_state
 
 
 _MOST_PARTS = 257  # bound on the devices of a replica, if their number is not known

@@ -86,12 +86,15 @@ class Divided(Sync):
         before, after = self.fragments_on(params, old), self.divided(params)
         parts = views(state, len(before))
         is_mean = outer.anchor_of(before[0], params).exchange is None
-        note = (
-            "Each replica had an anchor and slow momentum of its own (`exact_average=False`): they "
-            "were averaged."
-            if is_mean
-            else "The anchor and the state of the outer optimizer (slow momentum) are kept exactly."
-        )
+        notes = []
+        if old.replicas != new.replicas:
+            notes.append(
+                "Each replica had an anchor and slow momentum of its own (`exact_average=False`): "
+                "they were averaged."
+                if is_mean
+                else "The anchor and the state of the outer optimizer (slow momentum) are kept "
+                "exactly."
+            )
         had_flight, names = bool(parts[0].in_flight), outer.sent_names
         had_names = names if old.division is None else old.division.get("sent")
         if before == after:
@@ -101,22 +104,22 @@ class Divided(Sync):
             ]
         else:
             parts = outer._divided_anew(before, after, parts, params, old, new)
-            note += f" The number of their fragments changed from {len(before)} to {len(after)}."
-        is_coded = names is not None, had_names is not None
-        if had_flight != (self.delay > 0) or before != after or is_coded[0] != is_coded[1]:
-            # What is in flight belongs to a fragment that is no more, or to a delay that has ended.
+            notes.append(f"The number of fragments changed from {len(before)} to {len(after)}.")
+        if had_flight != (self.delay > 0) or before != after or had_names != names:
+            # What is in flight belongs to a fragment that is no more, or to a delay that has ended,
+            # or a codec had made it.
             # The next slow step takes each leaf's displacement anew, so nothing is lost for good.
             flights = [_no_flight(x.of(params), new, names) if self.delay else () for x in after]
             parts = [x._replace(in_flight=f) for x, f in zip(parts, flights, strict=True)]
-            note += " What was in flight is dropped." if had_flight else ""
+            notes += ["What was in flight is dropped."] if had_flight else []
         if had_names != names:
             fragments = zip(after, parts, strict=True)
             parts = [outer._remembering(names, x, part, params, new) for x, part in fragments]
             if "lost" in (had_names or ()) and "lost" not in (names or ()):
-                note += " What the codec had not sent is dropped."
+                notes.append("What the codec had not sent is dropped.")
         count = carry_leaf(state.count, old, new)
         moved = joined(parts[0]._replace(count=count, base=base.state), parts)
-        return Carried(moved, (note, *base.notes))
+        return Carried(moved, (*notes, *base.notes))
 
     def division(self, params: PyTree) -> dict[str, Any]:
         """See `Sync.division`."""

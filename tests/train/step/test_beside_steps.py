@@ -67,9 +67,10 @@ def syncs(algorithm, base, **options):
 
 
 @pytest.mark.filterwarnings("ignore:slowmo without a `base`")
-@settings(max_examples=2)
+@settings(max_examples=3)
 @given(
     algorithm=st.sampled_from(["local_sgd", "slowmo", "diloco"]),
+    codec=st.sampled_from([None, js.codecs.int8(), js.codecs.int4(error_feedback=False)]),
     base=st.sampled_from(["gossip", "average", "whole", None]),
     fragments=st.integers(1, 3),
     delay=st.integers(1, 3),
@@ -78,9 +79,9 @@ def syncs(algorithm, base, **options):
     donate=st.booleans(),
 )
 def test_results_are_those_of_an_exchange_inside_of_the_step(
-    algorithm, base, fragments, delay, merge, is_weighted, donate
+    algorithm, codec, base, fragments, delay, merge, is_weighted, donate
 ):
-    options = {"fragments": fragments, "delay": delay, "merge": merge}
+    options = {"fragments": fragments, "delay": delay, "merge": merge, "codec": codec}
     runs = (
         states(
             made_step(syncs(algorithm, base, **options), beside=beside, donate=donate),

@@ -1,0 +1,131 @@
+"""What codecs have not sent goes on in the same run, on other replicas, and in other parts."""
+
+import itertools
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+import jaxslowmo as js
+from checkpoint.runs import MODEL_STATE, PARAMS, batch, leaf_bytes, make_step, on_host
+from jaxslowmo.checkpoint import CheckpointError, Checkpoints
+from support.exhaustive import sweep
+
+CODECS = {
+    "float32": None,
+    "int8": js.codecs.int8(block=16),
+    "int4, dropped": js.codecs.int4(block=16, error_feedback=False),
+    "top_k": js.codecs.top_k(0.2, chunk=64),
+}
+KINDS = {
+    "whole": {"shard_state": False},
+    "sharded": {"shard_state": True},
+    "fragments": {"shard_state": True, "fragments": 2},
+    "late fragments": {"shard_state": False, "fragments": 2, "delay": 1},
+    "late": {"shard_state": True, "delay": 1},
+}
+SAVED = 7
+
+
+def made(codec, kind, replicas):
+    sync = js.diloco(
+        "replica", sync_every=4, codec=CODECS[codec], outer_optimizer=optax.sgd(0.7, momentum=0.5),
+        **KINDS[kind],
+    )  # fmt: skip
+    return make_step(None, replicas, sync=sync)
+
+
+def trained(step, state, replicas, until, begin=0):
+    for t in range(begin, until):
+        state, _ = step(state, batch(t, replicas))
+    return state
+
+
+def anchor(step, state):
+    sync, x = state.opt_state[-1], state.params
+    return on_host(js.read_anchor(step.sync, sync, x, mesh=step.mesh, axis_name="replica"))
+
+
+def memory(codec):
+    return codec == "float32", codec in ("int8", "top_k")
+
+
+def sums(state):
+    """Return the mean of what replicas have not sent, by leaf; None if that is dropped."""
+    sent = state.opt_state[-1].sent
+    parts = [sent] if hasattr(sent, "lost") else [*sent]
+    found = {}
+    for part in parts:
+        for path, leaf in jax.tree.leaves_with_path(part.lost):
+            found[path[-1].key] = np.float64(leaf).mean(0)
+    return found
+
+
+# A whole anchor does not become a sharded one, with codecs or without.
+CASES = [
+    (a, x, b, y)
+    for a, x, b, y in itertools.product(CODECS, KINDS, CODECS, KINDS)
+    if KINDS[x]["shard_state"] == KINDS[y]["shard_state"]
+]
+USUAL = {
+    ("float32", "whole", "int8", "whole"), ("int8", "late", "int8", "late"),
+    ("float32", "sharded", "top_k", "sharded"), ("int8", "sharded", "float32", "fragments"),
+    ("int8", "fragments", "int8", "sharded"), ("top_k", "whole", "int8", "late fragments"),
+    ("float32", "late", "int8", "late"), ("int4, dropped", "fragments", "int8", "fragments"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("codec", "kind", "new_codec", "new_kind"), sweep(CASES, lambda *case: case in USUAL)
+)
+def test_a_run_goes_on_with_another_codec(codec, kind, new_codec, new_kind, tmp_path):
+    step = made(codec, kind, 4)
+    state = trained(step, step.init(PARAMS, model_state=MODEL_STATE), 4, SAVED)
+    before, lost = anchor(step, state), sums(state)
+    assert bool(lost) == (codec in ("int8", "top_k"))
+    assert all(np.any(x) for x in lost.values())
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(SAVED, state, wait=True)
+        for replicas in (4, 3):
+            new = made(new_codec, new_kind, replicas)
+            restored = checkpoints.restore(new, PARAMS, model_state=MODEL_STATE)
+            is_same = (codec, kind, 4) == (new_codec, new_kind, replicas)
+            assert restored.is_exact == (replicas == 4 and not restored.notes)
+            if is_same:
+                assert leaf_bytes(restored.state) == leaf_bytes(state)
+            for name, values in anchor(new, restored.state).items():
+                np.testing.assert_allclose(values[0], before[name][0], rtol=1e-6, atol=1e-7)
+            found = sums(restored.state)
+            assert bool(found) == (new_codec in ("int8", "top_k"))
+            for name, values in found.items():
+                wanted = lost.get(name, np.zeros_like(values))
+                np.testing.assert_allclose(values, wanted, atol=1e-7, err_msg=name)
+            text = " ".join(restored.notes)
+            assert ("had not sent is dropped" in text) == (bool(lost) and not found)
+            goes_on = kind == new_kind and memory(codec) == memory(new_codec)
+            assert ("in flight is dropped" in text) == ("late" in kind and not goes_on)
+            after = trained(new, restored.state, replicas, SAVED + 6, SAVED)
+            assert all(np.all(np.isfinite(x)) for x in jax.tree.leaves(on_host(after.params)))
+            moved = [np.abs(v[0] - before[k][0]).max() for k, v in anchor(new, after).items()]
+            assert all(0 < x < 1 for x in moved)
+
+
+def test_averages_measure_from_where_they_were(tmp_path):
+    def run(codec, replicas):
+        return make_step(None, replicas, sync=js.local_sgd("replica", sync_every=4, codec=codec))
+
+    step = run(CODECS["int8"], 4)
+    state = trained(step, step.init(PARAMS, model_state=MODEL_STATE), 4, SAVED)
+    sent = on_host(state.opt_state[-1].sent)
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(SAVED, state, wait=True)
+        exact = checkpoints.restore(step, PARAMS, model_state=MODEL_STATE)
+        assert leaf_bytes(exact.state) == leaf_bytes(state)
+        other = checkpoints.restore(run(CODECS["int8"], 3), PARAMS, model_state=MODEL_STATE).state
+        found = on_host(other.opt_state[-1].sent)
+        for name in PARAMS:
+            np.testing.assert_allclose(found.lost[name].mean(0), sent.lost[name].mean(0), atol=1e-9)
+            assert np.array_equal(found.view[name][2], sent.view[name][0])
+        with pytest.raises(CheckpointError):
+            checkpoints.restore(run(None, 4), PARAMS, model_state=MODEL_STATE)
