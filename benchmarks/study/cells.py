@@ -1,8 +1,9 @@
 """The cells of the study: which algorithm, how often, over how many replicas, with which grid."""
 
+import functools
 import itertools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -25,6 +26,18 @@ from rows import (
 import jaxslowmo as js
 
 FIRST_TUNING_SEED = 1000  # those of the results are 0, 1, ...
+_MAKERS = {
+    "bfloat16": js.codecs.bfloat16,
+    "int8": js.codecs.int8,
+    "int4": js.codecs.int4,
+    "top_k(0.02)": functools.partial(js.codecs.top_k, 0.02),
+    'top_k(0.02, values="bits2")': functools.partial(js.codecs.top_k, 0.02, values="bits2"),
+}
+FEEDBACK = " with error feedback"
+CODECS = {
+    name + suffix: make(error_feedback=bool(suffix))
+    for (name, make), suffix in itertools.product(_MAKERS.items(), (FEEDBACK, ""))
+}
 
 
 def make_of(cell: Cell) -> Callable[[Mapping[str, Any]], optax.GradientTransformation]:
@@ -37,7 +50,7 @@ def make_of(cell: Cell) -> Callable[[Mapping[str, Any]], optax.GradientTransform
             return setting["rate"] * jnp.minimum((t + 1) / warm_up, falling)
 
         sgd, adamw = optax.sgd(rate, momentum=0.9), optax.adamw(rate)
-        optimizer = sgd if cell.optimizer == "sgd" else adamw
+        optimizer = {"sgd": sgd, "adamw": adamw, "muon": optax.contrib.muon(rate)}[cell.optimizer]
         if cell.algorithm == ALL_REDUCE:
             return js.chain(js.all_reduce_gradients("replica"), optimizer)
         return js.chain(optimizer, _sync(cell, setting, rate))
@@ -50,13 +63,18 @@ def _sync(
 ) -> optax.GradientTransformation:
     if cell.algorithm == SGP:
         return js.sgp("replica")
+    codec = CODECS[cell.codec] if cell.codec else None
     if cell.algorithm == LOCAL_SGD:
-        return js.local_sgd("replica", sync_every=cell.period)
+        return js.local_sgd("replica", sync_every=cell.period, codec=codec)
     # Virtual replicas share a memory, so nothing is gained by shards.
     if cell.algorithm == DILOCO:
         outer = optax.sgd(setting["outer_rate"], momentum=setting["momentum"], nesterov=True)
         return js.diloco(
-            "replica", sync_every=cell.period, outer_optimizer=outer, shard_state=False
+            "replica",
+            sync_every=cell.period,
+            outer_optimizer=outer,
+            shard_state=False,
+            codec=codec,
         )
     is_gossip = cell.algorithm == SLOWMO_SGP
     base = js.sgp("replica") if is_gossip else js.local_sgd("replica", sync_every=cell.period)
@@ -100,7 +118,7 @@ def grid_of(cell: Cell) -> Grid:
         slow = [(m, 1.0) for m in (0.1, 0.3, 0.5, 0.7)]
         pairs = outer if cell.algorithm == DILOCO else slow
         return _grid(2e-3 * 2 ** np.arange(3), pairs, **two_rounds)
-    least = 0.0125 if cell.optimizer == "sgd" else 0.0012
+    least = {"sgd": 0.0125, "adamw": 0.0012, "muon": 0.0025}[cell.optimizer]
     if is_alone:
         return _grid(least * 2 ** (np.arange(24) / 3), [(0.0, 1.0)], seeds=8)
     outer = itertools.product((0.5, 0.7, 0.9), (0.3, 0.5, 0.7, 1.0))
@@ -134,4 +152,21 @@ def all_cells() -> list[Cell]:
         one = ("language", "adamw", replicas)
         cells += [Cell(*one, ALL_REDUCE, 1, count) for count in (steps // 48, steps)]
         cells += [Cell(*one, name, 48, steps) for name in (LOCAL_SGD, SLOWMO, DILOCO)]
-    return cells
+    return cells + _coded_cells()
+
+
+def _coded_cells() -> list[Cell]:
+    """Return the cells whose exchanges are sent in few bits, and what they are compared with."""
+    sparse = 'top_k(0.02, values="bits2")' + FEEDBACK
+    cells = []
+    for optimizer, replicas in itertools.product(("sgd", "adamw"), (8, 32)):
+        one = ("classifier", optimizer, replicas)
+        outer = Cell(*one, DILOCO, 48, STEPS["classifier"])
+        cells += [replace(outer, codec=name) for name in CODECS]
+        cells.append(replace(outer, algorithm=LOCAL_SGD, codec=sparse))
+    for replicas in (8, 32):
+        muon = Cell("classifier", "muon", replicas, DILOCO, 48, STEPS["classifier"])
+        cells += [muon, replace(muon, codec="int4" + FEEDBACK)]
+    text = Cell("language", "adamw", 8, DILOCO, 48, STEPS["language"])
+    cells += [replace(text, codec=name) for name in CODECS]
+    return [*cells, replace(text, algorithm=LOCAL_SGD, codec=sparse)]

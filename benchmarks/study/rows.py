@@ -29,6 +29,8 @@ class Cell:
         every `period`, the other two step every `period`.
       period: updates between exchanges; 1 where every update has one.
       steps: number of updates.
+      codec: one of the names in `cells.CODECS`, in which exchanges are sent; "" for float32. Its
+        settings are those of the cell without it.
     """
 
     part: str
@@ -37,14 +39,15 @@ class Cell:
     algorithm: str
     period: int
     steps: int
+    codec: str = ""
 
     @property
     def key(self) -> str:
-        return " ".join(str(getattr(self, field.name)) for field in fields(self))
+        return " ".join(str(getattr(self, field.name)) for field in fields(self)).strip()
 
 
 def cell_of(row: Row) -> Cell:
-    return Cell(**{field.name: row[field.name] for field in fields(Cell)})
+    return Cell(**{field.name: row[field.name] for field in fields(Cell) if field.name in row})
 
 
 def recorded(part: str) -> list[Row]:

@@ -223,14 +223,14 @@ def beyond(part: str) -> str:
 
 def edges(study: Study) -> tuple[int, int]:
     """Return how many cells chose the smallest or largest of a grid's values, and of how many."""
-    found = 0
-    for row in study.rows.values():
+    found, tuned = 0, [row for row in study.rows.values() if "tuning" in row]
+    for row in tuned:
         tried = row["tuning"]["settings"]
         found += any(
             len(set(values)) > 1 and row["best"][name] in (min(values), max(values))
             for name, values in tried.items()
         )
-    return found, len(study.rows)
+    return found, len(tuned)
 
 
 def all_tables(study: Study) -> dict[str, str]:

@@ -2,13 +2,13 @@
 
 import functools
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import jax
 import numpy as np
 from cells import FIRST_TUNING_SEED, grid_of, make_of
-from rows import Cell, Row
+from rows import Cell, Row, by_cell
 from tasks import TASKS, Task, stacked
 
 import jaxslowmo as js
@@ -21,11 +21,30 @@ REPLICAS_AT_ONCE = {"classifier": 768, "language": 16}
 def row_of(cell: Cell, first_round: Any = None) -> Row:
     """Tune a cell and train it at its best setting; everything that is committed of it.
 
+    A cell with a codec is not tuned: it has the setting of the cell without one.
+
     Args:
       cell: the cell.
       first_round: recorded validation losses of all settings, which are then not trained again.
     """
-    began, task, grid = time.perf_counter(), TASKS[cell.part](), grid_of(cell)
+    began, task = time.perf_counter(), TASKS[cell.part]()
+    if cell.codec:
+        best, tuning = by_cell()[replace(cell, codec="")]["best"], {}
+    else:
+        best, tuning = _tuned(cell, task, first_round)
+    return {
+        **asdict(cell),
+        "best": best,
+        **final_of(cell, best),
+        **tuning,
+        "data": task.data,
+        "seconds": round(time.perf_counter() - began, 1),
+    }
+
+
+def _tuned(cell: Cell, task: Task, first_round: Any) -> tuple[dict[str, float], dict[str, Any]]:
+    """Return the best setting, and the losses of all that were tried, as "tuning"."""
+    grid = grid_of(cell)
     first, more = FIRST_TUNING_SEED, FIRST_TUNING_SEED + grid.seeds
 
     def validation(settings: dict[str, np.ndarray], seeds: range) -> np.ndarray:
@@ -43,14 +62,7 @@ def row_of(cell: Cell, first_round: Any = None) -> Row:
         losses = np.concatenate([losses, again], axis=1)
         tuning["finalists"] = {**finalists, "validation": losses}
     best = {name: _rounded(x[losses.mean(1).argmin()]) for name, x in finalists.items()}
-    return {
-        **asdict(cell),
-        "best": best,
-        **final_of(cell, best),
-        "tuning": _rounded(tuning),
-        "data": task.data,
-        "seconds": round(time.perf_counter() - began, 1),
-    }
+    return best, {"tuning": _rounded(tuning)}
 
 
 def _ranked(losses: np.ndarray) -> np.ndarray:
