@@ -69,12 +69,31 @@ def exchange(sync: js.ParameterTransform, phase: str, params: Any) -> Update:
     return Update(run, (params, lift(sync.init)(params)))
 
 
+def coded(codec: js.codecs.Codec, x: jax.Array) -> Update:
+    """Return what a replica computes to send a row of parameters to each of others, and to read."""
+    rows = x.reshape(REPLICAS, -1)
+    return Update(lambda _, x: codec.decode(codec.encode(x), x.shape[1]), None, rows)
+
+
+CODECS = {
+    "bfloat16": js.codecs.bfloat16(),
+    "int8": js.codecs.int8(),
+    "fp8": js.codecs.fp8(),
+    "int4": js.codecs.int4(),
+    "top_k(0.02)": js.codecs.top_k(0.02),
+    "top_k(0.02), 2 bits": js.codecs.top_k(0.02, values="bits2"),
+}
+
+
 def updates(megabytes: float, count: int) -> dict[str, Update]:
-    """Return the updates by name; all of them together hold 20 times so many MB."""
+    """Return the updates by name; all of them together hold 40 times so many MB."""
     params, grads = leaves_of(megabytes, count), leaves_of(megabytes, count, 1e-3)
     part = leaves_of(megabytes / REPLICAS, count)
     average = js.local_sgd("replica", sync_every=1)
     slow = partial(js.slowmo, "replica", base=average, sync_every=1)
+    flat = leaves_of(megabytes, 1)[0]
+    # Values that all differ, for the search of the largest.
+    flat = jnp.sin(jnp.arange(flat.size, dtype=jnp.float32)).reshape(flat.shape)
     return {
         "copy": Update(lambda _, x: jnp.copy(x), None, leaves_of(megabytes, 1)[0]),
         "sgd with momentum": optimizer(optax.sgd(0.1, momentum=0.9), params, grads),
@@ -82,6 +101,8 @@ def updates(megabytes: float, count: int) -> dict[str, Update]:
         "local_sgd: average": exchange(average, "average", part),
         "slowmo: slow step": exchange(slow(shard_state=False), "slow", part),
         "slowmo: slow step, sharded": exchange(slow(), "slow", part),
+        "slowmo: slow step in int4": exchange(slow(codec=CODECS["int4"]), "slow", part),
+        **{f"{name}: encode, decode": coded(codec, flat) for name, codec in CODECS.items()},
     }
 
 

@@ -160,7 +160,7 @@ def parts_of(device: Device, folder: Path) -> list[Part]:
                 *("--width", 512, "--context", 512, "--examples", 4 if is_large else 1),
                 *("--compile", "--compile-blocks", "--only", *ways),
             ),
-            2,
+            3,
         ),
         Part("Demo", demo(folder, "--preset", "demo"), 2),
         Part(

@@ -39,14 +39,15 @@ HOOKS = {
     "fp16_compress": js.hooks.fp16_compress(),
     "powersgd": js.hooks.powersgd(RANK, start_step=2),
 }
-_BFLOAT16 = js.codecs.bfloat16(error_feedback=True)
-# By the phase that is compiled.
+# With the phase that is compiled.
 CODECS = {
-    "average": js.local_sgd("replica", sync_every=2, codec=_BFLOAT16),
-    "round 0": js.sgp(
-        "replica", graph=js.topology.ring(REPLICAS), codec=js.codecs.float16(), overlap=1
+    "average": (js.local_sgd("replica", sync_every=2, codec=js.codecs.bfloat16()), "average"),
+    "round 0": (
+        js.sgp("replica", graph=js.topology.ring(REPLICAS), codec=js.codecs.float16(), overlap=1),
+        "round 0",
     ),
-    "slow": js.diloco("replica", sync_every=2, codec=_BFLOAT16),
+    "int4": (js.local_sgd("replica", sync_every=2, codec=js.codecs.int4()), "average"),
+    "int8, sharded": (js.diloco("replica", sync_every=2, codec=js.codecs.int8()), "slow"),
 }
 
 MICROBATCH = 4096, 512  # examples, width
@@ -92,9 +93,9 @@ def _of_hook(name: str) -> tuple[jax.stages.Lowered, jax.sharding.Mesh]:
     return lowered_update(transform, GRADIENTS, mesh), mesh
 
 
-def _of_codec(phase: str) -> tuple[jax.stages.Lowered, jax.sharding.Mesh]:
-    mesh = gpu_mesh({"replica": REPLICAS})
-    return lowered_update(CODECS[phase], GRADIENTS, mesh, phase=(phase,)), mesh
+def _of_codec(name: str) -> tuple[jax.stages.Lowered, jax.sharding.Mesh]:
+    mesh, (sync, phase) = gpu_mesh({"replica": REPLICAS}), CODECS[name]
+    return lowered_update(sync, GRADIENTS, mesh, phase=(phase,)), mesh
 
 
 def _of_pipeline(name: str) -> tuple[jax.stages.Lowered, jax.sharding.Mesh]:
@@ -118,7 +119,7 @@ Make = Callable[[], tuple[jax.stages.Lowered, jax.sharding.Mesh]]
 KINDS: dict[str, dict[str, Make]] = {
     "updates": {
         **{f"hook {name}": functools.partial(_of_hook, name) for name in HOOKS},
-        **{f"codec, {phase}": functools.partial(_of_codec, phase) for phase in CODECS},
+        **{f"codec, {name}": functools.partial(_of_codec, name) for name in CODECS},
     },
     "pipelines": {f"pipeline {name}": functools.partial(_of_pipeline, name) for name in SCHEDULES},
     "tables": {name: functools.partial(_with_tables, name) for name in AHEAD},

@@ -20,12 +20,17 @@ PARAMS = {
     "vector": jax.ShapeDtypeStruct(VECTOR, jnp.float32),
 }
 SIZE = 256 * 512 + 3000
-BFLOAT16 = js.codecs.bfloat16(error_feedback=True)
-FLOAT16 = js.codecs.float16()
+BFLOAT16, FLOAT16 = js.codecs.bfloat16(), js.codecs.float16()
 CASES = {
     "average": (js.local_sgd("replica", sync_every=2, codec=BFLOAT16), "bfloat16"),
     "round 0": (js.sgp("replica", graph=js.topology.ring(REPLICAS), codec=FLOAT16), "float16"),
-    "slow": (js.diloco("replica", sync_every=2, codec=BFLOAT16), "bfloat16"),
+}
+# Share of the bytes of float32, at most.
+FEW_BITS = {
+    "int4, whole": (js.codecs.int4(), False, 0.14),
+    "int4, sharded": (js.codecs.int4(), True, 0.14),
+    "int8, sharded": (js.codecs.int8(), True, 0.27),
+    "bfloat16, whole": (js.codecs.bfloat16(error_feedback=True), False, 0.51),
 }
 # Type, dimensions, tiles and kind of an instruction.
 COLLECTIVE = re.compile(
@@ -45,6 +50,23 @@ def test_a_compiled_exchange_is_in_16_bits(event, mesh):
     (row,) = report_of_sync(sync, PARAMS, mesh, (event,)).select(level="compiled")
     assert (row.axis, row.count, row.dtypes) == ("replica", 1, (dtype,))
     assert 2 * SIZE <= row.bytes <= 1.01 * 2 * SIZE
+
+
+@pytest.mark.parametrize("case", FEW_BITS)
+def test_a_compiled_slow_step_is_in_few_bits(case, mesh):
+    codec, shard_state, share = FEW_BITS[case]
+    report, plain = (
+        report_of_sync(
+            js.diloco("replica", sync_every=2, codec=x, shard_state=shard_state),
+            PARAMS, mesh, ("slow",),
+        )
+        for x in (codec, None)
+    )  # fmt: skip
+    for level in ("emitted", "compiled"):
+        rows = report.select(level=level)
+        assert {row.collective for row in rows} == {"all-to-all", "all-gather"}, level
+        assert {row.dtypes for row in rows} == {("uint8",)}, level
+        assert report.wire_bytes(level=level) <= share * plain.wire_bytes(level="emitted"), level
 
 
 def test_bytes_stay_bytes(mesh):

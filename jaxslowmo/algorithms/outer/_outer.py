@@ -510,7 +510,7 @@ class Outer(Divided):
         # The anchor replaces the parameters. Adding a step to them instead would let the replicas
         # drift apart by rounding, a little with every slow step.
         leaves = fragment.of(now.params)
-        whole, state = self.restored(fragment, leaves, state)
+        whole, state = self.restored(fragment, now.params, state)
         target = merged(landing(leaves, fragment.of(updates)), whole, self.merge)
         target = jax.tree.map(lambda p, t: t.astype(p.dtype), leaves, target)
         updates = fragment.put(updates, updates_to(leaves, target))
@@ -527,12 +527,12 @@ class Outer(Divided):
         return updates, others, state
 
     def restored(
-        self, fragment: Fragment, leaves: PyTree, state: OuterState
+        self, fragment: Fragment, params: PyTree, state: OuterState
     ) -> tuple[PyTree, OuterState]:
         """Return where all replicas continue, like a fragment's leaves, and the state then."""
-        storage, codec = self.anchor_of(fragment, leaves), self.over.codec
+        storage, codec = self.anchor_of(fragment, params), self.over.codec
         if codec is None or not isinstance(storage, ShardedAnchor):
-            return storage.restore(state.anchor, leaves), state
+            return storage.restore(state.anchor, fragment.of(params)), state
         view = storage.follow(state.sent.view, state.anchor)
         state = state._replace(sent=state.sent._replace(view=view))
         return view, state if codec.error_feedback else state._replace(anchor=storage.store(view))

@@ -1,0 +1,147 @@
+"""Few bits in training steps: with devices inside replicas, stages, tables, and half precision."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import jaxslowmo as js
+from support.layered import language_model, tokens
+
+WIDTH, STEPS = 48, 8
+RANDOM = np.random.default_rng(0)
+PARAMS = {k: np.float32(0.2 * RANDOM.normal(size=(WIDTH, WIDTH))) for k in ("in", "out")}
+BATCHES = RANDOM.normal(size=(STEPS, 16, WIDTH)).astype(np.float32)
+
+
+def loss(params, batch):
+    return jnp.mean((jnp.tanh(batch @ params["in"]) @ params["out"] - batch) ** 2)
+
+
+def moved(step, params=PARAMS, batches=BATCHES):
+    """Return how far training leads the consensus, as one vector, and the last state."""
+    state = step.init(params)
+    start = step.consensus(state)
+    for batch in batches:
+        state, _ = step(state, batch)
+    way = jax.tree.map(lambda a, b: np.float64(a) - np.float64(b), step.consensus(state), start)
+    return np.concatenate([np.ravel(x) for x in jax.tree.leaves(way)]), state
+
+
+def check_near(found, wanted, share):
+    assert np.linalg.norm(found - wanted) < share * np.linalg.norm(wanted)
+    assert np.any(found != wanted)
+
+
+def syncs(codec, **options):
+    return {
+        "local_sgd": js.local_sgd("replica", sync_every=4, codec=codec, **options),
+        "diloco": js.diloco("replica", sync_every=4, codec=codec, **options),
+        "late": js.diloco(
+            "replica", sync_every=4, codec=codec, shard_state=False, delay=1, fragments=2, **options
+        ),
+    }
+
+
+@pytest.mark.parametrize("name", syncs(None))
+@pytest.mark.parametrize("mode", ["host", "traced"])
+def test_devices_of_a_replica_share_the_work(name, mode):
+    """Each sends its half between replicas in few bits; what is inside stays in float32."""
+    mesh = js.make_mesh({"replica": 2, "device": 2})
+    found, reports = [], []
+    for codec in (None, js.codecs.int8(block=32)):
+        sync = syncs(codec, local_axis_name="device")[name]
+        step = js.make_train_step(loss, optax.adam(1e-2), sync=sync, mesh=mesh, mode=mode)
+        way, state = moved(step)
+        found.append(way)
+        reports.append(js.comm_report(step, state, BATCHES[0]))
+    check_near(found[1], found[0], 0.02)
+    rows = [report.select(axis="replica", level="emitted") for report in reports]
+    plain, few = (sum(row.wire_bytes for row in of_one) for of_one in rows)
+    assert few < 0.35 * plain
+    coded = [row for row in reports[1].select(axis="replica") if "uint8" in row.dtypes]
+    assert {row.collective for row in coded} == {"all-to-all", "all-gather"}
+
+
+@pytest.mark.parametrize("explicit", [False, True])
+@pytest.mark.parametrize("name", syncs(None))
+def test_replicas_that_are_sharded(name, explicit, mesh_of):
+    """Each device encodes its own part, and gathers nothing of the others."""
+    specs = {"in": P(None, "tensor"), "out": P("tensor")}
+    mesh, ways = mesh_of({"replica": 2, "tensor": 2}, explicit=explicit), []
+
+    def loss_fn(params, batch):
+        if not explicit:
+            return loss(params, batch)
+        whole = jax.tree.map(lambda x: jax.sharding.reshard(x, P()), params)
+        return loss(whole, batch)
+
+    lies = {k: jax.NamedSharding(mesh, spec) for k, spec in specs.items()}
+    placed = {k: jax.device_put(v, lies[k]) for k, v in PARAMS.items()}
+    for codec in (None, js.codecs.int8(block=32)):
+        sync = syncs(codec, param_specs=specs)[name]
+        step = js.make_train_step(loss_fn, optax.adam(1e-2), sync=sync, mesh=mesh)
+        way, state = moved(step, placed)
+        ways.append(way)
+        for leaf in jax.tree.leaves(getattr(state.opt_state[-1], "sent", ())):
+            assert leaf.addressable_shards[0].data.size * 4 == leaf.size
+    check_near(ways[1], ways[0], 0.02)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_half_precision(dtype):
+    params = jax.tree.map(lambda x: jnp.asarray(x, dtype), PARAMS)
+    ways = []
+    for codec in (None, js.codecs.int8()):
+        for name, sync in syncs(codec).items():
+            mesh = js.virtual_mesh({"replica": 4})
+            step = js.make_train_step(loss, optax.sgd(0.5), sync=sync, mesh=mesh)
+            way, state = moved(step, params)
+            ways.append((name, way))
+            assert {x.dtype for x in jax.tree.leaves(state.params)} == {jnp.dtype(dtype)}
+            sent = getattr(state.opt_state[-1], "sent", ())
+            assert {x.dtype for x in jax.tree.leaves(sent)} <= {jnp.dtype("float32")}
+    for (name, wanted), (_, found) in zip(ways[:3], ways[3:], strict=True):
+        assert np.linalg.norm(found - wanted) < 0.15 * np.linalg.norm(wanted), name
+
+
+@pytest.mark.parametrize("executor", ["one_program", "host"])
+def test_stages(executor):
+    """What a stage has moved is encoded where it is."""
+    model, layers = language_model(4)
+    mesh = js.make_mesh({"replica": 2, "stage": 2})
+    schedule = js.schedules.one_f_one_b(2, 2)
+    pipe = js.pipelined(model, layers, schedule, mesh=mesh, executor=executor)
+    batches, ways = [tokens(8, seed) for seed in range(6)], []
+    for codec in (None, js.codecs.int8(block=32)):
+        for fragments in (1, 2):
+            sync = js.diloco("replica", sync_every=2, codec=codec, fragments=fragments)
+            step = js.make_train_step(pipe, optax.sgd(0.1), sync=sync, mesh=mesh)
+            ways.append(moved(step, layers, batches)[0])
+    for exact, found in zip(ways[:2], ways[2:], strict=True):
+        check_near(found, exact, 0.03)
+
+
+@pytest.mark.parametrize("shard_state", [True, False])
+def test_tables_are_sent_as_dense_leaves_are(shard_state):
+    mesh = js.make_mesh({"replica": 2, "shard": 2})
+    tables = js.embeddings(
+        {"a": js.Table(200, 8)}, axis_name="shard", optimizer=js.rowwise_sgd(1.0)
+    )
+
+    def loss_fn(params, batch, *, embedded):
+        return jnp.mean((embedded["a"] @ params["w"] - batch["y"]) ** 2)
+
+    rng, ways = np.random.default_rng(0), []
+    batches = [
+        {"a": rng.integers(0, 200, 16), "y": np.float32(rng.normal(size=16))} for _ in range(6)
+    ]
+    for codec in (None, js.codecs.int8(block=32)):
+        sync = js.diloco("replica", sync_every=2, codec=codec, shard_state=shard_state)
+        step = js.make_train_step(loss_fn, optax.sgd(0.1), sync=sync, mesh=mesh, embeddings=tables)
+        way, state = moved(step, {"w": np.float32(rng.normal(size=8) * 0 + 0.3)}, batches)
+        ways.append(way)
+    assert {len(jax.tree.leaves(x)) for x in state.opt_state[-1].sent if jax.tree.leaves(x)} == {2}
+    check_near(ways[1], ways[0], 0.03)
