@@ -63,6 +63,8 @@ OPTIONS = {
         )
     },
     "diloco(48)": lambda: {"sync": js.diloco(R, sync_every=48)},
+    "diloco(48), int8": lambda: {"sync": js.diloco(R, sync_every=48, codec=js.codecs.int8())},
+    "diloco(48), int4": lambda: {"sync": js.diloco(R, sync_every=48, codec=js.codecs.int4())},
     "local_sgd(24, delay=6)": lambda: {"sync": js.local_sgd(R, sync_every=24, delay=6, merge=0.5)},
     "local_sgd(48, fragments=4, delay=10)": lambda: {
         "sync": js.local_sgd(R, sync_every=48, fragments=4, delay=10, merge=0.5)

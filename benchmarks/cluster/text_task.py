@@ -14,6 +14,8 @@ JAX = (
     "local_sgd(48)",
     "slowmo(12, 48)",
     "diloco(48)",
+    "diloco(48), int8",
+    "diloco(48), int4",
     # Half of the local progress is kept. Nothing is in flight when a model is evaluated, so that no
     # exchange goes on while the clock stands.
     "local_sgd(24, delay=6)",

@@ -37,7 +37,8 @@ def parse() -> argparse.Namespace:
     args = parser.parse_args()
     if lacks := missing():
         parser.error(f"missing here: {', '.join(lacks)}.")
-    if not TORCH_PYTHON.exists():
+    args.wanted = [name for name in args.only.split(";") if name] or (*task.JAX, *task.TORCH)
+    if set(args.wanted) & set(task.TORCH) and not TORCH_PYTHON.exists():
         parser.error(f"{TORCH_PYTHON} is missing; `make bench-env` installs torch there.")
     return args
 
@@ -62,7 +63,6 @@ def train(group: HostGroup, name: str, target: float) -> dict:
 
 
 def measure(found: list[Host], args: argparse.Namespace, folder: str) -> dict:
-    wanted = [name for name in args.only.split(";") if name] or (*task.JAX, *task.TORCH)
     runs, facts = [], {}
     for seed in range(args.seeds):
         data = f"{folder}/{seed}.npz"
@@ -73,29 +73,33 @@ def measure(found: list[Host], args: argparse.Namespace, folder: str) -> dict:
             ("jax", task.JAX, (sys.executable, "text_jax_worker.py", 9821, jax_env)),
             ("torch", task.TORCH, (str(TORCH_PYTHON), "text_torch_worker.py", 9822, TORCH_ENV)),
         ):
+            wanted = [name for name in names if name in args.wanted]
+            if library == "torch" and not wanted:  # jax says what the machine is
+                continue
             group = HostGroup(found, *start, data, str(seed), heads)
             try:
                 facts[library] = group.facts
-                for name in (n for n in names if n in wanted):
+                for name in wanted:
                     run = {"library": library, "seed": seed, **train(group, name, args.target)}
                     runs.append(run)
                     shown = {k: v for k, v in run.items() if k != "curve"}
                     print(shown, run["curve"][-1], file=sys.stderr, flush=True)
             finally:
                 group.close()
-    return {"machine": facts["jax"], "torch": facts["torch"], **about, "runs": runs}
+    return {"machine": facts["jax"], "torch": facts.get("torch"), **about, "runs": runs}
 
 
 def markdown(result: dict) -> str:
     machine = result["machine"]
+    torch = f", torch {result['torch']['torch']}, gloo in both" if result["torch"] else ", gloo"
     ddp = {r["seed"]: r["seconds"] for r in result["runs"] if r["variant"] == "DDP"}
     lines = [
         "# Time to a validation loss on shaped links",
         "",
         f"`{result['command']}`: {task.HOSTS} hosts, network namespaces of one machine, links "
         f"shaped in both directions; {machine['processor']}, {machine['cores']} cores for all "
-        f"hosts; jax {machine['jax']}, torch {result['torch']['torch']}, gloo in both, one "
-        f"arithmetic thread per process. A GPT of {result['model_bytes'] / 1e6:.2f} MB (float32), "
+        f"hosts; jax {machine['jax']}{torch}, one arithmetic "
+        f"thread per process. A GPT of {result['model_bytes'] / 1e6:.2f} MB (float32), "
         f"batch {result['batch']} per host, {result['corpus_mb']} MB of Python source; AdamW, "
         f"learning rate {task.LEARNING_RATE} after {task.WARMUP} steps of warm-up. Evaluated every "
         f"{task.EVERY} steps, outside of the measured time, at most {task.MAX_STEPS} steps. "

@@ -38,6 +38,8 @@ CODECS = {
     name + suffix: make(error_feedback=bool(suffix))
     for (name, make), suffix in itertools.product(_MAKERS.items(), (FEEDBACK, ""))
 }
+SPARSE_LOCO = 'top_k(0.02, values="bits2")' + FEEDBACK
+_SPARSE = (SPARSE_LOCO, SPARSE_LOCO.removesuffix(FEEDBACK))
 
 
 def make_of(cell: Cell) -> Callable[[Mapping[str, Any]], optax.GradientTransformation]:
@@ -157,16 +159,19 @@ def all_cells() -> list[Cell]:
 
 def _coded_cells() -> list[Cell]:
     """Return the cells whose exchanges are sent in few bits, and what they are compared with."""
-    sparse = 'top_k(0.02, values="bits2")' + FEEDBACK
     cells = []
     for optimizer, replicas in itertools.product(("sgd", "adamw"), (8, 32)):
         one = ("classifier", optimizer, replicas)
         outer = Cell(*one, DILOCO, 48, STEPS["classifier"])
         cells += [replace(outer, codec=name) for name in CODECS]
-        cells.append(replace(outer, algorithm=LOCAL_SGD, codec=sparse))
+        cells += [
+            replace(outer, algorithm=LOCAL_SGD, period=period, codec=codec)
+            for period, codec in itertools.product(PERIODS, _SPARSE)
+            if optimizer == "adamw"
+        ]
     for replicas in (8, 32):
         muon = Cell("classifier", "muon", replicas, DILOCO, 48, STEPS["classifier"])
         cells += [muon, replace(muon, codec="int4" + FEEDBACK)]
     text = Cell("language", "adamw", 8, DILOCO, 48, STEPS["language"])
     cells += [replace(text, codec=name) for name in CODECS]
-    return [*cells, replace(text, algorithm=LOCAL_SGD, codec=sparse)]
+    return [*cells, replace(text, algorithm=LOCAL_SGD, codec=SPARSE_LOCO)]

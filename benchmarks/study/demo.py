@@ -13,10 +13,10 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
-from pictures import BYTES, SHOWN, draw_runs
+from pictures import SHOWN, draw_runs
 from rich.console import Console
 from rich.table import Table
-from rows import ALL_REDUCE, DILOCO, LOCAL_SGD, SLOWMO, Cell, Row, by_cell
+from rows import ALL_REDUCE, DILOCO, LOCAL_SGD, PARAMETERS, SLOWMO, Cell, Row, by_cell
 from statistics_of import gap_closed, interval
 
 from train import final_of
@@ -39,7 +39,7 @@ def table(rows: list[Row]) -> Table:
     for row in rows:
         best, period = row["best"], row["period"]
         when = "1 update" if period == 1 else f"{period} updates"
-        sent = BYTES[row["part"]] * row["steps"] / period / 1000
+        sent = 4 * PARAMETERS[row["part"]] * row["steps"] / period / 1000
         momentum = f"{best['momentum']:g}" if best["momentum"] else ""
         loss = "{:.3f} ± {:.3f}".format(*interval(row["test"]))
         shown.add_row(row["algorithm"], when, f"{best['rate']:.2g}", momentum, loss, f"{sent:,.0f}")

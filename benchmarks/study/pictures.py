@@ -12,6 +12,7 @@ from rows import (
     ALL_REDUCE,
     DILOCO,
     LOCAL_SGD,
+    PARAMETERS,
     PERIODS,
     REPLICAS,
     SGP,
@@ -38,7 +39,6 @@ SHOWN = [
     Cell("classifier", "sgd", 32, name, 1 if name == ALL_REDUCE else 48, STEPS["classifier"])
     for name in (ALL_REDUCE, LOCAL_SGD, SLOWMO, DILOCO)
 ]
-BYTES = {"classifier": 4 * 2410, "language": 4 * 42880}  # of the parameters
 
 
 def style(algorithm: str) -> dict[str, Any]:
@@ -81,7 +81,8 @@ def draw_runs(rows: Sequence[Row], path: Path) -> None:
         label = f"{row['algorithm']}: {mean:.3f} ± {half:.3f}"
         look = style(row["algorithm"])
         draw_line(by_updates, updates, row["curve"], look, label=label)
-        draw_line(by_bytes, updates // row["period"] * BYTES[row["part"]] / 1e3, row["curve"], look)
+        kilobytes = 4 * PARAMETERS[row["part"]] / 1e3
+        draw_line(by_bytes, updates // row["period"] * kilobytes, row["curve"], look)
     by_updates.set(xlabel="updates", ylabel="held-out loss of the consensus model")
     by_bytes.set(xscale="log", xlabel="kilobytes sent by each replica (log scale)")
     by_bytes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.0f}"))

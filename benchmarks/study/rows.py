@@ -10,6 +10,7 @@ PARTS = ("classifier", "language")
 STEPS = {"classifier": 960, "language": 1440}
 REPLICAS = {"classifier": (4, 8, 16, 32), "language": (8, 16)}
 PERIODS = (12, 48)
+PARAMETERS = {"classifier": 2410, "language": 42_880}
 
 ALL_REDUCE, SGP, LOCAL_SGD, DILOCO = "all_reduce", "sgp", "local_sgd", "diloco"
 SLOWMO, SLOWMO_SGP, SLOWMO_48 = "slowmo", "slowmo_sgp", "slowmo_every_48"

@@ -3,11 +3,15 @@
 import itertools
 import json
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
+import numpy as np
+from cells import CODECS, FEEDBACK, SPARSE_LOCO
 from rows import (
     ALL_REDUCE,
     DILOCO,
     LOCAL_SGD,
+    PARAMETERS,
     PERIODS,
     REPLICAS,
     RESULTS,
@@ -221,6 +225,71 @@ def beyond(part: str) -> str:
     return table(["", *head], lines)
 
 
+CODED = {
+    "digits, 8 replicas": Cell("classifier", "adamw", 8, DILOCO, 48, STEPS["classifier"]),
+    "digits, 32 replicas": Cell("classifier", "adamw", 32, DILOCO, 48, STEPS["classifier"]),
+    "text, 8 replicas": Cell("language", "adamw", 8, DILOCO, 48, STEPS["language"]),
+}
+DIGITS_SGD = {
+    f"digits, SGD, {cell.replicas} replicas": replace(cell, optimizer="sgd")
+    for cell in CODED.values()
+    if cell.part == "classifier"
+}
+
+
+def few_bits(study: Study, columns: dict[str, Cell], codecs: Sequence[str]) -> str:
+    """Return losses of exchanges in codecs beside float32, and the share of its bytes."""
+    head = [text for name in columns for text in (name, "bytes")]
+    lines = [["float32", *(x for cell in columns.values() for x in (_coded(study, cell), "1"))]]
+    for codec in codecs:
+        cells = [replace(cell, codec=codec) for cell in columns.values()]
+        shown = [x for cell in cells for x in (_coded(study, cell), _share_sent(cell))]
+        lines.append([f"`{codec.removesuffix(FEEDBACK)}`{FEEDBACK * (FEEDBACK in codec)}", *shown])
+    return table(["", *head], lines)
+
+
+def recipes(study: Study) -> str:
+    """Return the losses of SparseLoCo and MuLoCo beside the same without a codec."""
+    rows = {
+        "`diloco`": {},
+        "`local_sgd`": {"algorithm": LOCAL_SGD},
+        "SparseLoCo": {"algorithm": LOCAL_SGD, "codec": SPARSE_LOCO},
+        "`diloco`, Muon inside": {"optimizer": "muon"},
+        "MuLoCo: the same in int4": {"optimizer": "muon", "codec": f"int4{FEEDBACK}"},
+    }
+    columns = {name: cell for name, cell in CODED.items() if cell.part == "classifier"}
+    lines = []
+    for name, change in rows.items():
+        cells = [replace(cell, **change) for cell in columns.values()]
+        shown = [
+            x for c in cells for x in (_coded(study, c), _share_sent(c) if c.codec else "1")
+        ]
+        lines.append([name, *shown])
+    return table(["", *(text for name in columns for text in (name, "bytes"))], lines)
+
+
+def _coded(study: Study, cell: Cell) -> str:
+    """Return the loss of a cell; with a codec, what it is above that of float32."""
+    losses = study.rows[cell]["test"]
+    if not cell.codec:
+        return loss(losses)
+    # Paired: the seeds are the same.
+    exact = study.rows[replace(cell, codec="")]["test"]
+    mean, half = interval(np.subtract(losses, exact).tolist())
+    return f"{interval(losses)[0]:.3f} ({mean:+.3f} ± {half:.3f})"
+
+
+def _share_sent(cell: Cell) -> str:
+    """Return the bytes that a replica sends in an exchange, over those of float32."""
+    codec, replicas, size = CODECS[cell.codec], cell.replicas, PARAMETERS[cell.part]
+    # An all-reduce of float32 and a dense mean send a chunk to each other replica twice.
+    twice, chunk = 2 * (replicas - 1), codec.chunk_size(size, replicas)
+    exact = twice * 4 * size / replicas
+    is_sparse = codec.is_sparse
+    sent = (replicas - 1) * codec.num_bytes(size) if is_sparse else twice * codec.num_bytes(chunk)
+    return f"{sent / exact:.3f}"
+
+
 def edges(study: Study) -> tuple[int, int]:
     """Return how many cells chose the smallest or largest of a grid's values, and of how many."""
     found, tuned = 0, [row for row in study.rows.values() if "tuning" in row]
@@ -247,5 +316,9 @@ def all_tables(study: Study) -> dict[str, str]:
         "equal-bytes": equal_bytes(study),
         "penalties": penalties(study),
         "flattened": flattened(study),
+        "few-bits": few_bits(study, CODED, [name for name in CODECS if FEEDBACK in name]),
+        "few-bits-dropped": few_bits(study, CODED, [c for c in CODECS if FEEDBACK not in c]),
+        "few-bits-sgd": few_bits(study, DIGITS_SGD, list(CODECS)),
+        "few-bits-recipes": recipes(study),
         "edges": "{} of {} rows".format(*edges(study)),
     }
