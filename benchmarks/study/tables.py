@@ -4,6 +4,7 @@ import itertools
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 from cells import CODECS, FEEDBACK, SPARSE_LOCO
@@ -230,64 +231,79 @@ CODED = {
     "digits, 32 replicas": Cell("classifier", "adamw", 32, DILOCO, 48, STEPS["classifier"]),
     "text, 8 replicas": Cell("language", "adamw", 8, DILOCO, 48, STEPS["language"]),
 }
-DIGITS_SGD = {
-    f"digits, SGD, {cell.replicas} replicas": replace(cell, optimizer="sgd")
-    for cell in CODED.values()
-    if cell.part == "classifier"
+CODED_DIGITS = {name: cell for name, cell in CODED.items() if cell.part == "classifier"}
+CODED_SGD = {name: replace(cell, optimizer="sgd") for name, cell in CODED_DIGITS.items()}
+RECIPES = {
+    "`local_sgd`": {"algorithm": LOCAL_SGD},
+    "SparseLoCo": {"algorithm": LOCAL_SGD, "codec": SPARSE_LOCO},
+    "the same without error feedback": {
+        "algorithm": LOCAL_SGD,
+        "codec": SPARSE_LOCO.removesuffix(FEEDBACK),
+    },
+    "`local_sgd`, every 12": {"algorithm": LOCAL_SGD, "period": 12},
+    "SparseLoCo, every 12": {"algorithm": LOCAL_SGD, "period": 12, "codec": SPARSE_LOCO},
+    "every 12 without error feedback": {
+        "algorithm": LOCAL_SGD,
+        "period": 12,
+        "codec": SPARSE_LOCO.removesuffix(FEEDBACK),
+    },
+    "`diloco`, Muon inside": {"optimizer": "muon"},
+    "MuLoCo": {"optimizer": "muon", "codec": f"int4{FEEDBACK}"},
 }
 
 
-def few_bits(study: Study, columns: dict[str, Cell], codecs: Sequence[str]) -> str:
-    """Return losses of exchanges in codecs beside float32, and the share of its bytes."""
-    head = [text for name in columns for text in (name, "bytes")]
-    lines = [["float32", *(x for cell in columns.values() for x in (_coded(study, cell), "1"))]]
-    for codec in codecs:
-        cells = [replace(cell, codec=codec) for cell in columns.values()]
-        shown = [x for cell in cells for x in (_coded(study, cell), _share_sent(cell))]
-        lines.append([f"`{codec.removesuffix(FEEDBACK)}`{FEEDBACK * (FEEDBACK in codec)}", *shown])
-    return table(["", *head], lines)
+def few_bits(study: Study) -> str:
+    """Return how far losses of exchanges in few bits are above that of float32."""
+    lines = []
+    for codec in (name for name in CODECS if FEEDBACK in name):
+        cells = [replace(cell, codec=codec) for cell in CODED.values()]
+        sent = ", ".join(share_sent(cell) for cell in cells[:2])
+        above = ["{:+.3f} ± {:.3f}".format(*above_float32(study, cell)) for cell in cells]
+        lines.append([codec_label(codec).removesuffix(FEEDBACK), sent, *above])
+    return table(["", "bytes", *CODED], lines)
 
 
-def recipes(study: Study) -> str:
-    """Return the losses of SparseLoCo and MuLoCo beside the same without a codec."""
-    rows = {
-        "`diloco`": {},
-        "`local_sgd`": {"algorithm": LOCAL_SGD},
-        "SparseLoCo": {"algorithm": LOCAL_SGD, "codec": SPARSE_LOCO},
-        "`diloco`, Muon inside": {"optimizer": "muon"},
-        "MuLoCo: the same in int4": {"optimizer": "muon", "codec": f"int4{FEEDBACK}"},
-    }
-    columns = {name: cell for name, cell in CODED.items() if cell.part == "classifier"}
+def all_codecs(study: Study, columns: dict[str, Cell]) -> str:
+    rows = {codec_label(codec): {"codec": codec} for codec in CODECS}
+    return in_codecs(study, {"float32": {}, **rows}, columns)
+
+
+def codec_label(codec: str) -> str:
+    name, feedback, _ = codec.partition(FEEDBACK)
+    return f"`{name}`{feedback}"
+
+
+def in_codecs(study: Study, rows: dict[str, dict[str, Any]], columns: dict[str, Cell]) -> str:
+    """Return losses and bytes of cells that differ from those of `columns` in what `rows` say."""
     lines = []
     for name, change in rows.items():
         cells = [replace(cell, **change) for cell in columns.values()]
-        shown = [
-            x for c in cells for x in (_coded(study, c), _share_sent(c) if c.codec else "1")
-        ]
-        lines.append([name, *shown])
+        lines.append([name, *(x for c in cells for x in (coded_loss(study, c), share_sent(c)))])
     return table(["", *(text for name in columns for text in (name, "bytes"))], lines)
 
 
-def _coded(study: Study, cell: Cell) -> str:
-    """Return the loss of a cell; with a codec, what it is above that of float32."""
+def above_float32(study: Study, cell: Cell) -> tuple[float, float]:
+    """Return what the loss of a cell is above that without its codec, and half of its interval."""
+    exact = study.rows[replace(cell, codec="")]["test"]
+    return interval(np.subtract(study.rows[cell]["test"], exact).tolist())  # of the same seeds
+
+
+def coded_loss(study: Study, cell: Cell) -> str:
     losses = study.rows[cell]["test"]
     if not cell.codec:
         return loss(losses)
-    # Paired: the seeds are the same.
-    exact = study.rows[replace(cell, codec="")]["test"]
-    mean, half = interval(np.subtract(losses, exact).tolist())
-    return f"{interval(losses)[0]:.3f} ({mean:+.3f} ± {half:.3f})"
+    return "{:.3f} ({:+.3f} ± {:.3f})".format(np.mean(losses), *above_float32(study, cell))
 
 
-def _share_sent(cell: Cell) -> str:
+def share_sent(cell: Cell) -> str:
     """Return the bytes that a replica sends in an exchange, over those of float32."""
+    if not cell.codec:
+        return "1"
     codec, replicas, size = CODECS[cell.codec], cell.replicas, PARAMETERS[cell.part]
-    # An all-reduce of float32 and a dense mean send a chunk to each other replica twice.
-    twice, chunk = 2 * (replicas - 1), codec.chunk_size(size, replicas)
-    exact = twice * 4 * size / replicas
-    is_sparse = codec.is_sparse
-    sent = (replicas - 1) * codec.num_bytes(size) if is_sparse else twice * codec.num_bytes(chunk)
-    return f"{sent / exact:.3f}"
+    # An all-reduce of float32, and a mean of a dense codec, send a chunk to each replica twice.
+    exact = 2 * 4 * size / replicas
+    chunk = 2 * codec.num_bytes(codec.chunk_size(size, replicas))
+    return f"{(codec.num_bytes(size) if codec.is_sparse else chunk) / exact:.3f}"
 
 
 def edges(study: Study) -> tuple[int, int]:
@@ -316,9 +332,9 @@ def all_tables(study: Study) -> dict[str, str]:
         "equal-bytes": equal_bytes(study),
         "penalties": penalties(study),
         "flattened": flattened(study),
-        "few-bits": few_bits(study, CODED, [name for name in CODECS if FEEDBACK in name]),
-        "few-bits-dropped": few_bits(study, CODED, [c for c in CODECS if FEEDBACK not in c]),
-        "few-bits-sgd": few_bits(study, DIGITS_SGD, list(CODECS)),
-        "few-bits-recipes": recipes(study),
+        "few-bits": few_bits(study),
+        "few-bits-all": all_codecs(study, CODED),
+        "few-bits-sgd": all_codecs(study, CODED_SGD),
+        "few-bits-recipes": in_codecs(study, RECIPES, CODED_DIGITS),
         "edges": "{} of {} rows".format(*edges(study)),
     }
