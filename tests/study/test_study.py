@@ -85,6 +85,18 @@ def test_a_row_is_tuned_and_trained_and_is_the_same_the_second_time(study, small
     json.dumps(row)
 
 
+def test_a_row_with_a_codec_is_sent_in_it_at_the_setting_of_float32(
+    study, small_grid, monkeypatch
+):
+    exact = study.rows.Cell("classifier", "sgd", 2, "diloco", 12, 40)
+    best = {"rate": 0.1, "momentum": 0.5, "outer_rate": 1.0}
+    monkeypatch.setattr(study.train, "by_cell", lambda: {exact: {"best": best}})
+    row = study.train.row_of(replace(exact, codec="top_k(0.02)"))
+    assert row["best"] == best
+    assert "tuning" not in row
+    assert row["test"] != study.train.final_of(exact, best)["test"]
+
+
 def test_examples_of_a_seed_are_divided_once(study):
     """No image of validation or test is trained on, in any of its forms."""
     task = study.tasks.classifier()
