@@ -85,9 +85,7 @@ def test_a_row_is_tuned_and_trained_and_is_the_same_the_second_time(study, small
     json.dumps(row)
 
 
-def test_a_row_with_a_codec_is_sent_in_it_at_the_setting_of_float32(
-    study, small_grid, monkeypatch
-):
+def test_a_row_with_a_codec_is_sent_in_it_at_the_setting_of_float32(study, small_grid, monkeypatch):
     exact = study.rows.Cell("classifier", "sgd", 2, "diloco", 12, 40)
     best = {"rate": 0.1, "momentum": 0.5, "outer_rate": 1.0}
     monkeypatch.setattr(study.train, "by_cell", lambda: {exact: {"best": best}})
