@@ -39,6 +39,7 @@ CODECS = {
     for (name, make), suffix in itertools.product(_MAKERS.items(), (FEEDBACK, ""))
 }
 SPARSE_LOCO = 'top_k(0.02, values="bits2")' + FEEDBACK
+TEXT_CODECS = [name + FEEDBACK for name in ("bfloat16", "int8", "int4", "top_k(0.02)")]
 _SPARSE = (SPARSE_LOCO, SPARSE_LOCO.removesuffix(FEEDBACK))
 
 
@@ -160,18 +161,15 @@ def all_cells() -> list[Cell]:
 def _coded_cells() -> list[Cell]:
     """Return the cells whose exchanges are sent in few bits, and what they are compared with."""
     cells = []
-    for optimizer, replicas in itertools.product(("sgd", "adamw"), (8, 32)):
-        one = ("classifier", optimizer, replicas)
-        outer = Cell(*one, DILOCO, 48, STEPS["classifier"])
+    for replicas in (8, 32):
+        outer = Cell("classifier", "adamw", replicas, DILOCO, 48, STEPS["classifier"])
         cells += [replace(outer, codec=name) for name in CODECS]
         cells += [
             replace(outer, algorithm=LOCAL_SGD, period=period, codec=codec)
             for period, codec in itertools.product(PERIODS, _SPARSE)
-            if optimizer == "adamw"
         ]
-    for replicas in (8, 32):
-        muon = Cell("classifier", "muon", replicas, DILOCO, 48, STEPS["classifier"])
-        cells += [muon, replace(muon, codec="int4" + FEEDBACK)]
+    muon = Cell("classifier", "muon", 8, DILOCO, 48, STEPS["classifier"])
     text = Cell("language", "adamw", 8, DILOCO, 48, STEPS["language"])
-    cells += [replace(text, codec=name) for name in CODECS]
+    cells += [muon, replace(muon, codec="int4" + FEEDBACK)]
+    cells += [replace(text, codec=name) for name in TEXT_CODECS]
     return [*cells, replace(text, algorithm=LOCAL_SGD, codec=SPARSE_LOCO)]

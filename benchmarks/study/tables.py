@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from cells import CODECS, FEEDBACK, SPARSE_LOCO
+from cells import CODECS, FEEDBACK, SPARSE_LOCO, TEXT_CODECS
 from rows import (
     ALL_REDUCE,
     DILOCO,
@@ -229,43 +229,40 @@ def beyond(part: str) -> str:
 CODED = {
     "digits, 8 replicas": Cell("classifier", "adamw", 8, DILOCO, 48, STEPS["classifier"]),
     "digits, 32 replicas": Cell("classifier", "adamw", 32, DILOCO, 48, STEPS["classifier"]),
-    "text, 8 replicas": Cell("language", "adamw", 8, DILOCO, 48, STEPS["language"]),
 }
-CODED_DIGITS = {name: cell for name, cell in CODED.items() if cell.part == "classifier"}
-CODED_SGD = {name: replace(cell, optimizer="sgd") for name, cell in CODED_DIGITS.items()}
-RECIPES = {
-    "`local_sgd`": {"algorithm": LOCAL_SGD},
-    "SparseLoCo": {"algorithm": LOCAL_SGD, "codec": SPARSE_LOCO},
-    "the same without error feedback": {
-        "algorithm": LOCAL_SGD,
-        "codec": SPARSE_LOCO.removesuffix(FEEDBACK),
-    },
-    "`local_sgd`, every 12": {"algorithm": LOCAL_SGD, "period": 12},
-    "SparseLoCo, every 12": {"algorithm": LOCAL_SGD, "period": 12, "codec": SPARSE_LOCO},
-    "every 12 without error feedback": {
-        "algorithm": LOCAL_SGD,
-        "period": 12,
-        "codec": SPARSE_LOCO.removesuffix(FEEDBACK),
-    },
-    "`diloco`, Muon inside": {"optimizer": "muon"},
-    "MuLoCo": {"optimizer": "muon", "codec": f"int4{FEEDBACK}"},
+CODED_TEXT = {"text, 8 replicas": Cell("language", "adamw", 8, DILOCO, 48, STEPS["language"])}
+AVERAGES = {"algorithm": LOCAL_SGD}
+SPARSE = {
+    f"{name}, every {period}": {"algorithm": LOCAL_SGD, "period": period, "codec": codec}
+    for period in PERIODS
+    for name, codec in {
+        "`local_sgd`": "",
+        "SparseLoCo": SPARSE_LOCO,
+        "without error feedback": SPARSE_LOCO.removesuffix(FEEDBACK),
+    }.items()
 }
+MUON = {
+    "AdamW": {},
+    "Muon": {"optimizer": "muon"},
+    "Muon, int4 with error feedback": {"optimizer": "muon", "codec": f"int4{FEEDBACK}"},
+}
+SPARSE_TEXT = {"`local_sgd`": AVERAGES, "SparseLoCo": {**AVERAGES, "codec": SPARSE_LOCO}}
 
 
 def few_bits(study: Study) -> str:
     """Return how far losses of exchanges in few bits are above that of float32."""
-    lines = []
-    for codec in (name for name in CODECS if FEEDBACK in name):
-        cells = [replace(cell, codec=codec) for cell in CODED.values()]
+    lines, columns = [], {**CODED, **CODED_TEXT}
+    for codec in TEXT_CODECS:
+        cells = [replace(cell, codec=codec) for cell in columns.values()]
         sent = ", ".join(share_sent(cell) for cell in cells[:2])
         above = ["{:+.3f} ± {:.3f}".format(*above_float32(study, cell)) for cell in cells]
         lines.append([codec_label(codec).removesuffix(FEEDBACK), sent, *above])
-    return table(["", "bytes", *CODED], lines)
+    return table(["", "bytes", *columns], lines)
 
 
-def all_codecs(study: Study, columns: dict[str, Cell]) -> str:
-    rows = {codec_label(codec): {"codec": codec} for codec in CODECS}
-    return in_codecs(study, {"float32": {}, **rows}, columns)
+def with_codecs(codecs: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Return the rows of a table for `in_codecs`."""
+    return {"float32": {}, **{codec_label(codec): {"codec": codec} for codec in codecs}}
 
 
 def codec_label(codec: str) -> str:
@@ -333,8 +330,9 @@ def all_tables(study: Study) -> dict[str, str]:
         "penalties": penalties(study),
         "flattened": flattened(study),
         "few-bits": few_bits(study),
-        "few-bits-all": all_codecs(study, CODED),
-        "few-bits-sgd": all_codecs(study, CODED_SGD),
-        "few-bits-recipes": in_codecs(study, RECIPES, CODED_DIGITS),
+        "few-bits-digits": in_codecs(study, with_codecs(list(CODECS)), CODED),
+        "few-bits-text": in_codecs(study, with_codecs(TEXT_CODECS) | SPARSE_TEXT, CODED_TEXT),
+        "few-bits-sparse": in_codecs(study, SPARSE, CODED),
+        "few-bits-muon": in_codecs(study, MUON, dict(list(CODED.items())[:1])),
         "edges": "{} of {} rows".format(*edges(study)),
     }
