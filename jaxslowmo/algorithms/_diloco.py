@@ -36,8 +36,8 @@ def diloco(
       outer_optimizer: any complete optax optimizer (with learning rate and sign); the default is
         `optax.sgd(0.7, momentum=0.9, nesterov=True)`.
       shard_state: whether each replica keeps only 1/R of the anchor and of the outer state, as
-        shards of flat buffers. This needs an element-wise outer optimizer and no codec; None shards
-        where both hold. See `docs/outer.md`.
+        shards of flat buffers. This needs an element-wise outer optimizer; None shards with one.
+        See `docs/outer.md`.
       local_axis_name: axis of the devices inside a replica, as in `js.slowmo`.
       param_specs: specs of leaves sharded over automatic axes, as in `js.slowmo`.
       bucket_bytes: size of the exchanged buffers, as in `js.slowmo`.
@@ -57,8 +57,8 @@ def diloco(
       UserWarning: once, if the axis has size 1.
 
     Communication: every `sync_every` updates, over `axis_name`, one reduce-scatter and one
-      all-gather of N bytes each (sharded), or one all-reduce of N bytes (N / 2 with a codec);
-      nothing in other updates.
+      all-gather of N bytes each (sharded), or one all-reduce of N bytes; with a codec an all-to-all
+      and an all-gather of its bytes. Nothing in other updates.
 
     Source: Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models",
       2023, algorithm 1.

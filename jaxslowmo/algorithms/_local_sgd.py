@@ -79,9 +79,9 @@ def local_sgd(
         replica, for leaves that are sharded there; each device exchanges its own block.
       bucket_bytes: size in bytes at which a flat buffer is complete and the next one begins; None
         exchanges one buffer per dtype.
-      codec: None exchanges parameters in their own dtypes, `js.codecs.float16()` in 16 bits.
-        bfloat16 is not precise enough here (`docs/choosing.md`). With error feedback
-        replicas differ after an exchange by their rounding errors, which gains nothing.
+      codec: None exchanges parameters in their own dtypes, `js.codecs.float16()` in 16 bits. With
+        error feedback, or fewer bits, replicas send how far they have moved since the last average,
+        and each keeps where that left them, and what it has not sent: N bytes each.
       fragments: number of parts of the model that take turns, as in `js.slowmo`.
       delay: number of updates beside which an average is exchanged, as in `js.slowmo`.
       merge: share of its own progress that a replica keeps, as in `js.slowmo`. With fragments,
@@ -89,8 +89,8 @@ def local_sgd(
         bytes.
 
     Returns:
-      A `ParameterTransform` with state `LocalSGDState`, or `OuterState` with fragments, delay or
-      merge. `update` needs `params`; updates of half-precision leaves are returned as float32.
+      A `ParameterTransform` with state `LocalSGDState`, `CodedSGDState` with such a codec, or
+      `OuterState` with fragments, delay or merge. `update` needs `params`; updates of half-precision leaves are returned as float32.
 
     Raises:
       ValueError: `sync_every` < 1, negative `bucket_bytes` or an invalid `codec`, at construction;
@@ -98,7 +98,8 @@ def local_sgd(
       UserWarning: once, if the axis has size 1.
 
     Communication: in a due update one all-reduce over `axis_name` per buffer, N bytes in total, N
-      in the sent dtypes (plus 8 bytes if `update` is called with `weight`); nothing otherwise. With
+      in the sent dtypes (plus 8 bytes if `update` is called with `weight`), or for how far replicas
+      moved one all-to-all and one all-gather of the codec's bytes; nothing otherwise. With
       `local_axis_name` N / L per device, and an all-gather of N over that axis.
 
     Source: Stich, "Local SGD Converges Fast and Communicates Little", ICLR 2019, algorithm 1.

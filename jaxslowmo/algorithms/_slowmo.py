@@ -84,7 +84,7 @@ def slowmo(
       local_axis_name: axis of the L devices inside a replica; each then exchanges 1/L.
       param_specs: `PartitionSpec` per leaf over automatic axes inside a replica.
       bucket_bytes: approximate size of a buffer in bytes; None: one buffer per dtype.
-      codec: format of the slow exchange, such as `js.codecs.bfloat16()`; None is float32.
+      codec: format of the slow exchange, such as `js.codecs.int8()`; None is float32.
       fragments: number P of parts that take slow steps in turn, or a function from name to part.
       delay: number of updates, below `sync_every` / P, beside which a slow step's values are sent.
       merge: share in [0, 1] of its own progress that a replica keeps; 0 takes the anchor.
@@ -98,7 +98,7 @@ def slowmo(
       UserWarning: once, without a base, on one replica, or if sync_every does not fit the base's.
 
     Communication: in a slow step one reduce-scatter and one all-gather of N bytes (sharded), or one
-      all-reduce of N bytes (N / 2 with a codec); else, and if not exact, only what `base` sends.
+      all-reduce; with a codec an all-to-all and an all-gather of its bytes. Else what `base` sends.
 
     Source: Wang et al., "SlowMo", ICLR 2020, algorithm 1; FairScale 0.4.13.
     """
