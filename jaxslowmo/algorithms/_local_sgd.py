@@ -18,6 +18,7 @@ from ..transform import (
     Event,
     Every,
     Exchange,
+    InnerState,
     Now,
     Operand,
     ParameterTransform,
@@ -25,6 +26,7 @@ from ..transform import (
     as_schedule,
     checked_exchange,
     replica_mean,
+    split_mark,
 )
 from ..tree import apply_exactly, updates_to
 from .outer import Fragments, Outer, Placement
@@ -48,12 +50,13 @@ def local_sgd(
     fragments: Fragments = 1,
     delay: int = 0,
     merge: float = 0.0,
+    inner_state: InnerState = "keep",
 ) -> ParameterTransform:
     """Train replicas independently and average their parameters every `sync_every` updates.
 
     Put it last in a chain, after the optimizer. With y = params + updates, an update in which the
     average is due sets params to the mean of y over `axis_name`; any other update sets params to y.
-    Optimizer state is not averaged.
+    Optimizer state is not averaged, unless `inner_state` says so.
 
     Args:
       axis_name: mapped axis of the replicas.
@@ -72,6 +75,7 @@ def local_sgd(
       merge: share of its own progress that a replica keeps, as in `js.slowmo`. With fragments,
         delay or merge the exchange has at least float32, and each replica holds an anchor of N
         bytes.
+      inner_state: "keep", "reset" or "average" the optimizer's moments, as in `js.slowmo`.
 
     Returns:
       A `ParameterTransform` with state `LocalSGDState`, or `OuterState` with fragments, delay or
@@ -104,11 +108,12 @@ def local_sgd(
             fragments=fragments,
             delay=delay,
             merge=merge,
+            inner_state=inner_state,
         )
         return ParameterTransform(outer)
     # This is hierarchical averaging with only one group, that of all replicas.
     level = _Level(exchange, schedule, "average")
-    return ParameterTransform(LocalSGD(owner, (level,)))
+    return ParameterTransform(LocalSGD(owner, (level,), inner_state))
 
 
 @records_settings
@@ -179,6 +184,7 @@ class LocalSGD(Sync):
 
     owner: str
     levels: tuple[_Level, ...]
+    inner_state: InnerState = "keep"
     state = LocalSGDState
     packs = True
 
@@ -218,9 +224,10 @@ class LocalSGD(Sync):
         y = apply_exactly(now.params, updates)
         mean = replica_mean(y, level.exchange, now.weight, role="average")
         # Layouts, buckets and codec are those of parameters, so others are sent without.
+        others, mark = split_mark(self, others)
         others = replica_mean(others, Exchange(level.exchange.axis_name), now.weight)
         # optax adds updates to parameters, so return the difference and not the mean.
-        return updates_to(now.params, mean), others, state
+        return updates_to(now.params, mean), [*others, *[True] * len(mark)], state
 
 
 def _nested(owner: str, sync_every: Mapping[AxisName, int | Every]) -> list[tuple[AxisName, Every]]:

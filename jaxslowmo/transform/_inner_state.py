@@ -1,0 +1,129 @@
+"""What an exchange does to the moments in the state of the inner optimizer: reset or average them.
+
+An algorithm sees parameters alone. So its caller gives it a mark after the other arrays, False,
+which it returns as True if its exchange took place, and then changes the optimizer's state.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from .._support.types import PyTree
+from ..tree import apply_exactly
+from ._checks import check_weight
+from ._due import phase_scope, run_if
+from ._replica_exchange import replica_mean
+from ._sync import Others, Sync, inner_changer
+
+
+class Mark(NamedTuple):
+    """What an exchange leaves to do in the state of the inner optimizer.
+
+    Attributes:
+      layer: the algorithm that changes it.
+      is_due: whether its exchange took place: a bool, or a () bool array equal on all replicas.
+      weight: () float32, this replica's share in means; None weighs all equally.
+      axes: names of the axes over which programs communicate.
+    """
+
+    layer: Sync
+    is_due: Any
+    weight: jax.Array | None
+    axes: tuple[str, ...]
+
+
+def exchange_marked(
+    sync: Any, updates: PyTree, others: Others, *args: Any, **extra: Any
+) -> tuple[PyTree, Others, PyTree, Mark | None]:
+    """Return the results of `sync.exchange`, and its mark; None if it keeps all moments."""
+    layer = inner_changer(sync.sync)
+    if layer is None:
+        return *sync.exchange(updates, others, *args, **extra), None
+    updates, (*others, is_due), state = sync.exchange(updates, [*others, False], *args, **extra)
+    weight = check_weight(layer.owner, extra.get("weight"))
+    return updates, others, state, Mark(layer, is_due, weight, sync.bound_axes)
+
+
+def after_exchange(
+    mark: Mark | None,
+    init: Callable[[PyTree], PyTree],
+    state: PyTree,
+    params: PyTree,
+    updates: PyTree,
+    param_specs: PyTree | None = None,
+) -> PyTree:
+    """Return the state of an optimizer after an exchange, its moments kept, reset or averaged.
+
+    Moments are the trees like the parameters. "reset" makes them those of `init`, and so the
+    numbers beside them in the same state, such as the counter of Adam's bias correction. States
+    without moments, such as those of schedules, go on.
+
+    Args:
+      mark: that of the exchange; None keeps the moments.
+      init: the optimizer's `init`.
+      state: the optimizer's state of this replica.
+      params: the parameters before the update.
+      updates: the updates that the exchange returned.
+      param_specs: `PartitionSpec` per leaf over automatic axes inside a replica; None: those of
+        the exchange.
+
+    Raises:
+      ValueError: arrays in the state that are in no tree like the parameters.
+
+    Communication: with "average" one all-reduce of the bytes of the moments over the axes of the
+      exchange, if it took place.
+    """
+    if mark is None:
+        return state
+    layer, is_moment = mark.layer, _like(params)
+    landed = apply_exactly(params, updates)
+    places, treedef = jax.tree_util.tree_flatten_with_path(state, is_leaf=is_moment)
+    for _, x in places:
+        if not is_moment(x) and jnp.issubdtype(x.dtype, jnp.floating) and x.ndim:
+            raise ValueError(
+                f"{layer.owner}: `inner_state`={layer.inner_state!r} changes what an optimizer "
+                f"keeps in trees like the parameters, and this one has {x.dtype}{list(x.shape)} in "
+                'another form: leave out what brings it there, or use inner_state="keep".'
+            )
+
+    def reset(state: PyTree) -> PyTree:
+        nodes = {path[:-1] for path, x in places if is_moment(x)}
+        rows = zip(places, *map(treedef.flatten_up_to, (state, init(landed))), strict=True)
+        return treedef.unflatten([new if at[:-1] in nodes else old for (at, _), old, new in rows])
+
+    def averaged(state: PyTree) -> PyTree:
+        parts, over = treedef.flatten_up_to(state), layer.groups[-1]
+        moments = [x for x in parts if is_moment(x)]
+        specs = over.param_specs if param_specs is None else param_specs
+        specs = None if specs is None else [specs] * len(moments)
+        # A codec is for parameters: the smallest second moments would become 0 in float16.
+        over = replace(over, codec=None, param_specs=specs)
+        with phase_scope(layer.events()[-1].name):
+            means = iter(replica_mean(moments, over, mark.weight))
+        return treedef.unflatten([next(means) if is_moment(x) else x for x in parts])
+
+    change = reset if layer.inner_state == "reset" else averaged
+    return run_if(mark.is_due, change, lambda state: state, state, axes=mark.axes)
+
+
+def _like(params: PyTree) -> Callable[[PyTree], bool]:
+    """Return a function that tells whether a tree is like the parameters, or a masked part."""
+
+    def form(tree: PyTree) -> tuple[list[Any], Any]:
+        return jax.tree.flatten(tree, is_leaf=lambda x: isinstance(x, optax.MaskedNode))
+
+    leaves, structure = form(params)
+    # Any array has the structure of parameters that are one array.
+    shape = leaves[0].shape if jax.tree_util.treedef_is_leaf(structure) else None
+
+    def is_like(tree: PyTree) -> bool:
+        parts, arrays = form(tree), jax.tree.leaves(tree)
+        is_floating = [jnp.issubdtype(x.dtype, jnp.floating) for x in arrays]
+        same = parts[1] == structure and (shape is None or parts[0][0].shape == shape)
+        return same and bool(arrays) and all(is_floating)
+
+    return is_like
