@@ -97,8 +97,7 @@ def slowmo(
       A `ParameterTransform` with state `OuterState`, in float32 (float64 for float64 leaves).
 
     Raises:
-      ValueError: arguments out of their ranges or that exclude each other; at trace time an unbound
-        axis, missing params, non-float leaves.
+      ValueError: arguments that are wrong or exclude each other; later an unbound axis, no params.
       UserWarning: once, without a base, on one replica, or if sync_every does not fit the base's.
 
     Communication: in a slow step one reduce-scatter and one all-gather of N bytes (sharded), or one

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import PartitionSpec as P
 
 from .._support.types import PyTree
 from ..tree import apply_exactly
@@ -58,9 +59,10 @@ def after_exchange(
 ) -> PyTree:
     """Return the state of an optimizer after an exchange, its moments kept, reset or averaged.
 
-    Moments are the trees like the parameters. "reset" makes them those of `init`, and so the
-    numbers beside them in the same state, such as the counter of Adam's bias correction. States
-    without moments, such as those of schedules, go on.
+    Moments are the trees like the parameters. "reset" makes them those of `init`, and with them the
+    arrays beside them in the same state, such as the counter of Adam's bias correction. "average"
+    makes them, and floating arrays beside them, their means. States without moments, such as those
+    of schedules, go on.
 
     Args:
       mark: that of the exchange; None keeps the moments.
@@ -72,7 +74,7 @@ def after_exchange(
         the exchange.
 
     Raises:
-      ValueError: arrays in the state that are in no tree like the parameters.
+      ValueError: arrays in states without moments.
 
     Communication: with "average" one all-reduce of the bytes of the moments over the axes of the
       exchange, if it took place.
@@ -80,10 +82,11 @@ def after_exchange(
     if mark is None:
         return state
     layer, is_moment = mark.layer, _like(params)
-    landed = apply_exactly(params, updates)
     places, treedef = jax.tree_util.tree_flatten_with_path(state, is_leaf=is_moment)
-    for _, x in places:
-        if not is_moment(x) and jnp.issubdtype(x.dtype, jnp.floating) and x.ndim:
+    nodes = {path[:-1] for path, x in places if is_moment(x)}
+    chosen = [i for i, (path, _) in enumerate(places) if path[:-1] in nodes]
+    for path, x in places:
+        if path[:-1] not in nodes and x.ndim and _is_floating(x):
             raise ValueError(
                 f"{layer.owner}: `inner_state`={layer.inner_state!r} changes what an optimizer "
                 f"keeps in trees like the parameters, and this one has {x.dtype}{list(x.shape)} in "
@@ -91,39 +94,56 @@ def after_exchange(
             )
 
     def reset(state: PyTree) -> PyTree:
-        nodes = {path[:-1] for path, x in places if is_moment(x)}
-        rows = zip(places, *map(treedef.flatten_up_to, (state, init(landed))), strict=True)
-        return treedef.unflatten([new if at[:-1] in nodes else old for (at, _), old, new in rows])
+        fresh = init(apply_exactly(params, updates))
+        parts, new = map(treedef.flatten_up_to, (state, fresh))
+        for i in chosen:
+            parts[i] = new[i]
+        return treedef.unflatten(parts)
 
     def averaged(state: PyTree) -> PyTree:
         parts, over = treedef.flatten_up_to(state), layer.groups[-1]
-        moments = [x for x in parts if is_moment(x)]
-        specs = over.param_specs if param_specs is None else param_specs
-        specs = None if specs is None else [specs] * len(moments)
+        floating = [i for i in chosen if _is_floating(parts[i])]
+        trees, specs = [parts[i] for i in floating], param_specs or over.param_specs
+        if specs is not None:
+            specs = [_specs(x, params, specs) if is_moment(x) else P() for x in trees]
         # A codec is for parameters: the smallest second moments would become 0 in float16.
         over = replace(over, codec=None, param_specs=specs)
         with phase_scope(layer.events()[-1].name):
-            means = iter(replica_mean(moments, over, mark.weight))
-        return treedef.unflatten([next(means) if is_moment(x) else x for x in parts])
+            means = replica_mean(trees, over, mark.weight)
+        for i, mean in zip(floating, means, strict=True):
+            parts[i] = mean
+        return treedef.unflatten(parts)
 
     change = reset if layer.inner_state == "reset" else averaged
     return run_if(mark.is_due, change, lambda state: state, state, axes=mark.axes)
 
 
+def _is_hole(x: Any) -> bool:
+    return isinstance(x, optax.MaskedNode)
+
+
+def _is_floating(tree: PyTree) -> bool:
+    kinds = [jnp.issubdtype(x.dtype, jnp.floating) for x in jax.tree.leaves(tree)]
+    return bool(kinds) and all(kinds)
+
+
 def _like(params: PyTree) -> Callable[[PyTree], bool]:
     """Return a function that tells whether a tree is like the parameters, or a masked part."""
-
-    def form(tree: PyTree) -> tuple[list[Any], Any]:
-        return jax.tree.flatten(tree, is_leaf=lambda x: isinstance(x, optax.MaskedNode))
-
-    leaves, structure = form(params)
+    leaves, form = jax.tree.flatten(params, is_leaf=_is_hole)
     # Any array has the structure of parameters that are one array.
-    shape = leaves[0].shape if jax.tree_util.treedef_is_leaf(structure) else None
+    shape = leaves[0].shape if jax.tree_util.treedef_is_leaf(form) else None
 
-    def is_like(tree: PyTree) -> bool:
-        parts, arrays = form(tree), jax.tree.leaves(tree)
-        is_floating = [jnp.issubdtype(x.dtype, jnp.floating) for x in arrays]
-        same = parts[1] == structure and (shape is None or parts[0][0].shape == shape)
-        return same and bool(arrays) and all(is_floating)
+    def is_like(x: PyTree) -> bool:
+        is_same = jax.tree.structure(x, is_leaf=_is_hole) == form
+        return is_same and _is_floating(x) and (shape is None or shape == x.shape)
 
     return is_like
+
+
+def _specs(moment: PyTree, params: PyTree, specs: PyTree) -> PyTree:
+    """Return the specs of a moment, whose arrays may be smaller than the parameters (adafactor)."""
+
+    def of(x: Any, leaf: Any, spec: Any) -> Any:
+        return x if _is_hole(x) else spec if x.shape == leaf.shape else P()
+
+    return jax.tree.map(of, moment, params, jax.tree.broadcast(specs, params), is_leaf=_is_hole)
