@@ -40,7 +40,7 @@ SYNCS = {
 }
 
 
-# The others are alike.
+# Each value once; the others are in the exhaustive run.
 USUAL = {
     ("diloco", "alone", "reset"), ("slowmo", "alone", "average"), ("diloco", "delay", "average"),
     ("local_sgd", "only_finite", "average"), ("slowmo", "only_finite", "reset"),
