@@ -5,7 +5,7 @@ import optax
 from .._support.settings import records_settings
 from .._support.types import AxisName, PyTree
 from ..collectives.codecs import Codec
-from ..transform import Every, ParameterTransform, as_schedule, checked_exchange
+from ..transform import Every, InnerState, ParameterTransform, as_schedule, checked_exchange
 from .outer import Fragments, Outer, Placement, shards_state
 
 
@@ -23,6 +23,7 @@ def diloco(
     fragments: Fragments = 1,
     delay: int = 0,
     merge: float = 0.0,
+    inner_state: InnerState = "keep",
 ) -> ParameterTransform:
     """Train replicas independently; every `sync_every` updates an outer optimizer moves them all.
 
@@ -45,6 +46,7 @@ def diloco(
       fragments: number of parts of the model that take turns, as in `js.slowmo`.
       delay: number of updates beside which an exchange runs, as in `js.slowmo`.
       merge: share of its own progress that a replica keeps, as in `js.slowmo`.
+      inner_state: "keep", "reset" or "average" the optimizer's moments, as in `js.slowmo`.
 
     Returns:
       A `ParameterTransform` with state `OuterState`. The outer state is float32, and so is the
@@ -91,5 +93,6 @@ def diloco(
         fragments=fragments,
         delay=delay,
         merge=merge,
+        inner_state=inner_state,
     )
     return ParameterTransform(outer)

@@ -281,8 +281,8 @@ def _local_sgd(inputs: RecipeInputs, **spread: Any) -> js.ParameterTransform:
 
 
 def _spread(inputs: RecipeInputs) -> dict[str, Any]:
-    config = inputs.config
-    return {"fragments": config.fragments, "delay": config.delay, "merge": config.merge}
+    names = "fragments", "delay", "merge", "inner_state"
+    return {name: getattr(inputs.config, name) for name in names}
 
 
 def _sgp(inputs: RecipeInputs) -> js.ParameterTransform:
