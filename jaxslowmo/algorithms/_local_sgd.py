@@ -83,13 +83,12 @@ def local_sgd(
       bucket_bytes: size in bytes at which a flat buffer is complete and the next one begins; None
         exchanges one buffer per dtype.
       codec: None exchanges parameters in their own dtypes, `js.codecs.float16()` in 16 bits. With
-        error feedback, or fewer bits, replicas send how far they have moved since the last average,
-        and each keeps where that left them, and what it has not sent: N bytes each.
+        error feedback or fewer bits how far replicas have moved is sent; each keeps N bytes, from
+        where they measure, and with error feedback N bytes more, what it has not sent.
       fragments: number of parts of the model that take turns, as in `js.slowmo`.
       delay: number of updates beside which an average is exchanged, as in `js.slowmo`.
       merge: share of its own progress that a replica keeps, as in `js.slowmo`. With fragments,
-        delay or merge the exchange has at least float32, and each replica holds an anchor of N
-        bytes.
+        delay or merge the exchange has at least float32, and each replica an anchor of N bytes.
       inner_state: "keep", "reset" or "average" the optimizer's moments, as in `js.slowmo`.
 
     Returns:
