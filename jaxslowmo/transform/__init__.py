@@ -67,7 +67,6 @@ from ._sent import names_of_sent as names_of_sent
 from ._sent import narrowed as narrowed
 from ._sent import part_to_send as part_to_send
 from ._sent import sent_with as sent_with
-from ._sent import types_of_sent as types_of_sent
 from ._state_classes import NoExchangeState as NoExchangeState
 from ._state_classes import TypedTransform as TypedTransform
 from ._state_classes import counters_in as counters_in
@@ -92,4 +91,5 @@ from ._transform_states import StatePlacement as StatePlacement
 from ._transform_states import carry_leaf as carry_leaf
 from ._transform_states import replica_average as replica_average
 from ._transform_states import stacked as stacked
+from ._transform_states import wide_types_on as wide_types_on
 from ._wrapper import Wrapper as Wrapper

@@ -592,13 +592,13 @@ class Outer(Divided):
         state, storage = operand[2], self.anchor_of(fragment, now.params)
         flight: InFlight = state.in_flight
         average, has_weight = arrived(flight, self.over)
-        displacement = arrival = storage.store(average)
+        displacement = storage.store(average)
         if self.over.codec is None:
-            displacement = jax.tree.map(
-                lambda old, new: jnp.where(has_weight, subtracted(old, new), 0),
-                state.anchor,
-                arrival,
-            )
+
+            def away(old: jax.Array, new: jax.Array) -> jax.Array:
+                return jnp.where(has_weight, subtracted(old, new), 0)
+
+            displacement = jax.tree.map(away, state.anchor, displacement)
         _, mass = self.numerator(landing(now.params, operand[0]), now.weight, state.base)
         rate = None if self.rate is None else flight.rate
         sent = with_lost(state.sent, flight.lost)
