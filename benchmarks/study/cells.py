@@ -12,6 +12,7 @@ import optax
 from rows import (
     ALL_REDUCE,
     DILOCO,
+    INNER_STATES,
     LOCAL_SGD,
     PERIODS,
     REPLICAS,
@@ -25,6 +26,7 @@ from rows import (
 
 import jaxslowmo as js
 
+DILOCOS = {DILOCO, *INNER_STATES}
 FIRST_TUNING_SEED = 1000  # those of the results are 0, 1, ...
 _MAKERS = {
     "bfloat16": js.codecs.bfloat16,
@@ -70,14 +72,16 @@ def _sync(
     if cell.algorithm == LOCAL_SGD:
         return js.local_sgd("replica", sync_every=cell.period, codec=codec)
     # Virtual replicas share a memory, so nothing is gained by shards.
-    if cell.algorithm == DILOCO:
+    if cell.algorithm in DILOCOS:
         outer = optax.sgd(setting["outer_rate"], momentum=setting["momentum"], nesterov=True)
+        inner: Any = INNER_STATES.get(cell.algorithm, "keep")
         return js.diloco(
             "replica",
             sync_every=cell.period,
             outer_optimizer=outer,
             shard_state=False,
             codec=codec,
+            inner_state=inner,
         )
     is_gossip = cell.algorithm == SLOWMO_SGP
     base = js.sgp("replica") if is_gossip else js.local_sgd("replica", sync_every=cell.period)
@@ -119,7 +123,7 @@ def grid_of(cell: Cell) -> Grid:
             return _grid(5e-4 * 2 ** (np.arange(12) / 2), [(0.0, 1.0)], **two_rounds)
         outer = [(0.9, 0.4), (0.9, 0.7), (0.5, 0.7), (0.5, 1.0)]
         slow = [(m, 1.0) for m in (0.1, 0.3, 0.5, 0.7)]
-        pairs = outer if cell.algorithm == DILOCO else slow
+        pairs = outer if cell.algorithm in DILOCOS else slow
         return _grid(2e-3 * 2 ** np.arange(3), pairs, **two_rounds)
     least = {"sgd": 0.0125, "adamw": 0.0012, "muon": 0.0025}[cell.optimizer]
     if is_alone:
@@ -129,7 +133,7 @@ def grid_of(cell: Cell) -> Grid:
     is_frequent_gossip = cell.algorithm == SLOWMO_SGP and cell.period == 12
     slow_rates = (0.7, 1.0, 1.4) if is_frequent_gossip else (1.0, 1.4, 2.0)
     slow = itertools.product((0.2, 0.4, 0.6, 0.8), slow_rates)
-    pairs = outer if cell.algorithm == DILOCO else slow
+    pairs = outer if cell.algorithm in DILOCOS else slow
     return _grid(least * 2 ** np.arange(8), list(pairs), seeds=2)
 
 
@@ -173,3 +177,13 @@ def _coded_cells() -> list[Cell]:
     cells += [muon, replace(muon, codec="int4" + FEEDBACK)]
     cells += [replace(text, codec=name) for name in TEXT_CODECS]
     return [*cells, replace(text, algorithm=LOCAL_SGD, codec=SPARSE_LOCO)]
+
+
+def inner_state_cells() -> list[Cell]:
+    """Return diloco with other inner states, over 8 replicas; `all_cells` has it with "keep"."""
+    names, steps = list(INNER_STATES), STEPS["classifier"]
+    cells = [
+        Cell("classifier", optimizer, 8, name, period, steps)
+        for optimizer, name, period in itertools.product(("sgd", "adamw"), names, PERIODS)
+    ]
+    return cells + [Cell("language", "adamw", 8, name, 48, STEPS["language"]) for name in names]

@@ -14,6 +14,7 @@ PARAMETERS = {"classifier": 2410, "language": 42_880}
 
 ALL_REDUCE, SGP, LOCAL_SGD, DILOCO = "all_reduce", "sgp", "local_sgd", "diloco"
 SLOWMO, SLOWMO_SGP, SLOWMO_48 = "slowmo", "slowmo_sgp", "slowmo_every_48"
+INNER_STATES = {"diloco_reset": "reset", "diloco_average": "average"}  # rows of their own files
 
 Row = dict[str, Any]
 
@@ -27,7 +28,8 @@ class Cell:
       optimizer: "sgd" (momentum 0.9) or "adamw".
       replicas: number of virtual replicas.
       algorithm: one of the names above; `SLOWMO_48` is slow momentum every 48 updates over averages
-        every `period`, the other two step every `period`.
+        every `period`, the other two step every `period`. Names in `INNER_STATES` are diloco that
+        resets or averages the optimizer's moments in its slow steps.
       period: updates between exchanges; 1 where every update has one.
       steps: number of updates.
       codec: one of the names in `cells.CODECS`, in which exchanges are sent; "" for float32. Its
@@ -51,13 +53,19 @@ def cell_of(row: Row) -> Cell:
     return Cell(**{field.name: row[field.name] for field in fields(Cell) if field.name in row})
 
 
-def recorded(part: str) -> list[Row]:
-    """Return the rows of a part, in the order in which they ended."""
-    path = RESULTS / f"{part}.jsonl"
+def path_of(part: str, *, inner_state: bool = False) -> Path:
+    """Return the file of a part's rows, or of its rows with the names in `INNER_STATES`."""
+    return RESULTS / f"{'inner_state_' * inner_state}{part}.jsonl"
+
+
+def recorded(part: str, *, inner_state: bool = False) -> list[Row]:
+    """Return the rows of a file, in the order in which they ended."""
+    path = path_of(part, inner_state=inner_state)
     lines = path.read_text("utf-8").splitlines() if path.exists() else []
     return list(map(json.loads, lines))
 
 
-def by_cell() -> dict[Cell, Row]:
+def by_cell(*, inner_state: bool = False) -> dict[Cell, Row]:
     """Return the rows of both parts."""
-    return {cell_of(row): row for part in PARTS for row in recorded(part)}
+    rows = [row for part in PARTS for row in recorded(part, inner_state=inner_state)]
+    return {cell_of(row): row for row in rows}

@@ -5,7 +5,7 @@ import optax
 from .._support.settings import records_settings
 from .._support.types import AxisName, PyTree
 from ..collectives.codecs import Codec
-from ..transform import Every, ParameterTransform, as_schedule, checked_exchange
+from ..transform import Every, InnerState, ParameterTransform, as_schedule, checked_exchange
 from .outer import Fragments, Outer, Placement, shards_state
 
 
@@ -23,6 +23,7 @@ def diloco(
     fragments: Fragments = 1,
     delay: int = 0,
     merge: float = 0.0,
+    inner_state: InnerState = "keep",
 ) -> ParameterTransform:
     """Train replicas independently; every `sync_every` updates an outer optimizer moves them all.
 
@@ -36,8 +37,8 @@ def diloco(
       outer_optimizer: any complete optax optimizer (with learning rate and sign); the default is
         `optax.sgd(0.7, momentum=0.9, nesterov=True)`.
       shard_state: whether each replica keeps only 1/R of the anchor and of the outer state, as
-        shards of flat buffers. This needs an element-wise outer optimizer and no codec; None shards
-        where both hold. See `docs/outer.md`.
+        shards of flat buffers. This needs an element-wise outer optimizer; None shards with one.
+        See `docs/outer.md`.
       local_axis_name: axis of the devices inside a replica, as in `js.slowmo`.
       param_specs: specs of leaves sharded over automatic axes, as in `js.slowmo`.
       bucket_bytes: size of the exchanged buffers, as in `js.slowmo`.
@@ -45,6 +46,7 @@ def diloco(
       fragments: number of parts of the model that take turns, as in `js.slowmo`.
       delay: number of updates beside which an exchange runs, as in `js.slowmo`.
       merge: share of its own progress that a replica keeps, as in `js.slowmo`.
+      inner_state: "keep", "reset" or "average" the optimizer's moments, as in `js.slowmo`.
 
     Returns:
       A `ParameterTransform` with state `OuterState`. The outer state is float32, and so is the
@@ -57,8 +59,8 @@ def diloco(
       UserWarning: once, if the axis has size 1.
 
     Communication: every `sync_every` updates, over `axis_name`, one reduce-scatter and one
-      all-gather of N bytes each (sharded), or one all-reduce of N bytes (N / 2 with a codec);
-      nothing in other updates.
+      all-gather of N bytes each (sharded), or one all-reduce of N bytes; with a codec an all-to-all
+      and an all-gather of its bytes. Nothing in other updates.
 
     Source: Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models",
       2023, algorithm 1.
@@ -91,5 +93,6 @@ def diloco(
         fragments=fragments,
         delay=delay,
         merge=merge,
+        inner_state=inner_state,
     )
     return ParameterTransform(outer)

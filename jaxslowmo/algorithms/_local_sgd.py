@@ -18,6 +18,7 @@ from ..transform import (
     Event,
     Every,
     Exchange,
+    InnerState,
     Now,
     Operand,
     Others,
@@ -33,6 +34,7 @@ from ..transform import (
     narrowed,
     part_to_send,
     replica_mean,
+    split_mark,
 )
 from ..tree import apply_exactly, landing, subtracted, updates_to
 from .outer import Fragments, Outer, Placement
@@ -63,12 +65,13 @@ def local_sgd(
     fragments: Fragments = 1,
     delay: int = 0,
     merge: float = 0.0,
+    inner_state: InnerState = "keep",
 ) -> ParameterTransform:
     """Train replicas independently and average their parameters every `sync_every` updates.
 
     Put it last in a chain, after the optimizer. With y = params + updates, an update in which the
     average is due sets params to the mean of y over `axis_name`; any other update sets params to y.
-    Optimizer state is not averaged.
+    Optimizer state is not averaged, unless `inner_state` says so.
 
     Args:
       axis_name: mapped axis of the replicas.
@@ -79,18 +82,19 @@ def local_sgd(
         replica, for leaves that are sharded there; each device exchanges its own block.
       bucket_bytes: size in bytes at which a flat buffer is complete and the next one begins; None
         exchanges one buffer per dtype.
-      codec: None exchanges parameters in their own dtypes, `js.codecs.float16()` in 16 bits.
-        bfloat16 is not precise enough here (`docs/choosing.md`). With error feedback
-        replicas differ after an exchange by their rounding errors, which gains nothing.
+      codec: None exchanges parameters in their own dtypes, `js.codecs.float16()` in 16 bits. With
+        error feedback or fewer bits how far replicas have moved is sent; each keeps N bytes, from
+        where they measure, and with error feedback N bytes more, what it has not sent.
       fragments: number of parts of the model that take turns, as in `js.slowmo`.
       delay: number of updates beside which an average is exchanged, as in `js.slowmo`.
       merge: share of its own progress that a replica keeps, as in `js.slowmo`. With fragments,
-        delay or merge the exchange has at least float32, and each replica holds an anchor of N
-        bytes.
+        delay or merge the exchange has at least float32, and each replica an anchor of N bytes.
+      inner_state: "keep", "reset" or "average" the optimizer's moments, as in `js.slowmo`.
 
     Returns:
-      A `ParameterTransform` with state `LocalSGDState`, or `OuterState` with fragments, delay or
-      merge. `update` needs `params`; updates of half-precision leaves are returned as float32.
+      A `ParameterTransform` with state `LocalSGDState`, `CodedSGDState` with such a codec, or
+      `OuterState` with fragments, delay or merge. `update` needs `params`; updates of
+      half-precision leaves are returned as float32.
 
     Raises:
       ValueError: `sync_every` < 1, negative `bucket_bytes` or an invalid `codec`, at construction;
@@ -98,7 +102,8 @@ def local_sgd(
       UserWarning: once, if the axis has size 1.
 
     Communication: in a due update one all-reduce over `axis_name` per buffer, N bytes in total, N
-      in the sent dtypes (plus 8 bytes if `update` is called with `weight`); nothing otherwise. With
+      in the sent dtypes (plus 8 bytes if `update` is called with `weight`), or for how far replicas
+      moved one all-to-all and one all-gather of the codec's bytes; nothing otherwise. With
       `local_axis_name` N / L per device, and an all-gather of N over that axis.
 
     Source: Stich, "Local SGD Converges Fast and Communicates Little", ICLR 2019, algorithm 1.
@@ -119,13 +124,14 @@ def local_sgd(
             fragments=fragments,
             delay=delay,
             merge=merge,
+            inner_state=inner_state,
         )
         return ParameterTransform(outer)
     # This is hierarchical averaging with only one group, that of all replicas. In 16 bits it can
     # send parameters themselves, if what rounding loses is dropped.
     is_plain = codec is None or (isinstance(codec, Half) and not codec.error_feedback)
     level = _Level(exchange, schedule, "average")
-    return ParameterTransform((LocalSGD if is_plain else CodedSGD)(owner, (level,)))
+    return ParameterTransform((LocalSGD if is_plain else CodedSGD)(owner, (level,), inner_state))
 
 
 @records_settings
@@ -196,6 +202,7 @@ class LocalSGD(Sync):
 
     owner: str
     levels: tuple[_Level, ...]
+    inner_state: InnerState = "keep"
     state = LocalSGDState
     packs = True
 
@@ -239,9 +246,11 @@ class LocalSGD(Sync):
         return updates_to(now.params, mean), others, state
 
     def average_others(self, level: _Level, others: Others, now: Now) -> Others:
-        """Return the mean of what is averaged with the parameters."""
+        """Return the mean of what is averaged with the parameters, and the mark."""
+        others, mark = split_mark(self, others)
         # Layouts, buckets and codec are those of parameters, so others are sent without.
-        return replica_mean(others, Exchange(level.exchange.axis_name), now.weight)
+        means = replica_mean(others, Exchange(level.exchange.axis_name), now.weight)
+        return [*means, *[True] * len(mark)]
 
 
 class CodedSGD(LocalSGD):

@@ -17,11 +17,13 @@ from .._support.types import AxisName, PyTree
 from ..collectives.codecs import Codec
 from ..transform import (
     Every,
+    InnerState,
     ParameterTransform,
     TypedTransform,
     as_schedule,
     checked_exchange,
     every,
+    inner_changer,
 )
 from .outer import ALONE, NO_RATE, Fragments, Outer, OuterRate, Placement, shards_state
 
@@ -60,6 +62,7 @@ def slowmo(
     fragments: Fragments = 1,
     delay: int = 0,
     merge: float = 0.0,
+    inner_state: InnerState = "keep",
 ) -> ParameterTransform:
     """Average the replicas every `sync_every` updates, and move them with slow momentum (SlowMo).
 
@@ -84,21 +87,21 @@ def slowmo(
       local_axis_name: axis of the L devices inside a replica; each then exchanges 1/L.
       param_specs: `PartitionSpec` per leaf over automatic axes inside a replica.
       bucket_bytes: approximate size of a buffer in bytes; None: one buffer per dtype.
-      codec: format of the slow exchange, such as `js.codecs.bfloat16()`; None is float32.
+      codec: format of the slow exchange, such as `js.codecs.int8()`; None is float32.
       fragments: number P of parts that take slow steps in turn, or a function from name to part.
       delay: number of updates, below `sync_every` / P, beside which a slow step's values are sent.
       merge: share in [0, 1] of its own progress that a replica keeps; 0 takes the anchor.
+      inner_state: "keep", "reset" or "average" the optimizer's moments in slow steps.
 
     Returns:
       A `ParameterTransform` with state `OuterState`, in float32 (float64 for float64 leaves).
 
     Raises:
-      ValueError: arguments out of their ranges or that exclude each other; at trace time an unbound
-        axis, missing params, non-float leaves.
+      ValueError: arguments that are wrong or exclude each other; later an unbound axis, no params.
       UserWarning: once, without a base, on one replica, or if sync_every does not fit the base's.
 
     Communication: in a slow step one reduce-scatter and one all-gather of N bytes (sharded), or one
-      all-reduce of N bytes (N / 2 with a codec); else, and if not exact, only what `base` sends.
+      all-reduce; with a codec an all-to-all and an all-gather of its bytes. Else what `base` sends.
 
     Source: Wang et al., "SlowMo", ICLR 2020, algorithm 1; FairScale 0.4.13.
     """
@@ -128,6 +131,7 @@ def slowmo(
         fragments=fragments,
         delay=delay,
         merge=merge,
+        inner_state=inner_state,
     )
     return ParameterTransform(outer)
 
@@ -326,10 +330,11 @@ def _check_base(base: ParameterTransform | None, schedule: Every, exact_average:
             "slowmo: `base` must be a js.ParameterTransform such as js.local_sgd(...), got "
             f"{type(base).__name__}; an optimizer stands before slowmo in js.chain."
         )
-    if base.sync.has_anchor:
+    if base.sync.has_anchor or inner_changer(base.sync):
         raise ValueError(
-            "slowmo: `base` must have no slow step of its own, since both would be called slow; "
-            "got a transform with an anchor (js.slowmo or js.diloco)."
+            "slowmo: `base` must have no slow step of its own, since both would be called slow, "
+            "and no `inner_state`, which is for slow steps; got a transform with an anchor "
+            f"(js.slowmo or js.diloco) or an `inner_state`: {base!r}."
         )
     # Only plain periods are compared; other schedules may be uneven on purpose.
     inner = next(iter(base.sync.schedules), every(1))  # a single node of gossip has none

@@ -5,6 +5,7 @@ from ..tree import Flats as Flats
 from ..tree import TreePacking as TreePacking
 from ._chain import Chain as Chain
 from ._chain import chain as chain
+from ._chain import gradient_parts as gradient_parts
 from ._chain import init as init
 from ._chain import note_followed as note_followed
 from ._checks import LayoutNotice as LayoutNotice
@@ -36,6 +37,9 @@ from ._gradients import checked_optax as checked_optax
 from ._gradients import gradient_transform as gradient_transform
 from ._gradients import over_stages as over_stages
 from ._gradients import spec_of as spec_of
+from ._inner_state import Mark as Mark
+from ._inner_state import after_exchange as after_exchange
+from ._inner_state import exchange_marked as exchange_marked
 from ._loss_program import LossProgram as LossProgram
 from ._optax_states import instead_of as instead_of
 from ._optax_states import known_states as known_states
@@ -63,7 +67,6 @@ from ._sent import names_of_sent as names_of_sent
 from ._sent import narrowed as narrowed
 from ._sent import part_to_send as part_to_send
 from ._sent import sent_with as sent_with
-from ._sent import types_of_sent as types_of_sent
 from ._state_classes import NoExchangeState as NoExchangeState
 from ._state_classes import TypedTransform as TypedTransform
 from ._state_classes import counters_in as counters_in
@@ -74,15 +77,19 @@ from ._state_classes import passing_state as passing_state
 from ._state_classes import remembered as remembered
 from ._sync import Beside as Beside
 from ._sync import Event as Event
+from ._sync import InnerState as InnerState
 from ._sync import Now as Now
 from ._sync import Numerator as Numerator
 from ._sync import Operand as Operand
 from ._sync import Others as Others
 from ._sync import Sync as Sync
+from ._sync import inner_changer as inner_changer
+from ._sync import split_mark as split_mark
 from ._transform_states import Carried as Carried
 from ._transform_states import SavedForm as SavedForm
 from ._transform_states import StatePlacement as StatePlacement
 from ._transform_states import carry_leaf as carry_leaf
 from ._transform_states import replica_average as replica_average
 from ._transform_states import stacked as stacked
+from ._transform_states import wide_types_on as wide_types_on
 from ._wrapper import Wrapper as Wrapper

@@ -1,7 +1,7 @@
 """Chains of transforms, and their stacked states."""
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Any
@@ -27,6 +27,7 @@ from ..mesh import (
 )
 from ._checks import check_weight, setting, unless_idle
 from ._gradients import GradientTransform, Joined, over_stages, spec_of
+from ._inner_state import after_exchange, exchange_marked
 from ._optax_states import moved_copies, moving_states
 from ._parameter_transform import ParameterTransform
 from ._state_classes import check_order, holds_state
@@ -85,6 +86,7 @@ def chain(*transforms: optax.GradientTransformation) -> Chain:
         count -= 1
     every = [over_stages(part) for part in parts]
     first, last = every[:count], every[count:]
+    start = gradient_parts(parts[:count])
 
     def init_fn(params: PyTree) -> PyTree:
         states = tuple(part.init(params) for part in every)
@@ -92,28 +94,51 @@ def chain(*transforms: optax.GradientTransformation) -> Chain:
             note_followed(states[:count])
         return states
 
+    def begin(params: PyTree) -> PyTree:
+        return tuple(part.init(params) for part in first[start:])
+
     def update_fn(
         updates: PyTree, state: PyTree, params: PyTree | None = None, **extra: Any
     ) -> tuple[PyTree, PyTree]:
-        def run(
-            transforms: list[optax.GradientTransformationExtraArgs], updates: PyTree, states: PyTree
-        ) -> tuple[PyTree, PyTree]:
-            after = []
-            for transform, part_state in zip(transforms, states, strict=True):
-                updates, new = transform.update(updates, part_state, params, **extra)
-                after.append(new)
-            return updates, tuple(after)
-
-        steps, states = run(first, updates, state[:count])
+        steps, states = updates, ()
+        for part, part_state in zip(first, state, strict=False):
+            steps, new = part.update(steps, part_state, params, **extra)
+            states = (*states, new)
         if not last:
             return steps, states
-        updates, after = run(last, steps, state[count:])
+        updates, marks, after = steps, [], []
+        for part, part_state in zip(last, state[count:], strict=True):
+            updates, _, new, mark = exchange_marked(part, updates, [], part_state, params, **extra)
+            marks.append(mark)
+            after.append(new)
         steps = unless_idle(steps, check_weight("chain", extra.get("weight")))
-        return updates, (*moved_copies(states, params, steps, updates), *after)
+        states = moved_copies(states, params, steps, updates)
+        inner = states[start:]
+        for mark in marks:
+            inner = after_exchange(mark, begin, inner, params, updates)
+        return updates, (*states[:start], *inner, *after)
 
     joined = Chain(init_fn, update_fn, Joined.of(*map(spec_of, parts)))
     joined.parts = tuple(parts)
     return joined
+
+
+def gradient_parts(parts: Sequence[optax.GradientTransformation]) -> int:
+    """Return how many of these first parts of a chain transform gradients; others the optimizer.
+
+    That is everything up to the last transform that reduces gradients, with this library's
+    transforms right after it, such as clipping.
+    """
+
+    def returns_gradients(part: optax.GradientTransformation) -> bool:
+        return isinstance(part, GradientTransform) and not part.spec.returns_updates
+
+    reducing = [i for i, x in enumerate(parts) if returns_gradients(x) and spec_of(x).axes]
+    count = reducing[-1] + 1 if reducing else 0
+    # After a transform of another library, which may be the optimizer, ours would see updates.
+    while count < len(parts) and returns_gradients(parts[count]):
+        count += 1
+    return count
 
 
 def noting_followed() -> AbstractContextManager[Counter[str]]:

@@ -25,7 +25,7 @@ from ..mesh import (
 from ..tree import check_floating, kept_if, leaf_names
 from ._due import Communicate, increment
 from ._replica_exchange import Exchange
-from ._sync import Now, Operand, Others, Sync
+from ._sync import Now, Operand, Others, Sync, inner_changer
 
 
 def unless_idle(updates: PyTree, weight: jax.Array | None) -> PyTree:
@@ -244,6 +244,13 @@ class Checked:
                 "params)`."
             )
         check_floating(sync.owner, params)
+        layer = inner_changer(sync)
+        if layer is not None and not any(x is False for x in others):
+            raise ValueError(
+                f"{layer.owner}: `inner_state`={layer.inner_state!r} changes the state of the "
+                "optimizer, which a transform alone does not see: use js.make_train_step or "
+                'js.chain, not an optax.chain, or inner_state="keep".'
+            )
         self._check_axes()
         for notice in self._notices:
             notice.at_update()

@@ -1,7 +1,7 @@
 """Parameter transforms: optax's pair of an algorithm that exchanges parameters."""
 
 from collections.abc import Callable, Mapping
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 import optax
 
@@ -10,7 +10,7 @@ from .._support.types import Phase, PyTree
 from ._checks import Checked
 from ._due import instants
 from ._state_classes import WithSpec
-from ._sync import Operand, Sync
+from ._sync import InnerState, Operand, Sync
 
 
 class ParameterTransform(WithSpec):
@@ -41,7 +41,8 @@ class ParameterTransform(WithSpec):
         with the same weights. `js.make_train_step` calls it.
 
     Raises:
-      ValueError: `sync` that is no `js.spec.Sync`, or lacks what has no default.
+      ValueError: `sync` that is no `js.spec.Sync`, lacks what has no default, or has an unknown
+        `inner_state`.
     """
 
     sync: Sync
@@ -56,6 +57,11 @@ class ParameterTransform(WithSpec):
             raise ValueError(
                 f"ParameterTransform: `sync` must be an algorithm that says {', '.join(missing)}, "
                 f"got a {type(sync).__name__} without."
+            )
+        if sync.inner_state not in get_args(InnerState):
+            raise ValueError(
+                f"{sync.owner}: `inner_state` must be one of {get_args(InnerState)}, got "
+                f"{sync.inner_state!r}."
             )
         checked = Checked(sync)
         self = super().__new__(cls, cast("optax.TransformInitFn", checked.init), checked.update)

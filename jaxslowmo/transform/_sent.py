@@ -11,7 +11,6 @@ from ..collectives import mean_in_codec, relative_weight, scaled, total_weight
 from ..collectives.codecs import Codec, Half
 from ..tree import Buffer, added, at_least_float32
 from ._replica_exchange import Exchange, packing_of
-from ._transform_states import StatePlacement
 
 
 class Sent(NamedTuple):
@@ -116,12 +115,3 @@ def names_of_sent(codec: Codec | None, *, has_view: bool) -> list[str] | None:
 def sent_with(names: Sequence[str] | None, values: Callable[[str], PyTree]) -> Any:
     """Return a `Sent` with `values(name)` of these fields, () for none."""
     return Sent(**{name: values(name) for name in names}) if names else ()
-
-
-def types_of_sent(params: PyTree, at: StatePlacement) -> PyTree:
-    """Return the types of a field of `Sent`, or of values in flight, of all replicas on `at`."""
-
-    def of(x: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((at.replicas, *x.shape), at_least_float32(x.dtype))
-
-    return jax.tree.map(of, params)

@@ -4,7 +4,7 @@ import functools
 import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import jax
 
@@ -16,8 +16,13 @@ from ._replica_exchange import Exchange
 from ._state_classes import register_state
 from ._transform_states import Carried, StatePlacement, carry_leaf
 
-Others = list[jax.Array]
-"""Floating arrays that are averaged with the parameters, such as batch statistics."""
+InnerState = Literal["keep", "reset", "average"]
+"""What an exchange does to the moments of the inner optimizer."""
+
+Others = list[Any]
+"""Floating arrays that are averaged with the parameters, such as batch statistics.
+
+If `Sync.inner_state` is not "keep", a mark follows: False, and True after its exchange."""
 
 Operand = tuple[PyTree, Others, PyTree]
 """`(updates, others, state)`: what an update of a parameter transform changes."""
@@ -163,11 +168,13 @@ class Sync:
         () int32, the number of updates so far.
       packs: whether it packs leaves into the buffers of its `groups`, and so needs to know how
         leaves are sharded.
+      inner_state: what its exchange does to the moments of the inner optimizer.
     """
 
     owner: str
     state: ClassVar[type]
     packs: ClassVar[bool] = False
+    inner_state: InnerState = "keep"
 
     def __init_subclass__(cls) -> None:
         """Register the class of its state, by which chains and checkpoints know it."""
@@ -525,6 +532,17 @@ def in_field(run: Callable[..., Operand], field: str, operand: Operand, *args: A
     updates, others, state = operand
     updates, others, inner = run((updates, others, getattr(state, field)), *args)
     return updates, others, state._replace(**{field: inner})
+
+
+def inner_changer(sync: Sync) -> Sync | None:
+    """Return the algorithm, `sync` or one in it, that changes moments of the inner optimizer."""
+    return next((x for x in sync.layers() if x.inner_state != "keep"), None)
+
+
+def split_mark(sync: Sync, others: Others) -> tuple[Others, Others]:
+    """Return the arrays in `others`, and the mark of an algorithm, [] if it keeps the moments."""
+    count = len(others) - (sync.inner_state != "keep")
+    return others[:count], others[count:]
 
 
 def _times(due: Callable[[Any], Any], t: int) -> int:

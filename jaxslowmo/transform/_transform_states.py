@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType
@@ -16,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from .._support.types import AxisName, PyTree
 from ..mesh import axis_names
+from ..tree import at_least_float32
 
 
 @dataclass(frozen=True)
@@ -100,3 +102,12 @@ def replica_average(x: np.ndarray) -> np.ndarray:
         return x[0]
     # Half precision would lose digits in a sum of many replicas.
     return np.mean(x.astype(np.float64), axis=0).astype(x.dtype)
+
+
+def wide_types_on(params: PyTree, at: StatePlacement) -> PyTree:
+    """Return the types of all replicas of a tree like the parameters, in at least float32."""
+
+    def of(x: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((at.replicas, *x.shape), at_least_float32(x.dtype))
+
+    return jax.tree.map(of, params)

@@ -24,6 +24,7 @@ RING, BFLOAT16 = js.topology.ring(4), js.codecs.bfloat16()
 FLOAT16 = js.codecs.float16(error_feedback=True)
 UNEVEN = js.topology.self_weighted([0.3, 0.5, 0.65, 0.4])
 ALL_BEFORE = js.every(12, start=4, before="all")
+ADAM = optax.adam(0.1)
 SGD = optax.inject_hyperparams(optax.sgd)(learning_rate=0.1)
 
 
@@ -103,6 +104,11 @@ ARGUMENTS = {
     "delay as long as a turn": of(DILOCO, "delay=6", delay=6, sync_every=12, fragments=2),
     "delay beside all": of(DILOCO, delay=1, sync_every=ALL_BEFORE),
     "merge above 1": of(LOCAL_SGD, merge=1.5),
+    "inner state": of(LOCAL_SGD, inner_state="zero"),
+    "inner state of outer steps": of(DILOCO, inner_state=None),
+    "inner state, fragments": of(DILOCO, inner_state="reset", fragments=2),
+    "inner state, inexact": of(SLOW, inner_state="average", exact_average=False),
+    "inner state of a base": of(SLOW, "`inner_state`", base=LOCAL_SGD(inner_state="reset")),
     "groups": of(js.hierarchical_local_sgd, sync_every={}),
     "groups with one period": of(js.hierarchical_local_sgd, 4, sync_every={"a": 4, ("a", "b"): 4}),
     "groups not nested": of(js.hierarchical_local_sgd, "'a'", sync_every={"a": 2, ("b", "c"): 4}),
@@ -136,6 +142,15 @@ UPDATES = {
     "fragments of few leaves": first(DILOCO(sync_every=12, fragments=6), "`fragments`", "6 for 2"),
     "fragments, a gap": first(DILOCO(fragments=lambda x: 2 * (x == "w")), "`fragments`", "0, 2"),
     "fragments not known": Refusal(lambda: DILOCO(fragments=lambda x: 0).phase(1), "`fragments`"),
+    "inner state alone": first(
+        js.only_finite(DILOCO(inner_state="reset")), "js.make_train_step or js.chain", "'reset'"
+    ),
+    "inner state in an optax.chain": stepped(
+        None, optax.chain(SGD, LOCAL_SGD(inner_state="average")), "`inner_state`", "js.chain"
+    ),
+    "inner state in another form": stepped(
+        LOCAL_SGD(sync_every=1, inner_state="average"), optax.flatten(ADAM), "`inner_state`", [5]
+    ),
     "axis of several": first(
         js.local_sgd(("replica", "devise")), "'devise'", "'replica'", execution="shard_map"
     ),

@@ -101,6 +101,7 @@ TRAIN = {
     "--fragments": count(SLOWMO, good=2),
     "--delay": count(SLOWMO, good=3, least=0),
     "--merge": number(SLOWMO),
+    "--inner-state": choice("reset", SLOWMO),
     "--outer-learning-rate": number(DILOCO),
     "--outer-momentum": number(DILOCO, good=0.3, bad="1"),
     "--optimizer": choice("sgd"),
@@ -153,8 +154,9 @@ SHARED = {
     "tune buckets": """--config --out --preset --dtype --attention --batch --accumulate --replicas
         --optimizer --seed --devices-per-replica""",
     "tune outer": """--config --out --preset --tied --batch --data --eval-every --eval-batches
-        --sync-every --nesterov --fragments --delay --merge --optimizer --learning-rate --warmup
-        --rate-schedule --weight-decay --clip --graph --peers-per-step --overlap --mixing""",
+        --sync-every --nesterov --fragments --delay --merge --inner-state --optimizer
+        --learning-rate --warmup --rate-schedule --weight-decay --clip --graph --peers-per-step
+        --overlap --mixing""",
 }
 TABLE: dict[str, dict[str, Row]] = {
     "train": TRAIN,

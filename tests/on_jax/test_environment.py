@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from torch_compat import on_jax
-from torch_compat.on_jax.tracing import environment
+from torch_compat.on_jax.tracing import lowerings
 
 
 class Draws(nn.Module):
@@ -162,7 +162,7 @@ def test_the_mode_is_that_of_the_time():
 def test_settings_of_torchax_are_its_own():
     import torchax
 
-    assert environment() is not torchax.default_env()
+    assert lowerings() is not torchax.default_env()
     assert not torchax.default_env().enabled
     module, x = nn.Linear(2, 2), jnp.ones((1, 2))
     _, params, _ = on_jax.as_loss(module, lambda m, x: m(x).mean())

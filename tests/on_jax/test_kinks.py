@@ -11,7 +11,7 @@ from torch import nn
 
 import jaxslowmo as js
 from torch_compat import on_jax
-from torch_compat.on_jax.tracing import TracingEnvironment
+from torch_compat.on_jax.tracing import Lowerings, decompositions
 
 
 class Rows(nn.Module):
@@ -82,11 +82,28 @@ def test_second_derivatives_are_torchs():
     np.testing.assert_allclose(found["weight"]["weight"], wanted, atol=1e-5 * np.abs(wanted).max())
 
 
-def test_forward_mode_is_refused():
-    module, x = nn.Linear(3, 3, bias=False), np.ones((4, 3), np.float32)
-    loss_fn, params, _ = on_jax.as_loss(module, lambda m, x: m(x).clamp(0, 1).sum())
-    with pytest.raises(TypeError, match=r"aten\.clamp\.default.*jax\.jvp"):
-        jax.jvp(lambda params: loss_fn(params, x)[0], (params,), (params,))
+@pytest.mark.parametrize("group", ["points", "pairs", "ties"])
+def test_forward_mode_is_torchs_or_nan(group):
+    """It is NaN where the backward pass multiplies by infinity before it selects."""
+    rows = Rows(group)
+    apply = on_jax.as_apply(rows)
+    _, params, _ = on_jax.as_loss(rows, lambda module, batch: 0)
+    moves = {name: np.cos(np.arange(x.size, dtype=np.float32)) for name, x in params.items()}
+    moves = {name: x.reshape(params[name].shape) for name, x in moves.items()}
+
+    def summed(params):
+        return {name: (y * weights(y)).sum() for name, y in apply(params, {}).items()}
+
+    _, slopes = jax.jit(lambda p, t: jax.jvp(summed, (p,), (t,)))(params, moves)
+    gradients = jax.jit(jax.grad(lambda params: sum(summed(params).values())))(params)
+    wrong = []
+    for i, name in enumerate(rows.functions):
+        names = [f"points.{i}.{j}" for j in range(len(rows.points[i]))]
+        wanted = sum(np.vdot(gradients[n], moves[n]) for n in names)
+        if not np.isnan(wanted + slopes[name]) and not is_close(slopes[name], np.float32(wanted)):
+            wrong.append(name)
+    assert not wrong
+    assert np.isfinite(list(slopes.values())).mean() > 0.8
 
 
 class Bounded(nn.Module):
@@ -114,24 +131,39 @@ def test_in_a_step_over_replicas():
         np.testing.assert_allclose(state.params["low"][i], -0.1 * gradient, atol=1e-6)
 
 
-def names_of(functions):
-    aten = [f for f in functions if "aten" in str(f).partition(".")[0]]
-    return {str(f).split(".")[1].removesuffix("_") for f in aten}
+def is_by_jax(name, env):
+    """Whether a backward pass is neither torchax's nor composed by torch of other operations."""
+    aten = torch.ops.aten
+    packet, forward = getattr(aten, name), getattr(aten, name.removesuffix("_backward"), None)
+    func = getattr(packet, "default", None)
+    if func is None or forward is None or func in decompositions():
+        return False
+    return not {packet, func} & env._ops.keys() and {forward, forward.default} & env._ops.keys()
 
 
-def test_every_operation_of_torchax_is_in_the_table_or_has_no_kink(monkeypatch):
+def test_backward_passes_by_jax_are_in_the_table_or_have_no_kink(monkeypatch):
+    """Where torchax has no backward pass, it is jax's derivative of the forward pass."""
     tried = set()
-    dispatch = TracingEnvironment.dispatch
+    run = Lowerings.run
 
-    def noted(env, func, types, args, kwargs):
-        tried.add(func)
-        return dispatch(env, func, types, args, kwargs)
+    def noted(env, node, values):
+        tried.add(node.target.overloadpacket.__name__.removesuffix("_backward"))
+        return run(env, node, values)
 
-    monkeypatch.setattr(TracingEnvironment, "dispatch", noted)
+    monkeypatch.setattr(Lowerings, "run", noted)
     for group in kinks.GROUPS:
         rows = Rows(group)
+        apply = on_jax.as_apply(rows)
         _, params, state = on_jax.as_loss(rows, lambda module, batch: 0)
-        jax.eval_shape(on_jax.as_apply(rows), params, state)
-    env = TracingEnvironment()  # a new one, without what other tests had torch decompose
-    missing = names_of([*env._ops, *env._decomps]) - names_of(tried) - set(kinks.SMOOTH.split())
-    assert {name for name in missing if not name.endswith(("_backward", "_copy"))} == set()
+
+        def summed(params, apply=apply, state=state):
+            return sum(y.sum() for y in apply(params, state).values())
+
+        jax.eval_shape(jax.grad(summed), params)
+    env = Lowerings()
+    by_jax = {
+        name.removesuffix("_backward")
+        for name in dir(torch.ops.aten)
+        if name.endswith("_backward") and is_by_jax(name, env)
+    }
+    assert by_jax - tried - set(kinks.SMOOTH.split()) == set()

@@ -40,7 +40,7 @@ class ReturnsOutput(nn.Module):
         self.embed = nn.Embedding(5, 3)
 
     def forward(self, input_ids=None, mask=None):
-        assert input_ids.dtype == torch.int32
+        assert input_ids.dtype == torch.int64
         assert mask.dtype == torch.bool
         return Output(self.embed(input_ids) * mask[..., None])
 
@@ -92,6 +92,14 @@ def test_results_and_arguments_of_a_module():
         with pytest.raises(ValueError, match="as_apply") as error:
             on_jax.as_apply(Returns(make))({}, {}, X)
         assert where in str(error.value)
+
+
+def test_gradients_of_complex_numbers_are_those_of_jax():
+    apply = on_jax.as_apply(Returns(lambda x: (x * x * (1 + 2j)).imag.sum()))
+    x = jnp.asarray([1 + 2j, 3 - 1j], jnp.complex64)
+    found = jax.grad(lambda x: apply({}, {}, x))(x)
+    wanted = jax.grad(lambda x: (x * x * (1 + 2j)).imag.sum())(x)
+    np.testing.assert_allclose(found, wanted, rtol=1e-6)
 
 
 def test_tied_weights_are_one_parameter_and_arrays_are_copies():

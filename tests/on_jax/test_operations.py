@@ -224,6 +224,10 @@ def rough_cases():
         "old weight norm": (old, call),
         "spectral norm": (parametrizations.spectral_norm(nn.Linear(8, 4)), call),
         "orthogonal": (orthogonal(nn.Linear(8, 8)), call),
+        "orthogonal by reflections": (
+            orthogonal(nn.Linear(8, 8), orthogonal_map="householder"),
+            call,
+        ),
         "orthogonal by Cayley": (orthogonal(nn.Linear(8, 8), orthogonal_map="cayley"), call),
         "convolutions": (convolutions, of_images),
         "solve": lambda m, x: solved(m, x.T[:, :3]),

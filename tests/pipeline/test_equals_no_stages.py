@@ -119,7 +119,7 @@ def cases(draw):
         {"replica": draw(st.sampled_from([1, 2])), "stage": stages, **inner},
         kind,
         draw(st.sampled_from(optimizers)),
-        draw(st.sampled_from(["local_sgd", "slowmo", "gradients"])),
+        draw(st.sampled_from(["local_sgd", "slowmo", "gradients", "reset", "average"])),
         draw(st.sampled_from(["one_program", "host"])),
         draw(st.sampled_from(["traced", "host"])),
         draw(st.sampled_from([1, 2])),
@@ -157,6 +157,8 @@ def trained(case, loss_fn, params, mesh, counted=None):
     sync = {
         "local_sgd": base,
         "slowmo": js.slowmo("replica", base=base, sync_every=4),
+        "reset": js.diloco("replica", sync_every=2, inner_state="reset"),
+        "average": js.local_sgd("replica", sync_every=2, inner_state="average"),
         "gradients": None,
     }[case.sync]
     gradients = js.all_reduce_gradients("replica") if sync is None else None
@@ -235,6 +237,14 @@ CHOSEN = {
     "loops, found table, pauses": Case(
         [dense] * 5, TWO, "lockstep", "inject_hyperparams", "gradients", ONE_PROGRAM, "host",
         1, False, True, True, True, True,
+    ),
+    "tied, moments that are averaged, pauses": Case(
+        [gated, dense], TWO, "gpipe", "adamw", "average", HOST, "host",
+        1, True, False, False, False, True,
+    ),
+    "in parts, moments that are reset": Case(
+        [dense, dense], IN_PARTS, "one_f_one_b", "mask_by_name", "reset", ONE_PROGRAM, "traced",
+        1, False, False, False, True, False,
     ),
 }  # fmt: skip
 

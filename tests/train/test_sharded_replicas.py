@@ -50,11 +50,16 @@ SYNCS = {
     "diloco bfloat16": lambda specs: js.diloco(
         "replica", sync_every=4, codec=js.codecs.bfloat16(), param_specs=specs
     ),
+    "diloco, reset": lambda specs: js.diloco(
+        "replica", sync_every=4, inner_state="reset", param_specs=specs
+    ),
+    "local_sgd, average": lambda specs: local(specs, inner_state="average"),
 }
 # The transforms that differ most; "derived" specs are read off the arrays.
 USUAL = {
     ("auto", "sgp overlap", "traced"), ("auto", "slowmo", "host"),
-    ("explicit", "slowmo whole", "derived"),
+    ("explicit", "slowmo whole", "derived"), ("auto", "diloco, reset", "host"),
+    ("auto", "local_sgd, average", "derived"),
 }  # fmt: skip
 
 

@@ -6,9 +6,8 @@ from typing import Any
 import jax
 import torch
 
-from ._arrays import as_arrays, as_traced
+from ._arrays import plain_tree
 from ._functional import Arrays, Functional
-from .tracing import TracingEnvironment
 
 
 def as_apply(module: torch.nn.Module) -> Callable[..., Any]:
@@ -22,9 +21,8 @@ def as_apply(module: torch.nn.Module) -> Callable[..., Any]:
 
     Returns:
       A function `apply(params, model_state, *args, rng=None, **kwargs)` that returns, as arrays,
-      the
-        result of `module(*args, **kwargs)` with these arrays, one copy of each. Dataclasses become
-        dicts. Changes of buffers are dropped.
+        the result of `module(*args, **kwargs)` with these arrays, one copy of each. Dataclasses
+        become dicts. Changes of buffers are dropped.
 
     Raises:
       ValueError: the errors of `as_loss`; when traced, results of other types, and numbers among
@@ -36,10 +34,10 @@ def as_apply(module: torch.nn.Module) -> Callable[..., Any]:
     def apply(
         params: Arrays, model_state: Arrays, *args: Any, rng: jax.Array | None = None, **kwargs: Any
     ) -> Any:
-        def run(env: TracingEnvironment, module: torch.nn.Module) -> Any:
-            torch_args, torch_kwargs = as_traced(env, (args, kwargs))
-            return as_arrays(env, module(*torch_args, **torch_kwargs), "as_apply: the result")
+        def run(module: torch.nn.Module, given: Any) -> Any:
+            torch_args, torch_kwargs = given
+            return plain_tree(module(*torch_args, **torch_kwargs), "as_apply: the result")
 
-        return functional.call(run, params, model_state, rng)[0]
+        return functional.call(run, params, model_state, rng, (args, kwargs))[0]
 
     return apply

@@ -9,8 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from .tracing import Tensor
-
 # torch cannot convert these to NumPy; float32 holds each of their values.
 _NARROW = {
     torch.bfloat16: jnp.bfloat16,
@@ -69,37 +67,24 @@ def to_torch(array: Any, like: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(np.array(values)).to(like.dtype)
 
 
-def as_traced(env: Any, tree: Any) -> Any:
-    """Return a tree of jax with tensors in place of arrays; other leaves stay."""
-
-    def one(x: Any) -> Any:
-        if not isinstance(x, jax.Array | np.ndarray | np.generic):
-            return x
-        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-            return x
-        return Tensor(jnp.asarray(x), env)
-
-    return jax.tree.map(one, tree)
-
-
-def as_arrays(env: Any, out: Any, where: str) -> Any:
-    """Return a module's result with arrays in place of tensors; dataclasses become dicts.
+def plain_tree(out: Any, where: str) -> Any:
+    """Return a module's result as a tree of tensors and numbers; dataclasses become dicts.
 
     Raises:
       ValueError: a type that jax cannot return.
     """
-    if isinstance(out, torch.Tensor):
-        return env.constant(out).jax()
-    if out is None or isinstance(out, bool | int | float | complex):
+    if out is None or isinstance(out, torch.Tensor | bool | int | float | complex):
         return out
     if isinstance(out, Mapping):
-        return {name: as_arrays(env, x, f"{where}[{name!r}]") for name, x in out.items()}
+        return {name: plain_tree(x, f"{where}[{name!r}]") for name, x in out.items()}
     if isinstance(out, tuple | list):
-        items = [as_arrays(env, x, f"{where}[{i}]") for i, x in enumerate(out)]
-        return type(out)(*items) if hasattr(out, "_fields") else type(out)(items)
+        items = [plain_tree(x, f"{where}[{i}]") for i, x in enumerate(out)]
+        if hasattr(out, "_fields"):
+            return type(out)(*items)
+        return items if isinstance(out, list) else tuple(items)  # not torch.return_types, a leaf
     if is_dataclass(out) and not isinstance(out, type):
         names = [field.name for field in fields(out)]
-        return {name: as_arrays(env, getattr(out, name), f"{where}.{name}") for name in names}
+        return {name: plain_tree(getattr(out, name), f"{where}.{name}") for name in names}
     raise ValueError(
         f"{where} is a {type(out).__name__}, of which jax returns none: tensors, numbers and None, "
         "in dicts, lists, tuples and dataclasses, are possible."

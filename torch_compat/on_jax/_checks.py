@@ -6,6 +6,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from ._arrays import jax_dtype, keeps_values
+from .tracing import OptimizedModule
 
 _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
@@ -17,9 +18,7 @@ def check_module(owner: str, module: Any) -> None:
             f"{owner}: `module` must be a torch.nn.Module, got {type(module).__name__}."
         )
     inner = "_orig_mod" if hasattr(module, "_orig_mod") else "module"
-    if isinstance(
-        module, torch.nn.parallel.DistributedDataParallel | torch._dynamo.OptimizedModule
-    ):
+    if isinstance(module, torch.nn.parallel.DistributedDataParallel | OptimizedModule):
         raise ValueError(
             f"{owner}: `module` is a {type(module).__name__}, which does what jax does here: give "
             f"the module in it, `module.{inner}`."

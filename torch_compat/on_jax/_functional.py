@@ -6,15 +6,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import torch
 from jax.core import Tracer
 
 from ..settings import Attributes
-from ._arrays import as_traced, to_jax
+from ._arrays import to_jax
 from ._checks import check_module
 from ._numbers import numbers_kept, numbers_of, refuse_changes
 from ._plain_tensors import plain_tensors_kept
-from .tracing import TracingEnvironment, cumulative_averages, tracing
+from .tracing import Input, Values, as_parameter, call, cumulative_averages, torch_dtype
 
 Arrays = dict[str, jax.Array]
 
@@ -43,12 +44,20 @@ class Functional:
 
     def call(
         self,
-        run: Callable[[TracingEnvironment, torch.nn.Module], Any],
+        run: Callable[[torch.nn.Module, Any], Any],
         params: Arrays,
         model_state: Arrays,
         rng: jax.Array | None,
+        given: Any,
     ) -> tuple[Any, Arrays]:
         """Return the result of `run` on the module with these tensors, and the carried ones after.
+
+        Args:
+          run: function of the module and `given` that returns a tree of tensors.
+          params: the trained parameters.
+          model_state: the other tensors.
+          rng: PRNG key of random numbers.
+          given: tree of arrays and other values, such as a batch.
 
         Raises:
           ValueError: arrays of other names; a module that keeps traced tensors, or whose Python
@@ -57,25 +66,45 @@ class Functional:
         self.refuse_changed_numbers()
         self._check_names("params", self.trained, params)
         self._check_names("model_state", self.carried, model_state)
-        with tracing(rng, self._module) as env, self._in_its_mode():
-            tensors = as_traced(env, {**params, **model_state})
-            for name, tensor in tensors.items():
-                tensor._is_param = isinstance(self._kept[name], torch.nn.Parameter)
-                tensor.requires_grad = name in params
+        leaves, structure = jax.tree.flatten(given)
+        places = [i for i, x in enumerate(leaves) if _is_array(x)]
+        arrays = [jnp.asarray(leaves[i]) for i in places]
+        names = [*self.trained, *self.carried]
+        inputs = [
+            *(Input(params[n], self._kept[n].dtype, trained=True) for n in self.trained),
+            *(Input(model_state[n], self._kept[n].dtype) for n in self.carried),
+            *(Input(x, torch_dtype(x)) for x in arrays),
+        ]
+        results: list[Any] = []  # and their structure
+
+        def traced(values: Values, tensors: list[Any]) -> list[torch.Tensor]:
+            held = dict(zip(names, tensors, strict=False))
+            for name, tensor in held.items():
+                if isinstance(self._kept[name], torch.nn.Parameter):
+                    as_parameter(tensor)
+            for i, tensor in zip(places, tensors[len(names) :], strict=True):
+                leaves[i] = tensor
             with (
-                plain_tensors_kept(self._owner, self._module, env),
+                self._in_its_mode(),
+                plain_tensors_kept(self._owner, self._module, values),
                 numbers_kept(self._owner, self._module) as kept,
             ):
-                out, after = torch.func.functional_call(
-                    _Around(self._module, lambda module: run(env, module)),
-                    {f"module.{name}": tensor for name, tensor in tensors.items()},
-                    (self.carried,),
+                result = torch.func.functional_call(
+                    _Around(self._module, run),
+                    {f"module.{name}": tensor for name, tensor in held.items()},
+                    (jax.tree.unflatten(structure, leaves), self.carried),
                 )
-            # In a trace, operations on constants return tracers, too.
-            if self._numbers is None and isinstance(jnp.zeros(()), Tracer):
+            if self._numbers is None and is_traced:
                 self._numbers = numbers_of(self._module)
                 self._numbers.leave_out(kept)
-            return out, {name: tensor.jax() for name, tensor in after.items()}
+            results[:] = jax.tree.flatten(result)
+            return [x for x in results[0] if isinstance(x, torch.Tensor)]
+
+        # In a trace, operations on constants return tracers, too.
+        is_traced = isinstance(jnp.zeros(()), Tracer)
+        found = iter(call(traced, inputs, rng, self._module))
+        flat = [next(found) if isinstance(x, torch.Tensor) else x for x in results[0]]
+        return jax.tree.unflatten(results[1], flat)
 
     def refuse_changed_numbers(self) -> None:
         """Raise `ValueError` if Python numbers of the module changed since the first trace."""
@@ -113,12 +142,17 @@ class Functional:
 class _Around(torch.nn.Module):
     """A module that calls a function while `functional_call` has replaced tensors."""
 
-    def __init__(self, module: torch.nn.Module, run: Callable[[torch.nn.Module], Any]) -> None:
+    def __init__(self, module: torch.nn.Module, run: Callable[..., Any]) -> None:
         super().__init__()
         self.module, self._run = module, run
 
-    def forward(self, carried: list[str]) -> tuple[Any, dict[str, Any]]:
+    def forward(self, given: Any, carried: list[str]) -> tuple[Any, dict[str, Any]]:
         """Return the result, and the tensors of these names, which may be new objects."""
-        out = self._run(self.module)
+        out = self._run(self.module, given)
         held = {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
         return out, {name: held[name] for name in carried}
+
+
+def _is_array(x: Any) -> bool:
+    is_array = isinstance(x, jax.Array | np.ndarray | np.generic)
+    return is_array and not jnp.issubdtype(x.dtype, jax.dtypes.prng_key)

@@ -8,9 +8,7 @@ import torch
 
 from jaxslowmo.transform import LossProgram
 
-from ._arrays import as_arrays, as_traced
 from ._functional import Arrays, Functional
-from .tracing import TracingEnvironment
 
 TorchLoss = Callable[[torch.nn.Module, Any], Any]
 LossFn = Callable[..., tuple[jax.Array, tuple[dict[str, Any], Arrays]]]
@@ -36,7 +34,7 @@ def as_loss(module: torch.nn.Module, loss: TorchLoss) -> tuple[LossFn, Arrays, A
       module: any torch module whose forward pass torchax supports, on any device.
       loss: function `loss(module, batch) -> loss` or `(loss, metrics)`, written in torch: a scalar
         tensor, the mean over the batch, and a dict of scalars. `batch` is the step's batch, with
-        tensors in place of arrays, integers of 32 bits.
+        tensors in place of arrays; jax's integers of 32 bits are `torch.int64`, unless it has 64.
 
     Returns:
       `(loss_fn, params, model_state)`. params: the parameters that require gradients, arrays by
@@ -77,15 +75,15 @@ class _LossOfModule(LossProgram):
     ) -> tuple[jax.Array, tuple[dict[str, Any], Arrays]]:
         """Compute the loss, the metrics and the model state of a batch."""
 
-        def run(env: TracingEnvironment, module: torch.nn.Module) -> tuple[jax.Array, Any]:
-            return _checked(env, self._loss(module, as_traced(env, batch)))
+        def run(module: torch.nn.Module, batch: Any) -> Any:
+            return _checked(self._loss(module, batch))
 
-        (value, metrics), after = self._functional.call(run, params, model_state or {}, rng)
+        (value, metrics), after = self._functional.call(run, params, model_state or {}, rng, batch)
         return value, (metrics, after)
 
 
-def _checked(env: TracingEnvironment, out: Any) -> tuple[jax.Array, dict[str, Any]]:
-    """Return the loss and the metrics of a torch function as arrays; check their types."""
+def _checked(out: Any) -> tuple[torch.Tensor, dict[str, Any]]:
+    """Return the loss and the metrics of a torch function; check their types."""
     value, metrics = out if isinstance(out, tuple) and len(out) == 2 else (out, {})
     if not isinstance(value, torch.Tensor):
         raise ValueError(
@@ -103,7 +101,7 @@ def _checked(env: TracingEnvironment, out: Any) -> tuple[jax.Array, dict[str, An
         is_number = isinstance(metric, bool | int | float)
         if not is_number and not (isinstance(metric, torch.Tensor) and metric.shape == ()):
             raise ValueError(f"as_loss: the metric {name!r} must be a scalar, got {_kind(metric)}.")
-    return env.constant(value).jax(), as_arrays(env, metrics, "metrics")
+    return value, metrics
 
 
 def _kind(x: Any) -> str:

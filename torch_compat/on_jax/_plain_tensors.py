@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 
-from .tracing import Tensor
+from .tracing import Values, constant, has_changed
 
 
 @contextlib.contextmanager
-def plain_tensors_kept(owner: str, module: torch.nn.Module, env: Any) -> Iterator[None]:
+def plain_tensors_kept(owner: str, module: torch.nn.Module, values: Values) -> Iterator[None]:
     """Run the block with attributes that are plain tensors traced, and then restore them.
 
     A value that a call sets and reads again, such as an auxiliary loss, may be an attribute. A
@@ -20,15 +20,12 @@ def plain_tensors_kept(owner: str, module: torch.nn.Module, env: Any) -> Iterato
       ValueError: an attribute that was read and then changed.
     """
     before = [(m, dict(vars(m))) for m in module.modules()]
-    constants: dict[tuple[int, str], tuple[Any, Any]] = {}
+    constants: dict[tuple[int, str], Any] = {}
     for part, attributes in before:
         for name, value in attributes.items():
             if isinstance(value, torch.Tensor):
-                constant = env.constant(value)
-                constants[id(part), name] = (constant, constant._elem)
-                part.__dict__[name] = constant
+                constants[id(part), name] = part.__dict__[name] = constant(value)
     lost: list[str] = []
-    env.seen.clear()  # a constant may have the id of a deleted tensor
     try:
         yield
         names = {id(part): name for name, part in module.named_modules()}
@@ -36,16 +33,16 @@ def plain_tensors_kept(owner: str, module: torch.nn.Module, env: Any) -> Iterato
             for name in attributes:
                 if (id(part), name) not in constants:
                     continue
-                constant, array = constants[id(part), name]
-                changed = part.__dict__.get(name) is not constant and id(constant) in env.seen
-                if changed or constant._elem is not array:
+                old = constants[id(part), name]
+                is_replaced = part.__dict__.get(name) is not old and id(old) in values.seen
+                if is_replaced or has_changed(old):
                     lost.append(".".join(filter(None, [names.get(id(part), ""), name])))
     finally:
         for part, attributes in before:
             for name, value in list(part.__dict__.items()):
                 if name in attributes:
                     part.__dict__[name] = attributes[name]
-                elif isinstance(value, Tensor):
+                elif isinstance(value, torch.Tensor):
                     del part.__dict__[name]
     if lost:
         raise ValueError(

@@ -33,6 +33,7 @@ from ...transform import (
     replica_average,
     replica_mean,
     stacked,
+    wide_types_on,
 )
 from ...tree import Buffer, TreePacking, added, at_least_float32, subtracted
 
@@ -124,11 +125,7 @@ class Anchor:
 
     def types_on(self, params: PyTree, at: StatePlacement) -> Any:
         """Return the types of the anchor of all replicas on placement `at`, on the host."""
-
-        def of(x: Any) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct((at.replicas, *x.shape), at_least_float32(x.dtype))
-
-        return jax.tree.map(of, params)
+        return wide_types_on(params, at)
 
 
 def of_form(anchor: PyTree) -> Callable[[PyTree], bool]:

@@ -18,7 +18,7 @@ from ...transform import (
     replica_average,
     sent_with,
     stacked,
-    types_of_sent,
+    wide_types_on,
 )
 from ._anchor import Anchor, of_form, replaced
 from ._delay import NOTHING, InFlight
@@ -73,7 +73,7 @@ class Divided(Sync):
                 outer_types = replaced(part.anchor, part.outer, lambda _, types=types: types)
                 part = part._replace(anchor=types, outer=outer_types)
             flight = _flight_types(leaves, at, names) if has_flight else ()
-            sent = sent_with(names, lambda _, leaves=leaves: types_of_sent(leaves, at))
+            sent = sent_with(names, lambda _, leaves=leaves: wide_types_on(leaves, at))
             parts.append(part._replace(in_flight=flight, sent=sent))
         base = self.base.like_on(state.base, params, at)
         return joined(state._replace(base=base), parts)
@@ -168,7 +168,7 @@ class Divided(Sync):
             if name == "view":
                 whole = self.anchor_of(fragment, params).join(part.anchor, leaves, place)
                 return jax.tree.map(lambda x: stacked(x, new), whole)
-            return jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), types_of_sent(leaves, new))
+            return jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), wide_types_on(leaves, new))
 
         return part._replace(sent=sent_with(names, field))
 
@@ -236,7 +236,7 @@ def _places(fragment: Fragment, params: PyTree) -> Sequence[int]:
 
 
 def _flight_types(leaves: PyTree, at: StatePlacement, names: Sequence[str] | None) -> InFlight:
-    values, one = types_of_sent(leaves, at), jax.ShapeDtypeStruct((at.replicas,), jnp.float32)
+    values, one = wide_types_on(leaves, at), jax.ShapeDtypeStruct((at.replicas,), jnp.float32)
     parts = jax.ShapeDtypeStruct((at.replicas,), jnp.int32)
     lost = values if "lost" in (names or ()) else ()
     return InFlight(*[values, one, one, parts, lost])

@@ -31,6 +31,7 @@ from ...transform import (
     Event,
     Every,
     Exchange,
+    InnerState,
     Now,
     Operand,
     Others,
@@ -43,6 +44,7 @@ from ...transform import (
     replica_mean,
     require_bound,
     run_if,
+    split_mark,
 )
 from ...tree import Staged, added, apply_exactly, landing, parts_of, subtracted, updates_to
 from ._anchor import Anchor, ShardedAnchor, merged
@@ -93,6 +95,7 @@ class Outer(Divided):
       fragments: the number of fragments, or the function that says to which a leaf belongs.
       delay: number of updates between taking what is sent and applying its mean.
       merge: the share of a replica's own progress that a slow step keeps, in [0, 1].
+      inner_state: what a slow step does to the moments of the inner optimizer.
       specs: layout of the parameters that was given later than the exchange's; shards do not follow
         it, since how they are cut is part of the state.
       is_sharded: whether state is sharded; None: `placement` decides it by the parameters.
@@ -110,6 +113,7 @@ class Outer(Divided):
     fragments: Fragments = 1
     delay: int = 0
     merge: float = 0.0
+    inner_state: InnerState = "keep"
     specs: PyTree | None = None
     is_sharded: bool | None = None
     known: dict[str, int] = field(default_factory=dict, repr=False)
@@ -136,6 +140,12 @@ class Outer(Divided):
                 f"{owner}: `exact_average=False` exchanges nothing in slow steps, so there is "
                 f"nothing to spread or to keep; got fragments={self.fragments!r}, "
                 f"delay={self.delay!r}, merge={merge!r}."
+            )
+        if self.inner_state != "keep" and (self.fragments != 1 or not self.exact_average):
+            raise ValueError(
+                f'{owner}: `inner_state` must be "keep" with several `fragments`, since it changes '
+                "all moments at once, and with exact_average=False, which exchanges nothing; got "
+                f"{self.inner_state!r}."
             )
 
     @property
@@ -243,7 +253,10 @@ class Outer(Divided):
 
         With a delay, what is taken in one update is sent in later ones, before it is applied.
         """
-        events = [self.lifted(event, "base") for event in self.base.events()]
+        events = [
+            self.lifted(replace(event, run=functools.partial(self.unmarked, event.run)), "base")
+            for event in self.base.events()
+        ]
         for turn in self.turns():
             of_turn = functools.partial(self.event, turn)
             if self.delay:
@@ -255,6 +268,13 @@ class Outer(Divided):
             slow = Outer.land if self.delay else Outer.slow
             events.append(of_turn(SLOW, turn.schedule, slow, replaces=self.replaces_base))
         return events
+
+    def unmarked(self, run: Callable[..., Operand], operand: Operand, now: Now) -> Operand:
+        """Run an event of the base, which leaves the moments of the inner optimizer as they are."""
+        updates, others, state = operand
+        others, mark = split_mark(self, others)
+        updates, others, state = run((updates, others, state), now)
+        return updates, [*others, *mark], state
 
     def event(self, turn: Turn, name: str, due: Any, run: Any, **options: Any) -> Event:
         """Return an event of one fragment; `run` is a method for its state alone."""
@@ -495,8 +515,10 @@ class Outer(Divided):
     ) -> Operand:
         """Return updates and state after the outer optimizer's step with this displacement."""
         updates, others, state = operand
+        others, mark = split_mark(self, others)
         if others and self.exact_average:
             others = replica_mean(others, Exchange(self.over.axis_name), mass)
+        others = [*others, *[True] * len(mark)]
         outer, options = state.outer, {}
         if self.rate is not None and rate is not None:
             # With different rates the replicas would diverge, even if each keeps its own anchor.
@@ -570,13 +592,13 @@ class Outer(Divided):
         state, storage = operand[2], self.anchor_of(fragment, now.params)
         flight: InFlight = state.in_flight
         average, has_weight = arrived(flight, self.over)
-        displacement = arrival = storage.store(average)
+        displacement = storage.store(average)
         if self.over.codec is None:
-            displacement = jax.tree.map(
-                lambda old, new: jnp.where(has_weight, subtracted(old, new), 0),
-                state.anchor,
-                arrival,
-            )
+
+            def away(old: jax.Array, new: jax.Array) -> jax.Array:
+                return jnp.where(has_weight, subtracted(old, new), 0)
+
+            displacement = jax.tree.map(away, state.anchor, displacement)
         _, mass = self.numerator(landing(now.params, operand[0]), now.weight, state.base)
         rate = None if self.rate is None else flight.rate
         sent = with_lost(state.sent, flight.lost)

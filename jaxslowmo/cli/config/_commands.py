@@ -230,8 +230,8 @@ class TuneOuterConfig(InRunFolder):
     FIXED = {"execution": "virtual"}  # noqa: RUF012 - of the class
     SHARED = (
         "preset tied steps batch data eval_every eval_batches replicas algorithm sync_every graph "
-        "peers_per_step overlap mixing nesterov fragments delay merge optimizer learning_rate "
-        "warmup schedule weight_decay clip"
+        "peers_per_step overlap mixing nesterov fragments delay merge inner_state optimizer "
+        "learning_rate warmup schedule weight_decay clip"
     )
 
     momenta: tuple[Share, ...] = (0.2, 0.4, 0.6, 0.8)

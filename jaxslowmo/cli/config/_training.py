@@ -273,6 +273,9 @@ class AlgorithmOptions(Options):
     merge: NotNegative = 0.0
     """Fraction of the difference between its own parameters and the result that a replica keeps: 0
     takes the result, 1 its own parameters."""
+    inner_state: Annotated[str, OneOf("keep", "reset", "average")] = "keep"
+    """What an exchange (of slowmo and diloco: a slow step) does to the moments of the optimizer; to
+    average them costs their bytes."""
     codec: Annotated[str, parse_codec] = "none"
     """Send fewer bits, with error feedback: bfloat16, float16, fp8, int8, int4, or the largest
     elements, such as top_k:0.02. sgp sends parameters, in 16 bits at least; the others send how far
@@ -513,7 +516,11 @@ GOES_WITH: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
     ("slow_momentum slow_learning_rate nesterov", "algorithm", ("slowmo", "slowmo_sgp")),
     ("exact_average", "algorithm", ("slowmo", "slowmo_sgp")),
     ("slow_every shard_state", "algorithm", ("slowmo", "slowmo_sgp", "diloco")),
-    ("fragments delay merge", "algorithm", ("local_sgd", "slowmo", "slowmo_sgp", "diloco")),
+    (
+        "fragments delay merge inner_state",
+        "algorithm",
+        ("local_sgd", "slowmo", "slowmo_sgp", "diloco"),
+    ),
     ("codec", "algorithm", ("local_sgd", "sgp", "slowmo", "slowmo_sgp", "diloco")),
     ("outer_learning_rate outer_momentum", "algorithm", ("diloco",)),
     ("weight_decay", "optimizer", ("adamw",)),

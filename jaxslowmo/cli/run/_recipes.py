@@ -4,7 +4,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Collection, Mapping
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -281,8 +281,8 @@ def _local_sgd(inputs: RecipeInputs, **spread: Any) -> js.ParameterTransform:
 
 
 def _spread(inputs: RecipeInputs) -> dict[str, Any]:
-    config = inputs.config
-    return {"fragments": config.fragments, "delay": config.delay, "merge": config.merge}
+    names = "fragments", "delay", "merge", "inner_state"
+    return {name: getattr(inputs.config, name) for name in names}
 
 
 def _sgp(inputs: RecipeInputs) -> js.ParameterTransform:
@@ -293,7 +293,7 @@ def _sgp(inputs: RecipeInputs) -> js.ParameterTransform:
         graph=functools.partial(make_graph, config.graph, peers_per_step=config.peers_per_step),
         mixing=parse_mixing(config.mixing),
         overlap=config.overlap,
-        codec=inputs.codec,
+        codec=cast("js.codecs.Half | None", inputs.codec),  # others are refused by the options
         **inputs.levels,
     )
 

@@ -15,7 +15,9 @@ from ...mesh import AnyMesh, axis_names, laid_out, replicate, specs_key
 from ...transform import (
     GradientTransform,
     LossProgram,
+    Mark,
     ParameterTransform,
+    after_exchange,
     chain,
     holds_state,
     layouts_known,
@@ -102,10 +104,20 @@ class Parts:
         return inner_axes if is_known else ()
 
     def moved(
-        self, optimizer_state: PyTree, params: PyTree, own: PyTree, updates: PyTree
+        self,
+        optimizer_state: PyTree,
+        params: PyTree,
+        own: PyTree,
+        updates: PyTree,
+        mark: Mark | None,
     ) -> PyTree:
-        """Return the optimizer's state with its copies of parameters exchanged as these were."""
-        return moved_copies(optimizer_state, params, own, updates)
+        """Return the optimizer's state after an exchange.
+
+        Its copies of parameters have moved as these did, and its moments are those of the mark.
+        """
+        state = moved_copies(optimizer_state, params, own, updates)
+        init, specs = self.optimizer.init, self.param_specs
+        return after_exchange(mark, init, state, params, updates, specs)
 
     def order(self, state: TrainState, like: PyTree) -> ReadyOrder | None:
         """Return a function for the order in which gradients are ready, for a batch like `like`.

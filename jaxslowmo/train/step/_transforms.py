@@ -15,9 +15,9 @@ from ...mesh import AnyMesh, axis_names, model_axes
 from ...tracing import UpdateFacts, read_update
 from ...transform import (
     Chain,
-    GradientTransform,
     ParameterTransform,
     chain,
+    gradient_parts,
     holds_state,
     known_states,
     over_stages,
@@ -65,11 +65,7 @@ def split_chain(
             f"`optimizer` is a js.chain with {len(moving)} parameter transforms, and a step has "
             "one: use js.hierarchical_local_sgd or js.slowmo(base=...), or an optax.chain."
         )
-    reducing = [i for i, x in enumerate(parts) if _returns_gradients(x) and spec_of(x).axes]
-    count = reducing[-1] + 1 if reducing else 0
-    # After a transform of another library, which may be the optimizer, ours would see updates.
-    while count < len(parts) and _returns_gradients(parts[count]):
-        count += 1
+    count = gradient_parts(parts)
     first, last = parts[:count], parts[count:]
     reduces = any(spec_of(part).axes for part in first)
     for name, given, does in (("gradients", gradients, reduces), ("sync", sync, moving)):
@@ -81,10 +77,6 @@ def split_chain(
     if gradients is not None:
         first = [gradients, *first]
     return _joined(first) if first else None, _joined(last), moving[0] if moving else sync
-
-
-def _returns_gradients(part: optax.GradientTransformation) -> bool:
-    return isinstance(part, GradientTransform) and not part.spec.returns_updates
 
 
 def _joined(parts: list[Any]) -> optax.GradientTransformation:

@@ -17,7 +17,14 @@ from ...gradients.precision import (
     zero_if,
 )
 from ...mesh import axis_names
-from ...transform import increment, layouts_known, phase_scope, spec_of, unless_idle
+from ...transform import (
+    exchange_marked,
+    increment,
+    layouts_known,
+    phase_scope,
+    spec_of,
+    unless_idle,
+)
 from ...tree import apply_exactly, parts_of
 from .._train_state import TrainState
 from ._gradients import (
@@ -184,7 +191,8 @@ class Update(Parts):
                 updates = zero_if(update.follows, updates)
             own_updates = unless_idle(updates, update.weights.exchange)
             with layouts_known():
-                updates, means, sync_state = self.sync.exchange(
+                updates, means, sync_state, mark = exchange_marked(
+                    self.sync,
                     updates,
                     statistics(model_state) if averages else [],
                     sync_state,
@@ -196,7 +204,7 @@ class Update(Parts):
                 model_state = with_statistics(model_state, means)
             if phase != ():
                 # Copies of parameters in the optimizer must change too: it would undo the exchange.
-                optimizer_state = self.moved(optimizer_state, params, own_updates, updates)
+                optimizer_state = self.moved(optimizer_state, params, own_updates, updates, mark)
         return TrainState(
             step=increment(state.step),
             params=apply_exactly(params, updates),

@@ -236,10 +236,10 @@ class UpdateWithTables(Update):
         return () if axis in spec_of(self.gradients).axes else (axis,)
 
     def moved(
-        self, optimizer_state: PyTree, params: PyTree, own: PyTree, updates: PyTree
+        self, optimizer_state: PyTree, params: PyTree, own: PyTree, updates: PyTree, mark: Any
     ) -> PyTree:
         """Return the state of the dense optimizer after an exchange."""
-        return super().moved(optimizer_state, params.dense, own.dense, updates.dense)
+        return super().moved(optimizer_state, params.dense, own.dense, updates.dense, mark)
 
     def _requested(self, local: Local, inputs: StepInputs) -> StepInputs:
         """Return the inputs with a `Requested` as the batch."""

@@ -4,11 +4,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
+from torch import nn
 
-from torch_compat.on_jax.tracing import Tensor, tracing
+from torch_compat import on_jax
 
 X = np.arange(1.0, 13.0, dtype=np.float32).reshape(3, 4) / 8
 WEIGHTS = np.arange(12.0, dtype=np.float32) - 5
+
+
+class Function(nn.Module):
+    """A function as a module."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x):
+        return self.function(x)
 
 
 def in_torch(function):
@@ -19,11 +31,8 @@ def in_torch(function):
 
 
 def in_jax(function, jit=jax.jit):
-    def of(x):
-        with tracing(None) as env:
-            return function(Tensor(x, env) * 1).jax()
-
-    return jit(jax.value_and_grad(of))(jnp.asarray(X))
+    apply = on_jax.as_apply(Function(lambda x: function(x * 1)))
+    return jit(jax.value_and_grad(lambda x: apply({}, {}, x)))(jnp.asarray(X))
 
 
 def assert_as_torch(function):

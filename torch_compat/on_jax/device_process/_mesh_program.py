@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from ... import samples
 from ...batches import call_model, loss_of, map_tensors
 from ...settings import Changes
-from .._arrays import as_traced, jax_dtype, keeps_values, to_numpy, to_torch
+from .._arrays import jax_dtype, keeps_values, to_numpy, to_torch
 from .._functional import Arrays, Functional
 
 _AXIS = "device"
@@ -255,13 +255,12 @@ class MeshProgram:
             key, step_key = jax.random.split(jax.random.wrap_key_data(keys[0]))
 
             def loss(params: Arrays) -> tuple[jax.Array, Arrays]:
-                def run(env: Any, module: torch.nn.Module) -> jax.Array:
-                    traced = as_traced(env, _first(tensors))
-                    batch = map_tensors(structure, lambda slot: traced[slot.index], _Slot)
-                    value = loss_of(call_model(module, batch)) / self._micro_batches
-                    return env.constant(value).jax()
+                def run(module: torch.nn.Module, tensors: Any) -> torch.Tensor:
+                    batch = map_tensors(structure, lambda slot: tensors[slot.index], _Slot)
+                    return loss_of(call_model(module, batch)) / self._micro_batches
 
-                return self._functional.call(run, params, _first(carried), step_key)
+                state = _first(carried)
+                return self._functional.call(run, params, state, step_key, _first(tensors))
 
             (value, after), gradients = jax.value_and_grad(loss, has_aux=True)(params)
             sums = {name: sums[name] + gradients[name] for name in sums}  # `sums` are wider

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from typing import Any
 
 try:
-    import jax  # noqa: F401
+    import jax
+    import jax.numpy as jnp
     import torch
 
     @contextlib.contextmanager
@@ -46,10 +47,20 @@ torch.backends.mha.set_fastpath_enabled(_FAST_ATTENTION)
 if _TELEMETRY is None:  # torchax sets it at import
     os.environ.pop("ENABLE_RUNTIME_UPTIME_TELEMETRY", None)
 
-# The name is "jax" if the program imported torchax before.
-DEVICE = torch.device(torch._C._get_privateuse1_backend_name(), 0)
-torchax_tensor.Tensor.device = property(lambda tensor: DEVICE)  # pyright: ignore
+from ._internals import spare_device  # noqa: E402
+
+torchax_tensor.Tensor.device = property(lambda tensor: spare_device)  # pyright: ignore
 
 Environment = torchax_tensor.Environment
 OperatorNotFound = torchax_tensor.OperatorNotFound
 Tensor = torchax_tensor.Tensor
+
+
+def torch_dtype(array: jax.Array) -> torch.dtype:
+    """Return torch's dtype of an array; int64 for int32 where jax has no 64 bits.
+
+    torch requires 64 bits of labels and indices.
+    """
+    if array.dtype == jnp.int32 == jax.dtypes.canonicalize_dtype(jnp.int64):
+        return torch.int64
+    return torchax_tensor.mappings.j2t_dtype(array.dtype)

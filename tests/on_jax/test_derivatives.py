@@ -1,0 +1,237 @@
+"""jax's transformations of a module: every input, forward mode, second derivatives, programs."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from jax.sharding import PartitionSpec as P
+from torch import nn
+
+from torch_compat import on_jax
+
+X = np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32)
+Y = np.arange(8, dtype=np.int32) % 3
+
+
+class Frozen(nn.Module):
+    """A frozen parameter, float buffers, one of them written in place, and an integer one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(4, 4), nn.Linear(4, 3)
+        self.outer.weight.requires_grad_(False)
+        self.norm = nn.BatchNorm1d(4)
+        self.register_buffer("scale", torch.tensor([1.0, 2.0, -1.0, 0.5]))
+        self.register_buffer("seen", torch.ones(4))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        self.traces = []
+
+    def forward(self, x):
+        self.traces.append((x.requires_grad, self.scale.requires_grad, self.calls.dtype))
+        self.calls += 1
+        self.seen.mul_(0.5).add_(1)
+        x = self.norm(torch.tanh(self.inner(x)) * self.scale) * self.seen
+        return self.outer(x)
+
+
+def loss(module, batch):
+    return F.cross_entropy(module(batch[0]), batch[1])
+
+
+def made(training=True):
+    module = Frozen().train(training)
+    loss_fn, params, state = on_jax.as_loss(module, loss)
+    floats = {n: x for n, x in state.items() if x.dtype == jnp.float32}
+    whole = {n: x for n, x in state.items() if n not in floats}
+
+    def value(params, floats, x=X):
+        return loss_fn(params, (x, Y[: len(x)]), model_state={**floats, **whole})[0]
+
+    return module, value, params, floats
+
+
+def assert_close(found, wanted, atol=1e-6):
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=atol), found, wanted)
+
+
+def dot(tree, other):
+    return sum(jax.tree.leaves(jax.tree.map(jnp.vdot, tree, other)))
+
+
+def like(tree):
+    """Return a direction to move in."""
+    return jax.tree.map(lambda x: jnp.cos(jnp.arange(x.size)).reshape(x.shape), tree)
+
+
+def test_the_usual_call_traces_once_and_as_in_torch():
+    module, value, params, floats = made()
+    jax.jit(jax.value_and_grad(value))(params, floats)
+    assert module.traces == [(False, False, torch.int64)]
+    assert module.outer.weight.grad is None
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_gradients_of_model_state_and_batch_are_torchs(training):
+    module, value, params, floats = made(training)
+    found = jax.jit(jax.grad(value, argnums=(0, 1, 2)))(params, floats, X)
+    x = torch.from_numpy(X).requires_grad_()
+    tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    tensors = {n: t for n, t in tensors.items() if n in {**params, **floats} and "run" not in n}
+    for tensor in tensors.values():
+        tensor.requires_grad_()
+    copies = {n: t.clone() for n, t in tensors.items()}  # torch writes to no leaf
+    logits = torch.func.functional_call(module, copies, (x,))
+    F.cross_entropy(logits, torch.from_numpy(Y).long()).backward()
+    assert_close(found[2], x.grad.numpy())
+    both = {**found[0], **found[1]}
+    assert_close({n: both[n] for n in tensors}, {n: t.grad.numpy() for n, t in tensors.items()})
+    # torch has no derivative of these.
+    for name in ("norm.running_mean", "norm.running_var"):
+        numbers = jax.jit(lambda y, name=name: value(params, {**floats, name: y}))
+        move = np.float32([0, 1e-2, 0, 0])
+        slope = (numbers(floats[name] + move) - numbers(floats[name] - move)) / 2e-2
+        assert found[1][name][1] == pytest.approx(slope, abs=1e-3)
+        assert (found[1][name][1] != 0) == (not training)
+
+
+def test_forward_mode_agrees_with_reverse_mode():
+    _, value, params, floats = made()
+    moves = like(params), like(floats)
+    gradients = jax.grad(value, argnums=(0, 1))(params, floats)
+    _, slope = jax.jvp(value, (params, floats), moves)
+    assert slope == pytest.approx(dot(gradients, moves), abs=1e-5)
+    _, linear = jax.linearize(lambda params: value(params, floats), params)
+    assert linear(moves[0]) == pytest.approx(dot(gradients[0], moves[0]), abs=1e-5)
+    assert_close(jax.jit(jax.jacfwd(value))(params, floats), gradients[0])
+
+
+def test_second_derivatives_agree_in_all_orders():
+    _, value, params, floats = made()
+    move = like(params)
+
+    def slope(params):
+        return dot(jax.grad(value)(params, floats), move)
+
+    wanted = jax.jit(jax.grad(slope))(params)
+    of_gradient = jax.jit(lambda p: jax.jvp(lambda p: jax.grad(value)(p, floats), (p,), (move,))[1])
+    assert_close(of_gradient(params), wanted, 1e-5)
+    twice = jax.grad(lambda p: jax.jvp(lambda p: value(p, floats), (p,), (move,))[1])
+    assert_close(jax.jit(twice)(params), wanted, 1e-5)
+
+
+def test_under_other_transformations():
+    _, value, params, floats = made(training=False)
+    gradient = jax.jit(jax.grad(value))
+    halves = jnp.stack([X[:4], X[4:]])
+    each = jax.vmap(jax.grad(value), in_axes=(None, None, 0))(params, floats, halves)
+    wanted = [gradient(params, floats, x) for x in halves]
+    assert_close(each, jax.tree.map(lambda *xs: jnp.stack(xs), *wanted))
+    _, slopes = jax.vmap(lambda x: jax.jvp(lambda p: value(p, floats, x), (params,), (params,)))(
+        halves
+    )
+    assert_close(slopes, jnp.stack([dot(w, params) for w in wanted]))
+    assert_close(jax.grad(jax.checkpoint(value))(params, floats, X), gradient(params, floats, X))
+
+    def scanned(params):
+        return jax.lax.scan(lambda c, x: (c + value(params, floats, x), None), 0.0, halves)[0]
+
+    total = jax.tree.map(jnp.add, *wanted)
+    assert_close(jax.jit(jax.grad(scanned))(params), total)
+    mesh = jax.make_mesh((2,), ("replica",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def on_replicas(params, x):
+        return jax.shard_map(
+            lambda p, x: jax.lax.psum(value(p, floats, x), "replica"),
+            mesh=mesh,
+            in_specs=(P(), P("replica")),
+            out_specs=P(),
+        )(params, x)
+
+    assert_close(jax.jit(jax.grad(on_replicas))(params, X), total)
+    _, slope = jax.jvp(lambda p: on_replicas(p, X), (params,), (params,))
+    assert slope == pytest.approx(dot(total, params), abs=1e-5)
+
+
+def test_gradients_through_the_state_of_steps():
+    """As in a recurrent model whose memory is a buffer."""
+
+    class Remembers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+            self.register_buffer("memory", torch.zeros(4))
+
+        def forward(self, x):
+            self.memory = torch.tanh(self.linear(x) + self.memory)
+            return self.memory.square().sum()
+
+    module = Remembers()
+    loss_fn, params, state = on_jax.as_loss(module, lambda module, x: module(x))
+
+    def total(params):
+        def step(state, x):
+            value, (_, state) = loss_fn(params, x, model_state=state)
+            return state, value
+
+        return jax.lax.scan(step, state, X)[1].sum()
+
+    sum(module(torch.from_numpy(x)) for x in X).backward()
+    wanted = {n: p.grad.numpy() for n, p in module.named_parameters()}
+    assert_close(jax.jit(jax.grad(total))(params), wanted, 1e-5)
+
+
+class Calls(nn.Module):
+    def __init__(self, function) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *args):
+        return self.function(*args)
+
+
+def test_what_has_no_derivative_has_zeros():
+    apply = on_jax.as_apply(Calls(lambda x: (x.detach().sum(), x.argmax(), torch.ones(2))))
+    _, slopes = jax.jvp(lambda x: apply({}, {}, x), (X,), (X,))
+    assert slopes[0] == 0
+    assert slopes[1].dtype == jax.dtypes.float0
+    gradient = jax.grad(lambda x: apply({}, {}, x)[2].sum())(X)
+    np.testing.assert_array_equal(gradient, np.zeros_like(X))
+
+
+def test_jacobians_where_torchs_backward_pass_has_corners():
+    """torch computes xlogy and logarithms of cotangents, which may cancel each other."""
+    x = jnp.array([0.5, 2.0, 0.1])
+    for function in (lambda x: torch.xlogy(x, x), lambda x: x.logcumsumexp(0)):
+        apply = on_jax.as_apply(Calls(lambda x, f=function: torch.stack([f(x), -f(x)])))
+        of = jax.jit(jax.jacrev(lambda x, apply=apply: apply({}, {}, x)))(x)
+        wanted = torch.autograd.functional.jacobian(function, torch.tensor(np.asarray(x))).numpy()
+        np.testing.assert_allclose(of, np.stack([wanted, -wanted]), atol=1e-6)
+
+
+INTEGERS = {
+    "same": lambda y: y,
+    "sum": lambda y: y.sum(),
+    "largest": lambda y: y.masked_fill(y > 1, torch.iinfo(y.dtype).max),
+    "smallest": lambda y: torch.full_like(y, torch.iinfo(torch.int64).min),
+    "places": lambda y: y.argmax(),
+    "range": lambda y: torch.arange(3),
+    "compared": lambda y: y.clamp(max=torch.iinfo(torch.int64).max),
+    "gathered": lambda y: y.gather(0, y),
+}
+
+
+@pytest.mark.parametrize("name", INTEGERS)
+def test_integers_have_64_bits_in_torch_and_32_in_jax(name):
+    found = on_jax.as_apply(Calls(INTEGERS[name]))({}, {}, Y)
+    assert found.dtype == jnp.int32
+    limits = np.iinfo(np.int32)
+    wanted = INTEGERS[name](torch.from_numpy(Y).long()).clamp(limits.min, limits.max)
+    np.testing.assert_array_equal(found, wanted)
+
+
+@pytest.mark.parametrize("function", [lambda y: y + 2**40, lambda y: y + torch.tensor(2**40)])
+def test_integers_that_do_not_fit_are_refused(function):
+    with pytest.raises(ValueError, match="32 bits"):
+        on_jax.as_apply(Calls(function))({}, {}, Y)
