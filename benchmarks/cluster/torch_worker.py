@@ -116,7 +116,9 @@ def torchft(model: torch.nn.Sequential, optimizer: torch.optim.Optimizer, name: 
         torch.optim.SGD(part.parameters(), lr=0.7, momentum=0.9, nesterov=True)
         for part in fragments
     ]
-    # One all-reduce per fragment: with one per parameter it is slower.
+    # One all-reduce per fragment: with one per parameter it is slower. `should_quantize=True`, FP8,
+    # needs a GPU: torchft 0.2.0 sends float32 without Triton, and says nothing (manager.py, line
+    # 458), and asks for the stream of an accelerator with it (line 463; collectives.py, line 364).
     diloco = DiLoCo(
         manager,
         fragments,
