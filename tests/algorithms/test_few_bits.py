@@ -145,7 +145,8 @@ def test_slow_momentum_against_numpy(codec, kept):
     """With a whole anchor, three slow steps; the buffer holds all leaves in their order."""
     tx = js.slowmo(
         "replica", base=js.local_sgd("replica", sync_every=2), sync_every=2, momentum=0.5,
-        slow_learning_rate=0.7, codec=CODECS[codec](error_feedback=kept), shard_state=False, shard_state=False,
+        slow_learning_rate=0.7, codec=CODECS[codec](error_feedback=kept),
+        shard_state=False,
     )  # fmt: skip
     run = Run(tx)
     flat = np.concatenate([v.reshape(-1) for v in tree(0).values()])
