@@ -22,9 +22,9 @@ AVERAGE = {("all-reduce", 2, BYTES)}  # one buffer per dtype
 WHOLE = {("all-reduce", 1, SLOW_BYTES)}
 
 
-def coded(codec):
+def coded(codec, buffer=SLOW_BYTES):
     """All leaves as one float32 buffer, of which each node encodes a part for each."""
-    size = NODES * codec.num_bytes(-(-SLOW_BYTES // 4 // NODES))
+    size = NODES * codec.num_bytes(-(-buffer // 4 // NODES))
     return {("all-to-all", 1, size), ("all-gather", 1, size)}
 
 
@@ -58,7 +58,12 @@ SENT = {
     "slowmo": (slow(base=local()), {"average": AVERAGE, "slow": SHARDED}),
     "slowmo whole": (slow(base=local(), shard_state=False), {"average": AVERAGE, "slow": WHOLE}),
     "slowmo in 16 bits": (
-        slow(base=local(), codec=FLOAT16), {"average": AVERAGE, "slow": coded(FLOAT16)}
+        slow(base=local(), codec=FLOAT16, shard_state=False),
+        {"average": AVERAGE, "slow": coded(FLOAT16)},
+    ),
+    "slowmo in 4 bits": (
+        slow(base=local(), codec=js.codecs.int4()),
+        {"average": AVERAGE, "slow": coded(js.codecs.int4(), PADDED)},
     ),
     "slowmo inexact": (slow(base=local(), exact_average=False), INEXACT),
     "diloco": (diloco(), {"slow": SHARDED}),

@@ -146,6 +146,7 @@ def test_slow_momentum_against_numpy(codec, kept):
     tx = js.slowmo(
         "replica", base=js.local_sgd("replica", sync_every=2), sync_every=2, momentum=0.5,
         slow_learning_rate=0.7, codec=CODECS[codec](error_feedback=kept),
+        shard_state=False,
     )  # fmt: skip
     run = Run(tx)
     flat = np.concatenate([v.reshape(-1) for v in tree(0).values()])
@@ -315,9 +316,12 @@ def test_idle_replicas():
 
 
 def test_what_is_not_finite_is_forgotten():
-    run = Run(js.diloco("replica", sync_every=1, codec=CODECS["int8"]()))
-    run.step({k: np.full_like(v, np.nan) for k, v in tree(1, 1.0, (R,)).items()})
-    assert all(np.all(np.isfinite(v)) for v in jax.tree.leaves(run.state.sent))
+    for shard_state in (False, True):
+        run = Run(
+            js.diloco("replica", sync_every=1, shard_state=shard_state, codec=CODECS["int8"]())
+        )
+        run.step({k: np.full_like(v, np.nan) for k, v in tree(1, 1.0, (R,)).items()})
+        assert all(np.all(np.isfinite(v)) for v in jax.tree.leaves(run.state.sent.lost))
 
 
 @pytest.mark.parametrize("name", ["int8", "top_k"])

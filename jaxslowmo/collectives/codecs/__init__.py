@@ -11,3 +11,6 @@ from ._codec import bfloat16 as bfloat16
 from ._codec import float16 as float16
 from ._top_k import TopK as TopK
 from ._top_k import top_k as top_k
+
+# What users may use; the rest is for other packages.
+__all__ = ["Codec", "bfloat16", "float16", "fp8", "int4", "int8", "top_k"]
