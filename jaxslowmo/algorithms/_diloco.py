@@ -37,8 +37,8 @@ def diloco(
       outer_optimizer: any complete optax optimizer (with learning rate and sign); the default is
         `optax.sgd(0.7, momentum=0.9, nesterov=True)`.
       shard_state: whether each replica keeps only 1/R of the anchor and of the outer state, as
-        shards of flat buffers. This needs an element-wise outer optimizer; None shards with one.
-        See `docs/outer.md`.
+        shards of flat buffers. This needs an element-wise outer optimizer; None shards with one
+        (not with `top_k`). See `docs/outer.md`.
       local_axis_name: axis of the devices inside a replica, as in `js.slowmo`.
       param_specs: specs of leaves sharded over automatic axes, as in `js.slowmo`.
       bucket_bytes: size of the exchanged buffers, as in `js.slowmo`.

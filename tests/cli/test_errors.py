@@ -46,6 +46,7 @@ REFUSED: dict[str, tuple[str, ...]] = {
     "train --on-nan rollback": ("--on-nan rollback", "--checkpoint-every"),
     "train --shard-state --no-exact-average": ("--shard-state", "--no-exact-average"),
     "train --codec int4 --algorithm slowmo_sgp": ("--codec int4", "slowmo_sgp", "bfloat16"),
+    "train --shard-state --codec top_k:0.1": ("--shard-state", "--codec top_k:0.1"),
     "train --codec top_k:0": ("--codec", "top_k:FRACTION", "top_k:0"),
     "train --check-parameters --algorithm all_reduce --preset tiny": ("--check-parameters",),
     "train --num-processes 2": ("--coordinator", "--process-id"),

@@ -175,7 +175,9 @@ def shards_state(
             f"{owner}: `exact_average=False` exchanges nothing in slow steps, so there is nothing "
             f"for `codec`; got {codec!r}. Give it to the `base`."
         )
-    return exact_average if shard_state is None else shard_state
+    # From shards the step would be made sparse a second time, on its way to the parameters.
+    is_sparse = codec is not None and codec.is_sparse
+    return (exact_average and not is_sparse) if shard_state is None else shard_state
 
 
 _MOST_PARTS = 257  # bound on the devices of a replica, if their number is not known

@@ -568,6 +568,10 @@ def refuse_unused(
         )
     if given.get("shard_state") and not config.exact_average:
         raise ValueError("--shard-state does not go with --no-exact-average, which shards nothing")
+    if given.get("shard_state") and config.codec.startswith("top_k"):
+        raise ValueError(
+            f"--shard-state does not go with --codec {config.codec}, which needs a whole anchor"
+        )
     if config.codec not in ("none", "bfloat16", "float16") and "sgp" in config.algorithm:
         raise ValueError(
             f"--codec {config.codec} does not go with --algorithm {config.algorithm}, which sends "

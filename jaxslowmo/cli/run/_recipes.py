@@ -265,6 +265,11 @@ class RecipeInputs:
             return js.codecs.top_k(fraction)
         return None if name == "none" else getattr(js.codecs, name)(error_feedback=True)
 
+    @property
+    def shards_state(self) -> bool:
+        """Whether the state of slow steps is sharded; with sparse codecs it is whole."""
+        return self.config.shard_state and not (self.codec is not None and self.codec.is_sparse)
+
 
 def _all_reduce(inputs: RecipeInputs) -> optax.GradientTransformation:
     size = round(inputs.config.bucket_mib * 2**20)
@@ -307,7 +312,7 @@ def _slowmo(inputs: RecipeInputs, base: js.ParameterTransform) -> js.ParameterTr
         momentum=config.slow_momentum,
         slow_learning_rate=config.slow_learning_rate,
         learning_rate=inputs.schedule,
-        shard_state=config.shard_state and config.exact_average,
+        shard_state=inputs.shards_state and config.exact_average,
         exact_average=config.exact_average,
         nesterov=config.nesterov,
         codec=inputs.codec if config.exact_average else None,
@@ -324,7 +329,7 @@ def _diloco(inputs: RecipeInputs) -> js.ParameterTransform:
         outer_optimizer=optax.sgd(
             config.outer_learning_rate, momentum=config.outer_momentum, nesterov=True
         ),
-        shard_state=config.shard_state,
+        shard_state=inputs.shards_state,
         codec=inputs.codec,
         **inputs.levels,
         **_spread(inputs),

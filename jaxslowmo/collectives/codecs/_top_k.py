@@ -158,7 +158,8 @@ def top_k(
 
     Communication: that of the transform, where each replica receives what all others send: with R
       replicas, (R - 1) * fraction * (2 + 1) bytes per element for `"int8"`, (2 + 1/4) for
-      `"bits2"`. Beyond R = 0.5 / fraction, `js.codecs.int4` sends less.
+      `"bits2"`. Beyond R = 0.5 / fraction, `js.codecs.int4` sends less. With shard_state=True the
+      mean is sent as sparsely as each part, in fewer bytes, and much of it comes late.
 
     Source: Sarfi et al., "Communication Efficient LLM Pre-training with SparseLoCo", 2025; Aji and
       Heafield, "Sparse Communication for Distributed Gradient Descent", EMNLP 2017.
