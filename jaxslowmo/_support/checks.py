@@ -76,5 +76,5 @@ def checked_share(owner: str, argument: str, value: Any) -> float:
     """Return a share in (0, 1]; raise `ValueError` for another value."""
     is_number = isinstance(value, Real) and not isinstance(value, bool)
     if not is_number or not 0 < float(value) <= 1:
-        raise ValueError(f"{owner}: `{argument}` must be in (0, 1], got {value!r}.")
+        raise ValueError(f"{owner}: `{argument}` must be a number in (0, 1], got {value!r}.")
     return float(value)

@@ -10,8 +10,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import PartitionSpec as P
+from jax.tree_util import GetAttrKey
 
 from .._support.types import PyTree
 from ..tree import apply_exactly
@@ -62,7 +64,8 @@ def after_exchange(
     Moments are the trees like the parameters. "reset" makes them those of `init`, and with them the
     arrays beside them in the same state, such as the counter of Adam's bias correction. "average"
     makes them, and floating arrays beside them, their means. States without moments, such as those
-    of schedules, go on.
+    of schedules, go on, and so does what a transform around others keeps, such as the sum of
+    gradients of optax.MultiSteps.
 
     Args:
       mark: that of the exchange; None keeps the moments.
@@ -82,11 +85,15 @@ def after_exchange(
     if mark is None:
         return state
     layer, is_moment = mark.layer, _like(params)
-    places, treedef = jax.tree_util.tree_flatten_with_path(state, is_leaf=is_moment)
+    places, treedef = jax.tree_util.tree_flatten_with_path(
+        state, is_leaf=lambda x: is_moment(x) or isinstance(x, optax.EmptyState)
+    )
     nodes = {path[:-1] for path, x in places if is_moment(x)}
-    chosen = [i for i, (path, _) in enumerate(places) if path[:-1] in nodes]
+    # Sums of gradients and copies of parameters, of a state that holds those of other transforms.
+    around = {node for node in nodes if any(_is_inside(node, path, x) for path, x in places)}
+    chosen = [i for i, (path, _) in enumerate(places) if path[:-1] in nodes - around]
     for path, x in places:
-        if path[:-1] not in nodes and x.ndim and _is_floating(x):
+        if path[:-1] not in nodes and np.ndim(x) and _is_floating(x):
             raise ValueError(
                 f"{layer.owner}: `inner_state`={layer.inner_state!r} changes what an optimizer "
                 f"keeps in trees like the parameters, and this one has {x.dtype}{list(x.shape)} in "
@@ -116,6 +123,13 @@ def after_exchange(
 
     change = reset if layer.inner_state == "reset" else averaged
     return run_if(mark.is_due, change, lambda state: state, state, axes=mark.axes)
+
+
+def _is_inside(node: tuple[Any, ...], path: tuple[Any, ...], x: Any) -> bool:
+    """Return whether an array, or a state without any, is in a state that this state holds."""
+    inner = path[len(node) + 1 :]
+    is_state = isinstance(x, optax.EmptyState) or any(isinstance(k, GetAttrKey) for k in inner)
+    return path[: len(node)] == node and len(path) > len(node) and is_state
 
 
 def _is_hole(x: Any) -> bool:

@@ -315,6 +315,24 @@ def test_idle_replicas():
     assert all(map(np.array_equal, jax.tree.leaves(state.sent), jax.tree.leaves(run.state.sent)))
 
 
+@pytest.mark.parametrize("options", [{}, {"shard_state": False}, {"delay": 1}])
+def test_a_slow_step_without_data_sends_nothing_of_what_is_kept(options):
+    codec = CODECS["int4"](error_feedback=True)
+    run = Run(js.diloco("replica", sync_every=2, outer_optimizer=SGD, codec=codec, **options))
+    for t in range(1, 4):
+        run.step(tree(t, 1e-2, (R,)))
+    before, lost = run.anchor(), run.lost()
+    if options.get("delay"):  # what is taken in update 3 has data
+        run.step(tree(4, 0.0, (R,)))
+        run.step(tree(5, 0.0, (R,)), np.zeros(R))
+        before, lost = run.anchor(), run.lost()
+    run.step(tree(6, 0.0, (R,)), np.zeros(R))
+    assert any(np.any(x) for x in lost.values())
+    for name in SHAPES:
+        np.testing.assert_array_equal(run.lost()[name], lost[name])
+        np.testing.assert_allclose(run.anchor()[name], before[name], atol=1e-7)
+
+
 def test_what_is_not_finite_is_forgotten():
     for shard_state in (False, True):
         run = Run(
@@ -322,6 +340,15 @@ def test_what_is_not_finite_is_forgotten():
         )
         run.step({k: np.full_like(v, np.nan) for k, v in tree(1, 1.0, (R,)).items()})
         assert all(np.all(np.isfinite(v)) for v in jax.tree.leaves(run.state.sent.lost))
+
+
+def test_without_parameters():
+    tx = js.diloco("replica", sync_every=4, delay=1, codec=js.codecs.int8())
+    step = jax.vmap(lambda p, s: tx.update(p, s, p)[1], axis_name="replica", axis_size=R)
+    state = jax.vmap(tx.init, axis_name="replica", axis_size=R, in_axes=None)({})
+    for _ in range(4):
+        state = step({}, state)
+    assert np.all(state.count == 4)
 
 
 @pytest.mark.parametrize("name", ["int8", "top_k"])

@@ -46,6 +46,9 @@ TRANSFORMS = {
     ),
     "local_sgd in 16 bits": lambda: js.local_sgd("replica", sync_every=2, codec=FLOAT16),
     "local_sgd in 4 bits": lambda: js.local_sgd("replica", sync_every=2, codec=js.codecs.int4()),
+    "local_sgd of the largest": lambda: js.local_sgd(
+        "replica", sync_every=2, codec=js.codecs.top_k(0.5)
+    ),
     "easgd": lambda: easgd("replica", sync_every=2),
     "only_finite": lambda: js.only_finite(js.local_sgd("replica", sync_every=2)),
     "only_finite around slowmo": lambda: js.only_finite(slowmo_over_local()),

@@ -45,9 +45,18 @@ def nothing_in_flight(values: PyTree, sent: PyTree) -> InFlight:
     return InFlight(zeros, one, jnp.ones_like(one), jnp.full([], NOTHING, jnp.int32), lost)
 
 
-def with_lost(sent: PyTree, lost: PyTree) -> PyTree:
-    """Return what is remembered after an exchange of which this was lost, () if nothing is."""
-    return sent._replace(lost=lost) if sent else ()
+def unless_all_idle(
+    anyone: jax.Array | None, displacement: PyTree, sent: PyTree, lost: PyTree
+) -> tuple[PyTree, PyTree]:
+    """Return D and what is remembered after an exchange of which this was lost, () if nothing is.
+
+    Without weight on any replica D is 0, and what was not sent before stays; None: there is some.
+    """
+    after = sent._replace(lost=lost) if sent else ()
+    if anyone is None:
+        return displacement, after
+    choose = functools.partial(jnp.where, anyone)
+    return jax.tree.map(lambda x: choose(x, 0), displacement), jax.tree.map(choose, after, sent)
 
 
 def average_part(flight: InFlight, exchange: Exchange, delay: int) -> InFlight:
@@ -91,7 +100,7 @@ def _with_mean(flight: InFlight, number: jax.Array, exchange: Exchange, delay: i
         flats.append(packing.pack(flight.lost))
     found = packing.map(averaged, [list(held) for held in zip(*flats, strict=True)], number)
     values, *lost = [packing.unpack([x[i] for x in found]) for i in range(len(flats))]
-    return flight._replace(values=values, lost=lost[0] if lost else ())
+    return flight._replace(values=values, lost=lost[0] if lost else flight.lost)
 
 
 def average_all(flight: InFlight, *, exchange: Exchange, delay: int) -> InFlight:

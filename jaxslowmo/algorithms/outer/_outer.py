@@ -56,7 +56,7 @@ from ._delay import (
     beside_updates,
     dropped,
     nothing_in_flight,
-    with_lost,
+    unless_all_idle,
 )
 from ._fragments import (
     ALL_LEAVES,
@@ -144,7 +144,7 @@ class Outer(Divided):
         if self.inner_state != "keep" and (self.fragments != 1 or not self.exact_average):
             raise ValueError(
                 f'{owner}: `inner_state` must be "keep" with several `fragments`, since it changes '
-                "all moments at once, and with exact_average=False, which exchanges nothing; got "
+                "all moments at once, and without an exact average, which exchanges nothing; got "
                 f"{self.inner_state!r}."
             )
 
@@ -474,9 +474,9 @@ class Outer(Divided):
         anchor, params, codec = state.anchor, now.params, self.over.codec
         storage = self.anchor_of(fragment, params)
         if codec is not None:
-            parts = self.parts(fragment, x, mass, state)
+            parts, anyone = self.parts(fragment, x, mass, state)
             displacement, lost = storage.average_parts(parts)
-            return displacement, with_lost(state.sent, kept(codec, lost))
+            return unless_all_idle(anyone, displacement, state.sent, kept(codec, lost))
         average = storage.average(fragment.of(x))
         if mass is not None:
             # sum x / sum w is the exact mean of weighted and push-sum parameters too.
@@ -485,14 +485,14 @@ class Outer(Divided):
 
     def parts(
         self, fragment: Fragment, x: PyTree, mass: jax.Array | None, state: OuterState
-    ) -> PyTree:
-        """Return what this replica sends in a codec, from weighted parameters."""
+    ) -> tuple[PyTree, jax.Array | None]:
+        """Return what this replica sends in a codec, and whether any has weight; see `Sent`."""
         # Send D and not x: D is small, and a codec's error is proportional to it.
         x = fragment.of(x)
         z = x if mass is None else jax.tree.map(lambda leaf: quotient(leaf, mass), x)
         start = state.sent.view if self.is_sharded else state.anchor
         away, lost = jax.tree.map(subtracted, start, z), state.sent.lost if state.sent else ()
-        return part_to_send(away, lost, self.over, mass)[0]
+        return part_to_send(away, lost, self.over, mass)
 
     def per_mass(self, average: PyTree, mass: jax.Array, idle: PyTree | None) -> PyTree:
         """Return sum x / sum w of the replicas from mean x; `idle` if all have run out of data."""
@@ -566,10 +566,10 @@ class Outer(Divided):
         x, mass = self.numerator(landing(now.params, updates), now.weight, state.base)
         # Weighted values and their weight, whose sums over replicas give the exact mean. The rate
         # goes with them: the displacement was made at it, however late it is applied. A codec sends
-        # shares of a mean, which have no weight.
+        # shares of a mean: all have weight, or none.
         values = fragment.of(x)
         if self.over.codec is not None:
-            values, mass = self.parts(fragment, x, mass, state), None
+            values, mass = self.parts(fragment, x, mass, state)
         old: InFlight = state.in_flight
         one, rate = jnp.ones_like(old.mass), self.rate_of(now)
         taken = old._replace(
@@ -594,14 +594,10 @@ class Outer(Divided):
         average, has_weight = arrived(flight, self.over)
         displacement = storage.store(average)
         if self.over.codec is None:
-
-            def away(old: jax.Array, new: jax.Array) -> jax.Array:
-                return jnp.where(has_weight, subtracted(old, new), 0)
-
-            displacement = jax.tree.map(away, state.anchor, displacement)
+            displacement = jax.tree.map(subtracted, state.anchor, displacement)
+        displacement, sent = unless_all_idle(has_weight, displacement, state.sent, flight.lost)
         _, mass = self.numerator(landing(now.params, operand[0]), now.weight, state.base)
         rate = None if self.rate is None else flight.rate
-        sent = with_lost(state.sent, flight.lost)
         after = self.moved(fragment, displacement, sent, mass, rate, now, operand)
         is_whole = flight.parts == self.delay
         # No conditional, beside which nothing would run: the slow step itself sends little.

@@ -51,10 +51,8 @@ class Blocks(Codec):
         """
         rows, size = x.shape
         blocks = self.num_blocks(size)
-        padded = jnp.pad(jnp.abs(x), ((0, 0), (0, blocks * self.block - size)))
-        scales = jnp.max(padded.reshape(rows, blocks, self.block), axis=2)
-        scales = jnp.where(jnp.isfinite(scales), scales, jnp.full_like(scales, jnp.nan))
-        scales = scale_up(scales, self.scale)
+        padded = jnp.pad(x, ((0, 0), (0, blocks * self.block - size)))
+        scales = scale_of(padded.reshape(rows, blocks, self.block), self.scale)
         by = self._spread(scales, size)
         # `by > 0` is False for NaN too.
         ratio = jnp.where(by > 0, x / jnp.where(by > 0, by, 1.0), jnp.zeros_like(x))
@@ -104,11 +102,16 @@ class Blocks(Codec):
         return jnp.repeat(scales, self.block, axis=1)[:, :size]
 
 
-def scale_up(scales: jax.Array, dtype: Any) -> jax.Array:
-    """Return float32 scales >= 0 as the next number of `dtype` that is not below them.
+def scale_of(blocks: jax.Array, dtype: Any) -> jax.Array:
+    """Return the largest magnitude along the last axis, NaN if a value is not finite.
 
-    A scale that was rounded down would clip the largest numbers of its block.
+    It is float32, and the next number of `dtype` that is not below: a scale that was rounded down
+    would clip the largest numbers of its block.
     """
+    largest = jnp.max(jnp.abs(blocks), axis=-1)
+    # On CPU the maximum may leave out NaN.
+    is_finite = jnp.all(jnp.isfinite(blocks), axis=-1)
+    scales = jnp.where(is_finite, largest, jnp.full_like(largest, jnp.nan))
     if dtype == jnp.float32:
         return scales
     bits = lax.bitcast_convert_type(scales, jnp.uint32)

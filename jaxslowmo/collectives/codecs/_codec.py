@@ -1,5 +1,6 @@
 """What is sent in few bits: the protocol of all codecs, and the formats of 16 bits."""
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 
 import jax
@@ -11,7 +12,7 @@ from ._bytes import pack, unpack
 
 
 @dataclass(frozen=True, kw_only=True)
-class Codec:
+class Codec(ABC):
     """An encoding of rows of numbers as rows of bytes; `js.codecs.int8()` makes one.
 
     Attributes:
@@ -24,6 +25,7 @@ class Codec:
     error_feedback: bool = False
     is_sparse = False
 
+    @abstractmethod
     def encode(self, x: jax.Array, key: jax.Array | None = None) -> jax.Array:
         """Return rows of numbers as rows of bytes.
 
@@ -37,18 +39,18 @@ class Codec:
 
         Communication: none.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def decode(self, sent: jax.Array, size: int) -> jax.Array:
         """Return the numbers of rows of `size` elements, `(r, size)` float32.
 
         Communication: none.
         """
-        raise NotImplementedError
 
     def num_bytes(self, size: int) -> int:
         """Return the number of bytes of a row of `size` elements, padding included."""
-        return jax.eval_shape(self.encode, jax.ShapeDtypeStruct((1, size), jnp.float32)).size
+        row = jax.ShapeDtypeStruct((1, size), jnp.float32)
+        return jax.eval_shape(self.encode, row).size if size else 0
 
     def chunk_size(self, size: int, replicas: int) -> int:
         """Return how many of `size` elements each replica sums."""

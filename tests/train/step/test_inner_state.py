@@ -303,18 +303,14 @@ def test_half_precision_keeps_its_dtypes():
         assert not np.ptp(nu, axis=0).any()
 
 
-def test_copies_of_parameters_follow_and_are_averaged():
-    """The mean of copies that have moved is what the mean of the replicas would remember."""
+@pytest.mark.parametrize("inner", ["reset", "average"])
+def test_copies_of_parameters_follow_as_they_do_in_any_case(inner):
+    """They are what schedule-free training, which is around another optimizer, keeps itself."""
     optimizer = optax.contrib.schedule_free_sgd(0.1)
-    keep, average, reset = (
-        trained(step_of(SYNCS["diloco"](inner_state=x), optimizer), 4)
-        for x in ("keep", "average", "reset")
-    )
-    wanted = np.asarray(keep.opt_state[1].z["w"]).mean(0)
-    found = average.opt_state[1].z["w"]
-    np.testing.assert_allclose(found, [wanted] * REPLICAS, rtol=1e-5, atol=1e-6)
-    # What begins anew begins at the parameters of now.
-    same(reset.opt_state[1].z, reset.params)
+    ends = [trained(step_of(SYNCS["diloco"](inner_state=x), optimizer), 6) for x in ("keep", inner)]
+    found, wanted = (end.opt_state[1] for end in ends)
+    same(found.z, wanted.z)
+    assert np.array_equal(found.step_count, wanted.step_count)
 
 
 def test_moments_cost_one_more_all_reduce_of_their_bytes(mesh_of):
@@ -351,3 +347,23 @@ def test_tables_keep_the_state_of_their_own_optimizer():
         found = np.asarray(states[inner].dense[0].mu["w"])
         np.testing.assert_allclose(found, [wanted.mean(0)] * 2, rtol=1e-5, atol=1e-7)
         same(states[inner].tables, states["keep"].tables, rtol=0)
+
+
+@pytest.mark.filterwarnings("ignore:`sync` exchanges between")
+@pytest.mark.parametrize("inner", ["reset", "average"])
+def test_sums_of_gradients_go_on(inner):
+    """Without moments nothing is to change; an exchange falls into a window of four updates."""
+    windows = {
+        "optax": lambda: optax.MultiSteps(optax.sgd(0.5), 4).gradient_transformation(),
+        "js": lambda: js.accumulate(optax.sgd(0.5), 4),
+    }
+    for name, make in windows.items():
+        ends = []
+        for value in ("keep", inner):
+            step = step_of(js.local_sgd("replica", sync_every=3, inner_state=value), make())
+            state = step.init(START)
+            for batch in BATCHES:
+                state, _ = step(state, batch)
+            ends.append(flat(state.params))
+        np.testing.assert_allclose(*ends, atol=1e-6, err_msg=name)
+        assert np.any(ends[0] != flat(jax.tree.map(lambda x: x[None], START)))
