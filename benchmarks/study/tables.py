@@ -303,6 +303,19 @@ def share_sent(cell: Cell) -> str:
     return f"{(codec.num_bytes(size) if codec.is_sparse else chunk) / exact:.3f}"
 
 
+def inner_states(study: Study) -> str:
+    """Return losses of diloco that resets or averages moments, above those that it keeps."""
+    found, lines = by_cell(inner_state=True), []
+    for cell, row in found.items():
+        keeps = study.rows[replace(cell, algorithm=DILOCO)]["test"]
+        above = interval(np.subtract(row["test"], keeps).tolist())  # of the same seeds
+        what = "digits" if cell.part == "classifier" else "text"
+        name = f"{what}, {OPTIMIZERS[cell.optimizer]}, every {cell.period}"
+        value = cell.algorithm.removeprefix(f"{DILOCO}_")
+        lines.append([name, f'`"{value}"`', loss(row["test"]), "{:+.3f} ± {:.3f}".format(*above)])
+    return table(["8 replicas", "`inner_state`", "loss", "above `keep`"], sorted(lines))
+
+
 def edges(study: Study) -> tuple[int, int]:
     """Return how many cells chose the smallest or largest of a grid's values, and of how many."""
     found, tuned = 0, [row for row in study.rows.values() if "tuning" in row]
@@ -334,5 +347,6 @@ def all_tables(study: Study) -> dict[str, str]:
         "few-bits-text": in_codecs(study, with_codecs(TEXT_CODECS) | SPARSE_TEXT, CODED_TEXT),
         "few-bits-sparse": in_codecs(study, SPARSE, CODED),
         "few-bits-muon": in_codecs(study, MUON, dict(list(CODED.items())[:1])),
+        "inner-states": inner_states(study),
         "edges": "{} of {} rows".format(*edges(study)),
     }
