@@ -166,7 +166,8 @@ class _Program:
         make = make_fx(both, decompositions(), tracing_mode="fake", _allow_non_fake_inputs=True)
         self._module = make(*fakes)
         *nodes, last = self._module.graph.nodes
-        self._results, self._cotangents, self.gradients = last.args[0]
+        returned: Any = last.args[0]
+        self._results, self._cotangents, self.gradients = returned
         self._arguments = [n for n in nodes if n.op == "placeholder"]
         changed = set(self._cotangents)
         for n in nodes:
