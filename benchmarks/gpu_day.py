@@ -242,7 +242,8 @@ def end(process: subprocess.Popen) -> None:
 
 def last_lines(file: IO[str]) -> str:
     file.seek(0)
-    return "\n".join(file.read().splitlines()[-LAST_LINES:])
+    text = file.read().replace(str(ROOT), ".")  # a result has no paths of its machine
+    return "\n".join(text.splitlines()[-LAST_LINES:])
 
 
 def run_parts(

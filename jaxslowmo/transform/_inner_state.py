@@ -1,4 +1,4 @@
-"""What an exchange does to the moments in the state of the inner optimizer: reset or average them.
+"""Moments in the state of the inner optimizer, which an exchange may reset or average.
 
 An algorithm sees parameters alone. So its caller gives it a mark after the other arrays, False,
 which it returns as True if its exchange took place, and then changes the optimizer's state.
@@ -24,7 +24,7 @@ from ._sync import Others, Sync, inner_changer
 
 
 class Mark(NamedTuple):
-    """What an exchange leaves to do in the state of the inner optimizer.
+    """A note that an exchange changes the state of the inner optimizer.
 
     Attributes:
       layer: the algorithm that changes it.

@@ -14,7 +14,7 @@ from ._replica_exchange import Exchange, packing_of
 
 
 class Sent(NamedTuple):
-    """What replicas remember of exchanges in a codec: trees like the parameters, at least float32.
+    """The memory of exchanges in a codec, in trees like the parameters and at least float32.
 
     The sum over replicas of what was applied and of `lost` is that of what was displaced.
     """

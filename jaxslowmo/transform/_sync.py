@@ -17,7 +17,7 @@ from ._state_classes import register_state
 from ._transform_states import Carried, StatePlacement, carry_leaf
 
 InnerState = Literal["keep", "reset", "average"]
-"""What an exchange does to the moments of the inner optimizer."""
+"""Whether an exchange keeps, resets or averages the moments of the inner optimizer."""
 
 Others = list[Any]
 """Floating arrays that are averaged with the parameters, such as batch statistics.

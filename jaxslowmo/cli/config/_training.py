@@ -274,8 +274,8 @@ class AlgorithmOptions(Options):
     """Fraction of the difference between its own parameters and the result that a replica keeps: 0
     takes the result, 1 its own parameters."""
     inner_state: Annotated[str, OneOf("keep", "reset", "average")] = "keep"
-    """What an exchange (of slowmo and diloco: a slow step) does to the moments of the optimizer; to
-    average them costs their bytes."""
+    """Keep, reset or average the moments of the optimizer in an exchange (of slowmo and diloco: in
+    a slow step). To average them costs their bytes."""
     codec: Annotated[str, parse_codec] = "none"
     """Send fewer bits, with error feedback: bfloat16, float16, fp8, int8, int4, or the largest
     elements, such as top_k:0.02. sgp sends parameters, in 16 bits at least; the others send how far

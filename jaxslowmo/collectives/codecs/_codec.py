@@ -1,4 +1,4 @@
-"""What is sent in few bits: the protocol of all codecs, and the formats of 16 bits."""
+"""The protocol of all codecs, which say how numbers are sent in few bits; and the 16-bit ones."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
@@ -179,9 +179,9 @@ def float16(*, error_feedback: bool = False) -> Half:
     32768, with error feedback or without, so a finite number never becomes infinite.
 
     Args:
-      error_feedback: as in `js.codecs.bfloat16`. In gossip each mixture is rounded too, as in
-        FairScale, so it gains nothing there: it is meant for runs that must reproduce FairScale's
-        float16 runs.
+      error_feedback: whether what rounding loses is kept and sent in the next exchange. In gossip
+        each mixture is rounded too, so it gains nothing there: it is meant for runs that must
+        reproduce FairScale's float16 runs.
 
     Returns:
       A value of `codec=`; see `js.codecs.bfloat16`.
