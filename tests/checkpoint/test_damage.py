@@ -1,7 +1,6 @@
 """Whatever file is missing, cut, changed or old: an error or the same bits, never other ones."""
 
 import gc
-import sys
 import warnings
 
 import hypothesis.strategies as st
@@ -78,21 +77,18 @@ def test_no_damage_passes_for_a_checkpoint(saved, data):
         file.write_bytes(before)
 
 
-def test_a_failed_read_leaves_nothing_that_complains_later(saved, monkeypatch):
+def test_a_failed_read_leaves_nothing_that_complains_later(saved):
     folder, steps, _ = saved
     kept = {
         file: file.read_bytes()
         for file in files_of(folder / "3" / "state")
         if file.parent.name == "d"
     }
-    complaints: list[object] = []
     for file, content in kept.items():
         file.write_bytes(content[: len(content) // 2])
     with pytest.raises(CheckpointError, match="3 is damaged"):
         restored(folder, steps[2])
-    monkeypatch.setattr(sys, "unraisablehook", lambda one: complaints.append(one.exc_value))
-    gc.collect()
-    assert not complaints
+    gc.collect()  # pytest fails a test after which the interpreter complained
     for file, content in kept.items():
         file.write_bytes(content)
 
