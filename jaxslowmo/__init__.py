@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from . import algorithms as algorithms
     from . import embedding as embedding
     from . import gradients as gradients
+    from . import islands as islands
     from . import mesh as mesh
     from . import pipeline as pipeline
     from . import reports as reports
@@ -136,6 +137,7 @@ else:  # hidden from type checkers, to which `__getattr__` would make every name
         "embedding": "embedding",
         "gradients": "gradients",
         "hooks": "gradients.reducer.hooks",
+        "islands": "islands",
         "mesh": "mesh",
         "pipeline": "pipeline",
         "reports": "reports",

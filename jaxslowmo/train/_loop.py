@@ -33,7 +33,10 @@ class Hook(Protocol):
         ...
 
     def __call__(self, result: StepResult) -> Mapping[str, Any] | None:
-        """Act on a step's result; a returned mapping is merged into `result.reports`."""
+        """Act on a step's result; a returned mapping is merged into `result.reports`.
+
+        A hook may set `result.state`, with which later hooks and the next step go on.
+        """
         ...
 
 
@@ -280,9 +283,12 @@ def _run(
                 return
             done += 1
             result.step = done
+            state = result.state
             for hook in hooks:
                 if as_schedule(hook.every, "every")(done):
                     result.reports.update(hook(result) or {})
+            if result.state is not state:
+                results.state = result.state
             yield result
         results.refuse_ids()
 

@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from ..._support.checks import check_choice, checked_int
@@ -99,7 +100,7 @@ class Blocks(Codec):
         return self.num_blocks(even) * self.block
 
     def _spread(self, scales: jax.Array, size: int) -> jax.Array:
-        return jnp.repeat(scales, self.block, axis=1)[:, :size]
+        return scales.repeat(self.block, axis=1)[:, :size]
 
 
 def scale_of(blocks: jax.Array, dtype: Any) -> jax.Array:
@@ -128,8 +129,8 @@ def in_nibbles(codes: jax.Array) -> jax.Array:
 
 def from_nibbles(held: jax.Array, size: int) -> jax.Array:
     """Return the int8 codes of rows of `size`; the inverse of `in_nibbles`."""
-    both = jnp.concatenate([held & 0xF, held >> 4], axis=1)
-    return both[:, :size].astype(jnp.int8) - jnp.int8(8)
+    both = held.__array_namespace__().concatenate([held & 0xF, held >> 4], axis=1)
+    return both[:, :size].astype(jnp.int8) - np.int8(8)
 
 
 def _rounded(x: jax.Array, noise: jax.Array | None) -> jax.Array:

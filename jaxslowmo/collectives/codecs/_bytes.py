@@ -2,6 +2,7 @@
 
 import functools
 import math
+import operator
 from typing import Any
 
 import jax
@@ -33,7 +34,10 @@ def pack(*parts: jax.Array) -> jax.Array:
 
 
 def unpack(packed: jax.Array, *kinds: Kind) -> list[jax.Array]:
-    """Return the arrays `(r, m)` of the given sizes and dtypes; the inverse of `pack`."""
+    """Return the arrays `(r, m)` of the given sizes and dtypes; the inverse of `pack`.
+
+    Of a NumPy array they are NumPy arrays.
+    """
     flat = packed.reshape(packed.shape[0], math.prod(packed.shape[1:]))
     parts, start = [], 0
     for size, dtype in kinds:
@@ -60,4 +64,4 @@ def _from_bytes(data: jax.Array, size: int, dtype: Any) -> jax.Array:
         data[:, i * size : (i + 1) * size].astype(_unsigned(itemsize)) << 8 * i
         for i in range(itemsize)
     ]
-    return lax.bitcast_convert_type(functools.reduce(jnp.bitwise_or, planes), dtype)
+    return functools.reduce(operator.or_, planes).view(dtype)

@@ -44,6 +44,8 @@ class Codec(ABC):
     def decode(self, sent: jax.Array, size: int) -> jax.Array:
         """Return the numbers of rows of `size` elements, `(r, size)` float32.
 
+        NumPy decodes a NumPy array, to the same bits on every machine.
+
         Communication: none.
         """
 

@@ -65,8 +65,12 @@ class TopK(Codec):
         rows = sent.shape[0]
         places, *rest = [part.reshape(rows, chunks, -1) for part in parts]
         values = self._decoded(rest, count)
-        first = jnp.arange(chunks, dtype=jnp.int32)[:, None] * chunk
+        first = np.arange(chunks, dtype=np.int32)[:, None] * np.int32(chunk)
         flat = (places.astype(jnp.int32) + first).reshape(rows, -1)
+        if isinstance(values, np.ndarray):
+            dense = np.zeros((rows, chunks * chunk), values.dtype)
+            np.put_along_axis(dense, flat, values.reshape(rows, -1), axis=1)
+            return dense[:, :size]
         whole = jnp.zeros_like(values, shape=(rows, chunks * chunk))
 
         def put(whole: jax.Array, flat: jax.Array, values: jax.Array) -> jax.Array:
@@ -121,8 +125,9 @@ class TopK(Codec):
             return parts[0].astype(at_least_float32(parts[0].dtype))
         held, levels = parts[0], parts[1].astype(jnp.float32)
         codes = (held[:, :, None] >> _SHIFTS).reshape(*held.shape[:2], -1)[:, :, :count]
-        sizes = jnp.where(codes & 1, levels[:, :, 1:], levels[:, :, :1])
-        return jnp.where(codes & 2, -sizes, sizes)
+        where = codes.__array_namespace__().where
+        sizes = where(codes & 1, levels[:, :, 1:], levels[:, :, :1])
+        return where(codes & 2, -sizes, sizes)
 
 
 _INT8 = 127.0

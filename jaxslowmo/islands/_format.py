@@ -1,0 +1,253 @@
+"""What lies in a bucket: JSON for what is decided, safetensors for arrays; no pickle anywhere.
+
+    run.json                                what all islands agree on, and where the run starts
+    rounds/00000007/part-paris-<id>         how far an island has moved since the anchor of round 7
+    rounds/00000007/manifest.json           the parts of which round 7 consists, decided once
+    snapshots/00000010-<digest>             the anchor before round 10, and its optimizer's state
+    islands/paris.json                      what an island last did; nothing depends on it
+"""
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, Self
+
+import numpy as np
+from safetensors.numpy import load as load_arrays
+from safetensors.numpy import save as save_arrays
+
+VERSION = 1
+RUN = "run.json"
+MAX_JSON = 1 << 20
+_HEADER = 1 << 20  # bytes that may describe arrays
+_MARK = "islands"
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
+
+
+class FormatError(ValueError):
+    """The error of an object that is not what its key says."""
+
+
+def checked_name(name: Any) -> str:
+    """Return the name of an island; raise `ValueError` unless it may be part of a key."""
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise ValueError(
+            "islands.join: `name` must be up to 64 letters, digits, `_`, `.` and `-`, the first a "
+            f"letter or digit, got {name!r}."
+        )
+    return name
+
+
+def folder_of(number: int) -> str:
+    """Return the folder of a round."""
+    return f"rounds/{number:08d}"
+
+
+def manifest_of(number: int) -> str:
+    """Return the key of a round's manifest."""
+    return f"{folder_of(number)}/manifest.json"
+
+
+def part_of(number: int, island: str, process: str) -> str:
+    """Return the key of a part."""
+    return f"{folder_of(number)}/part-{island}-{process}"
+
+
+def snapshot_of(number: int, digest: str) -> str:
+    """Return the key of a snapshot of the anchor before a round."""
+    return f"snapshots/{number:08d}-{digest[:16]}"
+
+
+def number_of(key: str) -> int | None:
+    """Return the number of a round's folder or of a snapshot; None for another key."""
+    found = re.fullmatch(r"(?:rounds|snapshots)/(\d{8})(?:[/-].*)?", key)
+    return int(found[1]) if found else None
+
+
+def island_of(key: str) -> str | None:
+    """Return the island that wrote a part; None for another key."""
+    found = re.fullmatch(r"rounds/\d{8}/part-(.+)-[0-9a-f]+", key)
+    return found[1] if found and _NAME.fullmatch(found[1]) else None
+
+
+@dataclass(frozen=True)
+class _Record:
+    """A JSON object with a fixed schema."""
+
+    def dumps(self) -> str:
+        return json.dumps({"version": VERSION, **asdict(self)}, sort_keys=True)
+
+    @classmethod
+    def loads(cls, text: str | bytes) -> Self:
+        """Return what a JSON text says; raise `FormatError` unless it has exactly this schema."""
+        try:
+            found = json.loads(text)
+            version = found.pop("version")
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
+            raise FormatError(f"no JSON object with a version ({error})") from error
+        if version != VERSION:
+            raise FormatError(f"version {version!r}, and this jaxslowmo reads {VERSION}")
+        kinds = {x.name: x.type for x in fields(cls)}
+        if found.keys() != kinds.keys():
+            raise FormatError(f"fields {sorted(found)} in place of {sorted(kinds)}")
+        wrong = [name for name, x in found.items() if not _fits(x, kinds[name])]
+        if wrong:
+            raise FormatError(f"fields of other types: {', '.join(wrong)}")
+        return cls(**found)
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    if kind is float:
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        return is_number and math.isfinite(value)
+    if kind is int:
+        return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    if kind is str:
+        return isinstance(value, str)
+    if kind is bool:
+        return isinstance(value, bool)
+    return isinstance(value, list) and all(isinstance(x, str) for x in value)
+
+
+@dataclass(frozen=True)
+class Run(_Record):
+    """What all islands of a run agree on.
+
+    Attributes:
+      run: random name of the run.
+      digest: digest of the first anchor, whose snapshot was written before.
+      sync_every: period in updates, as text.
+      codec: the codec of parts, as text.
+      optimizer: what the outer optimizer's program computes, as `HostOptimizer.text`.
+      leaves: name, shape of each leaf of the model.
+    """
+
+    run: str
+    digest: str
+    sync_every: str
+    codec: str
+    optimizer: str
+    leaves: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Part(_Record):
+    """The header of a part.
+
+    Attributes:
+      run, round, island: to what it belongs.
+      anchor: digest of the anchor from which it is measured.
+      weight: its weight in the mean.
+      updates: updates of the island so far.
+      sha256: that of its payload.
+    """
+
+    run: str
+    round: int
+    island: str
+    anchor: str
+    weight: float
+    updates: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Manifest(_Record):
+    """The parts of which a round consists.
+
+    Attributes:
+      run, round: to what it belongs.
+      author: the island that wrote it.
+      parts: keys of parts, one of each island, in the order in which they are summed.
+    """
+
+    run: str
+    round: int
+    author: str
+    parts: list[str] = field(default_factory=list)
+
+    def islands(self) -> list[str]:
+        """Return the islands whose parts it lists."""
+        return [island for key in self.parts if (island := island_of(key))]
+
+
+@dataclass(frozen=True)
+class Snapshot(_Record):
+    """The header of a snapshot: the anchor before a round."""
+
+    run: str
+    round: int
+    digest: str
+
+
+@dataclass(frozen=True)
+class Note(_Record):
+    """What an island last did.
+
+    Attributes:
+      run, island: to what it belongs.
+      process: random name of its process.
+      round: the round of which it waits for the manifest, or trains towards.
+      updates: its updates so far.
+      sent, received: bytes of the last exchange.
+      requests: requests of the last exchange.
+    """
+
+    run: str
+    island: str
+    process: str
+    round: int
+    updates: int
+    sent: int
+    received: int
+    requests: int
+
+
+def dump(header: _Record, arrays: Mapping[str, np.ndarray]) -> bytes:
+    """Return arrays and their header as safetensors."""
+    return save_arrays(dict(arrays), {_MARK: header.dumps()})
+
+
+def head_of(data: bytes, kind: type[Any]) -> Any:
+    """Return the header of safetensors; raise `FormatError` for anything else."""
+    size = int.from_bytes(data[:8], "little")
+    if len(data) < 8 or size > min(_HEADER, len(data) - 8):
+        raise FormatError("no safetensors")
+    try:
+        text = json.loads(data[8 : 8 + size])["__metadata__"][_MARK]
+    except (ValueError, KeyError, TypeError) as error:
+        raise FormatError("safetensors without a header of islands") from error
+    return kind.loads(text)
+
+
+def arrays_of(data: bytes, shapes: Mapping[str, tuple[tuple[int, ...], Any]]) -> list[np.ndarray]:
+    """Return the arrays of safetensors in this order; raise `FormatError` unless they are these."""
+    try:
+        arrays = load_arrays(data)
+    except Exception as error:  # the library has errors of its own
+        raise FormatError(f"no safetensors ({type(error).__name__})") from error
+    found = {name: (x.shape, x.dtype) for name, x in arrays.items()}
+    if found != {name: (tuple(s), np.dtype(d)) for name, (s, d) in shapes.items()}:
+        raise FormatError("arrays of other names, shapes or dtypes")
+    return [arrays[name] for name in shapes]
+
+
+def limit_of(payload: int) -> int:
+    """Return the largest size of an object with so many bytes of arrays."""
+    return payload + _HEADER
+
+
+def sha256(*buffers: Any) -> str:
+    """Return the SHA-256 of several arrays or bytes, one after another."""
+    digest = hashlib.sha256()
+    for buffer in buffers:
+        digest.update(np.ascontiguousarray(buffer).data if hasattr(buffer, "dtype") else buffer)
+    return digest.hexdigest()
+
+
+def described(names: Sequence[str], shapes: Sequence[tuple[int, ...]]) -> list[str]:
+    """Return a text for each leaf of a model."""
+    return [f"{n}[{','.join(map(str, s))}]" for n, s in zip(names, shapes, strict=True)]

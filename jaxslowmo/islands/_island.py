@@ -1,0 +1,574 @@
+"""An island: a program of its own that trains one model with others through an object store."""
+
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Real
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from .._support.checks import checked_int
+from .._support.types import PyTree
+from ..algorithms import shares_of_gossip
+from ..algorithms.outer import ALONE, OuterState
+from ..collectives.codecs import Codec
+from ..embedding import WithTables
+from ..mesh import consensus, virtual_mesh
+from ..transform import Every, ParameterTransform, as_schedule, shifted_copies
+from ..tree import Staged, leaf_names, parts_of
+from ._format import Run, checked_name, described
+from ._member import IslandState, Member
+from ._optimizer import HostOptimizer, checked_optimizer
+from ._rounds import Outcome, Rounds, Rules, compare, read_run
+from ._store import Clock, IslandsError, ObjectStore, Store
+from ._wire import Wire, divided
+
+if TYPE_CHECKING:
+    from ..train import TrainState
+    from ..train.input import StepResult
+
+_JOIN_SECONDS = 10.0  # how long a store may not answer when a user waits to begin
+
+
+class Report(NamedTuple):
+    """What an island's exchanges asked of the store, on average per round.
+
+    Attributes:
+      rounds: number of exchanges.
+      requests: requests by kind.
+      sent, received: bytes of objects.
+    """
+
+    rounds: int
+    requests: Mapping[str, float]
+    sent: float
+    received: float
+
+    def __str__(self) -> str:
+        """Return one line for people."""
+        kinds = ", ".join(f"{count:.1f} {kind}" for kind, count in sorted(self.requests.items()))
+        return (
+            f"{self.rounds} rounds, each: {self.sent:,.0f} bytes to the store, "
+            f"{self.received:,.0f} from it; requests: {kinds}"
+        )
+
+
+class Island:
+    """A program that exchanges with others through a store; made by `js.islands.join`.
+
+    Attributes:
+      name: its name.
+      every: the schedule of its exchanges: it is a hook of `js.train_loop`.
+    """
+
+    def __init__(
+        self,
+        store: Store | None,
+        rules: Rules,
+        *,
+        every: Every,
+        optimizer: optax.GradientTransformation,
+        codec: Codec | None,
+        merge: float,
+        weight: float | None,
+        agreed: Run,
+        say: Callable[[str], None],
+    ) -> None:
+        self.name, self.every = rules.name, every
+        self._store, self._rules, self._optimizer = store, rules, optimizer
+        self._codec, self._merge, self._weight = codec, merge, weight
+        self._agreed, self._say = agreed, say
+        self._rounds: Rounds | None = None
+        self._position: _Position | None = None
+        self._exchanges = 0
+
+    def due(self, t: int) -> bool:
+        """Return whether an exchange is due after update t; after 0 updates the island joins."""
+        return t == 0 or bool(self.every(t))
+
+    def transform(self, base: ParameterTransform | None = None) -> ParameterTransform:
+        """Return the `sync` of `js.make_train_step` with which checkpoints know the island's round.
+
+        Without it an island that is restored starts again at the newest anchor, and forgets what a
+        codec with error feedback has not sent yet. With it a run that was stopped goes on to the
+        bit, if no other island has gone on meanwhile.
+
+        Args:
+          base: what the island's own replicas exchange between rounds, such as `js.local_sgd`;
+            None: nothing.
+
+        Raises:
+          ValueError: a base that keeps an anchor of its own, or parameters under way.
+
+        Communication: that of `base`.
+        """
+        inner = ALONE if base is None else base.sync
+        if inner.has_anchor or inner.beside is not None:
+            raise ValueError(
+                f"islands: `base` must not keep an anchor, which an exchange would leave behind, "
+                f"got {inner.owner}; take js.local_sgd or js.sgp."
+            )
+        keeps_lost = self._codec is not None and self._codec.error_feedback
+        return ParameterTransform(Member(inner, keeps_lost))
+
+    def __call__(self, result: "StepResult") -> Mapping[str, Any]:
+        """Exchange after a step of `js.train_loop`, which goes on with the new state."""
+        result.state = self.exchange(result.state)
+        return {} if self._position is None else {"round": self._position.round}
+
+    def exchange(self, state: "TrainState") -> "TrainState":
+        """Exchange with the other islands, and return the state with which this one goes on.
+
+        The first call joins: it replaces the parameters by the run's newest anchor, or begins the
+        run with them, and contributes nothing. Call it before the first update; updates before it
+        are not part of the run. A state that was saved with `transform` keeps its progress.
+
+        Each further call contributes D = anchor - mean of the island's replicas to the open round,
+        and waits until the round is decided. If the store does not answer, it says so and returns
+        the state unchanged; the next call contributes all progress since the anchor.
+
+        Args:
+          state: a `js.TrainState`. All processes of the island call this alike.
+
+        Returns:
+          The state with `parameters = merge * parameters + (1 - merge) * anchor`, cast to their
+          dtypes, minus what `late` keeps. Copies of parameters in the optimizer's state move along.
+          Its buffers are new; those of `state` stay valid.
+
+        Raises:
+          ValueError: parameters in stages, in tables or of 64 bits, or a `sync` of the step that
+            keeps an anchor.
+          IslandsError: another run's bucket, another model, a name that another process has taken.
+
+        Communication: between replicas one all-reduce of the parameters. With the store, per round
+          of I islands: one part of the codec's bytes there, I - 1 parts from there, and some small
+          requests; see `report`.
+        """
+        _check(state)
+        names = leaf_names(state.params)
+        values = _mean_of_replicas(state)
+        updates = int(np.asarray(state.step.addressable_data(0)).flat[0])
+        saved = _Position.of(state)
+        outcome = _on_first_process(
+            functools.partial(self._exchanged, names, values, updates, len(state.step), saved),
+            values,
+        )
+        if outcome is None:
+            return state
+        target, is_changed, position, lost = outcome
+        self._position = position
+        if is_changed:
+            state = _moved(state, target, self._merge)
+        return _with_position(state, position, lost)
+
+    def _exchanged(
+        self,
+        names: list[str],
+        values: list[np.ndarray],
+        updates: int,
+        replicas: int,
+        saved: "_Position | None",
+    ) -> "_Reply | None":
+        """Return where all processes go on; None: as they are. It runs on the first process."""
+        rounds, is_new = self._rounds, self._rounds is None
+        if rounds is None:
+            rounds = self._joined(names, values)
+        run = _words_of(rounds.run.run)
+        if is_new and saved is not None:
+            if saved.run != run:
+                raise IslandsError(
+                    f"{self._url}: this state belongs to another run than {rounds.run.run}, that "
+                    "of this bucket. Give the bucket of its run, or begin with new parameters."
+                )
+            rounds.lost = saved.lost(values)
+            outcome: Outcome | None = rounds.resume(saved.round, values)
+            is_due = updates > saved.exchanged and self.due(updates)
+            if is_due and outcome is not None and outcome.anchor.round == saved.round:
+                outcome = self._round(rounds, values, replicas, updates)
+        elif is_new:
+            outcome = Outcome(rounds.anchor)
+        else:
+            outcome = self._round(rounds, values, replicas, updates)
+        self._rounds = rounds
+        if outcome is None:
+            return None
+        target = outcome.anchor.values
+        if outcome.rest is not None:
+            target = [
+                x - rest for x, rest in zip(target, divided(outcome.rest, target), strict=True)
+            ]
+        position = _Position(run, outcome.anchor.round, updates)
+        lost = None if rounds.lost is None else divided(rounds.lost, target)
+        is_changed = any(not np.array_equal(x, y) for x, y in zip(target, values, strict=True))
+        return _Reply(target, is_changed, position, lost)
+
+    def _round(
+        self, rounds: Rounds, values: list[np.ndarray], replicas: int, updates: int
+    ) -> Outcome | None:
+        self._exchanges += 1
+        weight = float(replicas) if self._weight is None else self._weight
+        return rounds.exchange(values, weight, updates)
+
+    def _joined(self, names: list[str], values: list[np.ndarray]) -> Rounds:
+        """Return the rounds of the run that the store holds, or that begins here."""
+        assert self._store is not None, "the first process has the store"
+        optimizer = HostOptimizer(self._optimizer, values)
+        wire = Wire(self._codec, sum(x.size for x in values))
+        agreed = Run(
+            **{
+                **vars(self._agreed),
+                "optimizer": optimizer.text,
+                "leaves": described(names, [x.shape for x in values]),
+            }
+        )
+        rounds = Rounds(
+            self._store, self._rules, optimizer, wire, agreed, self._store.clock, self._say
+        )
+        self._store.patience = min(self._rules.deadline_seconds, _JOIN_SECONDS)
+        rounds.join(values)
+        self._store.patience = self._rules.deadline_seconds
+        self._store.traffic.clear()
+        return rounds
+
+    @property
+    def _url(self) -> str:
+        return "" if self._store is None else self._store.url
+
+    def status(self) -> "Any":
+        """Return the `Status` of the run, as `js.islands.status(url)` does."""
+        from ._status import status_of
+
+        if self._store is None:
+            raise IslandsError("islands: process 0 of an island alone talks to the store.")
+        return status_of(self._store)
+
+    def report(self) -> Report:
+        """Return what the exchanges so far asked of the store, on average per round.
+
+        `js.comm_report` counts what the island's own replicas send each other.
+        """
+        traffic, count = None if self._store is None else self._store.traffic, self._exchanges
+        if traffic is None or not count:
+            return Report(0, {}, 0.0, 0.0)
+        requests = {kind: n / count for kind, n in traffic.requests.items()}
+        return Report(count, requests, traffic.sent / count, traffic.received / count)
+
+
+def join(
+    url: str,
+    *,
+    name: str,
+    outer_optimizer: optax.GradientTransformation | None = None,
+    sync_every: int | Every = 500,
+    quorum: int = 1,
+    deadline_seconds: float = 600.0,
+    codec: Codec | None = None,
+    late: str = "drop",
+    merge: float = 0.0,
+    weight: float | None = None,
+    snapshot_every: int = 10,
+    keep: int | None = 2,
+    max_norm_ratio: float = 10.0,
+    say: Callable[[str], None] | None = None,
+) -> Island:
+    """Join a run of several islands that exchange through an object store, or begin it.
+
+    Every island is a program of its own: its mesh, its accelerators, its release of jax. What all
+    of them reach is a bucket or a folder. An exchange is the outer step of `js.diloco` over all
+    replicas of all islands that take part in a round. More: docs/islands.md.
+
+        island = js.islands.join("s3://bucket/run", name="paris", sync_every=200)
+        step = js.make_train_step(loss, optimizer, mesh=mesh, sync=island.transform())
+        state = island.exchange(step.init(params))
+        for result in js.train_loop(step, state, batches, hooks=[island]): ...
+
+    Args:
+      url: the run: `s3://bucket/run`, `gs://...`, `az://...`, `file:///folder` or a folder's path.
+        Credentials come from the environment, as obstore reads them.
+      name: the island's name, which no other one has; a restarted island keeps it.
+      outer_optimizer: an element-wise optax optimizer that steps the anchor, run by NumPy: SGD with
+        or without Nesterov, AdamW, `js.slow_momentum(...)`; None: that of `js.diloco`,
+        `optax.sgd(0.7, momentum=0.9, nesterov=True)`.
+      sync_every: updates between exchanges, or `js.every(...)`; equal on all islands.
+      quorum: number of parts that a round needs at least.
+      deadline_seconds: how long an island waits, after it has sent its part, for those that took
+        part in the last round. Then the round closes without them, if there is a quorum.
+      codec: the format of parts, of `js.codecs`; None: float32. Equal on all islands.
+      late: what an island does with its progress if a round closed without it: "drop", or
+        "carry" or "carry:0.5", which keep it, or this share of it, for the next round.
+      merge: share in [0, 1] of its own parameters that a replica keeps.
+      weight: the island's weight in means, > 0; None: its number of replicas.
+      snapshot_every: number of rounds between snapshots of the anchor.
+      keep: number of snapshots that are kept, with the parts of rounds since; None removes nothing
+        and needs no right to delete.
+      max_norm_ratio: a part whose norm is above this many times the round's median is left out.
+      say: function that shows one line; None prints it to stderr.
+
+    Returns:
+      An `Island`.
+
+    Raises:
+      ValueError: an argument that breaks its rule, named.
+      IslandsError: a bucket of a run with another `sync_every` or `codec`, or no access.
+      ModuleNotFoundError: obstore is missing; the extra `islands` has it.
+
+    Communication: two small requests to the store.
+
+    Source: Douillard et al., "DiLoCo", 2023; Sarfi et al., "SparseLoCo", 2025 (exchange by
+      buckets).
+    """
+    owner = "islands.join"
+    if not isinstance(url, str) or not url:
+        raise ValueError(f"{owner}: `url` must be a URL or a folder, got {url!r}.")
+    optimizer = optax.sgd(0.7, momentum=0.9, nesterov=True)
+    if outer_optimizer is not None:
+        optimizer = checked_optimizer(outer_optimizer)
+    if codec is not None and not isinstance(codec, Codec):
+        raise ValueError(f"{owner}: `codec` must be one of js.codecs, or None, got {codec!r}.")
+    schedule = as_schedule(sync_every)
+    rules = Rules(
+        checked_name(name),
+        quorum=checked_int(f"{owner}: `quorum`", quorum, 1),
+        deadline_seconds=_number(owner, "deadline_seconds", deadline_seconds),
+        late_share=late_share(late),
+        snapshot_every=checked_int(f"{owner}: `snapshot_every`", snapshot_every, 1),
+        keep=None if keep is None else checked_int(f"{owner}: `keep`", keep, 1),
+        max_norm_ratio=_number(owner, "max_norm_ratio", max_norm_ratio, least=1),
+    )
+    if weight is not None and _number(owner, "weight", weight) == 0:
+        raise ValueError(f"{owner}: `weight` must be above 0, got {weight!r}.")
+    merge = _number(owner, "merge", merge, most=1)
+    say = say or _to_stderr(name)
+    agreed = Run("", "", repr(schedule), repr(codec), "")
+    store = None
+    if jax.process_index() == 0:
+        bucket = ObjectStore(url)
+        store = Store(bucket, url, min(deadline_seconds, _JOIN_SECONDS), Clock(), say)
+        run = read_run(store)
+        if run is not None:
+            compare(store.url, run, agreed)
+    return Island(
+        store, rules, every=schedule, optimizer=optimizer, codec=codec, merge=merge,
+        weight=weight, agreed=agreed, say=say,
+    )  # fmt: skip
+
+
+def late_share(late: Any) -> float:
+    """Return the share of late progress that is kept: that of "drop", "carry" or "carry:0.5"."""
+    kind, has_share, text = late.partition(":") if isinstance(late, str) else ("", "", "")
+    if late in ("drop", "carry"):
+        return float(late == "carry")
+    try:
+        share = float(text) if kind == "carry" and has_share else math.nan
+    except ValueError:
+        share = math.nan
+    if not 0 < share <= 1:
+        raise ValueError(
+            'islands.join: `late` must be "drop", "carry" or "carry:SHARE" with a share in (0, 1], '
+            f"got {late!r}."
+        )
+    return share
+
+
+def _number(
+    owner: str, argument: str, value: Any, *, least: float = 0, most: float = math.inf
+) -> float:
+    is_number = isinstance(value, Real) and not isinstance(value, bool)
+    if not is_number or not least <= float(value) <= most or math.isinf(float(value)):
+        rule = f"in [{least:g}, {most:g}]" if math.isfinite(most) else f">= {least:g} and finite"
+        raise ValueError(f"{owner}: `{argument}` must be a number {rule}, got {value!r}.")
+    return float(value)
+
+
+def _to_stderr(name: str) -> Callable[[str], None]:
+    import sys
+
+    return lambda line: print(f"island {name}: {line}", file=sys.stderr, flush=True)
+
+
+# The state of a step, on devices, and what the first process knows of it.
+
+
+@dataclass(frozen=True)
+class _Position:
+    """Where an island is: the run, the round of its anchor, and its updates at that exchange."""
+
+    run: tuple[int, int]
+    round: int
+    exchanged: int
+    saved: PyTree = None
+
+    @classmethod
+    def of(cls, state: "TrainState") -> "_Position | None":
+        """Return that of a saved state; None if it has none, or has not joined yet."""
+        member = _member(state)
+        if member is None:
+            return None
+        run, number, exchanged = (
+            np.asarray(x.addressable_data(0))[0] for x in (member.run, member.round, member.exchanged)
+        )
+        if not run.any():
+            return None
+        words = int(run[0]), int(run[1])
+        return cls(words, int(number), int(exchanged), member.lost)
+
+    def lost(self, values: Sequence[np.ndarray]) -> np.ndarray | None:
+        """Return what the codec had not sent yet, as a vector."""
+        leaves = jax.tree.leaves(self.saved)
+        if not leaves or not values:
+            return None
+        return np.concatenate([np.ravel(np.asarray(x.addressable_data(0))[0]) for x in leaves])
+
+
+class _Reply(NamedTuple):
+    target: list[np.ndarray]
+    is_changed: bool
+    position: _Position
+    lost: list[np.ndarray] | None
+
+
+def _words_of(run: str) -> tuple[int, int]:
+    return int(run[:8], 16), int(run[8:16], 16)
+
+
+def _member(state: "TrainState") -> IslandState | None:
+    found = parts_of(state.opt_state, IslandState)
+    return found[0] if found else None
+
+
+def _check(state: "TrainState") -> None:
+    """Raise `ValueError` for a state that islands can't exchange yet, by name."""
+    params = state.params
+    if isinstance(params, WithTables):
+        raise ValueError("islands: `state` has tables, which islands do not exchange.")
+    if parts_of(params, Staged):
+        raise ValueError("islands: `state` has parameters in stages, which islands do not exchange.")
+    if parts_of(state.opt_state, OuterState):
+        raise ValueError(
+            "islands: `state` is of a step whose `sync` keeps an anchor, which an exchange would "
+            "leave behind: the islands' own outer step takes its place. Use js.local_sgd or none."
+        )
+    wide = [
+        name
+        for name, x in zip(leaf_names(params), jax.tree.leaves(params), strict=True)
+        if x.dtype.itemsize > 4
+    ]
+    if wide:
+        raise ValueError(f"islands: parameters must have at most 32 bits, not so: {', '.join(wide)}.")
+
+
+def _placement_of(x: jax.Array) -> tuple[Any, Any]:
+    """Return the mesh and the replica axis of a stacked array."""
+    if isinstance(x.sharding, NamedSharding):
+        first = (*x.sharding.spec, None)[0]
+        if first is not None:
+            return x.sharding.mesh, first
+    return virtual_mesh({"replica": x.shape[0]}), "replica"
+
+
+def _mean_of_replicas(state: "TrainState") -> list[np.ndarray]:
+    """Return the mean of the replicas as leaves of float32, on the host of each process."""
+    leaves = jax.tree.leaves(state.params)
+    if not leaves:
+        return []
+    mesh, axis_name = _placement_of(leaves[0])
+    shares = shares_of_gossip(state.opt_state)
+    wide = jax.tree.map(lambda x: x.astype(jnp.float32), state.params)
+    mean = consensus(wide, mesh=mesh, axis_name=axis_name, shares=shares)
+    return [np.asarray(_whole(x), np.float32) for x in jax.tree.leaves(mean)]
+
+
+def _whole(x: jax.Array) -> Any:
+    """Return an array that this process holds all of."""
+    if x.is_fully_addressable or x.is_fully_replicated:
+        return x.addressable_data(0) if x.is_fully_replicated else x
+    assert isinstance(x.sharding, NamedSharding)
+    everywhere = NamedSharding(x.sharding.mesh, P())
+    return jax.jit(lambda x: x, out_shardings=everywhere)(x).addressable_data(0)
+
+
+def _moved(state: "TrainState", target: list[np.ndarray], merge: float) -> "TrainState":
+    """Return the state with all replicas at the target, but for the share that they keep."""
+
+    def move(x: jax.Array, to: np.ndarray) -> jax.Array:
+        def one(x: jax.Array, to: jax.Array) -> jax.Array:
+            new = to if not merge else merge * x.astype(jnp.float32) + (1 - merge) * to
+            return jnp.broadcast_to(new, x.shape).astype(x.dtype)
+
+        return jax.jit(one, out_shardings=x.sharding)(x, to)
+
+    leaves, tree = jax.tree.flatten(state.params)
+    moved = [move(x, to) for x, to in zip(leaves, target, strict=True)]
+    params = jax.tree.unflatten(tree, moved)
+    shift = jax.tree.map(jnp.subtract, params, state.params)
+    return state._replace(params=params, opt_state=shifted_copies(state.opt_state, shift))
+
+
+def _with_position(
+    state: "TrainState", position: _Position, lost: list[np.ndarray] | None
+) -> "TrainState":
+    """Return the state whose `IslandState`, if it has one, is this."""
+    member = _member(state)
+    if member is None:
+        return state
+
+    def put(x: jax.Array, value: Any) -> jax.Array:
+        stacked = np.broadcast_to(np.asarray(value, x.dtype), x.shape)
+        return jax.make_array_from_callback(x.shape, x.sharding, lambda index: stacked[index])
+
+    new = member._replace(
+        run=put(member.run, position.run),
+        round=put(member.round, position.round),
+        exchanged=put(member.exchanged, position.exchanged),
+    )
+    if lost is not None:
+        old, tree = jax.tree.flatten(member.lost)
+        new = new._replace(lost=jax.tree.unflatten(tree, list(map(put, old, lost))))
+    is_one = lambda x: isinstance(x, IslandState)  # noqa: E731
+    swap = lambda x: new if is_one(x) else x  # noqa: E731
+    return state._replace(opt_state=jax.tree.map(swap, state.opt_state, is_leaf=is_one))
+
+
+def _on_first_process(
+    run: Callable[[], _Reply | None], values: list[np.ndarray]
+) -> _Reply | None:
+    """Return on all processes what the first one found; an error of it is raised on all."""
+    if jax.process_count() == 1:
+        return run()
+    reply, problem = None, ""
+    if jax.process_index() == 0:
+        try:
+            reply = run()
+        except Exception as error:  # noqa: BLE001 - the others would wait for it forever
+            problem = f"{type(error).__name__}: {error}"
+    send = multihost_utils.broadcast_one_to_all
+    text = np.zeros(4096, np.uint8)
+    note = problem.encode()[: text.size]
+    text[: len(note)] = list(note)
+    problem = bytes(np.asarray(send(text)).tolist()).rstrip(b"\0").decode(errors="replace")
+    if problem:
+        raise IslandsError(problem)
+    numbers = np.zeros(7, np.int64)
+    if reply is not None:
+        place = reply.position
+        numbers[:] = 1, reply.is_changed, *place.run, place.round, place.exchanged, (
+            reply.lost is not None
+        )
+    found = [int(x) for x in np.asarray(send(numbers.view(np.uint32))).view(np.int64)]
+    if not found[0]:
+        return None
+    target = [np.asarray(x) for x in send(values if reply is None else reply.target)]
+    lost = None
+    if found[6]:
+        own = values if reply is None or reply.lost is None else reply.lost
+        lost = [np.asarray(x) for x in send(own)]
+    position = _Position((found[2], found[3]), found[4], found[5])
+    return _Reply(target, bool(found[1]), position, lost)

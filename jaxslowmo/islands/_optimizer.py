@@ -1,0 +1,202 @@
+"""An outer optimizer of optax whose program NumPy runs, to the same bits on every machine.
+
+Compilers fuse and reorder; so two islands with other processors or releases of jax would drift
+apart, bit by bit. NumPy rounds after each operation, as IEEE 754 says. The optimizer's own program
+is traced once, and its equations are run one by one.
+"""
+
+import functools
+import hashlib
+import math
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.extend.core as jex
+import numpy as np
+import optax
+
+from .._support.types import PyTree
+
+_Apply = Callable[..., Any]
+
+
+def _on_numbers(apply: Callable[..., float]) -> _Apply:
+    """Return a function of single numbers, computed in float64 and rounded once."""
+
+    def run(*args: Any) -> Any:
+        if any(np.size(x) != 1 for x in args):
+            return None
+        dtype = np.result_type(args[0])
+        return np.asarray(apply(*(float(np.reshape(x, ())) for x in args)), dtype)
+
+    return run
+
+
+def _power(x: Any, exponent: int) -> Any:
+    """Return a power by products alone: libraries compute others in ways of their own."""
+    result = functools.reduce(operator.mul, [x] * abs(exponent), np.ones_like(x, shape=()))
+    return np.ones_like(x, shape=()) / result if exponent < 0 else result
+
+
+# Operations that IEEE 754 rounds correctly, or that do not round.
+_EXACT: dict[str, _Apply] = {
+    "abs": np.abs, "add": np.add, "add_any": np.add, "and": np.bitwise_and, "ceil": np.ceil,
+    "copy": lambda x: x, "copy_p": lambda x: x, "div": np.divide, "eq": np.equal,
+    "floor": np.floor, "ge": np.greater_equal, "gt": np.greater, "is_finite": np.isfinite,
+    "le": np.less_equal, "lt": np.less, "max": np.maximum, "min": np.minimum,
+    "mul": np.multiply, "ne": np.not_equal, "neg": np.negative, "not": np.bitwise_not,
+    "or": np.bitwise_or, "round": np.rint, "sign": np.sign, "sqrt": np.sqrt,
+    "square": lambda x: x * x, "stop_gradient": lambda x: x, "sub": np.subtract,
+}  # fmt: skip
+# Of single numbers, such as the rates of schedules and corrections of a bias.
+_OF_NUMBERS: dict[str, _Apply] = {
+    "cos": _on_numbers(math.cos), "exp": _on_numbers(math.exp), "log": _on_numbers(math.log),
+    "pow": _on_numbers(math.pow), "sin": _on_numbers(math.sin), "tanh": _on_numbers(math.tanh),
+}  # fmt: skip
+
+
+def _with_options(name: str, options: Any) -> _Apply | None:
+    """Return the operation of an equation that depends on its options."""
+    if name == "integer_pow":
+        return lambda x: _power(x, options["y"])
+    if name == "convert_element_type":
+        return lambda x: np.asarray(x).astype(options["new_dtype"], copy=False)
+    if name == "select_n":
+        return lambda which, *cases: np.where(which, *cases[::-1]) if len(cases) == 2 else None
+    if name in ("broadcast_in_dim", "reshape", "squeeze"):
+        return functools.partial(_shaped, options.get("shape"))
+    if name == "clamp":
+        return lambda low, x, high: np.minimum(np.maximum(x, low), high)
+    return _EXACT.get(name) or _OF_NUMBERS.get(name)
+
+
+def _shaped(shape: Any, x: Any) -> Any:
+    """Return a number in another shape; an array only in its own."""
+    if shape is None:  # `squeeze`
+        return np.reshape(x, ()) if np.size(x) == 1 else None
+    if np.size(x) == 1:
+        return np.broadcast_to(np.reshape(x, ()), shape)
+    return x if np.shape(x) == tuple(shape) else None
+
+
+class HostOptimizer:
+    """An optax transform on a model of float32 arrays.
+
+    Args:
+      optimizer: any element-wise optax optimizer: `optax.sgd`, with or without Nesterov,
+        `optax.adamw`, `js.slow_momentum`.
+      params: a tree of arrays or their types; only shapes matter.
+
+    Attributes:
+      text: the program, by which islands know that theirs is the same.
+
+    Raises:
+      ValueError: an operation of which NumPy would not give the same bits everywhere, by name.
+    """
+
+    def __init__(self, optimizer: optax.GradientTransformation, params: PyTree) -> None:
+        like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, np.float32), params)
+        optimizer = optax.with_extra_args_support(optimizer)
+        with jax.enable_x64(False):
+            init, state = jax.make_jaxpr(optimizer.init, return_shape=True)(like)
+            self._update = jax.make_jaxpr(optimizer.update)(like, state, like)
+        self._init = init
+        self.shapes = [x.shape for x in jax.tree.leaves(like)]
+        self.state = [(x.shape, np.dtype(x.dtype)) for x in jax.tree.leaves(state)]
+        lines: list[str] = []
+        _check(self._init, lines)
+        _check(self._update, lines)
+        self.text = hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+
+    def init(self, params: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """Return the arrays of the first state."""
+        return [np.array(x) for x in _run(self._init, params)]
+
+    def step(
+        self,
+        displacement: Sequence[np.ndarray],
+        state: Sequence[np.ndarray],
+        params: Sequence[np.ndarray],
+    ) -> tuple[list[np.ndarray], list[np.ndarray]]:
+        """Return the parameters and the state after one step along a displacement."""
+        with np.errstate(all="ignore"):
+            found = _run(self._update, [*displacement, *state, *params])
+        updates, after = found[: len(params)], found[len(params) :]
+        moved = [np.add(p, u, dtype=np.float32) for p, u in zip(params, updates, strict=True)]
+        return moved, [np.array(x) for x in after]
+
+
+def checked_optimizer(optimizer: Any) -> optax.GradientTransformation:
+    """Return the outer optimizer; raise `ValueError` for what is none, or is not element-wise."""
+    if not isinstance(optimizer, optax.GradientTransformation) or hasattr(optimizer, "sync"):
+        raise ValueError(
+            "islands.join: `outer_optimizer` must be an optax gradient transform such as "
+            f"optax.sgd(0.7, momentum=0.9, nesterov=True), got {type(optimizer).__name__}."
+        )
+    HostOptimizer(optimizer, {"w": np.zeros(2, np.float32)})
+    return optimizer
+
+
+def _inner(equation: Any) -> Any:
+    """Return the program that an equation calls; None if it is no call."""
+    for name in ("jaxpr", "call_jaxpr"):
+        called = equation.params.get(name)
+        if called is not None:
+            return called if hasattr(called, "jaxpr") else jex.ClosedJaxpr(called, ())
+    return None
+
+
+def _run(program: Any, args: Sequence[Any]) -> list[Any]:
+    """Return the results of a program; raise `ValueError` for an equation that NumPy can't run."""
+    values: dict[Any, Any] = dict(zip(program.jaxpr.constvars, program.consts, strict=True))
+    values |= dict(zip(program.jaxpr.invars, args, strict=True))
+
+    def read(x: Any) -> Any:
+        return np.asarray(x.val) if isinstance(x, jex.Literal) else values[x]
+
+    for equation in program.jaxpr.eqns:
+        inputs = [np.asarray(read(x)) for x in equation.invars]
+        inner = _inner(equation)
+        if inner is not None:
+            results = _run(inner, inputs)
+        else:
+            apply = _with_options(equation.primitive.name, equation.params)
+            result = None if apply is None else apply(*inputs)
+            if result is None:
+                raise _refused(equation)
+            dtype = np.dtype(equation.outvars[0].aval.dtype)
+            results = [np.asarray(result).astype(dtype, copy=False)]
+        values |= dict(zip(equation.outvars, results, strict=True))
+    return [read(x) for x in program.jaxpr.outvars]
+
+
+_FORMS = frozenset({"broadcast_in_dim", "convert_element_type", "copy", "copy_p", "reshape"})
+
+
+def _check(program: Any, lines: list[str]) -> None:
+    """Append what a program computes to `lines`; raise `ValueError` for what NumPy can't run."""
+    for equation in program.jaxpr.eqns:
+        inner, name = _inner(equation), equation.primitive.name
+        # Releases of jax differ in where they convert a constant, so conversions do not count.
+        constants = [x.val for x in equation.invars if isinstance(x, jex.Literal)]
+        lines += [str(float(np.float32(np.reshape(x, ())))) for x in constants]
+        if inner is not None:
+            _check(inner, lines)
+            continue
+        sizes = [math.prod(x.aval.shape) for x in equation.invars]
+        is_known = _with_options(name, equation.params) is not None
+        if not is_known or (name in _OF_NUMBERS and max(sizes) > 1):
+            raise _refused(equation)
+        if name not in _FORMS:
+            lines.append(f"{name} {equation.params.get('y', '')}")
+
+
+def _refused(equation: Any) -> ValueError:
+    name = equation.primitive.name
+    return ValueError(
+        f"islands.join: `outer_optimizer` must be element-wise and built of operations that round "
+        f"alike on every machine, such as optax.sgd, optax.adamw or js.slow_momentum; this one "
+        f"uses {name!r} on {', '.join(str(x.aval) for x in equation.invars)}."
+    )

@@ -1,0 +1,106 @@
+"""Who takes part in a run, by what lies in the store."""
+
+from datetime import datetime
+from typing import NamedTuple
+
+from ._format import folder_of, island_of, number_of
+from ._rounds import IslandsError, read_note, read_run
+from ._store import Clock, ObjectStore, Store
+
+
+class IslandStatus(NamedTuple):
+    """What an island last did.
+
+    Attributes:
+      name: its name.
+      round: the round towards which it trains, or of which it waits for the manifest.
+      lag: rounds between that and the open round.
+      has_part: whether the open round has a part of it.
+      updates: its updates so far.
+      sent, received: bytes of its last exchange.
+      last_seen: when it last wrote, by the store's clock.
+    """
+
+    name: str
+    round: int
+    lag: int
+    has_part: bool
+    updates: int
+    sent: int
+    received: int
+    last_seen: datetime
+
+
+class Status(NamedTuple):
+    """Where a run is.
+
+    Attributes:
+      run: its name.
+      round: the open round: as many are decided.
+      snapshot: round of the newest snapshot.
+      bytes: size of all objects in the store.
+      islands: the islands that have ever joined.
+    """
+
+    run: str
+    round: int
+    snapshot: int
+    bytes: int
+    islands: list[IslandStatus]
+
+    def __str__(self) -> str:
+        """Return a table."""
+        head = (
+            f"run {self.run}: round {self.round} is open, newest snapshot {self.snapshot}, "
+            f"{self.bytes:,} bytes in the store"
+        )
+        rows = [("island", "round", "lag", "part", "updates", "sent", "received", "last seen")]
+        rows += [
+            (
+                x.name, str(x.round), str(x.lag), "yes" if x.has_part else "-", str(x.updates),
+                f"{x.sent:,}", f"{x.received:,}", f"{x.last_seen:%Y-%m-%d %H:%M:%S} UTC",
+            )
+            for x in self.islands
+        ]  # fmt: skip
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+        return "\n".join([head, *lines])
+
+
+def status(url: str) -> Status:
+    """Return who takes part in the run at a URL: islands, rounds, lags, bytes and when they wrote.
+
+    Args:
+      url: the URL or the folder of the run, as in `js.islands.join`.
+
+    Raises:
+      IslandsError: there is no run, or the store does not answer.
+
+    Communication: one listing of the store, and one small object per island.
+    """
+    return status_of(Store(ObjectStore(url), url, 10.0, Clock(), lambda line: None))
+
+
+def status_of(store: Store) -> Status:
+    """Return the status of the run in a store."""
+    run = read_run(store)
+    if run is None:
+        raise IslandsError(f"{store.url}: there is no run here.")
+    entries = store.list("")
+    keys = [entry.key for entry in entries]
+    decided = [number_of(key) for key in keys if key.endswith("/manifest.json")]
+    number = max((n + 1 for n in decided if n is not None), default=0)
+    snapshots = [number_of(key) or 0 for key in keys if key.startswith("snapshots/")]
+    present = {island_of(key) for key in keys if key.startswith(f"{folder_of(number)}/")}
+    islands = []
+    for entry in entries:
+        note = read_note(store, entry.key) if entry.key.startswith("islands/") else None
+        if note is not None:
+            islands.append(
+                IslandStatus(
+                    note.island, note.round, number - note.round, note.island in present,
+                    note.updates, note.sent, note.received, entry.modified,
+                )
+            )  # fmt: skip
+    size = sum(entry.size for entry in entries)
+    return Status(run.run, number, max(snapshots, default=0), size, islands)

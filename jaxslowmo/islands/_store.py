@@ -1,0 +1,232 @@
+"""The object store between islands: one bucket or folder, with patience and with counts."""
+
+import contextlib
+import re
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+with contextlib.suppress(ModuleNotFoundError):
+    import obstore
+    from obstore import exceptions as errors
+    from obstore import store as stores
+
+_CHUNK = 8 << 20  # bytes that one request reads, so that each is short on a slow link
+_REQUEST_SECONDS = 120
+_SCHEMES = ("s3", "gs", "az", "azure", "abfs", "file", "memory")
+_Result = TypeVar("_Result")
+
+
+class IslandsError(RuntimeError):
+    """The error of an island that can't take part: another run's bucket, another model, no access.
+
+    The message is one line that names what and where.
+    """
+
+
+class StoreError(IslandsError):
+    """The error that the store did not answer in time, or refused; nothing is lost by it."""
+
+
+class TooLargeError(Exception):
+    """The error that an object is larger than anything that belongs there."""
+
+
+class Entry(NamedTuple):
+    """An object in a listing."""
+
+    key: str  # path below the run's URL
+    size: int  # bytes
+    modified: datetime  # by the store's clock
+
+
+class Bucket(Protocol):
+    """What an island asks of a store; each call is one request, or a few for large objects.
+
+    They raise `FileNotFoundError` where there is no such object, and `FileExistsError` where
+    `create` finds one. All other exceptions count as a failure that may pass.
+    """
+
+    def get(self, key: str, limit: int | None) -> bytes: ...
+    def create(self, key: str, data: bytes) -> None: ...
+    def put(self, key: str, data: bytes) -> None: ...
+    def delete(self, key: str) -> None: ...
+    def list(self, prefix: str) -> list[Entry]: ...
+
+
+class ObjectStore:
+    """A bucket of `obstore`: S3, GCS, Azure, a folder or memory.
+
+    Args:
+      url: `s3://bucket/run`, `gs://...`, `az://...`, `file:///folder`, or the path of a folder.
+        Credentials come from the environment, as obstore reads them.
+
+    Raises:
+      ValueError: no such URL.
+    """
+
+    def __init__(self, url: str) -> None:
+        scheme, _, path = url.partition("://")
+        if not path:
+            scheme, path = "file", str(Path(url).absolute())
+        if scheme not in _SCHEMES:
+            raise ValueError(
+                f"islands: `url` must be a folder or begin with {', '.join(_SCHEMES[:3])} or file, "
+                f"as in s3://bucket/run, got {url!r}."
+            )
+        self._store: Any
+        if scheme == "file":
+            self._store = stores.LocalStore(path, mkdir=True)
+        elif scheme == "memory":
+            self._store = stores.MemoryStore()
+        else:
+            options: Any = {"timeout": f"{_REQUEST_SECONDS}s", "connect_timeout": "10s"}
+            retries: Any = {"max_retries": 2, "retry_timeout": 5}
+            self._store = stores.from_url(url, client_options=options, retry_config=retries)
+
+    def get(self, key: str, limit: int | None) -> bytes:
+        """Return an object; raise `TooLargeError`, reading little of it, if it is above `limit`."""
+        first = obstore.get(self._store, key, options={"range": (0, _CHUNK)})
+        size = first.meta["size"]
+        if limit is not None and size > limit:
+            raise TooLargeError(f"{size} bytes, and at most {limit} belong there")
+        parts = [bytes(first.bytes())]
+        for start in range(_CHUNK, size, _CHUNK):
+            end = min(start + _CHUNK, size)
+            parts.append(bytes(obstore.get_range(self._store, key, start=start, end=end)))
+        return b"".join(parts)
+
+    def create(self, key: str, data: bytes) -> None:
+        """Write an object unless there is one: of several at once exactly one succeeds."""
+        try:
+            obstore.put(self._store, key, data, mode="create")
+        except (errors.AlreadyExistsError, errors.PreconditionError) as error:
+            raise FileExistsError(key) from error
+
+    def put(self, key: str, data: bytes) -> None:
+        """Write an object, in several requests if it is large; readers see all of it or nothing."""
+        obstore.put(self._store, key, data, max_concurrency=4)
+
+    def delete(self, key: str) -> None:
+        """Remove an object."""
+        obstore.delete(self._store, key)
+
+    def list(self, prefix: str) -> list[Entry]:
+        """Return the objects whose keys begin with a folder's name, in the order of their keys."""
+        found = obstore.list(self._store, prefix).collect()
+        entries = [Entry(x["path"], x["size"], x["last_modified"]) for x in found]
+        return sorted(entries)
+
+
+@dataclass
+class Traffic:
+    """What went to a store and came from it.
+
+    Attributes:
+      requests: number of calls by kind: "get", "create", "put", "delete", "list". A large object
+        takes several requests of the store's own protocol.
+      sent, received: bytes of objects.
+    """
+
+    requests: Counter[str] = field(default_factory=Counter)
+    sent: int = 0
+    received: int = 0
+
+    def clear(self) -> None:
+        """Begin to count again."""
+        self.requests, self.sent, self.received = Counter(), 0, 0
+
+
+class Clock(NamedTuple):
+    """This machine's own time, which is never compared with another's."""
+
+    now: Callable[[], float] = time.monotonic
+    sleep: Callable[[float], None] = time.sleep
+
+
+class Store:
+    """A bucket that is asked again for a while when it fails.
+
+    Args:
+      bucket: the bucket.
+      url: its name in messages.
+      patience: seconds for which a failing request is repeated.
+      clock: this machine's time.
+      say: function that shows one line to the user.
+    """
+
+    def __init__(
+        self, bucket: Bucket, url: str, patience: float, clock: Clock, say: Callable[[str], None]
+    ) -> None:
+        self._bucket, self.url, self.patience = bucket, url.rstrip("/"), patience
+        self.clock, self._say = clock, say
+        self.traffic = Traffic()
+
+    def get(self, key: str, limit: int | None = None) -> bytes | None:
+        """Return an object; None if there is none."""
+        try:
+            data = self._again("get", key, lambda: self._bucket.get(key, limit))
+        except FileNotFoundError:
+            return None
+        self.traffic.received += len(data)
+        return data
+
+    def create(self, key: str, data: bytes) -> bool:
+        """Write an object unless there is one; return whether there was none.
+
+        After a failure that took effect nevertheless the answer is False.
+        """
+        try:
+            self._again("create", key, lambda: self._bucket.create(key, data))
+        except FileExistsError:
+            return False
+        self.traffic.sent += len(data)
+        return True
+
+    def put(self, key: str, data: bytes) -> None:
+        """Write an object in the place of an older one."""
+        self._again("put", key, lambda: self._bucket.put(key, data))
+        self.traffic.sent += len(data)
+
+    def delete(self, key: str) -> None:
+        """Remove an object, if it is there."""
+        with contextlib.suppress(FileNotFoundError):
+            self._again("delete", key, lambda: self._bucket.delete(key))
+
+    def list(self, prefix: str) -> list[Entry]:
+        """Return the objects below a folder."""
+        return self._again("list", prefix, lambda: self._bucket.list(prefix))
+
+    def _again(self, kind: str, key: str, request: Callable[[], _Result]) -> _Result:
+        started, pause, said = self.clock.now(), 0.1, False
+        while True:
+            self.traffic.requests[kind] += 1
+            try:
+                result = request()
+            except (FileNotFoundError, FileExistsError, TooLargeError):
+                raise
+            except Exception as error:  # each store has its own
+                what = f"{kind} {self.url}/{key}: {_one_line(error)}"
+                if self.clock.now() - started >= self.patience:
+                    raise StoreError(what) from error
+                if not said and pause > 1:
+                    self._say(f"{what}; trying again for {self.patience:g} s")
+                    said = True
+                self.clock.sleep(pause)
+                pause = min(2 * pause, 5.0)
+            else:
+                return result
+
+
+_SECRET = re.compile(r"(?i)(signature|credential|token|secret|key|sig)=[^&\s\"']+")
+
+
+def _one_line(error: Exception) -> str:
+    """Return the kind of an error and its first line, without what a signed URL gives away."""
+    text = str(error).strip().splitlines()
+    first = _SECRET.sub(r"\1=...", text[0]) if text else ""
+    return f"{type(error).__name__}: {first[:300]}"
