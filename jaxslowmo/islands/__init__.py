@@ -1,6 +1,6 @@
 """Islands: programs that train one model with each other through an object store.
 
-    island = js.islands.join("s3://bucket/run", name="paris", sync_every=200)
+island = js.islands.join("s3://bucket/run", name="paris", sync_every=200)
 """
 
 from ._island import Island as Island

@@ -1,9 +1,11 @@
 """An island: a program of its own that trains one model with others through an object store."""
 
 import functools
+import json
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from numbers import Real
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -12,24 +14,31 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.experimental import multihost_utils
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from .._support.checks import checked_int
-from .._support.types import PyTree
-from ..algorithms import shares_of_gossip
+from ..algorithms import SGPState, shares_of_gossip
 from ..algorithms.outer import ALONE, OuterState
 from ..collectives.codecs import Codec
 from ..embedding import WithTables
 from ..mesh import consensus, virtual_mesh
-from ..transform import Every, ParameterTransform, as_schedule, shifted_copies
+from ..transform import (
+    Every,
+    ParameterTransform,
+    Sent,
+    as_schedule,
+    moving_states,
+    shifted_copies,
+)
 from ..tree import Staged, leaf_names, parts_of
 from ._format import Run, checked_name, described
 from ._member import IslandState, Member
 from ._optimizer import HostOptimizer, checked_optimizer
 from ._rounds import Outcome, Rounds, Rules, compare, read_run
+from ._status import Status, status_of
 from ._store import Clock, IslandsError, ObjectStore, Store
-from ._wire import Wire, divided
+from ._wire import Wire, divided, joined
 
 if TYPE_CHECKING:
     from ..train import TrainState
@@ -67,6 +76,7 @@ class Island:
     Attributes:
       name: its name.
       every: the schedule of its exchanges: it is a hook of `js.train_loop`.
+      round: the round towards which it trains.
     """
 
     def __init__(
@@ -87,8 +97,8 @@ class Island:
         self._codec, self._merge, self._weight = codec, merge, weight
         self._agreed, self._say = agreed, say
         self._rounds: Rounds | None = None
-        self._position: _Position | None = None
         self._exchanges = 0
+        self.round = 0
 
     def due(self, t: int) -> bool:
         """Return whether an exchange is due after update t; after 0 updates the island joins."""
@@ -111,7 +121,7 @@ class Island:
         Communication: that of `base`.
         """
         inner = ALONE if base is None else base.sync
-        if inner.has_anchor or inner.beside is not None:
+        if inner.has_anchor:
             raise ValueError(
                 f"islands: `base` must not keep an anchor, which an exchange would leave behind, "
                 f"got {inner.owner}; take js.local_sgd or js.sgp."
@@ -122,7 +132,7 @@ class Island:
     def __call__(self, result: "StepResult") -> Mapping[str, Any]:
         """Exchange after a step of `js.train_loop`, which goes on with the new state."""
         result.state = self.exchange(result.state)
-        return {} if self._position is None else {"round": self._position.round}
+        return {"round": self.round}
 
     def exchange(self, state: "TrainState") -> "TrainState":
         """Exchange with the other islands, and return the state with which this one goes on.
@@ -139,13 +149,13 @@ class Island:
           state: a `js.TrainState`. All processes of the island call this alike.
 
         Returns:
-          The state with `parameters = merge * parameters + (1 - merge) * anchor`, cast to their
-          dtypes, minus what `late` keeps. Copies of parameters in the optimizer's state move along.
-          Its buffers are new; those of `state` stay valid.
+          The state whose parameters are `merge * parameters + (1 - merge) * anchor`, in their
+          dtypes, moved on by what `late` keeps. Copies of parameters in the optimizer's state move
+          along; model state and moments stay. The buffers of `state` stay valid.
 
         Raises:
           ValueError: parameters in stages, in tables or of 64 bits, or a `sync` of the step that
-            keeps an anchor.
+            keeps parameters of its own.
           IslandsError: another run's bucket, another model, a name that another process has taken.
 
         Communication: between replicas one all-reduce of the parameters. With the store, per round
@@ -153,113 +163,91 @@ class Island:
           requests; see `report`.
         """
         _check(state)
-        names = leaf_names(state.params)
-        values = _mean_of_replicas(state)
-        updates = int(np.asarray(state.step.addressable_data(0)).flat[0])
-        saved = _Position.of(state)
-        outcome = _on_first_process(
-            functools.partial(self._exchanged, names, values, updates, len(state.step), saved),
-            values,
-        )
-        if outcome is None:
+        values, member = _mean_of_replicas(state), _member(state)
+        saved = None if member is None else _Place(*map(_number_of, member[2:5]))
+        run = functools.partial(self._exchanged, state, values, saved, member)
+        moved = run() if jax.process_count() == 1 else _from_first_process(run, values)
+        if moved is None:
             return state
-        target, is_changed, position, lost = outcome
-        self._position = position
-        if is_changed:
-            state = _moved(state, target, self._merge)
-        return _with_position(state, position, lost)
+        self.round = moved.place.round
+        if any(not np.array_equal(x, y) for x, y in zip(moved.target, values, strict=True)):
+            state = _moved(state, moved.target, self._merge)
+        return state if member is None else _with_place(state, member, moved)
 
     def _exchanged(
         self,
-        names: list[str],
+        state: "TrainState",
         values: list[np.ndarray],
-        updates: int,
-        replicas: int,
-        saved: "_Position | None",
-    ) -> "_Reply | None":
-        """Return where all processes go on; None: as they are. It runs on the first process."""
-        rounds, is_new = self._rounds, self._rounds is None
-        if rounds is None:
-            rounds = self._joined(names, values)
-        run = _words_of(rounds.run.run)
-        if is_new and saved is not None:
-            if saved.run != run:
-                raise IslandsError(
-                    f"{self._url}: this state belongs to another run than {rounds.run.run}, that "
-                    "of this bucket. Give the bucket of its run, or begin with new parameters."
-                )
-            rounds.lost = saved.lost(values)
-            outcome: Outcome | None = rounds.resume(saved.round, values)
-            is_due = updates > saved.exchanged and self.due(updates)
-            if is_due and outcome is not None and outcome.anchor.round == saved.round:
-                outcome = self._round(rounds, values, replicas, updates)
-        elif is_new:
-            outcome = Outcome(rounds.anchor)
+        saved: "_Place | None",
+        member: IslandState | None,
+    ) -> "_Moved | None":
+        """Return where all processes go on; None: as they are. The first process calls it."""
+        rounds, updates = self._rounds, int(_number_of(state.step))
+        if rounds is not None:
+            outcome = self._round(rounds, state, values)
         else:
-            outcome = self._round(rounds, values, replicas, updates)
-        self._rounds = rounds
+            rounds = self._joined(leaf_names(state.params), values)
+            run = int(rounds.run.run[:8], 16)
+            outcome: Outcome | None = Outcome(rounds.anchor)
+            if saved is not None and member is not None and saved.run:
+                if saved.run != run:
+                    raise IslandsError(
+                        f"{rounds.url}: this state belongs to another run than {rounds.run.run}, "
+                        "that of this bucket. Give the bucket of its run, or new parameters."
+                    )
+                lost = [np.asarray(x.addressable_data(0))[0] for x in jax.tree.leaves(member.lost)]
+                rounds.lost = joined(lost) if lost else None
+                outcome = rounds.resume(saved.round, values)
+                if outcome is None and updates > saved.exchanged and self.due(updates):
+                    outcome = self._round(rounds, state, values)
+            self._rounds = rounds
         if outcome is None:
             return None
         target = outcome.anchor.values
         if outcome.rest is not None:
-            target = [
-                x - rest for x, rest in zip(target, divided(outcome.rest, target), strict=True)
-            ]
-        position = _Position(run, outcome.anchor.round, updates)
-        lost = None if rounds.lost is None else divided(rounds.lost, target)
-        is_changed = any(not np.array_equal(x, y) for x, y in zip(target, values, strict=True))
-        return _Reply(target, is_changed, position, lost)
+            target = divided(joined(target) - outcome.rest, target)
+        place = _Place(int(rounds.run.run[:8], 16), outcome.anchor.round, updates)
+        return _Moved(target, place, None if rounds.lost is None else divided(rounds.lost, target))
 
     def _round(
-        self, rounds: Rounds, values: list[np.ndarray], replicas: int, updates: int
+        self, rounds: Rounds, state: "TrainState", values: list[np.ndarray]
     ) -> Outcome | None:
         self._exchanges += 1
-        weight = float(replicas) if self._weight is None else self._weight
-        return rounds.exchange(values, weight, updates)
+        weight = len(state.step) if self._weight is None else self._weight
+        return rounds.exchange(values, float(weight), int(_number_of(state.step)))
 
     def _joined(self, names: list[str], values: list[np.ndarray]) -> Rounds:
         """Return the rounds of the run that the store holds, or that begins here."""
-        assert self._store is not None, "the first process has the store"
+        store, deadline = self._open, self._rules.deadline_seconds
         optimizer = HostOptimizer(self._optimizer, values)
+        leaves = described(names, [x.shape for x in values])
+        agreed = replace(self._agreed, optimizer=optimizer.text, leaves=leaves)
         wire = Wire(self._codec, sum(x.size for x in values))
-        agreed = Run(
-            **{
-                **vars(self._agreed),
-                "optimizer": optimizer.text,
-                "leaves": described(names, [x.shape for x in values]),
-            }
-        )
-        rounds = Rounds(
-            self._store, self._rules, optimizer, wire, agreed, self._store.clock, self._say
-        )
-        self._store.patience = min(self._rules.deadline_seconds, _JOIN_SECONDS)
+        rounds = Rounds(store, self._rules, optimizer, wire, agreed, store.clock, self._say)
+        store.patience = min(deadline, _JOIN_SECONDS)
         rounds.join(values)
-        self._store.patience = self._rules.deadline_seconds
-        self._store.traffic.clear()
+        store.patience = deadline
+        store.traffic.clear()
         return rounds
 
     @property
-    def _url(self) -> str:
-        return "" if self._store is None else self._store.url
-
-    def status(self) -> "Any":
-        """Return the `Status` of the run, as `js.islands.status(url)` does."""
-        from ._status import status_of
-
+    def _open(self) -> Store:
         if self._store is None:
-            raise IslandsError("islands: process 0 of an island alone talks to the store.")
-        return status_of(self._store)
+            raise IslandsError("islands: of the processes of an island only 0 talks to the store.")
+        return self._store
+
+    def status(self) -> Status:
+        """Return the `Status` of the run, as `js.islands.status(url)` does."""
+        return status_of(self._open)
 
     def report(self) -> Report:
         """Return what the exchanges so far asked of the store, on average per round.
 
         `js.comm_report` counts what the island's own replicas send each other.
         """
-        traffic, count = None if self._store is None else self._store.traffic, self._exchanges
-        if traffic is None or not count:
-            return Report(0, {}, 0.0, 0.0)
-        requests = {kind: n / count for kind, n in traffic.requests.items()}
-        return Report(count, requests, traffic.sent / count, traffic.received / count)
+        traffic, count = self._open.traffic, max(self._exchanges, 1)
+        requests = {kind: n / count for kind, n in sorted(traffic.requests.items())}
+        return Report(self._exchanges, requests, traffic.sent / count, traffic.received / count)
 
 
 def join(
@@ -389,54 +377,37 @@ def _number(
 
 
 def _to_stderr(name: str) -> Callable[[str], None]:
-    import sys
-
     return lambda line: print(f"island {name}: {line}", file=sys.stderr, flush=True)
 
 
 # The state of a step, on devices, and what the first process knows of it.
 
 
-@dataclass(frozen=True)
-class _Position:
-    """Where an island is: the run, the round of its anchor, and its updates at that exchange."""
+class _Place(NamedTuple):
+    """Where an island is, as its state holds it.
 
-    run: tuple[int, int]
+    Attributes:
+      run: first 32 bits of the run's name; 0 before the island has joined.
+      round: the round of its anchor.
+      exchanged: its updates at that exchange.
+    """
+
+    run: int
     round: int
     exchanged: int
-    saved: PyTree = None
-
-    @classmethod
-    def of(cls, state: "TrainState") -> "_Position | None":
-        """Return that of a saved state; None if it has none, or has not joined yet."""
-        member = _member(state)
-        if member is None:
-            return None
-        run, number, exchanged = (
-            np.asarray(x.addressable_data(0))[0] for x in (member.run, member.round, member.exchanged)
-        )
-        if not run.any():
-            return None
-        words = int(run[0]), int(run[1])
-        return cls(words, int(number), int(exchanged), member.lost)
-
-    def lost(self, values: Sequence[np.ndarray]) -> np.ndarray | None:
-        """Return what the codec had not sent yet, as a vector."""
-        leaves = jax.tree.leaves(self.saved)
-        if not leaves or not values:
-            return None
-        return np.concatenate([np.ravel(np.asarray(x.addressable_data(0))[0]) for x in leaves])
 
 
-class _Reply(NamedTuple):
+class _Moved(NamedTuple):
+    """What an exchange makes of a state: parameters, place, and what a codec has not sent yet."""
+
     target: list[np.ndarray]
-    is_changed: bool
-    position: _Position
+    place: _Place
     lost: list[np.ndarray] | None
 
 
-def _words_of(run: str) -> tuple[int, int]:
-    return int(run[:8], 16), int(run[8:16], 16)
+def _number_of(x: jax.Array) -> int:
+    """Return a number that is equal on all replicas."""
+    return int(np.asarray(x.addressable_data(0)).flat[0])
 
 
 def _member(state: "TrainState") -> IslandState | None:
@@ -450,11 +421,15 @@ def _check(state: "TrainState") -> None:
     if isinstance(params, WithTables):
         raise ValueError("islands: `state` has tables, which islands do not exchange.")
     if parts_of(params, Staged):
-        raise ValueError("islands: `state` has parameters in stages, which islands do not exchange.")
-    if parts_of(state.opt_state, OuterState):
         raise ValueError(
-            "islands: `state` is of a step whose `sync` keeps an anchor, which an exchange would "
-            "leave behind: the islands' own outer step takes its place. Use js.local_sgd or none."
+            "islands: `state` has parameters in stages, which islands do not exchange."
+        )
+    kept: list[Any] = [*parts_of(state.opt_state, OuterState), *parts_of(state.opt_state, Sent)]
+    if kept or any(x.in_flight for x in parts_of(state.opt_state, SGPState)):
+        raise ValueError(
+            "islands: `state` is of a step whose `sync` keeps an anchor, or parameters under way, "
+            "which an exchange would leave behind: the islands' outer step takes its place. Use "
+            "js.local_sgd or js.sgp between the replicas, or nothing."
         )
     wide = [
         name
@@ -462,7 +437,9 @@ def _check(state: "TrainState") -> None:
         if x.dtype.itemsize > 4
     ]
     if wide:
-        raise ValueError(f"islands: parameters must have at most 32 bits, not so: {', '.join(wide)}.")
+        raise ValueError(
+            f"islands: parameters must have at most 32 bits, not so: {', '.join(wide)}."
+        )
 
 
 def _placement_of(x: jax.Array) -> tuple[Any, Any]:
@@ -497,78 +474,64 @@ def _whole(x: jax.Array) -> Any:
 
 def _moved(state: "TrainState", target: list[np.ndarray], merge: float) -> "TrainState":
     """Return the state with all replicas at the target, but for the share that they keep."""
-
-    def move(x: jax.Array, to: np.ndarray) -> jax.Array:
-        def one(x: jax.Array, to: jax.Array) -> jax.Array:
-            new = to if not merge else merge * x.astype(jnp.float32) + (1 - merge) * to
-            return jnp.broadcast_to(new, x.shape).astype(x.dtype)
-
-        return jax.jit(one, out_shardings=x.sharding)(x, to)
-
     leaves, tree = jax.tree.flatten(state.params)
-    moved = [move(x, to) for x, to in zip(leaves, target, strict=True)]
-    params = jax.tree.unflatten(tree, moved)
-    shift = jax.tree.map(jnp.subtract, params, state.params)
-    return state._replace(params=params, opt_state=shifted_copies(state.opt_state, shift))
+    moved = [_move(x.sharding, merge)(x, to) for x, to in zip(leaves, target, strict=True)]
+    params, opt_state = jax.tree.unflatten(tree, moved), state.opt_state
+    if moving_states(opt_state):
+        shift = jax.tree.map(jnp.subtract, params, state.params)
+        opt_state = shifted_copies(opt_state, shift)
+    return state._replace(params=params, opt_state=opt_state)
 
 
-def _with_position(
-    state: "TrainState", position: _Position, lost: list[np.ndarray] | None
-) -> "TrainState":
-    """Return the state whose `IslandState`, if it has one, is this."""
-    member = _member(state)
-    if member is None:
-        return state
+@functools.lru_cache(maxsize=256)
+def _move(sharding: Any, merge: float) -> Callable[[jax.Array, Any], jax.Array]:
+    def move(x: jax.Array, to: jax.Array) -> jax.Array:
+        new = to if not merge else merge * x.astype(jnp.float32) + (1 - merge) * to
+        return jnp.broadcast_to(new, x.shape).astype(x.dtype)
+
+    return jax.jit(move, out_shardings=sharding)
+
+
+def _with_place(state: "TrainState", member: IslandState, moved: _Moved) -> "TrainState":
+    """Return the state whose `IslandState` says where the island is now."""
 
     def put(x: jax.Array, value: Any) -> jax.Array:
         stacked = np.broadcast_to(np.asarray(value, x.dtype), x.shape)
         return jax.make_array_from_callback(x.shape, x.sharding, lambda index: stacked[index])
 
     new = member._replace(
-        run=put(member.run, position.run),
-        round=put(member.round, position.round),
-        exchanged=put(member.exchanged, position.exchanged),
+        **{name: put(getattr(member, name), x) for name, x in moved.place._asdict().items()}
     )
-    if lost is not None:
+    if moved.lost is not None:
         old, tree = jax.tree.flatten(member.lost)
-        new = new._replace(lost=jax.tree.unflatten(tree, list(map(put, old, lost))))
+        new = new._replace(lost=jax.tree.unflatten(tree, map(put, old, moved.lost)))
     is_one = lambda x: isinstance(x, IslandState)  # noqa: E731
-    swap = lambda x: new if is_one(x) else x  # noqa: E731
-    return state._replace(opt_state=jax.tree.map(swap, state.opt_state, is_leaf=is_one))
+    opt_state = jax.tree.map(lambda x: new if is_one(x) else x, state.opt_state, is_leaf=is_one)
+    return state._replace(opt_state=opt_state)
 
 
-def _on_first_process(
-    run: Callable[[], _Reply | None], values: list[np.ndarray]
-) -> _Reply | None:
+_NOTE_BYTES = 4096
+
+
+def _from_first_process(run: Callable[[], _Moved | None], like: list[np.ndarray]) -> _Moved | None:
     """Return on all processes what the first one found; an error of it is raised on all."""
-    if jax.process_count() == 1:
-        return run()
-    reply, problem = None, ""
+    moved, note = None, {"error": "", "place": None, "lost": False}
     if jax.process_index() == 0:
         try:
-            reply = run()
-        except Exception as error:  # noqa: BLE001 - the others would wait for it forever
-            problem = f"{type(error).__name__}: {error}"
+            moved = run()
+        except Exception as error:  # the others would wait for it forever
+            note["error"] = f"{type(error).__name__}: {error}"[: _NOTE_BYTES // 8]
+    if moved is not None:
+        note |= {"place": moved.place, "lost": moved.lost is not None}
     send = multihost_utils.broadcast_one_to_all
-    text = np.zeros(4096, np.uint8)
-    note = problem.encode()[: text.size]
-    text[: len(note)] = list(note)
-    problem = bytes(np.asarray(send(text)).tolist()).rstrip(b"\0").decode(errors="replace")
-    if problem:
-        raise IslandsError(problem)
-    numbers = np.zeros(7, np.int64)
-    if reply is not None:
-        place = reply.position
-        numbers[:] = 1, reply.is_changed, *place.run, place.round, place.exchanged, (
-            reply.lost is not None
-        )
-    found = [int(x) for x in np.asarray(send(numbers.view(np.uint32))).view(np.int64)]
-    if not found[0]:
+    text = np.frombuffer(json.dumps(note).encode().ljust(_NOTE_BYTES), np.uint8)
+    note = json.loads(bytes(np.asarray(send(text)).tolist()))
+    if note["error"]:
+        raise IslandsError(note["error"])
+    if note["place"] is None:
         return None
-    target = [np.asarray(x) for x in send(values if reply is None else reply.target)]
-    lost = None
-    if found[6]:
-        own = values if reply is None or reply.lost is None else reply.lost
-        lost = [np.asarray(x) for x in send(own)]
-    position = _Position((found[2], found[3]), found[4], found[5])
-    return _Reply(target, bool(found[1]), position, lost)
+    arrays = [like if moved is None else moved.target]
+    if note["lost"]:
+        arrays.append(like if moved is None or moved.lost is None else moved.lost)
+    arrays = jax.tree.map(np.asarray, send(arrays))
+    return _Moved(arrays[0], _Place(*note["place"]), arrays[1] if note["lost"] else None)

@@ -15,7 +15,7 @@ class IslandState(NamedTuple):
 
     count: jax.Array  # () int32, updates so far
     inner: PyTree  # state of the algorithm between the island's replicas; () without one
-    run: jax.Array  # (2,) uint32, name of the run; zeros before the island has joined
+    run: jax.Array  # () uint32, from the name of the run; 0 before the island has joined
     round: jax.Array  # () int32, the round from whose anchor the parameters come
     exchanged: jax.Array  # () int32, updates at the last exchange
     lost: PyTree  # float32, like the parameters: what the codec has not sent yet; () without one
@@ -49,5 +49,5 @@ class Member(Wrapper):
         """Return the first state around that of `base`."""
         zero = jnp.zeros([], jnp.int32)
         lost = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), params)
-        run = jnp.zeros([2], jnp.uint32)
+        run = jnp.zeros([], jnp.uint32)
         return IslandState(zero, inner, run, zero, zero, lost if self.keeps_lost else ())

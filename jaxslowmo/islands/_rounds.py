@@ -161,6 +161,11 @@ class Rounds:
         self._newest_snapshot = 0
         self.lost: np.ndarray | None = None
 
+    @property
+    def url(self) -> str:
+        """The URL of the run."""
+        return self._store.url
+
     # Joining.
 
     def join(self, start: Sequence[np.ndarray]) -> None:
@@ -185,8 +190,8 @@ class Rounds:
         self.anchor = self._newest()
         self._note(0, self._store.traffic.sent, self._store.traffic.received)
 
-    def resume(self, number: int, values: Sequence[np.ndarray]) -> Outcome:
-        """Return where an island goes on that was saved with an anchor of another round.
+    def resume(self, number: int, values: Sequence[np.ndarray]) -> Outcome | None:
+        """Return where an island goes on that was saved; None: where it is.
 
         Args:
           number: the round from whose anchor `values` were trained.
@@ -198,7 +203,7 @@ class Rounds:
                 f"has come to {self.anchor.round} only: was the bucket put back to an older state?"
             )
         if number == self.anchor.round:
-            return Outcome(self.anchor, joined(self.anchor.values) - joined(values))
+            return None
         share, rounds = self._rules.late_share, range(number, self.anchor.round)
         was_counted = share and any(self._was_counted(k) for k in rounds)
         start = self._newest(number) if share and not was_counted else None
