@@ -1,0 +1,326 @@
+"""Islands train as one job does, whatever they are made of, and say what they do not take."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxslowmo as js
+from islands.together import batch, loss, params, run_together
+from jaxslowmo.checkpoint import Checkpoints
+from jaxslowmo.islands import IslandsError
+
+PERIOD, ROUNDS = 4, 20
+NESTEROV = optax.sgd(0.7, momentum=0.9, nesterov=True)
+
+
+def train(
+    url: Any,
+    name: str,
+    replicas: slice,
+    *,
+    mesh: Any = None,
+    sync: Any = True,
+    inner: Any = None,
+    periods: int = ROUNDS,
+    start: Any = None,
+    model: Any = None,
+    said: list[str] | None = None,
+    **options: Any,
+) -> tuple[Any, Any, Any]:
+    """Return step, state and island after some periods of training."""
+    said = [] if said is None else said
+    options = {"deadline_seconds": 60, "sync_every": PERIOD, "say": said.append} | options
+    island = js.islands.join(str(url), name=name, **options)
+    mesh = mesh or js.virtual_mesh({"replica": replicas.stop - replicas.start})
+    step = js.make_train_step(
+        loss,
+        optax.sgd(0.05) if inner is None else inner,
+        mesh=mesh,
+        sync=island.transform() if sync is True else sync,
+    )
+    state = step.init(params() if model is None else model) if start is None else start(step)
+    state = island.exchange(state)
+    done = int(state.step[0])
+    for t in range(done + 1, done + periods * PERIOD + 1):
+        state, _ = step(state, batch(t, replicas))
+        if island.due(t):
+            state = island.exchange(state)
+    return step, state, island
+
+
+def whole(params: Any) -> list[np.ndarray]:
+    return [np.asarray(x, np.float32) for x in jax.tree.leaves(params)]
+
+
+@functools.cache
+def of_one_job(name: str, replicas: int) -> list[np.ndarray]:
+    """Return the parameters of all replicas after a run of one job."""
+    sync = {
+        "diloco": lambda: js.diloco("replica", sync_every=PERIOD),
+        "slowmo": lambda: js.slowmo("replica", sync_every=PERIOD, momentum=0.6),
+        "adamw": lambda: js.diloco("replica", sync_every=PERIOD, outer_optimizer=optax.adamw(1e-2)),
+    }[name]()
+    mesh = js.virtual_mesh({"replica": replicas})
+    step = js.make_train_step(loss, optax.sgd(0.05), mesh=mesh, sync=sync)
+    state = step.init(params())
+    for t in range(1, ROUNDS * PERIOD + 1):
+        state, _ = step(state, batch(t, slice(0, replicas)))
+    return whole(state.params)
+
+
+@pytest.mark.filterwarnings("ignore:slowmo without a `base`")
+@pytest.mark.parametrize(
+    ("name", "islands", "outer"),
+    [
+        ("diloco", 2, None),
+        ("diloco", 3, NESTEROV),
+        ("diloco", 4, NESTEROV),
+        ("slowmo", 3, js.slow_momentum(0.6)),
+        ("adamw", 2, optax.adamw(1e-2)),
+    ],
+)
+def test_islands_end_where_one_job_ends(name, islands, outer, tmp_path):
+    size = 2
+    runs = [
+        functools.partial(
+            train,
+            tmp_path,
+            f"island-{i}",
+            slice(i * size, (i + 1) * size),
+            quorum=islands,
+            outer_optimizer=outer,
+            sync=True if i % 2 else "none",
+        )
+        for i in range(islands)
+    ]
+    ends = [whole(state.params) for _, state, _ in run_together(runs)]
+    for i, end in enumerate(ends):
+        for one, first, job in zip(end, ends[0], of_one_job(name, size * islands), strict=True):
+            np.testing.assert_array_equal(one[:1], first[:1])
+            # A job multiplies sums by 1 / replicas, exact for powers of two; XLA has another power.
+            job, near = (
+                job[i * size : (i + 1) * size],
+                1e-6 if islands != 3 and name != "adamw" else 3e-6,
+            )
+            np.testing.assert_allclose(one, job, rtol=0, atol=near)
+
+
+def test_islands_weigh_by_their_replicas_and_may_be_of_any_mesh(tmp_path):
+    mesh = js.make_mesh({"replica": 2, "device": 2})
+    layout = {"b": P(), "w": P("device")}  # the rows of `w` are split inside a replica
+    model = {
+        name: jax.device_put(x, NamedSharding(mesh, layout[name])) for name, x in params().items()
+    }
+    runs = [
+        functools.partial(train, tmp_path, "a", slice(0, 2), mesh=mesh, model=model, quorum=3),
+        functools.partial(train, tmp_path, "b", slice(2, 3), quorum=3),
+        functools.partial(
+            train,
+            tmp_path,
+            "c",
+            slice(3, 12),
+            quorum=3,
+            sync=js.local_sgd("replica", sync_every=PERIOD),
+        ),
+    ]
+    for _, state, _ in run_together(runs):
+        for one, job in zip(whole(state.params), of_one_job("diloco", 12), strict=True):
+            np.testing.assert_allclose(one[0], job[0], rtol=0, atol=3e-6)
+
+
+def test_half_precision_and_copies_of_parameters_follow(tmp_path):
+    model = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params())
+    inner = optax.contrib.schedule_free_sgd(0.1)
+    runs = [
+        functools.partial(
+            train,
+            tmp_path,
+            f"island-{i}",
+            slice(i, i + 1),
+            model=model,
+            inner=inner,
+            quorum=2,
+            periods=3,
+        )
+        for i in range(2)
+    ]
+    (_, a, _), (_, b, _) = run_together(runs)
+    for x, y, z in zip(*map(jax.tree.leaves, (a.params, b.params, a.opt_state[1].z)), strict=True):
+        assert x.dtype == jnp.bfloat16
+        np.testing.assert_array_equal(x, y)
+        assert np.isfinite(np.asarray(z, np.float32)).all()
+    moved = [np.abs(x - y).max() for x, y in zip(whole(a.params), whole(model), strict=True)]
+    assert min(moved) > 0.01
+
+
+def test_a_hook_of_the_loop_and_a_loop_by_hand_end_alike(tmp_path):
+    _, by_hand, _ = train(tmp_path / "a", "one", slice(0, 2), periods=5)
+    island = js.islands.join(str(tmp_path / "b"), name="one", sync_every=PERIOD)
+    mesh = js.virtual_mesh({"replica": 2})
+    inner = optax.sgd(0.05)
+    step = js.make_train_step(loss, inner, mesh=mesh, sync=island.transform())
+    state = island.exchange(step.init(params()))
+    batches = [batch(t, slice(0, 2)) for t in range(1, 5 * PERIOD + 1)]
+    seen = []
+    for result in js.train_loop(step, state, batches, hooks=[island, js.Log(seen.append, every=4)]):
+        last = result
+    for x, y in zip(whole(last.state.params), whole(by_hand.params), strict=True):
+        np.testing.assert_array_equal(x, y)
+    assert [record["round"] for record in seen] == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("codec", [None, js.codecs.int4(), js.codecs.top_k(0.2)])
+def test_a_stopped_island_goes_on_to_the_bit(codec, tmp_path):
+    part = slice(0, 2)
+    options: dict[str, Any] = {"codec": codec, "snapshot_every": 2}
+    _, at_once, _ = train(tmp_path / "a", "one", part, periods=6, **options)
+    step, state, island = train(tmp_path / "b", "one", part, periods=3, **options)
+    for t in range(3 * PERIOD + 1, 3 * PERIOD + 3):  # it stops within a period
+        state, _ = step(state, batch(t, part))
+    with Checkpoints(tmp_path / "checkpoints") as checkpoints:
+        checkpoints.save(14, state, wait=True)
+        restored = lambda step: checkpoints.restore(step, params()).state  # noqa: E731
+        _, resumed, _ = train(tmp_path / "b", "one", part, periods=3, start=restored, **options)
+    resumed_at = int(resumed.step[0])
+    assert resumed_at == 26
+    _, at_once, _ = train(tmp_path / "c", "one", part, periods=6, **options)
+    for t in range(25, 27):
+        at_once, _ = step(at_once, batch(t, part))
+    for x, y in zip(whole(resumed.params), whole(at_once.params), strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+@pytest.mark.parametrize("late", ["drop", "carry", "carry:0.5"])
+def test_late_progress_is_dropped_or_carried(late, tmp_path):
+    """One island sleeps through a round; plain SGD of rate 1 makes anchors the islands' means."""
+    options: dict[str, Any] = {"outer_optimizer": optax.sgd(1.0), "late": late}
+    options["deadline_seconds"] = 0.1  # the late one then waits for the other one
+    said: list[str] = []
+    island, other = (
+        js.islands.join(str(tmp_path), name=name, sync_every=1, say=said.append, **options)
+        for name in ("late", "other")
+    )
+    step = js.make_train_step(loss, optax.sgd(0.0), mesh=js.virtual_mesh({"replica": 1}))
+    state = step.init(params())
+
+    def shifted(state: Any, by: float) -> Any:
+        return state._replace(params=jax.tree.map(lambda x: x + by, state.params))
+
+    mine, theirs = island.exchange(state), other.exchange(state)
+    theirs = other.exchange(shifted(theirs, 1.0))  # alone, it closes the round
+    mine = island.exchange(shifted(mine, 4.0))
+    share = {"drop": 0.0, "carry": 1.0, "carry:0.5": 0.5}[late]
+    start = np.asarray(params()["w"])
+    np.testing.assert_allclose(mine.params["w"][0], start + 1.0 + 4.0 * share, rtol=1e-6)
+    mine = island.exchange(shifted(mine, 2.0))  # now it is alone
+    np.testing.assert_allclose(mine.params["w"][0], start + 3.0 + 4.0 * share, rtol=1e-6)
+    assert any("closed without late" in line for line in said)
+
+
+def test_merge_keeps_a_share_of_each_replicas_own(tmp_path):
+    part = slice(0, 2)
+    _, at_anchor, _ = train(tmp_path / "a", "one", part, periods=1)
+    island = js.islands.join(
+        str(tmp_path / "b"), name="one", sync_every=PERIOD, merge=0.25, say=lambda line: None
+    )
+    inner, mesh = optax.sgd(0.05), js.virtual_mesh({"replica": 2})
+    step = js.make_train_step(loss, inner, mesh=mesh, sync=island.transform())
+    state = island.exchange(step.init(params()))
+    for t in range(1, PERIOD + 1):
+        state, _ = step(state, batch(t, part))
+    own, moved = whole(state.params), whole(island.exchange(state).params)
+    for x, anchor, new in zip(own, whole(at_anchor.params), moved, strict=True):
+        assert not np.array_equal(x[0], x[1])
+        np.testing.assert_allclose(new, 0.25 * x + 0.75 * anchor, rtol=1e-6, atol=1e-7)
+
+
+def test_report_and_status_tell_bytes_requests_and_who(tmp_path):
+    runs = [
+        functools.partial(train, tmp_path, name, part, quorum=2, periods=4)
+        for name, part in (("a", slice(0, 1)), ("b", slice(1, 2)))
+    ]
+    (_, _, a), _ = run_together(runs)
+    report, size = a.report(), 4 * (6 * 3 + 3)
+    assert report.rounds == 4
+    assert size <= report.received <= size + 1500
+    assert {"get", "put", "list"} <= report.requests.keys()
+    assert "4 rounds, each" in str(report)
+    status = js.islands.status(str(tmp_path))
+    assert (status.round, [x.name for x in status.islands]) == (4, ["a", "b"])
+    assert [(x.round, x.lag, x.updates) for x in status.islands] == [(4, 0, 16)] * 2
+    assert str(status).count("\n") == 3
+
+
+ARGUMENTS = [
+    ({"name": "a/b"}, "`name` must be up to 64 letters"),
+    ({"quorum": 0}, "`quorum` must be an int >= 1, got 0"),
+    ({"deadline_seconds": -1}, "`deadline_seconds` must be a number >= 0"),
+    ({"late": "carry:2"}, '`late` must be "drop", "carry" or "carry:SHARE"'),
+    ({"merge": 1.5}, r"`merge` must be a number in \[0, 1\]"),
+    ({"weight": 0}, "`weight` must be above 0"),
+    ({"codec": "int8"}, "`codec` must be one of js.codecs"),
+    ({"keep": 0}, "`keep` must be an int >= 1"),
+    ({"max_norm_ratio": 0.5}, "`max_norm_ratio` must be a number >= 1"),
+    ({"sync_every": 0}, "sync_every"),
+    ({"outer_optimizer": js.local_sgd("replica")}, "`outer_optimizer` must be an optax"),
+    ({"outer_optimizer": optax.clip_by_global_norm(1.0)}, "element-wise .* 'reduce_sum'"),
+    ({"url": "ftp://x/y"}, "`url` must be a folder or begin with s3"),
+    ({"url": 3}, "`url` must be a URL"),
+]
+
+
+@pytest.mark.parametrize(("wrong", "message"), ARGUMENTS)
+def test_wrong_arguments_are_named(wrong, message, tmp_path):
+    options = {"url": str(tmp_path), "name": "one"} | wrong
+    with pytest.raises(ValueError, match=message):
+        js.islands.join(**options)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"sync_every": 5}, "`sync_every` of this run is .*4.*, and this island has .*5"),
+        ({"codec": js.codecs.int8()}, "`codec` of this run is None"),
+        ({"outer_optimizer": optax.sgd(0.5)}, "`outer_optimizer` .* of this run is"),
+        ({"model": {"w": np.zeros((6, 2), np.float32)}}, r"the model of this run is .*w\[6,3\]"),
+    ],
+)
+def test_an_island_of_another_kind_is_refused(change, message, tmp_path):
+    train(tmp_path, "one", slice(0, 1), periods=1)
+    with pytest.raises(IslandsError, match=message):
+        train(tmp_path, "two", slice(0, 1), periods=0, **change)
+
+
+def test_a_state_of_another_run_and_a_name_in_use_are_refused(tmp_path):
+    _, state, island = train(tmp_path / "a", "one", slice(0, 1), periods=1)
+    train(tmp_path / "b", "one", slice(0, 1), periods=1)
+    with pytest.raises(IslandsError, match="belongs to another run"):
+        train(tmp_path / "b", "one", slice(0, 1), start=lambda step: state)
+    train(tmp_path / "a", "one", slice(0, 1), periods=0)
+    with pytest.raises(IslandsError, match="another process has joined as 'one'"):
+        island.exchange(state)
+    with pytest.raises(IslandsError, match="there is no run here"):
+        js.islands.status(str(tmp_path / "c"))
+
+
+def test_states_that_an_exchange_would_tear_apart_are_refused(tmp_path):
+    island = js.islands.join(str(tmp_path), name="one")
+    mesh = js.virtual_mesh({"replica": 2})
+    syncs = [
+        js.diloco("replica"),
+        js.sgp("replica", overlap=2),
+        js.local_sgd("replica", codec=js.codecs.int8()),
+    ]
+    for sync in syncs:
+        step = js.make_train_step(loss, optax.sgd(0.1), mesh=mesh, sync=sync)
+        with pytest.raises(ValueError, match="keeps an anchor, or parameters under way"):
+            island.exchange(step.init(params()))
+    with pytest.raises(ValueError, match="`base` must not keep an anchor"):
+        island.transform(js.diloco("replica"))
