@@ -273,11 +273,6 @@ def join(
     of them reach is a bucket or a folder. An exchange is the outer step of `js.diloco` over all
     replicas of all islands that take part in a round. More: docs/islands.md.
 
-        island = js.islands.join("s3://bucket/run", name="paris", sync_every=200)
-        step = js.make_train_step(loss, optimizer, mesh=mesh, sync=island.transform())
-        state = island.exchange(step.init(params))
-        for result in js.train_loop(step, state, batches, hooks=[island]): ...
-
     Args:
       url: the run: `s3://bucket/run`, `gs://...`, `az://...`, `file:///folder` or a folder's path.
         Credentials come from the environment, as obstore reads them.

@@ -9,7 +9,7 @@ import functools
 import hashlib
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -18,6 +18,7 @@ import numpy as np
 import optax
 
 from .._support.types import PyTree
+from ..tracing import Flat, flattened, run
 
 _Apply = Callable[..., Any]
 
@@ -57,8 +58,9 @@ _OF_NUMBERS: dict[str, _Apply] = {
 }  # fmt: skip
 
 
-def _with_options(name: str, options: Any) -> _Apply | None:
-    """Return the operation of an equation that depends on its options."""
+def _operation(equation: Any) -> _Apply | None:
+    """Return what NumPy does for an equation; None if it can't, or not to the same bits."""
+    name, options = equation.primitive.name, equation.params
     if name == "integer_pow":
         return lambda x: _power(x, options["y"])
     if name == "convert_element_type":
@@ -90,29 +92,39 @@ class HostOptimizer:
       params: a tree of arrays or their types; only shapes matter.
 
     Attributes:
-      text: the program, by which islands know that theirs is the same.
+      shapes: shapes of the leaves of the model.
+      state: shapes and dtypes of the arrays of the state.
+      text: what the program computes, by which islands know that theirs is the same.
 
     Raises:
       ValueError: an operation of which NumPy would not give the same bits everywhere, by name.
     """
 
     def __init__(self, optimizer: optax.GradientTransformation, params: PyTree) -> None:
-        like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, np.float32), params)
         optimizer = optax.with_extra_args_support(optimizer)
+        like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, np.float32), params)
+        leaves, tree = jax.tree.flatten(like)
         with jax.enable_x64(False):
-            init, state = jax.make_jaxpr(optimizer.init, return_shape=True)(like)
-            self._update = jax.make_jaxpr(optimizer.update)(like, state, like)
-        self._init = init
-        self.shapes = [x.shape for x in jax.tree.leaves(like)]
-        self.state = [(x.shape, np.dtype(x.dtype)) for x in jax.tree.leaves(state)]
-        lines: list[str] = []
-        _check(self._init, lines)
-        _check(self._update, lines)
+            state, states = jax.tree.flatten(jax.eval_shape(optimizer.init, like))
+
+            def update(*arrays: Any) -> list[Any]:
+                parts = arrays[: len(leaves)], arrays[-len(leaves) :]
+                away, at = (jax.tree.unflatten(tree, part) for part in parts)
+                old = jax.tree.unflatten(states, arrays[len(leaves) : -len(leaves)])
+                return jax.tree.leaves(optimizer.update(away, old, at))
+
+            self._init = flattened(
+                lambda *x: jax.tree.leaves(optimizer.init(jax.tree.unflatten(tree, x))), leaves
+            )
+            self._update = flattened(update, [*leaves, *state, *leaves])
+        self.shapes = [x.shape for x in leaves]
+        self.state = [(x.shape, np.dtype(x.dtype)) for x in state]
+        lines = [*_described(self._init), *_described(self._update)]
         self.text = hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
     def init(self, params: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Return the arrays of the first state."""
-        return [np.array(x) for x in _run(self._init, params)]
+        return _run(self._init, params)
 
     def step(
         self,
@@ -121,11 +133,9 @@ class HostOptimizer:
         params: Sequence[np.ndarray],
     ) -> tuple[list[np.ndarray], list[np.ndarray]]:
         """Return the parameters and the state after one step along a displacement."""
-        with np.errstate(all="ignore"):
-            found = _run(self._update, [*displacement, *state, *params])
-        updates, after = found[: len(params)], found[len(params) :]
-        moved = [np.add(p, u, dtype=np.float32) for p, u in zip(params, updates, strict=True)]
-        return moved, [np.array(x) for x in after]
+        found = _run(self._update, [*displacement, *state, *params])
+        moved = [p + u for p, u in zip(params, found, strict=False)]
+        return moved, found[len(params) :]
 
 
 def checked_optimizer(optimizer: Any) -> optax.GradientTransformation:
@@ -139,58 +149,36 @@ def checked_optimizer(optimizer: Any) -> optax.GradientTransformation:
     return optimizer
 
 
-def _inner(equation: Any) -> Any:
-    """Return the program that an equation calls; None if it is no call."""
-    for name in ("jaxpr", "call_jaxpr"):
-        called = equation.params.get(name)
-        if called is not None:
-            return called if hasattr(called, "jaxpr") else jex.ClosedJaxpr(called, ())
-    return None
+def _run(program: Flat, inputs: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Return the results of a program, each of whose equations NumPy computes."""
+
+    def instead(equation: Any, operands: Sequence[Any]) -> list[np.ndarray]:
+        apply = _operation(equation)
+        result = None if apply is None else apply(*map(np.asarray, operands))
+        if result is None:
+            raise _refused(equation)
+        return [np.asarray(result).astype(equation.outvars[0].aval.dtype, copy=False)]
+
+    given = dict(zip(program.inputs, inputs, strict=True)) | program.constants
+    with np.errstate(all="ignore"):
+        return [np.array(x) for x in run(program.equations, program.outputs, given, instead)]
 
 
-def _run(program: Any, args: Sequence[Any]) -> list[Any]:
-    """Return the results of a program; raise `ValueError` for an equation that NumPy can't run."""
-    values: dict[Any, Any] = dict(zip(program.jaxpr.constvars, program.consts, strict=True))
-    values |= dict(zip(program.jaxpr.invars, args, strict=True))
-
-    def read(x: Any) -> Any:
-        return np.asarray(x.val) if isinstance(x, jex.Literal) else values[x]
-
-    for equation in program.jaxpr.eqns:
-        inputs = [np.asarray(read(x)) for x in equation.invars]
-        inner = _inner(equation)
-        if inner is not None:
-            results = _run(inner, inputs)
-        else:
-            apply = _with_options(equation.primitive.name, equation.params)
-            result = None if apply is None else apply(*inputs)
-            if result is None:
-                raise _refused(equation)
-            dtype = np.dtype(equation.outvars[0].aval.dtype)
-            results = [np.asarray(result).astype(dtype, copy=False)]
-        values |= dict(zip(equation.outvars, results, strict=True))
-    return [read(x) for x in program.jaxpr.outvars]
+def _described(program: Flat) -> Iterator[str]:
+    """Yield what a program computes; raise `ValueError` for what NumPy can't run."""
+    for equation in program.equations:
+        name = equation.primitive.name
+        sizes = [math.prod(x.aval.shape) for x in equation.invars]
+        if _operation(equation) is None or (name in _OF_NUMBERS and max(sizes) > 1):
+            raise _refused(equation)
+        # Releases of jax differ in where they convert a constant, so conversions do not count.
+        constants = [x.val for x in equation.invars if isinstance(x, jex.Literal)]
+        yield from (str(float(np.float32(np.reshape(x, ())))) for x in constants)
+        if name not in _FORMS:
+            yield f"{name} {equation.params.get('y', '')}"
 
 
 _FORMS = frozenset({"broadcast_in_dim", "convert_element_type", "copy", "copy_p", "reshape"})
-
-
-def _check(program: Any, lines: list[str]) -> None:
-    """Append what a program computes to `lines`; raise `ValueError` for what NumPy can't run."""
-    for equation in program.jaxpr.eqns:
-        inner, name = _inner(equation), equation.primitive.name
-        # Releases of jax differ in where they convert a constant, so conversions do not count.
-        constants = [x.val for x in equation.invars if isinstance(x, jex.Literal)]
-        lines += [str(float(np.float32(np.reshape(x, ())))) for x in constants]
-        if inner is not None:
-            _check(inner, lines)
-            continue
-        sizes = [math.prod(x.aval.shape) for x in equation.invars]
-        is_known = _with_options(name, equation.params) is not None
-        if not is_known or (name in _OF_NUMBERS and max(sizes) > 1):
-            raise _refused(equation)
-        if name not in _FORMS:
-            lines.append(f"{name} {equation.params.get('y', '')}")
 
 
 def _refused(equation: Any) -> ValueError:

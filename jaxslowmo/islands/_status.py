@@ -73,6 +73,9 @@ def status(url: str) -> Status:
     Args:
       url: the URL or the folder of the run, as in `js.islands.join`.
 
+    Returns:
+      A `Status`, which prints as a table.
+
     Raises:
       IslandsError: there is no run, or the store does not answer.
 
