@@ -160,7 +160,7 @@ def test_a_missing_extra_is_named(text, package, command):
         f"import sys\nsys.modules[{package!r}] = None\n"  # as if it were not installed
         "from jaxslowmo.cli._app import main\nmain(sys.argv[1:])"
     )
-    program("-c", code, *command.split(), folder=text).is_refused(package, INSTALL)
+    program("-c", code, *command.split(), folder=text).is_refused(package, INSTALL.format("train"))
 
 
 def test_the_module_runs_as_a_program_and_inspecting_loads_no_jax():
