@@ -87,7 +87,9 @@ class ObjectStore:
         retries: Any = {"max_retries": 2, "retry_timeout": 5}
         try:
             if scheme == "file":
-                self._store = stores.LocalStore(path, mkdir=creates)
+                if not creates and not Path(path).is_dir():
+                    raise IslandsError(f"{url}: there is no run here.")
+                self._store = stores.LocalStore(path, mkdir=True)
             elif scheme == "memory":
                 self._store = stores.MemoryStore()
             else:

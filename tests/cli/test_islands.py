@@ -49,7 +49,7 @@ def test_inspecting_asks_no_store_and_a_status_needs_a_run(call, tmp_path):
     assert (outcome.code, outcome.err) == (0, "")
     assert "average" in outcome.out
     assert "slow" not in outcome.out.replace("slowmo", "")  # the store's, not the replicas'
-    call("islands status run").is_refused("run")
+    call("islands status run").is_refused("run: there is no run here")
     call("islands status ftp://run").is_refused("ftp://run")
     assert not (tmp_path / "run").exists()
 
