@@ -18,6 +18,8 @@ COMMANDS = {
     "compare": "Train with several algorithms at equal steps and seeds: a table and a figure.",
     "launch": "Train in several processes of this machine: launch --processes 4 -- train --out ...",
     "sample": "Write text from the trained model of a run.",
+    "islands status": "Show who takes part in a run of islands: rounds, bytes, and when they last "
+    "wrote.",
     "inspect graph": "Show who sends to whom, what it costs, and how fast the nodes agree.",
     "inspect graphs": "Compare graphs at several sizes: tables and a picture.",
     "inspect config": "Show devices and memory of a run of `train` with these options, and what it "

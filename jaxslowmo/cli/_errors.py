@@ -25,7 +25,7 @@ EXIT_CODES = {"finished": 0, "preempted": 0, "diverged": DIVERGED, "interrupted"
 _OPTIONS = {
     "batch_size": "batch", "bucket_bytes": "bucket_mib", "num_nodes": "replicas",
     "num_stages": "mesh", "num_microbatches": "microbatches", "num_chunks": "chunks",
-    "rules": "mesh", "num_heads": "preset",
+    "rules": "mesh", "num_heads": "preset", "url": "islands",
 }  # fmt: skip
 
 
@@ -77,6 +77,17 @@ def usage_errors(**options: str) -> Iterator[None]:
     except ValueError as error:
         text = re.sub(r"`(\w+)`", lambda match: as_flag(names.get(match[1], match[1])), str(error))
         raise CommandError(text) from error
+
+
+@contextlib.contextmanager
+def island_errors() -> Iterator[None]:
+    """Run the block, and turn an error about the run of islands into a `CommandError`."""
+    from jaxslowmo.islands import IslandsError  # needs an extra
+
+    try:
+        yield
+    except IslandsError as error:
+        raise CommandError(str(error).replace("`sync_every`", "--slow-every")) from error
 
 
 def as_flag(name: str) -> str:

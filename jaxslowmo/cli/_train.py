@@ -17,7 +17,7 @@ from .processes._watch import Watch, failing_together, join_cluster
 from .run._agreement import agreed, clear, resumed_config
 from .run._division import ask_for_devices, choose_mesh, divide_text
 from .run._job import Job, RunResult
-from .run._recipes import form_of
+from .run._recipes import form_of, join_islands
 from .run._run_folder import RunFolder, locked_folder
 
 
@@ -48,7 +48,8 @@ def _train(config: TrainConfig, out: Path | None, cluster: Cluster) -> int:
             placement = choose_mesh(config, cluster)
             text = divide_text(config, corpus, placement.mesh)
             del corpus  # it may be large, and `text` is what this process needs of it
-            job = Job(config, placement, text, cluster=cluster)
+            island = join_islands(config)
+            job = Job(config, placement, text, cluster=cluster, island=island)
         if config.overwrite:  # only now: a wrong call should delete nothing
             clear(folder, config, cluster)
         console = Console(quiet=not cluster.is_first)
@@ -61,6 +62,8 @@ def _train(config: TrainConfig, out: Path | None, cluster: Cluster) -> int:
         say(console, f"{name}, {size} parameters, {placement.description}", text.description)
         with Reporter(console, name, config.steps, would=placement.is_virtual) as reporter:
             result = job.run(config, folder, reporter, saves=True)
+        if island is not None and cluster.is_first:
+            say(console, f"Island {island.name}: {island.report()}")
         _conclude(console, result, folder)
     return EXIT_CODES[result.status]
 

@@ -7,6 +7,7 @@ from ._island import Island as Island
 from ._island import Report as Report
 from ._island import join as join
 from ._member import IslandState as IslandState
+from ._member import transform as transform
 from ._status import IslandStatus as IslandStatus
 from ._status import Status as Status
 from ._status import status as status

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 from .._support.checks import checked_int
 from ..algorithms import SGPState, shares_of_gossip
-from ..algorithms.outer import ALONE, OuterState
+from ..algorithms.outer import OuterState
 from ..collectives.codecs import Codec
 from ..embedding import WithTables
 from ..mesh import consensus, virtual_mesh
@@ -33,7 +33,7 @@ from ..transform import (
 )
 from ..tree import Staged, leaf_names, parts_of
 from ._format import Run, checked_name, described
-from ._member import IslandState, Member
+from ._member import IslandState, transform
 from ._optimizer import HostOptimizer, checked_optimizer
 from ._rounds import Outcome, Rounds, Rules, compare, read_run
 from ._status import Status, status_of
@@ -120,14 +120,7 @@ class Island:
 
         Communication: that of `base`.
         """
-        inner = ALONE if base is None else base.sync
-        if inner.has_anchor:
-            raise ValueError(
-                f"islands: `base` must not keep an anchor, which an exchange would leave behind, "
-                f"got {inner.owner}; take js.local_sgd or js.sgp."
-            )
-        keeps_lost = self._codec is not None and self._codec.error_feedback
-        return ParameterTransform(Member(inner, keeps_lost))
+        return transform(base, self._codec)
 
     def __call__(self, result: "StepResult") -> Mapping[str, Any]:
         """Exchange after a step of `js.train_loop`, which goes on with the new state."""
@@ -168,6 +161,7 @@ class Island:
         run = functools.partial(self._exchanged, state, values, saved, member)
         moved = run() if jax.process_count() == 1 else _from_first_process(run, values)
         if moved is None:
+            self.round = self.round if saved is None else saved.round
             return state
         self.round = moved.place.round
         if any(not np.array_equal(x, y) for x, y in zip(moved.target, values, strict=True)):

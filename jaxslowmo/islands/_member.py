@@ -7,7 +7,9 @@ import jax
 import jax.numpy as jnp
 
 from .._support.types import PyTree
-from ..transform import Sync, Wrapper
+from ..algorithms.outer import ALONE
+from ..collectives.codecs import Codec
+from ..transform import ParameterTransform, Sync, Wrapper
 
 
 class IslandState(NamedTuple):
@@ -51,3 +53,32 @@ class Member(Wrapper):
         lost = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), params)
         run = jnp.zeros([], jnp.uint32)
         return IslandState(zero, inner, run, zero, zero, lost if self.keeps_lost else ())
+
+
+def transform(
+    base: ParameterTransform | None = None, codec: Codec | None = None
+) -> ParameterTransform:
+    """Return `Island.transform(base)` of an island with this codec, without asking a store.
+
+    A program that reads the checkpoints of an island, and joins nothing, makes its step with it.
+
+    Args:
+      base: as in `Island.transform`.
+      codec: the codec of parts, as in `js.islands.join`.
+
+    Returns:
+      The `sync` of `js.make_train_step`.
+
+    Raises:
+      ValueError: a base that keeps an anchor of its own.
+
+    Communication: that of `base`.
+    """
+    inner = ALONE if base is None else base.sync
+    if inner.has_anchor:
+        raise ValueError(
+            f"islands: `base` must not keep an anchor, which an exchange would leave behind, "
+            f"got {inner.owner}; take js.local_sgd or js.sgp."
+        )
+    keeps_lost = codec is not None and codec.error_feedback
+    return ParameterTransform(Member(inner, keeps_lost))

@@ -81,7 +81,7 @@ def status(url: str) -> Status:
 
     Communication: one listing of the store, and one small object per island.
     """
-    return status_of(Store(ObjectStore(url), url, 10.0, Clock(), lambda line: None))
+    return status_of(Store(ObjectStore(url, creates=False), url, 10.0, Clock(), lambda line: None))
 
 
 def status_of(store: Store) -> Status:

@@ -10,7 +10,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-with contextlib.suppress(ModuleNotFoundError):
+from .._support.extras import needed_by
+
+with needed_by("jaxslowmo.islands"):
     import obstore
     from obstore import exceptions as errors
     from obstore import store as stores
@@ -64,12 +66,14 @@ class ObjectStore:
     Args:
       url: `s3://bucket/run`, `gs://...`, `az://...`, `file:///folder`, or the path of a folder.
         Credentials come from the environment, as obstore reads them.
+      creates: whether to make a folder that is not there.
 
     Raises:
       ValueError: no such URL.
+      IslandsError: no such folder or bucket, or no access.
     """
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, *, creates: bool = True) -> None:
         scheme, _, path = url.partition("://")
         if not path:
             scheme, path = "file", str(Path(url).absolute())
@@ -79,14 +83,19 @@ class ObjectStore:
                 f"as in s3://bucket/run, got {url!r}."
             )
         self._store: Any
-        if scheme == "file":
-            self._store = stores.LocalStore(path, mkdir=True)
-        elif scheme == "memory":
-            self._store = stores.MemoryStore()
-        else:
-            options: Any = {"timeout": f"{_REQUEST_SECONDS}s", "connect_timeout": "10s"}
-            retries: Any = {"max_retries": 2, "retry_timeout": 5}
-            self._store = stores.from_url(url, client_options=options, retry_config=retries)
+        options: Any = {"timeout": f"{_REQUEST_SECONDS}s", "connect_timeout": "10s"}
+        retries: Any = {"max_retries": 2, "retry_timeout": 5}
+        try:
+            if scheme == "file":
+                if not creates and not Path(path).is_dir():
+                    raise IslandsError(f"{url}: there is no run here.")
+                self._store = stores.LocalStore(path, mkdir=True)
+            elif scheme == "memory":
+                self._store = stores.MemoryStore()
+            else:
+                self._store = stores.from_url(url, client_options=options, retry_config=retries)
+        except (OSError, errors.BaseError) as error:
+            raise IslandsError(f"{url}: {_one_line(error)}") from error
 
     def get(self, key: str, limit: int | None) -> bytes:
         """Return an object; raise `TooLargeError`, reading little of it, if it is above `limit`."""

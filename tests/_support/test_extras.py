@@ -28,6 +28,7 @@ _ADD_AN_EXTRA = {
     [
         ("import jaxslowmo.checkpoint", "orbax", "jaxslowmo[train]"),
         ("import jaxslowmo.models", "flax", "jaxslowmo[train]"),
+        ("import jaxslowmo.islands", "obstore", "jaxslowmo[islands]"),
         ("from torch_compat import TPUManager", "torch", "jaxslowmo[torch]"),
     ],
 )

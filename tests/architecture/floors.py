@@ -13,7 +13,7 @@ FLOORS: dict[str, float] = {
     "_support": -1, "_version": -1, "tree": 0, "topology": 0, "mesh": 1, "language": 1,
     "data": 2, "models": 2, "tracing": 2, "collectives": 2, "transform": 3, "algorithms": 4,
     "gradients": 4, "pipeline": 5, "embedding": 5, "sparse": 5, "reports": 6, "train": 7,
-    "islands": 8, "checkpoint": 8, TOP_LEVEL: 9, "cli": 10, "__main__": 11,
+    "checkpoint": 8, "islands": 8, TOP_LEVEL: 9, "cli": 10, "__main__": 11,
 }  # fmt: skip
 TORCH_FLOORS: dict[str, float] = {
     "memory": -1, "autograd_threads": 0, "batches": 0, "errors": 0, "master": 0, "samples": 0,
@@ -25,7 +25,7 @@ TORCH_FLOORS: dict[str, float] = {
 ONLY = {TOP_LEVEL: {"_version"}, "topology": set()}
 LAZY = {ON_JAX}  # loaded when one of their names is used
 # These may need an extra. All others import, at module level, only what the core installs.
-BEYOND_CORE = {"islands", "language", "data", "models", "checkpoint", "cli", "__main__", "examples"}
+BEYOND_CORE = {"language", "data", "models", "checkpoint", "islands", "cli", "__main__", "examples"}
 CORE_DEPENDENCIES = {"jax", "jaxlib", "numpy", "optax"}
 TORCH_DEPENDENCIES = {"numpy", "torch", "torch_xla"}
 ON_JAX_DEPENDENCIES = {"jax", "numpy", "torch", "torchax"}

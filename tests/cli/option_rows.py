@@ -55,6 +55,7 @@ def mixing(beside: str = "") -> Row:
 
 
 GOSSIP, SLOWMO, DILOCO = "--algorithm sgp", "--algorithm slowmo", "--algorithm diloco"
+ISLAND = "--islands run --island a"
 FLOAT16, TOLD = "--dtype float16", "--on-nan rollback --checkpoint-every 5"
 STAGES = "--mesh stage=2 --batch 4"
 TOGETHER = "--coordinator h:1 --num-processes 2 --process-id 1 --out there"
@@ -120,6 +121,16 @@ TRAIN = {
     "--chunks": count(STAGES, good=2),
     "--executor": choice("host", STAGES),
     "--algorithm": choice("local_sgd"),
+    "--islands": Row("s3://bucket/run", "s3://bucket/run", (), "--island a"),
+    "--island": Row(
+        "paris-1.b", "paris-1.b", ("-a", "a/b", "a" * 65), "--islands run", ("a" * 64,),
+    ),
+    "--quorum": count(ISLAND),
+    "--deadline-seconds": number(ISLAND),
+    "--late": Row(
+        "carry:0.5", "carry:0.5", ("x", "drop:1", "carry:0", "carry:0.0", "carry:1.1", "carry:"),
+        ISLAND, ("drop", "carry", "carry:.25", "carry:1"),
+    ),
     "--seed": SEED,
     "--patience": count(least=0),
     "--statistics": flag(),
@@ -176,6 +187,7 @@ TABLE: dict[str, dict[str, Row]] = {
         "--top-k": count(least=0, below=257),
         "--seed": SEED,
     },
+    "islands status": {},
     "launch": {
         "--processes": Row("2", 2, ("x", "0", "1025"), "", ("1", "1024")),
         "--restarts": Row("3", 3, ("x", "-1"), "", ("0",)),

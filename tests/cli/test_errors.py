@@ -147,20 +147,21 @@ def program(*arguments: object, folder: Path | None = None) -> Outcome:
 
 
 @pytest.mark.parametrize(
-    ("package", "command"),
+    ("package", "command", "extra"),
     [
-        ("tyro", "train"),
-        ("rich", "train"),
-        ("tensorboardX", "train --tensorboard --preset tiny --data ."),
-        ("matplotlib", "compare"),
+        ("tyro", "train", "train"),
+        ("rich", "train", "train"),
+        ("tensorboardX", "train --tensorboard --preset tiny --data .", "train"),
+        ("matplotlib", "compare", "train"),
+        ("obstore", "islands status run", "islands"),
     ],
 )
-def test_a_missing_extra_is_named(text, package, command):
+def test_a_missing_extra_is_named(text, package, command, extra):
     code = (
         f"import sys\nsys.modules[{package!r}] = None\n"  # as if it were not installed
         "from jaxslowmo.cli._app import main\nmain(sys.argv[1:])"
     )
-    program("-c", code, *command.split(), folder=text).is_refused(package, INSTALL)
+    program("-c", code, *command.split(), folder=text).is_refused(package, INSTALL.format(extra))
 
 
 def test_the_module_runs_as_a_program_and_inspecting_loads_no_jax():

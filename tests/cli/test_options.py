@@ -22,6 +22,7 @@ from support.exhaustive import sweep
 # What a call cannot do without.
 NEEDS = {
     "sample": "runs/one",
+    "islands status": "run",
     "launch": "--processes 2 -- train --out there",
     "inspect graph": "ring --nodes 4",
     "inspect schedule": "gpipe --stages=4 --microbatches=8",
@@ -58,7 +59,8 @@ def told(monkeypatch) -> dict[str, Any]:
         return 0
 
     inspected = ("inspect_graph", "inspect_graphs", "inspect_schedule", "inspect_config")
-    for name in ("train", "compare", "sample", "tune_buckets", "tune_outer", *inspected):
+    others = ("compare", "sample", "islands_status", "tune_buckets", "tune_outer")
+    for name in ("train", *others, *inspected):
         monkeypatch.setattr(f"jaxslowmo.cli._{name}.{name}", with_config)
     monkeypatch.setattr(_supervise, "supervise", lambda argv, out, **_: found.update(out=out) or 0)
     monkeypatch.setattr(_supervise, "launch", launch)

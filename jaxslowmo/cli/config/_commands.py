@@ -27,6 +27,7 @@ from ._training import (
     OUTER_ALGORITHMS,
     AlgorithmOptions,
     CheckpointOptions,
+    IslandOptions,
     OptimizerOptions,
     TrainConfig,
     refuse_unused,
@@ -109,7 +110,7 @@ class LaunchConfig(Options):
 # Options about a single run, or that a comparison sets itself.
 _OF_ONE_RUN = {
     *("algorithm", "seed", "patience", "statistics", "statistics_rate"),
-    *(*options_of(CheckpointOptions), *options_of(ClusterOptions)),
+    *(*options_of(CheckpointOptions), *options_of(ClusterOptions), *options_of(IslandOptions)),
 }
 # Algorithms do best at different rates: rare exchanges at smaller ones.
 _SETTINGS = options_of(AlgorithmOptions) | {
@@ -181,6 +182,14 @@ class SampleConfig(Options):
     """Sample from this many of the likeliest bytes; 0: from all."""
     seed: Seed = 0
     """Seed of the sampling: the same seed gives the same text."""
+
+
+@dataclasses.dataclass(frozen=True)
+class IslandsStatusConfig(Options):
+    """Show who takes part in a run of islands: rounds, bytes, and when they last wrote."""
+
+    url: Annotated[str, Called("URL")]
+    """Run of islands, as in train --islands."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -274,6 +283,7 @@ CONFIGS: dict[str, type[Options]] = {
     "compare": CompareConfig,
     "launch": LaunchConfig,
     "sample": SampleConfig,
+    "islands status": IslandsStatusConfig,
     "inspect graph": InspectGraphConfig,
     "inspect graphs": InspectGraphsConfig,
     "inspect config": InspectConfigConfig,

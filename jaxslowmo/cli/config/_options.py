@@ -61,6 +61,18 @@ class OneOf:
             raise ValueError(f"{flag} must be one of {', '.join(self.names)}, got {value}")
 
 
+class Form(NamedTuple):
+    """The rule that a text has the form of a regular expression, which `words` describe."""
+
+    pattern: str
+    words: str
+
+    def __call__(self, flag: str, value: str) -> None:
+        """Raise `ValueError` for a text of another form."""
+        if not re.fullmatch(self.pattern, value, re.ASCII):
+            raise ValueError(f"{flag} must be {self.words}, got {value}")
+
+
 class Called(NamedTuple):
     """The name of an option that is not "--" and its field's name.
 

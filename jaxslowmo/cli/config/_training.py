@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import math
+import zlib
 from collections.abc import Collection, Mapping
 from typing import Annotated, Any
 
@@ -13,6 +14,7 @@ from ._cluster import ClusterOptions
 from ._options import (
     Called,
     Count,
+    Form,
     Natural,
     NotNegative,
     OneOf,
@@ -287,6 +289,44 @@ class AlgorithmOptions(Options):
 
 
 @dataclasses.dataclass(frozen=True)
+class IslandOptions(Options):
+    """The run of several islands, in whose rounds the slow steps of an algorithm are made."""
+
+    HEADING = "Island"
+
+    islands: str | None = None
+    """Run of several islands: a folder, or s3://BUCKET/RUN, gs://... or az://... With slowmo and
+    diloco every slow step is a round of all islands there. Between rounds the replicas of an island
+    average every --sync-every steps (slowmo) or train independently (diloco). --codec is that of
+    what goes to the store."""
+    island: Annotated[
+        str | None, Form(r"[A-Za-z0-9][\w.-]{0,63}", "up to 64 letters, digits, _, . and -")
+    ] = None
+    """Name of this island, which no other one has. Each name gives another order of batches with
+    the same --seed; the first parameters are those of the run."""
+    quorum: Count = 1
+    """Islands that a round needs at least."""
+    deadline_seconds: NotNegative = 600.0
+    """Seconds to wait for the islands of the last round, where there is a quorum."""
+    late: Annotated[
+        str,
+        Form(
+            r"drop|carry(:0?\.\d*[1-9]\d*|:1)?",
+            "drop, carry, or carry:SHARE with a share in (0, 1]",
+        ),
+    ] = "drop"
+    """After a round that closed without this island: drop its progress, carry it over to the next
+    round, or a share of it, such as carry:0.5."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if (self.islands is None) != (self.island is None):
+            raise ValueError(
+                "--islands and --island go together: a run, and the name of an island in it"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
 class CheckpointOptions(Options):
     """The checkpoints of a run, and what it does when its loss is not finite."""
 
@@ -400,8 +440,8 @@ class _TrainingOptions(Options):
 
 @dataclasses.dataclass(frozen=True)
 class TrainConfig(
-    ClusterOptions, CheckpointOptions, OptimizerOptions, AlgorithmOptions, DeviceOptions,
-    _TrainingOptions, _ModelOptions,
+    ClusterOptions, CheckpointOptions, OptimizerOptions, IslandOptions, AlgorithmOptions,
+    DeviceOptions, _TrainingOptions, _ModelOptions,
 ):  # fmt: skip
     """The configuration of one training run."""
 
@@ -423,6 +463,11 @@ class TrainConfig(
             # The schedule spans the steps of the next run, unless somebody has said otherwise.
             if name not in _OF_A_START and not (name == "schedule_steps" and name in self.not_given)
         }
+
+    @property
+    def data_seed(self) -> int:
+        """The seed of the order of batches, which differs between islands."""
+        return (self.seed + zlib.crc32((self.island or "").encode())) % 2**32
 
     @property
     def rows(self) -> int:
@@ -559,6 +604,11 @@ def refuse_unused(
     for name in ("pipeline", "microbatches", "chunks", "executor"):
         if name in given and config.num_stages == 1:
             _refuse(name, given, "goes with a stage of 2 or more in --mesh")
+    if config.islands is not None:
+        _refuse_beside_islands(given, config)
+    for name in ("quorum", "deadline_seconds", "late"):
+        if name in given and config.islands is None:
+            _refuse(name, given, "goes with --islands, which was not given")
     if given.get("on_nan") == "rollback" and not (config.checkpoint_every or config.resume):
         raise ValueError("--on-nan rollback needs --checkpoint-every, for something to go back to")
     if given.get("check_parameters") and config.algorithm == "all_reduce":
@@ -577,6 +627,20 @@ def refuse_unused(
             f"--codec {config.codec} does not go with --algorithm {config.algorithm}, which sends "
             "parameters themselves: use bfloat16 or float16"
         )
+
+
+def _refuse_beside_islands(given: Mapping[str, Any], config: TrainConfig) -> None:
+    """Raise `ValueError` for options that slow steps have and rounds of islands do not."""
+    unused = ("fragments", "delay", "inner_state", "shard_state", "exact_average")
+    flags = {train_options()[name].flag: name in given for name in unused} | {
+        f"--algorithm {config.algorithm}": config.algorithm not in ("slowmo", "diloco"),
+        f"--mesh {config.mesh}": config.num_stages > 1,
+        "--check-parameters": config.check_parameters,
+        "--on-nan rollback": config.on_nan == "rollback",
+    }
+    if any(flags.values()):
+        wrong = ", ".join(flag for flag, is_there in flags.items() if is_there)
+        raise ValueError(f"--islands does not go with {wrong}; it goes with slowmo and diloco")
 
 
 def _refuse(name: str, given: Mapping[str, Any], why: str) -> None:

@@ -100,7 +100,7 @@ class StopOnSignal(contextlib.ExitStack):
     def __init__(self, cluster: Cluster = ALONE) -> None:
         super().__init__()
         self.reason: Stop | None = None
-        self._calls = 0
+        self._calls, self._is_waiting = 0, False
         self._has_peers, self._watch = cluster.count > 1, cluster.watch
 
     def after_step(self, kind: Hashable = ()) -> Stop | None:
@@ -128,6 +128,19 @@ class StopOnSignal(contextlib.ExitStack):
         """Return a context for work that takes longer than a step."""
         return contextlib.nullcontext() if self._watch is None else self._watch.besides_steps()
 
+    @contextlib.contextmanager
+    def ends_wait(self) -> Iterator[None]:
+        """Run the block, which changes no state and waits for others, until it or a signal ends it.
+
+        With several processes signals are not Python's, and `Watch` ends what takes too long.
+        """
+        self._is_waiting = True
+        try:
+            with contextlib.suppress(KeyboardInterrupt):
+                yield
+        finally:
+            self._is_waiting = False
+
     def __enter__(self) -> "StopOnSignal":
         handlers: Mapping[int, Handler]
         handlers = {signal.SIGINT: self._interrupt, signal.SIGTERM: self._terminate}
@@ -138,9 +151,11 @@ class StopOnSignal(contextlib.ExitStack):
         return self
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
-        if self.reason == "interrupted":
+        is_second, self.reason = self.reason == "interrupted", "interrupted"
+        if is_second or self._is_waiting:
             raise KeyboardInterrupt
-        self.reason = "interrupted"
 
     def _terminate(self, number: int, frame: FrameType | None) -> None:
         self.reason = self.reason or "preempted"
+        if self._is_waiting:
+            raise KeyboardInterrupt

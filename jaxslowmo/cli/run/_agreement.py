@@ -28,7 +28,8 @@ _FREE_OF_A_RUN = frozenset(
     {
         "steps", "schedule_steps", "data", "overwrite", "replicas", "devices_per_replica",
         "execution", "mode", "eval_every", "eval_batches", "log_every", "patience", "prefetch",
-        "tensorboard", "statistics", "statistics_rate", *options_of(CheckpointOptions),
+        "tensorboard", "statistics", "statistics_rate", "islands", "quorum", "deadline_seconds",
+        "late", *options_of(CheckpointOptions),
         *options_of(ClusterOptions), *options_of(DeviceOptions),
     }
 )  # fmt: skip

@@ -235,7 +235,7 @@ class RunBatches(Iterator[np.ndarray]):
             text.shares,
             batch_size=config.batch,
             window=gpt_preset(config.preset).context_length + 1,
-            seed=config.seed,
+            seed=config.data_seed,
             replicas=text.replicas,
         )
         # Processes may share a replica: each trains on the rows of its own devices.

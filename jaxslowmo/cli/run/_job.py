@@ -17,7 +17,7 @@ import jaxslowmo as js
 from jaxslowmo.models import num_parameters
 from jaxslowmo.tree import all_finite
 
-from .._errors import CommandError, code_of
+from .._errors import CommandError, code_of, island_errors
 from .._output import Reporter
 from ..config._training import TrainConfig
 from ..processes._peers import ALONE, Cluster, StopOnSignal
@@ -229,6 +229,7 @@ class Job:
       text: text that `divide_text` returned.
       label: name of the algorithm in the summary; the default is `config.algorithm`.
       cluster: the processes that run it.
+      island: the island that `join_islands` returned for the configuration.
 
     Raises:
       ValueError: the library refuses an argument.
@@ -241,8 +242,9 @@ class Job:
         text: Text,
         label: str | None = None,
         cluster: Cluster = ALONE,
+        island: js.islands.Island | None = None,
     ):
-        self.placement, self.text = placement, text
+        self.placement, self.text, self._island = placement, text, island
         self.label = label or config.algorithm
         self.cluster = cluster
         if config.tensorboard:
@@ -311,6 +313,8 @@ class Job:
             restored = keeper.newest() if resumes else None
             init = self.step.init
             state, done, notes = restored or (init(params, seed=config.seed), Progress(), ())
+            if self._island is not None:
+                state = self._exchange(self._island, state)
             self._batches.position = done.next_batch
             first = self._batches.batch(0)
             ledger = ByteLedger.of_step(self.step, state, first, sent=done.bytes_sent)
@@ -377,11 +381,16 @@ class Job:
         # A second Ctrl-C raises in the middle of a step.
         with contextlib.suppress(KeyboardInterrupt), pipeline:
             for result in loop:
-                state, done = result.state, result.step
                 if self.placement.is_cpu:
                     # CPU devices share the threads of the host: later steps in the queue could
                     # hold the threads that the collective of an earlier step waits for.
                     jax.block_until_ready(result.metrics)
+                island = self._island
+                if island is not None:
+                    if island.due(result.step):
+                        pipeline.state = result.state = self._exchange(island, result.state)
+                    result.reports["round"] = island.round
+                state, done = result.state, result.step
                 ending = self._after(result, evaluate)
                 if ending is not None:
                     status = ending
@@ -391,6 +400,16 @@ class Job:
         # Batches that were loaded ahead were not trained on: after a rollback they come first.
         self._batches.position = pipeline.position
         return status, state, done
+
+    def _exchange(self, island: js.islands.Island, state: js.TrainState) -> js.TrainState:
+        """Return the state with which an island goes on; unchanged if a signal ends its wait.
+
+        A resumed run then makes up for the exchange.
+        """
+        if self._stop.reason is None:
+            with self._stop.besides_steps(), island_errors(), self._stop.ends_wait():
+                return island.exchange(state)
+        return state
 
     def _after(self, result: js.train.StepResult, evaluate: js.Evaluate) -> str | None:
         """Record and save after a step; return the status with which to end, or None."""

@@ -27,6 +27,7 @@ from jaxslowmo.models import (
 from jaxslowmo.pipeline.model import model_blocks
 from jaxslowmo.topology import make_graph
 
+from .._errors import island_errors
 from ..config._cluster import ClusterOptions
 from ..config._options import options_of
 from ..config._training import (
@@ -260,15 +261,19 @@ class RecipeInputs:
     @property
     def codec(self) -> js.codecs.Codec | None:
         """The codec of the exchange; None without one."""
-        name, fraction = parse_codec("--codec", self.config.codec)
-        if fraction is not None:
-            return js.codecs.top_k(fraction)
-        return None if name == "none" else getattr(js.codecs, name)(error_feedback=True)
+        return _codec_of(self.config)
 
     @property
     def shards_state(self) -> bool:
         """Whether the state of slow steps is sharded; with sparse codecs it is whole."""
         return self.config.shard_state and not (self.codec is not None and self.codec.is_sparse)
+
+
+def _codec_of(config: AlgorithmOptions) -> js.codecs.Codec | None:
+    name, fraction = parse_codec("--codec", config.codec)
+    if fraction is not None:
+        return js.codecs.top_k(fraction)
+    return None if name == "none" else getattr(js.codecs, name)(error_feedback=True)
 
 
 def _all_reduce(inputs: RecipeInputs) -> optax.GradientTransformation:
@@ -321,14 +326,17 @@ def _slowmo(inputs: RecipeInputs, base: js.ParameterTransform) -> js.ParameterTr
     )
 
 
+def _outer_sgd(config: AlgorithmOptions) -> optax.GradientTransformation:
+    rate, momentum = config.outer_learning_rate, config.outer_momentum
+    return optax.sgd(rate, momentum=momentum, nesterov=True)
+
+
 def _diloco(inputs: RecipeInputs) -> js.ParameterTransform:
     config = inputs.config
     return js.diloco(
         "replica",
         sync_every=config.slow_every,
-        outer_optimizer=optax.sgd(
-            config.outer_learning_rate, momentum=config.outer_momentum, nesterov=True
-        ),
+        outer_optimizer=_outer_sgd(config),
         shard_state=inputs.shards_state,
         codec=inputs.codec,
         **inputs.levels,
@@ -363,6 +371,37 @@ RECIPES: Mapping[str, Recipe] = {
     "slowmo_sgp": Recipe("orange", "P", (_GOSSIP, _SLOW), sync=lambda s: _slowmo(s, _sgp(s))),
     "diloco": Recipe("green", "^", (_SLOW,), sync=_diloco),
 }
+
+
+def join_islands(config: TrainConfig) -> js.islands.Island | None:
+    """Join the run of `--islands`, whose rounds are the algorithm's slow steps; None without it.
+
+    Raises:
+      ValueError: the library refuses an argument.
+      CommandError: the store does not answer, or holds another run.
+
+    Communication: two small requests to the store.
+    """
+    if config.islands is None or config.island is None:
+        return None
+    optimizer = _outer_sgd(config)
+    if config.algorithm == "slowmo":
+        # With a rate of 1, since islands are at different points of the schedule.
+        optimizer = js.slow_momentum(
+            config.slow_momentum, config.slow_learning_rate, nesterov=config.nesterov
+        )
+    with island_errors():
+        return js.islands.join(
+            config.islands,
+            name=config.island,
+            outer_optimizer=optimizer,
+            sync_every=config.slow_every,
+            quorum=config.quorum,
+            deadline_seconds=config.deadline_seconds,
+            codec=_codec_of(config),
+            late=config.late,
+            merge=config.merge,
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -417,7 +456,13 @@ def build_algorithm(config: TrainConfig, specs: Any = None) -> Algorithm:
     two_levels = config.devices_per_replica > 1
     inputs = RecipeInputs(config, schedule, two_levels=two_levels, specs=specs)
     gradients = recipe.gradients(inputs) if recipe.gradients else None
-    sync = recipe.sync(inputs) if recipe.sync else None
+    if config.islands is None:
+        sync = recipe.sync(inputs) if recipe.sync else None
+    else:
+        # The codec is that of rounds: what replicas of an island send each other stays whole.
+        whole = dataclasses.replace(inputs, config=dataclasses.replace(config, codec="none"))
+        base = _local_sgd(whole) if config.algorithm == "slowmo" else None
+        sync = js.islands.transform(base, inputs.codec)
     if config.check_parameters:
         assert sync is not None, "an option of algorithms that exchange parameters"
         sync = js.only_finite(sync)

@@ -27,6 +27,7 @@ from ._run_folder import RunFolder
 
 # Entries of records about the loss scale.
 _OF_SCALE = ("loss_scale", "skipped_updates")
+_OF_ISLAND = ("round",)
 # Entries of records that become curves of TensorBoard.
 _CURVES = (
     "loss", "validation_loss", "learning_rate", "tokens_per_second", "bytes_sent", *_OF_SCALE,
@@ -133,8 +134,9 @@ class Recorder:
     that step's update), `tokens_per_second` (since the last record; null where a program was
     compiled in between), `bytes_sent` (per replica, so far), and `validation_loss` if the consensus
     model was evaluated. With a loss scale it has `loss_scale`, the smallest of all replicas in that
-    step, and `skipped_updates`, the sum over all replicas so far. The record of step 0 has only
-    `bytes_sent` and `validation_loss`.
+    step, and `skipped_updates`, the sum over all replicas so far. That of an island has `round`,
+    the round towards which it trains. The record of step 0 has only `bytes_sent` and
+    `validation_loss`.
 
     Args:
       config: configuration of the run.
@@ -212,6 +214,7 @@ class Recorder:
         if "loss_scale" in result.metrics:  # which may differ between replicas
             scales, skipped = (_gathered(result.metrics[name]) for name in _OF_SCALE)
             record |= {"loss_scale": float(scales.min()), "skipped_updates": int(skipped.sum())}
+        record |= {name: result.reports[name] for name in _OF_ISLAND if name in result.reports}
         go_on = math.isfinite(record["loss"])
         if evaluate and go_on:
             record.update(evaluate())
@@ -228,7 +231,7 @@ class Recorder:
     def summary(self, status: str) -> dict[str, Any]:
         """Return the main numbers of the run, for summary.json."""
         latest = {name: value for record in self.records for name, value in record.items()}
-        scale = {name: latest[name] for name in _OF_SCALE if name in latest}
+        some = {name: latest[name] for name in (*_OF_SCALE, *_OF_ISLAND) if name in latest}
         return {
             "status": status,
             "seed": self._config.seed,
@@ -239,7 +242,7 @@ class Recorder:
             "best_step": self.best.step,
             "stopped_early": status == "finished" and self.is_patience_over,
             "bytes_sent": self._ledger.sent,
-            **scale,
+            **some,
             "tokens_per_second": self._tokens / self._seconds if self._seconds else None,
             "seconds": time.perf_counter() - self._began,
         }

@@ -1,0 +1,131 @@
+"""`train --islands`: several runs of one model that exchange through a folder."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from cli.commands import TINY, json_of, records, trajectory
+from jaxslowmo.checkpoint import load_consensus
+from support.waiting import PATIENCE_SECONDS, wait_until
+
+ISLAND = f"{TINY} --replicas 2 --slow-every 4 --log-every 1 --learning-rate 0.2"
+
+
+@pytest.mark.parametrize(
+    ("options", "parts"),
+    [
+        ("--islands run", ("--islands", "--island")),
+        ("--island a", ("--islands", "--island")),
+        ("--quorum 2", ("--quorum", "--islands")),
+        ("--late carry", ("--late", "--islands")),
+        ("--islands run --island a --algorithm local_sgd", ("--islands", "local_sgd")),
+        (
+            "--islands run --island a --fragments 2 --delay 1 --no-shard-state --inner-state reset",
+            ("--islands", "--fragments", "--delay", "--shard-state", "--inner-state"),
+        ),
+        ("--islands run --island a --no-exact-average", ("--islands", "--exact-average")),
+        ("--islands run --island a --mesh stage=2 --batch 4", ("--islands", "--mesh stage=2")),
+        (
+            "--islands run --island a --check-parameters --checkpoint-every 1 --on-nan rollback",
+            ("--islands", "--check-parameters", "--on-nan rollback"),
+        ),
+        ("--islands ftp://run --island a", ("--islands", "ftp://run")),
+        ("--islands run --island a --merge 2", ("--merge", "2")),
+        ("--islands text/1.txt/run --island a", ("text/1.txt/run",)),
+    ],
+)
+def test_what_islands_do_not_have_is_refused(call, text, tmp_path, options, parts):
+    (tmp_path / "text").symlink_to(text)
+    call("train --preset tiny --data text --out out", options).is_refused(*parts)
+    assert not (tmp_path / "run").exists()
+
+
+def test_inspecting_asks_no_store_and_a_status_needs_a_run(call, tmp_path):
+    outcome = call("inspect config --preset tiny --islands run --island a --codec int8")
+    assert (outcome.code, outcome.err) == (0, "")
+    assert "average" in outcome.out
+    assert "slow" not in outcome.out.replace("slowmo", "")  # the store's, not the replicas'
+    call("islands status run").is_refused("run: there is no run here")
+    call("islands status ftp://run").is_refused("ftp://run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_island_resumes_to_the_bit_and_only_as_itself(call, text, tmp_path):
+    def trained(run, out, *options):
+        return call(
+            ISLAND, "--sync-every 2 --codec int8 --eval-every 6 --schedule-steps 12 --data", text,
+            "--islands", tmp_path / run, "--island a --checkpoint-every 6 --out", tmp_path / out,
+            *options,
+        )  # fmt: skip
+
+    whole = trained("first", "whole", "--steps 12")
+    assert (whole.code, whole.err) == (0, "")
+    assert "Island a: 3 rounds, each: " in whole.out
+    assert trained("second", "parts", "--steps 6").code == 0
+    # Its waiting may be other than before.
+    outcome = trained("second", "parts", "--steps 12 --resume --quorum 1 --late carry")
+    assert (outcome.code, outcome.err) == (0, "")
+    assert trajectory(tmp_path / "parts") == trajectory(tmp_path / "whole")
+    found = trajectory(tmp_path / "whole")
+    assert [r["round"] for r in found[1:]] == [0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3]
+    assert json_of(tmp_path / "whole" / "summary.json")["round"] == 3
+    assert found[-1]["validation_loss"] < found[0]["validation_loss"]
+
+    trained("second", "parts", "--steps 16 --resume --island b").is_refused("--island was a, is b")
+    trained("second", "other", "--steps 8 --slow-every 8").is_refused("--slow-every", "run.json")
+    refused = trained("second", "other", "--steps 8 --slow-momentum 0.3")
+    assert (refused.code, refused.err.count("\n")) == (2, 1)
+    assert "outer_optimizer" in refused.err
+    assert len(call("sample", tmp_path / "parts", "--tokens 2").out) >= 2
+
+
+@pytest.mark.usefixtures("quick_processes")
+def test_two_islands_end_with_one_model_though_one_was_stopped_while_it_waited(
+    call, text, tmp_path
+):
+    run = tmp_path / "run"
+
+    def start(name, *more):
+        options = (
+            f"{ISLAND} --algorithm diloco --steps 12 --quorum 2 --execution virtual --export "
+            f"--islands {run} --island {name} --data {text} --out {tmp_path / name}"
+        )
+        return subprocess.Popen(
+            [sys.executable, "-m", "jaxslowmo", *options.split(), *more],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"COLUMNS": "100"},
+        )
+
+    first = start("a")
+    wait_until(lambda: first.poll() is not None or [*run.glob("rounds/*/part-a-*")])
+    first.send_signal(signal.SIGTERM)
+    shown, errors = first.communicate(timeout=PATIENCE_SECONDS)
+    assert first.returncode == 0, errors
+    assert "Saved at step 4" in shown
+
+    islands = [start("a", "--resume"), start("b")]
+    try:
+        for island in islands:
+            _, errors = island.communicate(timeout=PATIENCE_SECONDS)
+            assert island.returncode == 0, errors
+    finally:
+        for island in islands:
+            island.kill()
+    a, b = (load_consensus(tmp_path / name / "model") for name in "ab")
+    assert all(np.array_equal(a[key], b[key]) for key in a)
+    # From equal parameters, on other batches.
+    losses = [{r["step"]: r.get("loss") for r in records(tmp_path / name)} for name in "ab"]
+    assert all(losses[0][step] != losses[1][step] for step in range(1, 13))
+    status = call("islands status", run)
+    assert (status.code, status.err) == (0, "")
+    assert "round 3 is open" in status.out
+    assert [line.split()[:3] for line in status.out.splitlines()[2:]] == [
+        ["a", "3", "0"],
+        ["b", "3", "0"],
+    ]
