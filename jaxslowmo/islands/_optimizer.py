@@ -168,7 +168,7 @@ def _described(program: Flat) -> Iterator[str]:
     """Yield what a program computes; raise `ValueError` for what NumPy can't run."""
     for equation in program.equations:
         name = equation.primitive.name
-        sizes = [math.prod(x.aval.shape) for x in equation.invars]
+        sizes = [math.prod(getattr(x.aval, "shape", ())) for x in equation.invars]
         if _operation(equation) is None or (name in _OF_NUMBERS and max(sizes) > 1):
             raise _refused(equation)
         # Releases of jax differ in where they convert a constant, so conversions do not count.

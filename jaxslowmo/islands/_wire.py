@@ -22,7 +22,8 @@ class Wire:
     """
 
     def __init__(self, codec: Codec | None, size: int) -> None:
-        self._codec, self._size = codec, size
+        self._codec: Any = codec
+        self._size = size
         self.keeps_lost = codec is not None and codec.error_feedback
         self.shapes: Mapping[str, tuple[tuple[int, ...], Any]]
         if codec is None:
@@ -44,7 +45,7 @@ class Wire:
         """Return the vector that was sent, the same bits on every machine."""
         if self._codec is None:
             return sent
-        return self._codec.decode(sent.reshape(self._packed), self._size)[0]  # type: ignore[arg-type,return-value]
+        return self._codec.decode(sent.reshape(self._packed), self._size)[0]
 
 
 def joined(leaves: Sequence[np.ndarray]) -> np.ndarray:

@@ -169,8 +169,8 @@ def test_a_hook_of_the_loop_and_a_loop_by_hand_end_alike(tmp_path):
     state = island.exchange(step.init(params()))
     batches = [batch(t, slice(0, 2)) for t in range(1, 5 * PERIOD + 1)]
     seen = []
-    for result in js.train_loop(step, state, batches, hooks=[island, js.Log(seen.append, every=4)]):
-        last = result
+    hooks = [island, js.Log(seen.append, every=4)]
+    *_, last = js.train_loop(step, state, batches, hooks=hooks)
     for x, y in zip(whole(last.state.params), whole(by_hand.params), strict=True):
         np.testing.assert_array_equal(x, y)
     assert [record["round"] for record in seen] == [1, 2, 3, 4, 5]

@@ -54,7 +54,8 @@ def test_recipe_runs(title):
 
 
 @pytest.mark.parametrize("page", [*PAGES.split(), "tpu"])
-def test_page_runs(page):
+def test_page_runs(page, monkeypatch, tmp_path):
+    monkeypatch.setenv("RUN", str(tmp_path / "run"))  # the folder of islands
     titles = [title for title, blocks in sections(page).items() if blocks]
     run(page, *[title for title in titles if title not in ELSEWHERE.get(page, ())])
 

@@ -64,11 +64,11 @@ class TopK(Codec):
         parts = unpack(sent, (chunks * count, self._places), *self._kinds(chunks, count))
         rows = sent.shape[0]
         places, *rest = [part.reshape(rows, chunks, -1) for part in parts]
-        values = self._decoded(rest, count)
+        values: Any = self._decoded(rest, count)
         first = np.arange(chunks, dtype=np.int32)[:, None] * np.int32(chunk)
-        flat = (places.astype(jnp.int32) + first).reshape(rows, -1)
+        flat: Any = (places.astype(jnp.int32) + first).reshape(rows, -1)
         if isinstance(values, np.ndarray):
-            dense = np.zeros((rows, chunks * chunk), values.dtype)
+            dense: Any = np.zeros((rows, chunks * chunk), values.dtype)
             np.put_along_axis(dense, flat, values.reshape(rows, -1), axis=1)
             return dense[:, :size]
         whole = jnp.zeros_like(values, shape=(rows, chunks * chunk))
