@@ -82,12 +82,13 @@ def usage_errors(**options: str) -> Iterator[None]:
 @contextlib.contextmanager
 def island_errors() -> Iterator[None]:
     """Run the block, and turn an error about the run of islands into a `CommandError`."""
-    from jaxslowmo.islands import IslandsError  # needs an extra
+    from jaxslowmo.islands import IslandsError, StoreError  # needs an extra
 
     try:
         yield
     except IslandsError as error:
-        raise CommandError(str(error).replace("`sync_every`", "--slow-every")) from error
+        code = TRY_AGAIN if isinstance(error, StoreError) else USAGE_ERROR
+        raise CommandError(str(error).replace("`sync_every`", "--slow-every"), code) from error
 
 
 def as_flag(name: str) -> str:

@@ -12,3 +12,4 @@ from ._status import IslandStatus as IslandStatus
 from ._status import Status as Status
 from ._status import status as status
 from ._store import IslandsError as IslandsError
+from ._store import StoreError as StoreError

@@ -28,6 +28,7 @@ from ..transform import (
     ParameterTransform,
     Sent,
     as_schedule,
+    every,
     moving_states,
     shifted_copies,
 )
@@ -324,7 +325,8 @@ def join(
         raise ValueError(f"{owner}: `weight` must be above 0, got {weight!r}.")
     merge = _number(owner, "merge", merge, most=1)
     say = say or _to_stderr(name)
-    agreed = Run("", "", repr(schedule), repr(codec), "")
+    period = str(schedule.k) if schedule == every(schedule.k) else repr(schedule)
+    agreed = Run("", "", period, repr(codec), "")
     store = None
     if jax.process_index() == 0:
         bucket = ObjectStore(url)
