@@ -165,8 +165,7 @@ class Island:
             self.round = self.round if saved is None else saved.round
             return state
         self.round = moved.place.round
-        if any(not np.array_equal(x, y) for x, y in zip(moved.target, values, strict=True)):
-            state = _moved(state, moved.target, self._merge)
+        state = _moved(state, moved.target, self._merge)
         return state if member is None else _with_place(state, member, moved)
 
     def _exchanged(
@@ -177,7 +176,7 @@ class Island:
         member: IslandState | None,
     ) -> "_Moved | None":
         """Return where all processes go on; None: as they are. The first process calls it."""
-        rounds, updates = self._rounds, int(_number_of(state.step))
+        rounds, updates = self._rounds, _number_of(state.step)
         if rounds is not None:
             outcome = self._round(rounds, state, values)
         else:
@@ -209,7 +208,7 @@ class Island:
     ) -> Outcome | None:
         self._exchanges += 1
         weight = len(state.step) if self._weight is None else self._weight
-        return rounds.exchange(values, float(weight), int(_number_of(state.step)))
+        return rounds.exchange(values, float(weight), _number_of(state.step))
 
     def _joined(self, names: list[str], values: list[np.ndarray]) -> Rounds:
         """Return the rounds of the run that the store holds, or that begins here."""

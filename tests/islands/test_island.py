@@ -241,6 +241,30 @@ def test_merge_keeps_a_share_of_each_replicas_own(tmp_path):
         np.testing.assert_allclose(new, 0.25 * x + 0.75 * anchor, rtol=1e-6, atol=1e-7)
 
 
+def test_replicas_end_equal_where_the_anchor_is_their_mean(tmp_path):
+    sync = js.local_sgd("replica", sync_every=3)
+    island = js.islands.join(
+        str(tmp_path), name="one", sync_every=PERIOD, outer_optimizer=optax.sgd(1.0)
+    )
+    step = js.make_train_step(
+        loss,
+        optax.sgd(0.05),
+        mesh=js.virtual_mesh({"replica": 2}),
+        sync=island.transform(sync),
+        mode="host",
+    )
+    state = island.exchange(step.init(params()))
+    for t in range(1, 2 * PERIOD + 1):
+        assert step.next_phase(state) == (("average",) if t % 3 == 0 else ())
+        state, _ = step(state, batch(t, slice(0, 2)))
+        if island.due(t):
+            mean = whole(step.consensus(state))
+            state = island.exchange(state)
+            for x, near in zip(whole(state.params), mean, strict=True):
+                np.testing.assert_array_equal(x[0], x[1])
+                np.testing.assert_allclose(x[0], near, atol=1e-6)
+
+
 def test_report_and_status_tell_bytes_requests_and_who(tmp_path):
     runs = [
         functools.partial(train, tmp_path, name, part, quorum=2, periods=4)
