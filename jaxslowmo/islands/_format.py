@@ -86,7 +86,7 @@ class _Record:
         try:
             found = json.loads(text)
             version = found.pop("version")
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
+        except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
             raise FormatError(f"no JSON object with a version ({error})") from error
         if version != VERSION:
             raise FormatError(f"version {version!r}, and this jaxslowmo reads {VERSION}")
@@ -100,15 +100,8 @@ class _Record:
 
 
 def _fits(value: Any, kind: Any) -> bool:
-    if kind is float:
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        return is_number and math.isfinite(value)
-    if kind is int:
-        return isinstance(value, int) and not isinstance(value, bool) and value >= 0
-    if kind is str:
-        return isinstance(value, str)
-    if kind is bool:
-        return isinstance(value, bool)
+    if kind in (str, int, float):  # not `bool`, which is an `int`
+        return type(value) is kind and (kind is str or (value >= 0 and value < math.inf))
     return isinstance(value, list) and all(isinstance(x, str) for x in value)
 
 
@@ -123,6 +116,7 @@ class Run(_Record):
       codec: the codec of parts, as text.
       optimizer: what the outer optimizer's program computes, as `HostOptimizer.text`.
       leaves: name, shape of each leaf of the model.
+      max_norm_ratio: norm above which a part is left out, in medians of its round.
     """
 
     run: str
@@ -131,6 +125,7 @@ class Run(_Record):
     codec: str
     optimizer: str
     leaves: list[str] = field(default_factory=list)
+    max_norm_ratio: float = 10.0
 
 
 @dataclass(frozen=True)
@@ -218,7 +213,7 @@ def head_of(data: bytes, kind: type[Any]) -> Any:
         raise FormatError("no safetensors")
     try:
         text = json.loads(data[8 : 8 + size])["__metadata__"][_MARK]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise FormatError("safetensors without a header of islands") from error
     return kind.loads(text)
 

@@ -310,6 +310,7 @@ def join(
       keep: number of snapshots that are kept, with the parts of rounds since; None removes nothing
         and needs no right to delete.
       max_norm_ratio: a part whose norm is above this many times the round's median is left out.
+        Equal on all islands.
       say: function that shows one line; None prints it to stderr.
 
     Returns:
@@ -341,13 +342,13 @@ def join(
         late_share=late_share(late),
         snapshot_every=checked_int(f"{owner}: `snapshot_every`", snapshot_every, 1),
         keep=None if keep is None else checked_int(f"{owner}: `keep`", keep, 1),
-        max_norm_ratio=_number(owner, "max_norm_ratio", max_norm_ratio, least=1),
     )
+    max_norm_ratio = _number(owner, "max_norm_ratio", max_norm_ratio, least=1)
     if weight is not None and _number(owner, "weight", weight) == 0:
         raise ValueError(f"{owner}: `weight` must be above 0, got {weight!r}.")
     merge = _number(owner, "merge", merge, most=1)
     say = say or _to_stderr(name)
-    agreed = Run("", "", repr(schedule), repr(codec), "")
+    agreed = Run("", "", repr(schedule), repr(codec), "", max_norm_ratio=max_norm_ratio)
     store = None
     if jax.process_index() == 0:
         bucket = ObjectStore(url)
