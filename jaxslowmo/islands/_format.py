@@ -1,6 +1,7 @@
 """What lies in a bucket: JSON for what is decided, safetensors for arrays; no pickle anywhere.
 
     run.json                                what all islands agree on, and where the run starts
+    rounds/00000007/joins-paris-<id>        it trains towards round 7, and was not in round 6
     rounds/00000007/part-paris-<id>         how far an island has moved since the anchor of round 7
     rounds/00000007/manifest.json           the parts of which round 7 consists, decided once
     snapshots/00000010-<digest>             the anchor before round 10, and its optimizer's state
@@ -51,9 +52,9 @@ def manifest_of(number: int) -> str:
     return f"{folder_of(number)}/manifest.json"
 
 
-def part_of(number: int, island: str, process: str) -> str:
-    """Return the key of a part."""
-    return f"{folder_of(number)}/part-{island}-{process}"
+def part_of(number: int, island: str, process: str, kind: str = "part") -> str:
+    """Return the key of a part, or of another kind of object of an island in a round."""
+    return f"{folder_of(number)}/{kind}-{island}-{process}"
 
 
 def snapshot_of(number: int, digest: str) -> str:
@@ -67,9 +68,9 @@ def number_of(key: str) -> int | None:
     return int(found[1]) if found else None
 
 
-def island_of(key: str) -> str | None:
-    """Return the island that wrote a part; None for another key."""
-    found = re.fullmatch(r"rounds/\d{8}/part-(.+)-[0-9a-f]+", key)
+def island_of(key: str, kind: str = "part") -> str | None:
+    """Return the island that wrote a part, or another kind of object; None for another key."""
+    found = re.fullmatch(rf"rounds/\d{{8}}/{kind}-(.+)-[0-9a-f]+", key)
     return found[1] if found and _NAME.fullmatch(found[1]) else None
 
 

@@ -181,6 +181,7 @@ class Rounds:
         compare(self._store.url, run, self._agreed)
         self.run, self._agreed = run, run
         self.anchor = self._newest()
+        self._announce()
         self._note(0, self._store.traffic.sent, self._store.traffic.received)
 
     def resume(self, number: int, values: Sequence[np.ndarray]) -> Outcome:
@@ -244,12 +245,23 @@ class Rounds:
         closed, self.anchor, self._waiting = self.anchor, anchor, None
         try:
             self.anchor = self._replayed(anchor)
+            if self.anchor is not anchor or self._rules.name not in manifest.islands():
+                self._announce()
             if manifest.author == self._rules.name:
                 self._keep_snapshots(anchor)
             self._note(updates, *before, requests=requests)
         except (StoreError, _GoneError) as error:
             self._say(f"after round {closed.round}: {error}")
         return Outcome(self.anchor, rest)
+
+    def _announce(self) -> None:
+        """Let the others wait for this island in the open round: it was not in the last one.
+
+        Else it would never meet them: it begins later than they do, so it would arrive later,
+        again and again.
+        """
+        key = part_of(self.anchor.round, self._rules.name, self._process, "joins")
+        self._store.put(key, b"{}")
 
     def _send(self, own: np.ndarray, weight: float, updates: int) -> None:
         """Put this island's part into the open round.
@@ -275,7 +287,11 @@ class Rounds:
         self._store.put(key, data)
 
     def _decided(self) -> Manifest:
-        """Wait until the open round is decided, and return its manifest; close it if it can be."""
+        """Wait until the open round is decided, and return its manifest; close it if it can be.
+
+        It can be if all have contributed that took part in the last round or join in this one, or
+        after the deadline, if there is a quorum.
+        """
         number, rules, clock = self.anchor.round, self._rules, self._clock
         done = said = clock.now()
         before = self._manifest(number - 1) if number else None
@@ -285,8 +301,8 @@ class Rounds:
             manifest = self._manifest(number)
             if manifest is not None:
                 return manifest
-            present = self._present(number)
-            missing, waited = expected - present.keys(), clock.now() - done
+            present, joining = self._present(number)
+            missing, waited = (expected | joining) - present.keys(), clock.now() - done
             left = rules.deadline_seconds - waited
             if len(present) >= rules.quorum and (not missing or left <= 0):
                 return self._close(present)
@@ -300,17 +316,13 @@ class Rounds:
             clock.sleep(max(0.01, min(pause, left)) if left > 0 else pause)
             pause = min(1.5 * pause, longest)
 
-    def _present(self, number: int) -> dict[str, str]:
-        """Return the key of one part of each island that has one in the open round."""
+    def _present(self, number: int) -> tuple[dict[str, str], set[str]]:
+        """Return the key of a part of each island that has one in the open round, and who joins."""
         assert self._waiting is not None
         keys = [entry.key for entry in self._store.list(folder_of(number))]
         keys.append(self._waiting.key)  # listings may lag behind
-        found: dict[str, str] = {}
-        for key in sorted(keys):
-            island = island_of(key)
-            if island is not None:
-                found.setdefault(island, key)
-        return found
+        present = {island: key for key in sorted(keys) if (island := island_of(key))}
+        return present, {island for key in keys if (island := island_of(key, "joins"))}
 
     def _close(self, present: dict[str, str]) -> Manifest:
         """Create the manifest of the open round; return the one that was created first."""
@@ -565,7 +577,7 @@ class Rounds:
         oldest = numbers[-keep]
         for number in range(numbers[0], oldest):
             for entry in self._store.list(folder_of(number)):
-                if island_of(entry.key) is not None:
+                if entry.key != manifest_of(number):
                     self._store.delete(entry.key)
         for key, number in found.items():
             if number < oldest:

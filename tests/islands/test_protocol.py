@@ -258,7 +258,7 @@ def start_of(name: str) -> np.ndarray:
     return start
 
 
-@settings(phases=[Phase.generate], max_examples=20)
+@settings(phases=[Phase.generate], max_examples=400)
 @given(setting=SETTINGS, seed=st.integers(0, 2**32), limit=st.integers(0, 3000))
 def test_one_run_for_all_whatever_happens(setting, seed, limit):
     order = random.Random(seed)

@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from jaxslowmo.islands._format import island_of, number_of
 from jaxslowmo.islands._store import Clock, Entry, TooLargeError
 
-MAX_TURNS = 20_000
+MAX_TURNS = 6000
 _EPOCH = datetime(2026, 1, 1, tzinfo=UTC)
 
 
@@ -38,7 +38,8 @@ class World:
         self.objects, self.ever = dict[str, bytes](), dict[str, bytes]()
         self.part_times: dict[tuple[int, str], float] = {}
         self.listings: list[list[str]] = [[]]  # the keys after each change of them
-        self.back = threading.Semaphore(0)
+        self.back = threading.Lock()  # held while an island runs
+        self.back.acquire()
 
     def run(self) -> None:
         """Let the islands go on until all have ended or are quiet; raise what one of them raised.
@@ -118,7 +119,8 @@ class Process(threading.Thread):
         super().__init__(daemon=True)
         self.world, self.island, self.life, self.wake = world, name, life, start
         self.skew = 1e4 * len(world.islands)  # clocks of two machines have nothing in common
-        self.turn, self.fate, self.doing = threading.Semaphore(0), "", "start"
+        self.turn, self.fate, self.doing = threading.Lock(), "", "start"
+        self.turn.acquire()  # held while another runs
         self.is_over = self.is_ended = self.is_quiet = self.is_asking = self.has_failed = False
         self.error: BaseException | None = None
         self.store_time, self.no_answer_until = 0.0, 0.0
