@@ -4,7 +4,6 @@ import itertools
 import math
 import random
 import re
-from collections import Counter
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -162,7 +161,7 @@ class Example:
     def exchange(self, process: Process, rounds: Rounds, rest: np.ndarray) -> np.ndarray:
         """Exchange, and return the displacement from the new anchor."""
         world, number, start = self.world, rounds.anchor.round, self.world.time
-        store_time = process.store_time
+        store_time, process.exchanging_since = process.store_time, start
         weight = 2.0 if process.island == "i1" else 1.0
         outcome = rounds.exchange([rounds.anchor.values[0] - rest], weight, number)
         self.lost[process.island] = rounds.lost
@@ -212,7 +211,7 @@ class Example:
             for x in map(start_of, (f"i{i}" for i in range(self.setting.islands)))
         ]
         (first,) = (x for x in firsts if x.digest == run.digest)
-        anchors = [first]
+        anchors, before = [first], set[str]()
         total, times = np.zeros(SIZE, np.float32), np.zeros(SIZE, int)
         for number in itertools.count():
             key = manifest_of(number)
@@ -221,7 +220,11 @@ class Example:
             data = [ever[part] for part in Manifest.loads(ever[key]).parts]
             heads: list[Any] = [head_of(x, Part) for x in data]
             parts = [self.wire.decode(arrays_of(x, self.wire.shapes)[0]) for x in data]
-            assert max(Counter(x.island for x in heads).values()) == 1
+            islands = {x.island for x in heads}
+            assert len(islands) == len(heads) >= self.rules["quorum"]
+            is_early = not before <= islands and self.world.closed_after[number] < DEADLINE
+            assert not is_early, f"round {number} closed without {before - islands}, too early"
+            before = islands
             whole = sum(x.weight for x in heads)
             terms = [
                 x * np.float32(head.weight / whole) for x, head in zip(parts, heads, strict=True)

@@ -30,6 +30,7 @@ class World:
       objects: the bucket now.
       ever: all that was ever written, also what was removed since.
       part_times: maps a round and an island to the time at which its first part was there.
+      closed_after: maps a round to the seconds that the island which closed it was exchanging.
     """
 
     def __init__(self, choose: Callable[[int], int]) -> None:
@@ -37,6 +38,7 @@ class World:
         self.time, self.islands = 0.0, list[Process]()
         self.objects, self.ever = dict[str, bytes](), dict[str, bytes]()
         self.part_times: dict[tuple[int, str], float] = {}
+        self.closed_after: dict[int, float] = {}
         self.listings: list[list[str]] = [[]]  # the keys after each change of them
         self.back = threading.Lock()  # held while an island runs
         self.back.acquire()
@@ -123,7 +125,7 @@ class Process(threading.Thread):
         self.turn.acquire()  # held while another runs
         self.is_over = self.is_ended = self.is_quiet = self.is_asking = self.has_failed = False
         self.error: BaseException | None = None
-        self.store_time, self.no_answer_until = 0.0, 0.0
+        self.store_time, self.no_answer_until, self.exchanging_since = 0.0, 0.0, 0.0
         self.clock = Clock(lambda: world.time + self.skew, self.sleep)
         world.islands.append(self)
         self.start()
@@ -217,6 +219,7 @@ class Process(threading.Thread):
             assert known == data, f"{key} was written twice, with other contents"
             if key.endswith("manifest.json"):
                 assert key not in world.objects, f"{key} was written twice"
+                world.closed_after[number_of(key) or 0] = world.time - self.exchanging_since
             elif (island := island_of(key)) is not None:
                 world.part_times.setdefault((number_of(key) or 0, island), world.time)
         is_new = key not in world.objects
