@@ -6,6 +6,8 @@
     rounds/00000007/manifest.json           the parts of which round 7 consists, decided once
     snapshots/00000010-<digest>             the anchor before round 10, and its optimizer's state
     islands/paris.json                      what an island last did; nothing depends on it
+
+`<id>` is of the island's process: no two processes write the same object of a round.
 """
 
 import hashlib

@@ -103,7 +103,6 @@ class _Received:
 class _Sent(NamedTuple):
     """The part of this island in a round that is not decided yet, whether or not it is there."""
 
-    round: int
     key: str
     data: bytes
     own: np.ndarray  # the displacement
@@ -210,9 +209,7 @@ class Rounds:
 
     # One exchange.
 
-    def exchange(
-        self, values: Sequence[np.ndarray], weight: float, updates: int
-    ) -> Outcome | None:
+    def exchange(self, values: Sequence[np.ndarray], weight: float, updates: int) -> Outcome | None:
         """Contribute to the open round, wait until it is decided, and return where to go on.
 
         Args:
@@ -269,7 +266,7 @@ class Rounds:
         An exchange that failed may have put it there already, so it stays the same.
         """
         number, part = self.anchor.round, own
-        if self._waiting is not None and self._waiting.round == number:
+        if self._waiting is not None:
             self._store.put(self._waiting.key, self._waiting.data)
             return
         if self._wire.keeps_lost and self.lost is not None:
@@ -280,10 +277,10 @@ class Rounds:
             self.run.run, number, self._rules.name, self.anchor.digest, weight, updates,
             sha256(sent),
         )  # fmt: skip
-        data = dump(header, {name: sent for name in self._wire.shapes})
+        data = dump(header, dict.fromkeys(self._wire.shapes, sent))
         key = part_of(number, self._rules.name, self._process)
         # Before the request, which may take effect and have no answer.
-        self._waiting = _Sent(number, key, data, own, lost)
+        self._waiting = _Sent(key, data, own, lost)
         self._store.put(key, data)
 
     def _decided(self) -> Manifest:
@@ -341,7 +338,7 @@ class Rounds:
     ) -> np.ndarray | None:
         """Return the displacement that this island keeps, after a round was decided."""
         sent, name, number = self._waiting, self._rules.name, manifest.round
-        if sent is not None and sent.round == number and sent.key in manifest.parts:
+        if sent is not None and sent.key in manifest.parts:
             if counted is None or sent.key in counted:
                 self.lost = sent.lost
             # Progress since an exchange that the store did not let finish is in no part yet.
@@ -654,8 +651,8 @@ def compare(url: str, run: Run, agreed: Run) -> None:
         theirs, mine = getattr(run, name), getattr(agreed, name)
         if mine and theirs != mine:
             if name == "leaves":
-                theirs, mine = (sorted({*x} - {*y}) or x for x, y in ((theirs, mine), (mine, theirs)))
-                theirs, mine = (", ".join(x[:3]) for x in (theirs, mine))
+                pairs = (theirs, mine), (mine, theirs)
+                theirs, mine = (", ".join((sorted({*x} - {*y}) or x)[:3]) for x, y in pairs)
             raise IslandsError(
                 f"{url}/{RUN}: {what} of this run is {theirs}, and this island has {mine}."
             )

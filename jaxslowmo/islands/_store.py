@@ -218,7 +218,13 @@ class Store:
         """Return the answer of a request, which is repeated until there is one.
 
         Args:
+          kind: what it asks for; see `Traffic`.
+          key: the object or folder.
+          request: function that asks once.
           answers: exceptions that are answers.
+
+        Raises:
+          StoreError: it failed for as long as `patience`, or was refused.
         """
         # Without a request that may find no object, there is no bucket.
         refusals = (*self._bucket.refusals, FileNotFoundError)

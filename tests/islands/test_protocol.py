@@ -1,6 +1,5 @@
 """Whatever a store and islands do to each other: one run, each part once, the same bits for all."""
 
-import itertools
 import math
 import random
 import re
@@ -22,16 +21,14 @@ from jaxslowmo.islands._rounds import Anchor, Outcome, Rounds, Rules
 from jaxslowmo.islands._store import Store, StoreError
 from jaxslowmo.islands._wire import Wire
 
-SIZE = 64
+SIZE, PLACES = 64, 48
 PATIENCE, DEADLINE, LONGEST_PAUSE = 3.0, 8.0, 2.0
-OPTIMIZER = HostOptimizer(
-    optax.sgd(0.5, momentum=0.5, nesterov=True), [np.zeros(SIZE, np.float32)]
-)
+OPTIMIZER = HostOptimizer(optax.sgd(0.5, momentum=0.5, nesterov=True), [np.zeros(SIZE, np.float32)])
 WIRES = {None: Wire(None, SIZE), "int4": Wire(js.codecs.int4(block=16), SIZE)}
 # Each displacement is one of these, at a place of its own; a codec loses some of it.
-UNITS = np.resize(np.float32([1, 0.375, 0.75]), SIZE)
-CALM, SLOW, BAD = {}, {"delay": 10}, {"fails": 8, "times out": 8, "delay": 5, "outage": 1}
-DEADLY = {**BAD, "dies": 1, "dies after": 1}
+UNITS = np.resize(np.float32([1, 0.375, 0.75]), PLACES)
+CALM, SLOW, BAD = {}, {"delay": 10}, {"fails": 8, "times out": 8, "delay": 5, "outage": 1, "cut": 1}
+DEADLY = {**BAD, "dies": 2, "dies after": 3}
 
 
 @dataclass(frozen=True)
@@ -78,18 +75,12 @@ class Example:
 
     def __init__(self, setting: Setting, seed: int, limit: int) -> None:
         self.setting, self.random, self.limit = setting, random.Random(seed), limit
-        self.rules = dict(
-            quorum=min(setting.quorum, setting.islands),
-            deadline_seconds=DEADLINE,
-            late_share=setting.late_share,
-            snapshot_every=setting.snapshot_every,
-            keep=setting.keep,
-        )
+        self.quorum = min(setting.quorum, setting.islands)
         self.wire = WIRES[setting.codec]
         self.world = World(self.choose)
         self.world.trouble = dict(setting.trouble)
-        self.places = iter(range(SIZE - 1))  # the last tells with whose parameters the run began
-        self.displaced = np.zeros(SIZE, np.float32)
+        self.places = iter(range(PLACES))
+        self.displaced = np.zeros(PLACES, np.float32)
         self.seen: set[tuple[int, str]] = set()
         self.saved: dict[str, Saved] = {}
         self.lost: dict[str, np.ndarray | None] = {}
@@ -105,11 +96,15 @@ class Example:
     def rounds(self, process: Process) -> Rounds:
         """Return the rounds of a process that begins."""
         store = Store(process, "memory://run", PATIENCE, process.clock, lambda line: None)
-        rules = Rules(process.island, **self.rules)
-        agreed = Run("", "", "1", self.setting.codec or "None", OPTIMIZER.text, [f"w[{SIZE}]"], 1e30)
-        return Rounds(
-            store, rules, OPTIMIZER, self.wire, agreed, process.clock, lambda line: None
+        wanted = self.setting
+        rules = Rules(
+            process.island, self.quorum, DEADLINE, wanted.late_share, wanted.snapshot_every,
+            wanted.keep,
+        )  # fmt: skip
+        agreed = Run(
+            "", "", "1", self.setting.codec or "None", OPTIMIZER.text, [f"w[{SIZE}]"], 1e300
         )
+        return Rounds(store, rules, OPTIMIZER, self.wire, agreed, process.clock, lambda line: None)
 
     def life(self, process: Process) -> None:
         """Join, train and exchange; if the process dies, begin another one later."""
@@ -118,7 +113,7 @@ class Example:
         except Died:
             if not process.is_ended:
                 self.deaths += 1
-                if self.deaths == 3:
+                if self.deaths == 4:
                     self.world.trouble = dict(BAD)
                 start = self.world.time + (1.0, 9.0, 40.0)[self.choose(3)]
                 Process(self.world, process.island, self.life, start)
@@ -137,15 +132,17 @@ class Example:
                     rest = self.rest_of(rounds.resume(saved.round, [saved.values]))
                 break
             except StoreError:
+                assert "fails" in self.setting.trouble
                 process.sleep(1.0)
         self.seen.add((rounds.anchor.round, rounds.anchor.digest))
         for _ in range(1 + self.choose(5)):
             process.sleep((3.0, 0.2, 7.0, 15.0)[self.choose(4)])
             place = next(self.places, None)
             if place is not None:
-                rest[place] += UNITS[place]
-                self.displaced[place] = UNITS[place]
-            if self.choose(3) == 2:
+                rest[place] = self.displaced[place] = UNITS[place]
+                # Places of all islands, where the order of a sum tells in the last bit.
+                rest[PLACES:-1] += np.float32([self.random.random() for _ in rest[PLACES:-1]])
+            if self.choose(3):
                 values = rounds.anchor.values[0] - rest
                 self.saved[name] = Saved(rounds.anchor.round, values, rounds.lost)
             rest = self.exchange(process, rounds, rest)
@@ -167,12 +164,12 @@ class Example:
         self.lost[process.island] = rounds.lost
         waited = world.time - start - (process.store_time - store_time)
         times = sorted(t for (k, _), t in world.part_times.items() if k == number)
-        quorum = self.rules["quorum"]
-        possible = times[quorum - 1] if len(times) >= quorum else math.inf
+        possible = times[self.quorum - 1] if len(times) >= self.quorum else math.inf
         # Some listings are old ones, so it may look a few times more.
         most = max(DEADLINE, possible - start) + 6 * LONGEST_PAUSE
         assert waited <= most, f"{process.island} waited for {waited:.1f} s in round {number}"
         if outcome is None:
+            assert "fails" in self.setting.trouble
             assert rounds.anchor.round == number
             return rest
         self.seen.add((outcome.anchor.round, outcome.anchor.digest))
@@ -193,7 +190,7 @@ class Example:
         else:  # what was rounded up is corrected in the next part
             assert (total <= 1.25 * UNITS + 0.1).all(), f"counted twice: {total / UNITS}"
         if self.setting.late_share == 1 and not self.deaths:
-            lost = sum((x for x in self.lost.values() if x is not None), np.zeros(SIZE))
+            lost = sum((x[:PLACES] for x in self.lost.values() if x is not None), np.zeros(PLACES))
             np.testing.assert_allclose(total + lost, self.displaced, atol=1e-5)
 
     def by_hand(self) -> tuple[list[Anchor], np.ndarray, np.ndarray]:
@@ -201,8 +198,8 @@ class Example:
 
         Returns:
           anchors: those of all rounds.
-          total: (SIZE,) float32: the sum of all displacements that were counted.
-          times: (SIZE,) int: in how many parts each place was not 0.
+          total: (PLACES,) float32: the sum of all displacements that were counted.
+          times: (PLACES,) int: in how many parts each place was not 0.
         """
         ever = self.world.ever
         run = Run.loads(ever["run.json"])
@@ -212,17 +209,16 @@ class Example:
         ]
         (first,) = (x for x in firsts if x.digest == run.digest)
         anchors, before = [first], set[str]()
-        total, times = np.zeros(SIZE, np.float32), np.zeros(SIZE, int)
-        for number in itertools.count():
-            key = manifest_of(number)
-            if key not in ever:
-                return anchors, total, times
-            data = [ever[part] for part in Manifest.loads(ever[key]).parts]
+        total, times = np.zeros(PLACES, np.float32), np.zeros(PLACES, int)
+        while (key := manifest_of(number := len(anchors) - 1)) in ever:
+            manifest = Manifest.loads(ever[key])
+            data = [ever[part] for part in manifest.parts]
             heads: list[Any] = [head_of(x, Part) for x in data]
             parts = [self.wire.decode(arrays_of(x, self.wire.shapes)[0]) for x in data]
             islands = {x.island for x in heads}
-            assert len(islands) == len(heads) >= self.rules["quorum"]
-            is_early = not before <= islands and self.world.closed_after[number] < DEADLINE
+            assert len(islands) == len(heads) >= self.quorum
+            assert manifest.author in islands
+            is_early = not before <= islands and self.world.closed_after[number] < DEADLINE - 1e-6
             assert not is_early, f"round {number} closed without {before - islands}, too early"
             before = islands
             whole = sum(x.weight for x in heads)
@@ -232,8 +228,9 @@ class Example:
             mean = np.add.accumulate(terms)[-1]
             last = anchors[-1]
             anchors.append(Anchor(number + 1, *OPTIMIZER.step([mean], last.outer, last.values)))
-            total += np.sum(parts, axis=0)
-            times += np.sum([x != 0 for x in parts], axis=0)
+            total += np.sum(parts, axis=0)[:PLACES]
+            times += np.sum([x[:PLACES] != 0 for x in parts], axis=0)
+        return anchors, total, times
 
     def check_newcomers(self, newest: Anchor) -> None:
         """Check that islands that join now compute the same anchor."""
@@ -255,7 +252,7 @@ class Example:
 
 
 def start_of(name: str) -> np.ndarray:
-    """Return the parameters with which an island would begin the run."""
+    """Return the parameters with which an island would begin the run; the last tells its name."""
     start = np.zeros(SIZE, np.float32)
     start[-1] = sum(map(ord, name))
     return start

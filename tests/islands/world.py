@@ -35,6 +35,7 @@ class World:
 
     def __init__(self, choose: Callable[[int], int]) -> None:
         self.choose, self.trouble = choose, dict[str, int]()
+        self.wrong = ""
         self.time, self.islands = 0.0, list[Process]()
         self.objects, self.ever = dict[str, bytes](), dict[str, bytes]()
         self.part_times: dict[tuple[int, str], float] = {}
@@ -69,10 +70,11 @@ class World:
             seconds = (0.3, 1.0, 9.0)[self.choose(3)]
             island.wake, island.store_time = self.time + seconds, island.store_time + seconds
             return
-        if fate == "outage":
+        if fate in ("outage", "cut"):
             island.no_answer_until = self.time + (2.0, 20.0)[self.choose(2)]
         is_out = self.time < island.no_answer_until
-        island.go_on("fails" if is_out else fate)
+        island.go_on("fails" if is_out and fate != "cut" else fate)
+        assert not self.wrong, self.wrong
         if island.error is not None:
             raise island.error
 
@@ -86,13 +88,17 @@ class World:
                 return kind
         return ""
 
-    def keys(self) -> list[str]:
+    def listed(self) -> list[str]:
         """Return the keys of a listing, which may be an old one."""
         is_old = self._fate_of_listing()
         return self.listings[max(0, len(self.listings) - 1 - is_old)]
 
     def _fate_of_listing(self) -> int:
-        return self.choose(4) if self.trouble and self.choose(100) >= 70 else 0
+        return self.choose(15) if self.trouble and self.choose(100) >= 70 else 0
+
+    def expect(self, is_right: bool, wrong: str) -> None:
+        """Remember what must not be; an exception would be repeated as a failure of the store."""
+        self.wrong = self.wrong or ("" if is_right else wrong)
 
     def changed(self) -> None:
         """Remember the keys after a change of them."""
@@ -113,7 +119,7 @@ class Process(threading.Thread):
       is_quiet: whether it has nothing left to do but to serve the others.
     """
 
-    refusals = (PermissionError,)
+    refusals: tuple[type[Exception], ...] = (PermissionError,)
 
     def __init__(
         self, world: World, name: str, life: Callable[["Process"], None], start: float
@@ -183,7 +189,7 @@ class Process(threading.Thread):
         result = effect()
         if fate == "dies after":
             raise Died
-        if fate == "times out":  # after it took effect
+        if fate in ("times out", "cut"):  # after it took effect
             self.has_failed = True
             raise TimeoutError("no answer")
         return result
@@ -216,9 +222,9 @@ class Process(threading.Thread):
         world = self.world
         if key.startswith("rounds/"):
             known = world.ever.setdefault(key, data)
-            assert known == data, f"{key} was written twice, with other contents"
+            world.expect(known == data, f"{key} was written twice, with other contents")
             if key.endswith("manifest.json"):
-                assert key not in world.objects, f"{key} was written twice"
+                world.expect(key not in world.objects, f"{key} was written twice")
                 world.closed_after[number_of(key) or 0] = world.time - self.exchanging_since
             elif (island := island_of(key)) is not None:
                 world.part_times.setdefault((number_of(key) or 0, island), world.time)
@@ -229,7 +235,7 @@ class Process(threading.Thread):
 
     def delete(self, key: str) -> None:
         def effect() -> None:
-            assert not key.endswith(".json"), f"{key} was removed"
+            self.world.expect(not key.endswith(".json"), f"{key} was removed")
             if self.world.objects.pop(key, None) is None:
                 raise FileNotFoundError(key)
             self.world.changed()
@@ -238,7 +244,7 @@ class Process(threading.Thread):
 
     def list(self, prefix: str) -> list[Entry]:
         def effect() -> list[Entry]:
-            keys = [x for x in self.world.keys() if x.startswith(f"{prefix}/")]
+            keys = [x for x in self.world.listed() if x.startswith(f"{prefix}/")]
             return [Entry(key, len(self.world.ever[key]), _EPOCH) for key in keys]
 
         return self._ask(f"list {prefix}", effect)  # type: ignore[return-value]
