@@ -103,8 +103,10 @@ class _Record:
 
 
 def _fits(value: Any, kind: Any) -> bool:
-    if kind in (str, int, float):  # not `bool`, which is an `int`
-        return type(value) is kind and (kind is str or (value >= 0 and value < math.inf))
+    if kind in (int, float):
+        return type(value) is kind and 0 <= value < math.inf  # `True` is no number here
+    if kind is str:
+        return isinstance(value, str)
     return isinstance(value, list) and all(isinstance(x, str) for x in value)
 
 

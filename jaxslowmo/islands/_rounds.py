@@ -432,12 +432,11 @@ class Rounds:
                 data = self._store.get(key, limit_of(self._wire.num_bytes))
             if data is None:
                 raise _GoneError(key)
-            part.header = head_of(data, Part)
+            part.header = head = head_of(data, Part)
             (part.sent,) = arrays_of(data, self._wire.shapes)
         except (TooLargeError, FormatError) as error:
             part.why = f"is unreadable: {error}"
             return part
-        head = part.header
         if (head.run, head.round, head.island) != (self.run.run, number, island_of(key)):
             part.why = "belongs to another run, round or island"
         elif head.sha256 != sha256(part.sent):

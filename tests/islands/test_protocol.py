@@ -26,7 +26,7 @@ PATIENCE, DEADLINE, LONGEST_PAUSE = 3.0, 8.0, 2.0
 OPTIMIZER = HostOptimizer(optax.sgd(0.5, momentum=0.5, nesterov=True), [np.zeros(SIZE, np.float32)])
 WIRES = {None: Wire(None, SIZE), "int4": Wire(js.codecs.int4(block=16), SIZE)}
 # Each displacement is one of these, at a place of its own; a codec loses some of it.
-UNITS = np.resize(np.float32([1, 0.375, 0.75]), PLACES)
+UNITS = np.resize(np.array([1, 0.375, 0.75], np.float32), PLACES)
 CALM, SLOW, BAD = {}, {"delay": 10}, {"fails": 8, "times out": 8, "delay": 5, "outage": 1, "cut": 1}
 DEADLY = {**BAD, "dies": 2, "dies after": 3}
 
@@ -141,7 +141,7 @@ class Example:
             if place is not None:
                 rest[place] = self.displaced[place] = UNITS[place]
                 # Places of all islands, where the order of a sum tells in the last bit.
-                rest[PLACES:-1] += np.float32([self.random.random() for _ in rest[PLACES:-1]])
+                rest[PLACES:-1] += [self.random.random() for _ in rest[PLACES:-1]]
             if self.choose(3):
                 values = rounds.anchor.values[0] - rest
                 self.saved[name] = Saved(rounds.anchor.round, values, rounds.lost)
