@@ -1,10 +1,13 @@
 """What lies in a bucket: JSON for what is decided, safetensors for arrays; no pickle anywhere.
 
     run.json                                what all islands agree on, and where the run starts
+    rounds/00000007/joins-paris-<id>        it trains towards round 7, and was not in round 6
     rounds/00000007/part-paris-<id>         how far an island has moved since the anchor of round 7
     rounds/00000007/manifest.json           the parts of which round 7 consists, decided once
     snapshots/00000010-<digest>             the anchor before round 10, and its optimizer's state
     islands/paris.json                      what an island last did; nothing depends on it
+
+`<id>` is of the island's process: no two processes write the same object of a round.
 """
 
 import hashlib
@@ -51,9 +54,9 @@ def manifest_of(number: int) -> str:
     return f"{folder_of(number)}/manifest.json"
 
 
-def part_of(number: int, island: str, process: str) -> str:
-    """Return the key of a part."""
-    return f"{folder_of(number)}/part-{island}-{process}"
+def part_of(number: int, island: str, process: str, kind: str = "part") -> str:
+    """Return the key of a part, or of another kind of object of an island in a round."""
+    return f"{folder_of(number)}/{kind}-{island}-{process}"
 
 
 def snapshot_of(number: int, digest: str) -> str:
@@ -67,9 +70,9 @@ def number_of(key: str) -> int | None:
     return int(found[1]) if found else None
 
 
-def island_of(key: str) -> str | None:
-    """Return the island that wrote a part; None for another key."""
-    found = re.fullmatch(r"rounds/\d{8}/part-(.+)-[0-9a-f]+", key)
+def island_of(key: str, kind: str = "part") -> str | None:
+    """Return the island that wrote a part, or another kind of object; None for another key."""
+    found = re.fullmatch(rf"rounds/\d{{8}}/{kind}-(.+)-[0-9a-f]+", key)
     return found[1] if found and _NAME.fullmatch(found[1]) else None
 
 
@@ -86,7 +89,7 @@ class _Record:
         try:
             found = json.loads(text)
             version = found.pop("version")
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
+        except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
             raise FormatError(f"no JSON object with a version ({error})") from error
         if version != VERSION:
             raise FormatError(f"version {version!r}, and this jaxslowmo reads {VERSION}")
@@ -100,15 +103,10 @@ class _Record:
 
 
 def _fits(value: Any, kind: Any) -> bool:
-    if kind is float:
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        return is_number and math.isfinite(value)
-    if kind is int:
-        return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    if kind in (int, float):
+        return type(value) is kind and 0 <= value < math.inf  # `True` is no number here
     if kind is str:
         return isinstance(value, str)
-    if kind is bool:
-        return isinstance(value, bool)
     return isinstance(value, list) and all(isinstance(x, str) for x in value)
 
 
@@ -123,6 +121,7 @@ class Run(_Record):
       codec: the codec of parts, as text.
       optimizer: what the outer optimizer's program computes, as `HostOptimizer.text`.
       leaves: name, shape of each leaf of the model.
+      max_norm_ratio: norm above which a part is left out, in medians of its round.
     """
 
     run: str
@@ -131,6 +130,7 @@ class Run(_Record):
     codec: str
     optimizer: str
     leaves: list[str] = field(default_factory=list)
+    max_norm_ratio: float = 10.0
 
 
 @dataclass(frozen=True)
@@ -218,7 +218,7 @@ def head_of(data: bytes, kind: type[Any]) -> Any:
         raise FormatError("no safetensors")
     try:
         text = json.loads(data[8 : 8 + size])["__metadata__"][_MARK]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise FormatError("safetensors without a header of islands") from error
     return kind.loads(text)
 

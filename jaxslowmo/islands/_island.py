@@ -276,8 +276,8 @@ def join(
         `optax.sgd(0.7, momentum=0.9, nesterov=True)`.
       sync_every: updates between exchanges, or `js.every(...)`; equal on all islands.
       quorum: number of parts that a round needs at least.
-      deadline_seconds: how long an island waits, after it has sent its part, for those that took
-        part in the last round. Then the round closes without them, if there is a quorum.
+      deadline_seconds: how long an island that has sent its part waits for those of the last round
+        and those that joined since. Then a round that has a quorum closes without them.
       codec: the format of parts, of `js.codecs`; None: float32. Equal on all islands.
       late: what an island does with its progress if a round closed without it: "drop", or
         "carry" or "carry:0.5", which keep it, or this share of it, for the next round.
@@ -287,6 +287,7 @@ def join(
       keep: number of snapshots that are kept, with the parts of rounds since; None removes nothing
         and needs no right to delete.
       max_norm_ratio: a part whose norm is above this many times the round's median is left out.
+        Equal on all islands.
       say: function that shows one line; None prints it to stderr.
 
     Returns:
@@ -318,14 +319,14 @@ def join(
         late_share=late_share(late),
         snapshot_every=checked_int(f"{owner}: `snapshot_every`", snapshot_every, 1),
         keep=None if keep is None else checked_int(f"{owner}: `keep`", keep, 1),
-        max_norm_ratio=_number(owner, "max_norm_ratio", max_norm_ratio, least=1),
     )
+    max_norm_ratio = _number(owner, "max_norm_ratio", max_norm_ratio, least=1)
     if weight is not None and _number(owner, "weight", weight) == 0:
         raise ValueError(f"{owner}: `weight` must be above 0, got {weight!r}.")
     merge = _number(owner, "merge", merge, most=1)
     say = say or _to_stderr(name)
     period = str(schedule.k) if schedule == every(schedule.k) else repr(schedule)
-    agreed = Run("", "", period, repr(codec), "")
+    agreed = Run("", "", period, repr(codec), "", max_norm_ratio=max_norm_ratio)
     store = None
     if jax.process_index() == 0:
         bucket = ObjectStore(url)

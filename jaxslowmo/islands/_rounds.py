@@ -8,6 +8,7 @@ anchor, to the bit. So nothing but the store is asked who is there, and whoever 
 the same.
 """
 
+import contextlib
 import math
 import secrets
 import statistics
@@ -45,7 +46,6 @@ from ._wire import Wire, divided, joined
 
 _POLL_SECONDS = 0.05, 2.0  # the first and the longest pause between two looks at a round
 _PROGRESS_SECONDS = 30.0
-_ATTEMPTS = 5  # to read a run whose old rounds are being removed
 
 
 class _GoneError(Exception):
@@ -62,7 +62,6 @@ class Rules:
     late_share: float = 0.0
     snapshot_every: int = 10
     keep: int | None = 2
-    max_norm_ratio: float = 10.0
 
 
 @dataclass(frozen=True)
@@ -102,9 +101,8 @@ class _Received:
 
 
 class _Sent(NamedTuple):
-    """The part of this island in a round that is not decided yet."""
+    """The part of this island in a round that is not decided yet, whether or not it is there."""
 
-    round: int
     key: str
     data: bytes
     own: np.ndarray  # the displacement
@@ -158,7 +156,6 @@ class Rounds:
         self._agreed, self._clock, self._say = agreed, clock, say
         self._process = secrets.token_hex(8)
         self._waiting: _Sent | None = None
-        self._newest_snapshot = 0
         self.lost: np.ndarray | None = None
 
     @property
@@ -188,6 +185,7 @@ class Rounds:
         compare(self._store.url, run, self._agreed)
         self.run, self._agreed = run, run
         self.anchor = self._newest()
+        self._announce()
         self._note(0, self._store.traffic.sent, self._store.traffic.received)
 
     def resume(self, number: int, values: Sequence[np.ndarray]) -> Outcome | None:
@@ -204,22 +202,19 @@ class Rounds:
             )
         if number == self.anchor.round:
             return None
-        share, rounds = self._rules.late_share, range(number, self.anchor.round)
-        was_counted = share and any(self._was_counted(k) for k in rounds)
-        start = self._newest(number) if share and not was_counted else None
-        if start is None or start.round != number:
+        share = self._rules.late_share
+        if share or self.lost is not None:
+            manifests = map(self._manifest, range(number, self.anchor.round))
+            if any(x is not None and self._rules.name in x.islands() for x in manifests):
+                return Outcome(self.anchor, self._of_an_earlier_process())
+        start = self._computed(number) if share else None
+        if start is None:
             return Outcome(self.anchor)
         return Outcome(self.anchor, (joined(start.values) - joined(values)) * np.float32(share))
 
-    def _was_counted(self, number: int) -> bool:
-        manifest = self._manifest(number)
-        return manifest is not None and self._rules.name in manifest.islands()
-
     # One exchange.
 
-    def exchange(
-        self, values: Sequence[np.ndarray], weight: float, updates: int
-    ) -> Outcome | None:
+    def exchange(self, values: Sequence[np.ndarray], weight: float, updates: int) -> Outcome | None:
         """Contribute to the open round, wait until it is decided, and return where to go on.
 
         Args:
@@ -241,9 +236,9 @@ class Rounds:
         try:
             self._check_name()
             manifest = self._manifest(self.anchor.round)
+            is_late = manifest is not None
             if manifest is None:
-                if self._waiting is None or self._waiting.round != self.anchor.round:
-                    self._send(own, weight, updates)
+                self._send(own, weight, updates)
                 manifest = self._decided()
             anchor, counted = self._step_or_jump(manifest)
         except StoreError as error:
@@ -253,6 +248,11 @@ class Rounds:
         closed, self.anchor, self._waiting = self.anchor, anchor, None
         try:
             self.anchor = self._replayed(anchor)
+            if self.anchor is not anchor or self._rules.name not in manifest.islands():
+                self._announce()
+            if is_late and rest is not None:
+                # The next round may be decided, too, before this island comes back.
+                self._send(rest, weight, updates)
             if manifest.author == self._rules.name:
                 self._keep_snapshots(anchor)
             self._note(updates, *before, requests=requests)
@@ -260,9 +260,24 @@ class Rounds:
             self._say(f"after round {closed.round}: {error}")
         return Outcome(self.anchor, rest)
 
+    def _announce(self) -> None:
+        """Let the others wait for this island in the open round: it was not in the last one.
+
+        Else it would never meet them: it begins later than they do, so it would arrive later,
+        again and again.
+        """
+        key = part_of(self.anchor.round, self._rules.name, self._process, "joins")
+        self._store.put(key, b"{}")
+
     def _send(self, own: np.ndarray, weight: float, updates: int) -> None:
-        """Put this island's part into the open round."""
+        """Put this island's part into the open round.
+
+        An exchange that failed may have put it there already, so it stays the same.
+        """
         number, part = self.anchor.round, own
+        if self._waiting is not None:
+            self._store.put(self._waiting.key, self._waiting.data)
+            return
         if self._wire.keeps_lost and self.lost is not None:
             part = own + self.lost
         sent = self._wire.encode(part)
@@ -271,14 +286,18 @@ class Rounds:
             self.run.run, number, self._rules.name, self.anchor.digest, weight, updates,
             sha256(sent),
         )  # fmt: skip
-        data = dump(header, {name: sent for name in self._wire.shapes})
-        # A name of its own for each: one that was put and never answered is not this one.
-        key = part_of(number, self._rules.name, self._process + secrets.token_hex(4))
+        data = dump(header, dict.fromkeys(self._wire.shapes, sent))
+        key = part_of(number, self._rules.name, self._process)
+        # Before the request, which may take effect and have no answer.
+        self._waiting = _Sent(key, data, own, lost)
         self._store.put(key, data)
-        self._waiting = _Sent(number, key, data, own, lost)
 
     def _decided(self) -> Manifest:
-        """Wait until the open round is decided, and return its manifest; close it if it can be."""
+        """Wait until the open round is decided, and return its manifest; close it if it can be.
+
+        It can be if all have contributed that took part in the last round or join in this one, or
+        after the deadline, if there is a quorum.
+        """
         number, rules, clock = self.anchor.round, self._rules, self._clock
         done = said = clock.now()
         before = self._manifest(number - 1) if number else None
@@ -288,31 +307,28 @@ class Rounds:
             manifest = self._manifest(number)
             if manifest is not None:
                 return manifest
-            present = self._present(number)
-            missing, waited = expected - present.keys(), clock.now() - done
+            present, joining = self._present(number)
+            missing, waited = (expected | joining) - present.keys(), clock.now() - done
             left = rules.deadline_seconds - waited
             if len(present) >= rules.quorum and (not missing or left <= 0):
                 return self._close(present)
             if clock.now() - said >= _PROGRESS_SECONDS:
                 said = clock.now()
-                few = rules.quorum - len(present)
-                whom = f"{few} more of quorum={rules.quorum}" if few > 0 else ", ".join(missing)
-                until = f", for {left:.0f} s at most" if few <= 0 else ""
-                self._say(f"round {number}: waiting for {whom}{until}")
+                whom = ", ".join(sorted(missing)) or "other islands"
+                until = f"for {left:.0f} s at most"
+                if len(present) < rules.quorum:
+                    until = f"{len(present)} of quorum={rules.quorum} parts are there"
+                self._say(f"round {number}: waiting for {whom}, {until}")
             clock.sleep(max(0.01, min(pause, left)) if left > 0 else pause)
             pause = min(1.5 * pause, longest)
 
-    def _present(self, number: int) -> dict[str, str]:
-        """Return the key of one part of each island that has one in a round."""
+    def _present(self, number: int) -> tuple[dict[str, str], set[str]]:
+        """Return the key of a part of each island that has one in the open round, and who joins."""
+        assert self._waiting is not None
         keys = [entry.key for entry in self._store.list(folder_of(number))]
-        if self._waiting is not None and self._waiting.round == number:
-            keys.append(self._waiting.key)  # listings may lag behind
-        found: dict[str, str] = {}
-        for key in sorted(keys):
-            island = island_of(key)
-            if island is not None:
-                found.setdefault(island, key)
-        return found
+        keys.append(self._waiting.key)  # listings may lag behind
+        present = {island: key for key in sorted(keys) if (island := island_of(key))}
+        return present, {island for key in keys if (island := island_of(key, "joins"))}
 
     def _close(self, present: dict[str, str]) -> Manifest:
         """Create the manifest of the open round; return the one that was created first."""
@@ -331,18 +347,23 @@ class Rounds:
     ) -> np.ndarray | None:
         """Return the displacement that this island keeps, after a round was decided."""
         sent, name, number = self._waiting, self._rules.name, manifest.round
-        if sent is not None and sent.round == number and sent.key in manifest.parts:
+        if sent is not None and sent.key in manifest.parts:
             if counted is None or sent.key in counted:
                 self.lost = sent.lost
             # Progress since an exchange that the store did not let finish is in no part yet.
             return None if sent.own is own else own - sent.own
         if name in manifest.islands():
             self._say(f"round {number}: an earlier process of {name} has contributed already")
-            return None
+            return self._of_an_earlier_process()
         share = self._rules.late_share
         what = f"carries {share:g} of its progress over" if share else "drops its progress"
         self._say(f"round {number} closed without {name}, which {what}")
         return own * np.float32(share) if share else None
+
+    def _of_an_earlier_process(self) -> None:
+        """Forget what an earlier process of this island has sent, maybe; nothing counts twice."""
+        if self.lost is not None:
+            self.lost = np.zeros_like(self.lost)
 
     # From anchor to anchor.
 
@@ -374,10 +395,7 @@ class Rounds:
           manifest: the round's manifest.
           is_live: whether `anchor` was kept in memory; else it was just computed from the store.
         """
-        first_of: dict[str, str] = {}
-        for key in manifest.parts:
-            first_of.setdefault(island_of(key) or key, key)
-        received = [self._read_part(key, anchor.round) for key in first_of.values()]
+        received = [self._read_part(key, anchor.round) for key in manifest.parts]
         anchor = self._agreed_anchor(anchor, manifest, received, is_live)
         counting = [x for x in received if x.why is None]
         norms = [_norm(self._wire.decode(x.sent)) for x in counting if x.sent is not None]
@@ -385,14 +403,11 @@ class Rounds:
         for part, norm in zip(counting, norms, strict=True):
             if not math.isfinite(norm):
                 part.why = "holds values that are not finite"
-            elif usual > 0 and norm > self._rules.max_norm_ratio * usual:
-                part.why = (
-                    f"has norm {norm:.3g}, above {self._rules.max_norm_ratio:g} times {usual:.3g}, "
-                    "the median"
-                )
+            elif usual > 0 and norm > (most := self.run.max_norm_ratio) * usual:
+                part.why = f"has norm {norm:.3g}, above {most:g} times {usual:.3g}, the median"
         for part in received:
             if part.why is not None:
-                who = island_of(part.key) or part.key
+                who = island_of(part.key)
                 self._say(f"round {anchor.round}: the part of {who} is left out: it {part.why}")
         counting = [x for x in counting if x.why is None]
         if not counting:
@@ -404,7 +419,7 @@ class Rounds:
     def _mean(self, parts: list[_Received]) -> np.ndarray:
         """Return the weighted mean, summed in order, in float32."""
         weights = [x.header.weight for x in parts if x.header is not None]
-        whole, mean = math.fsum(weights), None
+        whole, mean = sum(weights), None
         for part, weight in zip(parts, weights, strict=True):
             assert part.sent is not None
             term = self._wire.decode(part.sent) * np.float32(weight / whole)
@@ -426,12 +441,11 @@ class Rounds:
                 data = self._store.get(key, limit_of(self._wire.num_bytes))
             if data is None:
                 raise _GoneError(key)
-            part.header = head_of(data, Part)
+            part.header = head = head_of(data, Part)
             (part.sent,) = arrays_of(data, self._wire.shapes)
         except (TooLargeError, FormatError) as error:
             part.why = f"is unreadable: {error}"
             return part
-        head = part.header
         if (head.run, head.round, head.island) != (self.run.run, number, island_of(key)):
             part.why = "belongs to another run, round or island"
         elif head.sha256 != sha256(part.sent):
@@ -453,7 +467,7 @@ class Rounds:
         for part in received:
             if part.why is None and part.header and part.header.anchor != anchor.digest:
                 part.why = f"is measured from another anchor, {part.header.anchor[:16]}"
-        if len(votes) > 1 and anchor.digest == right:
+        if len(votes) > 1 and anchor.digest == right and is_live:
             self._write_snapshot(anchor, self.run.run)  # for those who have another one
         return anchor
 
@@ -470,8 +484,7 @@ class Rounds:
         )
         shown = self._read_snapshot(snapshot_of(number, right))
         if shown is None and is_live:
-            computed = self._newest(number)
-            anchor = computed if computed.round == number else anchor
+            anchor = self._computed(number) or anchor
             # The others see this island's part, so they show their anchor.
             started, is_seen = clock.now(), self._rules.name in manifest.islands()
             while anchor.digest != right and shown is None and is_seen:
@@ -483,34 +496,38 @@ class Rounds:
 
     # Snapshots.
 
-    def _newest(self, until: int | None = None) -> Anchor:
-        """Return the newest anchor, or that of a round, from a snapshot and the rounds since."""
-        for _ in range(_ATTEMPTS):
-            found = self._snapshots()
-            known = [x for x in found if until is None or x[0] <= until]
-            if not known:
-                break
-            number, key = max(known)
-            if number == 0:
-                key = snapshot_of(0, self.run.digest)
-            anchor = self._read_snapshot(key)
-            if anchor is None:
-                continue
-            self._newest_snapshot = max(self._newest_snapshot, number)
-            try:
-                return self._replayed(anchor, until)
-            except _GoneError:
-                continue
-        if until is not None:
-            return self.anchor
-        raise IslandsError(
-            f"{self._store.url}/snapshots: the run has no snapshot from which its newest anchor "
-            "can be computed; were objects removed by hand?"
-        )
+    def _newest(self) -> Anchor:
+        """Return the newest anchor.
 
-    def _snapshots(self) -> list[tuple[int, str]]:
-        found = [(number_of(x.key), x.key) for x in self._store.list("snapshots")]
-        return [(number, key) for number, key in found if number is not None]
+        Snapshots and parts may be removed meanwhile, and a listing may lag behind. So it looks
+        again for a while.
+        """
+        started = self._clock.now()
+        while True:
+            anchor = self._computed()
+            if anchor is not None:
+                return anchor
+            if self._clock.now() - started >= self._store.patience:
+                raise StoreError(
+                    f"{self._store.url}/snapshots: no snapshot leads to the newest anchor; were "
+                    "objects removed by hand?"
+                )
+            self._clock.sleep(_POLL_SECONDS[1])
+
+    def _computed(self, until: int | None = None) -> Anchor | None:
+        """Return the newest anchor, or that of a round; None if no snapshot leads there."""
+        first = snapshot_of(0, self.run.digest)
+        for key in sorted({first, *(x.key for x in self._store.list("snapshots"))}, reverse=True):
+            number = number_of(key)
+            if number is None or (until is not None and number > until):
+                continue
+            if number == 0 and key != first:  # of another island that would have begun the run
+                continue
+            anchor = self._read_snapshot(key)
+            if anchor is not None:
+                with contextlib.suppress(_GoneError):
+                    return self._replayed(anchor, until)
+        return None
 
     def _read_snapshot(self, key: str) -> Anchor | None:
         """Return the anchor of a snapshot; None if there is none, or none that is whole."""
@@ -527,8 +544,10 @@ class Rounds:
             return None
         count = len(self._agreed.leaves)
         anchor = Anchor(head.round, arrays[:count], arrays[count:])
-        if anchor.digest != head.digest or not key.endswith(head.digest[:16]):
-            self._say(f"{self._store.url}/{key} has another digest than it says")
+        # Two islands that would begin a run with the same values write the same first snapshot.
+        is_of_run = anchor.round == 0 or head.run == self.run.run
+        if not is_of_run or key != snapshot_of(anchor.round, anchor.digest):
+            self._say(f"{self._store.url}/{key} is of another run, round or digest")
             return None
         return anchor
 
@@ -547,40 +566,44 @@ class Rounds:
         }  # type: ignore[dict-item]
 
     def _keep_snapshots(self, anchor: Anchor) -> None:
-        """Write a snapshot if the last one is old, and remove what a newer one makes needless.
+        """Write a snapshot if it is time, and remove what newer ones make needless.
 
         Manifests stay: a round that was decided once can never be decided again.
         """
-        if anchor.round - self._newest_snapshot < self._rules.snapshot_every:
+        if anchor.round % self._rules.snapshot_every:
             return
         self._write_snapshot(anchor, self.run.run)
-        self._newest_snapshot = anchor.round
-        keep, found = self._rules.keep, self._snapshots()
-        numbers = sorted({number for number, _ in found})
-        if keep is None or len(numbers) <= keep:
+        if (keep := self._rules.keep) is None:
+            return
+        found = {x.key: number_of(x.key) or 0 for x in self._store.list("snapshots")}
+        numbers = sorted({*found.values()})
+        if len(numbers) <= keep:
             return
         oldest = numbers[-keep]
         for number in range(numbers[0], oldest):
             for entry in self._store.list(folder_of(number)):
-                if island_of(entry.key) is not None:
+                if entry.key != manifest_of(number):
                     self._store.delete(entry.key)
-        for number, key in found:
+        for key, number in found.items():
             if number < oldest:
                 self._store.delete(key)
 
     # Reading small objects.
 
     def _manifest(self, number: int) -> Manifest | None:
-        data = self._store.get(manifest_of(number), MAX_JSON)
-        if data is None:
-            return None
         where = f"{self._store.url}/{manifest_of(number)}"
         try:
+            data = self._store.get(manifest_of(number), MAX_JSON)
+            if data is None:
+                return None
             manifest = Manifest.loads(data)
-        except FormatError as error:
+        except (FormatError, TooLargeError) as error:
             raise IslandsError(f"{where} is unreadable: {error}") from error
         if (manifest.run, manifest.round) != (self.run.run, number):
             raise IslandsError(f"{where} belongs to another run or round.")
+        islands = {island_of(key) for key in manifest.parts if number_of(key) == number}
+        if None in islands or len(islands) != len(manifest.parts):
+            raise IslandsError(f"{where} lists other things than one part of each island.")
         return manifest
 
     def _check_name(self) -> None:
@@ -636,8 +659,8 @@ def compare(url: str, run: Run, agreed: Run) -> None:
         theirs, mine = getattr(run, name), getattr(agreed, name)
         if mine and theirs != mine:
             if name == "leaves":
-                theirs, mine = (sorted({*x} - {*y}) or x for x, y in ((theirs, mine), (mine, theirs)))
-                theirs, mine = (", ".join(x[:3]) for x in (theirs, mine))
+                pairs = (theirs, mine), (mine, theirs)
+                theirs, mine = (", ".join((sorted({*x} - {*y}) or x)[:3]) for x, y in pairs)
             raise IslandsError(
                 f"{url}/{RUN}: {what} of this run is {theirs}, and this island has {mine}."
             )
@@ -648,6 +671,7 @@ _AGREED = {
     "sync_every": "`sync_every`",
     "codec": "`codec`",
     "optimizer": "`outer_optimizer` (its program)",
+    "max_norm_ratio": "`max_norm_ratio`",
 }
 
 

@@ -49,9 +49,14 @@ class Entry(NamedTuple):
 class Bucket(Protocol):
     """What an island asks of a store; each call is one request, or a few for large objects.
 
-    They raise `FileNotFoundError` where there is no such object, and `FileExistsError` where
-    `create` finds one. All other exceptions count as a failure that may pass.
+    They raise `FileNotFoundError` where there is no such object or bucket, and `FileExistsError`
+    where `create` finds one. All other exceptions count as a failure that may pass.
+
+    Attributes:
+      refusals: exceptions that do not pass by waiting.
     """
+
+    refusals: tuple[type[Exception], ...]
 
     def get(self, key: str, limit: int | None) -> bytes: ...
     def create(self, key: str, data: bytes) -> None: ...
@@ -82,6 +87,10 @@ class ObjectStore:
                 f"islands: `url` must be a folder or begin with {', '.join(_SCHEMES[:3])} or file, "
                 f"as in s3://bucket/run, got {url!r}."
             )
+        self.refusals: tuple[type[Exception], ...] = (
+            errors.PermissionDeniedError, errors.UnauthenticatedError,
+            errors.NotSupportedError, NotImplementedError,
+        )  # fmt: skip
         self._store: Any
         options: Any = {"timeout": f"{_REQUEST_SECONDS}s", "connect_timeout": "10s"}
         retries: Any = {"max_retries": 2, "retry_timeout": 5}
@@ -178,7 +187,9 @@ class Store:
     def get(self, key: str, limit: int | None = None) -> bytes | None:
         """Return an object; None if there is none."""
         try:
-            data = self._again("get", key, lambda: self._bucket.get(key, limit))
+            data = self._again(
+                "get", key, lambda: self._bucket.get(key, limit), FileNotFoundError, TooLargeError
+            )
         except FileNotFoundError:
             return None
         self.traffic.received += len(data)
@@ -190,7 +201,7 @@ class Store:
         After a failure that took effect nevertheless the answer is False.
         """
         try:
-            self._again("create", key, lambda: self._bucket.create(key, data))
+            self._again("create", key, lambda: self._bucket.create(key, data), FileExistsError)
         except FileExistsError:
             return False
         self.traffic.sent += len(data)
@@ -204,23 +215,39 @@ class Store:
     def delete(self, key: str) -> None:
         """Remove an object, if it is there."""
         with contextlib.suppress(FileNotFoundError):
-            self._again("delete", key, lambda: self._bucket.delete(key))
+            self._again("delete", key, lambda: self._bucket.delete(key), FileNotFoundError)
 
     def list(self, prefix: str) -> list[Entry]:
         """Return the objects below a folder."""
         return self._again("list", prefix, lambda: self._bucket.list(prefix))
 
-    def _again(self, kind: str, key: str, request: Callable[[], _Result]) -> _Result:
+    def _again(
+        self, kind: str, key: str, request: Callable[[], _Result], *answers: type[Exception]
+    ) -> _Result:
+        """Return the answer of a request, which is repeated until there is one.
+
+        Args:
+          kind: what it asks for; see `Traffic`.
+          key: the object or folder.
+          request: function that asks once.
+          answers: exceptions that are answers.
+
+        Raises:
+          StoreError: it failed for as long as `patience`, or was refused.
+        """
+        # Without a request that may find no object, there is no bucket.
+        refusals = (*self._bucket.refusals, FileNotFoundError)
         started, pause, said = self.clock.now(), 0.1, False
         while True:
             self.traffic.requests[kind] += 1
             try:
                 result = request()
-            except (FileNotFoundError, FileExistsError, TooLargeError):
+            except answers:
                 raise
             except Exception as error:  # each store has its own
                 what = f"{kind} {self.url}/{key}: {_one_line(error)}"
-                if self.clock.now() - started >= self.patience:
+                is_over = self.clock.now() - started >= self.patience
+                if is_over or isinstance(error, refusals):
                     raise StoreError(what) from error
                 if not said and pause > 1:
                     self._say(f"{what}; trying again for {self.patience:g} s")

@@ -1,0 +1,105 @@
+"""What a store's failures mean: some pass, some do not, and what is waited for is said."""
+
+from collections.abc import Callable
+
+import pytest
+from obstore import exceptions
+
+from islands.test_trust import UNIT, life, moved
+from islands.world import Process, World
+from jaxslowmo.islands import IslandsError
+from jaxslowmo.islands._format import folder_of
+from jaxslowmo.islands._rounds import Rounds
+from jaxslowmo.islands._store import ObjectStore, Store, StoreError
+
+
+def act_alone(act: Callable[[Process], None]) -> World:
+    """Let one process act, and return its world."""
+    world = World(lambda n: 0)
+    Process(world, "a", act, 0.0)
+    world.run()
+    return world
+
+
+@pytest.mark.parametrize(
+    ("error", "asked"), [(PermissionError, "put"), (FileNotFoundError, "put"), (OSError, "list")]
+)
+def test_what_does_not_pass_is_told_at_once_and_the_rest_after_a_while(error, asked):
+    def act(process: Process) -> None:
+        def fails(*args: object) -> None:
+            raise error("https://x.test/?signature=abc&x=1\nmore")
+
+        setattr(process, asked, fails)
+        store = Store(process, "s3://b/run", 5.0, process.clock, lambda line: None)
+        message = rf"^{asked} s3://b/run/k: {error.__name__}: https://x.test/.signature=...&x=1$"
+        with pytest.raises(StoreError, match=message):
+            store.put("k", b"") if asked == "put" else store.list("k")
+
+    assert (act_alone(act).time >= 5.0) == (error is OSError)
+
+
+def test_refusals_of_a_bucket_do_not_pass(tmp_path):
+    refusals = ObjectStore(str(tmp_path)).refusals
+    assert {exceptions.PermissionDeniedError, exceptions.UnauthenticatedError} <= {*refusals}
+
+
+def test_a_line_names_whom_an_island_waits_for():
+    world = World(lambda n: 0)
+
+    def stay(rounds: Rounds) -> None:
+        moved(rounds, UNIT[0])
+
+    def act(rounds: Rounds) -> None:
+        rounds._clock.sleep(40.0)
+        moved(rounds, UNIT[1])
+
+    _, said = life("a", world, stay, quorum=2)
+    life("b", world, act)
+    world.run()
+    assert said == ["round 0: waiting for b, 1 of quorum=2 parts are there"]
+
+
+def test_of_two_processes_of_one_name_the_later_one_goes_on():
+    world = World(lambda n: 0)
+    rounds: list[int] = []
+
+    def first(rounds: Rounds) -> None:
+        with pytest.raises(IslandsError, match="another process has joined as 'a'; this one stops"):
+            moved(rounds, UNIT[0])
+
+    def second(later: Rounds) -> None:
+        moved(later, UNIT[1])
+        rounds.append(later.anchor.round)
+
+    life("a", world, first)
+    life("a", world, second)
+    world.run()
+    assert rounds == [1]
+
+
+def test_an_island_that_joins_while_old_rounds_are_removed_looks_again():
+    world = World(lambda n: 0)
+    ends: list[str] = []
+
+    def act(rounds: Rounds) -> None:
+        for number in range(3):
+            moved(rounds, UNIT[number])
+        # An old listing, from before the newest snapshot.
+        store = rounds._store
+        old = store.list("snapshots")
+        for number in range(3, 20):
+            moved(rounds, UNIT[number % 8])
+        listings = [old, old]
+        fresh = rounds._store.list
+
+        def listed(prefix: str):
+            return listings.pop() if prefix == "snapshots" and listings else fresh(prefix)
+
+        store.list = listed  # type: ignore[method-assign]
+        assert not any(x.key.startswith(folder_of(0) + "/part") for x in fresh(folder_of(0)))
+        ends.append(rounds._newest().digest)
+        ends.append(rounds.anchor.digest)
+
+    life("a", world, act, snapshot_every=2, keep=1)
+    world.run()
+    assert ends[0] == ends[1]
