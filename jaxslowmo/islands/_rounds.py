@@ -156,6 +156,7 @@ class Rounds:
         self._agreed, self._clock, self._say = agreed, clock, say
         self._process = secrets.token_hex(8)
         self._waiting: _Sent | None = None
+        self._was_out = False  # whether the last round was decided without this island
         self.lost: np.ndarray | None = None
 
     @property
@@ -236,7 +237,6 @@ class Rounds:
         try:
             self._check_name()
             manifest = self._manifest(self.anchor.round)
-            is_late = manifest is not None
             if manifest is None:
                 self._send(own, weight, updates)
                 manifest = self._decided()
@@ -248,11 +248,13 @@ class Rounds:
         closed, self.anchor, self._waiting = self.anchor, anchor, None
         try:
             self.anchor = self._replayed(anchor)
-            if self.anchor is not anchor or self._rules.name not in manifest.islands():
+            is_out = self._rules.name not in manifest.islands()
+            if self.anchor is not anchor or is_out:
                 self._announce()
-            if is_late and rest is not None:
-                # The next round may be decided, too, before this island comes back.
+            if is_out and self._was_out and rest is not None:
+                # The others wait for it, but not for so long as it takes.
                 self._send(rest, weight, updates)
+            self._was_out = is_out
             if manifest.author == self._rules.name:
                 self._keep_snapshots(anchor)
             self._note(updates, *before, requests=requests)

@@ -22,6 +22,7 @@ from jaxslowmo.islands._store import Store, StoreError
 from jaxslowmo.islands._wire import Wire
 
 SIZE, PLACES = 64, 48
+ROUNDING = 1e-5  # what is left of a difference of parameters
 PATIENCE, DEADLINE, LONGEST_PAUSE = 3.0, 8.0, 2.0
 OPTIMIZER = HostOptimizer(optax.sgd(0.5, momentum=0.5, nesterov=True), [np.zeros(SIZE, np.float32)])
 WIRES = {None: Wire(None, SIZE), "int4": Wire(js.codecs.int4(block=SIZE), SIZE)}
@@ -129,7 +130,9 @@ class Example:
                 rounds.join([start_of(name)])
                 if saved is not None:
                     rounds.lost = saved.lost
-                    rest = self.rest_of(rounds.resume(saved.round, [saved.values]))
+                    outcome = rounds.resume(saved.round, [saved.values])
+                    own = rounds.anchor.values[0] - saved.values
+                    rest = own if outcome is None else self.rest_of(outcome)
                 break
             except StoreError:
                 process.sleep(1.0)
@@ -152,7 +155,8 @@ class Example:
             process.sleep(1.0 + self.choose(3))
             process.is_quiet, number = False, rounds.anchor.round
             rest = self.exchange(process, rounds, rest)
-            process.is_quiet = number < rounds.anchor.round and not rest.any()
+            is_left = rounds._waiting is not None or np.any(np.abs(rest) > ROUNDING)
+            process.is_quiet = number < rounds.anchor.round and not is_left
 
     def exchange(self, process: Process, rounds: Rounds, rest: np.ndarray) -> np.ndarray:
         """Exchange, and return the displacement from the new anchor."""
@@ -227,7 +231,7 @@ class Example:
             last = anchors[-1]
             anchors.append(Anchor(number + 1, *OPTIMIZER.step([mean], last.outer, last.values)))
             total += np.sum(parts, axis=0)[:PLACES]
-            times += np.sum([x[:PLACES] != 0 for x in parts], axis=0)
+            times += np.sum([np.abs(x[:PLACES]) > ROUNDING for x in parts], axis=0)
         return anchors, total, times
 
     def check_newcomers(self, newest: Anchor) -> None:
