@@ -276,8 +276,7 @@ class Rounds:
         """Wait until the open round is decided, and return its manifest; close it if it can be."""
         number, rules, clock = self.anchor.round, self._rules, self._clock
         done = said = clock.now()
-        before = self._manifest(number - 1) if number else None
-        expected = set(before.islands()) if before else set()
+        expected = self._training_towards(number)
         pause, longest = _POLL_SECONDS
         while True:
             manifest = self._manifest(number)
@@ -296,6 +295,15 @@ class Rounds:
                 self._say(f"round {number}: waiting for {whom}{until}")
             clock.sleep(max(0.01, min(pause, left)) if left > 0 else pause)
             pause = min(1.5 * pause, longest)
+
+    def _training_towards(self, number: int) -> set[str]:
+        """Return the islands that have started from the anchor of a round, by their notes.
+
+        Those of the last round are not enough: one that has joined since would come too late for
+        this round and, at equal speed, for all later ones.
+        """
+        notes = [read_note(self._store, entry.key) for entry in self._store.list("islands")]
+        return {note.island for note in notes if note is not None and note.round == number}
 
     def _present(self, number: int) -> dict[str, str]:
         """Return the key of one part of each island that has one in a round."""
