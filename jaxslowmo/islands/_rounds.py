@@ -554,7 +554,12 @@ class Rounds:
 
         Manifests stay: a round that was decided once can never be decided again.
         """
-        if anchor.round - self._newest_snapshot < self._rules.snapshot_every:
+        every = self._rules.snapshot_every
+        if anchor.round - self._newest_snapshot < every:
+            return
+        numbers = [number for number, _ in self._snapshots()]  # others write some, too
+        self._newest_snapshot = max(numbers, default=0)
+        if anchor.round - self._newest_snapshot < every:
             return
         self._write_snapshot(anchor, self.run.run)
         self._newest_snapshot = anchor.round
