@@ -248,6 +248,9 @@ class Rounds:
         closed, self.anchor, self._waiting = self.anchor, anchor, None
         try:
             self.anchor = self._replayed(anchor)
+            if rest is not None:
+                # The next exchange may be too late for the open round; so others do not wait.
+                self._send(rest, weight, updates)
             if manifest.author == self._rules.name:
                 self._keep_snapshots(anchor)
             self._note(updates, *before, requests=requests)
