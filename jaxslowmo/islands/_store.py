@@ -112,13 +112,19 @@ class ObjectStore:
     def create(self, key: str, data: bytes) -> None:
         """Write an object unless there is one: of several at once exactly one succeeds."""
         try:
-            obstore.put(self._store, key, data, mode="create")
+            self._write(key, data, mode="create")
         except (errors.AlreadyExistsError, errors.PreconditionError) as error:
             raise FileExistsError(key) from error
 
     def put(self, key: str, data: bytes) -> None:
         """Write an object, in several requests if it is large; readers see all of it or nothing."""
-        obstore.put(self._store, key, data, max_concurrency=4)
+        self._write(key, data, max_concurrency=4)
+
+    def _write(self, key: str, data: bytes, **options: Any) -> None:
+        try:
+            obstore.put(self._store, key, data, **options)
+        except FileNotFoundError as error:  # which of a read says that there is no such object
+            raise OSError("there is no such bucket") from error
 
     def delete(self, key: str) -> None:
         """Remove an object."""

@@ -1,0 +1,72 @@
+"""Islands that start at other times than the rest take part in the rounds."""
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import jaxslowmo as js
+from support.replay import objects, replay
+
+
+class Trained:
+    """An island of one number, whose updates are steps of 1."""
+
+    def __init__(self, url: Path, name: str, deadline: float) -> None:
+        self.island = js.islands.join(
+            str(url), name=name, late="carry", deadline_seconds=deadline, say=lambda line: None
+        )
+        self.step = js.make_train_step(
+            lambda params, batch: jnp.sum(params["w"]) + 0 * jnp.sum(batch),
+            optax.sgd(1.0),
+            mesh=js.virtual_mesh({"replica": 1}),
+            sync=self.island.transform(),
+        )
+        self.state = self.island.exchange(self.step.init({"w": np.zeros(1, np.float32)}))
+
+    def train(self) -> None:
+        self.state, _ = self.step(self.state, np.zeros((1, 1), np.float32))
+
+    def exchange(self) -> None:
+        self.state = self.island.exchange(self.state)
+
+
+def islands_of(url: Path) -> list[list[str]]:
+    return replay(objects(str(url)))["islands"]
+
+
+def test_a_round_waits_for_those_that_joined_after_the_last_one(tmp_path):
+    first = Trained(tmp_path, "a", 60.0)
+    first.train()
+    first.exchange()
+    second = Trained(tmp_path, "b", 60.0)
+    first.train()
+    second.train()
+    with ThreadPoolExecutor(1) as pool:
+        waits = pool.submit(first.exchange)
+        time.sleep(0.5)
+        assert not waits.done()
+        second.exchange()
+        waits.result(30)
+    assert islands_of(tmp_path) == [["a"], ["a", "b"]]
+
+
+def test_what_a_late_island_carries_over_counts_in_the_next_round(tmp_path):
+    first, late = Trained(tmp_path, "a", 0.1), Trained(tmp_path, "b", 0.1)
+    late.train()
+    late.train()
+    first.train()
+    first.exchange()
+    late.exchange()  # its updates are not counted yet, and go to the open round
+    first.train()
+    first.exchange()
+    late.exchange()
+    assert islands_of(tmp_path) == [["a"], ["a", "b"]]
+    # Outer steps along 1, then along (1 + 2) / 2, of SGD with Nesterov momentum.
+    anchor = -0.7 * 1.9 * 1.0
+    anchor -= 0.7 * (1.5 + 0.9 * (1.5 + 0.9 * 1.0))
+    np.testing.assert_allclose(first.island._rounds.anchor.values[0], [anchor], rtol=1e-6)
+    np.testing.assert_array_equal(late.state.params["w"], first.state.params["w"])
