@@ -1,8 +1,7 @@
 """Three islands on hosts, with the store on a fourth: killed, restarted, and nothing is lost."""
 
+from island_runs import BUCKET, Moment, problems, replayed, run_islands, store
 from small_runs import quick
-
-from islands import BUCKET, Moment, problems, replayed, run_islands, store
 
 PLANS = {
     "b": [(Moment("while a part is sent", "part begins", 0.005), 1.0)],

@@ -1,11 +1,12 @@
 """An S3 endpoint on this machine: moto, with buckets that live as long as the process.
 
-    with served() as url: ...                        # on loopback
-    python tests/support/s3_server.py ADDRESS PORT   # until it is killed; with a bucket, "bucket"
+As a program, `python tests/support/s3_server.py ADDRESS PORT`, it makes the bucket "bucket", prints
+the environment with which islands reach it as one line of JSON, and serves until it is killed.
 """
 
 import contextlib
 import io
+import json
 import logging
 import sys
 import threading
@@ -88,5 +89,5 @@ def make_bucket(url: str, bucket: str) -> None:
 if __name__ == "__main__":
     with served(sys.argv[1], int(sys.argv[2])) as _url:
         make_bucket(_url, BUCKET)
-        print("ready", flush=True)
+        print(json.dumps(environment(_url)), flush=True)
         threading.Event().wait()

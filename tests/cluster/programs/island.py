@@ -9,6 +9,7 @@ with `t`, seconds since 1970: what begins or ends now (`mark`), or, with `step`,
 """
 
 import argparse
+import itertools
 import json
 import os
 import time
@@ -20,7 +21,7 @@ BORN = time.time()
 
 import jax  # noqa: E402
 
-REPLICAS, WIDTHS, BATCH = 2, (64, 288, 288, 32), 16  # 111,200 parameters, 445 kB as float32
+REPLICAS, WIDTHS, BATCH = 2, (64, 288, 288, 32), 16  # 110,592 parameters, 442 kB as float32
 GROUP = 4
 R = "replica"
 
@@ -31,7 +32,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--name", required=True, help="of the island, or the host's number")
     parser.add_argument("--url", required=True, help="of the run, or the coordinator's address")
     parser.add_argument("--folder", required=True, help="of checkpoints")
-    parser.add_argument("--until", type=Path, required=True, help="file with the last round's number")
+    parser.add_argument("--until", type=Path, required=True, help="file with the last round")
     parser.add_argument("--sync-every", type=int, default=100)
     parser.add_argument("--step-seconds", type=float, default=0.05, help="an update takes at least")
     parser.add_argument("--deadline", type=float, default=1.0)
@@ -72,7 +73,12 @@ class Marked:
 
     def __init__(self, bucket: Any) -> None:
         self._bucket = bucket
-        self.get, self.delete, self.list = bucket.get, bucket.delete, bucket.list
+        self.delete, self.list = bucket.delete, bucket.list
+
+    def get(self, key: str, limit: int | None) -> bytes:
+        if "/part-" in key:
+            tell(mark="reading begins", key=key)
+        return self._bucket.get(key, limit)
 
     def create(self, key: str, data: bytes) -> None:
         self._marked("create", key, data)
@@ -92,7 +98,7 @@ class Marked:
 
 
 def first_params() -> dict[str, np.ndarray]:
-    rng, pairs = np.random.default_rng(0), zip(WIDTHS[:-1], WIDTHS[1:], strict=True)
+    rng, pairs = np.random.default_rng(0), itertools.pairwise(WIDTHS)
     return {
         f"w{i}": (rng.normal(size=pair) / np.sqrt(pair[0])).astype(np.float32)
         for i, pair in enumerate(pairs)
