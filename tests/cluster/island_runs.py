@@ -140,13 +140,12 @@ def store(host: Host) -> Iterator[dict[str, str]]:
     """A server of moto on a host, with a bucket; yields the environment that reaches it."""
     program = HERE.parent / "support" / "s3_server.py"
     command = [*host.command, sys.executable, str(program), host.address, str(PORT)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, env=environment())
-    try:
-        assert process.stdout is not None
-        yield json.loads(process.stdout.readline())
-    finally:
-        process.kill()
-        process.wait()
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment()) as process:
+        try:
+            assert process.stdout is not None
+            yield json.loads(process.stdout.readline())
+        finally:
+            process.kill()
 
 
 def killed(
