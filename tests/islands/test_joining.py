@@ -68,5 +68,5 @@ def test_what_a_late_island_carries_over_counts_in_the_next_round(tmp_path):
     # Outer steps along 1, then along (1 + 2) / 2, of SGD with Nesterov momentum.
     anchor = -0.7 * 1.9 * 1.0
     anchor -= 0.7 * (1.5 + 0.9 * (1.5 + 0.9 * 1.0))
-    np.testing.assert_allclose(first.island._rounds.anchor.values[0], [anchor], rtol=1e-6)
+    np.testing.assert_allclose(first.state.params["w"], [[anchor]], rtol=1e-6)
     np.testing.assert_array_equal(late.state.params["w"], first.state.params["w"])

@@ -64,6 +64,7 @@ def train(url: str, name: str, rounds: int, lines: list[str], **options) -> tupl
     rows = itertools.repeat(np.zeros((2, 1), np.float32))
     for result in js.train_loop(step, state, rows, hooks=[island]):
         if result.reports.get("round") == rounds:
+            assert island._rounds is not None
             return result.step, island._rounds.anchor.digest
     raise AssertionError("unreachable")
 

@@ -48,7 +48,7 @@ class _OneByOne:
 
 def server(address: str = "127.0.0.1", port: int = 0) -> Any:
     """A server of moto at an address; 0 takes a free port."""
-    from moto.server import DomainDispatcherApplication, create_backend_app
+    from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
     from werkzeug.serving import make_server
 
     logging.getLogger("werkzeug").setLevel(logging.ERROR)

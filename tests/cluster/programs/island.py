@@ -27,7 +27,7 @@ R = "replica"
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser()
     parser.add_argument("kind", choices=("island", "group"))
     parser.add_argument("--name", required=True, help="of the island, or the host's number")
     parser.add_argument("--url", required=True, help="of the run, or the coordinator's address")
@@ -97,6 +97,12 @@ class Marked:
         tell(mark=f"{what} ends", key=key)
 
 
+def anchor_of(island: js.islands.Island) -> tuple[int, str]:
+    """The round and the digest of the anchor from which an island trains."""
+    assert island._rounds is not None
+    return island._rounds.anchor.round, island._rounds.anchor.digest
+
+
 def first_params() -> dict[str, np.ndarray]:
     rng, pairs = np.random.default_rng(0), itertools.pairwise(WIDTHS)
     return {
@@ -136,12 +142,14 @@ class Act:
 
 
 def main() -> None:
-    island, hooks = None, []
+    island: js.islands.Island | None = None
+    hooks: list[Any] = []
     if ARGS.kind == "island":
         island = js.islands.join(
             ARGS.url, name=ARGS.name, sync_every=ARGS.sync_every, deadline_seconds=ARGS.deadline,
             late=ARGS.late, snapshot_every=ARGS.snapshot_every, keep=None,
         )  # fmt: skip
+        assert island._store is not None
         island._store._bucket = Marked(island._store._bucket)
         mesh, sync, seed = js.make_mesh({R: REPLICAS}), island.transform(), sum(ARGS.name.encode())
     else:
@@ -168,7 +176,7 @@ def main() -> None:
         if island is None:
             number, digest = result.step // ARGS.sync_every, None
         else:
-            number, digest = island._rounds.anchor.round, island._rounds.anchor.digest
+            number, digest = anchor_of(island)
         loss = float(js.host_mean(result.metrics)["loss"])
         tell(step=result.step, round=number, digest=digest, loss=round(loss, 6), **rounded)
         return number
@@ -183,7 +191,7 @@ def main() -> None:
             state = island.exchange(state)
             every = island.every
             hooks = [Act(every, exchange_begins), island, Act(every, lambda _: lap("waiting"))]
-            number, digest = island._rounds.anchor.round, island._rounds.anchor.digest
+            number, digest = anchor_of(island)
             tell(mark="joined", step=done, round=number, digest=digest)
             if is_last(number):
                 return
