@@ -189,10 +189,13 @@ class Island:
                     "of this bucket. Give the bucket of its run, or begin with new parameters."
                 )
             rounds.lost = saved.lost(values)
-            outcome: Outcome | None = rounds.resume(saved.round, values)
             is_due = updates > saved.exchanged and self.due(updates)
-            if is_due and outcome is not None and outcome.anchor.round == saved.round:
+            outcome: Outcome | None = rounds.resume(saved.round, values)
+            if outcome.anchor.round == saved.round and is_due:
                 outcome = self._round(rounds, values, replicas, updates)
+            elif outcome.anchor.round == saved.round:  # each replica goes on where it was
+                self._rounds = rounds
+                return _Reply(values, False, saved, None)
         elif is_new:
             outcome = Outcome(rounds.anchor)
         else:

@@ -13,22 +13,23 @@ from support.replay import objects, replay
 
 
 class Trained:
-    """An island of one number, whose updates are steps of 1."""
+    """An island of one number, whose updates are steps along a number per replica."""
 
-    def __init__(self, url: Path, name: str, deadline: float) -> None:
+    def __init__(self, url: Path, name: str, deadline: float, *steps: float) -> None:
+        self.batch = np.array(steps or [1.0], np.float32)[:, None]
         self.island = js.islands.join(
             str(url), name=name, late="carry", deadline_seconds=deadline, say=lambda line: None
         )
         self.step = js.make_train_step(
-            lambda params, batch: jnp.sum(params["w"]) + 0 * jnp.sum(batch),
+            lambda params, batch: jnp.sum(params["w"] * batch),
             optax.sgd(1.0),
-            mesh=js.virtual_mesh({"replica": 1}),
+            mesh=js.virtual_mesh({"replica": len(self.batch)}),
             sync=self.island.transform(),
         )
         self.state = self.island.exchange(self.step.init({"w": np.zeros(1, np.float32)}))
 
     def train(self) -> None:
-        self.state, _ = self.step(self.state, np.zeros((1, 1), np.float32))
+        self.state, _ = self.step(self.state, self.batch)
 
     def exchange(self) -> None:
         self.state = self.island.exchange(self.state)
@@ -70,3 +71,13 @@ def test_what_a_late_island_carries_over_counts_in_the_next_round(tmp_path):
     anchor -= 0.7 * (1.5 + 0.9 * (1.5 + 0.9 * 1.0))
     np.testing.assert_allclose(first.state.params["w"], [[anchor]], rtol=1e-6)
     np.testing.assert_array_equal(late.state.params["w"], first.state.params["w"])
+
+
+def test_a_restart_between_exchanges_leaves_each_replica_where_it_was(tmp_path):
+    island = Trained(tmp_path, "a", 60.0, 1.0, -3.1)
+    island.train()
+    island.exchange()
+    island.train()
+    before = np.asarray(island.state.params["w"])
+    again = js.islands.join(str(tmp_path), name="a", say=lambda line: None)
+    np.testing.assert_array_equal(again.exchange(island.state).params["w"], before)
