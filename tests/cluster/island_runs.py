@@ -130,9 +130,15 @@ class Worker:
         if self.process is None or self.process.poll() is not None:
             return False
         self.process.send_signal(signal.SIGKILL)
-        self.process.wait()
-        self._reader.join()
+        self.wait(60)
         return True
+
+    def wait(self, seconds: float) -> int:
+        """Wait for its end and for all that it told; return the exit code."""
+        assert self.process is not None
+        code = self.process.wait(seconds)
+        self._reader.join()
+        return code
 
 
 @contextlib.contextmanager
@@ -185,7 +191,7 @@ class Ran:
     """
 
     seconds: float
-    codes: dict[str, int | None]
+    codes: dict[str, int]
     kills: list[Kill]
     facts: dict[str, list[Fact]]
     replay: dict[str, Any] = field(default_factory=dict)
@@ -252,11 +258,7 @@ def run_islands(
             raise errors[0]
         reached = max([f.get("round") or 0 for w in workers for f in w.facts])
         last.write_text(str(max(rounds, reached + 3)))
-        for worker in workers:
-            assert worker.process is not None
-            worker.process.wait(max(1.0, deadline - time.monotonic()))
-            worker._reader.join()
-        codes = {w.name: w.process.returncode for w in workers if w.process}
+        codes = {w.name: w.wait(max(1.0, deadline - time.monotonic())) for w in workers}
         ended = time.time()
     finally:
         for worker in workers:

@@ -168,7 +168,7 @@ def test_training_goes_on_while_the_store_is_away_and_no_update_is_lost(port, mo
         for name, value in environment(endpoint).items():
             monkeypatch.setenv(name, value)
         run = pool.submit(train_two, url, rounds, lines, deadline_seconds=0.5)
-        while not ObjectStore(url).list("rounds/00000003"):
+        while not run.done() and not ObjectStore(url).list("rounds/00000003"):
             time.sleep(0.01)
         store.close()
         time.sleep(2.5)
