@@ -158,6 +158,7 @@ class Rounds:
         self._agreed, self._clock, self._say = agreed, clock, say
         self._process = secrets.token_hex(8)
         self._waiting: _Sent | None = None
+        self._tried: list[_Sent] = []
         self._newest_snapshot = 0
         self.lost: np.ndarray | None = None
 
@@ -245,7 +246,7 @@ class Rounds:
             self._say(f"{error}. Training goes on; the next exchange sends this progress, too.")
             return None
         rest = self._after(own, manifest, counted)
-        closed, self.anchor, self._waiting = self.anchor, anchor, None
+        closed, self.anchor, self._waiting, self._tried = self.anchor, anchor, None, []
         try:
             self.anchor = self._replayed(anchor)
             if rest is not None:
@@ -272,8 +273,11 @@ class Rounds:
         data = dump(header, {name: sent for name in self._wire.shapes})
         # A name of its own for each: one that was put and never answered is not this one.
         key = part_of(number, self._rules.name, self._process + secrets.token_hex(4))
+        mine = _Sent(number, key, data, own, lost)
+        # A write without an answer may have taken effect, and others may count it.
+        self._tried.append(mine._replace(data=b""))
         self._store.put(key, data)
-        self._waiting = _Sent(number, key, data, own, lost)
+        self._waiting = mine
 
     def _decided(self) -> Manifest:
         """Wait until the open round is decided, and return its manifest; close it if it can be."""
@@ -336,8 +340,9 @@ class Rounds:
         self, own: np.ndarray, manifest: Manifest, counted: set[str] | None
     ) -> np.ndarray | None:
         """Return the displacement that this island keeps, after a round was decided."""
-        sent, name, number = self._waiting, self._rules.name, manifest.round
-        if sent is not None and sent.round == number and sent.key in manifest.parts:
+        name, number = self._rules.name, manifest.round
+        sent = next((x for x in self._tried if x.key in manifest.parts), None)
+        if sent is not None:
             if counted is None or sent.key in counted:
                 self.lost = sent.lost
             # Progress since an exchange that the store did not let finish is in no part yet.

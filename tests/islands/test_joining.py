@@ -3,6 +3,7 @@
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -71,6 +72,38 @@ def test_what_a_late_island_carries_over_counts_in_the_next_round(tmp_path):
     anchor -= 0.7 * (1.5 + 0.9 * (1.5 + 0.9 * 1.0))
     np.testing.assert_allclose(first.state.params["w"], [[anchor]], rtol=1e-6)
     np.testing.assert_array_equal(late.state.params["w"], first.state.params["w"])
+
+
+class Unanswered:
+    """A bucket that writes parts, and never says so."""
+
+    def __init__(self, bucket: Any) -> None:
+        self._bucket = bucket
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._bucket, name)
+
+    def put(self, key: str, data: bytes) -> None:
+        self._bucket.put(key, data)
+        if "/part-" in key:
+            raise OSError("no answer")
+
+
+def test_after_a_part_whose_write_was_not_answered_no_update_is_lost(tmp_path):
+    first, second = Trained(tmp_path, "a", 0.3), Trained(tmp_path, "b", 0.3)
+    store = first.island._store
+    assert store is not None
+    bucket, store._bucket = store._bucket, Unanswered(store._bucket)
+    first.train()
+    first.exchange()  # as far as it knows, it sent nothing
+    store._bucket = bucket
+    second.train()
+    second.exchange()
+    first.train()
+    first.exchange()
+    assert islands_of(tmp_path) == [["a", "b"]]
+    # Its second update is not in the round, and is kept.
+    np.testing.assert_allclose(first.state.params["w"], [[-0.7 * 1.9 - 1.0]], rtol=1e-6)
 
 
 def test_a_restart_between_exchanges_leaves_each_replica_where_it_was(tmp_path):
