@@ -91,8 +91,7 @@ class Unanswered:
 
 def test_after_a_part_whose_write_was_not_answered_no_update_is_lost(tmp_path):
     first, second = Trained(tmp_path, "a", 0.3), Trained(tmp_path, "b", 0.3)
-    store = first.island._store
-    assert store is not None
+    store: Any = first.island._store
     bucket, store._bucket = store._bucket, Unanswered(store._bucket)
     first.train()
     first.exchange()  # as far as it knows, it sent nothing
