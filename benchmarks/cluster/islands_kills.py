@@ -215,8 +215,13 @@ def markdown(facts: dict[str, Any]) -> str:
         "At the end NumPy computes all anchors again from the bucket (`tests/support/replay.py`, "
         "which imports nothing of jaxslowmo). Beside it one group: `js.diloco` over the same "
         "hosts, model and updates, started again by the rules of `jaxslowmo launch --restarts`. "
-        "They are away at the same seconds, each for as long. Updates that it had to repeat are "
+        "The hosts "
+        "are away at the same seconds, each for as long. Updates that it had to repeat are "
         "counted once.",
+        "Time in training is that of the islands that were never killed, a and b. An island that "
+        "is away costs the others up to `deadline_seconds` when it goes and when it comes, and "
+        "saves them the reading of its parts; so the share may be above 100%.",
+        *facts.get("notes", ()),
     ]
     lines = [line for one in facts["rates"] for line in _section(one)]
     lines += [
