@@ -4,7 +4,7 @@
     rounds/00000007/part-paris-<id>         how far an island has moved since the anchor of round 7
     rounds/00000007/manifest.json           the parts of which round 7 consists, decided once
     snapshots/00000010-<digest>             the anchor before round 10, and its optimizer's state
-    islands/paris.json                      what an island last did; nothing depends on it
+    islands/paris.json                      what an island last did; rounds wait for it by this
 """
 
 import hashlib

@@ -302,8 +302,8 @@ def join(
         `optax.sgd(0.7, momentum=0.9, nesterov=True)`.
       sync_every: updates between exchanges, or `js.every(...)`; equal on all islands.
       quorum: number of parts that a round needs at least.
-      deadline_seconds: how long an island waits, after it has sent its part, for those that took
-        part in the last round. Then the round closes without them, if there is a quorum.
+      deadline_seconds: how long an island waits, after it has sent its part, for the others that
+        have started from the same anchor. Then the round closes without them, if there is a quorum.
       codec: the format of parts, of `js.codecs`; None: float32. Equal on all islands.
       late: what an island does with its progress if a round closed without it: "drop", or
         "carry" or "carry:0.5", which keep it, or this share of it, for the next round.
