@@ -1,12 +1,13 @@
 """The object store between islands: one bucket or folder, with patience and with counts."""
 
 import contextlib
+import os
 import re
 import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from datetime import datetime
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -93,7 +94,12 @@ class ObjectStore:
         )  # fmt: skip
         self._store: Any
         options: Any = {"timeout": f"{_REQUEST_SECONDS}s", "connect_timeout": "10s"}
-        retries: Any = {"max_retries": 2, "retry_timeout": 5}
+        # obstore 0.12 reads these from the environment only where it is given no options.
+        prefix = {"s3": "AWS", "gs": "GOOGLE"}.get(scheme, "AZURE")
+        for name in ("allow_http", "allow_invalid_certificates", "proxy_url"):
+            if value := os.environ.get(f"{prefix}_{name.upper()}"):
+                options[name] = value
+        retries: Any = {"max_retries": 2, "retry_timeout": timedelta(seconds=5)}
         try:
             if scheme == "file":
                 if not creates and not Path(path).is_dir():
@@ -108,12 +114,15 @@ class ObjectStore:
 
     def get(self, key: str, limit: int | None) -> bytes:
         """Return an object; raise `TooLargeError`, reading little of it, if it is above `limit`."""
-        first = obstore.get(self._store, key, options={"range": (0, _CHUNK)})
-        size = first.meta["size"]
+        # Its bytes are not read yet. A first range would fail for an object of no bytes on S3.
+        whole = obstore.get(self._store, key)
+        size = whole.meta["size"]
         if limit is not None and size > limit:
             raise TooLargeError(f"{size} bytes, and at most {limit} belong there")
-        parts = [bytes(first.bytes())]
-        for start in range(_CHUNK, size, _CHUNK):
+        if size <= _CHUNK:
+            return bytes(whole.bytes())
+        parts = []
+        for start in range(0, size, _CHUNK):
             end = min(start + _CHUNK, size)
             parts.append(bytes(obstore.get_range(self._store, key, start=start, end=end)))
         return b"".join(parts)

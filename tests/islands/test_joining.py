@@ -1,0 +1,115 @@
+"""Islands that start at other times than the rest take part in the rounds."""
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import jaxslowmo as js
+from support.replay import objects, replay
+
+
+class Trained:
+    """An island of one number, whose updates are steps along a number per replica."""
+
+    def __init__(self, url: Path, name: str, deadline: float, *steps: float) -> None:
+        self.batch = np.array(steps or [1.0], np.float32)[:, None]
+        self.island = js.islands.join(
+            str(url), name=name, late="carry", deadline_seconds=deadline, say=lambda line: None
+        )
+        self.step = js.make_train_step(
+            lambda params, batch: jnp.sum(params["w"] * batch),
+            optax.sgd(1.0),
+            mesh=js.virtual_mesh({"replica": len(self.batch)}),
+            sync=self.island.transform(),
+        )
+        self.state = self.island.exchange(self.step.init({"w": np.zeros(1, np.float32)}))
+
+    def train(self) -> None:
+        self.state, _ = self.step(self.state, self.batch)
+
+    def exchange(self) -> None:
+        self.state = self.island.exchange(self.state)
+
+
+def islands_of(url: Path) -> list[list[str]]:
+    return replay(objects(str(url)))["islands"]
+
+
+def test_a_round_waits_for_those_that_joined_after_the_last_one(tmp_path):
+    first = Trained(tmp_path, "a", 60.0)
+    first.train()
+    first.exchange()
+    second = Trained(tmp_path, "b", 60.0)
+    first.train()
+    second.train()
+    with ThreadPoolExecutor(1) as pool:
+        waits = pool.submit(first.exchange)
+        time.sleep(0.5)
+        assert not waits.done()
+        second.exchange()
+        waits.result(30)
+    assert islands_of(tmp_path) == [["a"], ["a", "b"]]
+
+
+def test_what_a_late_island_carries_over_counts_in_the_next_round(tmp_path):
+    first, late = Trained(tmp_path, "a", 0.1), Trained(tmp_path, "b", 0.1)
+    late.train()
+    late.train()
+    first.train()
+    first.exchange()
+    late.exchange()  # its updates are not counted yet, and go to the open round
+    first.train()
+    first.exchange()
+    late.exchange()
+    assert islands_of(tmp_path) == [["a"], ["a", "b"]]
+    # Outer steps along 1, then along (1 + 2) / 2, of SGD with Nesterov momentum.
+    anchor = -0.7 * 1.9 * 1.0
+    anchor -= 0.7 * (1.5 + 0.9 * (1.5 + 0.9 * 1.0))
+    np.testing.assert_allclose(first.state.params["w"], [[anchor]], rtol=1e-6)
+    np.testing.assert_array_equal(late.state.params["w"], first.state.params["w"])
+
+
+class Unanswered:
+    """A bucket that writes parts, and never says so."""
+
+    def __init__(self, bucket: Any) -> None:
+        self._bucket = bucket
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._bucket, name)
+
+    def put(self, key: str, data: bytes) -> None:
+        self._bucket.put(key, data)
+        if "/part-" in key:
+            raise OSError("no answer")
+
+
+def test_after_a_part_whose_write_was_not_answered_no_update_is_lost(tmp_path):
+    first, second = Trained(tmp_path, "a", 0.3), Trained(tmp_path, "b", 0.3)
+    store: Any = first.island._store
+    bucket, store._bucket = store._bucket, Unanswered(store._bucket)
+    first.train()
+    first.exchange()  # as far as it knows, it sent nothing
+    store._bucket = bucket
+    second.train()
+    second.exchange()
+    first.train()
+    first.exchange()
+    assert islands_of(tmp_path) == [["a", "b"]]
+    # Its second update is not in the round, and is kept.
+    np.testing.assert_allclose(first.state.params["w"], [[-0.7 * 1.9 - 1.0]], rtol=1e-6)
+
+
+def test_a_restart_between_exchanges_leaves_each_replica_where_it_was(tmp_path):
+    island = Trained(tmp_path, "a", 60.0, 1.0, -3.1)
+    island.train()
+    island.exchange()
+    island.train()
+    before = np.asarray(island.state.params["w"])
+    again = js.islands.join(str(tmp_path), name="a", say=lambda line: None)
+    np.testing.assert_array_equal(again.exchange(island.state).params["w"], before)
