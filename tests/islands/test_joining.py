@@ -56,20 +56,23 @@ def test_a_round_waits_for_those_that_joined_after_the_last_one(tmp_path):
     assert islands_of(tmp_path) == [["a"], ["a", "b"]]
 
 
-def test_what_a_late_island_carries_over_counts_in_the_next_round(tmp_path):
+def test_what_an_island_carries_over_counts_though_rounds_are_too_short_for_it(tmp_path):
     first, late = Trained(tmp_path, "a", 0.1), Trained(tmp_path, "b", 0.1)
     late.train()
     late.train()
-    first.train()
-    first.exchange()
-    late.exchange()  # its updates are not counted yet, and go to the open round
+    for _ in range(2):
+        first.train()
+        first.exchange()
+        late.exchange()  # the second time it sends its updates at once, to the open round
     first.train()
     first.exchange()
     late.exchange()
-    assert islands_of(tmp_path) == [["a"], ["a", "b"]]
-    # Outer steps along 1, then along (1 + 2) / 2, of SGD with Nesterov momentum.
-    anchor = -0.7 * 1.9 * 1.0
-    anchor -= 0.7 * (1.5 + 0.9 * (1.5 + 0.9 * 1.0))
+    assert islands_of(tmp_path) == [["a"], ["a"], ["a", "b"]]
+    # Outer steps along 1, 1 and (1 + 2) / 2, of SGD with Nesterov momentum.
+    anchor = velocity = 0.0
+    for away in (1.0, 1.0, 1.5):
+        velocity = 0.9 * velocity + away
+        anchor -= 0.7 * (0.9 * velocity + away)
     np.testing.assert_allclose(first.state.params["w"], [[anchor]], rtol=1e-6)
     np.testing.assert_array_equal(late.state.params["w"], first.state.params["w"])
 

@@ -153,9 +153,7 @@ def test_a_store_that_refuses_is_named_in_one_line_without_the_credentials(monke
         server.shutdown()
         thread.join()
         server.server_close()
-    said = [str(error.value), *lines]
-    assert lines
-    for line in said:
+    for line in (str(error.value), *lines):
         assert "\n" not in line
         assert KEY not in line
         assert SECRET not in line
