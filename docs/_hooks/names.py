@@ -22,6 +22,7 @@ TOPICS = {
     "topology": "topology/__init__.py",
     "hooks": "gradients/reducer/hooks/__init__.py",
     "codecs": "collectives/codecs/__init__.py",
+    "islands": "islands/__init__.py",
     "spec": "transform/spec/__init__.py",
     "pipeline": "pipeline/__init__.py",
     "schedules": "pipeline/schedules/__init__.py",

@@ -263,9 +263,8 @@ def join(
 ) -> Island:
     """Join a run of several islands that exchange through an object store, or begin it.
 
-    Every island is a program of its own: its mesh, its accelerators, its release of jax. What all
-    of them reach is a bucket or a folder. An exchange is the outer step of `js.diloco` over all
-    replicas of all islands that take part in a round. More: docs/islands.md.
+    Every island is a program of its own mesh, accelerators and release of jax. An exchange is the
+    outer step of `js.diloco` over all replicas of all islands of a round. More: docs/islands.md.
 
     Args:
       url: the run: `s3://bucket/run`, `gs://...`, `az://...`, `file:///folder` or a folder's path.

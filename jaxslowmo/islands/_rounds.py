@@ -210,6 +210,10 @@ class Rounds:
                 return Outcome(self.anchor, self._of_an_earlier_process())
         start = self._computed(number) if share else None
         if start is None:
+            self._say(
+                f"the run has come to round {self.anchor.round}; progress since round {number} is "
+                "dropped"
+            )
             return Outcome(self.anchor)
         return Outcome(self.anchor, (joined(start.values) - joined(values)) * np.float32(share))
 
