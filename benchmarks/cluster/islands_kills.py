@@ -16,6 +16,7 @@ import json
 import os
 import random
 import signal
+import sys
 import tempfile
 import time
 from importlib.metadata import version
@@ -23,7 +24,10 @@ from pathlib import Path
 from typing import Any
 
 import host_group  # noqa: F401 - it makes the next ones importable
-from island_runs import (
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from island_runs import (  # noqa: E402
     BUCKET,
     Moment,
     digests,
@@ -35,8 +39,8 @@ from island_runs import (
     shares,
     store,
 )
-from machine import host
-from namespaces import hosts, missing, set_rate
+from machine import host  # noqa: E402
+from namespaces import hosts, missing, set_rate  # noqa: E402
 
 NAMES, KILLED = ("a", "b", "c", "d"), ("c", "d")
 BYTES = 442_368  # a part; a snapshot has twice as much
