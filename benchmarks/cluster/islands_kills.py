@@ -27,7 +27,7 @@ import host_group  # noqa: F401 - it makes the next ones importable
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from island_runs import (  # noqa: E402
+from island_runs import (
     BUCKET,
     Moment,
     digests,
@@ -39,8 +39,8 @@ from island_runs import (  # noqa: E402
     shares,
     store,
 )
-from machine import host  # noqa: E402
-from namespaces import hosts, missing, set_rate  # noqa: E402
+from machine import host
+from namespaces import hosts, missing, set_rate
 
 NAMES, KILLED = ("a", "b", "c", "d"), ("c", "d")
 BYTES = 442_368  # a part; a snapshot has twice as much

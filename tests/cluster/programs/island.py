@@ -73,7 +73,7 @@ class Marked:
 
     def __init__(self, bucket: Any) -> None:
         self._bucket = bucket
-        self.delete, self.list = bucket.delete, bucket.list
+        self.delete, self.list, self.refusals = bucket.delete, bucket.list, bucket.refusals
 
     def get(self, key: str, limit: int | None) -> bytes:
         if "/part-" in key:
