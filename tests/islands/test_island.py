@@ -104,12 +104,9 @@ def test_islands_end_where_one_job_ends(name, islands, outer, tmp_path):
     for i, end in enumerate(ends):
         for one, first, job in zip(end, ends[0], of_one_job(name, size * islands), strict=True):
             np.testing.assert_array_equal(one[:1], first[:1])
-            # A job multiplies sums by 1 / replicas, exact for powers of two; XLA has another power.
-            job, near = (
-                job[i * size : (i + 1) * size],
-                1e-6 if islands != 3 and name != "adamw" else 3e-6,
-            )
-            np.testing.assert_allclose(one, job, rtol=0, atol=near)
+            # In float32 the job itself is 2e-6 from a run in float64, and islands 1e-6.
+            job = job[i * size : (i + 1) * size]
+            np.testing.assert_allclose(one, job, rtol=0, atol=4e-6)
 
 
 def test_islands_weigh_by_their_replicas_and_may_be_of_any_mesh(tmp_path):
@@ -132,7 +129,7 @@ def test_islands_weigh_by_their_replicas_and_may_be_of_any_mesh(tmp_path):
     ]
     for _, state, _ in run_together(runs):
         for one, job in zip(whole(state.params), of_one_job("diloco", 12), strict=True):
-            np.testing.assert_allclose(one[0], job[0], rtol=0, atol=3e-6)
+            np.testing.assert_allclose(one[0], job[0], rtol=0, atol=4e-6)
 
 
 def test_half_precision_and_copies_of_parameters_follow(tmp_path):
