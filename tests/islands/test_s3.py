@@ -28,8 +28,16 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 _folders = itertools.count()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def no_proxy() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("NO_PROXY", "no_proxy"):
+            patch.setenv(name, "127.0.0.1")
+        yield
+
+
 @pytest.fixture(scope="module")
-def port() -> int:
+def port(no_proxy) -> int:
     """Of an endpoint that may be stopped and started again; its buckets stay."""
     with served() as url:
         make_bucket(url, BUCKET)
