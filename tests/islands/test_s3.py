@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -31,8 +32,8 @@ _folders = itertools.count()
 @pytest.fixture(scope="module", autouse=True)
 def no_proxy() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("NO_PROXY", "no_proxy"):
-            patch.setenv(name, "127.0.0.1")
+        for name in [name for name in os.environ if name.lower().endswith("_proxy")]:
+            patch.delenv(name)
         yield
 
 
