@@ -193,7 +193,6 @@ class Note(_Record):
       round: the round of which it waits for the manifest, or trains towards.
       updates: its updates so far.
       sent, received: bytes of the last exchange.
-      requests: requests of the last exchange.
     """
 
     run: str
@@ -203,7 +202,6 @@ class Note(_Record):
     updates: int
     sent: int
     received: int
-    requests: int
 
 
 def dump(header: _Record, arrays: Mapping[str, np.ndarray]) -> bytes:

@@ -37,7 +37,7 @@ from ._format import Run, checked_name, described
 from ._member import IslandState, transform
 from ._optimizer import HostOptimizer, checked_optimizer
 from ._rounds import Outcome, Rounds, Rules, compare, read_run
-from ._status import Status, status_of
+from ._status import Status, status
 from ._store import Clock, IslandsError, ObjectStore, Store
 from ._wire import Wire, divided, joined
 
@@ -144,7 +144,8 @@ class Island:
 
         Returns:
           The state whose parameters are `merge * parameters + (1 - merge) * anchor`, in their
-          dtypes, moved on by what `late` keeps. Copies of parameters in the optimizer's state move
+          dtypes; after joining, or in a round without this island, the anchor, moved on by what
+          `late` keeps. Copies of parameters in the optimizer's state move
           along; model state and moments stay. The buffers of `state` stay valid.
 
         Raises:
@@ -165,7 +166,7 @@ class Island:
             self.round = self.round if saved is None else saved.round
             return state
         self.round = moved.place.round
-        state = _moved(state, moved.target, self._merge)
+        state = _moved(state, moved.target, self._merge if moved.is_in else 0.0)
         return state if member is None else _with_place(state, member, moved)
 
     def _exchanged(
@@ -178,9 +179,13 @@ class Island:
         """Return where all processes go on; None: as they are. The first process calls it."""
         rounds, updates = self._rounds, _number_of(state.step)
         if rounds is not None:
+            leaves = described(leaf_names(state.params), [x.shape for x in values])
+            compare(rounds.url, rounds.run, replace(self._agreed, leaves=leaves))
             outcome = self._round(rounds, state, values)
         else:
-            rounds = self._joined(leaf_names(state.params), values)
+            rounds = self._joined(state.params, values)
+            if updates and not (saved and saved.run):
+                self._say(f"joins after {updates} updates, which are not part of the run")
             run = int(rounds.run.run[:8], 16)
             outcome: Outcome | None = Outcome(rounds.anchor)
             if saved is not None and member is not None and saved.run:
@@ -201,7 +206,8 @@ class Island:
         if outcome.rest is not None:
             target = divided(joined(target) - outcome.rest, target)
         place = _Place(int(rounds.run.run[:8], 16), outcome.anchor.round, updates)
-        return _Moved(target, place, None if rounds.lost is None else divided(rounds.lost, target))
+        lost = None if rounds.lost is None else divided(rounds.lost, target)
+        return _Moved(target, place, lost, outcome.is_in)
 
     def _round(
         self, rounds: Rounds, state: "TrainState", values: list[np.ndarray]
@@ -210,11 +216,12 @@ class Island:
         weight = len(state.step) if self._weight is None else self._weight
         return rounds.exchange(values, float(weight), _number_of(state.step))
 
-    def _joined(self, names: list[str], values: list[np.ndarray]) -> Rounds:
+    def _joined(self, params: Any, values: list[np.ndarray]) -> Rounds:
         """Return the rounds of the run that the store holds, or that begins here."""
         store, deadline = self._open, self._rules.deadline_seconds
-        optimizer = HostOptimizer(self._optimizer, values)
-        leaves = described(names, [x.shape for x in values])
+        tree = jax.tree.structure(params)
+        optimizer = HostOptimizer(self._optimizer, jax.tree.unflatten(tree, values))
+        leaves = described(leaf_names(params), [x.shape for x in values])
         agreed = replace(self._agreed, optimizer=optimizer.text, leaves=leaves)
         wire = Wire(self._codec, sum(x.size for x in values))
         rounds = Rounds(store, self._rules, optimizer, wire, agreed, store.clock, self._say)
@@ -232,7 +239,7 @@ class Island:
 
     def status(self) -> Status:
         """Return the `Status` of the run, as `js.islands.status(url)` does."""
-        return status_of(self._open)
+        return status(self._open.url)
 
     def report(self) -> Report:
         """Return what the exchanges so far asked of the store, on average per round.
@@ -297,7 +304,7 @@ def join(
       IslandsError: a bucket of a run with another `sync_every` or `codec`, or no access.
       ModuleNotFoundError: obstore is missing; the extra `islands` has it.
 
-    Communication: two small requests to the store.
+    Communication: one small request to the store.
 
     Source: Douillard et al., "DiLoCo", 2023; Sarfi et al., "SparseLoCo", 2025 (exchange by
       buckets).
@@ -323,7 +330,9 @@ def join(
     if weight is not None and _number(owner, "weight", weight) == 0:
         raise ValueError(f"{owner}: `weight` must be above 0, got {weight!r}.")
     merge = _number(owner, "merge", merge, most=1)
-    say = say or _to_stderr(name)
+    say = _to_stderr(name) if say is None else say
+    if not callable(say):
+        raise ValueError(f"{owner}: `say` must be a function of one line, got {say!r}.")
     period = str(schedule.k) if schedule == every(schedule.k) else repr(schedule)
     agreed = Run("", "", period, repr(codec), "", max_norm_ratio=max_norm_ratio)
     store = None
@@ -388,11 +397,19 @@ class _Place(NamedTuple):
 
 
 class _Moved(NamedTuple):
-    """What an exchange makes of a state: parameters, place, and what a codec has not sent yet."""
+    """What an exchange makes of a state.
+
+    Attributes:
+      target: where the parameters go.
+      place: where the island is then.
+      lost: what a codec has not sent yet.
+      is_in: whether the round counted this island's progress, of which `merge` may keep a share.
+    """
 
     target: list[np.ndarray]
     place: _Place
     lost: list[np.ndarray] | None
+    is_in: bool
 
 
 def _number_of(x: jax.Array) -> int:
@@ -421,10 +438,12 @@ def _check(state: "TrainState") -> None:
             "which an exchange would leave behind: the islands' outer step takes its place. Use "
             "js.local_sgd or js.sgp between the replicas, or nothing."
         )
+    names = leaf_names(params)
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ValueError(f"islands: parameters must have names of their own: {', '.join(twice)}.")
     wide = [
-        name
-        for name, x in zip(leaf_names(params), jax.tree.leaves(params), strict=True)
-        if x.dtype.itemsize > 4
+        name for name, x in zip(names, jax.tree.leaves(params), strict=True) if x.dtype.itemsize > 4
     ]
     if wide:
         raise ValueError(
@@ -510,9 +529,9 @@ def _from_first_process(run: Callable[[], _Moved | None], like: list[np.ndarray]
         try:
             moved = run()
         except Exception as error:  # the others would wait for it forever
-            note["error"] = f"{type(error).__name__}: {error}"[: _NOTE_BYTES // 8]
+            note["error"] = f"{type(error).__name__}: {error}"[: _NOTE_BYTES // 16]
     if moved is not None:
-        note |= {"place": moved.place, "lost": moved.lost is not None}
+        note |= {"place": moved.place, "is_in": moved.is_in, "lost": moved.lost is not None}
     send = multihost_utils.broadcast_one_to_all
     text = np.frombuffer(json.dumps(note).encode().ljust(_NOTE_BYTES), np.uint8)
     note = json.loads(bytes(np.asarray(send(text)).tolist()))
@@ -524,4 +543,5 @@ def _from_first_process(run: Callable[[], _Moved | None], like: list[np.ndarray]
     if note["lost"]:
         arrays.append(like if moved is None or moved.lost is None else moved.lost)
     arrays = jax.tree.map(np.asarray, send(arrays))
-    return _Moved(arrays[0], _Place(*note["place"]), arrays[1] if note["lost"] else None)
+    lost = arrays[1] if note["lost"] else None
+    return _Moved(arrays[0], _Place(*note["place"]), lost, note["is_in"])

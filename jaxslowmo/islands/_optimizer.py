@@ -48,7 +48,7 @@ _EXACT: dict[str, _Apply] = {
     "floor": np.floor, "ge": np.greater_equal, "gt": np.greater, "is_finite": np.isfinite,
     "le": np.less_equal, "lt": np.less, "max": np.maximum, "min": np.minimum,
     "mul": np.multiply, "ne": np.not_equal, "neg": np.negative, "not": np.bitwise_not,
-    "or": np.bitwise_or, "round": np.rint, "sign": np.sign, "sqrt": np.sqrt,
+    "or": np.bitwise_or, "sign": np.sign, "sqrt": np.sqrt,
     "square": lambda x: x * x, "stop_gradient": lambda x: x, "sub": np.subtract,
 }  # fmt: skip
 # Of single numbers, such as the rates of schedules and corrections of a bias.
@@ -81,6 +81,10 @@ def _shaped(shape: Any, x: Any) -> Any:
     if np.size(x) == 1:
         return np.broadcast_to(np.reshape(x, ()), shape)
     return x if np.shape(x) == tuple(shape) else None
+
+
+class RefusedError(ValueError):
+    """The error that a program has an operation of which NumPy would not give the same bits."""
 
 
 class HostOptimizer:
@@ -145,7 +149,12 @@ def checked_optimizer(optimizer: Any) -> optax.GradientTransformation:
             "islands.join: `outer_optimizer` must be an optax gradient transform such as "
             f"optax.sgd(0.7, momentum=0.9, nesterov=True), got {type(optimizer).__name__}."
         )
-    HostOptimizer(optimizer, {"w": np.zeros(2, np.float32)})
+    try:
+        HostOptimizer(optimizer, {"w": np.zeros(2, np.float32)})
+    except RefusedError:
+        raise
+    except Exception:  # it is for the model's own tree: the first exchange will tell
+        return optimizer
     return optimizer
 
 
@@ -161,29 +170,40 @@ def _run(program: Flat, inputs: Sequence[np.ndarray]) -> list[np.ndarray]:
 
     given = dict(zip(program.inputs, inputs, strict=True)) | program.constants
     with np.errstate(all="ignore"):
-        return [np.array(x) for x in run(program.equations, program.outputs, given, instead)]
+        found = run(program.equations, program.outputs, given, instead)
+    same = set(map(id, inputs))
+    # Results are the caller's own; most are new arrays already.
+    return [np.array(x) if id(x) in same or not x.flags.owndata else x for x in found]
 
 
 def _described(program: Flat) -> Iterator[str]:
     """Yield what a program computes; raise `ValueError` for what NumPy can't run."""
+    names = {x: f"input {i}" for i, x in enumerate(program.inputs)}
+    names |= {x: str(np.ravel(value).tolist()) for x, value in program.constants.items()}
+
+    def name_of(x: Any) -> str:
+        is_number = isinstance(x, jex.Literal)
+        return str(float(np.float32(np.reshape(x.val, ())))) if is_number else names[x]
+
     for equation in program.equations:
-        name = equation.primitive.name
+        name, operands = equation.primitive.name, [name_of(x) for x in equation.invars]
         sizes = [math.prod(getattr(x.aval, "shape", ())) for x in equation.invars]
         if _operation(equation) is None or (name in _OF_NUMBERS and max(sizes) > 1):
             raise _refused(equation)
-        # Releases of jax differ in where they convert a constant, so conversions do not count.
-        constants = [x.val for x in equation.invars if isinstance(x, jex.Literal)]
-        yield from (str(float(np.float32(np.reshape(x, ())))) for x in constants)
-        if name not in _FORMS:
-            yield f"{name} {equation.params.get('y', '')}"
+        (result,) = equation.outvars
+        text = f"{name}{equation.params.get('y', '')}({', '.join(operands)})"
+        if name in _FORMS:  # releases of jax differ in where they convert and broadcast
+            text = operands[0]
+        names[result] = text if len(text) < 200 else hashlib.sha256(text.encode()).hexdigest()
+    yield from map(name_of, program.outputs)
 
 
 _FORMS = frozenset({"broadcast_in_dim", "convert_element_type", "copy", "copy_p", "reshape"})
 
 
-def _refused(equation: Any) -> ValueError:
+def _refused(equation: Any) -> RefusedError:
     name = equation.primitive.name
-    return ValueError(
+    return RefusedError(
         f"islands.join: `outer_optimizer` must be element-wise and built of operations that round "
         f"alike on every machine, such as optax.sgd, optax.adamw or js.slow_momentum; this one "
         f"uses {name!r} on {', '.join(str(x.aval) for x in equation.invars)}."

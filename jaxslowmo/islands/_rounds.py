@@ -115,10 +115,12 @@ class Outcome(NamedTuple):
     Attributes:
       anchor: the newest anchor.
       rest: displacement from it that the island keeps; None: none, it starts at the anchor.
+      is_in: whether the round counted this island's progress.
     """
 
     anchor: Anchor
     rest: np.ndarray | None = None
+    is_in: bool = False
 
 
 class Rounds:
@@ -207,6 +209,10 @@ class Rounds:
         if share or self.lost is not None:
             manifests = map(self._manifest, range(number, self.anchor.round))
             if any(x is not None and self._rules.name in x.islands() for x in manifests):
+                self._say(
+                    f"an earlier process has contributed since round {number}: progress that was "
+                    "saved is dropped"
+                )
                 return Outcome(self.anchor, self._of_an_earlier_process())
         start = self._computed(number) if share else None
         if start is None:
@@ -236,8 +242,7 @@ class Rounds:
         """
         traffic = self._store.traffic
         before = traffic.sent, traffic.received
-        requests = traffic.requests.total()
-        own = joined(self.anchor.values) - joined(values)
+        own = joined([x - y for x, y in zip(self.anchor.values, values, strict=True)])
         try:
             self._check_name()
             manifest = self._manifest(self.anchor.round)
@@ -248,12 +253,17 @@ class Rounds:
         except StoreError as error:
             self._say(f"{error}. Training goes on; the next exchange sends this progress, too.")
             return None
+        sent = self._waiting
+        is_in = sent is not None and counted is not None and sent.key in counted
         rest = self._after(own, manifest, counted)
+        if rest is not None and not np.isfinite(rest).all():
+            self._say(f"round {manifest.round}: progress that is not finite is dropped")
+            rest = None
         closed, self.anchor, self._waiting = self.anchor, anchor, None
         try:
             self.anchor = self._replayed(anchor)
             is_out = self._rules.name not in manifest.islands()
-            if self.anchor is not anchor or is_out:
+            if self.anchor.round > closed.round + 1 or is_out:
                 self._announce()
             if is_out and self._was_out and rest is not None:
                 # The others wait for it, but not for so long as it takes.
@@ -261,10 +271,11 @@ class Rounds:
             self._was_out = is_out
             if manifest.author == self._rules.name:
                 self._keep_snapshots(anchor)
-            self._note(updates, *before, requests=requests)
+            self._check_name()
+            self._note(updates, *before)
         except (StoreError, _GoneError) as error:
             self._say(f"after round {closed.round}: {error}")
-        return Outcome(self.anchor, rest)
+        return Outcome(self.anchor, rest, is_in)
 
     def _announce(self) -> None:
         """Let the others wait for this island in the open round: it was not in the last one.
@@ -613,21 +624,27 @@ class Rounds:
         return manifest
 
     def _check_name(self) -> None:
-        """Raise `IslandsError` if another process has this island's name."""
+        """Raise `IslandsError` if another process has this island's name, or the run is gone."""
         key = note_of(self._rules.name)
         note = read_note(self._store, key)
-        if note is not None and note.process != self._process:
+        if note is not None and note.run == self.run.run and note.process != self._process:
             raise IslandsError(
                 f"{self._store.url}/{key}: another process has joined as {self._rules.name!r}; "
                 "this one stops. Give each island a name of its own."
             )
+        if note is None or note.run != self.run.run:
+            run = read_run(self._store)
+            if run is None or run.run != self.run.run:
+                found = "nothing" if run is None else f"run {run.run}"
+                raise IslandsError(
+                    f"{self._store.url}/{RUN}: {found} is here in place of {self.run.run}."
+                )
 
-    def _note(self, updates: int, sent: int, received: int, requests: int = 0) -> None:
+    def _note(self, updates: int, sent: int, received: int) -> None:
         traffic, name = self._store.traffic, self._rules.name
         note = Note(
             self.run.run, name, self._process, self.anchor.round, updates,
             traffic.sent - sent, traffic.received - received,
-            traffic.requests.total() - requests,
         )  # fmt: skip
         self._store.put(note_of(name), note.dumps().encode())
 

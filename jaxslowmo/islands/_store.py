@@ -20,7 +20,7 @@ with needed_by("jaxslowmo.islands"):
 
 _CHUNK = 8 << 20  # bytes that one request reads, so that each is short on a slow link
 _REQUEST_SECONDS = 120
-_SCHEMES = ("s3", "gs", "az", "azure", "abfs", "file", "memory")
+_SCHEMES = ("s3", "gs", "az", "azure", "abfs", "file")
 _Result = TypeVar("_Result")
 
 
@@ -80,10 +80,11 @@ class ObjectStore:
     """
 
     def __init__(self, url: str, *, creates: bool = True) -> None:
-        scheme, _, path = url.partition("://")
-        if not path:
-            scheme, path = "file", str(Path(url).absolute())
-        if scheme not in _SCHEMES:
+        scheme, is_url, path = url.partition(":")
+        path = path.removeprefix("//")
+        if not is_url:
+            scheme, path = "file", str(Path(url).expanduser().absolute())
+        if scheme not in _SCHEMES or not path or (is_url and "://" not in url):
             raise ValueError(
                 f"islands: `url` must be a folder or begin with {', '.join(_SCHEMES[:3])} or file, "
                 f"as in s3://bucket/run, got {url!r}."
@@ -105,8 +106,6 @@ class ObjectStore:
                 if not creates and not Path(path).is_dir():
                     raise IslandsError(f"{url}: there is no run here.")
                 self._store = stores.LocalStore(path, mkdir=True)
-            elif scheme == "memory":
-                self._store = stores.MemoryStore()
             else:
                 self._store = stores.from_url(url, client_options=options, retry_config=retries)
         except (OSError, errors.BaseError) as error:

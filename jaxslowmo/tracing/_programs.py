@@ -57,9 +57,14 @@ def interpret(
             return constant(np.asarray(atom.val, atom.aval.dtype))
         return values[atom]
 
-    for eqn in jaxpr.eqns:
+    eqns = list(jaxpr.eqns)
+    last = {x: i for i, eqn in enumerate(eqns) for x in eqn.invars if not hasattr(x, "val")}
+    last.update((x, len(eqns)) for x in jaxpr.outvars if not hasattr(x, "val"))
+    for i, eqn in enumerate(eqns):
         results = equation(eqn, [read(atom) for atom in eqn.invars])
         values.update(zip(eqn.outvars, results, strict=True))
+        for x in {x for x in eqn.invars if not hasattr(x, "val") and last[x] == i}:
+            del values[x]
     return [read(atom) for atom in jaxpr.outvars]
 
 

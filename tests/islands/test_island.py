@@ -1,6 +1,7 @@
 """Islands train as one job does, whatever they are made of, and say what they do not take."""
 
 import functools
+import shutil
 from typing import Any
 
 import jax
@@ -222,6 +223,42 @@ def test_late_progress_is_dropped_or_carried(late, tmp_path):
     assert any("closed without late" in line for line in said)
 
 
+def test_who_joins_or_was_late_starts_at_the_anchor_whatever_merge_says(tmp_path):
+    options: dict[str, Any] = {"sync_every": 1, "merge": 0.5, "deadline_seconds": 0.1}
+    islands = [
+        js.islands.join(str(tmp_path), name=name, say=lambda line: None, **options)
+        for name in ("early", "late")
+    ]
+    step = js.make_train_step(loss, optax.sgd(0.1), mesh=js.virtual_mesh({"replica": 1}))
+    starts = params(), jax.tree.map(lambda x: x + 100, params())
+    states = [
+        island.exchange(step.init(start)) for island, start in zip(islands, starts, strict=True)
+    ]
+    np.testing.assert_array_equal(whole(states[1].params)[1], whole(states[0].params)[1])
+    states = [step(state, batch(1, slice(0, 1)))[0] for state in states]
+    states = [island.exchange(x) for island, x in zip(islands, states, strict=True)]
+    rounds = islands[1]._rounds
+    assert rounds is not None
+    for x, y in zip(whole(states[1].params), rounds.anchor.values, strict=True):
+        np.testing.assert_array_equal(x[0], y)
+
+
+@pytest.mark.parametrize("late", ["drop", "carry"])
+@pytest.mark.parametrize("merge", [0.0, 0.5])
+def test_an_island_with_nan_takes_the_anchor(late, merge, tmp_path):
+    said: list[str] = []
+    island = js.islands.join(
+        str(tmp_path), name="one", sync_every=1, late=late, merge=merge, say=said.append
+    )
+    step = js.make_train_step(loss, optax.sgd(0.1), mesh=js.virtual_mesh({"replica": 1}))
+    state = island.exchange(step.init(params()))
+    broken = state._replace(params=jax.tree.map(lambda x: x * np.nan, state.params))
+    state = island.exchange(broken)
+    for x, y in zip(whole(state.params), whole(params()), strict=True):
+        np.testing.assert_array_equal(x[0], y)
+    assert any("part of one is left out" in line for line in said)
+
+
 def test_merge_keeps_a_share_of_each_replicas_own(tmp_path):
     part = slice(0, 2)
     _, at_anchor, _ = train(tmp_path / "a", "one", part, periods=1)
@@ -295,6 +332,9 @@ ARGUMENTS = [
     ({"outer_optimizer": optax.clip_by_global_norm(1.0)}, "element-wise .* 'reduce_sum'"),
     ({"url": "ftp://x/y"}, "`url` must be a folder or begin with s3"),
     ({"url": 3}, "`url` must be a URL"),
+    ({"url": "s3:bucket/run"}, "`url` must be a folder or begin with s3"),
+    ({"url": "gs://"}, "`url` must be a folder or begin with s3"),
+    ({"say": 3}, "`say` must be a function"),
 ]
 
 
@@ -330,6 +370,42 @@ def test_a_state_of_another_run_and_a_name_in_use_are_refused(tmp_path):
         island.exchange(state)
     with pytest.raises(IslandsError, match="there is no run here"):
         js.islands.status(str(tmp_path / "c"))
+
+
+def test_of_two_processes_the_first_stops_though_it_was_waiting(tmp_path, monkeypatch):
+    _, state, first = train(tmp_path, "one", slice(0, 1), periods=1)
+    rounds: Any = first._rounds
+    decided, later = rounds._decided, []
+
+    def meanwhile() -> Any:
+        later.append(train(tmp_path, "one", slice(0, 1), periods=0))
+        return decided()
+
+    monkeypatch.setattr(rounds, "_decided", meanwhile)
+    with pytest.raises(IslandsError, match="another process has joined as 'one'"):
+        first.exchange(state)
+    _, state, second = later[0]
+    assert int(second.exchange(state).step[0]) == 0
+
+
+def test_a_bucket_that_is_emptied_and_a_model_that_changes_are_named(tmp_path):
+    said: list[str] = []
+    _, state, island = train(tmp_path / "run", "one", slice(0, 1), periods=1)
+    other = state._replace(params={"b": state.params["b"], "w": state.params["w"].reshape(1, 3, 6)})
+    with pytest.raises(IslandsError, match=r"the model of this run is w\[6,3\]"):
+        island.exchange(other)
+    twice = {"a": {"b": state.params["b"]}, "a/b": state.params["b"]}
+    with pytest.raises(ValueError, match="names of their own: a/b"):
+        island.exchange(state._replace(params=twice))
+    shutil.rmtree(tmp_path / "run")
+    with pytest.raises(IslandsError, match="nothing is here in place of"):
+        island.exchange(state)
+    train(tmp_path / "run", "one", slice(0, 1), periods=0)
+    with pytest.raises(IslandsError, match=r"run .* is here in place of"):
+        island.exchange(state)
+    late = js.islands.join(str(tmp_path / "run"), name="two", sync_every=4, say=said.append)
+    late.exchange(state._replace(opt_state=state.opt_state[:2]))
+    assert any("joins after 4 updates, which are not part of the run" in line for line in said)
 
 
 def test_states_that_an_exchange_would_tear_apart_are_refused(tmp_path):

@@ -209,7 +209,7 @@ def test_a_manifest_that_is_garbage_is_named(kind):
         Part("r", 7, "a-b.c_d", "d", 0.5, 12, "s"),
         Manifest("r", 7, "a", ["rounds/00000007/part-a-0"]),
         Snapshot("r", 7, "d"),
-        Note("r", "a", "p", 1, 2, 3, 4, 5),
+        Note("r", "a", "p", 1, 2, 3, 4),
     ],
 )
 def test_a_header_is_read_as_it_was_written(record):
