@@ -1,4 +1,4 @@
-"""What lies in a bucket: JSON for what is decided, safetensors for arrays; no pickle anywhere.
+"""The objects in a bucket: JSON for decisions, safetensors for arrays; no pickle anywhere.
 
     run.json                                what all islands agree on, and where the run starts
     rounds/00000007/joins-paris-<id>        it trains towards round 7, and was not in round 6
@@ -112,7 +112,7 @@ def _fits(value: Any, kind: Any) -> bool:
 
 @dataclass(frozen=True)
 class Run(_Record):
-    """What all islands of a run agree on.
+    """The settings on which all islands of a run agree.
 
     Attributes:
       run: random name of the run.
@@ -185,7 +185,7 @@ class Snapshot(_Record):
 
 @dataclass(frozen=True)
 class Note(_Record):
-    """What an island last did.
+    """The note that an island leaves after each exchange.
 
     Attributes:
       run, island: to what it belongs.

@@ -49,7 +49,7 @@ _JOIN_SECONDS = 10.0  # how long a store may not answer when a user waits to beg
 
 
 class Report(NamedTuple):
-    """What an island's exchanges asked of the store, on average per round.
+    """The requests and bytes of an island's exchanges, on average per round.
 
     Attributes:
       rounds: number of exchanges.
@@ -383,7 +383,7 @@ def _to_stderr(name: str) -> Callable[[str], None]:
 
 
 class _Place(NamedTuple):
-    """Where an island is, as its state holds it.
+    """The position of an island, as its state holds it.
 
     Attributes:
       run: first 32 bits of the run's name; 0 before the island has joined.
@@ -397,12 +397,12 @@ class _Place(NamedTuple):
 
 
 class _Moved(NamedTuple):
-    """What an exchange makes of a state.
+    """The outcome of an exchange for the state.
 
     Attributes:
-      target: where the parameters go.
-      place: where the island is then.
-      lost: what a codec has not sent yet.
+      target: the parameters to which replicas go.
+      place: the island's position then.
+      lost: the part of its progress that a codec has not sent yet.
       is_in: whether the round counted this island's progress, of which `merge` may keep a share.
     """
 

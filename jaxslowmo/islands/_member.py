@@ -63,7 +63,7 @@ def transform(
     A program that reads the checkpoints of an island, and joins nothing, makes its step with it.
 
     Args:
-      base: as in `Island.transform`.
+      base: the algorithm between the island's replicas; None: nothing.
       codec: the codec of parts, as in `js.islands.join`.
 
     Returns:

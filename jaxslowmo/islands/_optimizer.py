@@ -23,14 +23,14 @@ from ..tracing import Flat, flattened, run
 _Apply = Callable[..., Any]
 
 
-def _on_numbers(apply: Callable[..., float]) -> _Apply:
+def _on_numbers(apply: _Apply) -> _Apply:
     """Return a function of single numbers, computed in float64 and rounded once."""
 
     def run(*args: Any) -> Any:
         if any(np.size(x) != 1 for x in args):
             return None
         dtype = np.result_type(args[0])
-        return np.asarray(apply(*(float(np.reshape(x, ())) for x in args)), dtype)
+        return np.asarray(apply(*(np.float64(np.reshape(x, ())) for x in args)), dtype)
 
     return run
 
@@ -53,8 +53,8 @@ _EXACT: dict[str, _Apply] = {
 }  # fmt: skip
 # Of single numbers, such as the rates of schedules and corrections of a bias.
 _OF_NUMBERS: dict[str, _Apply] = {
-    "cos": _on_numbers(math.cos), "exp": _on_numbers(math.exp), "log": _on_numbers(math.log),
-    "pow": _on_numbers(math.pow), "sin": _on_numbers(math.sin), "tanh": _on_numbers(math.tanh),
+    "cos": _on_numbers(np.cos), "exp": _on_numbers(np.exp), "log": _on_numbers(np.log),
+    "pow": _on_numbers(np.power), "sin": _on_numbers(np.sin), "tanh": _on_numbers(np.tanh),
 }  # fmt: skip
 
 

@@ -15,7 +15,7 @@ import statistics
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -66,7 +66,7 @@ class Rules:
 
 @dataclass(frozen=True)
 class Anchor:
-    """What all islands share before a round.
+    """The values that all islands share before a round.
 
     Attributes:
       round: number of the round.
@@ -110,7 +110,7 @@ class _Sent(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """Where an island goes on.
+    """The parameters from which an island goes on.
 
     Attributes:
       anchor: the newest anchor.
@@ -127,7 +127,7 @@ class Rounds:
     """The rounds of a run.
 
     Args:
-      store: where the run is.
+      store: the store that holds the run.
       rules: how this island takes part.
       optimizer: the outer optimizer.
       wire: how displacements travel.
@@ -574,13 +574,13 @@ class Rounds:
         arrays = dict(zip(names, [*anchor.values, *anchor.outer], strict=True))
         self._store.put(snapshot_of(anchor.round, anchor.digest), dump(header, arrays))
 
-    def _snapshot_shapes(self) -> dict[str, tuple[tuple[int, ...], type]]:
+    def _snapshot_shapes(self) -> dict[str, tuple[tuple[int, ...], Any]]:
         names = [x.rpartition("[")[0] for x in self._agreed.leaves]
         values = zip(names, self._optimizer.shapes, strict=True)
         return {
             **{f"anchor/{name}": (shape, np.float32) for name, shape in values},
             **{f"outer/{i}": x for i, x in enumerate(self._optimizer.state)},
-        }  # type: ignore[dict-item]
+        }
 
     def _keep_snapshots(self, anchor: Anchor) -> None:
         """Write a snapshot if it is time, and remove what newer ones make needless.

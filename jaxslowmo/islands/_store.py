@@ -89,6 +89,7 @@ class ObjectStore:
                 f"islands: `url` must be a folder or begin with {', '.join(_SCHEMES[:3])} or file, "
                 f"as in s3://bucket/run, got {url!r}."
             )
+        # Waiting does not help. Stores without "create if absent" raise the last two.
         self.refusals: tuple[type[Exception], ...] = (
             errors.PermissionDeniedError, errors.UnauthenticatedError,
             errors.NotSupportedError, NotImplementedError,

@@ -420,5 +420,12 @@ def test_states_that_an_exchange_would_tear_apart_are_refused(tmp_path):
         step = js.make_train_step(loss, optax.sgd(0.1), mesh=mesh, sync=sync)
         with pytest.raises(ValueError, match="keeps an anchor, or parameters under way"):
             island.exchange(step.init(params()))
+    step = js.make_train_step(loss, optax.sgd(0.1), mesh=mesh, sync="none")
+    state = step.init(params())
+    wide = {"w": np.zeros((2, 3), np.float64)}
+    with pytest.raises(ValueError, match="at most 32 bits, not so: w"):
+        island.exchange(state._replace(params=wide))
+    with pytest.raises(ValueError, match="has tables, which islands do not exchange"):
+        island.exchange(state._replace(params=js.WithTables(state.params, {})))
     with pytest.raises(ValueError, match="`base` must not keep an anchor"):
         island.transform(js.diloco("replica"))
