@@ -36,7 +36,8 @@ from ..tree import Staged, leaf_names, parts_of
 from ._format import Run, checked_name, described
 from ._member import IslandState, transform
 from ._optimizer import HostOptimizer, checked_optimizer
-from ._rounds import Outcome, Rounds, Rules, compare, read_run
+from ._rounds import Outcome, Rounds, Rules
+from ._run import compare, read_run
 from ._status import Status, status
 from ._store import Clock, IslandsError, ObjectStore, Store
 from ._wire import Wire, divided, joined

@@ -41,6 +41,7 @@ from ._format import (
     snapshot_of,
 )
 from ._optimizer import HostOptimizer
+from ._run import compare, note_of, read_note, read_run
 from ._store import Clock, IslandsError, Store, StoreError, TooLargeError
 from ._wire import Wire, divided, joined
 
@@ -647,55 +648,6 @@ class Rounds:
             traffic.sent - sent, traffic.received - received,
         )  # fmt: skip
         self._store.put(note_of(name), note.dumps().encode())
-
-
-def read_run(store: Store) -> Run | None:
-    """Return the run in a store; None if there is none.
-
-    Raises:
-      IslandsError: something else.
-    """
-    try:
-        data = store.get(RUN, MAX_JSON)
-        return None if data is None else Run.loads(data)
-    except (FormatError, TooLargeError) as error:
-        raise IslandsError(f"{store.url}/{RUN} is unreadable: {error}") from error
-
-
-def note_of(name: str) -> str:
-    """Return the key of an island's note."""
-    return f"islands/{name}.json"
-
-
-def read_note(store: Store, key: str) -> Note | None:
-    """Return what an island last did; None if nothing readable says so."""
-    try:
-        data = store.get(key, MAX_JSON)
-        return None if data is None else Note.loads(data)
-    except (FormatError, TooLargeError):
-        return None
-
-
-def compare(url: str, run: Run, agreed: Run) -> None:
-    """Raise `IslandsError` naming what differs from the run; "" and [] are not known yet."""
-    for name, what in _AGREED.items():
-        theirs, mine = getattr(run, name), getattr(agreed, name)
-        if mine and theirs != mine:
-            if name == "leaves":
-                pairs = (theirs, mine), (mine, theirs)
-                theirs, mine = (", ".join((sorted({*x} - {*y}) or x)[:3]) for x, y in pairs)
-            raise IslandsError(
-                f"{url}/{RUN}: {what} of this run is {theirs}, and this island has {mine}."
-            )
-
-
-_AGREED = {
-    "leaves": "the model",
-    "sync_every": "`sync_every`",
-    "codec": "`codec`",
-    "optimizer": "`outer_optimizer` (its program)",
-    "max_norm_ratio": "`max_norm_ratio`",
-}
 
 
 def _norm(x: np.ndarray) -> float:

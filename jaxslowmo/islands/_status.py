@@ -4,8 +4,8 @@ from datetime import datetime
 from typing import NamedTuple
 
 from ._format import folder_of, island_of, number_of
-from ._rounds import IslandsError, read_note, read_run
-from ._store import Clock, ObjectStore, Store
+from ._run import read_note, read_run
+from ._store import Clock, IslandsError, ObjectStore, Store
 
 
 class IslandStatus(NamedTuple):
