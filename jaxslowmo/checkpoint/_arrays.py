@@ -5,8 +5,7 @@ part would leave them waiting. Its handlers do not: each process reads without t
 agree on the outcome afterwards. Zarr does not notice if files were damaged. Fingerprints do.
 """
 
-import gc
-import sys
+import asyncio
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,6 +15,8 @@ import numpy as np
 
 from ..mesh import fingerprint
 from ._folder import UnreadableError, epath, ocp
+
+_types = ocp.type_handlers
 
 
 def first_line(error: BaseException) -> str:
@@ -28,16 +29,47 @@ def handler() -> ocp.PyTreeCheckpointHandler:
 
     With that store, a process would wait ten minutes for process 0's folder.
     """
+    return _handler(_types.ArrayHandler(), _types.NumpyHandler())
+
+
+def _handler(on_devices: Any, on_host: Any) -> ocp.PyTreeCheckpointHandler:
     processes = range(jax.process_count())
-    types = ocp.type_handlers
     return ocp.PyTreeCheckpointHandler(
         multiprocessing_options=ocp.options.MultiprocessingOptions(
             active_processes=set(processes), barrier_sync_key_prefix="jaxslowmo"
         ),
-        type_handler_registry=types.create_type_handler_registry(
-            (jax.Array, types.ArrayHandler()), (np.ndarray, types.NumpyHandler())
+        type_handler_registry=_types.create_type_handler_registry(
+            (jax.Array, on_devices), (np.ndarray, on_host)
         ),
     )
+
+
+class _WholeReads(_types.TypeHandler):
+    """A handler of orbax's whose reads have all ended when it returns, also if some have failed.
+
+    Orbax ends its event loop when the first read fails. The others would go on without one, and
+    each would print an exception that nobody can handle, at whatever time it is collected.
+    """
+
+    failure: Exception | None = None
+
+    async def deserialize(self, infos: Any, args: Any = None) -> Any:
+        before = asyncio.all_tasks()
+        try:
+            return await super().deserialize(infos, args)
+        except Exception as error:  # tensorstore raises many kinds
+            self.failure = error
+            while reads := asyncio.all_tasks() - before:
+                await asyncio.wait(reads)
+            return [None for _ in infos]
+
+
+class _Arrays(_WholeReads, _types.ArrayHandler):
+    pass
+
+
+class _NumpyArrays(_WholeReads, _types.NumpyHandler):
+    pass
 
 
 def read_arrays(path: epath.Path, structs: dict[str, jax.ShapeDtypeStruct]) -> list[Any]:
@@ -62,29 +94,16 @@ def read_arrays(path: epath.Path, structs: dict[str, jax.ShapeDtypeStruct]) -> l
     # Orbax stores no arrays of size 0.
     full = {key: x for key, x in structs.items() if x.size}
     args = ocp.args.PyTreeRestore(full, restore_args={key: how(x) for key, x in full.items()})
+    reads = _Arrays(), _NumpyArrays()
     try:
-        found = handler().restore(path, args=args)
+        found = _handler(*reads).restore(path, args=args)
+        if failed := [one.failure for one in reads if one.failure]:
+            raise failed[0]
     except Exception as error:  # tensorstore raises many kinds
-        _forget_reads(error)
         raise UnreadableError(f"{path.parent} is damaged: {first_line(error)}.") from error
     empty = {k: placed(np.zeros(x.shape, x.dtype), x) for k, x in structs.items() if not x.size}
     arrays = found | empty
     return [arrays[key] for key in structs]
-
-
-def _forget_reads(error: BaseException | None) -> None:
-    """Free what a failed read holds: orbax leaves its other reads unfinished, which then complain.
-
-    Each would print an exception that nobody can handle, at whatever time it is collected.
-    """
-    while error is not None:
-        error.__traceback__ = None
-        error = error.__cause__ or error.__context__
-    hook, sys.unraisablehook = sys.unraisablehook, lambda _: None
-    try:
-        gc.collect()
-    finally:
-        sys.unraisablehook = hook
 
 
 def placed(x: Any, like: jax.ShapeDtypeStruct) -> Any:
