@@ -105,7 +105,8 @@ class _Sent(NamedTuple):
     """The part of this island in a round that is not decided yet, whether or not it is there."""
 
     key: str
-    data: bytes
+    header: Part
+    sent: np.ndarray  # the payload
     own: np.ndarray  # the displacement
     lost: np.ndarray | None  # what the codec will have lost
 
@@ -292,23 +293,21 @@ class Rounds:
 
         An exchange that failed may have put it there already, so it stays the same.
         """
-        number, part = self.anchor.round, own
-        if self._waiting is not None:
-            self._store.put(self._waiting.key, self._waiting.data)
-            return
-        if self._wire.keeps_lost and self.lost is not None:
-            part = own + self.lost
+        if self._waiting is None:
+            # Before the request, which may take effect and have no answer.
+            self._waiting = self._part(own, weight, updates)
+        key, header, sent, *_ = self._waiting
+        self._store.put(key, dump(header, dict.fromkeys(self._wire.shapes, sent)))
+
+    def _part(self, own: np.ndarray, weight: float, updates: int) -> _Sent:
+        keeps_lost, number, name = self._wire.keeps_lost, self.anchor.round, self._rules.name
+        part = own if not keeps_lost or self.lost is None else own + self.lost
         sent = self._wire.encode(part)
-        lost = part - self._wire.decode(sent) if self._wire.keeps_lost else None
         header = Part(
-            self.run.run, number, self._rules.name, self.anchor.digest, weight, updates,
-            sha256(sent),
+            self.run.run, number, name, self.anchor.digest, weight, updates, sha256(sent)
         )  # fmt: skip
-        data = dump(header, dict.fromkeys(self._wire.shapes, sent))
-        key = part_of(number, self._rules.name, self._process)
-        # Before the request, which may take effect and have no answer.
-        self._waiting = _Sent(key, data, own, lost)
-        self._store.put(key, data)
+        lost = part - self._wire.decode(sent) if keeps_lost else None
+        return _Sent(part_of(number, name, self._process), header, sent, own, lost)
 
     def _decided(self) -> Manifest:
         """Wait until the open round is decided, and return its manifest; close it if it can be.
@@ -451,12 +450,11 @@ class Rounds:
         Raises:
           _GoneError: it was removed since a newer snapshot holds its result.
         """
-        waiting, part = self._waiting, _Received(key)
+        if self._waiting is not None and self._waiting.key == key:
+            return _Received(key, self._waiting.header, self._waiting.sent)
+        part = _Received(key)
         try:
-            if waiting is not None and waiting.key == key:
-                data: bytes | None = waiting.data
-            else:
-                data = self._store.get(key, limit_of(self._wire.num_bytes))
+            data = self._store.get(key, limit_of(self._wire.num_bytes))
             if data is None:
                 raise _GoneError(key)
             part.header = head = head_of(data, Part)

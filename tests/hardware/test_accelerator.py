@@ -4,6 +4,7 @@ With one accelerator its replicas are virtual; with several each has a device of
 (`make test-jax TEST_ARGS="-m hardware"`) both sides are CPU devices.
 """
 
+import functools
 import itertools
 from typing import Any
 
@@ -14,6 +15,7 @@ import optax
 import pytest
 
 import jaxslowmo as js
+from islands.together import run_together
 from jaxslowmo.checkpoint import Checkpoints
 from jaxslowmo.models import GPTConfig, gpt_loss_fn, init_gpt
 from support.layered import assert_close, language_model, tokens
@@ -108,6 +110,37 @@ def test_a_run_ends_where_it_ends_on_a_cpu(name):
     for leaf, want in zip(jax.tree.leaves(params), jax.tree.leaves(wanted), strict=True):
         assert next(iter(leaf.devices())).platform == jax.devices()[0].platform
         np.testing.assert_allclose(leaf, want, rtol=tolerance, atol=tolerance)
+
+
+def as_island(url, name, mesh, codec):
+    island = js.islands.join(
+        str(url), name=name, sync_every=2, quorum=2, deadline_seconds=60, codec=codec, say=str
+    )
+    step = js.make_train_step(loss, OPTIMIZER, mesh=mesh, sync=island.transform(AVERAGE))
+    with jax.default_matmul_precision("highest"):  # in this thread
+        state = island.exchange(step.init(parameters()))
+        for t, batch in enumerate(batches(), 1):
+            state, _ = step(state, batch)
+            if island.due(t):
+                state = island.exchange(state)
+    return island.round, [np.asarray(x)[0] for x in jax.tree.leaves(state.params)]
+
+
+@pytest.mark.parametrize("codec", [None, js.codecs.int4()], ids=["float32", "int4"])
+def test_islands_on_an_accelerator_and_on_cpus_hold_the_same_bits(codec, tmp_path):
+    axes = {"replica": REPLICAS}
+    ends = {}
+    for url, make_mesh in {"two kinds": mesh_of_accelerators, "cpus": mesh_of_cpus}.items():
+        meshes = {"first": make_mesh(axes), "second": mesh_of_cpus(axes)}
+        runs = [functools.partial(as_island, tmp_path / url, *x, codec) for x in meshes.items()]
+        first, second = run_together(runs)
+        assert first[0] == second[0] == STEPS // 2
+        for x, y in zip(first[1], second[1], strict=True):
+            np.testing.assert_array_equal(x, y)
+        ends[url] = first[1]
+    tolerance = 1e-4 if codec is None else 1e-2
+    for x, y in zip(*ends.values(), strict=True):
+        np.testing.assert_allclose(x, y, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
