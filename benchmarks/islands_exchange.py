@@ -1,6 +1,6 @@
 """Memory and time that an exchange of islands takes on the host.
 
-    .venv/bin/python benchmarks/islands_exchange.py --parameters 25000000
+    .venv/bin/python benchmarks/islands_exchange.py --parameters 100000000
 
 One island of one replica on the default device, SGD without momentum inside, alone in its run, over
 a folder. The peak is that of the process (VmHWM) over the exchanges, less what it held before it
@@ -73,7 +73,7 @@ def measure(outer: str, codec: str, parameters: int) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--parameters", type=int, default=25_000_000)
+    parser.add_argument("--parameters", type=int, default=100_000_000)
     parser.add_argument("--case", nargs=2, metavar=("OUTER", "CODEC"))
     args = parser.parse_args()
     if args.case:

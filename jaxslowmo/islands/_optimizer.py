@@ -138,7 +138,7 @@ class HostOptimizer:
     ) -> tuple[list[np.ndarray], list[np.ndarray]]:
         """Return the parameters and the state after one step along a displacement."""
         found = _run(self._update, [*displacement, *state, *params])
-        moved = [p + u for p, u in zip(params, found, strict=False)]
+        moved = [np.add(p, u, out=u) for p, u in zip(params, found, strict=False)]
         return moved, found[len(params) :]
 
 

@@ -651,11 +651,14 @@ class Rounds:
 def _norm(x: np.ndarray) -> float:
     """Return the norm of a vector, to the same bits whatever the width of a machine's SIMD."""
     columns = np.zeros(_COLUMNS)
+    whole = x.size - x.size % _COLUMNS
+    rows, rest = x[:whole].reshape(-1, _COLUMNS), x[whole:]
     with np.errstate(all="ignore"):
-        for start in range(0, x.size, _COLUMNS * _ROWS):
-            block = x[start : start + _COLUMNS * _ROWS].astype(np.float64)
-            block = np.pad(block * block, (0, -block.size % _COLUMNS)).reshape(-1, _COLUMNS)
-            columns += np.add.reduce(block, axis=0)  # column by column, row after row
+        for start in range(0, len(rows), _ROWS):
+            block = rows[start : start + _ROWS]
+            squares = np.multiply(block, block, dtype=np.float64)
+            columns += np.add.reduce(squares, axis=0)  # column by column, row after row
+        columns[: rest.size] += np.multiply(rest, rest, dtype=np.float64)
     return math.sqrt(math.fsum(columns)) if np.isfinite(columns).all() else math.inf
 
 
