@@ -27,10 +27,12 @@ CASES = {
 }
 # Share of the bytes of float32, at most.
 FEW_BITS = {
-    "int4, whole": (js.codecs.int4(), False, 0.14),
-    "int4, sharded": (js.codecs.int4(), True, 0.14),
-    "int8, sharded": (js.codecs.int8(), True, 0.27),
-    "bfloat16, whole": (js.codecs.bfloat16(error_feedback=True), False, 0.51),
+    "int4, whole": (js.codecs.int4(), False, REPLICAS, 0.14),
+    "int4, sharded": (js.codecs.int4(), True, REPLICAS, 0.14),
+    "int8, sharded": (js.codecs.int8(), True, REPLICAS, 0.27),
+    "int4, 16 replicas": (js.codecs.int4(), False, 16, 0.14),
+    "int8, 16 replicas": (js.codecs.int8(), False, 16, 0.27),
+    "bfloat16, whole": (js.codecs.bfloat16(error_feedback=True), False, REPLICAS, 0.51),
 }
 # Type, dimensions, tiles and kind of an instruction.
 COLLECTIVE = re.compile(
@@ -39,9 +41,13 @@ COLLECTIVE = re.compile(
 )
 
 
+def mesh_of(replicas):
+    return tpu_mesh({8: "v5e:2x4", 16: "v5e:4x4"}[replicas], {"replica": replicas})
+
+
 @pytest.fixture(scope="module")
 def mesh():
-    return tpu_mesh("v5e:2x4", {"replica": REPLICAS})
+    return mesh_of(REPLICAS)
 
 
 @pytest.mark.parametrize("event", CASES)
@@ -53,8 +59,9 @@ def test_a_compiled_exchange_is_in_16_bits(event, mesh):
 
 
 @pytest.mark.parametrize("case", FEW_BITS)
-def test_a_compiled_slow_step_is_in_few_bits(case, mesh):
-    codec, shard_state, share = FEW_BITS[case]
+def test_a_compiled_slow_step_is_in_few_bits(case):
+    codec, shard_state, replicas, share = FEW_BITS[case]
+    mesh = mesh_of(replicas)
     report, plain = (
         report_of_sync(
             js.diloco("replica", sync_every=2, codec=x, shard_state=shard_state),
