@@ -429,3 +429,14 @@ def test_states_that_an_exchange_would_tear_apart_are_refused(tmp_path):
         island.exchange(state._replace(params=js.WithTables(state.params, {})))
     with pytest.raises(ValueError, match="`base` must not keep an anchor"):
         island.transform(js.diloco("replica"))
+
+
+def test_a_model_in_stages_is_refused(tmp_path):
+    layers = [{"w": np.ones((3, 3), np.float32)}] * 2
+    model = js.LayeredModel([lambda p, x: x @ p["w"]] * 2, lambda x, _: jnp.mean(x**2))
+    mesh = js.make_mesh({"replica": 2, "stage": 2})
+    pipe = js.pipelined(model, layers, js.schedules.one_f_one_b(2, 2), mesh=mesh)
+    step = js.make_train_step(pipe, optax.sgd(0.1), mesh=mesh, sync=js.local_sgd("replica"))
+    island = js.islands.join(str(tmp_path), name="one")
+    with pytest.raises(ValueError, match="has parameters in stages, which islands do not exchange"):
+        island.exchange(step.init(layers))
