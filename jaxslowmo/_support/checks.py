@@ -1,11 +1,18 @@
 """Checks of arguments with their error messages, and warnings at the line of the user's code."""
 
+import functools
+import inspect
+import math
 import operator
 import sys
 import warnings
 from collections.abc import Callable
-from numbers import Real
-from typing import Any, get_args
+from typing import Any, ParamSpec, TypeVar, get_args
+
+import numpy as np
+
+_Args = ParamSpec("_Args")
+_Result = TypeVar("_Result")
 
 # Frames of these packages are between the user's line and ours, such as those that trace a program.
 _NOT_THE_USER = frozenset({"jaxslowmo", "jax", "jaxlib", "optax", "contextlib", "functools"})
@@ -35,6 +42,47 @@ def checked_int(what: str, value: Any, least: int | None = None) -> int:
         rule = "an int" if least is None else f"an int >= {least}"
         raise ValueError(f"{what} must be {rule}, got {value!r}.")
     return number
+
+
+def as_number(value: Any) -> float | None:
+    """Return a finite real number as a float; None for anything else, a bool too.
+
+    Scalars of NumPy, and of jax where their values are known, are numbers.
+    """
+    if isinstance(value, bool | np.bool_ | str) or np.ndim(value):
+        return None
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):  # also a traced value
+        return None
+    return number if math.isfinite(number) else None
+
+
+def checks_flags(owner: str) -> Callable[[Callable[_Args, _Result]], Callable[_Args, _Result]]:
+    """Let a public function refuse, by name, all but True and False for arguments that are bools.
+
+    These are the keyword arguments that it annotates with `bool` or `bool | None`. Else "no" would
+    be True, and 1 would not be `is True`. `owner` is the function's public name, for messages.
+    """
+
+    def decorated(function: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
+        arguments = inspect.signature(function).parameters.values()
+        flags = {x.name: x.annotation for x in arguments if x.annotation in (bool, bool | None)}
+
+        @functools.wraps(function)
+        def checked(*args: _Args.args, **kwargs: _Args.kwargs) -> _Result:
+            for name in [name for name in flags if name in kwargs]:
+                value, takes_none = kwargs[name], flags[name] is not bool
+                if isinstance(value, np.bool_):
+                    kwargs[name] = bool(value)
+                elif not isinstance(value, bool) and not (takes_none and value is None):
+                    rule = "True, False or None" if takes_none else "True or False"
+                    raise ValueError(f"{owner}: `{name}` must be {rule}, got {value!r}.")
+            return function(*args, **kwargs)
+
+        return checked
+
+    return decorated
 
 
 def check_choice(argument: str, value: Any, kind: Any, owner: str = "") -> None:
@@ -74,7 +122,7 @@ def _package_of(module_globals: dict[str, object]) -> str:
 
 def checked_share(owner: str, argument: str, value: Any) -> float:
     """Return a share in (0, 1]; raise `ValueError` for another value."""
-    is_number = isinstance(value, Real) and not isinstance(value, bool)
-    if not is_number or not 0 < float(value) <= 1:
+    number = as_number(value)
+    if number is None or not 0 < number <= 1:
         raise ValueError(f"{owner}: `{argument}` must be a number in (0, 1], got {value!r}.")
-    return float(value)
+    return number

@@ -5,6 +5,8 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
+from .checks import checks_flags
+
 _Args = ParamSpec("_Args")
 _Made = TypeVar("_Made")
 
@@ -22,12 +24,13 @@ class Settings(NamedTuple):
 
 
 def records_settings(factory: Callable[_Args, _Made]) -> Callable[_Args, _Made]:
-    """Let what the decorated factory returns hold its `Settings`."""
+    """Let what the decorated factory returns hold its `Settings`; see `checks_flags`, too."""
     signature = inspect.signature(factory)
+    checked = checks_flags(factory.__name__)(factory)
 
     @functools.wraps(factory)
     def recorded(*args: _Args.args, **kwargs: _Args.kwargs) -> _Made:
-        made = factory(*args, **kwargs)
+        made = checked(*args, **kwargs)
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
         transform: Any = made

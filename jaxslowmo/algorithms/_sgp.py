@@ -106,8 +106,6 @@ def sgp(
     exchange = narrowed("sgp", exchange)
     check_graph("sgp", graph)
     check_mixing(mixing)
-    if not isinstance(push_sum, bool):
-        raise ValueError(f"sgp: `push_sum` must be True or False, got {push_sum!r}.")
     overlap = checked_int("sgp: `overlap` counts exchanges and", overlap, 0)
     return ParameterTransform(SGP(exchange, graph, mixing, push_sum, overlap))
 

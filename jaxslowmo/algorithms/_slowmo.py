@@ -11,7 +11,7 @@ import optax
 from jax import lax
 from jax.core import Tracer
 
-from .._support.checks import warn_once
+from .._support.checks import checks_flags, warn_once
 from .._support.settings import records_settings
 from .._support.types import AxisName, PyTree
 from ..collectives.codecs import Codec
@@ -136,6 +136,7 @@ def slowmo(
     return ParameterTransform(outer)
 
 
+@checks_flags("slow_momentum")
 def slow_momentum(
     momentum: float = 0.5, slow_learning_rate: float = 1.0, *, nesterov: bool = False
 ) -> optax.GradientTransformationExtraArgs:

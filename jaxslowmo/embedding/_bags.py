@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._support.checks import checked_int
+from .._support.checks import checked_int, checks_flags
 from .._support.types import PyTree
 from ..tree import at_least_float32
 from ._table import OWNER
@@ -30,6 +30,7 @@ class Bags(NamedTuple):
     weights: Any = None
 
 
+@checks_flags("bags")
 def bags(
     rows: Any,
     *,
@@ -82,6 +83,7 @@ def bags(
     return _padded("bags", values, sizes, weights, **options)
 
 
+@checks_flags("jagged")
 def jagged(
     values: Any,
     *,
@@ -113,7 +115,7 @@ def jagged(
 
     Raises:
       ValueError: what `js.bags` refuses; a number of bags that the features do not divide; a
-        feature that occurs twice; neither lengths nor offsets.
+        feature that occurs twice; a `max_length` for another feature; neither lengths nor offsets.
 
     Example:
       >>> found = jagged([3, 1, 7, 9], features=["user", "item"], lengths=[2, 0, 1, 1])
@@ -123,6 +125,13 @@ def jagged(
     Communication: none.
     """
     values, names = np.asarray(values), list(features)
+    if isinstance(features, str):
+        raise ValueError(f"jagged: `features` must be a sequence of names, got {features!r}.")
+    if isinstance(max_length, Mapping) and (unknown := sorted({*max_length} - {*names})):
+        raise ValueError(
+            f"jagged: `max_length` names {', '.join(map(repr, unknown))}, but the features are "
+            f"{', '.join(map(repr, names))}."
+        )
     sizes = _lengths("jagged", lengths, offsets, values)
     if not names or len({*names}) < len(names) or sizes.size % len(names):
         raise ValueError(
@@ -201,7 +210,8 @@ def _flat(argument: str, rows: Any) -> tuple[np.ndarray, np.ndarray]:
 def _lengths(owner: str, lengths: Any, offsets: Any, values: np.ndarray) -> np.ndarray:
     """Return the number of ids of each bag, and check that they sum to the number of values."""
     if (lengths is None) == (offsets is None):
-        raise ValueError(f"{owner}: give `lengths` or `offsets`, and not both.")
+        which = "neither" if lengths is None else "both"
+        raise ValueError(f"{owner}: give either `lengths` or `offsets`, got {which}.")
     argument = "lengths" if offsets is None else "offsets"
     array = np.asarray(lengths if offsets is None else offsets)
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
@@ -210,10 +220,17 @@ def _lengths(owner: str, lengths: Any, offsets: Any, values: np.ndarray) -> np.n
         raise ValueError(f"{owner}: `offsets` must begin with 0 and end with the number of ids.")
     array = array.astype(np.int64)
     sizes = array if offsets is None else np.diff(array)
-    if values.ndim != 1 or (sizes < 0).any() or sizes.sum() != values.size:
+    if values.ndim != 1:
+        raise ValueError(f"{owner}: ids must be one flat sequence, got shape {values.shape}.")
+    if (sizes < 0).any():
+        first = int(np.argmax(sizes < 0))
         raise ValueError(
-            f"{owner}: `{argument}` must be those of all {values.size} ids (in one flat sequence, "
-            f"got shape {values.shape}) and not decrease below 0, but add up to {sizes.sum()}."
+            f"{owner}: `{argument}` must give each bag 0 or more ids, got {int(sizes[first])} for "
+            f"bag {first}."
+        )
+    if sizes.sum() != values.size:
+        raise ValueError(
+            f"{owner}: `{argument}` must add up to all {values.size} ids, got {sizes.sum()}."
         )
     return sizes
 

@@ -1,12 +1,13 @@
 """Optimizers of table rows: what they keep for each row or element, and how they change rows."""
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+
+from .._support.checks import as_number, checks_flags
 
 LearningRate = float | Callable[[jax.Array], Any]
 
@@ -122,7 +123,8 @@ def rowwise_adagrad(
     Source: FBGEMM's EXACT_ROWWISE_ADAGRAD; Duchi et al., JMLR 2011, with a mean of squares per row.
     """
     _check("rowwise_adagrad", learning_rate, above={"eps": eps}, least={"initial": initial})
-    return RowwiseOptimizer(learning_rate, _adagrad, Kept(float(initial), True), (float(eps),))
+    rate = _rate(learning_rate)
+    return RowwiseOptimizer(rate, _adagrad, Kept(float(initial), True), (float(eps),))
 
 
 def _adagrad(update: RowUpdate, eps: float) -> tuple[jax.Array, jax.Array]:
@@ -131,6 +133,7 @@ def _adagrad(update: RowUpdate, eps: float) -> tuple[jax.Array, jax.Array]:
     return update.rows - factors[:, None] * update.gradients, sums
 
 
+@checks_flags("rowwise_sgd")
 def rowwise_sgd(
     learning_rate: LearningRate,
     *,
@@ -172,8 +175,8 @@ def rowwise_sgd(
     _check("rowwise_sgd", learning_rate, least=decay, below_one={"momentum": momentum})
     if nesterov and not momentum:
         raise ValueError("rowwise_sgd: `nesterov` needs `momentum` > 0, got 0.")
-    options = (float(momentum), bool(nesterov), float(weight_decay))
-    return RowwiseOptimizer(learning_rate, _sgd, Kept() if momentum else None, options)
+    options = (float(momentum), nesterov, float(weight_decay))
+    return RowwiseOptimizer(_rate(learning_rate), _sgd, Kept() if momentum else None, options)
 
 
 def _sgd(
@@ -188,6 +191,7 @@ def _sgd(
     return update.rows - update.rate * gradients, trace
 
 
+@checks_flags("rowwise_adam")
 def rowwise_adam(
     learning_rate: LearningRate,
     *,
@@ -233,8 +237,8 @@ def rowwise_adam(
     decay = {"weight_decay": weight_decay}
     _check("rowwise_adam", learning_rate, above={"eps": eps}, least=decay, below_one=below_one)
     options = (float(b1), float(b2), float(eps), float(weight_decay))
-    kept = AdamMoments(Kept(), Kept(per_row=bool(per_row)))
-    return RowwiseOptimizer(learning_rate, _adam, kept, options)
+    kept = AdamMoments(Kept(), Kept(per_row=per_row))
+    return RowwiseOptimizer(_rate(learning_rate), _adam, kept, options)
 
 
 def _adam(
@@ -248,6 +252,11 @@ def _adam(
     root = jnp.sqrt(square / (1 - b2**number)) + eps
     step = mean / (1 - b1**number) / (root if root.ndim == 2 else root[:, None])
     return update.rows - update.rate * (step + decay * update.rows), AdamMoments(mean, square)
+
+
+def _rate(learning_rate: LearningRate) -> LearningRate:
+    """Return a checked rate; optimizers with equal numbers are equal, whatever types these have."""
+    return learning_rate if callable(learning_rate) else float(learning_rate)
 
 
 def _check(
@@ -268,6 +277,6 @@ def _check(
     ]
     for values, rule, is_right in rules:
         for argument, value in values.items():
-            number = isinstance(value, int | float) and not isinstance(value, bool)
-            if not number or not math.isfinite(value) or not is_right(value):
+            number = as_number(value)
+            if number is None or not is_right(number):
                 raise ValueError(f"{owner}: `{argument}` must be {rule}, got {value!r}.")

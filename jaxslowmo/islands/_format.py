@@ -132,6 +132,10 @@ class Run(_Record):
     leaves: list[str] = field(default_factory=list)
     max_norm_ratio: float = 10.0
 
+    def mark(self) -> int:
+        """Return 32 bits of the name, by which states know their run; never 0."""
+        return int(self.run[:8], 16) or 1
+
 
 @dataclass(frozen=True)
 class Part(_Record):

@@ -6,7 +6,6 @@ import math
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from numbers import Real
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -17,7 +16,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from .._support.checks import checked_int
+from .._support.checks import as_number, checked_int
 from ..algorithms import SGPState, shares_of_gossip
 from ..algorithms.outer import OuterState
 from ..collectives.codecs import Codec
@@ -184,17 +183,11 @@ class Island:
             compare(rounds.url, rounds.run, replace(self._agreed, leaves=leaves))
             outcome = self._round(rounds, state, values)
         else:
-            rounds = self._joined(state.params, values)
+            rounds = self._joined(state.params, values, saved.run if saved else 0)
             if updates and not (saved and saved.run):
                 self._say(f"joins after {updates} updates, which are not part of the run")
-            run = int(rounds.run.run[:8], 16)
             outcome: Outcome | None = Outcome(rounds.anchor)
             if saved is not None and member is not None and saved.run:
-                if saved.run != run:
-                    raise IslandsError(
-                        f"{rounds.url}: this state belongs to another run than {rounds.run.run}, "
-                        "that of this bucket. Give the bucket of its run, or new parameters."
-                    )
                 lost = [np.asarray(x.addressable_data(0))[0] for x in jax.tree.leaves(member.lost)]
                 rounds.lost = joined(lost) if lost else None
                 outcome = rounds.resume(saved.round, values)
@@ -206,7 +199,7 @@ class Island:
         target = outcome.anchor.values
         if outcome.rest is not None:
             target = divided(joined(target) - outcome.rest, target)
-        place = _Place(int(rounds.run.run[:8], 16), outcome.anchor.round, updates)
+        place = _Place(rounds.run.mark(), outcome.anchor.round, updates)
         lost = None if rounds.lost is None else divided(rounds.lost, target)
         return _Moved(target, place, lost, outcome.is_in)
 
@@ -217,8 +210,8 @@ class Island:
         weight = len(state.step) if self._weight is None else self._weight
         return rounds.exchange(values, float(weight), _number_of(state.step))
 
-    def _joined(self, params: Any, values: list[np.ndarray]) -> Rounds:
-        """Return the rounds of the run that the store holds, or that begins here."""
+    def _joined(self, params: Any, values: list[np.ndarray], known: int) -> Rounds:
+        """Return the rounds of the run that the store holds, or, if none is known, begins."""
         store, deadline = self._open, self._rules.deadline_seconds
         tree = jax.tree.structure(params)
         optimizer = HostOptimizer(self._optimizer, jax.tree.unflatten(tree, values))
@@ -227,7 +220,7 @@ class Island:
         wire = Wire(self._codec, sum(x.size for x in values))
         rounds = Rounds(store, self._rules, optimizer, wire, agreed, store.clock, self._say)
         store.patience = min(deadline, _JOIN_SECONDS)
-        rounds.join(values)
+        rounds.join(values, known)
         store.patience = deadline
         store.traffic.clear()
         return rounds
@@ -369,11 +362,11 @@ def late_share(late: Any) -> float:
 def _number(
     owner: str, argument: str, value: Any, *, least: float = 0, most: float = math.inf
 ) -> float:
-    is_number = isinstance(value, Real) and not isinstance(value, bool)
-    if not is_number or not least <= float(value) <= most or math.isinf(float(value)):
+    number = as_number(value)
+    if number is None or not least <= number <= most:
         rule = f"in [{least:g}, {most:g}]" if math.isfinite(most) else f">= {least:g} and finite"
         raise ValueError(f"{owner}: `{argument}` must be a number {rule}, got {value!r}.")
-    return float(value)
+    return number
 
 
 def _to_stderr(name: str) -> Callable[[str], None]:

@@ -170,14 +170,24 @@ class Rounds:
 
     # Joining.
 
-    def join(self, start: Sequence[np.ndarray]) -> None:
-        """Join the run in the store, or begin it with these values.
+    def join(self, start: Sequence[np.ndarray], known: int = 0) -> None:
+        """Join the run in the store, or begin it.
+
+        Args:
+          start: the values with which it would begin.
+          known: the mark of the run to which they belong; 0: none, so they may begin one.
 
         Raises:
           IslandsError: another run's bucket, or a run whose anchor can't be read.
           StoreError: the store does not answer.
         """
         run = read_run(self._store)
+        if known and (run is None or run.mark() != known):
+            found = "holds no run" if run is None else f"holds {run.run}"
+            raise IslandsError(
+                f"{self._store.url}: the state of this island is of the run {known:08x}..., and "
+                f"this bucket {found}. Give the bucket of its run, or new parameters."
+            )
         if run is None:
             first = Anchor(0, list(start), self._optimizer.init(start))
             name = secrets.token_hex(8)

@@ -11,6 +11,7 @@ from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from .._support.checks import checks_flags
 from .._support.types import AxisName, PyTree
 from ..tree import at_least_float32, in_model_form, leaf_names
 from ._axes import axis_size, from_first, sum_over
@@ -21,6 +22,7 @@ Shares = Sequence[tuple[Any, PyTree | None]]
 """Pairs of weights (replicas,) and stacked parameters, or None for `params`; see `consensus`."""
 
 
+@checks_flags("consensus")
 def consensus(
     params: PyTree,
     *,

@@ -12,6 +12,7 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from .._support.checks import as_number
 from .._support.types import AxisName, PyTree, axis_names
 from ..tree import at_least_float32, leaf_names
 from ._axes import from_first
@@ -183,7 +184,8 @@ def check_in_sync(
       If fingerprints differ, also one all-reduce of each such leaf (replica 0's values) and one of
       8 bytes per such leaf and device.
     """
-    if not (isinstance(tolerance, int | float) and 0 <= tolerance < math.inf):
+    number = as_number(tolerance)
+    if number is None or number < 0:
         raise ValueError(
             f"check_in_sync: `tolerance` must be a finite number >= 0, got {tolerance!r}."
         )

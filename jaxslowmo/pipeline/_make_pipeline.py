@@ -1,14 +1,11 @@
 """Make a pipeline from a model, a schedule and a mesh."""
 
-import math
-import numbers
 from collections.abc import Sequence
 from typing import Any, Literal
 
-import numpy as np
 from jax.sharding import Mesh
 
-from .._support.checks import check_choice
+from .._support.checks import as_number, check_choice, checks_flags
 from .._support.types import PyTree
 from ._pipelined import Pipelined
 from ._plan import Plan, stage_kinds
@@ -23,6 +20,7 @@ Executor = Literal["one_program", "host"]
 BatchMemory = Literal["device", "host"]
 
 
+@checks_flags("pipelined")
 def pipelined(
     model: LayeredModel,
     params: Sequence[PyTree],
@@ -81,7 +79,7 @@ def pipelined(
     """
     check_choice("executor", executor, Executor)
     check_choice("batch_memory", batch_memory, BatchMemory)
-    _check_parts(model, schedule, mesh, remat, gradient_scale)
+    _check_parts(model, schedule, mesh, gradient_scale)
     is_one = isinstance(data_axes, str) or not isinstance(data_axes, Sequence)
     axes: tuple[Any, ...] = (data_axes,) if is_one else tuple(data_axes)
     _check_axes(schedule, mesh, axis_name, axes)
@@ -108,7 +106,7 @@ def pipelined(
         kinds=kinds,
         of_stage=of_stage,
         tied=layout.tied_places(),
-        remat=bool(remat),
+        remat=remat,
         gradient_scale=gradient_scale,
         batch_memory=batch_memory,
     )
@@ -126,7 +124,7 @@ def _blocks(
     return model_blocks(len(model.layers), schedule.num_stages, schedule.num_chunks, parts)
 
 
-def _check_parts(model: Any, schedule: Any, mesh: Any, remat: Any, gradient_scale: Any) -> None:
+def _check_parts(model: Any, schedule: Any, mesh: Any, gradient_scale: Any) -> None:
     """Raise `ValueError` for an argument of another kind."""
     needed = {
         "model": (model, LayeredModel, "a js.LayeredModel, of functions of (params, x) and a loss"),
@@ -136,13 +134,7 @@ def _check_parts(model: Any, schedule: Any, mesh: Any, remat: Any, gradient_scal
     for argument, (value, kind, what) in needed.items():
         if not isinstance(value, kind):
             raise ValueError(f"`{argument}` must be {what}, got {type(value).__name__}.")
-    if not isinstance(remat, bool | np.bool_):
-        raise ValueError(
-            "`remat` must be True or False, whether backward passes compute forward passes again, "
-            f"got {remat!r}."
-        )
-    is_number = isinstance(gradient_scale, numbers.Real) and math.isfinite(gradient_scale)
-    if not is_number or float(gradient_scale) <= 0:
+    if (as_number(gradient_scale) or 0) <= 0:
         raise ValueError(f"`gradient_scale` must be a number above 0, got {gradient_scale!r}.")
 
 

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import JaxprEqn, Literal, Var, jaxpr_as_fun
 
+from .._support.checks import checks_flags
 from .._support.types import PyTree
 from ..mesh import match_varying
 from ..tracing import Atom, Flat, flattened, has_side_effects, run, scan_operands
@@ -548,6 +549,7 @@ class StageProgram:
         return self._y.cotangents(self._y.tree.unflatten([of_loss, *rest]))
 
 
+@checks_flags("split_stage")
 def split_stage(
     fn: Callable[[PyTree, PyTree, PyTree], PyTree],
     weights: PyTree,

@@ -38,6 +38,8 @@ def circulant(
     num_nodes = as_size("num_nodes", num_nodes)
     steps = list(distances) if num_nodes > 1 else []
     rows = tuple(tuple((node + d) % num_nodes for d in steps) for node in range(num_nodes))
+    if not isinstance(dedupe, bool):
+        raise ValueError(f"{name}: `dedupe` must be True or False, got {dedupe!r}.")
     if dedupe:
         rows = tuple(map(unique, rows))
     if peers_per_step is None:

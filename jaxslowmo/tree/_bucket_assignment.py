@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from .._support.checks import checked_int
+from .._support.checks import checked_int, checks_flags
 
 MIB = 2**20
 # Leaves are cut at multiples of this many elements, which is a whole number of vector registers.
@@ -46,6 +46,7 @@ class _Bucket:
         self.size_bytes += (stop - start) * itemsize
 
 
+@checks_flags("assign_buckets")
 def assign_buckets(
     leaves: Sequence[Any],
     limits: Sequence[int] = (MIB, 25 * MIB),

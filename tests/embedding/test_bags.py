@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -67,6 +68,8 @@ def test_a_length_is_of_all_features_or_of_those_that_are_named():
     assert shapes(max_length=4) == [(3, 4), (3, 4)]
     assert shapes(max_length={"b": 5}) == [(3, 2), (3, 5)]
     assert shapes(max_length={"b": 1}, truncate=True) == [(3, 2), (3, 1)]
+    with pytest.raises(ValueError, match=r"`max_length` names 'c', but the features are 'a', 'b'"):
+        shapes(max_length={"a": 2, "c": 5})
     none = js.embedding.jagged([], features=["a", "b"], lengths=[0, 0])
     assert [bags.ids.tolist() for bags in none.values()] == [[[-1]], [[-1]]]
 

@@ -363,8 +363,11 @@ def test_an_island_of_another_kind_is_refused(change, message, tmp_path):
 def test_a_state_of_another_run_and_a_name_in_use_are_refused(tmp_path):
     _, state, island = train(tmp_path / "a", "one", slice(0, 1), periods=1)
     train(tmp_path / "b", "one", slice(0, 1), periods=1)
-    with pytest.raises(IslandsError, match="belongs to another run"):
+    with pytest.raises(IslandsError, match=r"of the run [0-9a-f]{8}\.\.\., .* holds [0-9a-f]{16}"):
         train(tmp_path / "b", "one", slice(0, 1), start=lambda step: state)
+    with pytest.raises(IslandsError, match=r"this bucket holds no run\. Give the bucket"):
+        train(tmp_path / "mistyped", "one", slice(0, 1), start=lambda step: state)
+    assert not list((tmp_path / "mistyped").iterdir())
     train(tmp_path / "a", "one", slice(0, 1), periods=0)
     with pytest.raises(IslandsError, match="another process has joined as 'one'"):
         island.exchange(state)

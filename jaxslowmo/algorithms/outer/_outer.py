@@ -19,10 +19,9 @@ from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
-from ..._support.checks import checked_int
+from ..._support.checks import as_number, checked_int
 from ..._support.types import PyTree
 from ...collectives import all_mean, quotient, scaled
 from ...mesh import axis_names
@@ -132,8 +131,8 @@ class Outer(Divided):
                 f'{owner}: `delay` must be 0 for a schedule with before="all", in which updates '
                 f"without a distance are due, got {self.delay}."
             )
-        is_number = isinstance(merge, int | float | np.number) and not isinstance(merge, bool)
-        if not is_number or not 0 <= merge <= 1:
+        share = as_number(merge)
+        if share is None or not 0 <= share <= 1:
             raise ValueError(f"{owner}: `merge` must be a number in [0, 1], got {merge!r}.")
         if self.is_spread and not self.exact_average:
             raise ValueError(

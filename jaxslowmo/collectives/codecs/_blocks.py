@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..._support.checks import check_choice, checked_int
+from ..._support.checks import check_choice, checked_int, checks_flags
 from ._bytes import pack, unpack
-from ._codec import Codec, checked_bool
+from ._codec import Codec
 
 _BLOCKS_TO_ALIGN = 32
 
@@ -54,9 +54,7 @@ class Blocks(Codec):
         blocks = self.num_blocks(size)
         padded = jnp.pad(x, ((0, 0), (0, blocks * self.block - size)))
         scales = scale_of(padded.reshape(rows, blocks, self.block), self.scale)
-        by = self._spread(scales, size)
-        # `by > 0` is False for NaN too.
-        ratio = jnp.where(by > 0, x / jnp.where(by > 0, by, 1.0), jnp.zeros_like(x))
+        ratio = ratio_of(x, self._spread(scales, size))
         noise = None if key is None else jax.random.uniform(key, (rows, size), jnp.float32)
         codes = self.codes(jnp.clip(ratio * self.largest, -self.largest, self.largest), noise)
         return pack(codes if self.bits == 8 else in_nibbles(codes), scales.astype(self.scale))
@@ -120,6 +118,14 @@ def scale_of(blocks: jax.Array, dtype: Any) -> jax.Array:
     return jnp.where(jnp.isfinite(above), above, jnp.full_like(above, jnp.nan))
 
 
+def ratio_of(x: jax.Array, scale: jax.Array) -> jax.Array:
+    """Return x / scale, 0 where the scale is 0 or NaN."""
+    # A compiled division may be a product with the inverse, which is 0 for the largest scales.
+    is_large = scale > 2.0**120
+    x, scale = (jnp.where(is_large, value * 2.0**-8, value) for value in (x, scale))
+    return jnp.where(scale > 0, x / jnp.where(scale > 0, scale, 1.0), jnp.zeros_like(x))
+
+
 def in_nibbles(codes: jax.Array) -> jax.Array:
     """Return codes in [-8, 7], `(r, m)`, two in a byte: those of both halves of a row."""
     half = -(-codes.shape[1] // 2)
@@ -145,6 +151,7 @@ def _power(exponent: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(exponent + 127 << 23, jnp.float32)
 
 
+@checks_flags("codecs.int8")
 def int8(block: int = 256, *, error_feedback: bool = True) -> Blocks:
     """Return the codec that sends numbers as 8-bit integers, with one scale per block.
 
@@ -168,6 +175,7 @@ def int8(block: int = 256, *, error_feedback: bool = True) -> Blocks:
     return _blocks("int8", block, error_feedback, name="int8(", dtype=jnp.int8, largest=127.0)
 
 
+@checks_flags("codecs.int4")
 def int4(block: int = 64, *, error_feedback: bool = True) -> Blocks:
     """Return the codec that sends numbers as 4-bit integers, with one scale per block.
 
@@ -202,6 +210,7 @@ _FORMATS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+@checks_flags("codecs.fp8")
 def fp8(format: Format = "e4m3", *, block: int = 256, error_feedback: bool = True) -> Blocks:
     """Return the codec that sends numbers as 8-bit floats, with one scale per block.
 
@@ -227,10 +236,10 @@ def fp8(format: Format = "e4m3", *, block: int = 256, error_feedback: bool = Tru
     return _blocks("fp8", block, error_feedback, name=f'fp8("{format}", ', **_FORMATS[format])
 
 
-def _blocks(owner: str, block: object, error_feedback: object, **options: Any) -> Blocks:
+def _blocks(owner: str, block: object, error_feedback: bool, **options: Any) -> Blocks:
     owner = f"codecs.{owner}"
     return Blocks(
         block=checked_int(f"{owner}: `block`", block, 1),
-        error_feedback=checked_bool(owner, "error_feedback", error_feedback),
+        error_feedback=error_feedback,
         **options,
     )

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from ..._support.checks import checks_flags
 from ._bytes import pack, unpack
 
 
@@ -144,13 +145,7 @@ class Half(Codec):
         return jnp.where(jnp.abs(x) < float(info.smallest_normal), subnormal, near)
 
 
-def checked_bool(owner: str, argument: str, value: object) -> bool:
-    """Return an argument that must be True or False; raise `ValueError` for another one."""
-    if not isinstance(value, bool):
-        raise ValueError(f"{owner}: `{argument}` must be True or False, got {value!r}.")
-    return value
-
-
+@checks_flags("codecs.bfloat16")
 def bfloat16(*, error_feedback: bool = False) -> Half:
     """Return the codec that sends numbers as bfloat16: the range of float32, 8-bit precision.
 
@@ -170,10 +165,10 @@ def bfloat16(*, error_feedback: bool = False) -> Half:
 
     Source: FairScale 0.4.13, `SlowMoDistributedDataParallel` with `fp32_params` (error feedback).
     """
-    kept = checked_bool("codecs.bfloat16", "error_feedback", error_feedback)
-    return Half(dtype=jnp.dtype(jnp.bfloat16), error_feedback=kept)
+    return Half(dtype=jnp.dtype(jnp.bfloat16), error_feedback=error_feedback)
 
 
+@checks_flags("codecs.float16")
 def float16(*, error_feedback: bool = False) -> Half:
     """Return the codec that sends numbers as float16: 11-bit precision, limited range.
 
@@ -195,6 +190,6 @@ def float16(*, error_feedback: bool = False) -> Half:
 
     Source: FairScale 0.4.13, `SlowMoDistributedDataParallel` with `fp32_params` (error feedback).
     """
-    kept = checked_bool("codecs.float16", "error_feedback", error_feedback)
+    kept = error_feedback
     # FairScale mixes in float16. With the 8 bits of bfloat16 that would lose more than is gained.
     return Half(dtype=jnp.dtype(jnp.float16), error_feedback=kept, rounds_mixtures=kept)

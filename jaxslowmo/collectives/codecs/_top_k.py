@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..._support.checks import check_choice, checked_int, checked_share
+from ..._support.checks import check_choice, checked_int, checked_share, checks_flags
 from ...tree import at_least_float32
-from ._blocks import scale_of
+from ._blocks import ratio_of, scale_of
 from ._bytes import Kind, pack, unpack
-from ._codec import Codec, checked_bool
+from ._codec import Codec
 
 Values = Literal["int8", "bits2"]
 _ROUNDING = 1e-9  # 0.07 * 100 is above 7
@@ -103,7 +103,7 @@ class TopK(Codec):
         values = values.astype(jnp.float32)
         if self.values == "int8":
             largest = scale_of(values, jnp.bfloat16)[:, :, None]
-            ratio = jnp.where(largest > 0, values / jnp.where(largest > 0, largest, 1), 0)
+            ratio = ratio_of(values, largest)
             return [jnp.round(ratio * _INT8).astype(jnp.int8), largest.astype(jnp.bfloat16)]
         # A sign and one of two sizes, each the mean of the sizes on its side of the middle.
         sizes = jnp.abs(values)
@@ -142,6 +142,7 @@ def _mean_where(chosen: jax.Array, sizes: jax.Array) -> jax.Array:
     return jnp.where(is_finite, total / jnp.maximum(number, 1), jnp.nan)
 
 
+@checks_flags("codecs.top_k")
 def top_k(
     fraction: float, *, chunk: int = 4096, values: Values = "int8", error_feedback: bool = True
 ) -> TopK:
@@ -176,5 +177,5 @@ def top_k(
         share=checked_share(owner, "fraction", fraction),
         chunk=checked_int(f"{owner}: `chunk`", chunk, 1),
         values=values,
-        error_feedback=checked_bool(owner, "error_feedback", error_feedback),
+        error_feedback=error_feedback,
     )

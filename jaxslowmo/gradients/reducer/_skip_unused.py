@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from ..._support.checks import checks_flags
 from ..._support.scopes import SKIP_UNUSED
 from ..._support.settings import records_settings
 from ..._support.types import AxisName, PyTree
@@ -126,6 +127,7 @@ def skip_unused(
     return GradientTransform(init_fn, update_fn, spec)
 
 
+@checks_flags("unused_names")
 def unused_names(state: PyTree, params: PyTree, *, ever: bool = False) -> list[str]:
     """Return the names of the parameters that no replica used in the last update.
 

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from ..._support.checks import checks_flags
 from ..._support.types import PyTree
 from ...tree import leaf_names
 from ._coalesce import distinct_rows
@@ -120,6 +121,7 @@ def gather_rows(
     return GatheredRows(touched, positions, jnp.maximum(count - size, 0))
 
 
+@checks_flags("row_value_and_grad")
 def row_value_and_grad(
     loss_fn: Callable[..., Any],
     tables: Callable[..., Mapping[str, Any]],

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from ..._support.checks import checks_flags
 from ._operations import Kind, Operation, as_sizes, check_chunks
 from ._schedule import Schedule
 
@@ -42,6 +43,7 @@ def v_shaped(num_stages: int) -> tuple[int, ...]:
     return (*range(num_stages), *reversed(range(num_stages)))
 
 
+@checks_flags("schedules.gpipe")
 def gpipe(
     num_stages: int, num_microbatches: int, num_chunks: int = 1, *, forward_only: bool = False
 ) -> Schedule:
@@ -72,6 +74,7 @@ def gpipe(
     return build("gpipe", [row] * num_stages, num_microbatches, round_robin(num_stages, num_chunks))
 
 
+@checks_flags("schedules.one_f_one_b")
 def one_f_one_b(
     num_stages: int, num_microbatches: int, num_chunks: int = 1, *, forward_only: bool = False
 ) -> Schedule:

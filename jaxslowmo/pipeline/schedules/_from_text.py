@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
+from ..._support.checks import checks_flags
 from ._basic import gpipe, one_f_one_b
 from ._interleaved import interleaved
 from ._lockstep import lockstep
@@ -63,6 +64,7 @@ _OVERLAP = re.compile(r"\((.*);(.*)\)OVERLAP_F_B")
 _Parsed = tuple[Kind, int, int]  # kind, stage of the model, microbatch
 
 
+@checks_flags("schedules.from_table")
 def from_table(
     rows: Sequence[str], *, lockstep: bool = False, name: str = "from_table"
 ) -> Schedule:

@@ -2,11 +2,13 @@
 
 from typing import Literal
 
+from ..._support.checks import checks_flags
 from ._basic import RowEntry, build, round_robin
 from ._operations import as_sizes
 from ._schedule import Schedule
 
 
+@checks_flags("schedules.interleaved")
 def interleaved(
     num_stages: int,
     num_microbatches: int,

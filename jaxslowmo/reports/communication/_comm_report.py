@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 
+from ..._support.checks import checks_flags
 from ..._support.scopes import EVERY_PHASE
 from ..._support.types import Phase
 from ...tracing import equations_in
@@ -81,6 +82,7 @@ def comm_report(fn: Callable[..., Any] | Any, *args: Any, **kwargs: Any) -> Comm
     return _report(program(*args, **kwargs), meshes)
 
 
+@checks_flags("comm_report_of")
 def comm_report_of(
     lowered: AnyProgram | Mapping[str, AnyProgram],
     *,

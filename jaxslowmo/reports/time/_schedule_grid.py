@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from ..._support.checks import checks_flags
 from ...pipeline.schedules import Operation, Schedule
 
 # A schedule of more blocks than these is shortened to its begin and its end: the steady state
@@ -18,6 +19,7 @@ def schedule_title(schedule: Schedule) -> str:
     )
 
 
+@checks_flags("schedule_grid")
 def schedule_grid(schedule: Schedule, *, width: int = 100, whole: bool = False) -> str:
     """Return a schedule as text: a row per stage, a column per tick of `Schedule.ticks`.
 

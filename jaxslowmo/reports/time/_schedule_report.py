@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ..._support.checks import checks_flags
 from ..._support.types import PyTree
 from ...pipeline import HostPipeline, Pipelined, Schedule, split_stage
 from ...pipeline.model import WithState, in_microbatches, microbatch_of, without_state
@@ -114,6 +115,7 @@ class ScheduleReport:
         schedule_picture(self.simulation, path, title=title, lines=[line])
 
 
+@checks_flags("schedule_report")
 def schedule_report(
     pipe: Pipelined,
     batch: PyTree,

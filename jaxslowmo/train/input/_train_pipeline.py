@@ -11,7 +11,7 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
-from ..._support.checks import check_choice, checked_int
+from ..._support.checks import as_number, check_choice, checked_int
 from ..._support.types import Phase, PyTree
 from .._batches import count_here
 from .._train_state import TrainState, updates_of
@@ -179,7 +179,7 @@ class TrainPipeline(Iterator[Any], contextlib.AbstractContextManager[Any]):
         self._depth = checked_int("`depth` counts batches and", depth, 0)
         self._accumulate = check_accumulation(accumulate, partial)
         self._drain, self._partial = drain, partial
-        is_positive = isinstance(timeout, int | float) and timeout > 0
+        is_positive = (as_number(timeout) or 0) > 0
         if timeout is not None and not (is_positive and depth > 0):
             raise ValueError(
                 "`timeout` must be a number of seconds > 0, and needs `depth` > 0: without a "

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
-from ..._support.checks import as_int, check_choice
+from ..._support.checks import as_int, as_number, check_choice
 from ..._support.types import PyTree
 from ...embedding import Ahead, Carry, Embeddings, WithTables
 from .._train_state import TrainState
@@ -219,7 +219,7 @@ def _checked(runner: Runner, mode: Any, num_exact: Any, room: Any) -> Embeddings
             f'`num_exact` is for `mode`="stale", of which the first batches can be exact; got '
             f"{num_exact} with {mode!r}."
         )
-    is_number = isinstance(room, int | float) and not isinstance(room, bool)
-    if not is_number or not 0 < room <= 1:
+    number = as_number(room)
+    if number is None or not 0 < number <= 1:
         raise ValueError(f"`room` must be a number above 0 and at most 1, got {room!r}.")
     return runner.lookup.embeddings

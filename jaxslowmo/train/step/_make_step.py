@@ -6,7 +6,7 @@ from typing import Any, Literal
 import jax
 import optax
 
-from ..._support.checks import as_int, check_choice
+from ..._support.checks import as_int, check_choice, checks_flags
 from ..._support.types import AxisName, PyTree
 from ...embedding import Embeddings, lookup_of
 from ...gradients.precision import Policy, computing_in
@@ -23,6 +23,7 @@ from ._update import Update
 from ._with_tables import UpdateWithTables
 
 
+@checks_flags("make_train_step")
 def make_train_step(
     loss_fn: Callable[..., Any],
     optimizer: optax.GradientTransformation,

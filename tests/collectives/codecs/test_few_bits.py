@@ -87,3 +87,13 @@ def test_its_expression_makes_it(name):
 def test_refused(make, text):
     with pytest.raises(ValueError, match=text):
         make()
+
+
+@pytest.mark.parametrize("name", ["int8", "int4", "fp8", "top_k"])
+def test_the_largest_numbers_do_not_become_zeros(name):
+    """A compiled division by a scale may be a product with its inverse, which may be 0."""
+    codec = CODECS[name]()
+    for encode in (codec.encode, jax.jit(codec.encode)):
+        for largest in (1e-37, 2.0**119, 2.0**121, 2.0**126, 3e38):
+            found = np.max(codec.decode(encode(np.full((1, 2), largest, np.float32)), 2))
+            assert abs(found / largest - 1) < 0.01, largest

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ...._support.checks import check_choice, checked_int, checked_share
+from ...._support.checks import check_choice, checked_int, checked_share, checks_flags
 from ...._support.types import PyTree
 from ....collectives import codecs, mean_in_codec
 from ....collectives.codecs import Codec, Format, TopK
@@ -65,6 +65,7 @@ def lossy(
     return CommHook(init, update)
 
 
+@checks_flags("hooks.int8")
 def int8(
     *,
     block_size: int = 256,
@@ -109,6 +110,7 @@ def int8(
     return _quantised("int8", codec, error_feedback, stochastic_rounding, seed)
 
 
+@checks_flags("hooks.fp8")
 def fp8(
     *,
     format: Format = "e4m3",
@@ -162,6 +164,7 @@ def _quantised(
     return lossy(owner, reduce, error_feedback=error_feedback, compute=lambda _: float32)
 
 
+@checks_flags("hooks.top_k")
 def top_k(
     ratio: float | None = None, *, k: int | None = None, error_feedback: bool = True
 ) -> CommHook:

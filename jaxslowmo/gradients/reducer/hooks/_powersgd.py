@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ...._support.checks import checked_int
+from ...._support.checks import checked_int, checks_flags
 from ...._support.types import PyTree
 from ....collectives import all_mean
 from ....mesh import axis_names
@@ -38,6 +38,7 @@ class _Matrices(NamedTuple):
     rank: int
 
 
+@checks_flags("hooks.powersgd")
 def powersgd(
     rank: int = 1,
     start_step: int = 1000,
