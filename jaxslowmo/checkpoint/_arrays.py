@@ -135,21 +135,3 @@ def host_print(x: np.ndarray) -> list[int]:
     for start in range(0, flat.size, _CHUNK):
         total += fingerprint(flat[start : start + _CHUNK], np, start)
     return total.tolist()
-
-
-def check_prints(
-    path: epath.Path,
-    names: Sequence[str],
-    actual: Sequence[Sequence[int]],
-    saved: Sequence[Sequence[int]],
-) -> None:
-    """Compare the fingerprints of arrays that were read with the saved fingerprints.
-
-    Raises:
-      UnreadableError: some of them differ.
-    """
-    wrong = [name for name, a, b in zip(names, actual, saved, strict=True) if list(a) != list(b)]
-    if wrong:
-        raise UnreadableError(
-            f"{path} is damaged: it gives other values than were saved in {', '.join(wrong[:5])}."
-        )

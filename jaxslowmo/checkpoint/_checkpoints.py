@@ -3,7 +3,6 @@
 import contextlib
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from os import PathLike
 from typing import Any
 
@@ -27,29 +26,8 @@ from ._folder import (
 )
 from ._notes import Notes
 from ._record import as_stored, checked_json, read_record, record_of
-from ._restore import Reading, RestoredParts, SavedFormLike, Template, finished, read
+from ._restore import Restored, SavedFormLike, Template, read
 from ._writing import FolderWrite
-
-
-@dataclass(frozen=True)
-class Restored:
-    """The result of `Checkpoints.restore`.
-
-    Attributes:
-      step: step of the checkpoint.
-      state: the state from which to continue.
-      extra: the `extra` that was saved with it.
-      is_exact: whether every value is as it was saved, so that the run continues as if it had not
-        been interrupted.
-      notes: sentences that say what was averaged, kept, made anew, or moved to other stages; () if
-        nothing was.
-    """
-
-    step: int
-    state: TrainState
-    extra: dict[str, Any]
-    is_exact: bool
-    notes: tuple[str, ...]
 
 
 class Checkpoints:
@@ -306,7 +284,7 @@ class Checkpoints:
         template = Template.of(train_step, params, model_state, seed)
         for i, candidate in enumerate(chosen):
             try:
-                return Restored(candidate, *self._read(candidate, template, saved_form))
+                return self._read(candidate, template, saved_form)
             except UnreadableError as error:
                 if i + 1 == len(chosen):
                     raise _with_hint(error, candidate, steps, fallback) from error
@@ -340,25 +318,23 @@ class Checkpoints:
         assert error is not None, "there is a candidate"
         raise _with_hint(error, chosen[-1], steps, fallback) from error
 
-    def _read(self, step: int, template: Template, form: SavedFormLike) -> RestoredParts:
+    def _read(self, step: int, template: Template, form: SavedFormLike) -> Restored:
         """Read the state of a checkpoint; a failure on one process is raised on all."""
         path = self._folder / str(step)
-        reading: Reading | None = None
-        error: Exception | None = None
+        finish, error, mine = None, None, None
         try:
-            reading = read(path, template, form)
+            finish = read(path, template, form)
         except Exception as caught:  # any kind: the other processes must learn of it
-            error = caught
-        mine = None if error is None else [isinstance(error, UnreadableError), io_errno(error)]
+            error, mine = caught, [isinstance(caught, UnreadableError), io_errno(caught)]
         failures = [failure for failure in self._notes.gather(mine) if failure]
-        if failures or reading is None:
-            all_unreadable = all(is_unreadable for is_unreadable, _ in failures)
-            if error is not None and isinstance(error, UnreadableError) == all_unreadable:
-                raise error
-            kind = UnreadableError if all_unreadable else CheckpointError
-            number = next((n for _, n in failures if n is not None), None)
-            raise kind(f"{path} could not be read on another process.", number) from error
-        return finished(reading)
+        if finish is not None and not failures:
+            return finish()
+        all_unreadable = all(is_unreadable for is_unreadable, _ in failures)
+        if error is not None and isinstance(error, UnreadableError) == all_unreadable:
+            raise error
+        kind = UnreadableError if all_unreadable else CheckpointError
+        number = next((n for _, n in failures if n is not None), None)
+        raise kind(f"{path} could not be read on another process.", number) from error
 
     def _chosen(self, steps: Sequence[int], step: int | None, fallback: bool) -> Sequence[int]:
         """Return the steps of the checkpoints to try, in order."""

@@ -132,17 +132,28 @@ class Record:
             leaves.append(leaf)
         return replace(self, leaves=leaves, layout=None)
 
-    def placement(self, like: StatePlacement, form: SavedForm | None = None) -> StatePlacement:
-        """Return the placement of the arrays; values that are unknown are taken from `like`."""
+    def placement(
+        self, axis_sizes: Mapping[str, int], form: SavedForm | None = None
+    ) -> StatePlacement:
+        """Return the placement of the arrays; `axis_sizes` are those of the mesh if unknown."""
         return StatePlacement(
             self.replicas,
-            like.axis_sizes if self.axes is None else dict(self.axes),
+            axis_sizes if self.axes is None else dict(self.axes),
             frozenset(self.automatic),
             self.axes is not None,
             self.shard_specs(),
             form,
             self.division,
         )
+
+    def check_prints(self, path: epath.Path, prints: list[list[int]]) -> None:
+        """Raise `UnreadableError` unless arrays that were read have the saved fingerprints."""
+        saved = zip(self.leaves, prints, self.prints, strict=True)
+        if wrong := [leaf.name for leaf, one, own in saved if one != own]:
+            raise UnreadableError(
+                f"{path} is damaged: it gives other values than were saved in "
+                f"{', '.join(wrong[:5])}."
+            )
 
     def shard_specs(self) -> tuple[P, ...] | None:
         """Return `shards` as `PartitionSpec`s; None where they are unknown."""
