@@ -13,11 +13,9 @@ from .._support.checks import checked_int, warn_user
 from .._support.files import MAX_STEP, complete_steps, io_errno
 from .._support.types import PyTree
 from ..train import TrainState, TrainStep, updates_of
-from ._arrays import first_line
 from ._folder import (
     CheckpointError,
     UnreadableError,
-    advice_on,
     put_away,
     quiet_orbax,
     remove_unfinished,
@@ -74,7 +72,7 @@ class Checkpoints:
         quiet_orbax()
         self._folder = resolved(folder)
         self._keep_best, self._asynchronous, self._notes = keep_best, asynchronous, Notes(patience)
-        self._writing: tuple[int, FolderWrite] | None = None
+        self._writing: FolderWrite | None = None
         self._unreadable: set[int] = set()
 
     def __enter__(self) -> "Checkpoints":
@@ -147,21 +145,16 @@ class Checkpoints:
         self.wait()
         stored = _safe_copies(as_stored(state))
         record = record.with_arrays(stored)
-        keys = [leaf.key for leaf in record.leaves]
-        try:
-            writing = FolderWrite(
-                self._folder / str(step),
-                # Arrays of size 0 are not written: the record has their shapes.
-                {key: x for key, x in zip(keys, stored, strict=True) if x.size},
-                record.to_json(),
-                self._notes,
-                before=lambda: self._make_way(step),
-                after=self._remove_old,
-            )
-        except Exception as error:
-            raise self._not_written(step, error) from error
+        self._writing = FolderWrite(
+            self._folder / str(step),
+            # Arrays of size 0 are not written: the record has their shapes.
+            {leaf.key: x for leaf, x in zip(record.leaves, stored, strict=True) if x.size},
+            record.to_json(),
+            self._notes,
+            before=lambda: self._make_way(step),
+            after=self._remove_old,
+        )
         self._unreadable.clear()
-        self._writing = step, writing
         if wait or not self._asynchronous:
             self.wait()
 
@@ -195,15 +188,12 @@ class Checkpoints:
     @property
     def failure(self) -> CheckpointError | None:
         """The error of the last save if it has failed, which `wait` will raise; None otherwise."""
-        if self._writing is None or self._writing[1].failure is None:
-            return None
-        step, writing = self._writing
-        return self._not_written(step, writing.failure)
+        return None if self._writing is None else self._writing.failure
 
     def written(self) -> int:
         """Return how many bytes of the save in progress are in its folder; 0 without a save."""
         writing = self._writing  # read once: another thread may call this just when the save ends
-        return 0 if writing is None else writing[1].written()
+        return 0 if writing is None else writing.written()
 
     def wait(self) -> None:
         """Wait until the last save is complete.
@@ -211,13 +201,9 @@ class Checkpoints:
         Raises:
           CheckpointError: it could not be written; raised once, and on all processes.
         """
-        if self._writing is None:
-            return
-        step, writing = self._writing
         try:
-            writing.result()
-        except Exception as error:
-            raise self._not_written(step, error) from error
+            if self._writing is not None:
+                self._writing.result()
         finally:
             self._writing = None
 
@@ -280,17 +266,16 @@ class Checkpoints:
         """
         self.wait()
         steps = self._notes.gather(self.steps())[0]
-        chosen = self._chosen(steps, step, fallback)
+        step = self._chosen(steps, step)
         template = Template.of(train_step, params, model_state, seed)
-        for i, candidate in enumerate(chosen):
+        while True:
             try:
-                return self._read(candidate, template, saved_form)
+                return self._read(step, template, saved_form)
             except UnreadableError as error:
-                if i + 1 == len(chosen):
-                    raise _with_hint(error, candidate, steps, fallback) from error
-                self._unreadable.add(candidate)
-                warn_user(f"{error} Using the checkpoint of step {chosen[i + 1]} instead.")
-        raise AssertionError("there is a candidate, and the last one returns or raises")
+                older = _older(error, step, steps, fallback)
+                self._unreadable.add(step)
+                warn_user(f"{error} Using the checkpoint of step {older} instead.")
+                step = older
 
     def extra(self, *, step: int | None = None, fallback: bool = False) -> dict[str, Any]:
         """Return the `extra` of a checkpoint, without reading the state.
@@ -308,15 +293,13 @@ class Checkpoints:
 
         Communication: none; each process reads independently.
         """
-        steps, error = self.steps(), None
-        chosen = self._chosen(steps, step, fallback)
-        for candidate in chosen:
+        steps = self.steps()
+        step = self._chosen(steps, step)
+        while True:
             try:
-                return read_record(self._folder / str(candidate)).extra
-            except UnreadableError as caught:
-                error = caught
-        assert error is not None, "there is a candidate"
-        raise _with_hint(error, chosen[-1], steps, fallback) from error
+                return read_record(self._folder / str(step)).extra
+            except UnreadableError as error:
+                step = _older(error, step, steps, fallback)
 
     def _read(self, step: int, template: Template, form: SavedFormLike) -> Restored:
         """Read the state of a checkpoint; a failure on one process is raised on all."""
@@ -336,21 +319,19 @@ class Checkpoints:
         number = next((n for _, n in failures if n is not None), None)
         raise kind(f"{path} could not be read on another process.", number) from error
 
-    def _chosen(self, steps: Sequence[int], step: int | None, fallback: bool) -> Sequence[int]:
-        """Return the steps of the checkpoints to try, in order."""
+    def _chosen(self, steps: Sequence[int], step: int | None) -> int:
+        """Return `step`, of which there is a checkpoint; None: the newest."""
         if not steps:
             raise CheckpointError(
                 f"{self.folder} has no complete checkpoint: give the folder of a run that saved "
                 "one, or start anew."
             )
-        if step is None:
-            return steps[::-1] if fallback else steps[-1:]
-        if step not in steps:
+        if step is not None and step not in steps:
             raise CheckpointError(
                 f"{self.folder} has no checkpoint of step {step}: it has those of steps "
                 f"{', '.join(map(str, steps))}."
             )
-        return steps[steps.index(step) :: -1] if fallback else [step]
+        return steps[-1] if step is None else step
 
     def _make_way(self, step: int) -> None:
         """Prepare the folder for a save; process 0 calls it."""
@@ -379,25 +360,18 @@ class Checkpoints:
             )
         return numbers
 
-    def _not_written(self, step: int, error: Exception) -> CheckpointError:
-        kind, reason = CheckpointError, f"{type(error).__name__}: {first_line(error)}"
-        if isinstance(error, CheckpointError):
-            kind, reason = type(error), str(error)
-        return kind(
-            f"{self.folder}: the checkpoint of step {step} could not be written ({reason}); "
-            f"those before it are as they were.{advice_on(error)}",
-            io_errno(error),
-            f"the checkpoint of step {step} could not be written: {reason}",
-        )
 
+def _older(error: UnreadableError, step: int, steps: Sequence[int], fallback: bool) -> int:
+    """Return the step of the checkpoint before one that cannot be read.
 
-def _with_hint(
-    error: UnreadableError, step: int, steps: Sequence[int], fallback: bool
-) -> UnreadableError:
-    """Return the error of the last checkpoint that was tried, with a hint at an older one."""
-    older = max((n for n in steps if n < step and not fallback), default=None)
+    Raises:
+      UnreadableError: there is none; or, without `fallback`, with a hint at it.
+    """
+    older = max((n for n in steps if n < step), default=None)
+    if fallback and older is not None:
+        return older
     hint = "" if older is None else f" `fallback=True` takes that of step {older}."
-    return UnreadableError(f"{error}{hint}", io_errno(error), str(error), older)
+    raise UnreadableError(f"{error}{hint}", io_errno(error), str(error), older) from error
 
 
 _copy = jax.jit(lambda arrays: [jnp.copy(x) for x in arrays])

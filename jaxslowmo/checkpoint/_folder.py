@@ -5,7 +5,6 @@ import logging
 import os
 import sys
 from collections.abc import Iterable, Iterator
-from errno import ETIMEDOUT
 from os import PathLike
 from pathlib import PurePath
 from typing import Any
@@ -55,11 +54,6 @@ class UnreadableError(CheckpointError):
 
 class UnansweredError(CheckpointError):
     """Raised if another process did not answer in time; the checkpoint may be complete or not."""
-
-    def __init__(
-        self, message: str, errno: int | None = ETIMEDOUT, reason: str | None = None
-    ) -> None:
-        super().__init__(message, errno, reason)
 
 
 def advice_on(error: BaseException) -> str:

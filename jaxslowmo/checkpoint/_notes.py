@@ -11,6 +11,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Sequence
+from errno import ETIMEDOUT
 from typing import Any
 
 import jax
@@ -77,7 +78,7 @@ class Notes:
                     before, since = now, time.monotonic()
                 elif time.monotonic() - since > self._seconds:
                     raise UnansweredError(
-                        f"another process has not answered for {self._seconds:g} s."
+                        f"another process has not answered for {self._seconds:g} s.", ETIMEDOUT
                     ) from error
 
     def agree(self, failure: Failure, written: Callable[[], int] = lambda: 0) -> None:

@@ -8,18 +8,20 @@ import threading
 import time
 import weakref
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
 
 from .._support.checks import warn_user
-from .._support.files import can_rename
-from ._arrays import handler
+from .._support.files import can_rename, io_errno
+from ._arrays import first_line, handler
 from ._folder import (
     ARRAYS,
     RECORD,
+    CheckpointError,
+    advice_on,
     epath,
     files_below,
     give_name,
@@ -68,7 +70,8 @@ class FolderWrite:
         self._target, self._record, self._notes, self._after = target, record, notes, after
         self._folder, self._handler = unfinished(target, notes.count), handler()
         self._is_first = jax.process_index() == 0
-        notes.agree(tried(self._begin, before) if self._is_first else None)
+        with _explained(target):
+            notes.agree(tried(self._begin, before) if self._is_first else None)
         copied = threading.Event()
         pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._run = pool.submit(self._write, arrays, copied)
@@ -103,19 +106,23 @@ class FolderWrite:
 
     def _write(self, arrays: dict[str, Any], copied: threading.Event) -> None:
         try:
-            written = self.written if can_rename(self._target) else lambda: 0
-            failures = self._notes.gather(tried(self._write_part, arrays, copied), written)
-            failure = next(filter(None, failures), None) or self._see_files()
-            if self._is_first:
-                failure = failure or tried(self._finish)
-                if failure:
-                    with contextlib.suppress(OSError):
-                        self._folder.rmtree()
-            self._notes.agree(failure, written)
-            if self._is_first:
-                self._tidy()
+            with _explained(self._target):
+                self._write_and_agree(arrays, copied)
         finally:
             copied.set()
+
+    def _write_and_agree(self, arrays: dict[str, Any], copied: threading.Event) -> None:
+        written = self.written if can_rename(self._target) else lambda: 0
+        failures = self._notes.gather(tried(self._write_part, arrays, copied), written)
+        failure = next(filter(None, failures), None) or self._see_files()
+        if self._is_first:
+            failure = failure or tried(self._finish)
+            if failure:
+                with contextlib.suppress(OSError):
+                    self._folder.rmtree()
+        self._notes.agree(failure, written)
+        if self._is_first:
+            self._tidy()
 
     def _write_part(self, arrays: dict[str, Any], copied: threading.Event) -> None:
         args = ocp.args.PyTreeSave(arrays)
@@ -160,6 +167,24 @@ class FolderWrite:
             warn_user(f"{self._target.parent}: old checkpoints could not be removed: {error}.")
 
 
+@contextlib.contextmanager
+def _explained(target: epath.Path) -> Iterator[None]:
+    """Say in an error which checkpoint could not be written, why, and what can be done."""
+    try:
+        yield
+    except Exception as error:
+        kind, reason = CheckpointError, f"{type(error).__name__}: {first_line(error)}"
+        if isinstance(error, CheckpointError):
+            kind, reason = type(error), str(error)
+        what = f"the checkpoint of step {target.name} could not be written"
+        raise kind(
+            f"{target.parent}: {what} ({reason}); those before it are as they were."
+            f"{advice_on(error)}",
+            io_errno(error),
+            f"{what}: {reason}",
+        ) from error
+
+
 _unjoined: weakref.WeakSet[FolderWrite] = weakref.WeakSet()
 """The writes whose `result` has not been called yet."""
 
@@ -174,7 +199,4 @@ def _at_exit() -> None:
         try:
             writing.result()
         except Exception as error:  # any kind: nothing else has reported it
-            warn_user(
-                f"a checkpoint could not be written: {error}. `wait()` or `close()` before a "
-                "program ends let it be completed."
-            )
+            warn_user(f"{error} Call `wait()` or `close()` before a program ends.")

@@ -108,7 +108,8 @@ def test_a_program_that_ends_without_waiting_is_told_that_its_save_failed(tmp_pa
     command = [sys.executable, "-c", FORGETFUL, tmp_path]
     env = os.environ | {"JAX_PLATFORMS": "cpu"}
     ended = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
-    assert "UserWarning: a checkpoint could not be written: " in ended.stderr
+    said = f"UserWarning: {tmp_path}: the checkpoint of step 0 could not be written"
+    assert said in ended.stderr
     assert Checkpoints(tmp_path).steps() == ()
 
 
