@@ -19,8 +19,8 @@ from ._folder import (
     put_away,
     quiet_orbax,
     remove_unfinished,
+    renamed,
     resolved,
-    set_aside,
 )
 from ._notes import Notes
 from ._record import as_stored, checked_json, read_record, record_of
@@ -338,8 +338,9 @@ class Checkpoints:
         self._folder.mkdir(parents=True, exist_ok=True)
         remove_unfinished(self._folder)
         # Checkpoints of later steps would count as the newest, and a resumed run would use them.
-        later = {s for s in self.steps() if s > step}
-        set_aside(self._folder, later | self._unreadable)
+        for other in self.steps():
+            if other > step or other in self._unreadable:
+                renamed(self._folder / str(other), "set-aside")
 
     def _remove_old(self) -> None:
         """Remove old checkpoints after a save; process 0 calls it."""

@@ -10,7 +10,7 @@ import numpy as np
 
 from .._support.types import PyTree
 from ..gradients.precision import DynamicLossScaleState
-from ..mesh import numbered_key
+from ..mesh import Shares, numbered_key
 from ..train import TrainState
 from ..transform import (
     ParameterTransform,
@@ -183,11 +183,7 @@ def resized(
     """
     params = one_copy(structs.params)
     *rest, sync_state = state.opt_state
-    notes: tuple[str, ...] = ()
-    if sync is not None:
-        carried, notes = sync.carry(sync_state, params, old, new)
-    else:
-        carried = sync_state
+    carried, notes = (sync_state, ()) if sync is None else sync.carry(sync_state, params, old, new)
 
     def move(tree: PyTree) -> PyTree:
         return jax.tree.map(move_one, tree, is_leaf=_is_scale)
@@ -206,7 +202,7 @@ def resized(
 
     if old.replicas == new.replicas:
         return state._replace(opt_state=(*rest, carried)), notes
-    shares = [(1.0, None)] if sync is None else sync.shares(sync_state)
+    shares = (None if sync is None else sync.shares(sync_state)) or [(1.0, None)]
     new_params = _consensus(state.params, shares, old, new)
     # Copies of parameters in an optimizer get their unweighted mean. If the consensus is weighted,
     # they are shifted by the difference of the parameters' consensus and their unweighted mean.
@@ -218,7 +214,7 @@ def resized(
         model_state=jax.tree.map(move_statistics, state.model_state, structs.model_state),
         rng=_keys(step, seed, new),
     )
-    return new_state, (*_notes(state, shares, old, new), *notes)
+    return new_state, (*_notes(state, shares, old.replicas, new.replicas), *notes)
 
 
 def one_copy(stacked_params: PyTree) -> PyTree:
@@ -226,12 +222,7 @@ def one_copy(stacked_params: PyTree) -> PyTree:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), stacked_params)
 
 
-def _consensus(
-    params: PyTree,
-    shares: list[tuple[Any, PyTree | None]],
-    old: StatePlacement,
-    new: StatePlacement,
-) -> PyTree:
+def _consensus(params: PyTree, shares: Shares, old: StatePlacement, new: StatePlacement) -> PyTree:
     """Return the weighted mean of parameters and of what is in flight, stacked for `new`."""
     weights = [np.broadcast_to(np.asarray(w, np.float64), old.replicas) for w, _ in shares]
     total = sum(float(w.sum()) for w in weights)
@@ -267,25 +258,17 @@ def _numbered_keys(data: Any, struct: Any, new: StatePlacement) -> Any:
     return np.asarray(jax.random.key_data(numbered))
 
 
-def _notes(
-    state: TrainState,
-    shares: list[tuple[Any, PyTree | None]],
-    old: StatePlacement,
-    new: StatePlacement,
-) -> tuple[str, ...]:
+def _notes(state: TrainState, shares: Shares, old: int, new: int) -> list[str]:
+    """Return sentences that say what `resized` did for `new` replicas from `old` ones."""
     weighted = " weighted with the push-sum weights" if np.ndim(shares[0][0]) else ""
     flight = ", what was in flight included" if len(shares) > 1 else ""
     notes = [
-        f"{new.replicas} replicas start from the consensus of {old.replicas}: the mean of their "
-        f"parameters{weighted}{flight}.",
+        f"{new} replicas start from the consensus of {old}: the mean of their parameters"
+        f"{weighted}{flight}.",
         "Counters go on, and with them the phase of the period.",
     ]
-    floats = [
-        x
-        for x in jax.tree.leaves((state.opt_state[:-1], state.model_state))
-        if jnp.issubdtype(x.dtype, jnp.floating) and x.size
-    ]
-    if floats:
+    averaged = jax.tree.leaves((state.opt_state[:-1], state.model_state))
+    if any(jnp.issubdtype(x.dtype, jnp.floating) and x.size for x in averaged):
         notes.append(
             "Floating-point state of the gradient transform (error feedback), the optimizer and "
             "the model was averaged over replicas; integers are replica 0's."
@@ -293,4 +276,4 @@ def _notes(
     if any(map(_is_scale, jax.tree.leaves(state.opt_state[:-1], is_leaf=_is_scale))):
         notes.append("The loss scale and its counters are those of the replica with the least one.")
     notes.append("PRNG keys of the replicas were made anew from the seed and the step.")
-    return tuple(notes)
+    return notes

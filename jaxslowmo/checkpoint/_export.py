@@ -13,11 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
-from .._support.files import EXPORT_ARRAYS, EXPORT_RECORD, io_errno
+from .._support.files import EXPORT_ARRAYS, EXPORT_RECORD
 from .._support.types import AxisName, PyTree
 from ..mesh import AnyMesh, Shares, consensus
 from ..tree import leaf_names, type_text
-from ._arrays import first_line
 from ._folder import (
     CheckpointError,
     advice_on,
@@ -30,7 +29,7 @@ from ._folder import (
     unfinished,
 )
 from ._notes import Notes, tried
-from ._record import checked_json
+from ._record import checked_json, read_marked
 
 _FORMAT = 2  # 1 was a checkpoint of orbax
 _MARK = "jaxslowmo_consensus"
@@ -180,17 +179,4 @@ def consensus_extra(folder: str | PathLike[str]) -> dict[str, Any]:
 
 
 def _record(path: epath.Path) -> dict[str, Any]:
-    try:
-        value = json.loads((path / EXPORT_RECORD).read_text())
-    except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"{path} is no model that export_consensus wrote, or it is damaged: "
-            f"{first_line(error)}.",
-            io_errno(error),
-        ) from error
-    if value.get(_MARK) != _FORMAT:
-        raise CheckpointError(
-            f"{path} has format {value.get(_MARK)}, and this version of jaxslowmo reads format "
-            f"{_FORMAT}: use the version that wrote it."
-        )
-    return value
+    return read_marked(path, EXPORT_RECORD, _MARK, _FORMAT)

@@ -1,10 +1,11 @@
 """Folders of checkpoints: paths, unfinished and removed ones, errors, and orbax's logging."""
 
+import contextlib
 import itertools
 import logging
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from os import PathLike
 from pathlib import PurePath
 from typing import Any
@@ -92,17 +93,10 @@ def give_name(folder: epath.Path, target: epath.Path) -> epath.Path | None:
     return replaced
 
 
-def _renamed(path: epath.Path, what: str, end: str = "") -> epath.Path:
+def renamed(path: epath.Path, what: str, end: str = "") -> epath.Path:
     """Rename a folder to its name, `what`, a number if needed, and `end`; return the new path."""
     paths = (path.parent / f"{path.name}.{what}{n or ''}{end}" for n in itertools.count())
     return path.rename(next(new for new in paths if not new.exists()))
-
-
-def set_aside(folder: epath.Path, steps: Iterable[int]) -> None:
-    """Rename the checkpoints of these steps, so that they are no longer checkpoints of the run."""
-    for path in [folder / str(step) for step in sorted(steps)]:
-        if path.exists():
-            _renamed(path, "set-aside")
 
 
 def put_away(path: epath.Path) -> epath.Path:
@@ -111,7 +105,7 @@ def put_away(path: epath.Path) -> epath.Path:
     Returns:
       The new path, or `path` on a file system that cannot rename.
     """
-    return _renamed(path, "removed", UNFINISHED) if can_rename(path) else path
+    return renamed(path, "removed", UNFINISHED) if can_rename(path) else path
 
 
 def remove_unfinished(folder: epath.Path, prefix: str = "") -> None:
@@ -129,19 +123,11 @@ def remove_unfinished(folder: epath.Path, prefix: str = "") -> None:
 
 
 def files_below(path: epath.Path) -> Iterator[tuple[str, int]]:
-    """Yield relative path and size in bytes of every file; files that vanish are left out."""
-    try:
-        children = sorted(path.iterdir())
-    except OSError:
-        return
-    for child in children:
-        try:
-            if child.is_dir():
-                yield from ((f"{child.name}/{name}", size) for name, size in files_below(child))
-            else:
-                yield child.name, child.stat().length
-        except OSError:
-            continue
+    """Yield path and size in bytes of every file; files that vanish are left out."""
+    for folder, _, names in path.walk():
+        for file in (folder / name for name in names):
+            with contextlib.suppress(OSError):
+                yield os.fspath(file), file.stat().length
 
 
 def _is_not_from_orbax(record: logging.LogRecord) -> bool:

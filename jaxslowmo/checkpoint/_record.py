@@ -169,33 +169,48 @@ def read_record(path: epath.Path) -> Record:
     Raises:
       UnreadableError: a missing or damaged file, another library's checkpoint, another format.
     """
-    file = path / RECORD / "metadata"
-    try:
-        value = json.loads(file.read_text())
-    except (OSError, ValueError) as error:
-        raise UnreadableError(
-            f"{path} is damaged, or was not written by jaxslowmo.checkpoint: {RECORD}/metadata: "
-            f"{getattr(error, 'strerror', None) or first_line(error)}.",
-            io_errno(error),
-        ) from error
-    if not isinstance(value, dict) or _MARK not in value:
-        raise UnreadableError(
-            f"{path} was not written by jaxslowmo.checkpoint: give the folder of a run of "
-            "jaxslowmo, or read it with the library that wrote it."
-        )
-    if value[_MARK] != FORMAT:
-        # A damaged digit looks the same, so the error lets `fallback` try an older checkpoint.
-        raise UnreadableError(
-            f"{path} has format {value[_MARK]}, written by {value.get('versions')}, and this "
-            f"version of jaxslowmo reads format {FORMAT}: use the version that wrote it. If "
-            "that is this one, the record is damaged."
-        )
+    value = read_marked(path, f"{RECORD}/metadata", _MARK, FORMAT)
     content = {key: x for key, x in value.items() if key not in (_MARK, "crc32")}
     if _crc32(content) != value.get("crc32"):
         raise UnreadableError(f"{path} is damaged: its record is not as it was written.")
     known: dict[str, Any] = {field.name: value.get(field.name) for field in fields(Record)}
     known["leaves"] = [_leaf_from_json(*entry) for entry in value["leaves"]]
     return Record(**known)
+
+
+def read_marked(path: epath.Path, name: str, mark: str, number: int) -> dict[str, Any]:
+    """Return the JSON of a file that this package wrote.
+
+    Args:
+      path: path of the checkpoint or the export.
+      name: path of the file in it.
+      mark: name of the value that only files of this kind have: the number of their format.
+      number: the format that can be read.
+
+    Raises:
+      UnreadableError: a missing or damaged file, another library's, another format.
+    """
+    try:
+        value = json.loads((path / name).read_text())
+    except (OSError, ValueError) as error:
+        raise UnreadableError(
+            f"{path} is damaged, or was not written by jaxslowmo.checkpoint: {name}: "
+            f"{getattr(error, 'strerror', None) or first_line(error)}.",
+            io_errno(error),
+        ) from error
+    if not isinstance(value, dict) or mark not in value:
+        raise UnreadableError(
+            f"{path} was not written by jaxslowmo.checkpoint: {name} has no {mark!r}. Give a "
+            "folder that jaxslowmo wrote, or read it with the library that wrote it."
+        )
+    if value[mark] != number:
+        # A damaged digit looks the same, so the error lets `fallback` try an older checkpoint.
+        raise UnreadableError(
+            f"{path} has format {value[mark]}, written by {value.get('versions', 'another')}, and "
+            f"this version of jaxslowmo reads format {number}: use the version that wrote it. If "
+            "that is this one, the file is damaged."
+        )
+    return value
 
 
 def checked_json(owner: str, extra: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -44,7 +44,7 @@ class FolderWrite:
 
     Args:
       target: path of the folder; an existing folder is replaced when the new one is complete.
-      arrays: dict of NumPy or jax arrays.
+      arrays: dict of jax arrays.
       record: plain JSON to write next to the arrays; process 0's is written.
       notes: the notes by which the processes agree.
       before: function that process 0 calls before it makes the folder.
@@ -68,7 +68,8 @@ class FolderWrite:
         after: Callable[[], None],
     ) -> None:
         self._target, self._record, self._notes, self._after = target, record, notes, after
-        self._folder, self._handler = unfinished(target, notes.count), handler()
+        self._folder = unfinished(target, notes.count)
+        self._handler = handler((jax.Array, ocp.type_handlers.ArrayHandler()))
         self._is_first = jax.process_index() == 0
         with _explained(target):
             notes.agree(tried(self._begin, before) if self._is_first else None)
@@ -107,22 +108,19 @@ class FolderWrite:
     def _write(self, arrays: dict[str, Any], copied: threading.Event) -> None:
         try:
             with _explained(self._target):
-                self._write_and_agree(arrays, copied)
+                written = self.written if can_rename(self._target) else lambda: 0
+                failures = self._notes.gather(tried(self._write_part, arrays, copied), written)
+                failure = next(filter(None, failures), None) or self._see_files()
+                if self._is_first:
+                    failure = failure or tried(self._finish)
+                    if failure:
+                        with contextlib.suppress(OSError):
+                            self._folder.rmtree()
+                self._notes.agree(failure, written)
+                if self._is_first:
+                    self._tidy()
         finally:
             copied.set()
-
-    def _write_and_agree(self, arrays: dict[str, Any], copied: threading.Event) -> None:
-        written = self.written if can_rename(self._target) else lambda: 0
-        failures = self._notes.gather(tried(self._write_part, arrays, copied), written)
-        failure = next(filter(None, failures), None) or self._see_files()
-        if self._is_first:
-            failure = failure or tried(self._finish)
-            if failure:
-                with contextlib.suppress(OSError):
-                    self._folder.rmtree()
-        self._notes.agree(failure, written)
-        if self._is_first:
-            self._tidy()
 
     def _write_part(self, arrays: dict[str, Any], copied: threading.Event) -> None:
         args = ocp.args.PyTreeSave(arrays)
@@ -139,7 +137,7 @@ class FolderWrite:
         """
         different: list[int] = []
         for _ in range(_LISTINGS):
-            files = list(files_below(self._folder / ARRAYS))
+            files = sorted(files_below(self._folder / ARRAYS))
             seen = self._notes.gather(zlib.crc32(json.dumps(files).encode()))
             different = [i for i, one in enumerate(seen) if one != seen[0]]
             if not different:
