@@ -1,7 +1,7 @@
 """Conversion of a saved state to another form of the parameters and another number of replicas."""
 
 import math
-from collections.abc import Callable, Set
+from collections.abc import Set
 from typing import Any
 
 import jax
@@ -20,7 +20,7 @@ from ..transform import (
     shifted_copies,
     stacked,
 )
-from ..tree import in_model_form, leaf_names
+from ..tree import in_model_form, leaf_names, replaced
 from ._folder import CheckpointError
 from ._record import Record, is_key
 from ._stages import layout_of, names_inside, of_params, parts_of, read_part, restaged
@@ -88,13 +88,12 @@ def check_movable(path: object, saved: Record, now: Record, wanted: Record, free
         raise _indistinct(path, "in other stages, or in none,", wrong)
 
 
-def structs_then(form: SavedForm, now: PyTree, params: PyTree) -> PyTree:
+def structs_then(form: SavedForm, now: TrainState) -> TrainState:
     """Return the types of a state as it was saved, from those of the current state.
 
     Args:
       form: form of the parameters when the state was saved.
       now: types of the current state, stacked.
-      params: types of one copy of the current parameters.
     """
 
     def then(x: PyTree) -> PyTree:
@@ -106,11 +105,11 @@ def structs_then(form: SavedForm, now: PyTree, params: PyTree) -> PyTree:
             form.params,
         )
 
-    return _map_like(params, then, now)
+    return replaced(now.params, now, then)
 
 
 def converted(form: SavedForm, state: TrainState, path: object) -> TrainState:
-    """Convert every tree of a saved state that has the saved form to the current form.
+    """Convert every tree of a saved state that has the form of its parameters to the current form.
 
     Shards are not converted here: the parameter transform joins them before it converts them.
 
@@ -123,14 +122,13 @@ def converted(form: SavedForm, state: TrainState, path: object) -> TrainState:
       CheckpointError: leaves that depend on parameters and are in no tree of the saved form.
     """
     # The parameter transform, whose state is the last, converts it itself.
-    rest = _map_like(form.params, lambda x: None, state.opt_state[:-1])
+    rest = replaced(state.params, state.opt_state[:-1], lambda x: None)
     named = zip(leaf_names(rest), jax.tree.leaves(rest), strict=True)
     # In buckets of error feedback and factors of moments no element belongs to a known parameter.
     wrong = [f"{name} {list(x.shape[1:])}" for name, x in named if np.size(x) > len(x)]
     if wrong:
         raise _indistinct(path, "of another form", wrong)
-
-    return _map_like(form.params, form.convert, state)
+    return replaced(state.params, state, form.convert)
 
 
 def _indistinct(path: object, how: str, wrong: list[str]) -> CheckpointError:
@@ -139,19 +137,6 @@ def _indistinct(path: object, how: str, wrong: list[str]) -> CheckpointError:
         f"parameter: {', '.join(wrong)} in the states of gradient transform and optimizer. Go on "
         "with the form, such as the stages, that it had."
     )
-
-
-def _map_like(params: PyTree, fn: Callable[[PyTree], PyTree], tree: PyTree) -> Any:
-    """Map `fn` over the trees in `tree` that have the structure and stacked shapes of `params`."""
-    types, structure = jax.tree.flatten(params)
-
-    def is_like(x: PyTree) -> bool:
-        leaves, own = jax.tree.flatten(x)
-        return structure == own and all(
-            leaf.shape[1:] == p.shape and leaf.shape for leaf, p in zip(leaves, types, strict=True)
-        )
-
-    return jax.tree.map(lambda x: fn(x) if is_like(x) else x, tree, is_leaf=is_like)
 
 
 def resized(

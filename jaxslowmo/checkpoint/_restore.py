@@ -200,7 +200,7 @@ def _by_form(path: Any, record: Record, template: Template, old: StatePlacement)
     _check_leaves(path, record, record_of(structs._replace(params=params)), only="params/")
     types = template.structs_on(old)
     if form is not None:
-        types = structs_then(form, types, one_copy(structs.params))
+        types = structs_then(form, types)
     # Shapes of anchor and momentum depend on the mesh: they are checked when shards are joined.
     _check_leaves(path, record, record_of(types), skip=_SYNC)
     state = jax.tree.structure(types).unflatten
