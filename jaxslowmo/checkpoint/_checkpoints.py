@@ -136,15 +136,14 @@ class Checkpoints:
                 "of later steps are set aside: pass `result.step` of js.train_loop, which is the "
                 "state's own."
             )
-        record = record_of(
-            state,
-            step=step,
-            extra=checked_json("Checkpoints.save", extra),
-            metrics=self._numbers(metrics),
-        )
+        about = {
+            "step": step,
+            "extra": checked_json("Checkpoints.save", extra),
+            "metrics": self._numbers(metrics),
+        }
         self.wait()
         stored = _safe_copies(as_stored(state))
-        record = record.with_arrays(stored)
+        record = record_of(state).with_arrays(stored, **about)
         self._writing = FolderWrite(
             self._folder / str(step),
             # Arrays of size 0 are not written: the record has their shapes.

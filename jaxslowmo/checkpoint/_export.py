@@ -19,7 +19,6 @@ from ..mesh import AnyMesh, Shares, consensus
 from ..tree import leaf_names, type_text
 from ._folder import (
     CheckpointError,
-    advice_on,
     deserialize,
     epath,
     give_name,
@@ -28,7 +27,7 @@ from ._folder import (
     safetensors,
     unfinished,
 )
-from ._notes import Notes, tried
+from ._notes import Notes, not_written, tried
 from ._record import checked_json, read_marked
 
 _FORMAT = 2  # 1 was a checkpoint of orbax
@@ -89,12 +88,8 @@ def export_consensus(
             x = multihost_utils.process_allgather(x, tiled=True)
         if jax.process_index() == 0:
             arrays[name] = np.asarray(x, order="C")
-    failure = tried(_write, path, arrays, record) if jax.process_index() == 0 else None
-    try:
-        notes.agree(failure)
-    except CheckpointError as error:
-        reason = f"{path} could not be written ({error}).{advice_on(error)}"
-        raise CheckpointError(reason, error.errno) from error
+    with not_written(path, "the model"):
+        notes.agree(tried(_write, path, arrays, record) if jax.process_index() == 0 else None)
 
 
 def _write(path: epath.Path, arrays: dict[str, np.ndarray], record: dict[str, Any]) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from .._support.checks import warn_user
 from .._support.extras import needed_by
-from .._support.files import COMMITTED, can_rename, io_errno
+from .._support.files import COMMITTED, can_rename
 
 # The extra `train` installs all of these; the other files of this package import them from here.
 with needed_by("jaxslowmo.checkpoint"):
@@ -55,13 +55,6 @@ class UnreadableError(CheckpointError):
 
 class UnansweredError(CheckpointError):
     """Raised if another process did not answer in time; the checkpoint may be complete or not."""
-
-
-def advice_on(error: BaseException) -> str:
-    """Return what to look at after a failed write: the disk, if the operating system refused it."""
-    if io_errno(error) is None:
-        return ""
-    return " Is there space, and may this user write there?"
 
 
 def resolved(folder: str | PathLike[str]) -> epath.Path:

@@ -159,8 +159,7 @@ def read(
             "or `gradients` of the training step hold a parameter transform: to move its state, "
             "pass it as `sync` of js.make_train_step, in both runs."
         )
-    prepare = _by_names if moves else _by_form
-    convert = prepare(path, record, template, old)
+    convert = _conversion(path, record, template, old, moves)
     arrays = _read(path, record, [leaf.struct() for leaf in record.leaves])
     record.check_prints(path, [host_print(x) for x in arrays])
     state = convert(arrays)
@@ -186,56 +185,57 @@ Conversion = Callable[[list[Any]], TrainState]
 """A function that returns the saved state, in the present form, from the stored NumPy arrays."""
 
 
-def _by_form(path: Any, record: Record, template: Template, old: StatePlacement) -> Conversion:
-    """Check leaves before arrays are read, and return their conversion by the caller's form.
+def _conversion(
+    path: epath.Path, record: Record, template: Template, old: StatePlacement, moves: bool
+) -> Conversion:
+    """Check leaves before arrays are read, and return their conversion to the present form.
 
-    Raises:
-      CheckpointError: leaves of another model, optimizer or algorithm.
-    """
-    structs, form, replicas = template.structs, old.form, template.record.replicas
-    params = structs.params
-    if form is not None:
-        params = jax.tree.map(lambda x: x.update(shape=(replicas, *x.shape)), form.params)
-    # Check the parameters first: the conversion of types needs those of the right model.
-    _check_leaves(path, record, record_of(structs._replace(params=params)), only="params/")
-    types = template.structs_on(old)
-    if form is not None:
-        types = structs_then(form, types)
-    # Shapes of anchor and momentum depend on the mesh: they are checked when shards are joined.
-    _check_leaves(path, record, record_of(types), skip=_SYNC)
-    state = jax.tree.structure(types).unflatten
-    return state if form is None else lambda arrays: converted(form, state(arrays), path)
-
-
-def _by_names(path: Any, record: Record, template: Template, old: StatePlacement) -> Conversion:
-    """Check leaves before arrays are read, and return their conversion by their names.
+    Args:
+      path: path of the checkpoint.
+      record: record of the checkpoint.
+      template: template of the state to restore.
+      old: placement of the arrays when they were saved.
+      moves: whether leaves are moved by their names in the model's tree; else the caller's form
+        converts them, if there is one.
 
     Raises:
       CheckpointError: leaves of another model, optimizer or algorithm, or leaves that belong to no
         parameter.
     """
-    whole, structs = record.whole(), template.structs
-    _check_leaves(path, whole, record_of(in_model_form(structs)), only="params/")
+    structs, form = template.structs, old.form
+    saved = record.whole() if moves else record
+
+    def as_saved(types: TrainState) -> TrainState:
+        if moves:
+            return in_model_form(types)
+        return types if form is None else structs_then(form, types)
+
+    # Check the parameters first: the conversion of types needs those of the right model.
+    _check_leaves(path, saved, record_of(as_saved(structs)), only="params/")
     staged = template.structs_on(old)
-    types = in_model_form(staged)
+    types = as_saved(staged)
     wanted = record_of(types)
-    # The parameter transform converts the leaves that its `like_on` replaces. State of an optax
-    # transform outside the trees of stages is equal on all stages, because of `over_stages`.
-    kept = {id(x) for x in jax.tree.leaves(structs)}
-    optax_states = spec_of(template.train_step.tx).unknown(structs.opt_state)
-    shared = {id(x) for x in jax.tree.leaves(optax_states)}
-    free = {
-        name
-        for name, x in zip(leaf_names(staged), jax.tree.leaves(staged), strict=True)
-        if id(x) not in kept or (name.startswith(_OPTIMIZER) and id(x) in shared)
-    }
-    check_movable(path, record, template.record, wanted, free)
-    _check_leaves(path, whole, wanted, skip=_SYNC)
-    parts = parts_of(record.layout, [leaf.name for leaf in record.leaves])
+    if moves:
+        # The parameter transform converts the leaves that its `like_on` replaces. State of an optax
+        # transform outside the trees of stages is equal on all stages, because of `over_stages`.
+        kept = {id(x) for x in jax.tree.leaves(structs)}
+        optax_states = spec_of(template.train_step.tx).unknown(structs.opt_state)
+        shared = {id(x) for x in jax.tree.leaves(optax_states)}
+        free = {
+            name
+            for name, x in zip(leaf_names(staged), jax.tree.leaves(staged), strict=True)
+            if id(x) not in kept or (name.startswith(_OPTIMIZER) and id(x) in shared)
+        }
+        check_movable(path, record, template.record, wanted, free)
+    # Shapes of anchor and momentum depend on the mesh: they are checked when shards are joined.
+    _check_leaves(path, saved, wanted, skip=_SYNC)
+    parts = parts_of(record.layout if moves else None, [leaf.name for leaf in record.leaves])
 
     def convert(arrays: list[Any]) -> TrainState:
         state = jax.tree.structure(types).unflatten([read_part(part, arrays) for part in parts])
-        return restaged(staged, state)
+        if moves:
+            return restaged(staged, state)
+        return state if form is None else converted(form, state, path)
 
     return convert
 

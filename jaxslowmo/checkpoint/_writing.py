@@ -8,27 +8,25 @@ import threading
 import time
 import weakref
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
 
 from .._support.checks import warn_user
-from .._support.files import can_rename, io_errno
-from ._arrays import first_line, handler
+from .._support.files import can_rename
+from ._arrays import handler
 from ._folder import (
     ARRAYS,
     RECORD,
-    CheckpointError,
-    advice_on,
     epath,
     files_below,
     give_name,
     ocp,
     unfinished,
 )
-from ._notes import Failure, Notes, tried
+from ._notes import Failure, Notes, not_written, tried
 
 # How often, and at which interval, the processes list files until all see the same: together longer
 # than an NFS client caches a listing by default.
@@ -71,7 +69,7 @@ class FolderWrite:
         self._folder = unfinished(target, notes.count)
         self._handler = handler((jax.Array, ocp.type_handlers.ArrayHandler()))
         self._is_first = jax.process_index() == 0
-        with _explained(target):
+        with self._explained():
             notes.agree(tried(self._begin, before) if self._is_first else None)
         copied = threading.Event()
         pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
@@ -99,6 +97,10 @@ class FolderWrite:
         _unjoined.discard(self)
         self._run.result()
 
+    def _explained(self) -> contextlib.AbstractContextManager[None]:
+        what = f"the checkpoint of step {self._target.name}"
+        return not_written(self._target.parent, what, "; those before it are as they were")
+
     def _begin(self, before: Callable[[], None]) -> None:
         before()
         if self._folder.exists():
@@ -107,7 +109,7 @@ class FolderWrite:
 
     def _write(self, arrays: dict[str, Any], copied: threading.Event) -> None:
         try:
-            with _explained(self._target):
+            with self._explained():
                 written = self.written if can_rename(self._target) else lambda: 0
                 failures = self._notes.gather(tried(self._write_part, arrays, copied), written)
                 failure = next(filter(None, failures), None) or self._see_files()
@@ -163,24 +165,6 @@ class FolderWrite:
             self._after()
         except OSError as error:
             warn_user(f"{self._target.parent}: old checkpoints could not be removed: {error}.")
-
-
-@contextlib.contextmanager
-def _explained(target: epath.Path) -> Iterator[None]:
-    """Say in an error which checkpoint could not be written, why, and what can be done."""
-    try:
-        yield
-    except Exception as error:
-        kind, reason = CheckpointError, f"{type(error).__name__}: {first_line(error)}"
-        if isinstance(error, CheckpointError):
-            kind, reason = type(error), str(error)
-        what = f"the checkpoint of step {target.name} could not be written"
-        raise kind(
-            f"{target.parent}: {what} ({reason}); those before it are as they were."
-            f"{advice_on(error)}",
-            io_errno(error),
-            f"{what}: {reason}",
-        ) from error
 
 
 _unjoined: weakref.WeakSet[FolderWrite] = weakref.WeakSet()
