@@ -16,8 +16,8 @@ from ..train import TrainState, TrainStep, updates_of
 from ._folder import (
     CheckpointError,
     UnreadableError,
-    put_away,
     quiet_orbax,
+    remove,
     remove_unfinished,
     renamed,
     resolved,
@@ -346,7 +346,7 @@ class Checkpoints:
         best = None if self._keep_best is None else self.best_step()
         for step in self.steps()[: -self._keep]:
             if step != best:
-                put_away(self._folder / str(step)).rmtree()
+                remove(self._folder / str(step))
 
     def _numbers(self, metrics: Mapping[str, Any] | None) -> dict[str, float]:
         try:

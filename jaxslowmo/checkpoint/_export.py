@@ -104,8 +104,7 @@ def _write(path: epath.Path, arrays: dict[str, np.ndarray], record: dict[str, An
         dtypes = {name: x.dtype.name for name, x in arrays.items()}
         about = record | {"crc32": zlib.crc32(data), "dtypes": dtypes}
         (folder / EXPORT_RECORD).write_text(json.dumps(about, indent=1))
-        if replaced := give_name(folder, path):
-            replaced.rmtree()
+        give_name(folder, path)
     except BaseException:
         with contextlib.suppress(OSError):
             folder.rmtree()

@@ -73,17 +73,16 @@ def unfinished(target: epath.Path, number: int) -> epath.Path:
     return target.parent / f"{target.name}.{number}{UNFINISHED}"
 
 
-def give_name(folder: epath.Path, target: epath.Path) -> epath.Path | None:
-    """Make a complete folder visible as `target`; return the path of the folder that it replaces.
-
-    The caller removes that later: a kill during the removal would leave neither.
-    """
+def give_name(folder: epath.Path, target: epath.Path) -> None:
+    """Make a complete folder visible as `target`, and remove the folder that it replaces."""
     if not can_rename(target):
         (target / COMMITTED).write_text("")
-        return None
-    replaced = put_away(target) if target.exists() else None
+        return
+    # Removed before the other has its name, a kill in between would leave neither.
+    replaced = renamed(target, "removed", UNFINISHED) if target.exists() else None
     folder.rename(target)
-    return replaced
+    if replaced is not None:
+        remove(replaced)
 
 
 def renamed(path: epath.Path, what: str, end: str = "") -> epath.Path:
@@ -92,27 +91,25 @@ def renamed(path: epath.Path, what: str, end: str = "") -> epath.Path:
     return path.rename(next(new for new in paths if not new.exists()))
 
 
-def put_away(path: epath.Path) -> epath.Path:
-    """Rename a folder that is to be removed: removed in part, it must not be a checkpoint.
-
-    Returns:
-      The new path, or `path` on a file system that cannot rename.
-    """
-    return renamed(path, "removed", UNFINISHED) if can_rename(path) else path
-
-
-def remove_unfinished(folder: epath.Path, prefix: str = "") -> None:
-    """Remove folders that interrupted saves and removals have left.
+def remove(path: epath.Path) -> None:
+    """Remove a folder, under the name of an unfinished one: a part of it must be no checkpoint.
 
     A folder that cannot be removed, for example because another program reads its files on a file
     server, does no harm, so it is only a warning.
     """
+    try:
+        if can_rename(path) and not path.name.endswith(UNFINISHED):
+            path = renamed(path, "removed", UNFINISHED)
+        path.rmtree()
+    except OSError as error:
+        warn_user(f"{path}, of no use any more, could not be removed: {error}.")
+
+
+def remove_unfinished(folder: epath.Path, prefix: str = "") -> None:
+    """Remove folders that interrupted saves and removals have left."""
     for path in folder.iterdir() if folder.exists() else ():
         if path.name.startswith(prefix) and path.name.endswith(UNFINISHED):
-            try:
-                path.rmtree()
-            except OSError as error:
-                warn_user(f"{path}, of no use any more, could not be removed: {error}.")
+            remove(path)
 
 
 def files_below(path: epath.Path) -> Iterator[tuple[str, int]]:

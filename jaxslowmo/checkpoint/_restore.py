@@ -103,17 +103,6 @@ class Template:
         state.known_layout = self.structs.known_layout
         return state
 
-    def structs_on(self, old: StatePlacement) -> TrainState:
-        """Return `structs` with the parameter transform's state as it is on another placement.
-
-        Only names, and the shapes of shards, differ.
-        """
-        *rest, sync_state = self.structs.opt_state
-        sync, params = self.train_step.sync, one_copy(self.structs.params)
-        if sync is None:
-            return self.structs
-        return self.structs._replace(opt_state=(*rest, sync.like_on(sync_state, params, old)))
-
 
 def read(
     path: epath.Path, template: Template, saved_form: SavedFormLike = None
@@ -212,7 +201,12 @@ def _conversion(
 
     # Check the parameters first: the conversion of types needs those of the right model.
     _check_leaves(path, saved, record_of(as_saved(structs)), only="params/")
-    staged = template.structs_on(old)
+    sync, staged = template.train_step.sync, structs
+    if sync is not None:
+        *rest, sync_state = structs.opt_state
+        # Only names, and the shapes of shards, differ.
+        sync_state = sync.like_on(sync_state, one_copy(structs.params), old)
+        staged = structs._replace(opt_state=(*rest, sync_state))
     types = as_saved(staged)
     wanted = record_of(types)
     if moves:

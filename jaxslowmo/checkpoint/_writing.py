@@ -6,7 +6,6 @@ import contextlib
 import json
 import threading
 import time
-import weakref
 import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -75,7 +74,7 @@ class FolderWrite:
         pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._run = pool.submit(self._write, arrays, copied)
         pool.shutdown(wait=False)
-        _unjoined.add(self)
+        atexit.register(self._at_exit)
         copied.wait()
 
     @property
@@ -94,7 +93,7 @@ class FolderWrite:
           CheckpointError: it could not be written; on all processes.
           UnansweredError: another process does not answer.
         """
-        _unjoined.discard(self)
+        atexit.unregister(self._at_exit)
         self._run.result()
 
     def _explained(self) -> contextlib.AbstractContextManager[None]:
@@ -156,29 +155,20 @@ class FolderWrite:
         self._handler.finalize(self._folder / ARRAYS)
         (self._folder / RECORD).mkdir()
         (self._folder / RECORD / "metadata").write_text(json.dumps(self._record))
-        self._replaced = give_name(self._folder, self._target)
+        give_name(self._folder, self._target)
 
     def _tidy(self) -> None:
         try:
-            if self._replaced is not None:
-                self._replaced.rmtree()
             self._after()
         except OSError as error:
             warn_user(f"{self._target.parent}: old checkpoints could not be removed: {error}.")
 
+    def _at_exit(self) -> None:
+        """Warn of a save that fails because the program ends without waiting for it.
 
-_unjoined: weakref.WeakSet[FolderWrite] = weakref.WeakSet()
-"""The writes whose `result` has not been called yet."""
-
-
-@atexit.register
-def _at_exit() -> None:
-    """Warn of saves that fail because the program ends without waiting for them.
-
-    Orbax needs threads, and Python starts none at that point.
-    """
-    for writing in list(_unjoined):
+        Orbax needs threads, and Python starts none at that point.
+        """
         try:
-            writing.result()
+            self._run.result()
         except Exception as error:  # any kind: nothing else has reported it
             warn_user(f"{error} Call `wait()` or `close()` before a program ends.")
