@@ -302,21 +302,20 @@ class Checkpoints:
 
     def _read(self, step: int, template: Template, form: SavedFormLike) -> Restored:
         """Read the state of a checkpoint; a failure on one process is raised on all."""
-        path = self._folder / str(step)
-        finish, error, mine = None, None, None
+        finish, error, note = None, None, None
         try:
-            finish = read(path, template, form)
+            finish = read(self._folder / str(step), template, form)
         except Exception as caught:  # any kind: the other processes must learn of it
-            error, mine = caught, [isinstance(caught, UnreadableError), io_errno(caught)]
-        failures = [failure for failure in self._notes.gather(mine) if failure]
+            error = caught
+            note = [isinstance(caught, UnreadableError), str(caught)[:2000], io_errno(caught)]
+        failures = [failure for failure in self._notes.gather(note) if failure]
         if finish is not None and not failures:
             return finish()
-        all_unreadable = all(is_unreadable for is_unreadable, _ in failures)
-        if error is not None and isinstance(error, UnreadableError) == all_unreadable:
+        # An older checkpoint may be taken only if no process had another reason.
+        is_unreadable, text, number = min(failures, key=lambda failure: failure[0])
+        if error is not None and isinstance(error, UnreadableError) == is_unreadable:
             raise error
-        kind = UnreadableError if all_unreadable else CheckpointError
-        number = next((n for _, n in failures if n is not None), None)
-        raise kind(f"{path} could not be read on another process.", number) from error
+        raise (UnreadableError if is_unreadable else CheckpointError)(text, number) from error
 
     def _chosen(self, steps: Sequence[int], step: int | None) -> int:
         """Return `step`, of which there is a checkpoint; None: the newest."""

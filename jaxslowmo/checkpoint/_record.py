@@ -194,13 +194,13 @@ def read_marked(path: epath.Path, name: str, mark: str, number: int) -> dict[str
         value = json.loads((path / name).read_text())
     except (OSError, ValueError) as error:
         raise UnreadableError(
-            f"{path} is damaged, or was not written by jaxslowmo.checkpoint: {name}: "
+            f"{path} is damaged, or not of jaxslowmo's Checkpoints or export_consensus: {name}: "
             f"{getattr(error, 'strerror', None) or first_line(error)}.",
             io_errno(error),
         ) from error
     if not isinstance(value, dict) or mark not in value:
         raise UnreadableError(
-            f"{path} was not written by jaxslowmo.checkpoint: {name} has no {mark!r}. Give a "
+            f"{path} was not written by jaxslowmo: {name} has no {mark!r}. Give a "
             "folder that jaxslowmo wrote, or read it with the library that wrote it."
         )
     if value[mark] != number:
