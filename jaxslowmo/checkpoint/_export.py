@@ -1,6 +1,5 @@
 """Export of the consensus parameters as safetensors, for any program, and their import."""
 
-import contextlib
 import json
 import zlib
 from collections import Counter
@@ -22,6 +21,7 @@ from ._folder import (
     deserialize,
     epath,
     give_name,
+    remove,
     remove_unfinished,
     resolved,
     safetensors,
@@ -97,8 +97,8 @@ def _write(path: epath.Path, arrays: dict[str, np.ndarray], record: dict[str, An
         _record(path)  # raises unless the folder holds an export, which may be replaced
     remove_unfinished(path.parent, f"{path.name}.")
     folder = unfinished(path, 0)
+    folder.mkdir(parents=True, exist_ok=True)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
         data = safetensors.save(arrays)
         (folder / EXPORT_ARRAYS).write_bytes(data)
         dtypes = {name: x.dtype.name for name, x in arrays.items()}
@@ -106,8 +106,7 @@ def _write(path: epath.Path, arrays: dict[str, np.ndarray], record: dict[str, An
         (folder / EXPORT_RECORD).write_text(json.dumps(about, indent=1))
         give_name(folder, path)
     except BaseException:
-        with contextlib.suppress(OSError):
-            folder.rmtree()
+        remove(folder)
         raise
 
 

@@ -148,10 +148,7 @@ def read(
             "or `gradients` of the training step hold a parameter transform: to move its state, "
             "pass it as `sync` of js.make_train_step, in both runs."
         )
-    convert = _conversion(path, record, template, old, moves)
-    arrays = _read(path, record, [leaf.struct() for leaf in record.leaves])
-    record.check_prints(path, [host_print(x) for x in arrays])
-    state = convert(arrays)
+    state = _on_host(path, record, template, old, moves)
     try:
         state, notes = resized(
             state, template.structs, template.train_step.sync, record.step, template.seed, old, new
@@ -170,14 +167,10 @@ def read(
     return lambda: Restored(record.step, state, record.extra, is_exact, notes)
 
 
-Conversion = Callable[[list[Any]], TrainState]
-"""A function that returns the saved state, in the present form, from the stored NumPy arrays."""
-
-
-def _conversion(
+def _on_host(
     path: epath.Path, record: Record, template: Template, old: StatePlacement, moves: bool
-) -> Conversion:
-    """Check leaves before arrays are read, and return their conversion to the present form.
+) -> TrainState:
+    """Return the whole saved state in the present form of the parameters, of NumPy arrays.
 
     Args:
       path: path of the checkpoint.
@@ -188,8 +181,10 @@ def _conversion(
         converts them, if there is one.
 
     Raises:
-      CheckpointError: leaves of another model, optimizer or algorithm, or leaves that belong to no
-        parameter.
+      CheckpointError: leaves of another model, optimizer or algorithm, before arrays are read; or
+        leaves that belong to no parameter.
+
+    Communication: none.
     """
     structs, form = template.structs, old.form
     saved = record.whole() if moves else record
@@ -223,15 +218,13 @@ def _conversion(
         check_movable(path, record, template.record, wanted, free)
     # Shapes of anchor and momentum depend on the mesh: they are checked when shards are joined.
     _check_leaves(path, saved, wanted, skip=_SYNC)
+    arrays = _read(path, record, [leaf.struct() for leaf in record.leaves])
+    record.check_prints(path, [host_print(x) for x in arrays])
     parts = parts_of(record.layout if moves else None, [leaf.name for leaf in record.leaves])
-
-    def convert(arrays: list[Any]) -> TrainState:
-        state = jax.tree.structure(types).unflatten([read_part(part, arrays) for part in parts])
-        if moves:
-            return restaged(staged, state)
-        return state if form is None else converted(form, state, path)
-
-    return convert
+    state = jax.tree.structure(types).unflatten([read_part(part, arrays) for part in parts])
+    if moves:
+        return restaged(staged, state)
+    return state if form is None else converted(form, state, path)
 
 
 def _read(path: epath.Path, record: Record, like: list[Any]) -> list[Any]:

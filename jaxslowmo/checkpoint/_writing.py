@@ -23,6 +23,7 @@ from ._folder import (
     files_below,
     give_name,
     ocp,
+    remove,
     unfinished,
 )
 from ._notes import Failure, Notes, not_written, tried
@@ -115,8 +116,7 @@ class FolderWrite:
                 if self._is_first:
                     failure = failure or tried(self._finish)
                     if failure:
-                        with contextlib.suppress(OSError):
-                            self._folder.rmtree()
+                        remove(self._folder)
                 self._notes.agree(failure, written)
                 if self._is_first:
                     self._tidy()
