@@ -2,9 +2,9 @@
 
 from ..transform import SavedForm as SavedForm
 from ._checkpoints import Checkpoints as Checkpoints
-from ._checkpoints import Restored as Restored
 from ._export import consensus_extra as consensus_extra
 from ._export import export_consensus as export_consensus
 from ._export import load_consensus as load_consensus
 from ._folder import CheckpointError as CheckpointError
 from ._folder import UnansweredError as UnansweredError
+from ._restore import Restored as Restored

@@ -24,23 +24,19 @@ def first_line(error: BaseException) -> str:
     return str(error).strip().split("\n")[0][:300] or type(error).__name__
 
 
-def handler() -> ocp.PyTreeCheckpointHandler:
-    """Return orbax's handler of arrays, without its store of array metadata.
+def handler(*kinds: tuple[type, Any]) -> ocp.PyTreeCheckpointHandler:
+    """Return orbax's handler of trees, without its store of array metadata.
 
     With that store, a process would wait ten minutes for process 0's folder.
+
+    Args:
+      *kinds: pairs of a class of arrays and orbax's handler of such arrays.
     """
-    return _handler(_types.ArrayHandler(), _types.NumpyHandler())
-
-
-def _handler(on_devices: Any, on_host: Any) -> ocp.PyTreeCheckpointHandler:
-    processes = range(jax.process_count())
     return ocp.PyTreeCheckpointHandler(
         multiprocessing_options=ocp.options.MultiprocessingOptions(
-            active_processes=set(processes), barrier_sync_key_prefix="jaxslowmo"
+            active_processes=set(range(jax.process_count())), barrier_sync_key_prefix="jaxslowmo"
         ),
-        type_handler_registry=_types.create_type_handler_registry(
-            (jax.Array, on_devices), (np.ndarray, on_host)
-        ),
+        type_handler_registry=ocp.type_handlers.create_type_handler_registry(*kinds),
     )
 
 
@@ -96,7 +92,7 @@ def read_arrays(path: epath.Path, structs: dict[str, jax.ShapeDtypeStruct]) -> l
     args = ocp.args.PyTreeRestore(full, restore_args={key: how(x) for key, x in full.items()})
     reads = _Arrays(), _NumpyArrays()
     try:
-        found = _handler(*reads).restore(path, args=args)
+        found = handler((jax.Array, reads[0]), (np.ndarray, reads[1])).restore(path, args=args)
         if failed := [one.failure for one in reads if one.failure]:
             raise failed[0]
     except Exception as error:  # tensorstore raises many kinds
@@ -135,21 +131,3 @@ def host_print(x: np.ndarray) -> list[int]:
     for start in range(0, flat.size, _CHUNK):
         total += fingerprint(flat[start : start + _CHUNK], np, start)
     return total.tolist()
-
-
-def check_prints(
-    path: epath.Path,
-    names: Sequence[str],
-    actual: Sequence[Sequence[int]],
-    saved: Sequence[Sequence[int]],
-) -> None:
-    """Compare the fingerprints of arrays that were read with the saved fingerprints.
-
-    Raises:
-      UnreadableError: some of them differ.
-    """
-    wrong = [name for name, a, b in zip(names, actual, saved, strict=True) if list(a) != list(b)]
-    if wrong:
-        raise UnreadableError(
-            f"{path} is damaged: it gives other values than were saved in {', '.join(wrong[:5])}."
-        )

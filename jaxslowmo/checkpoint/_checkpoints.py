@@ -3,7 +3,6 @@
 import contextlib
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from os import PathLike
 from typing import Any
 
@@ -14,42 +13,19 @@ from .._support.checks import checked_int, warn_user
 from .._support.files import MAX_STEP, complete_steps, io_errno
 from .._support.types import PyTree
 from ..train import TrainState, TrainStep, updates_of
-from ._arrays import first_line
 from ._folder import (
     CheckpointError,
     UnreadableError,
-    advice_on,
-    put_away,
     quiet_orbax,
+    remove,
     remove_unfinished,
+    renamed,
     resolved,
-    set_aside,
 )
 from ._notes import Notes
 from ._record import as_stored, checked_json, read_record, record_of
-from ._restore import Reading, RestoredParts, SavedFormLike, Template, finished, read
+from ._restore import Restored, SavedFormLike, Template, read
 from ._writing import FolderWrite
-
-
-@dataclass(frozen=True)
-class Restored:
-    """The result of `Checkpoints.restore`.
-
-    Attributes:
-      step: step of the checkpoint.
-      state: the state from which to continue.
-      extra: the `extra` that was saved with it.
-      is_exact: whether every value is as it was saved, so that the run continues as if it had not
-        been interrupted.
-      notes: sentences that say what was averaged, kept, made anew, or moved to other stages; () if
-        nothing was.
-    """
-
-    step: int
-    state: TrainState
-    extra: dict[str, Any]
-    is_exact: bool
-    notes: tuple[str, ...]
 
 
 class Checkpoints:
@@ -96,7 +72,7 @@ class Checkpoints:
         quiet_orbax()
         self._folder = resolved(folder)
         self._keep_best, self._asynchronous, self._notes = keep_best, asynchronous, Notes(patience)
-        self._writing: tuple[int, FolderWrite] | None = None
+        self._writing: FolderWrite | None = None
         self._unreadable: set[int] = set()
 
     def __enter__(self) -> "Checkpoints":
@@ -160,30 +136,24 @@ class Checkpoints:
                 "of later steps are set aside: pass `result.step` of js.train_loop, which is the "
                 "state's own."
             )
-        record = record_of(
-            state,
-            step=step,
-            extra=checked_json("Checkpoints.save", extra),
-            metrics=self._numbers(metrics),
-        )
+        about = {
+            "step": step,
+            "extra": checked_json("Checkpoints.save", extra),
+            "metrics": self._numbers(metrics),
+        }
         self.wait()
         stored = _safe_copies(as_stored(state))
-        record = record.with_arrays(stored)
-        keys = [leaf.key for leaf in record.leaves]
-        try:
-            writing = FolderWrite(
-                self._folder / str(step),
-                # Arrays of size 0 are not written: the record has their shapes.
-                {key: x for key, x in zip(keys, stored, strict=True) if x.size},
-                record.to_json(),
-                self._notes,
-                before=lambda: self._make_way(step),
-                after=self._remove_old,
-            )
-        except Exception as error:
-            raise self._not_written(step, error) from error
+        record = record_of(state).with_arrays(stored, **about)
+        self._writing = FolderWrite(
+            self._folder / str(step),
+            # Arrays of size 0 are not written: the record has their shapes.
+            {leaf.key: x for leaf, x in zip(record.leaves, stored, strict=True) if x.size},
+            record.to_json(),
+            self._notes,
+            before=lambda: self._make_way(step),
+            after=self._remove_old,
+        )
         self._unreadable.clear()
-        self._writing = step, writing
         if wait or not self._asynchronous:
             self.wait()
 
@@ -217,15 +187,12 @@ class Checkpoints:
     @property
     def failure(self) -> CheckpointError | None:
         """The error of the last save if it has failed, which `wait` will raise; None otherwise."""
-        if self._writing is None or self._writing[1].failure is None:
-            return None
-        step, writing = self._writing
-        return self._not_written(step, writing.failure)
+        return None if self._writing is None else self._writing.failure
 
     def written(self) -> int:
         """Return how many bytes of the save in progress are in its folder; 0 without a save."""
         writing = self._writing  # read once: another thread may call this just when the save ends
-        return 0 if writing is None else writing[1].written()
+        return 0 if writing is None else writing.written()
 
     def wait(self) -> None:
         """Wait until the last save is complete.
@@ -233,13 +200,9 @@ class Checkpoints:
         Raises:
           CheckpointError: it could not be written; raised once, and on all processes.
         """
-        if self._writing is None:
-            return
-        step, writing = self._writing
         try:
-            writing.result()
-        except Exception as error:
-            raise self._not_written(step, error) from error
+            if self._writing is not None:
+                self._writing.result()
         finally:
             self._writing = None
 
@@ -302,17 +265,16 @@ class Checkpoints:
         """
         self.wait()
         steps = self._notes.gather(self.steps())[0]
-        chosen = self._chosen(steps, step, fallback)
+        step = self._chosen(steps, step)
         template = Template.of(train_step, params, model_state, seed)
-        for i, candidate in enumerate(chosen):
+        while True:
             try:
-                return Restored(candidate, *self._read(candidate, template, saved_form))
+                return self._read(step, template, saved_form)
             except UnreadableError as error:
-                if i + 1 == len(chosen):
-                    raise _with_hint(error, candidate, steps, fallback) from error
-                self._unreadable.add(candidate)
-                warn_user(f"{error} Using the checkpoint of step {chosen[i + 1]} instead.")
-        raise AssertionError("there is a candidate, and the last one returns or raises")
+                older = _older(error, step, steps, fallback)
+                self._unreadable.add(step)
+                warn_user(f"{error} Using the checkpoint of step {older} instead.")
+                step = older
 
     def extra(self, *, step: int | None = None, fallback: bool = False) -> dict[str, Any]:
         """Return the `extra` of a checkpoint, without reading the state.
@@ -330,66 +292,60 @@ class Checkpoints:
 
         Communication: none; each process reads independently.
         """
-        steps, error = self.steps(), None
-        chosen = self._chosen(steps, step, fallback)
-        for candidate in chosen:
+        steps = self.steps()
+        step = self._chosen(steps, step)
+        while True:
             try:
-                return read_record(self._folder / str(candidate)).extra
-            except UnreadableError as caught:
-                error = caught
-        assert error is not None, "there is a candidate"
-        raise _with_hint(error, chosen[-1], steps, fallback) from error
+                return read_record(self._folder / str(step)).extra
+            except UnreadableError as error:
+                step = _older(error, step, steps, fallback)
 
-    def _read(self, step: int, template: Template, form: SavedFormLike) -> RestoredParts:
+    def _read(self, step: int, template: Template, form: SavedFormLike) -> Restored:
         """Read the state of a checkpoint; a failure on one process is raised on all."""
-        path = self._folder / str(step)
-        reading: Reading | None = None
-        error: Exception | None = None
+        finish, error, note = None, None, None
         try:
-            reading = read(path, template, form)
+            finish = read(self._folder / str(step), template, form)
         except Exception as caught:  # any kind: the other processes must learn of it
             error = caught
-        mine = None if error is None else [isinstance(error, UnreadableError), io_errno(error)]
-        failures = [failure for failure in self._notes.gather(mine) if failure]
-        if failures or reading is None:
-            all_unreadable = all(is_unreadable for is_unreadable, _ in failures)
-            if error is not None and isinstance(error, UnreadableError) == all_unreadable:
-                raise error
-            kind = UnreadableError if all_unreadable else CheckpointError
-            number = next((n for _, n in failures if n is not None), None)
-            raise kind(f"{path} could not be read on another process.", number) from error
-        return finished(reading)
+            note = [isinstance(caught, UnreadableError), str(caught)[:2000], io_errno(caught)]
+        failures = [failure for failure in self._notes.gather(note) if failure]
+        if finish is not None and not failures:
+            return finish()
+        # An older checkpoint may be taken only if no process had another reason.
+        is_unreadable, text, number = min(failures, key=lambda failure: failure[0])
+        if error is not None and isinstance(error, UnreadableError) == is_unreadable:
+            raise error
+        raise (UnreadableError if is_unreadable else CheckpointError)(text, number) from error
 
-    def _chosen(self, steps: Sequence[int], step: int | None, fallback: bool) -> Sequence[int]:
-        """Return the steps of the checkpoints to try, in order."""
+    def _chosen(self, steps: Sequence[int], step: int | None) -> int:
+        """Return `step`, of which there is a checkpoint; None: the newest."""
         if not steps:
             raise CheckpointError(
                 f"{self.folder} has no complete checkpoint: give the folder of a run that saved "
                 "one, or start anew."
             )
-        if step is None:
-            return steps[::-1] if fallback else steps[-1:]
-        if step not in steps:
+        if step is not None and step not in steps:
             raise CheckpointError(
                 f"{self.folder} has no checkpoint of step {step}: it has those of steps "
                 f"{', '.join(map(str, steps))}."
             )
-        return steps[steps.index(step) :: -1] if fallback else [step]
+        return steps[-1] if step is None else step
 
     def _make_way(self, step: int) -> None:
         """Prepare the folder for a save; process 0 calls it."""
         self._folder.mkdir(parents=True, exist_ok=True)
         remove_unfinished(self._folder)
         # Checkpoints of later steps would count as the newest, and a resumed run would use them.
-        later = {s for s in self.steps() if s > step}
-        set_aside(self._folder, later | self._unreadable)
+        for other in self.steps():
+            if other > step or other in self._unreadable:
+                renamed(self._folder / str(other), "set-aside")
 
     def _remove_old(self) -> None:
         """Remove old checkpoints after a save; process 0 calls it."""
         best = None if self._keep_best is None else self.best_step()
         for step in self.steps()[: -self._keep]:
             if step != best:
-                put_away(self._folder / str(step)).rmtree()
+                remove(self._folder / str(step))
 
     def _numbers(self, metrics: Mapping[str, Any] | None) -> dict[str, float]:
         try:
@@ -403,25 +359,18 @@ class Checkpoints:
             )
         return numbers
 
-    def _not_written(self, step: int, error: Exception) -> CheckpointError:
-        kind, reason = CheckpointError, f"{type(error).__name__}: {first_line(error)}"
-        if isinstance(error, CheckpointError):
-            kind, reason = type(error), str(error)
-        return kind(
-            f"{self.folder}: the checkpoint of step {step} could not be written ({reason}); "
-            f"those before it are as they were.{advice_on(error)}",
-            io_errno(error),
-            f"the checkpoint of step {step} could not be written: {reason}",
-        )
 
+def _older(error: UnreadableError, step: int, steps: Sequence[int], fallback: bool) -> int:
+    """Return the step of the checkpoint before one that cannot be read.
 
-def _with_hint(
-    error: UnreadableError, step: int, steps: Sequence[int], fallback: bool
-) -> UnreadableError:
-    """Return the error of the last checkpoint that was tried, with a hint at an older one."""
-    older = max((n for n in steps if n < step and not fallback), default=None)
+    Raises:
+      UnreadableError: there is none; or, without `fallback`, with a hint at it.
+    """
+    older = max((n for n in steps if n < step), default=None)
+    if fallback and older is not None:
+        return older
     hint = "" if older is None else f" `fallback=True` takes that of step {older}."
-    return UnreadableError(f"{error}{hint}", io_errno(error), str(error), older)
+    raise UnreadableError(f"{error}{hint}", io_errno(error), str(error), older) from error
 
 
 _copy = jax.jit(lambda arrays: [jnp.copy(x) for x in arrays])

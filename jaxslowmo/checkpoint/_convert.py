@@ -1,7 +1,7 @@
 """Conversion of a saved state to another form of the parameters and another number of replicas."""
 
 import math
-from collections.abc import Callable, Set
+from collections.abc import Set
 from typing import Any
 
 import jax
@@ -10,7 +10,7 @@ import numpy as np
 
 from .._support.types import PyTree
 from ..gradients.precision import DynamicLossScaleState
-from ..mesh import numbered_key
+from ..mesh import Shares, numbered_key
 from ..train import TrainState
 from ..transform import (
     ParameterTransform,
@@ -20,7 +20,7 @@ from ..transform import (
     shifted_copies,
     stacked,
 )
-from ..tree import in_model_form, leaf_names
+from ..tree import in_model_form, leaf_names, replaced
 from ._folder import CheckpointError
 from ._record import Record, is_key
 from ._stages import layout_of, names_inside, of_params, parts_of, read_part, restaged
@@ -88,13 +88,12 @@ def check_movable(path: object, saved: Record, now: Record, wanted: Record, free
         raise _indistinct(path, "in other stages, or in none,", wrong)
 
 
-def structs_then(form: SavedForm, now: PyTree, params: PyTree) -> PyTree:
+def structs_then(form: SavedForm, now: TrainState) -> TrainState:
     """Return the types of a state as it was saved, from those of the current state.
 
     Args:
       form: form of the parameters when the state was saved.
       now: types of the current state, stacked.
-      params: types of one copy of the current parameters.
     """
 
     def then(x: PyTree) -> PyTree:
@@ -106,11 +105,11 @@ def structs_then(form: SavedForm, now: PyTree, params: PyTree) -> PyTree:
             form.params,
         )
 
-    return _map_like(params, then, now)
+    return replaced(now.params, now, then)
 
 
 def converted(form: SavedForm, state: TrainState, path: object) -> TrainState:
-    """Convert every tree of a saved state that has the saved form to the current form.
+    """Convert every tree of a saved state that has the form of its parameters to the current form.
 
     Shards are not converted here: the parameter transform joins them before it converts them.
 
@@ -123,14 +122,13 @@ def converted(form: SavedForm, state: TrainState, path: object) -> TrainState:
       CheckpointError: leaves that depend on parameters and are in no tree of the saved form.
     """
     # The parameter transform, whose state is the last, converts it itself.
-    rest = _map_like(form.params, lambda x: None, state.opt_state[:-1])
+    rest = replaced(state.params, state.opt_state[:-1], lambda x: None)
     named = zip(leaf_names(rest), jax.tree.leaves(rest), strict=True)
     # In buckets of error feedback and factors of moments no element belongs to a known parameter.
     wrong = [f"{name} {list(x.shape[1:])}" for name, x in named if np.size(x) > len(x)]
     if wrong:
         raise _indistinct(path, "of another form", wrong)
-
-    return _map_like(form.params, form.convert, state)
+    return replaced(state.params, state, form.convert)
 
 
 def _indistinct(path: object, how: str, wrong: list[str]) -> CheckpointError:
@@ -139,19 +137,6 @@ def _indistinct(path: object, how: str, wrong: list[str]) -> CheckpointError:
         f"parameter: {', '.join(wrong)} in the states of gradient transform and optimizer. Go on "
         "with the form, such as the stages, that it had."
     )
-
-
-def _map_like(params: PyTree, fn: Callable[[PyTree], PyTree], tree: PyTree) -> Any:
-    """Map `fn` over the trees in `tree` that have the structure and stacked shapes of `params`."""
-    types, structure = jax.tree.flatten(params)
-
-    def is_like(x: PyTree) -> bool:
-        leaves, own = jax.tree.flatten(x)
-        return structure == own and all(
-            leaf.shape[1:] == p.shape and leaf.shape for leaf, p in zip(leaves, types, strict=True)
-        )
-
-    return jax.tree.map(lambda x: fn(x) if is_like(x) else x, tree, is_leaf=is_like)
 
 
 def resized(
@@ -183,11 +168,7 @@ def resized(
     """
     params = one_copy(structs.params)
     *rest, sync_state = state.opt_state
-    notes: tuple[str, ...] = ()
-    if sync is not None:
-        carried, notes = sync.carry(sync_state, params, old, new)
-    else:
-        carried = sync_state
+    carried, notes = (sync_state, ()) if sync is None else sync.carry(sync_state, params, old, new)
 
     def move(tree: PyTree) -> PyTree:
         return jax.tree.map(move_one, tree, is_leaf=_is_scale)
@@ -206,7 +187,7 @@ def resized(
 
     if old.replicas == new.replicas:
         return state._replace(opt_state=(*rest, carried)), notes
-    shares = [(1.0, None)] if sync is None else sync.shares(sync_state)
+    shares = (None if sync is None else sync.shares(sync_state)) or [(1.0, None)]
     new_params = _consensus(state.params, shares, old, new)
     # Copies of parameters in an optimizer get their unweighted mean. If the consensus is weighted,
     # they are shifted by the difference of the parameters' consensus and their unweighted mean.
@@ -218,7 +199,7 @@ def resized(
         model_state=jax.tree.map(move_statistics, state.model_state, structs.model_state),
         rng=_keys(step, seed, new),
     )
-    return new_state, (*_notes(state, shares, old, new), *notes)
+    return new_state, (*_notes(state, shares, old.replicas, new.replicas), *notes)
 
 
 def one_copy(stacked_params: PyTree) -> PyTree:
@@ -226,12 +207,7 @@ def one_copy(stacked_params: PyTree) -> PyTree:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), stacked_params)
 
 
-def _consensus(
-    params: PyTree,
-    shares: list[tuple[Any, PyTree | None]],
-    old: StatePlacement,
-    new: StatePlacement,
-) -> PyTree:
+def _consensus(params: PyTree, shares: Shares, old: StatePlacement, new: StatePlacement) -> PyTree:
     """Return the weighted mean of parameters and of what is in flight, stacked for `new`."""
     weights = [np.broadcast_to(np.asarray(w, np.float64), old.replicas) for w, _ in shares]
     total = sum(float(w.sum()) for w in weights)
@@ -267,25 +243,17 @@ def _numbered_keys(data: Any, struct: Any, new: StatePlacement) -> Any:
     return np.asarray(jax.random.key_data(numbered))
 
 
-def _notes(
-    state: TrainState,
-    shares: list[tuple[Any, PyTree | None]],
-    old: StatePlacement,
-    new: StatePlacement,
-) -> tuple[str, ...]:
+def _notes(state: TrainState, shares: Shares, old: int, new: int) -> list[str]:
+    """Return sentences that say what `resized` did for `new` replicas from `old` ones."""
     weighted = " weighted with the push-sum weights" if np.ndim(shares[0][0]) else ""
     flight = ", what was in flight included" if len(shares) > 1 else ""
     notes = [
-        f"{new.replicas} replicas start from the consensus of {old.replicas}: the mean of their "
-        f"parameters{weighted}{flight}.",
+        f"{new} replicas start from the consensus of {old}: the mean of their parameters"
+        f"{weighted}{flight}.",
         "Counters go on, and with them the phase of the period.",
     ]
-    floats = [
-        x
-        for x in jax.tree.leaves((state.opt_state[:-1], state.model_state))
-        if jnp.issubdtype(x.dtype, jnp.floating) and x.size
-    ]
-    if floats:
+    averaged = jax.tree.leaves((state.opt_state[:-1], state.model_state))
+    if any(jnp.issubdtype(x.dtype, jnp.floating) and x.size for x in averaged):
         notes.append(
             "Floating-point state of the gradient transform (error feedback), the optimizer and "
             "the model was averaged over replicas; integers are replica 0's."
@@ -293,4 +261,4 @@ def _notes(
     if any(map(_is_scale, jax.tree.leaves(state.opt_state[:-1], is_leaf=_is_scale))):
         notes.append("The loss scale and its counters are those of the replica with the least one.")
     notes.append("PRNG keys of the replicas were made anew from the seed and the step.")
-    return tuple(notes)
+    return notes

@@ -1,6 +1,5 @@
 """Export of the consensus parameters as safetensors, for any program, and their import."""
 
-import contextlib
 import json
 import zlib
 from collections import Counter
@@ -13,24 +12,23 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
-from .._support.files import EXPORT_ARRAYS, EXPORT_RECORD, io_errno
+from .._support.files import EXPORT_ARRAYS, EXPORT_RECORD
 from .._support.types import AxisName, PyTree
 from ..mesh import AnyMesh, Shares, consensus
 from ..tree import leaf_names, type_text
-from ._arrays import first_line
 from ._folder import (
     CheckpointError,
-    advice_on,
     deserialize,
     epath,
     give_name,
+    remove,
     remove_unfinished,
     resolved,
     safetensors,
     unfinished,
 )
-from ._notes import Notes, tried
-from ._record import checked_json
+from ._notes import Notes, not_written, tried
+from ._record import checked_json, read_marked
 
 _FORMAT = 2  # 1 was a checkpoint of orbax
 _MARK = "jaxslowmo_consensus"
@@ -90,12 +88,8 @@ def export_consensus(
             x = multihost_utils.process_allgather(x, tiled=True)
         if jax.process_index() == 0:
             arrays[name] = np.asarray(x, order="C")
-    failure = tried(_write, path, arrays, record) if jax.process_index() == 0 else None
-    try:
-        notes.agree(failure)
-    except CheckpointError as error:
-        reason = f"{path} could not be written ({error}).{advice_on(error)}"
-        raise CheckpointError(reason, error.errno) from error
+    with not_written(path, "the model"):
+        notes.agree(tried(_write, path, arrays, record) if jax.process_index() == 0 else None)
 
 
 def _write(path: epath.Path, arrays: dict[str, np.ndarray], record: dict[str, Any]) -> None:
@@ -103,18 +97,16 @@ def _write(path: epath.Path, arrays: dict[str, np.ndarray], record: dict[str, An
         _record(path)  # raises unless the folder holds an export, which may be replaced
     remove_unfinished(path.parent, f"{path.name}.")
     folder = unfinished(path, 0)
+    folder.mkdir(parents=True, exist_ok=True)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
         data = safetensors.save(arrays)
         (folder / EXPORT_ARRAYS).write_bytes(data)
         dtypes = {name: x.dtype.name for name, x in arrays.items()}
         about = record | {"crc32": zlib.crc32(data), "dtypes": dtypes}
         (folder / EXPORT_RECORD).write_text(json.dumps(about, indent=1))
-        if replaced := give_name(folder, path):
-            replaced.rmtree()
+        give_name(folder, path)
     except BaseException:
-        with contextlib.suppress(OSError):
-            folder.rmtree()
+        remove(folder)
         raise
 
 
@@ -180,17 +172,4 @@ def consensus_extra(folder: str | PathLike[str]) -> dict[str, Any]:
 
 
 def _record(path: epath.Path) -> dict[str, Any]:
-    try:
-        value = json.loads((path / EXPORT_RECORD).read_text())
-    except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"{path} is no model that export_consensus wrote, or it is damaged: "
-            f"{first_line(error)}.",
-            io_errno(error),
-        ) from error
-    if value.get(_MARK) != _FORMAT:
-        raise CheckpointError(
-            f"{path} has format {value.get(_MARK)}, and this version of jaxslowmo reads format "
-            f"{_FORMAT}: use the version that wrote it."
-        )
-    return value
+    return read_marked(path, EXPORT_RECORD, _MARK, _FORMAT)

@@ -1,18 +1,18 @@
 """Folders of checkpoints: paths, unfinished and removed ones, errors, and orbax's logging."""
 
+import contextlib
 import itertools
 import logging
 import os
 import sys
-from collections.abc import Iterable, Iterator
-from errno import ETIMEDOUT
+from collections.abc import Iterator
 from os import PathLike
 from pathlib import PurePath
 from typing import Any
 
 from .._support.checks import warn_user
 from .._support.extras import needed_by
-from .._support.files import COMMITTED, can_rename, io_errno
+from .._support.files import COMMITTED, can_rename
 
 # The extra `train` installs all of these; the other files of this package import them from here.
 with needed_by("jaxslowmo.checkpoint"):
@@ -56,18 +56,6 @@ class UnreadableError(CheckpointError):
 class UnansweredError(CheckpointError):
     """Raised if another process did not answer in time; the checkpoint may be complete or not."""
 
-    def __init__(
-        self, message: str, errno: int | None = ETIMEDOUT, reason: str | None = None
-    ) -> None:
-        super().__init__(message, errno, reason)
-
-
-def advice_on(error: BaseException) -> str:
-    """Return what to look at after a failed write: the disk, if the operating system refused it."""
-    if io_errno(error) is None:
-        return ""
-    return " Is there space, and may this user write there?"
-
 
 def resolved(folder: str | PathLike[str]) -> epath.Path:
     """Return an absolute path, or an address such as `gs://...` unchanged."""
@@ -85,69 +73,51 @@ def unfinished(target: epath.Path, number: int) -> epath.Path:
     return target.parent / f"{target.name}.{number}{UNFINISHED}"
 
 
-def give_name(folder: epath.Path, target: epath.Path) -> epath.Path | None:
-    """Make a complete folder visible as `target`; return the path of the folder that it replaces.
-
-    The caller removes that later: a kill during the removal would leave neither.
-    """
+def give_name(folder: epath.Path, target: epath.Path) -> None:
+    """Make a complete folder visible as `target`, and remove the folder that it replaces."""
     if not can_rename(target):
         (target / COMMITTED).write_text("")
-        return None
-    replaced = put_away(target) if target.exists() else None
+        return
+    # Removed before the other has its name, a kill in between would leave neither.
+    replaced = renamed(target, "removed", UNFINISHED) if target.exists() else None
     folder.rename(target)
-    return replaced
+    if replaced is not None:
+        remove(replaced)
 
 
-def _renamed(path: epath.Path, what: str, end: str = "") -> epath.Path:
+def renamed(path: epath.Path, what: str, end: str = "") -> epath.Path:
     """Rename a folder to its name, `what`, a number if needed, and `end`; return the new path."""
     paths = (path.parent / f"{path.name}.{what}{n or ''}{end}" for n in itertools.count())
     return path.rename(next(new for new in paths if not new.exists()))
 
 
-def set_aside(folder: epath.Path, steps: Iterable[int]) -> None:
-    """Rename the checkpoints of these steps, so that they are no longer checkpoints of the run."""
-    for path in [folder / str(step) for step in sorted(steps)]:
-        if path.exists():
-            _renamed(path, "set-aside")
-
-
-def put_away(path: epath.Path) -> epath.Path:
-    """Rename a folder that is to be removed: removed in part, it must not be a checkpoint.
-
-    Returns:
-      The new path, or `path` on a file system that cannot rename.
-    """
-    return _renamed(path, "removed", UNFINISHED) if can_rename(path) else path
-
-
-def remove_unfinished(folder: epath.Path, prefix: str = "") -> None:
-    """Remove folders that interrupted saves and removals have left.
+def remove(path: epath.Path) -> None:
+    """Remove a folder, under the name of an unfinished one: a part of it must be no checkpoint.
 
     A folder that cannot be removed, for example because another program reads its files on a file
     server, does no harm, so it is only a warning.
     """
+    try:
+        if can_rename(path) and not path.name.endswith(UNFINISHED):
+            path = renamed(path, "removed", UNFINISHED)
+        path.rmtree()
+    except OSError as error:
+        warn_user(f"{path}, of no use any more, could not be removed: {error}.")
+
+
+def remove_unfinished(folder: epath.Path, prefix: str = "") -> None:
+    """Remove folders that interrupted saves and removals have left."""
     for path in folder.iterdir() if folder.exists() else ():
         if path.name.startswith(prefix) and path.name.endswith(UNFINISHED):
-            try:
-                path.rmtree()
-            except OSError as error:
-                warn_user(f"{path}, of no use any more, could not be removed: {error}.")
+            remove(path)
 
 
 def files_below(path: epath.Path) -> Iterator[tuple[str, int]]:
-    """Yield relative path and size in bytes of every file; files that vanish are left out."""
-    try:
-        children = sorted(path.iterdir())
-    except OSError:
-        return
-    for child in children:
-        try:
-            if child.is_dir():
-                yield from ((f"{child.name}/{name}", size) for name, size in files_below(child))
-            else:
-                yield child.name, child.stat().length
-        except OSError:
-            continue
+    """Yield path and size in bytes of every file; files that vanish are left out."""
+    for folder, _, names in path.walk():
+        for file in (folder / name for name in names):
+            with contextlib.suppress(OSError):
+                yield os.fspath(file), file.stat().length
 
 
 def _is_not_from_orbax(record: logging.LogRecord) -> bool:

@@ -6,11 +6,13 @@ cannot write its part, all of them raise an error about a barrier when `timeout_
 minutes by default, and none but that process knows the reason. So this package does not use it.)
 """
 
+import contextlib
 import itertools
 import json
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from errno import ETIMEDOUT
 from typing import Any
 
 import jax
@@ -18,7 +20,7 @@ import jax
 from .._support.coordinator import NoNoteError, forget, gather_notes
 from .._support.files import io_errno
 from ._arrays import first_line
-from ._folder import CheckpointError, UnansweredError
+from ._folder import CheckpointError, UnansweredError, epath
 
 _numbers = itertools.count()
 # The interval at which a waiting process checks whether anything is being written.
@@ -77,7 +79,7 @@ class Notes:
                     before, since = now, time.monotonic()
                 elif time.monotonic() - since > self._seconds:
                     raise UnansweredError(
-                        f"another process has not answered for {self._seconds:g} s."
+                        f"another process has not answered for {self._seconds:g} s.", ETIMEDOUT
                     ) from error
 
     def agree(self, failure: Failure, written: Callable[[], int] = lambda: 0) -> None:
@@ -107,3 +109,18 @@ def tried(work: Callable[..., Any], *args: Any) -> Failure:
         is_alone = jax.process_count() == 1
         return [text if is_alone else f"process {jax.process_index()}: {text}", number]
     return None
+
+
+@contextlib.contextmanager
+def not_written(path: epath.Path, what: str, rest: str = "") -> Iterator[None]:
+    """Say in an error of this block what could not be written, why, and what can be done."""
+    try:
+        yield
+    except Exception as error:
+        kind, reason = CheckpointError, f"{type(error).__name__}: {first_line(error)}"
+        if isinstance(error, CheckpointError):
+            kind, reason = type(error), str(error)
+        number, what = io_errno(error), f"{what} could not be written"
+        advice = "" if number is None else " Is there space, and may this user write there?"
+        message = f"{path}: {what} ({reason}){rest}.{advice}"
+        raise kind(message, number, f"{what}: {reason}") from error

@@ -4,7 +4,7 @@ import json
 import re
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from importlib.metadata import version
 from typing import Any, NamedTuple
 
@@ -70,7 +70,6 @@ class Record:
     """A description of a checkpoint and its arrays; all but `leaves` is plain JSON.
 
     Attributes:
-      step: number of updates so far.
       replicas: number of replicas.
       axes: pairs of name and size of the mesh's axes. None for a mesh without devices, which the
         arrays do not show.
@@ -78,26 +77,27 @@ class Record:
       shards: the specs over `automatic` by which state that is kept in shards is cut, for each leaf
         of the parameters. None: unknown.
       leaves: records of the leaves in flattening order.
-      prints: fingerprints of the arrays in the order of `leaves`.
-      extra: the `extra` of the caller of `save`.
       layout: the places of leaves in buffers of stages, as `layout_of` returns it. None: there are
         no stages.
       division: how the state of `sync` divides the parameters, as `Sync.division` returns it. None:
         it does not, or the state is not the result of a step.
+      step: number of updates so far.
+      prints: fingerprints of the arrays in the order of `leaves`.
+      extra: the `extra` of the caller of `save`.
       specs: the specs of all arrays, where `shards` are unknown; else None.
       metrics: the `metrics` of the caller of `save`.
     """
 
-    step: int
     replicas: int
     axes: list[tuple[str, int]] | None
     automatic: list[str]
     shards: Specs
     leaves: list[LeafRecord]
-    prints: list[list[int]]
-    extra: dict[str, Any]
-    layout: dict[str, Any] | None = None
-    division: dict[str, Any] | None = None
+    layout: dict[str, Any] | None
+    division: Mapping[str, Any] | None
+    step: int = 0
+    prints: list[list[int]] = field(default_factory=list)
+    extra: dict[str, Any] = field(default_factory=dict)
     specs: Specs = None
     metrics: dict[str, float] | None = None
 
@@ -107,13 +107,13 @@ class Record:
         content = {**vars(self), "versions": {"jaxslowmo": __version__, **packages}}
         return {_MARK: FORMAT, "crc32": _crc32(content), **content}
 
-    def with_arrays(self, stored: list[jax.Array]) -> "Record":
-        """Return the record with the fingerprints of these arrays.
+    def with_arrays(self, stored: list[jax.Array], **about: Any) -> "Record":
+        """Return the record with the fingerprints of these arrays, and with `about` them.
 
         Communication: that of `prints_of`.
         """
         specs = specs_of(stored) if self.shard_specs() is None else None
-        return replace(self, prints=prints_of(stored), specs=specs)
+        return replace(self, prints=prints_of(stored), specs=specs, **about)
 
     def only(self, part: str) -> "Record":
         """Return the record of one field of the state, such as "params"."""
@@ -132,17 +132,28 @@ class Record:
             leaves.append(leaf)
         return replace(self, leaves=leaves, layout=None)
 
-    def placement(self, like: StatePlacement, form: SavedForm | None = None) -> StatePlacement:
-        """Return the placement of the arrays; values that are unknown are taken from `like`."""
+    def placement(
+        self, axis_sizes: Mapping[str, int], form: SavedForm | None = None
+    ) -> StatePlacement:
+        """Return the placement of the arrays; `axis_sizes` are those of the mesh if unknown."""
         return StatePlacement(
             self.replicas,
-            like.axis_sizes if self.axes is None else dict(self.axes),
+            axis_sizes if self.axes is None else dict(self.axes),
             frozenset(self.automatic),
             self.axes is not None,
             self.shard_specs(),
             form,
             self.division,
         )
+
+    def check_prints(self, path: epath.Path, prints: list[list[int]]) -> None:
+        """Raise `UnreadableError` unless arrays that were read have the saved fingerprints."""
+        saved = zip(self.leaves, prints, self.prints, strict=True)
+        if wrong := [leaf.name for leaf, one, own in saved if one != own]:
+            raise UnreadableError(
+                f"{path} is damaged: it gives other values than were saved in "
+                f"{', '.join(wrong[:5])}."
+            )
 
     def shard_specs(self) -> tuple[P, ...] | None:
         """Return `shards` as `PartitionSpec`s; None where they are unknown."""
@@ -158,33 +169,48 @@ def read_record(path: epath.Path) -> Record:
     Raises:
       UnreadableError: a missing or damaged file, another library's checkpoint, another format.
     """
-    file = path / RECORD / "metadata"
-    try:
-        value = json.loads(file.read_text())
-    except (OSError, ValueError) as error:
-        raise UnreadableError(
-            f"{path} is damaged, or was not written by jaxslowmo.checkpoint: {RECORD}/metadata: "
-            f"{getattr(error, 'strerror', None) or first_line(error)}.",
-            io_errno(error),
-        ) from error
-    if not isinstance(value, dict) or _MARK not in value:
-        raise UnreadableError(
-            f"{path} was not written by jaxslowmo.checkpoint: give the folder of a run of "
-            "jaxslowmo, or read it with the library that wrote it."
-        )
-    if value[_MARK] != FORMAT:
-        # A damaged digit looks the same, so the error lets `fallback` try an older checkpoint.
-        raise UnreadableError(
-            f"{path} has format {value[_MARK]}, written by {value.get('versions')}, and this "
-            f"version of jaxslowmo reads format {FORMAT}: use the version that wrote it. If "
-            "that is this one, the record is damaged."
-        )
+    value = read_marked(path, f"{RECORD}/metadata", _MARK, FORMAT)
     content = {key: x for key, x in value.items() if key not in (_MARK, "crc32")}
     if _crc32(content) != value.get("crc32"):
         raise UnreadableError(f"{path} is damaged: its record is not as it was written.")
-    known: dict[str, Any] = {field.name: value.get(field.name) for field in fields(Record)}
+    known: dict[str, Any] = {x.name: value.get(x.name) for x in fields(Record)}
     known["leaves"] = [_leaf_from_json(*entry) for entry in value["leaves"]]
     return Record(**known)
+
+
+def read_marked(path: epath.Path, name: str, mark: str, number: int) -> dict[str, Any]:
+    """Return the JSON of a file that this package wrote.
+
+    Args:
+      path: path of the checkpoint or the export.
+      name: path of the file in it.
+      mark: name of the value that only files of this kind have: the number of their format.
+      number: the format that can be read.
+
+    Raises:
+      UnreadableError: a missing or damaged file, another library's, another format.
+    """
+    try:
+        value = json.loads((path / name).read_text())
+    except (OSError, ValueError) as error:
+        raise UnreadableError(
+            f"{path} is damaged, or not of jaxslowmo's Checkpoints or export_consensus: {name}: "
+            f"{getattr(error, 'strerror', None) or first_line(error)}.",
+            io_errno(error),
+        ) from error
+    if not isinstance(value, dict) or mark not in value:
+        raise UnreadableError(
+            f"{path} was not written by jaxslowmo: {name} has no {mark!r}. Give a "
+            "folder that jaxslowmo wrote, or read it with the library that wrote it."
+        )
+    if value[mark] != number:
+        # A damaged digit looks the same, so the error lets `fallback` try an older checkpoint.
+        raise UnreadableError(
+            f"{path} has format {value[mark]}, written by {value.get('versions', 'another')}, and "
+            f"this version of jaxslowmo reads format {number}: use the version that wrote it. If "
+            "that is this one, the file is damaged."
+        )
+    return value
 
 
 def checked_json(owner: str, extra: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -199,13 +225,7 @@ def checked_json(owner: str, extra: Mapping[str, Any] | None) -> dict[str, Any]:
         raise ValueError(f"{owner}: `extra` must be plain JSON: {error}.") from None
 
 
-def record_of(
-    state: TrainState,
-    *,
-    step: int = 0,
-    extra: dict[str, Any] | None = None,
-    metrics: dict[str, float] | None = None,
-) -> Record:
+def record_of(state: TrainState) -> Record:
     """Return the record of a state of arrays or of types; `with_arrays` completes it."""
     sharding, known = getattr(state.step, "sharding", None), state.known_layout
     axes, automatic = None, frozenset()
@@ -217,20 +237,16 @@ def record_of(
     # Arrays do not show the shards' specs: they are unknown for a state that no step returned.
     if known is not None:
         shards = [spec_to_json(spec) for spec in specs_of_leaves(known.shards, state.params)]
-        division = None if known.division is None else dict(known.division)
+        division = known.division
     named = enumerate(zip(leaf_names(state), jax.tree.leaves(state), strict=True))
     return Record(
-        step=step,
         replicas=state.step.shape[0],
         axes=axes,
         automatic=sorted(automatic),
         shards=shards,
         leaves=[_leaf_record(i, name, leaf) for i, (name, leaf) in named],
-        prints=[],
-        extra=extra or {},
         layout=layout_of(state),
         division=division,
-        metrics=metrics,
     )
 
 

@@ -1,7 +1,5 @@
 """Restoring a stored state on the replicas of a training step."""
 
-import dataclasses
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -11,11 +9,11 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from .._support.types import PyTree
-from ..mesh import model_axes, only_over
+from ..mesh import only_over
 from ..train import TrainState, TrainStep
 from ..transform import SavedForm, StatePlacement, holds_state, spec_of
 from ..tree import in_model_form, leaf_names
-from ._arrays import check_prints, host_print, placed, prints_of, read_arrays
+from ._arrays import host_print, placed, prints_of, read_arrays
 from ._convert import (
     check_movable,
     check_recorded,
@@ -26,17 +24,36 @@ from ._convert import (
     structs_then,
 )
 from ._folder import ARRAYS, CheckpointError, epath
-from ._record import Record, read_record, record_of, specs_of
+from ._record import LeafRecord, Record, read_record, record_of, specs_of
 from ._stages import moved_note, parts_of, read_part, restaged
 
-_OPTIMIZER = "opt_state/1/"
+# The first part of the names of leaves that the optimizer and the parameter transform keep.
+_OPTIMIZER, _SYNC = "opt_state/1/", "opt_state/2/"
 NUM_LISTED = 5  # differences in a message
-RestoredParts = tuple[TrainState, dict[str, Any], bool, tuple[str, ...]]
-"""The fields of `Restored` without the step: state, extra, whether it is exact, notes."""
-
 
 SavedFormLike = SavedForm | Callable[[dict[str, Any]], SavedForm | None] | None
 """Form of the parameters when they were saved, or a function that returns it from `extra`."""
+
+
+@dataclass(frozen=True)
+class Restored:
+    """The result of `Checkpoints.restore`.
+
+    Attributes:
+      step: step of the checkpoint.
+      state: the state from which to continue.
+      extra: the `extra` that was saved with it.
+      is_exact: whether every value is as it was saved, so that the run continues as if it had not
+        been interrupted.
+      notes: sentences that say what was averaged, kept, made anew, or moved to other stages; () if
+        nothing was.
+    """
+
+    step: int
+    state: TrainState
+    extra: dict[str, Any]
+    is_exact: bool
+    notes: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -47,11 +64,13 @@ class Template:
       train_step: the training step.
       seed: seed of PRNG keys that are made anew.
       structs: shapes, dtypes and shardings of the state.
+      record: the record of the state.
     """
 
     train_step: TrainStep
     seed: int
     structs: TrainState
+    record: Record
 
     @classmethod
     def of(
@@ -66,26 +85,12 @@ class Template:
         structs.known_layout = fresh.known_layout._replace()  # a copy: no step has returned it
         for array in jax.tree.leaves(fresh):  # free memory, which the restored state needs
             array.delete()
-        return cls(train_step, seed, structs)
+        return cls(train_step, seed, structs, record_of(structs))
 
-    @functools.cached_property
-    def record(self) -> Record:
-        """The record of the state."""
-        return record_of(self.structs)
-
-    @property
-    def stored(self) -> list[jax.ShapeDtypeStruct]:
-        """Shapes, dtypes and shardings of the leaves as they are stored."""
-        leaves = zip(self.record.leaves, jax.tree.leaves(self.structs), strict=True)
-        return [leaf.struct(x.sharding) for leaf, x in leaves]
-
-    @property
-    def placement(self) -> StatePlacement:
-        """The placement of the state."""
-        step = self.train_step
-        inside = model_axes(self.structs.params, step.mesh, step.axis_name)
-        specs = self.record.shard_specs()
-        return StatePlacement(self.record.replicas, dict(step.mesh.shape), inside, specs=specs)
+    def stored(self, leaves: list[LeafRecord]) -> list[jax.ShapeDtypeStruct]:
+        """Return the types of these leaves as they are stored, in the layout of the state."""
+        structs = jax.tree.leaves(self.structs)
+        return [leaf.struct(x.sharding) for leaf, x in zip(leaves, structs, strict=True)]
 
     def state(self, stored: list[jax.Array]) -> TrainState:
         """Return the state from its leaves as they are stored."""
@@ -98,70 +103,10 @@ class Template:
         state.known_layout = self.structs.known_layout
         return state
 
-    def structs_on(self, old: StatePlacement) -> TrainState:
-        """Return `structs` with the parameter transform's state as it is on another placement.
 
-        Only names, and the shapes of shards, differ.
-        """
-        *rest, sync_state = self.structs.opt_state
-        sync, params = self.train_step.sync, one_copy(self.structs.params)
-        if sync is None:
-            return self.structs
-        return self.structs._replace(opt_state=(*rest, sync.like_on(sync_state, params, old)))
-
-    def widened_like(self, saved: Record) -> "Template":
-        """Return the template with the optimizer's dtypes of a saved state."""
-        return dataclasses.replace(self, structs=_widened_like(saved, self.structs))
-
-
-def _widened_like(saved: Record, types: TrainState) -> TrainState:
-    """Return types with the wider dtypes that floats of the optimizer have in `saved`.
-
-    Its first update may widen its state: `optax.inject_hyperparams(hyperparam_dtype=...)`
-    multiplies moments in half precision by float32 hyperparameters.
-    """
-    dtypes = {x.name: x.dtype for x in saved.leaves if x.name.startswith(_OPTIMIZER)}
-
-    def widened(name: str, x: Any) -> Any:
-        if name not in dtypes:
-            return x
-        dtype = jnp.dtype(dtypes[name])
-        floating = all(jnp.issubdtype(each, jnp.floating) for each in (x.dtype, dtype))
-        return x.update(dtype=dtype) if floating and dtype.itemsize > x.dtype.itemsize else x
-
-    leaves, structure = jax.tree.flatten(types)
-    new = structure.unflatten(map(widened, leaf_names(types), leaves))
-    new.known_layout = types.known_layout
-    return new
-
-
-@dataclass(frozen=True)
-class Reading:
-    """A checkpoint in memory.
-
-    Attributes:
-      path: path of the checkpoint.
-      record: record of the checkpoint.
-      template: template of the state to restore.
-      arrays: the stored arrays on devices, in the layout of the new run; or NumPy arrays, the
-        leaves of a saved state of these `types`.
-      types: types of the saved state; None if the arrays are on devices.
-      convert: function that converts that state to the current form of the parameters.
-      old: placement of the arrays when they were saved.
-      notes: sentences that say what `convert` does.
-    """
-
-    path: epath.Path
-    record: Record
-    template: Template
-    arrays: list[Any]
-    types: TrainState | None = None
-    convert: Callable[[TrainState], TrainState] = lambda state: state
-    old: StatePlacement | None = None
-    notes: tuple[str, ...] = ()
-
-
-def read(path: epath.Path, template: Template, saved_form: SavedFormLike = None) -> Reading:
+def read(
+    path: epath.Path, template: Template, saved_form: SavedFormLike = None
+) -> Callable[[], Restored]:
     """Read the part of a checkpoint that this process needs.
 
     Args:
@@ -170,10 +115,14 @@ def read(path: epath.Path, template: Template, saved_form: SavedFormLike = None)
       saved_form: form of the parameters when it was saved, or a function that returns it from
         `extra`; None if it is the current form or the record describes it.
 
+    Returns:
+      A function that returns the result once all processes have read. If values are not those that
+      were saved, it raises `UnreadableError` on all of them.
+
     Raises:
       CheckpointError: see `Checkpoints.restore`.
 
-    Communication: none.
+    Communication: none. The function has that of `prints_of` if nothing is converted.
     """
     record = read_record(path)
     form = saved_form(record.extra) if callable(saved_form) else saved_form
@@ -182,109 +131,26 @@ def read(path: epath.Path, template: Template, saved_form: SavedFormLike = None)
         check_recorded(form, record, path)
     if moves:
         form = recorded_form(record, one_copy(template.structs.params))
-    template = template.widened_like(record)
-    old, new = record.placement(template.placement, form), template.placement
-    # A state that was saved without devices has no layout except the shapes of its shards.
-    is_equal = [x.shape for x in record.leaves] == [x.shape for x in template.record.leaves]
-    if old.is_certain or form is not None:
-        is_equal = _has_equal_layout(path, record, template, old, new)
-    is_equal &= record.division in (None, template.record.division)
-    if old.replicas == new.replicas and is_equal:
+    sizes = template.train_step.mesh.shape
+    old, new = record.placement(sizes, form), template.record.placement(sizes)
+    if _is_as_saved(path, record, template, old, new):
         _check_leaves(path, record, template.record)
-        return Reading(path, record, template, _read(path, record, template.stored))
+        arrays = _read(path, record, template.stored(record.leaves))
+
+        def unchanged() -> Restored:
+            record.check_prints(path, prints_of(arrays))
+            return Restored(record.step, template.state(arrays), record.extra, True, ())
+
+        return unchanged
     if holds_state(template.structs.opt_state[:2], "parameters", needs_owner=True):
         raise CheckpointError(
             f"{path} is from {_mesh_text(old)}, this run has {_mesh_text(new)}, and `optimizer` "
             "or `gradients` of the training step hold a parameter transform: to move its state, "
             "pass it as `sync` of js.make_train_step, in both runs."
         )
-    prepare = _by_names if moves else _by_form
-    types, convert = prepare(path, record, template, old)
-    arrays = _read(path, record, [leaf.struct() for leaf in record.leaves])
-    names = [x.name for x in record.leaves]
-    check_prints(path, names, [host_print(x) for x in arrays], record.prints)
-    notes: tuple[str, ...] = ()
-    if moves:
-        arrays = [read_part(part, arrays) for part in parts_of(record.layout, names)]
-        notes = (moved_note(record.layout, template.record.layout),)
-    return Reading(path, record, template, arrays, types, convert, old, notes)
-
-
-Prepared = tuple[TrainState, Callable[[TrainState], TrainState]]
-"""`types` and `convert` of a `Reading`."""
-
-
-def _by_form(path: Any, record: Record, template: Template, old: StatePlacement) -> Prepared:
-    """Check leaves before arrays are read, and convert them by the caller's form, if any.
-
-    Raises:
-      CheckpointError: leaves of another model, optimizer or algorithm.
-    """
-    structs, form, replicas = template.structs, old.form, template.record.replicas
-    params = structs.params
-    if form is not None:
-        params = jax.tree.map(lambda x: x.update(shape=(replicas, *x.shape)), form.params)
-    # Check the parameters first: the conversion of types needs those of the right model.
-    _check_leaves(path, record, record_of(structs._replace(params=params)), only="params/")
-    types = template.structs_on(old)
-    if form is not None:
-        types = structs_then(form, types, one_copy(structs.params))
-    # Shapes of anchor and momentum depend on the mesh: they are checked when shards are joined.
-    _check_leaves(path, record, record_of(types), skip=_names_of_sync(structs))
-    return types, (lambda x: x) if form is None else functools.partial(converted, form, path=path)
-
-
-def _by_names(path: Any, record: Record, template: Template, old: StatePlacement) -> Prepared:
-    """Check leaves before arrays are read, and convert them by their names in the model's tree.
-
-    Raises:
-      CheckpointError: leaves of another model, optimizer or algorithm, or leaves that belong to no
-        parameter.
-    """
-    whole, structs = record.whole(), template.structs
-    _check_leaves(path, whole, record_of(in_model_form(structs)), only="params/")
-    staged = template.structs_on(old)
-    types = in_model_form(staged)
-    wanted = record_of(_widened_like(whole, types))
-    # The parameter transform converts the leaves that its `like_on` replaces. State of an optax
-    # transform outside the trees of stages is equal on all stages, because of `over_stages`.
-    kept = {id(x) for x in jax.tree.leaves(structs)}
-    optax_states = spec_of(template.train_step.tx).unknown(structs.opt_state)
-    shared = {id(x) for x in jax.tree.leaves(optax_states)}
-    free = {
-        name
-        for name, x in zip(leaf_names(staged), jax.tree.leaves(staged), strict=True)
-        if id(x) not in kept or (name.startswith(_OPTIMIZER) and id(x) in shared)
-    }
-    check_movable(path, record, template.record, wanted, free)
-    _check_leaves(path, whole, wanted, skip=_names_of_sync(structs))
-    return types, functools.partial(restaged, staged)
-
-
-def _read(path: epath.Path, record: Record, like: list[Any]) -> list[Any]:
-    keys = [leaf.key for leaf in record.leaves]
-    return read_arrays(path / ARRAYS, dict(zip(keys, like, strict=True)))
-
-
-def finished(reading: Reading) -> RestoredParts:
-    """Make the state on the replicas of the training step, once all processes have read.
-
-    Raises:
-      CheckpointError: other values than were saved, or sharded state that does not fit; on all
-        processes.
-
-    Communication: where arrays are placed, that of `prints_of`.
-    """
-    path, record, template, old = reading.path, reading.record, reading.template, reading.old
-    if reading.types is None or old is None:
-        names = [leaf.name for leaf in record.leaves]
-        check_prints(path, names, prints_of(reading.arrays), record.prints)
-        return template.state(reading.arrays), record.extra, True, ()
-    new = template.placement
-    state = reading.convert(jax.tree.structure(reading.types).unflatten(reading.arrays))
-    template = template.widened_like(record_of(state))
+    state = _on_host(path, record, template, old, moves)
     try:
-        new_state, notes = resized(
+        state, notes = resized(
             state, template.structs, template.train_step.sync, record.step, template.seed, old, new
         )
     except ValueError as error:
@@ -292,19 +158,100 @@ def finished(reading: Reading) -> RestoredParts:
             f"{path} is from {_mesh_text(old)} and does not fit: {error}. Was it made with the "
             "same `sync`, `bucket_bytes` and `local_axis_name` included?"
         ) from error
-    leaves = zip(jax.tree.leaves(new_state), template.stored, strict=True)
-    arrays = [_on_devices(x, struct) for x, struct in leaves]
     is_exact = old.replicas == new.replicas and not notes
-    return template.state(arrays), record.extra, is_exact, (*reading.notes, *notes)
+    if moves:
+        notes = (moved_note(record.layout, template.record.layout), *notes)
+    leaves = template.record.leaves
+    types = zip(leaves, jax.tree.leaves(state), template.stored(leaves), strict=True)
+    state = template.state([_on_devices(*one) for one in types])
+    return lambda: Restored(record.step, state, record.extra, is_exact, notes)
 
 
-def _on_devices(x: Any, like: jax.ShapeDtypeStruct) -> jax.Array:
-    if x.shape != like.shape or x.dtype != like.dtype:
+def _on_host(
+    path: epath.Path, record: Record, template: Template, old: StatePlacement, moves: bool
+) -> TrainState:
+    """Return the whole saved state in the present form of the parameters, of NumPy arrays.
+
+    Args:
+      path: path of the checkpoint.
+      record: record of the checkpoint.
+      template: template of the state to restore.
+      old: placement of the arrays when they were saved.
+      moves: whether leaves are moved by their names in the model's tree; else the caller's form
+        converts them, if there is one.
+
+    Raises:
+      CheckpointError: leaves of another model, optimizer or algorithm, before arrays are read; or
+        leaves that belong to no parameter.
+
+    Communication: none.
+    """
+    structs, form = template.structs, old.form
+    saved = record.whole() if moves else record
+
+    def as_saved(types: TrainState) -> TrainState:
+        if moves:
+            return in_model_form(types)
+        return types if form is None else structs_then(form, types)
+
+    # Check the parameters first: the conversion of types needs those of the right model.
+    _check_leaves(path, saved, record_of(as_saved(structs)), only="params/")
+    sync, staged = template.train_step.sync, structs
+    if sync is not None:
+        *rest, sync_state = structs.opt_state
+        # Only names, and the shapes of shards, differ.
+        sync_state = sync.like_on(sync_state, one_copy(structs.params), old)
+        staged = structs._replace(opt_state=(*rest, sync_state))
+    types = as_saved(staged)
+    wanted = record_of(types)
+    if moves:
+        # The parameter transform converts the leaves that its `like_on` replaces. State of an optax
+        # transform outside the trees of stages is equal on all stages, because of `over_stages`.
+        kept = {id(x) for x in jax.tree.leaves(structs)}
+        optax_states = spec_of(template.train_step.tx).unknown(structs.opt_state)
+        shared = {id(x) for x in jax.tree.leaves(optax_states)}
+        free = {
+            name
+            for name, x in zip(leaf_names(staged), jax.tree.leaves(staged), strict=True)
+            if id(x) not in kept or (name.startswith(_OPTIMIZER) and id(x) in shared)
+        }
+        check_movable(path, record, template.record, wanted, free)
+    # Shapes of anchor and momentum depend on the mesh: they are checked when shards are joined.
+    _check_leaves(path, saved, wanted, skip=_SYNC)
+    arrays = _read(path, record, [leaf.struct() for leaf in record.leaves])
+    record.check_prints(path, [host_print(x) for x in arrays])
+    parts = parts_of(record.layout if moves else None, [leaf.name for leaf in record.leaves])
+    state = jax.tree.structure(types).unflatten([read_part(part, arrays) for part in parts])
+    if moves:
+        return restaged(staged, state)
+    return state if form is None else converted(form, state, path)
+
+
+def _read(path: epath.Path, record: Record, like: list[Any]) -> list[Any]:
+    keys = [leaf.key for leaf in record.leaves]
+    return read_arrays(path / ARRAYS, dict(zip(keys, like, strict=True)))
+
+
+def _on_devices(leaf: LeafRecord, x: Any, like: jax.ShapeDtypeStruct) -> jax.Array:
+    """Return a converted leaf on the devices of `like`; raise if it is none of that type."""
+    if x.shape != like.shape or not (x.dtype == like.dtype or _is_wider(leaf, x.dtype)):
         raise CheckpointError(
             f"a leaf became {x.dtype}{list(x.shape)} instead of {like.dtype}{list(like.shape)}: "
             "was the checkpoint made with the same transforms?"
         )
     return placed(x, like)
+
+
+def _is_wider(leaf: LeafRecord, dtype: Any) -> bool:
+    """Return whether a float of the optimizer has a wider dtype than a fresh one.
+
+    Its first update may widen its state: `optax.inject_hyperparams(hyperparam_dtype=...)`
+    multiplies moments in half precision by float32 hyperparameters.
+    """
+    fresh, dtype = jnp.dtype(leaf.dtype), jnp.dtype(dtype)
+    floating = all(jnp.issubdtype(x, jnp.floating) for x in (fresh, dtype))
+    is_wider = floating and dtype.itemsize > fresh.itemsize
+    return leaf.name.startswith(_OPTIMIZER) and is_wider
 
 
 def _check_leaves(
@@ -314,20 +261,23 @@ def _check_leaves(
 
     Only names count where they begin with `skip`.
     """
+    before, now = (
+        {leaf.name: leaf for leaf in record.leaves if leaf.name.startswith(only)}
+        for record in (saved, wanted)
+    )
 
-    def texts(record: Record) -> dict[str, str]:
-        return {
-            leaf.name: "" if skip and leaf.name.startswith(skip) else leaf.text()
-            for leaf in record.leaves
-            if leaf.name.startswith(only)
-        }
+    def texts(name: str) -> list[str]:
+        then, fresh = before.get(name), now.get(name)
+        if then and fresh and _is_wider(fresh, then.dtype):
+            then = then._replace(dtype=fresh.dtype)
+        found = "there" if skip and name.startswith(skip) else ""
+        return ["missing" if x is None else found or x.text() for x in (then, fresh)]
 
-    before, now = texts(saved), texts(wanted)
+    pairs = {name: texts(name) for name in now | before}
     wrong = [
-        f"{name} is {before.get(name, 'missing') or 'there'} in the checkpoint and "
-        f"{now.get(name, 'missing') or 'there'} in this run"
-        for name in now | before
-        if before.get(name) != now.get(name)
+        f"{name} is {then} in the checkpoint and {fresh} in this run"
+        for name, (then, fresh) in pairs.items()
+        if then != fresh
     ]
     if not wrong and list(before) != list(now):
         wrong = ["the same leaves in another order"]
@@ -339,23 +289,31 @@ def _check_leaves(
         )
 
 
-def _has_equal_layout(
+def _is_as_saved(
     path: epath.Path, record: Record, template: Template, old: StatePlacement, new: StatePlacement
 ) -> bool:
-    """Return whether the arrays have the layout of the new run, including state in shards.
+    """Return whether the arrays are those of a state of the new run, including state in shards.
 
     Raises:
       CheckpointError: the checkpoint does not record how shards were cut, and its arrays are not
         laid out as in the new run.
     """
-    sync = template.train_step.sync
-    same_mesh = _large_axes(old) == _large_axes(new) and old.automatic == new.automatic
-    is_equal = same_mesh and old.form is None
+    fresh, sync = template.record, template.train_step.sync
+    # A state that was saved without devices tells of its axes only by the shapes of its shards.
+    shapes = [[leaf.shape for leaf in x.leaves] for x in (record, fresh)]
+    is_same = (
+        old.form is None
+        and old.replicas == new.replicas
+        and _large_axes(old) == _large_axes(new)
+        and old.automatic == new.automatic
+        and record.division in (None, fresh.division)
+        and (old.is_certain or shapes[0] == shapes[1])
+    )
     if sync is None or not sync.shards(template.structs.opt_state[-1]):
-        return is_equal
+        return is_same
     if old.specs is not None:
-        return is_equal and _cuts(old) == _cuts(new)
-    if is_equal and record.specs == specs_of(template.stored):
+        return is_same and _cuts(old) == _cuts(new)
+    if is_same and record.specs == specs_of(template.stored(fresh.leaves)):
         return True
     raise CheckpointError(
         f"{path} does not record how the anchor and its related state were cut inside a replica "
@@ -370,11 +328,6 @@ def _large_axes(at: StatePlacement) -> dict[str, int]:
 
 def _cuts(at: StatePlacement) -> list[P]:
     return [only_over(spec, at.automatic) for spec in at.specs or ()]
-
-
-def _names_of_sync(structs: TrainState) -> str:
-    """Return the start of leaf names in the parameter transform's state in a `TrainState`."""
-    return f"opt_state/{len(structs.opt_state) - 1}/"
 
 
 def _mesh_text(at: StatePlacement) -> str:

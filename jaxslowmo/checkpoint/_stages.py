@@ -90,22 +90,18 @@ def parts_of(layout: Mapping[str, Any] | None, names: Sequence[str]) -> list[Sto
       names: names of the stored arrays, in order.
     """
     indices = {name: index for index, name in enumerate(names)}
-    by_position: dict[int, list[StoredLeaf]] = {}
-    inside: set[int] = set()
+    by_position = {index: [StoredLeaf(name, index, None)] for index, name in enumerate(names)}
     for node, packing in _nodes(layout):
         parts = [
-            StoredLeaf(
-                f"{node}/{name}", indices[f"{node}/{buffer}"], _place(rest, packing["sizes"])
-            )
-            for name, *rest in packing["leaves"]
-            if f"{node}/{(buffer := rest[0])}" in indices  # else of another part of the state
+            StoredLeaf(f"{node}/{name}", index, _place(stored, packing["sizes"]))
+            for name, *stored in packing["leaves"]
+            # A buffer may be missing: the names may be those of a part of the state.
+            if (index := indices.get(f"{node}/{stored[0]}")) is not None
         ]
+        for part in parts:
+            by_position.pop(part.index, None)
         if parts:  # all leaves of a tree take the position of the tree's first buffer
             by_position[min(part.index for part in parts)] = parts
-            inside |= {part.index for part in parts}
-    for index, name in enumerate(names):
-        if index not in inside:
-            by_position[index] = [StoredLeaf(name, index, None)]
     return [part for _, parts in sorted(by_position.items()) for part in parts]
 
 

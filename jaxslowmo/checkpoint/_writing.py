@@ -6,7 +6,6 @@ import contextlib
 import json
 import threading
 import time
-import weakref
 import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -24,9 +23,10 @@ from ._folder import (
     files_below,
     give_name,
     ocp,
+    remove,
     unfinished,
 )
-from ._notes import Failure, Notes, tried
+from ._notes import Failure, Notes, not_written, tried
 
 # How often, and at which interval, the processes list files until all see the same: together longer
 # than an NFS client caches a listing by default.
@@ -42,7 +42,7 @@ class FolderWrite:
 
     Args:
       target: path of the folder; an existing folder is replaced when the new one is complete.
-      arrays: dict of NumPy or jax arrays.
+      arrays: dict of jax arrays.
       record: plain JSON to write next to the arrays; process 0's is written.
       notes: the notes by which the processes agree.
       before: function that process 0 calls before it makes the folder.
@@ -66,14 +66,16 @@ class FolderWrite:
         after: Callable[[], None],
     ) -> None:
         self._target, self._record, self._notes, self._after = target, record, notes, after
-        self._folder, self._handler = unfinished(target, notes.count), handler()
+        self._folder = unfinished(target, notes.count)
+        self._handler = handler((jax.Array, ocp.type_handlers.ArrayHandler()))
         self._is_first = jax.process_index() == 0
-        notes.agree(tried(self._begin, before) if self._is_first else None)
+        with self._explained():
+            notes.agree(tried(self._begin, before) if self._is_first else None)
         copied = threading.Event()
         pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._run = pool.submit(self._write, arrays, copied)
         pool.shutdown(wait=False)
-        _unjoined.add(self)
+        atexit.register(self._at_exit)
         copied.wait()
 
     @property
@@ -92,8 +94,12 @@ class FolderWrite:
           CheckpointError: it could not be written; on all processes.
           UnansweredError: another process does not answer.
         """
-        _unjoined.discard(self)
+        atexit.unregister(self._at_exit)
         self._run.result()
+
+    def _explained(self) -> contextlib.AbstractContextManager[None]:
+        what = f"the checkpoint of step {self._target.name}"
+        return not_written(self._target.parent, what, "; those before it are as they were")
 
     def _begin(self, before: Callable[[], None]) -> None:
         before()
@@ -103,17 +109,17 @@ class FolderWrite:
 
     def _write(self, arrays: dict[str, Any], copied: threading.Event) -> None:
         try:
-            written = self.written if can_rename(self._target) else lambda: 0
-            failures = self._notes.gather(tried(self._write_part, arrays, copied), written)
-            failure = next(filter(None, failures), None) or self._see_files()
-            if self._is_first:
-                failure = failure or tried(self._finish)
-                if failure:
-                    with contextlib.suppress(OSError):
-                        self._folder.rmtree()
-            self._notes.agree(failure, written)
-            if self._is_first:
-                self._tidy()
+            with self._explained():
+                written = self.written if can_rename(self._target) else lambda: 0
+                failures = self._notes.gather(tried(self._write_part, arrays, copied), written)
+                failure = next(filter(None, failures), None) or self._see_files()
+                if self._is_first:
+                    failure = failure or tried(self._finish)
+                    if failure:
+                        remove(self._folder)
+                self._notes.agree(failure, written)
+                if self._is_first:
+                    self._tidy()
         finally:
             copied.set()
 
@@ -132,7 +138,7 @@ class FolderWrite:
         """
         different: list[int] = []
         for _ in range(_LISTINGS):
-            files = list(files_below(self._folder / ARRAYS))
+            files = sorted(files_below(self._folder / ARRAYS))
             seen = self._notes.gather(zlib.crc32(json.dumps(files).encode()))
             different = [i for i, one in enumerate(seen) if one != seen[0]]
             if not different:
@@ -149,32 +155,20 @@ class FolderWrite:
         self._handler.finalize(self._folder / ARRAYS)
         (self._folder / RECORD).mkdir()
         (self._folder / RECORD / "metadata").write_text(json.dumps(self._record))
-        self._replaced = give_name(self._folder, self._target)
+        give_name(self._folder, self._target)
 
     def _tidy(self) -> None:
         try:
-            if self._replaced is not None:
-                self._replaced.rmtree()
             self._after()
         except OSError as error:
             warn_user(f"{self._target.parent}: old checkpoints could not be removed: {error}.")
 
+    def _at_exit(self) -> None:
+        """Warn of a save that fails because the program ends without waiting for it.
 
-_unjoined: weakref.WeakSet[FolderWrite] = weakref.WeakSet()
-"""The writes whose `result` has not been called yet."""
-
-
-@atexit.register
-def _at_exit() -> None:
-    """Warn of saves that fail because the program ends without waiting for them.
-
-    Orbax needs threads, and Python starts none at that point.
-    """
-    for writing in list(_unjoined):
+        Orbax needs threads, and Python starts none at that point.
+        """
         try:
-            writing.result()
+            self._run.result()
         except Exception as error:  # any kind: nothing else has reported it
-            warn_user(
-                f"a checkpoint could not be written: {error}. `wait()` or `close()` before a "
-                "program ends let it be completed."
-            )
+            warn_user(f"{error} Call `wait()` or `close()` before a program ends.")

@@ -36,6 +36,30 @@ def parts_of(tree: PyTree, kind: type[_Part]) -> list[_Part]:
     return [x for x in jax.tree.leaves(tree, is_leaf=is_one) if is_one(x)]
 
 
+def of_form(like: PyTree) -> Callable[[PyTree], bool]:
+    """Return a function that tells whether a tree has the structure and the shapes of `like`."""
+    # An optimizer keeps trees of the parameters' form (momentum) and counters. Their form
+    # distinguishes them for any optimizer.
+    form = jax.tree.structure(like), [np.shape(x) for x in jax.tree.leaves(like)]
+
+    def is_alike(x: PyTree) -> bool:
+        leaves, structure = jax.tree.flatten(x)
+        return (structure, [np.shape(leaf) for leaf in leaves]) == form
+
+    return is_alike
+
+
+def replaced(
+    like: PyTree,
+    tree: PyTree,
+    new: Callable[[PyTree], PyTree],
+    other: Callable[[Any], Any] = lambda x: x,
+) -> PyTree:
+    """Return `tree` with `new` of what has the form of `like`, and `other` of all other leaves."""
+    is_alike = of_form(like)
+    return jax.tree.map(lambda x: new(x) if is_alike(x) else other(x), tree, is_leaf=is_alike)
+
+
 def check_arrays(owner: str, tree: PyTree) -> None:
     """Raise `ValueError` naming every leaf of `tree` that is no array or number.
 

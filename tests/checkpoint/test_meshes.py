@@ -156,6 +156,26 @@ def test_what_does_not_tell_how_it_was_cut_is_refused_where_that_matters(mesh_of
         jax.tree.map(np.testing.assert_array_equal, turned.values(found.state), run.values(state))
 
 
+def test_shards_of_the_same_shape_may_be_cut_otherwise(mesh_of, tmp_path):
+    """A mesh without devices does not show its axes, and its shards may have any shape."""
+    params = {"in": PARAMS["in"]}
+
+    def make(mesh, specs):
+        def loss(params, batch):
+            return ((batch @ params["in"]) ** 2).mean()
+
+        return js.make_train_step(loss, optax.sgd(1e-2), sync=slowmo(specs), mesh=mesh)
+
+    mesh = mesh_of({"replica": 2, "fsdp": 4})
+    step, split = make(js.virtual_mesh({"replica": 2}), None), make(mesh, {"in": FSDP["in"]})
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(0, step.init(params), wait=True)
+        placed = jax.device_put(params, NamedSharding(mesh, FSDP["in"]))
+        found = checkpoints.restore(split, placed).state
+    anchor = js.read_anchor(split.sync, found.opt_state[-1], found.params, mesh=mesh)
+    np.testing.assert_array_equal(np.asarray(anchor["in"])[0], params["in"])
+
+
 @pytest.mark.parametrize("keeps_shards", [False, True])
 def test_leaves_lie_as_their_types_or_arrays_tell(keeps_shards, tmp_path):
     """Without shards nothing needs to be known; Explicit axes tell how a transform cuts its own."""

@@ -84,7 +84,7 @@ def test_saved_by_two_processes(mesh_of, tmp_path, monkeypatch):
         assert "step 99" in said["MISSING"]
         assert "1, 2, 3, 4, 5" in said["MISSING"]
         assert said["FALLBACK"].startswith("5 ")
-        assert ["another process", "a broken cable"][rank] in said["FALLBACK"]
+        assert "a broken cable" in said["FALLBACK"]
         assert np.isfinite(float(said["MODEL"]))
         assert said["SHARDED"] == "[2.0, 3.0]"
         own = ast.literal_eval(said["UNDISTURBED"])

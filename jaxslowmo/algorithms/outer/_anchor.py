@@ -4,13 +4,11 @@ The outer step is the same for all three. An anchor class defines how the anchor
 average of the replicas is brought into that form, and how parameters are restored from it.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from ..._support.types import AxisName, PyTree
 from ...collectives import (
@@ -35,7 +33,7 @@ from ...transform import (
     stacked,
     wide_types_on,
 )
-from ...tree import Buffer, TreePacking, added, at_least_float32, subtracted
+from ...tree import Buffer, TreePacking, added, at_least_float32, replaced, subtracted
 
 
 @dataclass(frozen=True)
@@ -126,30 +124,6 @@ class Anchor:
     def types_on(self, params: PyTree, at: StatePlacement) -> Any:
         """Return the types of the anchor of all replicas on placement `at`, on the host."""
         return wide_types_on(params, at)
-
-
-def of_form(anchor: PyTree) -> Callable[[PyTree], bool]:
-    """Return a function that tells whether a tree has the form of the anchor."""
-    # An optimizer keeps trees of the anchor's form (momentum) and counters. Their form
-    # distinguishes them for any optimizer.
-    form = jax.tree.structure(anchor), [np.shape(x) for x in jax.tree.leaves(anchor)]
-
-    def is_like_anchor(x: PyTree) -> bool:
-        leaves, structure = jax.tree.flatten(x)
-        return (structure, [np.shape(leaf) for leaf in leaves]) == form
-
-    return is_like_anchor
-
-
-def replaced(
-    anchor: PyTree,
-    tree: PyTree,
-    new: Callable[[PyTree], PyTree],
-    other: Callable[[Any], Any] = lambda x: x,
-) -> PyTree:
-    """Return `tree` with `new` of what is like the anchor, and with `other` of all other leaves."""
-    is_alike = of_form(anchor)
-    return jax.tree.map(lambda x: new(x) if is_alike(x) else other(x), tree, is_leaf=is_alike)
 
 
 def merged(local: PyTree, anchor: PyTree, merge: float) -> PyTree:

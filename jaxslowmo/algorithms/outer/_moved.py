@@ -20,7 +20,8 @@ from ...transform import (
     stacked,
     wide_types_on,
 )
-from ._anchor import Anchor, of_form, replaced
+from ...tree import of_form, replaced
+from ._anchor import Anchor
 from ._delay import NOTHING, InFlight
 from ._fragments import Fragment, division_of, fragments_of, joined, of_fragment, views
 from ._state import OuterState
