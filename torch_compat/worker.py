@@ -50,21 +50,17 @@ class Link:
         except (EOFError, OSError):
             return Stop()
 
-    def loaded(self, number: int) -> None:
-        """Notify the host that all devices have the master's parameters."""
-        self._connection.send(Loaded(number))
-
-    def wait_to_commit(self, number: int) -> None:
+    def wait_to_commit(self) -> None:
         """Notify the host that a step's gradients are computed; wait until they may be written.
 
         Raises:
           Stopped: the host requests the end instead.
         """
-        self._connection.send(Computed(number))
+        self.send(Computed())
         if not isinstance(self.next_request(), Commit):
             raise Stopped
 
-    def send(self, answer: Ready | StepDone | Failed) -> None:
+    def send(self, answer: Ready | Loaded | Computed | StepDone | Failed) -> None:
         """Send a message to the host."""
         self._connection.send(answer)
 
@@ -75,7 +71,7 @@ class Group(Protocol):
     num_devices: int
 
     def step(self, request: Step, link: Link) -> StepDone:
-        """Take a step; call `link.loaded`, if it loads parameters, and `link.wait_to_commit`."""
+        """Take a step; send `Loaded`, if it loads parameters, and call `link.wait_to_commit`."""
         ...
 
 

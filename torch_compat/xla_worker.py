@@ -17,7 +17,7 @@ from . import runtime
 from .batches import call_model, loss_of
 from .data import TPUDataManager
 from .errors import describe
-from .messages import Failed, Step, StepDone, StepStatistics
+from .messages import Failed, Loaded, Step, StepDone, StepStatistics
 from .reader import DataError
 from .synchronizer import TPUSynchronizer
 from .worker import GroupFailed, Link, WorkerOptions
@@ -78,12 +78,12 @@ class DeviceGroup:
             # First, since no device exchanges gradients before all have loaded parameters.
             for _ in self.devices:
                 self._outcome()
-            link.loaded(request.number)
+            link.send(Loaded())
         parts = []
         while len(parts) < len(self.devices):
             outcome = self._outcome()
             if outcome is _COMPUTED:
-                link.wait_to_commit(request.number)
+                link.wait_to_commit()
                 self._shared.commits.put(None)
             else:
                 parts.append(outcome)
@@ -95,7 +95,7 @@ class DeviceGroup:
             barrier_seconds=clock.barrier,
             **used,
         )
-        return StepDone(request.number, loss, num_samples, statistics)
+        return StepDone(loss, num_samples, statistics)
 
     def _outcome(self) -> Any:
         outcome = self._shared.outcomes.get()

@@ -56,7 +56,6 @@ class StepExchange:
         self.num_devices: int | None = None
         self._turn = threading.Lock()
         self._stepping: int | None = None  # the thread that has the turn for a step
-        self._number = 0
         self._phase = _Phase.OVER
         self._answer: StepDone | None = None
 
@@ -112,8 +111,7 @@ class StepExchange:
         deadline = self._deadline()
         with self.memory():
             load, changes = prepare()
-            self._number += 1
-            self._send(Step(self._number, load, changes))
+            self._send(Step(load, changes))
             self._phase = _Phase.LOADING if load else _Phase.COMPUTING
             self._before_commit = before_commit
             self._finish_transfer(deadline)
@@ -135,7 +133,7 @@ class StepExchange:
         with self.memory():
             if self._phase is _Phase.COMPUTED:
                 self._before_commit()
-                self._send(Commit(self._number))
+                self._send(Commit())
                 self._phase = _Phase.COMMITTING
                 self._finish_transfer(deadline)
         assert self._answer is not None

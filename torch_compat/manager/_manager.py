@@ -117,7 +117,9 @@ class TPUManager(mp.Process):
         post_init = as_callable("post_init", post_init)
         compress_grads = as_bool("compress_grads", compress_grads)
         self._synchronizer = self._backend.make_master(model, post_init, compress_grads)
-        self._data_manager = self._backend.make_reader(dataset, self.nprocs, self.prefetch)
+        self._data_manager = self._backend.make_reader(
+            dataset, self.nprocs, self.prefetch, start=False
+        )
         self._should_load_parameters = False
         if start:
             self.start()

@@ -12,7 +12,7 @@ from jax._src import cloud_tpu_init, xla_bridge
 
 from ...errors import describe
 from ...master import MasterModel
-from ...messages import Failed, Step, StepDone, StepStatistics
+from ...messages import Failed, Loaded, Step, StepDone, StepStatistics
 from ...reader import DataError, SampleReader
 from ...worker import GroupFailed, Link, WorkerOptions
 from ._mesh_program import MeshProgram
@@ -89,7 +89,7 @@ class MeshGroup:
             self._on_devices(program.change, request.changes)
         if request.load_parameters:
             program.load(self._master.host_tensors())
-            link.loaded(request.number)
+            link.send(Loaded())
         for _ in range(options.grad_accumulation_steps):
             before = time.perf_counter()
             batches = [self._next_batch(index) for index in range(self.num_devices)]
@@ -97,7 +97,7 @@ class MeshGroup:
             self._on_devices(program.add, batches)
         loss, gradients = self._on_devices(program.exchange)
         buffers = program.buffers(self._master.persistent_buffers)
-        link.wait_to_commit(request.number)
+        link.wait_to_commit()
         self._master.write_gradients(gradients, add=True)
         self._master.write_buffers(buffers)
         statistics = StepStatistics(
@@ -109,7 +109,7 @@ class MeshGroup:
             bytes_to_host=program.gradient_bytes + sum(buffer.nbytes for buffer in buffers),
         )
         samples = options.batch_size_per_device * self.num_devices * options.grad_accumulation_steps
-        return StepDone(request.number, loss, samples, statistics)
+        return StepDone(loss, samples, statistics)
 
     def _next_batch(self, index: int) -> Any:
         name = f"Device {index} of {self.num_devices}"
