@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from .settings import Changes
+from .settings import Settings
 
 
 class Step(NamedTuple):
@@ -14,7 +14,7 @@ class Step(NamedTuple):
     """
 
     load_parameters: bool
-    changes: Changes
+    changes: Settings
 
 
 class Commit(NamedTuple):

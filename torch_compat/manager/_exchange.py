@@ -13,7 +13,7 @@ from typing import Any
 
 from ..errors import TPUWorkerError
 from ..messages import Commit, Computed, Failed, Loaded, Ready, Step, StepDone, Stop
-from ..settings import Changes
+from ..settings import Settings
 
 # A process that ends has an exit code only after its end: seconds later on a busy machine.
 _REAP_SECONDS = 10.0
@@ -99,7 +99,7 @@ class StepExchange:
             self.num_devices = answer.num_devices
 
     def step(
-        self, prepare: Callable[[], tuple[bool, Changes]], before_commit: Callable[[], object]
+        self, prepare: Callable[[], tuple[bool, Settings]], before_commit: Callable[[], object]
     ) -> StepDone:
         """Take one step, with the turn.
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from ..errors import TPUWorkerError
 from ..messages import StepStatistics
-from ..settings import Changes, Settings
+from ..settings import Settings
 from ..worker import WorkerOptions, serve
 from ._arguments import as_batch_size, as_bool, as_callable, as_count, as_int, as_seconds
 from ._backends import choose_backend
@@ -161,7 +161,7 @@ class TPUManager(mp.Process):
         self._backend.check_untouched()
         connection, self._worker_end = mp.Pipe()
         self._host_end = connection
-        self._settings = Settings(self._synchronizer.master_model)
+        self._settings = Settings.of(self._synchronizer.master_model)
         super().start()
         self._worker_end.close()
         self._data_manager.release_receivers()
@@ -203,12 +203,11 @@ class TPUManager(mp.Process):
             self.statistics = answer.statistics
             return answer.loss, answer.num_samples
 
-    def _prepare(self) -> tuple[bool, Changes]:
+    def _prepare(self) -> tuple[bool, Settings]:
         self._synchronizer.attach_gradients()
         load, self._should_load_parameters = self._should_load_parameters, False
-        if changes := self._settings.changes():
-            self._settings = Settings(self._synchronizer.master_model)
-        return load, changes
+        before, self._settings = self._settings, Settings.of(self._synchronizer.master_model)
+        return load, self._settings.since(before)
 
     def compute_grads(self) -> tuple[float, int]:
         """Call `step`; CALM's manager has this name for it."""

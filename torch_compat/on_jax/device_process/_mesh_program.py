@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from ... import samples
 from ...batches import call_model, loss_of, map_tensors
-from ...settings import Changes
+from ...settings import Settings
 from .._arrays import jax_dtype, keeps_values, to_numpy, to_torch
 from .._functional import Arrays, Functional
 
@@ -83,7 +83,7 @@ class MeshProgram:
         self._trace_again()
         self.load(self._likes.values())
 
-    def change(self, changes: Changes) -> None:
+    def change(self, changes: Settings) -> None:
         """Apply changed settings of the model; all programs are traced and compiled again.
 
         Call it only if nothing has been added since the last `exchange`.
