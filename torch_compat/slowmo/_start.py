@@ -42,9 +42,8 @@ def broadcast_parameters(
     connection = choose(backend, module, {"global_group": global_group})
     device = connection.device_of(module)
     tensors = [t for t in (*module.parameters(), *module.buffers()) if t.numel()]
-    if connection.world_size > 1:
-        collectives = Collectives(Places(connection.rank, connection.world_size), connection)
-        broadcast(tensors, collectives, device, Kind.PARAMETERS)
+    collectives = Collectives(Places(connection.rank, connection.world_size), connection)
+    broadcast(tensors, collectives, device, Kind.PARAMETERS)
 
 
 def check_equal(
