@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch.utils.data
 
 from . import samples
+from .checks import as_count
 from .errors import describe
 
 
@@ -51,10 +52,6 @@ class QueueDataset(torch.utils.data.IterableDataset):
                 self._end = sample
                 raise DataError(sample)
             yield sample
-
-    def __len__(self) -> int:
-        """Return a huge number: some tools need a length, but this dataset has no end."""
-        return 10**12
 
 
 class DeviceQueue:
@@ -108,12 +105,9 @@ class SampleReader:
     ):
         if not isinstance(dataset, Iterable) and not hasattr(dataset, "__getitem__"):
             raise ValueError(f"`dataset` must be iterable, got {type(dataset).__name__}.")
-        if master_prefetch < 1:
-            raise ValueError(
-                f"`prefetch` counts samples per device and must be >= 1, got {master_prefetch}."
-            )
-        if nprocs is not None and nprocs < 1:
-            raise ValueError(f"`nprocs` must be >= 1, got {nprocs}.")
+        as_count("prefetch", master_prefetch)
+        if nprocs is not None:
+            as_count("nprocs", nprocs)
         self.dataset, self.nprocs, self.master_prefetch = dataset, nprocs, master_prefetch
         self._owner = os.getpid()
         # One pipe for all if the number of devices is not known yet.

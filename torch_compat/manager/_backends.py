@@ -5,11 +5,11 @@ from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
 
+from ..checks import as_count
 from ..errors import not_installed
 from ..master import MasterModel
 from ..reader import SampleReader
 from ..worker import Group, WorkerOptions
-from ._arguments import as_count
 
 
 class TorchXla:

@@ -188,23 +188,16 @@ class Collectives:
             return list(tensors)
         return self._masked(tensors, self.places.is_master and counts)
 
-    def only_first(
-        self, tensors: Sequence[torch.Tensor], device: torch.device
+    def only_of(
+        self, rank: int, tensors: Sequence[torch.Tensor], device: torch.device
     ) -> list[torch.Tensor]:
-        """Return `tensors` on rank 0 (the first process with data), zeros on others, on `device`.
+        """Return `tensors` on the process `rank`, zeros on others, on `device`.
 
         Tensors of bool become int32.
         """
         numbers = [tensor.detach().to(device) for tensor in tensors]
         numbers = [t.to(torch.int32) if t.dtype == torch.bool else t for t in numbers]
-        return self._masked(numbers, self.places.rank == self.first)
-
-    def only_first_of_node(
-        self, tensors: Sequence[torch.Tensor], device: torch.device
-    ) -> list[torch.Tensor]:
-        """Return `tensors` on the node's process that had data for longest, zeros on others."""
-        tensors = [tensor.detach().to(device) for tensor in tensors]
-        return self._masked(tensors, self.places.rank == self.first_of_node)
+        return self._masked(numbers, self.places.rank == rank)
 
     # Collectives.
 
@@ -300,7 +293,7 @@ def broadcast(
     if not buffers or collectives.places.world_size == 1:
         return
     with own_graph(device):
-        sent = collectives.only_first(buffers, device)
+        sent = collectives.only_of(collectives.first, buffers, device)
     with collectives.graph(device, kind, sent):
         sums = collectives.total(sent)
     write_between_passes(zip(buffers, sums, strict=True))

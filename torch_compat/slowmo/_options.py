@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
-from ._places import Places, check_count, check_node_size
+from ..checks import as_count, is_finite
+from ._places import Places, check_node_size
 from .backends import Backend, choose
 
 LOG = logging.getLogger("torch_compat.slowmo")
@@ -133,11 +134,11 @@ def settle(
 def _check_numbers(options: Any) -> None:
     """Raise `ValueError` unless frequencies are >= 1, momentum in [0, 1), slow lr >= 0."""
     for name in ("slowmo_frequency", "localsgd_frequency", "slowmo_num_shards"):
-        check_count(name, getattr(options, name))
+        as_count(name, getattr(options, name))
     momentum, slow_lr = options.slowmo_momentum, options.slowmo_lr
-    if not (_is_number(momentum) and 0 <= momentum < 1):
+    if not (is_finite(momentum) and 0 <= momentum < 1):
         raise ValueError(f"`slowmo_momentum` must lie in [0, 1), got {momentum!r}.")
-    if not (_is_number(slow_lr) and 0 <= slow_lr < float("inf")):
+    if not (is_finite(slow_lr) and slow_lr >= 0):
         raise ValueError(f"`slowmo_lr` must be a finite number >= 0, got {slow_lr!r}.")
 
 
@@ -212,10 +213,6 @@ def _mention_schedule(slowmo_frequency: int, localsgd_frequency: int) -> None:
 
 def _mention(message: str, stacklevel: int = 4) -> None:
     warnings.warn(message, UserWarning, stacklevel=stacklevel)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def show_log() -> None:

@@ -4,6 +4,8 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import cached_property
 
+from ..checks import as_count
+
 
 @dataclass(frozen=True)
 class Places:
@@ -77,19 +79,8 @@ class Places:
 
 def check_node_size(nprocs_per_node: object, world_size: int) -> None:
     """Raise `ValueError` unless the world divides into nodes of `nprocs_per_node` processes."""
-    size = check_count("nprocs_per_node", nprocs_per_node)
+    size = as_count("nprocs_per_node", nprocs_per_node)
     if world_size % size:
         raise ValueError(
             f"`nprocs_per_node` must divide the number of processes, {world_size}, got {size}."
         )
-
-
-def check_count(name: str, value: object) -> int:
-    """Return `value`, an int >= 1.
-
-    Raises:
-      ValueError: `value` is no such int.
-    """
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"`{name}` must be an int >= 1, got {value!r}.")
-    return value

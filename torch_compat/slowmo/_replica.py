@@ -140,7 +140,7 @@ class Replica:
             self.push_sum.make_numerators(params)
             tensors = [*params, *buffers]
             with own_graph(device):
-                sent = self.collectives.only_first_of_node(tensors, device)
+                sent = self.collectives.only_of(self.collectives.first_of_node, tensors, device)
             with self.collectives.graph(device, Kind.NODE, sent) as writes:
                 writes.extend(zip(tensors, self.collectives.total_in_node(sent), strict=True))
 
@@ -170,7 +170,7 @@ class Replica:
             return rates
         host = torch.device("cpu")
         both = torch.tensor([rates, momentum.rates.since], dtype=torch.float64)
-        sent = self.collectives.only_first([both], host)
+        sent = self.collectives.only_of(self.collectives.first, [both], host)
         with self.collectives.graph(host, Kind.RATES, sent):
             current, since = self.collectives.total(sent)[0].tolist()
         if self.places.rank not in self.collectives.absent:
@@ -212,7 +212,7 @@ class Replica:
         with own_graph(device):
             tensors = [*push_sum.numerators([*params.values()]), *slow.values(), push_sum.weight]
             shares = collectives.only_masters(collectives.shares(tensors))
-            sent = collectives.only_first(buffers, device)
+            sent = collectives.only_of(collectives.first, buffers, device)
             averaged = self.averaged(buffers)
             shares_of_all = collectives.shares_of_all(averaged, device)
             parts = dict(zip(map(id, averaged), shares_of_all, strict=True))

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from .._flat import flatten, unflatten
 from .._places import Places
 from ._base import Backend, check_devices
 from ._header import Exchange, Kind
@@ -150,11 +151,10 @@ class DistributedBackend(Backend):
         self, tensors: list[torch.Tensor], groups: list[list[int]] | None = None
     ) -> list[torch.Tensor]:
         in_node = groups is not None
-        flat = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
+        flat = flatten(tensors)
         wire = self._sent(flat.to(_WIDER.get(flat.dtype, flat.dtype)), fresh=True)
         self._wait(dist.all_reduce, wire, in_node=in_node)
-        sums = wire.to(flat.device, flat.dtype).split([tensor.numel() for tensor in tensors])
-        return [part.reshape(t.shape) for t, part in zip(tensors, sums, strict=True)]
+        return unflatten(tensors, wire.to(flat.device))
 
     def reduce_scatter(self, flat: torch.Tensor) -> torch.Tensor:
         wire = self._sent(flat)
