@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from .errors import describe
 from .messages import Commit, Computed, Failed, Loaded, Ready, Step, StepDone, Stop
+from .reader import DataError
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,10 @@ class WorkerOptions:
     collate_fn: Callable[[list[Any]], Any] | None
     seed_base: int
 
+    def samples_per_step(self, num_devices: int) -> int:
+        """Return the number of samples that all devices take in a step."""
+        return self.batch_size_per_device * self.grad_accumulation_steps * num_devices
+
 
 class GroupFailed(Exception):
     """One of the devices has failed; its report names the device and the failure."""
@@ -31,6 +36,14 @@ class GroupFailed(Exception):
     def __init__(self, report: Failed):
         super().__init__(report.message)
         self.report = report
+
+
+def failure_of_device(index: int, num_devices: int, error: BaseException) -> Failed:
+    """Return the report of an exception in the thread of a device, while it is handled."""
+    name = f"Device {index} of {num_devices}"
+    if isinstance(error, DataError):
+        return Failed(f"{name}: {error}", error.end.traceback)
+    return Failed(f"{name} failed: {describe(error)}", traceback.format_exc())
 
 
 class Stopped(Exception):

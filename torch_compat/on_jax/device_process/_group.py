@@ -13,8 +13,8 @@ from jax._src import cloud_tpu_init, xla_bridge
 from ...errors import describe
 from ...master import MasterModel
 from ...messages import Failed, Loaded, Step, StepDone, StepStatistics
-from ...reader import DataError, SampleReader
-from ...worker import GroupFailed, Link, WorkerOptions
+from ...reader import SampleReader
+from ...worker import GroupFailed, Link, WorkerOptions, failure_of_device
 from ._mesh_program import MeshProgram
 
 _compilations = 0
@@ -108,18 +108,13 @@ class MeshGroup:
             bytes_to_device=program.bytes_to_device - sent,
             bytes_to_host=program.gradient_bytes + sum(buffer.nbytes for buffer in buffers),
         )
-        samples = options.batch_size_per_device * self.num_devices * options.grad_accumulation_steps
-        return StepDone(loss, samples, statistics)
+        return StepDone(loss, options.samples_per_step(self.num_devices), statistics)
 
     def _next_batch(self, index: int) -> Any:
-        name = f"Device {index} of {self.num_devices}"
         try:
             return next(self._batches[index])
-        except DataError as error:
-            raise GroupFailed(Failed(f"{name}: {error}", error.end.traceback)) from error
         except BaseException as error:
-            report = Failed(f"{name} failed: {describe(error)}", traceback.format_exc())
-            raise GroupFailed(report) from error
+            raise GroupFailed(failure_of_device(index, self.num_devices, error)) from error
 
     def _on_devices(self, function: Any, *arguments: Any) -> Any:
         try:

@@ -101,9 +101,8 @@ class MeshProgram:
     def _trace_again(self) -> None:
         self._functional = Functional("TPUManager", self._module)
         trained = set(self._functional.trained)
-        # The dtypes in which gradients are summed.
         self._wide = {
-            name: np.dtype(jnp.promote_types(jax_dtype(self._likes[name].dtype), jnp.float32))
+            name: _summed_in(jax_dtype(self._likes[name].dtype))
             for name in self._all_parameters
             if name in trained
         }
@@ -275,3 +274,8 @@ def _on(array: jax.Array, device: Any) -> jax.Array:
 
 def _first(tree: Any) -> Any:
     return jax.tree.map(lambda array: array[0], tree)
+
+
+def _summed_in(dtype: Any) -> np.dtype:
+    """Return float32 for half precision, so that sums lose nothing."""
+    return np.dtype(jnp.promote_types(dtype, jnp.float32))
