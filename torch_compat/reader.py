@@ -32,41 +32,29 @@ class DataError(RuntimeError):
         self.end = end
 
 
-class QueueDataset(torch.utils.data.IterableDataset):
-    """A dataset that iterates over a queue without end.
-
-    Args:
-      queue: object with `get()`. An `EndOfData` from it ends the iteration: this and later requests
-        for a sample raise a `DataError`.
-    """
-
-    def __init__(self, queue: Any):
-        super().__init__()
-        self.queue = queue
-        self._end: EndOfData | None = None
-
-    def __iter__(self) -> Iterator[Any]:
-        while True:
-            sample = self._end or self.queue.get()
-            if isinstance(sample, EndOfData):
-                self._end = sample
-                raise DataError(sample)
-            yield sample
-
-
-class DeviceQueue:
+class DeviceQueue(torch.utils.data.IterableDataset):
     """The samples of one device, in the process that drives it, read ahead from the first `get`."""
 
     def __init__(self, prefetch: int, read: Callable[[], None]):
+        super().__init__()
         self._samples: queue.Queue = queue.Queue(prefetch)
         self._read = read
 
-    def get(self, block: bool = True, timeout: float | None = None) -> Any:
-        """Return the next sample; after the last one, an `EndOfData` in every call."""
+    def __iter__(self) -> Iterator[Any]:
+        while True:
+            yield self.get()
+
+    def get(self, timeout: float | None = None) -> Any:
+        """Return the next sample.
+
+        Raises:
+          DataError: there are no more, in this and every later call.
+        """
         self._read()
-        sample = self._samples.get(block, timeout)
+        sample = self._samples.get(timeout=timeout)
         if isinstance(sample, EndOfData):
             self.put(sample)
+            raise DataError(sample)
         return sample
 
     def put(self, sample: Any) -> None:
@@ -217,13 +205,12 @@ class SampleReader:
                 f"`index` must be one of the {len(self.device_queues)} devices, got {index}."
             )
         self._read(index)  # begin to read before the first batch is requested
-        loader = torch.utils.data.DataLoader(
-            QueueDataset(self.device_queues[index]),
-            batch_size=batch_size,
-            collate_fn=collate_fn,
-            **kwargs,
+        samples_of_device = self.device_queues[index]
+        return iter(
+            torch.utils.data.DataLoader(
+                samples_of_device, batch_size, collate_fn=collate_fn, **kwargs
+            )
         )
-        return iter(loader)
 
 
 def _send_samples(dataset: Iterable[Any], senders: list[Connection]) -> None:

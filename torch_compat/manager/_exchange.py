@@ -1,7 +1,6 @@
 """The host's side of a step: turns of threads, and access to the shared memory."""
 
 import enum
-import multiprocessing as mp
 import signal
 import threading
 import time
@@ -37,20 +36,18 @@ class StepExchange:
     thread may be interrupted anywhere (Ctrl-C); the next thread then finishes its step.
 
     Args:
-      process: the device process, before its start.
+      process: the manager, before its start as the device process.
 
     Attributes:
       lock: lock between the host's threads. It is not shared with the device process, which could
         die and leave it held.
       failure: the first failure, or None.
-      step_timeout: seconds that a step may take, or None.
       num_devices: number of devices, counted by the device process; None before the first step.
     """
 
-    def __init__(self, process: mp.Process, step_timeout: float | None):
+    def __init__(self, process: Any):
         # A weak reference: the manager refers to this object, and a cycle would keep its memory.
         self._process = weakref.proxy(process)
-        self.step_timeout = step_timeout
         self.lock = threading.RLock()
         self.failure: TPUWorkerError | None = None
         self.num_devices: int | None = None
@@ -184,10 +181,11 @@ class StepExchange:
             self._phase = _Phase.OVER
 
     def _deadline(self) -> float | None:
-        return None if self.step_timeout is None else time.monotonic() + self.step_timeout
+        limit = self._process.step_timeout
+        return None if limit is None else time.monotonic() + limit
 
     def _expect(self, kind: type[Any], deadline: float | None) -> Any:
-        answer = self._receive(deadline, f"`step_timeout` = {self.step_timeout} s")
+        answer = self._receive(deadline, f"`step_timeout` = {self._process.step_timeout} s")
         assert isinstance(answer, kind)
         return answer
 

@@ -2,7 +2,6 @@
 
 import multiprocessing as mp
 import signal
-import threading
 import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -76,6 +75,11 @@ class TPUManager(mp.Process):
       backend: "torch_xla" or "torchax", which runs torch's operations on jax; None for torch_xla
         if it is installed, else torchax.
 
+    Attributes:
+      lock: the lock that is held while this or the device process accesses shared memory, a
+        `threading.RLock`.
+      step_timeout: the seconds that a step may take, or None; it may be changed between steps.
+
     Raises:
       ValueError: an argument is outside its range; the text names it.
       RuntimeError: this process has touched a device of the backend; a fork cannot use it.
@@ -105,7 +109,9 @@ class TPUManager(mp.Process):
         self.prefetch = as_count("prefetch", prefetch)
         self.batch_size_per_device = as_batch_size(batch_size_per_device, batch_size)
         self.grad_accumulation_steps = as_count("grad_accumulation_steps", grad_accumulation_steps)
-        self._exchange = StepExchange(self, as_seconds("step_timeout", step_timeout))
+        self.step_timeout = as_seconds("step_timeout", step_timeout)
+        self._exchange = StepExchange(self)
+        self.lock = self._exchange.lock
         self.init_timeout = as_seconds("init_timeout", init_timeout)
         if not isinstance(model, nn.Module):
             raise ValueError(f"`model` must be a torch.nn.Module, got {type(model).__name__}.")
@@ -124,20 +130,6 @@ class TPUManager(mp.Process):
         self._should_load_parameters = False
         if start:
             self.start()
-
-    @property
-    def lock(self) -> threading.RLock:
-        """The lock that is held while this or the device process accesses shared memory."""
-        return self._exchange.lock
-
-    @property
-    def step_timeout(self) -> float | None:
-        """The seconds that a step may take, or None."""
-        return self._exchange.step_timeout
-
-    @step_timeout.setter
-    def step_timeout(self, seconds: float | None) -> None:
-        self._exchange.step_timeout = as_seconds("step_timeout", seconds)
 
     # The arguments of the device process cannot be pickled: it must be forked, independent of the
     # program's start method.

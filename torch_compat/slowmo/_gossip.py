@@ -1,11 +1,10 @@
-"""Stochastic gradient push: the forms of graph that users may pass, and one exchange."""
+"""Stochastic gradient push: the forms of graph that users may pass, and the plan they give."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 
 from jaxslowmo.topology import (
     ExchangeRound,
@@ -15,9 +14,6 @@ from jaxslowmo.topology import (
     make_graph,
     npeer_directed_exponential,
 )
-
-from ._collectives import Collectives
-from ._graphs import device_data
 
 # The smallest normal float32 is near 1e-38.
 _LEAST_WEIGHT = 1e-30
@@ -82,71 +78,6 @@ def plan_gossip(
             "more often, or keep more."
         )
     return GossipPlan(rounds, True)
-
-
-class Gossip:
-    """The exchanges of a plan, for one process.
-
-    Source: Assran et al., "Stochastic Gradient Push for Distributed Deep Learning", ICML 2019
-      (arXiv:1811.10792), algorithm 1.
-    """
-
-    def __init__(self, plan: GossipPlan, collectives: Collectives) -> None:
-        self.plan = plan
-        self.collectives = collectives
-        self._shares: dict[tuple[int, torch.dtype, torch.device], torch.Tensor] = {}
-
-    def edges(self, number: int) -> list[tuple[int, int]]:
-        """Return the pairs of nodes, source and target, of exchange `number`."""
-        permutations = self.plan.rounds[number % len(self.plan.rounds)].permutations
-        return [edge for permutation in permutations for edge in permutation]
-
-    def exchange(
-        self, number: int, numerators: Sequence[torch.Tensor], weight: torch.Tensor
-    ) -> tuple[list[torch.Tensor], torch.Tensor]:
-        """Send to the peers of exchange `number`, and mix in the values that arrive.
-
-        x <- P x and w <- P w, the rows of this process' node; all processes of a node then hold
-        the result of its master. Call it inside `Collectives.graph`.
-
-        Args:
-          number: number of the exchange, 0, 1, ...; the plan repeats after its last round.
-          numerators: w * parameters, packed in one vector per floating dtype.
-          weight: push-sum weight w, (1,) float32.
-
-        Returns:
-          The new numerators, and the new weight: `weight` itself if weights stay 1.
-
-        Communication: per dtype one collective-permute between masters for every permutation of the
-          round, of the bytes of `numerators`; 4 bytes of w if weights can differ from 1; then
-          `Collectives.total_in_node` of the same.
-        """
-        index = number % len(self.plan.rounds)
-        new = [self._of_master(self._mixed(index, flat)) for flat in numerators]
-        if self.plan.weight_moves:
-            weight = self._of_master(self._mixed(index, weight))
-        return new, weight
-
-    def _of_master(self, value: torch.Tensor) -> torch.Tensor:
-        return self.collectives.total_in_node(self.collectives.only_masters([value]))[0]
-
-    def _mixed(self, index: int, value: torch.Tensor) -> torch.Tensor:
-        """Return this node's row of P times `value` of all nodes, computed in at least float32."""
-        wide = torch.promote_types(value.dtype, torch.float32)
-        kept, *received = self._own_shares(index, wide, value.device).split(1)
-        mixed = kept * value.to(wide)
-        for share, edges in zip(received, self.plan.rounds[index].permutations, strict=True):
-            mixed = mixed + share * self.collectives.permute(value, edges).to(wide)
-        return mixed.to(value.dtype)
-
-    def _own_shares(self, index: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return the share that this node keeps, then its share of what each permutation brings."""
-        key = index, dtype, device
-        if key not in self._shares:
-            node, round_ = self.collectives.places.node, self.plan.rounds[index]
-            shares = [round_.kept[node], *round_.received[:, node]]
-            self._shares[key] = device_data(shares, dtype, device)
-        return self._shares[key]
 
 
 def _as_graph(graph: Any, num_nodes: int, nprocs_per_node: int) -> Graph:

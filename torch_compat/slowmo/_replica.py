@@ -6,7 +6,7 @@ import torch
 
 from ._collectives import Collectives, average_gradients
 from ._flat import times
-from ._gossip import Gossip, GossipPlan
+from ._gossip import GossipPlan
 from ._graphs import own_graph
 from ._half import may_change
 from ._places import Places
@@ -54,8 +54,7 @@ class Replica:
         self.places = places
         self.collectives = Collectives(places, backend)
         self.push_sum = PushSum(is_sgp, plan.weight_moves)
-        gossip = Gossip(plan, self.collectives)
-        self.averaging = Averaging(self.collectives, gossip, self.push_sum)
+        self.averaging = Averaging(self.collectives, plan, self.push_sum)
         self.slow = SlowSteps(
             self.collectives, self.push_sum, is_sharded=is_sharded, is_bounded=is_bounded
         )
