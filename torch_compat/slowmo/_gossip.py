@@ -4,20 +4,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from jaxslowmo.topology import (
     ExchangeRound,
     Graph,
-    Mixing,
     exchange_rounds,
     make_graph,
     npeer_directed_exponential,
+    weights_move,
 )
-
-# The smallest normal float32 is near 1e-38.
-_LEAST_WEIGHT = 1e-30
-_ROTATIONS = 20  # rotations to simulate; weights settle, or vanish, much earlier
 
 
 @dataclass(frozen=True)
@@ -61,23 +55,7 @@ def plan_gossip(
             f"{chosen.name}({chosen.num_nodes})."
         )
     rounds = exchange_rounds(chosen, _as_mixing(mixing))
-    uneven = next((i for i, r in enumerate(rounds) if not r.is_doubly_stochastic), None)
-    if uneven is None:
-        return GossipPlan(rounds, False)
-    if not push_sum:
-        raise ValueError(
-            "`push_sum`=False needs a doubly stochastic mixing, where what a node keeps and "
-            f"receives also sums to 1; at step {uneven} of {chosen.name}({num_nodes}) it does not. "
-            "Leave `push_sum` True, which weighs that out."
-        )
-    smallest = _smallest_weight(rounds)
-    if smallest < _LEAST_WEIGHT:
-        raise ValueError(
-            f"push-sum weights must stay above {_LEAST_WEIGHT:g}; on {chosen.name}({num_nodes}) "
-            f"with this `mixing` they fall to {smallest:.1g}. Let nodes that send much receive "
-            "more often, or keep more."
-        )
-    return GossipPlan(rounds, True)
+    return GossipPlan(rounds, weights_move(chosen, rounds, push_sum=push_sum))
 
 
 def _as_graph(graph: Any, num_nodes: int, nprocs_per_node: int) -> Graph:
@@ -120,31 +98,7 @@ def _get(manager: Any, name: str, default: Any) -> Any:
     return answer() if callable(answer) else answer
 
 
-def _as_mixing(mixing: Any) -> Mixing | None:
-    if mixing is None or callable(mixing):
-        return mixing
+def _as_mixing(mixing: Any) -> Any:
+    """Return None for FairScale's uniform mixing, any other value as it is."""
     is_uniform: Callable[[], bool] | None = getattr(mixing, "is_uniform", None)
-    if is_uniform is not None and is_uniform():
-        return None
-    raise ValueError(
-        "`mixing` must be None or a callable (graph, step) -> P[destination, source], such as "
-        f"jaxslowmo.topology.self_weighted(0.5), got {mixing!r}."
-    )
-
-
-def _smallest_weight(rounds: tuple[ExchangeRound, ...]) -> float:
-    """Return the smallest push-sum weight of any node in the first rotations."""
-    size = rounds[0].kept.size
-    matrices = []
-    for exchange in rounds:
-        matrix = np.diag(exchange.kept)
-        for permutation, shares in zip(exchange.permutations, exchange.received, strict=True):
-            for source, destination in permutation:
-                matrix[destination, source] += shares[destination]
-        matrices.append(matrix)
-    weight, smallest = np.ones(size), 1.0
-    for _ in range(_ROTATIONS):
-        for matrix in matrices:
-            weight = matrix @ weight
-            smallest = min(smallest, float(weight.min()))
-    return smallest
+    return None if is_uniform is not None and is_uniform() else mixing
