@@ -87,15 +87,9 @@ def _from_manager(manager: Any, nprocs_per_node: int) -> Graph:
             "`graph.phone_book` must hold one row of edges with `dest` per node, got "
             f"{manager.phone_book!r}."
         ) from None
-    peers = _get(manager, "peers_per_itr", 1)
-    dynamic, bipartite = _get(manager, "is_dynamic_graph", True), _get(manager, "is_bipartite", 0)
-    name = type(manager).__name__
-    return Graph(len(rows), int(peers), rows, bool(dynamic), bool(bipartite), name)
-
-
-def _get(manager: Any, name: str, default: Any) -> Any:
-    answer = getattr(manager, name, default)
-    return answer() if callable(answer) else answer
+    is_dynamic = getattr(manager, "is_dynamic_graph", lambda: True)()
+    peers, name = getattr(manager, "peers_per_itr", 1), type(manager).__name__
+    return Graph(len(rows), peers, rows, is_dynamic, name=name)
 
 
 def _as_mixing(mixing: Any) -> Any:

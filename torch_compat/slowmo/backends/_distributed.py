@@ -123,17 +123,11 @@ class DistributedBackend(Backend):
         )
 
     def join_group(self) -> Any:
-        if backend_on(self._group, torch.device("cpu")) != "gloo" or (
-            self._device is not None
-            and backend_on(self._group, self._wire_device(self._device)) != "gloo"
-        ):
-            raise ValueError(
-                "join() is available over gloo alone, where processes tell each other what they "
-                f"exchange; the backend of the process group is {dist.get_backend(self._group)!r}. "
-                "Give all processes the same number of batches, as "
-                "torch.utils.data.DistributedSampler does."
-            )
-        return self._group
+        devices = [torch.device("cpu")]
+        if self._device is not None:
+            devices.append(self._wire_device(self._device))
+        is_gloo = all(backend_on(self._group, device) == "gloo" for device in devices)
+        return self._group if is_gloo else None
 
     def wait_for(self, work: Any) -> None:
         self._waiting.until_done(lambda: work)
