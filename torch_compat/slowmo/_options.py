@@ -3,6 +3,7 @@
 import logging
 import warnings
 from collections.abc import Mapping
+from dataclasses import replace
 from enum import Enum
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from ..checks import as_count, is_finite
-from ._places import Places, check_node_size
+from ._places import Places
 from .backends import Backend, choose
 
 LOG = logging.getLogger("torch_compat.slowmo")
@@ -102,17 +103,18 @@ def settle(
     base = SlowMoBaseAlgorithm.of(options.slowmo_base_algorithm)
     is_averaged = base == SlowMoBaseAlgorithm.LOCALSGD or has_slow_momentum(options)
     _check_buffers(options.broadcast_buffers, is_averaged=is_averaged)
-    groups = {
-        "global_group": options.global_group,
-        "local_node_group": options.local_node_group,
-        "comm_device": options.comm_device,
-    }
-    backend = choose(options.backend, module, groups)
+    groups = ("global_group", "local_node_group", "comm_device")
+    backend = choose(options.backend, module, {name: getattr(options, name) for name in groups})
     rank, world, size = backend.rank, backend.world_size, options.nprocs_per_node
-    _check_place("process_rank", options.process_rank, rank, backend)
-    _check_place("process_world_size", options.process_world_size, world, backend)
-    check_node_size(size, world)
-    places = Places(rank, world, size, backend.hosts() if 1 < size < world else None)
+    for name, actual in (("process_rank", rank), ("process_world_size", world)):
+        if getattr(options, name) not in (None, actual):
+            raise ValueError(
+                f"`{name}` comes from {backend.name}, where it is {actual}; leave it None or pass "
+                f"that, got {getattr(options, name)!r}."
+            )
+    places = Places(rank, world, size)
+    if 1 < size < world:
+        places = replace(places, hosts=backend.hosts())
     backend.join_nodes(places)
 
     _mention_unused(options, defaults, places, backend)
@@ -126,8 +128,13 @@ def settle(
         if has_slow_momentum(options):
             _mention("SlowMo is used without LocalSGD and SGP.")
         return places, backend, None
-    if has_slow_momentum(options) and base == SlowMoBaseAlgorithm.LOCALSGD:
-        _mention_schedule(options.slowmo_frequency, options.localsgd_frequency)
+    slow, local = options.slowmo_frequency, options.localsgd_frequency
+    if has_slow_momentum(options) and base == SlowMoBaseAlgorithm.LOCALSGD and slow % local:
+        _mention(
+            f"`slowmo_frequency`={slow} is not a multiple of `localsgd_frequency`={local}: "
+            "parameters are averaged more often than needed, or slow steps start from parameters "
+            "that are not averaged."
+        )
     return places, backend, base
 
 
@@ -174,15 +181,6 @@ def _check_buffers(mode: object, *, is_averaged: bool) -> None:
         )
 
 
-def _check_place(name: str, stated: int | None, actual: int, backend: Backend) -> None:
-    """Raise `ValueError` if a stated rank or world size is not that of the backend."""
-    if stated is not None and stated != actual:
-        raise ValueError(
-            f"`{name}` comes from {backend.name}, where it is {actual}; leave it None or pass "
-            f"that, got {stated!r}."
-        )
-
-
 def _mention_unused(
     options: Any, defaults: Mapping[str, Any], places: Places, backend: Backend
 ) -> None:
@@ -196,17 +194,6 @@ def _mention_unused(
             f"SlowMoDistributedDataParallel: {', '.join(unused)} without effect over "
             f"{backend.name}: {reason}, gossip is part of the step, and slow momentum is sharded "
             "over all processes.",
-            stacklevel=5,
-        )
-
-
-def _mention_schedule(slowmo_frequency: int, localsgd_frequency: int) -> None:
-    """Warn if the frequency of slow steps is not a multiple of that of averages."""
-    if slowmo_frequency % localsgd_frequency:
-        _mention(
-            f"`slowmo_frequency`={slowmo_frequency} is not a multiple of "
-            f"`localsgd_frequency`={localsgd_frequency}: parameters are averaged more often than "
-            "needed, or slow steps start from parameters that are not averaged.",
             stacklevel=5,
         )
 

@@ -32,8 +32,13 @@ class Places:
     hosts: tuple[Hashable, ...] | None = None
 
     def __post_init__(self) -> None:
-        check_node_size(self.nprocs_per_node, self.world_size)
-        size, sizes = self.nprocs_per_node, [len(ranks) for ranks in self._by_host().values()]
+        size = as_count("nprocs_per_node", self.nprocs_per_node)
+        if self.world_size % size:
+            raise ValueError(
+                f"`nprocs_per_node` must divide the number of processes, {self.world_size}, got "
+                f"{size}."
+            )
+        sizes = [len(ranks) for ranks in self._by_host().values()]
         inside, whole = all(n % size == 0 for n in sizes), all(size % n == 0 for n in sizes)
         if not (inside or (whole and len(set(sizes)) == 1)):
             raise ValueError(
@@ -75,12 +80,3 @@ class Places:
     def is_master(self) -> bool:
         """True if this process is the master of its node."""
         return self.rank in self.masters
-
-
-def check_node_size(nprocs_per_node: object, world_size: int) -> None:
-    """Raise `ValueError` unless the world divides into nodes of `nprocs_per_node` processes."""
-    size = as_count("nprocs_per_node", nprocs_per_node)
-    if world_size % size:
-        raise ValueError(
-            f"`nprocs_per_node` must divide the number of processes, {world_size}, got {size}."
-        )
