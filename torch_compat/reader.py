@@ -173,23 +173,15 @@ class SampleReader:
                 )
                 self._readers[number].start()
 
-    def get_batches(
-        self,
-        index: int,
-        *,
-        batch_size: int | None = 1,
-        collate_fn: Callable[[list[Any]], Any] | None = None,
-        num_workers: int = 0,
-        **kwargs: Any,
-    ) -> Iterator[Any]:
+    def get_batches(self, index: int, *, num_workers: int = 0, **kwargs: Any) -> Iterator[Any]:
         """Return an endless iterator of batches on the host, for one device.
 
         Args:
           index: number of the device, 0 <= index < nprocs.
-          batch_size: samples per batch; None for samples without batching.
-          collate_fn: function from samples to a batch, see `torch.utils.data.DataLoader`.
           num_workers: must be 0, since a thread of this process reads the samples.
-          **kwargs: further arguments of `torch.utils.data.DataLoader`.
+          **kwargs: further arguments of `torch.utils.data.DataLoader`: `batch_size` is the number
+            of samples per batch, 1 by default, None for samples without batching; `collate_fn` the
+            function from samples to a batch.
 
         Raises:
           DataError: from the iterator, if there are no more samples.
@@ -205,12 +197,7 @@ class SampleReader:
                 f"`index` must be one of the {len(self.device_queues)} devices, got {index}."
             )
         self._read(index)  # begin to read before the first batch is requested
-        samples_of_device = self.device_queues[index]
-        return iter(
-            torch.utils.data.DataLoader(
-                samples_of_device, batch_size, collate_fn=collate_fn, **kwargs
-            )
-        )
+        return iter(torch.utils.data.DataLoader(self.device_queues[index], **kwargs))
 
 
 def _send_samples(dataset: Iterable[Any], senders: list[Connection]) -> None:

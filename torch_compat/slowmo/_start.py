@@ -99,7 +99,7 @@ def checksum(tensor: torch.Tensor) -> int:
 
     It is equal on every kind of device.
     """
-    return crc32(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    return crc32(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
 
 def _gathered(numbers: list[int], collectives: Collectives, device: torch.device) -> torch.Tensor:

@@ -202,7 +202,7 @@ def _read_momentum(
                 "that consolidated_state_dict() made."
             )
     else:
-        anchor, velocity = (span.part_of(entries["whole_" + k]) for k in ("anchor", "velocity"))
+        anchor, velocity = (span.part([entries["whole_" + k]]) for k in ("anchor", "velocity"))
     return SlowMomentum(span, _copy(anchor), _copy(velocity), rates)
 
 

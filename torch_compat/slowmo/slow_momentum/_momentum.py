@@ -50,16 +50,11 @@ class Span:
         parts = flat[: self.total].split(list(self.sizes.values()))
         return dict(zip(self.names, parts, strict=True))
 
-    def part_of(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return this part of a whole vector (total,), padded with zeros."""
-        part = flat[self.index * self.length : (self.index + 1) * self.length]
-        return torch.nn.functional.pad(part, (0, self.length - part.numel()))
-
     def part(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return this part of the vector of `values`, those of all names in order; a copy.
 
-        Call it inside `own_graph`. The index of the part is data, so that the graph is the same on
-        all processes.
+        On an XLA device call it inside `own_graph`. The index of the part is data, so that the
+        graph is the same on all processes.
         """
         rows = self.num_parts + 1  # one more, so that the result is never a view of a parameter
         flat = flatten(values, rows * self.length).reshape(rows, self.length)
