@@ -6,11 +6,13 @@ only torch; names that drive XLA devices need torch_xla.
 
 import sys as _sys
 from importlib import import_module as _import_module
+from importlib.util import find_spec as _find_spec
 from typing import TYPE_CHECKING
 
 from .errors import PeerLostError as PeerLostError
 from .errors import TPUWorkerError as TPUWorkerError
 from .errors import UnlikeCallsError as UnlikeCallsError
+from .errors import not_installed as _not_installed
 from .messages import StepStatistics as StepStatistics
 
 if TYPE_CHECKING:
@@ -40,15 +42,9 @@ else:
         if name not in _HOMES:
             message = f"module {__name__!r} has no attribute {name!r}"
             raise AttributeError(message, name=name, obj=_sys.modules[__name__])
-        try:
-            home = _import_module(f".{_HOMES[name]}", __name__)
-        except ModuleNotFoundError as error:
-            # A message with "torch_compat" says already what to install.
-            if error.name != "torch" or "torch_compat" in error.msg:
-                raise
-            from .errors import not_installed
-
-            raise not_installed("torch") from error
+        if _find_spec("torch") is None:
+            raise _not_installed("torch", "torchax" if name == "on_jax" else "torch")
+        home = _import_module(f".{_HOMES[name]}", __name__)
         value = home if name == _HOMES[name] else getattr(home, name)
         globals()[name] = value
         return value

@@ -29,18 +29,21 @@ def ensure_autograd_threads(device: torch.device) -> None:
     started again, now that the devices can be counted.
 
     Raises:
-      RuntimeError: this build of torch does not export the engine's functions. Then start the
-        devices before the first `backward()` of the process.
+      RuntimeError: there is no thread, and this build of torch does not export the engine's
+        functions. Then start the devices before the first `backward()` of the process.
     """
     global _ensured_in
     with _LOCK:
         if _ensured_in != os.getpid():
-            if not _differentiates(device):
-                _start_threads(device)
+            try:
+                _differentiate(device)
+            except RuntimeError:
+                _start_threads()
+                _differentiate(device)
             _ensured_in = os.getpid()
 
 
-def _start_threads(device: torch.device) -> None:
+def _start_threads() -> None:
     try:
         path = str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so")
         # A forked process makes a new engine, which needs Python's GIL (PyDLL). The engine's
@@ -57,16 +60,7 @@ def _start_threads(device: torch.device) -> None:
     get_engine.restype = ctypes.c_void_p
     start_threads.argtypes, start_threads.restype = [ctypes.c_void_p], None
     start_threads(get_engine())
-    if not _differentiates(device):
-        raise RuntimeError(f"torch's autograd engine has no thread for {device} and got none.")
 
 
-def _differentiates(device: torch.device) -> bool:
-    scalar = torch.zeros((), device=device, requires_grad=True)
-    try:
-        scalar.backward()
-    except RuntimeError as error:
-        if "device_ready_queues_" in str(error):
-            return False
-        raise
-    return True
+def _differentiate(device: torch.device) -> None:
+    torch.zeros((), device=device, requires_grad=True).backward()

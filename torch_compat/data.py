@@ -1,6 +1,6 @@
 """The samples of a `SampleReader` on XLA devices."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -32,9 +32,6 @@ class TPUDataManager(SampleReader):
         *,
         index: int | None = None,
         device: torch.device | None = None,
-        batch_size: int | None = 1,
-        collate_fn: Callable[[list[Any]], Any] | None = None,
-        num_workers: int = 0,
         **kwargs: Any,
     ) -> Iterator[Any]:
         """Return an endless iterator of batches on one device, for that device.
@@ -42,28 +39,18 @@ class TPUDataManager(SampleReader):
         Args:
           index: number of the device, 0 <= index < nprocs; None: the calling thread's ordinal.
           device: device of the batches; None: the calling thread's default device.
-          batch_size: samples per batch; None for samples without batching.
-          collate_fn: function from samples to a batch, see `torch.utils.data.DataLoader`.
-          num_workers: must be 0, since a thread of this process reads the samples.
-          **kwargs: further arguments of `torch.utils.data.DataLoader`.
+          **kwargs: arguments of `torch.utils.data.DataLoader`. `batch_size` is the number of
+            samples per batch, 1 by default, None for samples without batching; `collate_fn` is the
+            function from samples to a batch; `num_workers` must be 0, since a thread of this
+            process reads the samples.
 
         Raises:
           DataError: from the iterator, if there are no more samples.
           ValueError: `num_workers` is not 0, or `index` is not that of a device.
         """
-        batches = self.get_batches(
-            xr.global_ordinal() if index is None else index,
-            batch_size=batch_size,
-            collate_fn=collate_fn,
-            num_workers=num_workers,
-            **kwargs,
-        )
-        return _on_device(batches, torch_xla.device() if device is None else device)
-
-
-def _on_device(batches: Iterable[Any], device: torch.device) -> Iterator[Any]:
-    for batch in batches:
-        yield send_to_device(batch, device)
+        batches = self.get_batches(xr.global_ordinal() if index is None else index, **kwargs)
+        device = torch_xla.device() if device is None else device
+        return (send_to_device(batch, device) for batch in batches)
 
 
 def send_to_device(batch: Any, device: torch.device) -> Any:

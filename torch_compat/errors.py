@@ -21,11 +21,19 @@ class TPUWorkerError(RuntimeError):
         self.exitcode = exitcode
 
 
-def not_installed(package: str) -> ModuleNotFoundError:
-    """Return the error for a missing package that the extra `torch` installs."""
+def not_installed(
+    package: str, extra: str = "torch", user: str = "torch_compat"
+) -> ModuleNotFoundError:
+    """Return the error for a missing package.
+
+    Args:
+      package: name of the package.
+      extra: the extra of jaxslowmo that installs it.
+      user: what needs it.
+    """
     return ModuleNotFoundError(
-        f"torch_compat needs {package}, which is not installed; the extra `torch` has it: "
-        "pip install 'jaxslowmo[torch]' (in a checkout: '.[torch]')",
+        f"{user} needs {package}, which is not installed; the extra `{extra}` has it: "
+        f"pip install 'jaxslowmo[{extra}]' (in a checkout: '.[{extra}]')",
         name=package,
     )
 

@@ -180,19 +180,13 @@ class MasterModel:
 
 def _shared_like(parameters: list[nn.Parameter]) -> list[torch.Tensor]:
     """Return zeros like the parameters, in one block of shared memory per dtype."""
-    sizes: dict[torch.dtype, int] = {}
-    for parameter in parameters:
-        sizes[parameter.dtype] = sizes.get(parameter.dtype, 0) + parameter.numel()
-    pieces = {dtype: torch.zeros(size, dtype=dtype) for dtype, size in sizes.items()}
-    offsets = dict.fromkeys(pieces, 0)
-    views = []
-    for piece in pieces.values():
-        piece.share_memory_()
-    for parameter in parameters:
-        begin = offsets[parameter.dtype]
-        end = offsets[parameter.dtype] = begin + parameter.numel()
-        views.append(pieces[parameter.dtype][begin:end].view(parameter.shape))
-    return views
+    views: dict[int, torch.Tensor] = {}
+    for dtype in {parameter.dtype for parameter in parameters}:
+        same = [parameter for parameter in parameters if parameter.dtype == dtype]
+        sizes = [parameter.numel() for parameter in same]
+        parts = torch.zeros(sum(sizes), dtype=dtype).share_memory_().split(sizes)
+        views |= {id(p): part.view(p.shape) for p, part in zip(same, parts, strict=True)}
+    return [views[id(parameter)] for parameter in parameters]
 
 
 def _check_parameters(

@@ -2,27 +2,23 @@
 
 from typing import NamedTuple
 
-from .settings import Changes
+from .settings import Settings
 
 
 class Step(NamedTuple):
     """A request for one step.
 
     Attributes:
-      number: number of the step; answers contain it.
       load_parameters: whether the devices load the master's parameters and buffers first.
       changes: settings of the model that a script has changed since the last step.
     """
 
-    number: int
     load_parameters: bool
-    changes: Changes
+    changes: Settings
 
 
 class Commit(NamedTuple):
     """Permission for a step that was `Computed` to write into shared memory."""
-
-    number: int
 
 
 class Stop(NamedTuple):
@@ -38,13 +34,9 @@ class Ready(NamedTuple):
 class Loaded(NamedTuple):
     """Notice that the devices have loaded the master's parameters, which may change again."""
 
-    number: int
-
 
 class Computed(NamedTuple):
     """Notice that a step's gradients are computed and wait for a `Commit`."""
-
-    number: int
 
 
 class StepStatistics(NamedTuple):
@@ -70,7 +62,6 @@ class StepStatistics(NamedTuple):
 class StepDone(NamedTuple):
     """The outcome of a step: its gradients are in the master's."""
 
-    number: int
     loss: float
     num_samples: int
     statistics: StepStatistics

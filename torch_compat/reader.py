@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch.utils.data
 
 from . import samples
+from .checks import as_count
 from .errors import describe
 
 
@@ -31,45 +32,29 @@ class DataError(RuntimeError):
         self.end = end
 
 
-class QueueDataset(torch.utils.data.IterableDataset):
-    """A dataset that iterates over a queue without end.
-
-    Args:
-      queue: object with `get()`. An `EndOfData` from it ends the iteration: this and later requests
-        for a sample raise a `DataError`.
-    """
-
-    def __init__(self, queue: Any):
-        super().__init__()
-        self.queue = queue
-        self._end: EndOfData | None = None
-
-    def __iter__(self) -> Iterator[Any]:
-        while True:
-            sample = self._end or self.queue.get()
-            if isinstance(sample, EndOfData):
-                self._end = sample
-                raise DataError(sample)
-            yield sample
-
-    def __len__(self) -> int:
-        """Return a huge number: some tools need a length, but this dataset has no end."""
-        return 10**12
-
-
-class DeviceQueue:
+class DeviceQueue(torch.utils.data.IterableDataset):
     """The samples of one device, in the process that drives it, read ahead from the first `get`."""
 
     def __init__(self, prefetch: int, read: Callable[[], None]):
+        super().__init__()
         self._samples: queue.Queue = queue.Queue(prefetch)
         self._read = read
 
-    def get(self, block: bool = True, timeout: float | None = None) -> Any:
-        """Return the next sample; after the last one, an `EndOfData` in every call."""
+    def __iter__(self) -> Iterator[Any]:
+        while True:
+            yield self.get()
+
+    def get(self, timeout: float | None = None) -> Any:
+        """Return the next sample.
+
+        Raises:
+          DataError: there are no more, in this and every later call.
+        """
         self._read()
-        sample = self._samples.get(block, timeout)
+        sample = self._samples.get(timeout=timeout)
         if isinstance(sample, EndOfData):
             self.put(sample)
+            raise DataError(sample)
         return sample
 
     def put(self, sample: Any) -> None:
@@ -108,12 +93,9 @@ class SampleReader:
     ):
         if not isinstance(dataset, Iterable) and not hasattr(dataset, "__getitem__"):
             raise ValueError(f"`dataset` must be iterable, got {type(dataset).__name__}.")
-        if master_prefetch < 1:
-            raise ValueError(
-                f"`prefetch` counts samples per device and must be >= 1, got {master_prefetch}."
-            )
-        if nprocs is not None and nprocs < 1:
-            raise ValueError(f"`nprocs` must be >= 1, got {nprocs}.")
+        as_count("prefetch", master_prefetch)
+        if nprocs is not None:
+            as_count("nprocs", nprocs)
         self.dataset, self.nprocs, self.master_prefetch = dataset, nprocs, master_prefetch
         self._owner = os.getpid()
         # One pipe for all if the number of devices is not known yet.
@@ -191,23 +173,15 @@ class SampleReader:
                 )
                 self._readers[number].start()
 
-    def get_batches(
-        self,
-        index: int,
-        *,
-        batch_size: int | None = 1,
-        collate_fn: Callable[[list[Any]], Any] | None = None,
-        num_workers: int = 0,
-        **kwargs: Any,
-    ) -> Iterator[Any]:
+    def get_batches(self, index: int, *, num_workers: int = 0, **kwargs: Any) -> Iterator[Any]:
         """Return an endless iterator of batches on the host, for one device.
 
         Args:
           index: number of the device, 0 <= index < nprocs.
-          batch_size: samples per batch; None for samples without batching.
-          collate_fn: function from samples to a batch, see `torch.utils.data.DataLoader`.
           num_workers: must be 0, since a thread of this process reads the samples.
-          **kwargs: further arguments of `torch.utils.data.DataLoader`.
+          **kwargs: further arguments of `torch.utils.data.DataLoader`: `batch_size` is the number
+            of samples per batch, 1 by default, None for samples without batching; `collate_fn` the
+            function from samples to a batch.
 
         Raises:
           DataError: from the iterator, if there are no more samples.
@@ -223,13 +197,7 @@ class SampleReader:
                 f"`index` must be one of the {len(self.device_queues)} devices, got {index}."
             )
         self._read(index)  # begin to read before the first batch is requested
-        loader = torch.utils.data.DataLoader(
-            QueueDataset(self.device_queues[index]),
-            batch_size=batch_size,
-            collate_fn=collate_fn,
-            **kwargs,
-        )
-        return iter(loader)
+        return iter(torch.utils.data.DataLoader(self.device_queues[index], **kwargs))
 
 
 def _send_samples(dataset: Iterable[Any], senders: list[Connection]) -> None:

@@ -23,6 +23,7 @@ except ModuleNotFoundError as error:
     raise not_installed(error.name) from error
 
 from .autograd_threads import ensure_autograd_threads
+from .checks import as_int
 from .meeting import Meeting
 
 MAX_CPU_DEVICES = 64
@@ -52,9 +53,7 @@ def configured_cpu_devices() -> int | None:
 
 def check_cpu_devices(num_devices: int) -> None:
     """Raise `ValueError` unless that many CPU devices can be configured."""
-    if isinstance(num_devices, bool) or not isinstance(num_devices, int):
-        raise ValueError(f"`num_devices` must be an int, got {num_devices!r}.")
-    if not 1 <= num_devices <= MAX_CPU_DEVICES:
+    if not 1 <= as_int("num_devices", num_devices) <= MAX_CPU_DEVICES:
         raise ValueError(
             f"`num_devices` must be between 1 and {MAX_CPU_DEVICES}, got {num_devices}."
         )

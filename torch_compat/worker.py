@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from .errors import describe
 from .messages import Commit, Computed, Failed, Loaded, Ready, Step, StepDone, Stop
+from .reader import DataError
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,10 @@ class WorkerOptions:
     collate_fn: Callable[[list[Any]], Any] | None
     seed_base: int
 
+    def samples_per_step(self, num_devices: int) -> int:
+        """Return the number of samples that all devices take in a step."""
+        return self.batch_size_per_device * self.grad_accumulation_steps * num_devices
+
 
 class GroupFailed(Exception):
     """One of the devices has failed; its report names the device and the failure."""
@@ -31,6 +36,14 @@ class GroupFailed(Exception):
     def __init__(self, report: Failed):
         super().__init__(report.message)
         self.report = report
+
+
+def failure_of_device(index: int, num_devices: int, error: BaseException) -> Failed:
+    """Return the report of an exception in the thread of a device, while it is handled."""
+    name = f"Device {index} of {num_devices}"
+    if isinstance(error, DataError):
+        return Failed(f"{name}: {error}", error.end.traceback)
+    return Failed(f"{name} failed: {describe(error)}", traceback.format_exc())
 
 
 class Stopped(Exception):
@@ -50,21 +63,17 @@ class Link:
         except (EOFError, OSError):
             return Stop()
 
-    def loaded(self, number: int) -> None:
-        """Notify the host that all devices have the master's parameters."""
-        self._connection.send(Loaded(number))
-
-    def wait_to_commit(self, number: int) -> None:
+    def wait_to_commit(self) -> None:
         """Notify the host that a step's gradients are computed; wait until they may be written.
 
         Raises:
           Stopped: the host requests the end instead.
         """
-        self._connection.send(Computed(number))
+        self.send(Computed())
         if not isinstance(self.next_request(), Commit):
             raise Stopped
 
-    def send(self, answer: Ready | StepDone | Failed) -> None:
+    def send(self, answer: Ready | Loaded | Computed | StepDone | Failed) -> None:
         """Send a message to the host."""
         self._connection.send(answer)
 
@@ -75,7 +84,7 @@ class Group(Protocol):
     num_devices: int
 
     def step(self, request: Step, link: Link) -> StepDone:
-        """Take a step; call `link.loaded`, if it loads parameters, and `link.wait_to_commit`."""
+        """Take a step; send `Loaded`, if it loads parameters, and call `link.wait_to_commit`."""
         ...
 
 

@@ -23,7 +23,7 @@ from .._support.types import PyTree
 from ..collectives import in_slices, permute
 from ..collectives.codecs import Half
 from ..mesh import Shares, axis_names
-from ..topology import ExchangeRound, Graph, Mixing, exchange_rounds
+from ..topology import ExchangeRound, Graph, Mixing, exchange_rounds, weights_move
 from ..transform import Exchange, Flats, TreePacking, packing_of, phase_scope, run_one_of
 from ..tree import Buffer, added, at_least_float32, by_dtype, cast, subtracted
 
@@ -56,22 +56,7 @@ def gossip_plan(
     rounds = exchange_rounds(graph, mixing)
     if graph.num_nodes == 1:
         return GossipPlan((), False, False)
-    # Columns of P sum to 1. If rows do too, w = 1 stays 1: sum_k P[i, k] 1 = 1.
-    uneven = next((i for i, r in enumerate(rounds) if not r.is_doubly_stochastic), None)
-    if uneven is not None and not push_sum:
-        raise ValueError(
-            f"{owner}: `push_sum`=False needs a doubly stochastic mixing, where what a node keeps "
-            f"and receives also sums to 1; at step {uneven} of {graph.name}({graph.num_nodes}) the "
-            "rows of P do not. Leave `push_sum` True, which weighs that out."
-        )
-    # Parameters are x / w: a weight that vanishes in float32 would make them infinite.
-    smallest = 1.0 if uneven is None else _smallest_weight(rounds)
-    if smallest < _LEAST_WEIGHT:
-        raise ValueError(
-            f"{owner}: push-sum weights must stay above {_LEAST_WEIGHT:g}, since float32 ends near "
-            f"1e-38; on {graph.name}({graph.num_nodes}) with this mixing they fall to "
-            f"{smallest:.1g}. Let nodes that send much receive more often, or keep more."
-        )
+    moves = weights_move(graph, rounds, push_sum=push_sum)
     # A node that keeps nothing would have weight 0 until the late messages arrive.
     late = overlap > 1
     if late and any(np.any(r.kept == 0) for r in rounds):
@@ -81,31 +66,7 @@ def gossip_plan(
         )
     # Messages in flight are missing from w, equally on all nodes if all keep the same share.
     kept_differs = any(np.ptp(r.kept) > 0 for r in rounds)
-    differs = uneven is not None or (late and kept_differs)
-    return GossipPlan(rounds, late or uneven is not None, differs)
-
-
-_LEAST_WEIGHT = 1e-30
-_ROTATIONS = 20  # weights settle or vanish in fewer rotations than this
-
-
-def _smallest_weight(rounds: Sequence[ExchangeRound]) -> float:
-    """Return the smallest push-sum weight of any node in the first rotations."""
-    edges = []  # per round: source, destination and share of every message
-    for exchange in rounds:
-        sources, destinations = np.concatenate([np.array(p) for p in exchange.permutations]).T
-        which = np.repeat(np.arange(len(exchange.permutations)), [*map(len, exchange.permutations)])
-        edges.append((sources, destinations, exchange.received[which, destinations]))
-    weight = np.ones_like(rounds[0].kept)
-    smallest = 1.0
-    for _ in range(_ROTATIONS):
-        for exchange, (sources, destinations, shares) in zip(rounds, edges, strict=True):
-            arriving = np.bincount(destinations, shares * weight[sources], weight.size)
-            weight = exchange.kept * weight + arriving
-            smallest = min(smallest, float(weight.min()))
-        if smallest < _LEAST_WEIGHT:
-            break
-    return smallest
+    return GossipPlan(rounds, late or moves, moves or (late and kept_differs))
 
 
 class Arrival(NamedTuple):

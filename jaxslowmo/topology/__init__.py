@@ -25,6 +25,7 @@ from ._mixing import exchange_rounds as exchange_rounds
 from ._mixing import mixing_matrix as mixing_matrix
 from ._mixing import self_weighted as self_weighted
 from ._mixing import uniform_mixing as uniform_mixing
+from ._mixing import weights_move as weights_move
 from ._phone_book import Graph as Graph
 from ._phone_book import check_graph as check_graph
 from ._phone_book import from_phone_book as from_phone_book

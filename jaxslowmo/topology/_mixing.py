@@ -245,3 +245,61 @@ def _round(graph: Graph, matrix: np.ndarray, step: int) -> ExchangeRound:
         np.diagonal(matrix).copy(),
         bool(np.all(np.abs(matrix.sum(axis=1) - 1) <= TOLERANCE)),
     )
+
+
+_LEAST_WEIGHT = 1e-30
+_ROTATIONS = 20  # weights settle or vanish in fewer rotations than this
+
+
+def weights_move(graph: Graph, rounds: Sequence[ExchangeRound], *, push_sum: bool) -> bool:
+    """Return whether push-sum weights can differ from 1.
+
+    Args:
+      graph: the graph (which node sends to which).
+      rounds: its exchanges, from `exchange_rounds`.
+      push_sum: whether they may.
+
+    Returns:
+      False if every round is doubly stochastic, so that weights of 1 stay 1; otherwise True.
+
+    Raises:
+      ValueError: without push-sum, a mixing that is not doubly stochastic; weights that vanish.
+    """
+    # Columns of P sum to 1. If rows do too, w = 1 stays 1: sum_k P[i, k] 1 = 1.
+    uneven = next((i for i, r in enumerate(rounds) if not r.is_doubly_stochastic), None)
+    if uneven is None:
+        return False
+    if not push_sum:
+        raise ValueError(
+            "`push_sum`=False needs a doubly stochastic mixing, where what a node keeps and "
+            f"receives also sums to 1; at step {uneven} of {graph.name}({graph.num_nodes}) the "
+            "rows of P do not. Leave `push_sum` True, which weighs that out."
+        )
+    # Parameters are x / w: a weight that vanishes in float32 would make them infinite.
+    smallest = _smallest_weight(rounds)
+    if smallest < _LEAST_WEIGHT:
+        raise ValueError(
+            f"push-sum weights must stay above {_LEAST_WEIGHT:g}, since float32 ends near 1e-38; "
+            f"on {graph.name}({graph.num_nodes}) with this `mixing` they fall to {smallest:.1g}. "
+            "Let nodes that send much receive more often, or keep more."
+        )
+    return True
+
+
+def _smallest_weight(rounds: Sequence[ExchangeRound]) -> float:
+    """Return the smallest push-sum weight of any node in the first rotations."""
+    edges = []  # per round: source, destination and share of every message
+    for exchange in rounds:
+        sources, destinations = np.concatenate([np.array(p) for p in exchange.permutations]).T
+        which = np.repeat(np.arange(len(exchange.permutations)), [*map(len, exchange.permutations)])
+        edges.append((sources, destinations, exchange.received[which, destinations]))
+    weight = np.ones_like(rounds[0].kept)
+    smallest = 1.0
+    for _ in range(_ROTATIONS):
+        for exchange, (sources, destinations, shares) in zip(rounds, edges, strict=True):
+            arriving = np.bincount(destinations, shares * weight[sources], weight.size)
+            weight = exchange.kept * weight + arriving
+            smallest = min(smallest, float(weight.min()))
+        if smallest < _LEAST_WEIGHT:
+            break
+    return smallest

@@ -16,8 +16,6 @@ _FROM_AN_INDEX = re.compile(r"pip install (-\S+ )*['\"]?jaxslowmo\b(?!\[\w+\] @)
 _ADD_AN_EXTRA = {
     ROOT / "jaxslowmo/_support/extras.py",
     ROOT / "torch_compat/errors.py",
-    ROOT / "torch_compat/manager/_backends.py",
-    ROOT / "torch_compat/on_jax/tracing/_torchax.py",
     ROOT / "tests/on_jax/test_torchax.py",
     ROOT / "docs/start.md",
 }
@@ -30,6 +28,7 @@ _ADD_AN_EXTRA = {
         ("import jaxslowmo.models", "flax", "jaxslowmo[train]"),
         ("import jaxslowmo.islands", "obstore", "jaxslowmo[islands]"),
         ("from torch_compat import TPUManager", "torch", "jaxslowmo[torch]"),
+        ("from torch_compat import on_jax", "torch", "jaxslowmo[torchax]"),
     ],
 )
 def test_an_import_without_the_extra_says_what_to_install(statement, package, extra):

@@ -65,6 +65,7 @@ LOSSES = {
     "out of another shape": (lambda m, x: torch.add(x, 1.0, out=torch.empty(4, 7)), "(4, 7)"),
     "out from outside": (lambda m, x: torch.add(x, 1.0, out=OUTSIDE), "`out`"),
     "a write outside": (lambda m, x: OUTSIDE.add_(x), "outside"),
+    "a function of jax": (lambda m, x: on_jax.as_apply(nn.ReLU())({}, {}, X), "call the module"),
 }
 # Modules, and the tensor that the message names with why.
 MODULES = {

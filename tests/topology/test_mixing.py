@@ -104,3 +104,12 @@ def test_a_mixing_may_be_a_table_of_one_rotation_or_round_otherwise_in_the_next(
 
     assert np.any(drifting(TWO_ROUNDS, 2) != drifting(TWO_ROUNDS, 0))
     assert len(topology.exchange_rounds(TWO_ROUNDS, drifting)) == 2
+
+
+def test_weights_move_unless_every_row_sums_to_1():
+    ring, uneven = topology.ring(4), topology.self_weighted([0.3, 0.5, 0.6, 0.4])
+    for mixing, moves in ((None, False), (uneven, True)):
+        rounds = topology.exchange_rounds(ring, mixing)
+        assert topology.weights_move(ring, rounds, push_sum=True) is moves
+    with pytest.raises(ValueError, match=r"`push_sum`=False .* step 0 of ring\(4\)"):
+        topology.weights_move(ring, rounds, push_sum=False)

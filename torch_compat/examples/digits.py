@@ -32,8 +32,6 @@ class Digits(TensorDataset):
     """
 
     def __init__(self, num_samples: int, *, seed: tuple[int, ...]):
-        if num_samples < 1:
-            raise ValueError(f"`num_samples` must be >= 1, got {num_samples}.")
         rng = np.random.default_rng(seed)
         digits = torch.from_numpy(rng.permutation(num_samples) % CLASSES)
         font = np.array([[list(glyph) for glyph in row.split()] for row in _FONT.split("\n")[1:-1]])

@@ -18,9 +18,6 @@ class LanguageModelConfig:
     heads: int = 6
 
     def __post_init__(self):
-        for name, value in vars(self).items():
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"`{name}` must be an int >= 1, got {value!r}.")
         if self.width % self.heads:
             sizes = f"{self.width} and {self.heads}"
             raise ValueError(f"`width` must be a multiple of `heads`, got {sizes}.")

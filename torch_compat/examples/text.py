@@ -49,8 +49,6 @@ class TextStream(IterableDataset):
         half = len(text) // 2
         if not 2 <= length <= half:
             raise ValueError(f"`length` must be between 2 and half the text, {half}, got {length}.")
-        if skip < 0:
-            raise ValueError(f"`skip` counts samples and must be >= 0, got {skip}.")
         self.text, self.length, self.skip = text, length, skip
         self.seed = seed if isinstance(seed, tuple) else (seed,)
         self.epoch_size = len(text) // length - 1

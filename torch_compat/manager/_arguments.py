@@ -1,26 +1,8 @@
 """Checks of the arguments of `TPUManager`."""
 
-import math
-import operator
 from typing import Any
 
-
-def as_int(name: str, value: Any) -> int:
-    """Return `value` as an int; NumPy's ints are valid, bools are not."""
-    try:
-        if isinstance(value, bool):
-            raise TypeError
-        return operator.index(value)
-    except TypeError:
-        raise ValueError(f"`{name}` must be an int, got {value!r}.") from None
-
-
-def as_count(name: str, value: Any) -> int:
-    """Return `value` as an int of at least 1."""
-    count = as_int(name, value)
-    if count < 1:
-        raise ValueError(f"`{name}` must be >= 1, got {count}.")
-    return count
+from ..checks import as_count, is_finite
 
 
 def as_batch_size(batch_size_per_device: Any, batch_size: Any) -> int:
@@ -37,8 +19,7 @@ def as_batch_size(batch_size_per_device: Any, batch_size: Any) -> int:
 
 def as_seconds(name: str, value: Any) -> float | None:
     """Return `value`, a positive number of seconds or None."""
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if value is not None and not (number and 0 < value < math.inf):
+    if value is not None and not (is_finite(value) and value > 0):
         raise ValueError(f"`{name}` must be a number of seconds > 0, or None, got {value!r}.")
     return value
 

@@ -5,21 +5,31 @@ from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
 
-from torch import nn
-
+from ..checks import as_count
+from ..errors import not_installed
 from ..master import MasterModel
 from ..reader import SampleReader
 from ..worker import Group, WorkerOptions
-from ._arguments import as_count
 
 
 class TorchXla:
-    """The backend torch_xla: a replica and a thread for each device."""
+    """The backend torch_xla: a replica and a thread for each device.
+
+    Attributes:
+      make_master: class of the model in shared memory.
+      make_reader: class of the reader of samples.
+      open_group: function that opens all devices, in the device process.
+    """
 
     def __init__(self):
         from .. import runtime
+        from ..data import TPUDataManager
+        from ..synchronizer import TPUSynchronizer
+        from ..xla_worker import DeviceGroup
 
         self._runtime = runtime
+        self.make_master, self.make_reader = TPUSynchronizer, TPUDataManager
+        self.open_group: Callable[..., Group] = DeviceGroup
 
     def check_untouched(self) -> None:
         """Raise `RuntimeError` if an XLA device has been touched."""
@@ -47,32 +57,14 @@ class TorchXla:
                 )
         return nprocs
 
-    def make_master(
-        self, model: nn.Module, post_init: Callable[[nn.Module], object] | None, compress: bool
-    ) -> MasterModel:
-        """Make a `TPUSynchronizer`."""
-        from ..synchronizer import TPUSynchronizer
-
-        return TPUSynchronizer(model, post_init, compress)
-
-    def make_reader(self, dataset: Any, nprocs: int | None, prefetch: int) -> SampleReader:
-        """Make a `TPUDataManager`."""
-        from ..data import TPUDataManager
-
-        return TPUDataManager(dataset, nprocs, prefetch, start=False)
-
-    def open_group(self, master: Any, reader: Any, options: WorkerOptions) -> Group:
-        """Open all XLA devices."""
-        from ..xla_worker import DeviceGroup
-
-        return DeviceGroup(master, reader, options)
-
 
 class Torchax:
     """The backend torchax: one jax program over all devices.
 
     Only the device process imports jax.
     """
+
+    make_master, make_reader = MasterModel, SampleReader
 
     def check_untouched(self) -> None:
         """Raise `RuntimeError` if the program has imported and started jax."""
@@ -90,24 +82,15 @@ class Torchax:
         """Check and return `nprocs`; the device process counts the devices."""
         return None if nprocs is None else as_count("nprocs", nprocs)
 
-    def make_master(
-        self, model: nn.Module, post_init: Callable[[nn.Module], object] | None, compress: bool
-    ) -> MasterModel:
-        """Make a plain `MasterModel`."""
-        return MasterModel(model, post_init, compress)
-
-    def make_reader(self, dataset: Any, nprocs: int | None, prefetch: int) -> SampleReader:
-        """Make a plain `SampleReader`."""
-        return SampleReader(dataset, nprocs, prefetch, start=False)
-
-    def open_group(self, master: Any, reader: Any, options: WorkerOptions) -> Group:
+    @staticmethod
+    def open_group(master: Any, reader: Any, options: WorkerOptions) -> Group:
         """Open all devices of jax's platform."""
         from ..on_jax.device_process import MeshGroup
 
         return MeshGroup(master, reader, options)
 
 
-# Each has the same methods, documented in `TorchXla`.
+# Each has the same methods and attributes, documented in `TorchXla`.
 Backend = TorchXla | Torchax
 BACKENDS: dict[str, type[Backend]] = {"torch_xla": TorchXla, "torchax": Torchax}
 # torch_xla contains a package torchax, but no jax.
@@ -128,20 +111,9 @@ def choose_backend(name: str | None) -> tuple[str, Backend]:
         backend: [module for module in modules if find_spec(module) is None]
         for backend, modules in _NEEDS.items()
     }
-    chosen = name or next((backend for backend in BACKENDS if not missing[backend]), None)
-    if chosen is None:
-        raise ModuleNotFoundError(
-            "TPUManager needs torch_xla, or torchax and jax, and neither is installed; the extras "
-            "`torch` and `torchax` have them: pip install 'jaxslowmo[torch]' (in a checkout: "
-            "'.[torch]')",
-            name="torch_xla",
-        )
+    chosen = name or next((backend for backend in BACKENDS if not missing[backend]), "torch_xla")
     if missing[chosen]:
+        user = f"TPUManager(backend={name!r})" if name else "TPUManager, without torchax and jax,"
         extra = {"torch_xla": "torch", "torchax": "torchax"}[chosen]
-        raise ModuleNotFoundError(
-            f"TPUManager(backend={chosen!r}) needs {' and '.join(missing[chosen])}, which is not "
-            f"installed; the extra `{extra}` has it: pip install 'jaxslowmo[{extra}]' (in a "
-            f"checkout: '.[{extra}]')",
-            name=missing[chosen][0],
-        )
+        raise not_installed(missing[chosen][0], extra, user)
     return chosen, BACKENDS[chosen]()

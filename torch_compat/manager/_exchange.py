@@ -1,7 +1,6 @@
 """The host's side of a step: turns of threads, and access to the shared memory."""
 
 import enum
-import multiprocessing as mp
 import signal
 import threading
 import time
@@ -13,7 +12,7 @@ from typing import Any
 
 from ..errors import TPUWorkerError
 from ..messages import Commit, Computed, Failed, Loaded, Ready, Step, StepDone, Stop
-from ..settings import Changes
+from ..settings import Settings
 
 # A process that ends has an exit code only after its end: seconds later on a busy machine.
 _REAP_SECONDS = 10.0
@@ -37,26 +36,23 @@ class StepExchange:
     thread may be interrupted anywhere (Ctrl-C); the next thread then finishes its step.
 
     Args:
-      process: the device process, before its start.
+      process: the manager, before its start as the device process.
 
     Attributes:
       lock: lock between the host's threads. It is not shared with the device process, which could
         die and leave it held.
       failure: the first failure, or None.
-      step_timeout: seconds that a step may take, or None.
       num_devices: number of devices, counted by the device process; None before the first step.
     """
 
-    def __init__(self, process: mp.Process, step_timeout: float | None):
+    def __init__(self, process: Any):
         # A weak reference: the manager refers to this object, and a cycle would keep its memory.
         self._process = weakref.proxy(process)
-        self.step_timeout = step_timeout
         self.lock = threading.RLock()
         self.failure: TPUWorkerError | None = None
         self.num_devices: int | None = None
         self._turn = threading.Lock()
         self._stepping: int | None = None  # the thread that has the turn for a step
-        self._number = 0
         self._phase = _Phase.OVER
         self._answer: StepDone | None = None
 
@@ -100,7 +96,7 @@ class StepExchange:
             self.num_devices = answer.num_devices
 
     def step(
-        self, prepare: Callable[[], tuple[bool, Changes]], before_commit: Callable[[], object]
+        self, prepare: Callable[[], tuple[bool, Settings]], before_commit: Callable[[], object]
     ) -> StepDone:
         """Take one step, with the turn.
 
@@ -112,8 +108,7 @@ class StepExchange:
         deadline = self._deadline()
         with self.memory():
             load, changes = prepare()
-            self._number += 1
-            self._send(Step(self._number, load, changes))
+            self._send(Step(load, changes))
             self._phase = _Phase.LOADING if load else _Phase.COMPUTING
             self._before_commit = before_commit
             self._finish_transfer(deadline)
@@ -135,7 +130,7 @@ class StepExchange:
         with self.memory():
             if self._phase is _Phase.COMPUTED:
                 self._before_commit()
-                self._send(Commit(self._number))
+                self._send(Commit())
                 self._phase = _Phase.COMMITTING
                 self._finish_transfer(deadline)
         assert self._answer is not None
@@ -186,10 +181,11 @@ class StepExchange:
             self._phase = _Phase.OVER
 
     def _deadline(self) -> float | None:
-        return None if self.step_timeout is None else time.monotonic() + self.step_timeout
+        limit = self._process.step_timeout
+        return None if limit is None else time.monotonic() + limit
 
     def _expect(self, kind: type[Any], deadline: float | None) -> Any:
-        answer = self._receive(deadline, f"`step_timeout` = {self.step_timeout} s")
+        answer = self._receive(deadline, f"`step_timeout` = {self._process.step_timeout} s")
         assert isinstance(answer, kind)
         return answer
 

@@ -2,7 +2,6 @@
 
 import multiprocessing as mp
 import signal
-import threading
 import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -10,11 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..checks import as_count, as_int
 from ..errors import TPUWorkerError
 from ..messages import StepStatistics
-from ..settings import Changes, Settings
+from ..settings import Settings
 from ..worker import WorkerOptions, serve
-from ._arguments import as_batch_size, as_bool, as_callable, as_count, as_int, as_seconds
+from ._arguments import as_batch_size, as_bool, as_callable, as_seconds
 from ._backends import choose_backend
 from ._exchange import StepExchange
 
@@ -75,6 +75,11 @@ class TPUManager(mp.Process):
       backend: "torch_xla" or "torchax", which runs torch's operations on jax; None for torch_xla
         if it is installed, else torchax.
 
+    Attributes:
+      lock: the lock that is held while this or the device process accesses shared memory, a
+        `threading.RLock`.
+      step_timeout: the seconds that a step may take, or None; it may be changed between steps.
+
     Raises:
       ValueError: an argument is outside its range; the text names it.
       RuntimeError: this process has touched a device of the backend; a fork cannot use it.
@@ -104,7 +109,9 @@ class TPUManager(mp.Process):
         self.prefetch = as_count("prefetch", prefetch)
         self.batch_size_per_device = as_batch_size(batch_size_per_device, batch_size)
         self.grad_accumulation_steps = as_count("grad_accumulation_steps", grad_accumulation_steps)
-        self._exchange = StepExchange(self, as_seconds("step_timeout", step_timeout))
+        self.step_timeout = as_seconds("step_timeout", step_timeout)
+        self._exchange = StepExchange(self)
+        self.lock = self._exchange.lock
         self.init_timeout = as_seconds("init_timeout", init_timeout)
         if not isinstance(model, nn.Module):
             raise ValueError(f"`model` must be a torch.nn.Module, got {type(model).__name__}.")
@@ -117,24 +124,12 @@ class TPUManager(mp.Process):
         post_init = as_callable("post_init", post_init)
         compress_grads = as_bool("compress_grads", compress_grads)
         self._synchronizer = self._backend.make_master(model, post_init, compress_grads)
-        self._data_manager = self._backend.make_reader(dataset, self.nprocs, self.prefetch)
+        self._data_manager = self._backend.make_reader(
+            dataset, self.nprocs, self.prefetch, start=False
+        )
         self._should_load_parameters = False
         if start:
             self.start()
-
-    @property
-    def lock(self) -> threading.RLock:
-        """The lock that is held while this or the device process accesses shared memory."""
-        return self._exchange.lock
-
-    @property
-    def step_timeout(self) -> float | None:
-        """The seconds that a step may take, or None."""
-        return self._exchange.step_timeout
-
-    @step_timeout.setter
-    def step_timeout(self, seconds: float | None) -> None:
-        self._exchange.step_timeout = as_seconds("step_timeout", seconds)
 
     # The arguments of the device process cannot be pickled: it must be forked, independent of the
     # program's start method.
@@ -159,7 +154,7 @@ class TPUManager(mp.Process):
         self._backend.check_untouched()
         connection, self._worker_end = mp.Pipe()
         self._host_end = connection
-        self._settings = Settings(self._synchronizer.master_model)
+        self._settings = Settings.of(self._synchronizer.master_model)
         super().start()
         self._worker_end.close()
         self._data_manager.release_receivers()
@@ -201,12 +196,11 @@ class TPUManager(mp.Process):
             self.statistics = answer.statistics
             return answer.loss, answer.num_samples
 
-    def _prepare(self) -> tuple[bool, Changes]:
+    def _prepare(self) -> tuple[bool, Settings]:
         self._synchronizer.attach_gradients()
         load, self._should_load_parameters = self._should_load_parameters, False
-        if changes := self._settings.changes():
-            self._settings = Settings(self._synchronizer.master_model)
-        return load, changes
+        before, self._settings = self._settings, Settings.of(self._synchronizer.master_model)
+        return load, self._settings.since(before)
 
     def compute_grads(self) -> tuple[float, int]:
         """Call `step`; CALM's manager has this name for it."""

@@ -8,32 +8,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
+from torchax.ops.mappings import TORCH_DTYPE_TO_JAX
 
 # torch cannot convert these to NumPy; float32 holds each of their values.
-_NARROW = {
-    torch.bfloat16: jnp.bfloat16,
-    torch.float8_e4m3fn: jnp.float8_e4m3fn,
-    torch.float8_e5m2: jnp.float8_e5m2,
-}
-_PLAIN = {
-    torch.bool: np.bool_,
-    torch.uint8: np.uint8,
-    torch.int8: np.int8,
-    torch.int16: np.int16,
-    torch.int32: np.int32,
-    torch.int64: np.int64,
-    torch.float16: np.float16,
-    torch.float32: np.float32,
-    torch.float64: np.float64,
-    torch.complex64: np.complex64,
-    torch.complex128: np.complex128,
-}
+_NARROW = (torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
+# Those of which torch computes little or nothing, or that hold two numbers.
+_REFUSED = (torch.uint16, torch.uint32, torch.uint64, torch.float4_e2m1fn_x2)
 
 
 def jax_dtype(dtype: torch.dtype) -> np.dtype | None:
     """Return jax's dtype for one of torch, 32 bits unless jax allows 64; None without one."""
-    numpy_dtype = _NARROW.get(dtype) or _PLAIN.get(dtype)
-    return None if numpy_dtype is None else np.dtype(jax.dtypes.canonicalize_dtype(numpy_dtype))
+    if dtype in _REFUSED or dtype not in TORCH_DTYPE_TO_JAX:
+        return None
+    return np.dtype(jax.dtypes.canonicalize_dtype(TORCH_DTYPE_TO_JAX[dtype]))
 
 
 def keeps_values(tensor: torch.Tensor) -> bool:

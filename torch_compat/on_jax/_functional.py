@@ -10,10 +10,9 @@ import numpy as np
 import torch
 from jax.core import Tracer
 
-from ..settings import Attributes
 from ._arrays import to_jax
 from ._checks import check_module
-from ._numbers import numbers_kept, numbers_of, refuse_changes
+from ._numbers import numbers_kept, refuse_changes
 from ._plain_tensors import plain_tensors_kept
 from .tracing import Input, Values, as_parameter, call, cumulative_averages, torch_dtype
 
@@ -35,7 +34,7 @@ class Functional:
         self._kept = {**dict(module.named_parameters()), **dict(module.named_buffers())}
         self.trained = [n for n, p in module.named_parameters() if p.requires_grad]
         self.carried = [n for n in self._kept if n not in set(self.trained)]
-        self._numbers: Attributes | None = None  # at the first trace
+        self._numbers: dict[str, Any] | None = None  # at the first trace
 
     def values(self) -> tuple[Arrays, Arrays]:
         """Return copies of the module's arrays: trained parameters, and all others."""
@@ -87,7 +86,7 @@ class Functional:
             with (
                 self._in_its_mode(),
                 plain_tensors_kept(self._owner, self._module, values),
-                numbers_kept(self._owner, self._module) as kept,
+                numbers_kept(self._owner, self._module) as numbers,
             ):
                 result = torch.func.functional_call(
                     _Around(self._module, run),
@@ -95,8 +94,7 @@ class Functional:
                     (jax.tree.unflatten(structure, leaves), self.carried),
                 )
             if self._numbers is None and is_traced:
-                self._numbers = numbers_of(self._module)
-                self._numbers.leave_out(kept)
+                self._numbers = numbers
             results[:] = jax.tree.flatten(result)
             return [x for x in results[0] if isinstance(x, torch.Tensor)]
 
@@ -109,7 +107,7 @@ class Functional:
     def refuse_changed_numbers(self) -> None:
         """Raise `ValueError` if Python numbers of the module changed since the first trace."""
         if self._numbers is not None:
-            refuse_changes(self._owner, self._numbers)
+            refuse_changes(self._owner, self._module, self._numbers)
 
     def _check_names(self, argument: str, names: list[str], tree: Any) -> None:
         if not isinstance(tree, dict):

@@ -188,23 +188,16 @@ class Collectives:
             return list(tensors)
         return self._masked(tensors, self.places.is_master and counts)
 
-    def only_first(
-        self, tensors: Sequence[torch.Tensor], device: torch.device
+    def only_of(
+        self, rank: int, tensors: Sequence[torch.Tensor], device: torch.device
     ) -> list[torch.Tensor]:
-        """Return `tensors` on rank 0 (the first process with data), zeros on others, on `device`.
+        """Return `tensors` on the process `rank`, zeros on others, on `device`.
 
         Tensors of bool become int32.
         """
         numbers = [tensor.detach().to(device) for tensor in tensors]
         numbers = [t.to(torch.int32) if t.dtype == torch.bool else t for t in numbers]
-        return self._masked(numbers, self.places.rank == self.first)
-
-    def only_first_of_node(
-        self, tensors: Sequence[torch.Tensor], device: torch.device
-    ) -> list[torch.Tensor]:
-        """Return `tensors` on the node's process that had data for longest, zeros on others."""
-        tensors = [tensor.detach().to(device) for tensor in tensors]
-        return self._masked(tensors, self.places.rank == self.first_of_node)
+        return self._masked(numbers, self.places.rank == rank)
 
     # Collectives.
 
@@ -295,10 +288,12 @@ def broadcast(
 
     As with DDP, graphs of earlier forward passes that have saved them can still be differentiated.
 
-    Communication: one all-reduce of their bytes.
+    Communication: one all-reduce of their bytes; nothing without any.
     """
+    if not buffers or collectives.places.world_size == 1:
+        return
     with own_graph(device):
-        sent = collectives.only_first(buffers, device)
+        sent = collectives.only_of(collectives.first, buffers, device)
     with collectives.graph(device, kind, sent):
         sums = collectives.total(sent)
     write_between_passes(zip(buffers, sums, strict=True))
@@ -310,8 +305,10 @@ def average_buffers(
 ) -> None:
     """Overwrite floating buffers with their mean over all processes.
 
-    Communication: one all-reduce of their bytes per dtype.
+    Communication: one all-reduce of their bytes per dtype; nothing without any.
     """
+    if not buffers or collectives.places.world_size == 1:
+        return
     with own_graph(device):
         shares = collectives.shares_of_all(buffers, device)
     with collectives.graph(device, Kind.BUFFER_AVERAGE, shares) as writes:
@@ -327,12 +324,12 @@ def average_gradients(
     stays None; in a graph in which values cannot be read (`torch_xla.compile(full_graph=True)`) it
     becomes zero.
 
-    Communication: one all-reduce inside every node, of their bytes and of two numbers per
-      parameter; sparse gradients are sent whole. A process that lacks a gradient then reads
-      these numbers, and waits for an XLA device.
+    Communication: with several processes per node one all-reduce inside every node, of their bytes
+      and of two numbers per parameter; sparse gradients are sent whole. A process that lacks a
+      gradient then reads these numbers, and waits for an XLA device.
     """
     trained = [param for param in params if param.numel()]
-    if not trained:
+    if not trained or collectives.places.nprocs_per_node == 1:
         return
     # Another process may have a gradient where this one has none, and all must send the same.
     with torch.no_grad():

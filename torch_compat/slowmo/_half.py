@@ -44,11 +44,31 @@ class Masters:
             (fp32_params,) = fp32_params.values()
         is_flat = isinstance(fp32_params, torch.Tensor)
         self.tensors = [fp32_params] if is_flat else _as_list(fp32_params)
+        wrong = [i for i, t in enumerate(self.tensors) if t.dtype != torch.float32]
+        if wrong:
+            raise ValueError(
+                f"`fp32_params` must be float32, got {self.tensors[wrong[0]].dtype} at {wrong[0]}."
+            )
+
+        def count(some: Mapping[str, int]) -> int:
+            return sum(some.values()) if is_flat else len(some)
+
+        present = self.tensors[0].numel() if is_flat else len(self.tensors)
         choices = [sizes, *({n: sizes[n] for n in sizes if n in names} for names in fewer)]
-        counts = [sum(some.values()) if is_flat else len(some) for some in choices]
-        fits = self._count(is_flat) in counts
-        self._sizes = choices[counts.index(self._count(is_flat)) if fits else 0]
-        self._check(is_flat)
+        fitting = [some for some in choices if count(some) == present]
+        if not fitting:
+            what = "the elements of all" if is_flat else "one tensor for each of the"
+            raise ValueError(
+                f"`fp32_params` must have {what} parameters of the module, {count(sizes)}, got "
+                f"{present}."
+            )
+        self._sizes = fitting[0]
+        for tensor, (name, size) in zip(self.tensors, self._sizes.items(), strict=False):
+            if not is_flat and tensor.numel() != size:
+                raise ValueError(
+                    f"`fp32_params` must have {size} elements for parameter {name!r} of the "
+                    f"module, got {tensor.numel()}."
+                )
         self.names = names = [*self._sizes]
         self.held = {id(t): names if is_flat else [names[i]] for i, t in enumerate(self.tensors)}
 
@@ -65,29 +85,6 @@ class Masters:
         new = dict(zip(names, flat[: sum(sizes)].split(sizes), strict=True))
         flat = flatten([*(self.by_name() | new).values()])
         return [*zip(self.tensors, unflatten(self.tensors, flat), strict=True)]
-
-    def _count(self, is_flat: bool) -> int:
-        return self.tensors[0].numel() if is_flat else len(self.tensors)
-
-    def _check(self, is_flat: bool) -> None:
-        wrong = [i for i, t in enumerate(self.tensors) if t.dtype != torch.float32]
-        if wrong:
-            raise ValueError(
-                f"`fp32_params` must be float32, got {self.tensors[wrong[0]].dtype} at {wrong[0]}."
-            )
-        total = sum(self._sizes.values()) if is_flat else len(self._sizes)
-        if self._count(is_flat) != total:
-            what = "the elements of all" if is_flat else "one tensor for each of the"
-            raise ValueError(
-                f"`fp32_params` must have {what} parameters of the module, {total}, got "
-                f"{self._count(is_flat)}."
-            )
-        for tensor, (name, size) in zip(self.tensors, self._sizes.items(), strict=False):
-            if not is_flat and tensor.numel() != size:
-                raise ValueError(
-                    f"`fp32_params` must have {size} elements for parameter {name!r} of the "
-                    f"module, got {tensor.numel()}."
-                )
 
 
 @dataclass(frozen=True)

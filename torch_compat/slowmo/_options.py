@@ -3,13 +3,15 @@
 import logging
 import warnings
 from collections.abc import Mapping
+from dataclasses import replace
 from enum import Enum
 from typing import Any
 
 import torch
 from torch.nn.parameter import is_lazy
 
-from ._places import Places, check_count, check_node_size
+from ..checks import as_count, is_finite
+from ._places import Places
 from .backends import Backend, choose
 
 LOG = logging.getLogger("torch_compat.slowmo")
@@ -101,17 +103,18 @@ def settle(
     base = SlowMoBaseAlgorithm.of(options.slowmo_base_algorithm)
     is_averaged = base == SlowMoBaseAlgorithm.LOCALSGD or has_slow_momentum(options)
     _check_buffers(options.broadcast_buffers, is_averaged=is_averaged)
-    groups = {
-        "global_group": options.global_group,
-        "local_node_group": options.local_node_group,
-        "comm_device": options.comm_device,
-    }
-    backend = choose(options.backend, module, groups)
+    groups = ("global_group", "local_node_group", "comm_device")
+    backend = choose(options.backend, module, {name: getattr(options, name) for name in groups})
     rank, world, size = backend.rank, backend.world_size, options.nprocs_per_node
-    _check_place("process_rank", options.process_rank, rank, backend)
-    _check_place("process_world_size", options.process_world_size, world, backend)
-    check_node_size(size, world)
-    places = Places(rank, world, size, backend.hosts() if 1 < size < world else None)
+    for name, actual in (("process_rank", rank), ("process_world_size", world)):
+        if getattr(options, name) not in (None, actual):
+            raise ValueError(
+                f"`{name}` comes from {backend.name}, where it is {actual}; leave it None or pass "
+                f"that, got {getattr(options, name)!r}."
+            )
+    places = Places(rank, world, size)
+    if 1 < size < world:
+        places = replace(places, hosts=backend.hosts())
     backend.join_nodes(places)
 
     _mention_unused(options, defaults, places, backend)
@@ -125,19 +128,24 @@ def settle(
         if has_slow_momentum(options):
             _mention("SlowMo is used without LocalSGD and SGP.")
         return places, backend, None
-    if has_slow_momentum(options) and base == SlowMoBaseAlgorithm.LOCALSGD:
-        _mention_schedule(options.slowmo_frequency, options.localsgd_frequency)
+    slow, local = options.slowmo_frequency, options.localsgd_frequency
+    if has_slow_momentum(options) and base == SlowMoBaseAlgorithm.LOCALSGD and slow % local:
+        _mention(
+            f"`slowmo_frequency`={slow} is not a multiple of `localsgd_frequency`={local}: "
+            "parameters are averaged more often than needed, or slow steps start from parameters "
+            "that are not averaged."
+        )
     return places, backend, base
 
 
 def _check_numbers(options: Any) -> None:
     """Raise `ValueError` unless frequencies are >= 1, momentum in [0, 1), slow lr >= 0."""
     for name in ("slowmo_frequency", "localsgd_frequency", "slowmo_num_shards"):
-        check_count(name, getattr(options, name))
+        as_count(name, getattr(options, name))
     momentum, slow_lr = options.slowmo_momentum, options.slowmo_lr
-    if not (_is_number(momentum) and 0 <= momentum < 1):
+    if not (is_finite(momentum) and 0 <= momentum < 1):
         raise ValueError(f"`slowmo_momentum` must lie in [0, 1), got {momentum!r}.")
-    if not (_is_number(slow_lr) and 0 <= slow_lr < float("inf")):
+    if not (is_finite(slow_lr) and slow_lr >= 0):
         raise ValueError(f"`slowmo_lr` must be a finite number >= 0, got {slow_lr!r}.")
 
 
@@ -173,15 +181,6 @@ def _check_buffers(mode: object, *, is_averaged: bool) -> None:
         )
 
 
-def _check_place(name: str, stated: int | None, actual: int, backend: Backend) -> None:
-    """Raise `ValueError` if a stated rank or world size is not that of the backend."""
-    if stated is not None and stated != actual:
-        raise ValueError(
-            f"`{name}` comes from {backend.name}, where it is {actual}; leave it None or pass "
-            f"that, got {stated!r}."
-        )
-
-
 def _mention_unused(
     options: Any, defaults: Mapping[str, Any], places: Places, backend: Backend
 ) -> None:
@@ -199,23 +198,8 @@ def _mention_unused(
         )
 
 
-def _mention_schedule(slowmo_frequency: int, localsgd_frequency: int) -> None:
-    """Warn if the frequency of slow steps is not a multiple of that of averages."""
-    if slowmo_frequency % localsgd_frequency:
-        _mention(
-            f"`slowmo_frequency`={slowmo_frequency} is not a multiple of "
-            f"`localsgd_frequency`={localsgd_frequency}: parameters are averaged more often than "
-            "needed, or slow steps start from parameters that are not averaged.",
-            stacklevel=5,
-        )
-
-
 def _mention(message: str, stacklevel: int = 4) -> None:
     warnings.warn(message, UserWarning, stacklevel=stacklevel)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def show_log() -> None:

@@ -4,6 +4,8 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import cached_property
 
+from ..checks import as_count
+
 
 @dataclass(frozen=True)
 class Places:
@@ -30,8 +32,13 @@ class Places:
     hosts: tuple[Hashable, ...] | None = None
 
     def __post_init__(self) -> None:
-        check_node_size(self.nprocs_per_node, self.world_size)
-        size, sizes = self.nprocs_per_node, [len(ranks) for ranks in self._by_host().values()]
+        size = as_count("nprocs_per_node", self.nprocs_per_node)
+        if self.world_size % size:
+            raise ValueError(
+                f"`nprocs_per_node` must divide the number of processes, {self.world_size}, got "
+                f"{size}."
+            )
+        sizes = [len(ranks) for ranks in self._by_host().values()]
         inside, whole = all(n % size == 0 for n in sizes), all(size % n == 0 for n in sizes)
         if not (inside or (whole and len(set(sizes)) == 1)):
             raise ValueError(
@@ -73,23 +80,3 @@ class Places:
     def is_master(self) -> bool:
         """True if this process is the master of its node."""
         return self.rank in self.masters
-
-
-def check_node_size(nprocs_per_node: object, world_size: int) -> None:
-    """Raise `ValueError` unless the world divides into nodes of `nprocs_per_node` processes."""
-    size = check_count("nprocs_per_node", nprocs_per_node)
-    if world_size % size:
-        raise ValueError(
-            f"`nprocs_per_node` must divide the number of processes, {world_size}, got {size}."
-        )
-
-
-def check_count(name: str, value: object) -> int:
-    """Return `value`, an int >= 1.
-
-    Raises:
-      ValueError: `value` is no such int.
-    """
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"`{name}` must be an int >= 1, got {value!r}.")
-    return value

@@ -6,8 +6,8 @@ import torch
 
 from ._collectives import Collectives
 from ._flat import pack, times, unpack
-from ._gossip import Gossip
-from ._graphs import own_graph, to_device, write, write_between_passes
+from ._gossip import GossipPlan
+from ._graphs import device_data, own_graph, to_device, write, write_between_passes
 from ._half import Parameters
 from .backends import Kind
 
@@ -79,11 +79,10 @@ class Averaging:
       exchanges: number of exchanges with peers so far; it determines the next round.
     """
 
-    def __init__(self, collectives: Collectives, gossip: Gossip, push_sum: PushSum) -> None:
-        self._collectives = collectives
-        self._gossip = gossip
-        self._push_sum = push_sum
+    def __init__(self, collectives: Collectives, plan: GossipPlan, push_sum: PushSum) -> None:
+        self._collectives, self._plan, self._push_sum = collectives, plan, push_sum
         self.exchanges = 0
+        self._shares: dict[tuple[int, torch.dtype, torch.device], torch.Tensor] = {}
 
     def average(self, params: Parameters, buffers: Sequence[torch.Tensor]) -> None:
         """Overwrite parameters with their mean over nodes; the push-sum weight becomes 1.
@@ -125,20 +124,31 @@ class Averaging:
         push_sum.is_numerator = False
 
     def exchange(self, params: Parameters) -> None:
-        """Exchange parameters with the peers of this round.
+        """Send to the peers of this round, and mix in the values that arrive.
 
-        Communication: that of `Gossip.exchange`; nothing with a single node.
+        x <- P x and w <- P w, the rows of this process' node; all processes of a node then hold
+        the result of its master. The plan repeats after its last round.
+
+        Source: Assran et al., "Stochastic Gradient Push for Distributed Deep Learning", ICML 2019
+          (arXiv:1811.10792), algorithm 1.
+
+        Communication: nothing with a single node; otherwise per dtype one collective-permute
+          between masters for every permutation of the round, of the bytes of the parameters; 4
+          bytes of w if weights can differ from 1; then `Collectives.total_in_node` of the same.
         """
         push_sum = self._push_sum
-        if not self._gossip.plan.rounds:
+        if not self._plan.rounds:
             return
         with own_graph(params.device):
             numerators = push_sum.numerators(params.tensors)
             residuals = params.residuals(numerators)
             flats = pack(numerators)
-        edges = self._gossip.edges(self.exchanges)
+        index = self.exchanges % len(self._plan.rounds)
+        edges = [edge for edges in self._plan.rounds[index].permutations for edge in edges]
         with self._collectives.graph(params.device, Kind.GOSSIP, flats, edges):
-            flats, push_sum.weight = self._gossip.exchange(self.exchanges, flats, push_sum.weight)
+            flats = [self._mixed(index, flat) for flat in flats]
+            if push_sum.moves:
+                push_sum.weight = self._mixed(index, push_sum.weight)
         with own_graph(params.device) as writes:
             new = unpack(params.tensors, flats)
             values = new if params.masters else push_sum.estimates(new)
@@ -146,3 +156,20 @@ class Averaging:
         # Masters stay numerators, and so do parameters until the next forward pass.
         push_sum.is_numerator = params.masters is not None
         self.exchanges += 1
+
+    def _mixed(self, index: int, value: torch.Tensor) -> torch.Tensor:
+        """Return this node's row of P times `value` of all nodes, computed in at least float32."""
+        collectives, round_ = self._collectives, self._plan.rounds[index]
+        wide = torch.promote_types(value.dtype, torch.float32)
+        key = index, wide, value.device
+        if key not in self._shares:
+            # The share that this node keeps, then its share of what each permutation brings.
+            node = collectives.places.node
+            shares = [round_.kept[node], *round_.received[:, node]]
+            self._shares[key] = device_data(shares, wide, value.device)
+        kept, *received = self._shares[key].split(1)
+        mixed = kept * value.to(wide)
+        for share, edges in zip(received, round_.permutations, strict=True):
+            mixed = mixed + share * collectives.permute(value, edges).to(wide)
+        of_master = collectives.only_masters([mixed.to(value.dtype)])
+        return collectives.total_in_node(of_master)[0]

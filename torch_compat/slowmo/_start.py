@@ -1,8 +1,8 @@
 """Equal parameters at the start: broadcast from rank 0, or checked."""
 
-import zlib
 from collections.abc import Collection, Mapping
 from typing import Any
+from zlib import crc32
 
 import torch
 
@@ -10,11 +10,6 @@ from ._collectives import Collectives, broadcast
 from ._graphs import device_data, launch
 from ._places import Places
 from .backends import Kind, choose
-
-# Elements per step; their int64 intermediate values take 8 bytes each.
-_CHUNK = 2**22
-_FACTOR = 0x1E3779B97F4A7C15  # odd, so that multiplying by it is invertible modulo 2**64
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def broadcast_parameters(
@@ -42,9 +37,8 @@ def broadcast_parameters(
     connection = choose(backend, module, {"global_group": global_group})
     device = connection.device_of(module)
     tensors = [t for t in (*module.parameters(), *module.buffers()) if t.numel()]
-    if connection.world_size > 1:
-        collectives = Collectives(Places(connection.rank, connection.world_size), connection)
-        broadcast(tensors, collectives, device, Kind.PARAMETERS)
+    collectives = Collectives(Places(connection.rank, connection.world_size), connection)
+    broadcast(tensors, collectives, device, Kind.PARAMETERS)
 
 
 def check_equal(
@@ -69,22 +63,22 @@ def check_equal(
         parameters.
 
     Communication: one all-gather of 16 bytes per process; if they differ, another of 8 bytes per
-      parameter and process. With `values` parameters on XLA devices are copied to the host once.
+      parameter and process. With `values` parameters on devices are copied to the host once.
     """
     if values:
         launch(device)  # otherwise reading a parameter would launch a separate graph
-    texts = [f"{name} {tuple(p.shape)} {name in chosen}" for name, p in params.items()]
-    prints = torch.tensor([zlib.crc32(text.encode()) for text in texts], dtype=torch.int64)
-    if values:
-        prints = prints + torch.stack([fingerprint(p).cpu() for p in params.values()])
-    summary = [int(fingerprint(prints)), len(params)]
+    prints = []
+    for name, param in params.items():
+        text = f"{name} {tuple(param.shape)} {name in chosen}"
+        prints.append(crc32(text.encode(), checksum(param) if values else 0))
+    summary = [crc32(str(prints).encode()), len(params)]
     totals = _gathered(summary, collectives, device)
     unequal = [rank for rank, total in enumerate(totals) if not torch.equal(total, totals[0])]
     if not unequal:
         return
     which = "their number is not the same"
     if all(total[1] == totals[0][1] for total in totals):
-        rows = _gathered(prints.tolist(), collectives, device)
+        rows = _gathered(prints, collectives, device)
         names = [name for name, row in zip(params, rows.T, strict=True) if (row != row[0]).any()]
         which = ", ".join(map(repr, names[:3])) + (", ..." if len(names) > 3 else "")
     lists = f"processes {', '.join(map(str, unequal))} of {len(totals)} do not have ({which})"
@@ -100,19 +94,12 @@ def check_equal(
     )
 
 
-def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a number () int64 that changes with any bit; equal on every kind of device."""
-    # torch_xla has no view of a number's bits, and would copy and compile for every operation.
-    value = tensor.detach().cpu() if tensor.device.type == "xla" else tensor.detach()
-    bits = (torch.view_as_real(value) if value.is_complex() else value).reshape(-1)
-    bits = bits if bits.dtype == torch.int64 else bits.view(_INTEGERS[bits.element_size()])
-    total = torch.full((), tensor.numel(), dtype=torch.int64, device=value.device)
-    for begin in range(0, len(bits), _CHUNK):
-        part = bits[begin : begin + _CHUNK].to(torch.int64)
-        places = torch.arange(begin, begin + len(part), device=part.device)
-        # Sums of integers modulo 2**64 do not depend on their order.
-        total = total + (part * (2 * places + 1) * _FACTOR).sum()
-    return total
+def checksum(tensor: torch.Tensor) -> int:
+    """Return a number of 32 bits that changes with any bit of the elements, which the host reads.
+
+    It is equal on every kind of device.
+    """
+    return crc32(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
 
 def _gathered(numbers: list[int], collectives: Collectives, device: torch.device) -> torch.Tensor:

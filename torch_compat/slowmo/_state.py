@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from ._places import Places
-from ._replica import Replica, State, Whole
+from ._replica import Replica, is_continuous
 from .slow_momentum import Rates, SlowMomentum, SlowSteps
 
 # Names of FairScale; all other entries have `_PREFIX`. All values are tensors.
@@ -29,43 +29,51 @@ def entries_of(replica: Replica) -> dict[str, torch.Tensor]:
       have no anchor yet slowmo.initial.<name> (n,) float32, their first values. After a forward
       pass slowmo.exchanged, the names of the parameters that are exchanged, as text.
     """
-    state = replica.state()
     entries: dict[str, Any] = {
-        "num_updates": state.num_updates,
-        "exchanges": state.exchanges,
+        "num_updates": replica.collectives.num_updates,
+        "exchanges": replica.averaging.exchanges,
         "rank": replica.places.rank,
         "world_size": replica.places.world_size,
     }
-    if state.exchanged:
-        entries["exchanged"] = _text(sorted(state.exchanged))
-    slow = state.momentum
+    if replica.names:
+        entries["exchanged"] = _text(sorted(replica.names))
+    slow = replica.slow.momentum
     if slow is not None:
         rates = (slow.rates.last, slow.rates.made_at, slow.rates.since)
         rates = [torch.tensor(value, dtype=torch.float64) for value in rates]
         entries |= {"names": _text(slow.span.names), **dict(zip(_RATES, rates, strict=True))}
         entries |= {"anchor": slow.anchor, "velocity": slow.velocity}
-    entries |= {_INITIAL + name: value for name, value in state.initial.items()}
+    entries |= {_INITIAL + name: value for name, value in replica.slow.initial.items()}
     named = {_PREFIX + key: _tensor(value) for key, value in entries.items()}
     if replica.push_sum.is_on:
-        named["ps_weight"] = state.weight
-        named["is_sgp_ps_numerator"] = torch.tensor(state.is_numerator)
+        named["ps_weight"] = replica.push_sum.weight
+        named["is_sgp_ps_numerator"] = torch.tensor(replica.push_sum.is_numerator)
     return named
 
 
 def consolidated(
-    state_dict: Mapping[str, Any], module: torch.nn.Module, whole: Whole, *, for_resuming: bool
+    state_dict: Mapping[str, Any],
+    module: torch.nn.Module,
+    replica: Replica,
+    device: torch.device,
+    *,
+    for_resuming: bool,
 ) -> dict[str, Any]:
     """Return a state dict that fits every rank of any number of processes.
 
     Args:
       state_dict: the wrapper's state dict, made with `keep_vars=True`.
       module: the wrapper's module.
-      whole: the values that replace those of this process.
+      replica: the wrapper's replica.
+      device: the device of this process.
       for_resuming: whether it is for the wrapper, else for the module.
+
+    Communication: that of `Replica.whole`.
     """
-    params, buffers = dict(module.named_parameters()), module.buffers()
-    replaced = {id(params[name]): value for name, value in whole.params.items()}
-    replaced |= dict(zip(map(id, buffers), whole.buffers, strict=True))
+    params, buffers = dict(module.named_parameters()), list(module.buffers())
+    means, first, slow = replica.whole(replica.exchanged(params), buffers, device)
+    replaced = {id(params[name]): value for name, value in means.items()}
+    replaced |= dict(zip(map(id, buffers), first, strict=True))
     state = {}
     for key, value in state_dict.items():
         value = replaced.get(id(value), value)
@@ -79,7 +87,7 @@ def consolidated(
     state = {key: value for key, value in state.items() if key.removeprefix(_PREFIX) not in local}
     if "ps_weight" in state:
         state |= {"ps_weight": torch.ones(1), "is_sgp_ps_numerator": torch.tensor(False)}
-    for name, value in whole.slow.items():
+    for name, value in slow.items():
         state[_PREFIX + (name if name.startswith(_INITIAL) else f"whole_{name}")] = value.cpu()
     return state
 
@@ -88,23 +96,21 @@ def take(
     state_dict: Mapping[str, Any],
     prefix: str,
     replica: Replica,
-    sizes: Mapping[str, int],
+    module: torch.nn.Module,
     *,
     has_slow_momentum: bool,
-) -> tuple[dict[str, Any], State, list[str]]:
-    """Split a state dict into entries of others and the wrapper's own state, and check the latter.
+) -> tuple[dict[str, Any], list[str]]:
+    """Resume from the wrapper's own entries of a state dict, which is not changed.
 
-    `sizes` are the numbers of elements of the module's parameters, by name.
-
-    `state_dict` is not changed. The wrapper's entries may be missing: FairScale's dicts hold no
-    counters and no slow momentum; both then start from zero.
+    They may be missing: FairScale's dicts hold no counters and no slow momentum; both then start
+    from zero. Tensors may stay on the host until they are needed.
 
     Returns:
-      Entries of others; the state, on the host; names of entries that the wrapper cannot use.
+      Entries of others; names of entries that the wrapper cannot use.
 
     Raises:
       ValueError: slow momentum or a push-sum weight of another rank or number of processes, of
-        another kind of wrapper, or of another size.
+        another kind of wrapper, or of another size. Then nothing has changed.
     """
     saved: dict[str, Any] = {}
     others: dict[str, Any] = {}
@@ -113,8 +119,8 @@ def take(
         is_own = key.startswith(prefix) and (name in _FAIRSCALE or name.startswith(_PREFIX))
         (saved if is_own else others)[name if is_own else key] = value
 
-    is_sgp = replica.push_sum.is_on
-    unexpected = [] if is_sgp else [name for name in _FAIRSCALE if name in saved]
+    push_sum, params = replica.push_sum, dict(module.named_parameters())
+    unexpected = [] if push_sum.is_on else [name for name in _FAIRSCALE if name in saved]
     if not has_slow_momentum:
         own = tuple(_PREFIX + key for key in (*_SLOW, _INITIAL))
         unexpected += [name for name in saved if name.startswith(own)]
@@ -124,8 +130,8 @@ def take(
         if name.startswith(_PREFIX) and name not in unexpected
     }
     weight = torch.as_tensor(saved.get("ps_weight", torch.ones(1))).detach().float().reshape(1)
-    weight_differs = is_sgp and abs(float(weight) - 1) > _WEIGHT_TOLERANCE
-    if weight_differs and not replica.push_sum.moves:
+    weight_differs = push_sum.is_on and abs(float(weight) - 1) > _WEIGHT_TOLERANCE
+    if weight_differs and not push_sum.moves:
         raise ValueError(
             f"`state_dict` holds a push-sum weight of {float(weight):.6g}, but with this `graph` "
             "and `mixing` weights are always 1; it belongs to others."
@@ -138,16 +144,21 @@ def take(
     if weight_differs or "anchor" in entries or initial:
         _check_place(entries, replica.places)
     has_momentum = "anchor" in entries or "whole_anchor" in entries
-    state = State(
-        num_updates=int(entries.get("num_updates", 0)),
-        exchanges=int(entries.get("exchanges", 0)),
-        momentum=_read_momentum(entries, replica.slow, sizes) if has_momentum else None,
-        initial=initial,
-        exchanged=frozenset(_names(entries.get("exchanged"))) if entries else None,
-        weight=weight.cpu().clone(),
-        is_numerator=bool(saved.get("is_sgp_ps_numerator", False)),
+    sizes = {name: param.numel() for name, param in params.items()}
+    momentum = _read_momentum(entries, replica.slow, sizes) if has_momentum else None
+
+    replica.collectives.num_updates = int(entries.get("num_updates", 0))
+    replica.averaging.exchanges = int(entries.get("exchanges", 0))
+    replica.slow.resume(momentum, initial)
+    exchanged = set(_names(entries.get("exchanged")))
+    # FairScale exchanges all.
+    replica.names = frozenset(
+        n for n, p in params.items() if (n in exchanged if entries else is_continuous(p))
     )
-    return others, state, unexpected
+    if push_sum.is_on:
+        push_sum.weight = weight.cpu().clone()
+        push_sum.is_numerator = bool(saved.get("is_sgp_ps_numerator", False))
+    return others, unexpected
 
 
 def _check_place(entries: Mapping[str, Any], places: Places) -> None:
@@ -191,7 +202,7 @@ def _read_momentum(
                 "that consolidated_state_dict() made."
             )
     else:
-        anchor, velocity = (span.part_of(entries["whole_" + k]) for k in ("anchor", "velocity"))
+        anchor, velocity = (span.part([entries["whole_" + k]]) for k in ("anchor", "velocity"))
     return SlowMomentum(span, _copy(anchor), _copy(velocity), rates)
 
 
@@ -236,12 +247,10 @@ class SavesReplica(torch.nn.Module):
         error_msgs: list[str],
     ) -> None:
         """Load; raise `ValueError` for the state of another rank or number of processes."""
-        sizes = {name: param.numel() for name, param in self.module.named_parameters()}
-        others, state, unexpected = take(
-            state_dict, prefix, self._replica, sizes, has_slow_momentum=self.slowmo
+        others, unexpected = take(
+            state_dict, prefix, self._replica, self.module, has_slow_momentum=self.slowmo
         )
         unexpected_keys.extend(prefix + key for key in unexpected if strict)
         super()._load_from_state_dict(
             others, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
-        self._replica.take_over(state, self.module)

@@ -10,6 +10,7 @@ import torch
 from torch.distributed.algorithms.join import Joinable
 
 from ._backward import BackwardHooks
+from ._collectives import average_buffers, average_gradients, broadcast
 from ._gossip import plan_gossip
 from ._half import HALF, Masters, Parameters, may_change
 from ._options import LOG, SlowMoBaseAlgorithm, has_slow_momentum, settle, show_log
@@ -312,7 +313,7 @@ class SlowMoDistributedDataParallel(SavesReplica, NamesOfFairScale, LikeDDP):
             )
         params = [*self._exchanged().values()]
         if averages and reached_parameters:
-            self._replica.average_gradients(params, device)
+            average_gradients(params, self._replica.collectives, device)
         if reached_parameters or self._was_numerator:
             push_sum.make_numerators(params)
         self._was_numerator = False
@@ -364,7 +365,8 @@ class SlowMoDistributedDataParallel(SavesReplica, NamesOfFairScale, LikeDDP):
             )
         self._start(params.device, may_check=False)  # parameters differ after local steps
         if replica.collectives.absent:
-            replica.announce_step(params.device)
+            with replica.collectives.graph(params.device, Kind.STEP, []):
+                pass  # processes without data hear that it begins
         has_momentum = self.slowmo and groups.names  # none if all is frozen
         momentum = replica.slow.ready(groups, params) if has_momentum else None
 
@@ -383,7 +385,7 @@ class SlowMoDistributedDataParallel(SavesReplica, NamesOfFairScale, LikeDDP):
         if average:
             replica.averaging.average(params, buffers)
         else:
-            replica.average_buffers(buffers, params.device)
+            average_buffers(buffers, replica.collectives, params.device)
         if gossip:
             replica.averaging.exchange(params)
         if momentum is not None and slow:
@@ -423,10 +425,8 @@ class SlowMoDistributedDataParallel(SavesReplica, NamesOfFairScale, LikeDDP):
           8 bytes per parameter, otherwise one all-reduce of that.
         """
         self._open_round()
-        params = self._replica.exchanged(dict(self.module.named_parameters()))
-        whole = self._replica.whole(params, list(self.module.buffers()), self._device())
-        state = self.state_dict(keep_vars=True)
-        return consolidated(state, self.module, whole, for_resuming=for_resuming)
+        state, device = self.state_dict(keep_vars=True), self._device()
+        return consolidated(state, self.module, self._replica, device, for_resuming=for_resuming)
 
     def _init_global_momentum_buffers(self, optimizer: Any, fp32_params: Any = None) -> None:
         """Anchor slow momentum at the current parameters, each process its own part.
@@ -496,7 +496,8 @@ class SlowMoDistributedDataParallel(SavesReplica, NamesOfFairScale, LikeDDP):
     def _broadcast_buffers(self, device: torch.device) -> None:
         """Overwrite buffers with those of rank 0, if `broadcast_buffers` is True."""
         if self.broadcast_buffers is True:
-            self._replica.broadcast([b for b in self.module.buffers() if b.numel()], device)
+            buffers = [b for b in self.module.buffers() if b.numel()]
+            broadcast(buffers, self._replica.collectives, device)
 
     def _start(self, device: torch.device, *, may_check: bool = True, must: bool = False) -> None:
         """Make the parameters of all processes equal once, and check that they are.
@@ -506,7 +507,7 @@ class SlowMoDistributedDataParallel(SavesReplica, NamesOfFairScale, LikeDDP):
         if self._must_broadcast:
             everything = (*self.module.parameters(), *self.module.buffers())
             tensors = [tensor for tensor in everything if tensor.numel()]
-            self._replica.broadcast(tensors, device, Kind.PARAMETERS)
+            broadcast(tensors, self._replica.collectives, device, Kind.PARAMETERS)
         values = self._must_check and may_check
         if self._backend.may_read():
             self._replica.compare(self.module, device, values=values, must=must)

@@ -8,7 +8,7 @@ import torch
 
 from support.waiting import PATIENCE_SECONDS, wait_until
 from torch_compat import samples
-from torch_compat.reader import DataError, QueueDataset, SampleReader
+from torch_compat.reader import DataError, SampleReader
 
 
 @pytest.mark.parametrize("is_known", [True, False])
@@ -23,7 +23,7 @@ def test_sample_i_goes_to_device_i_modulo_nprocs(is_known):
     for queue in queues:
         for _ in range(2):  # for good
             with pytest.raises(DataError, match="ended after 9 samples"):
-                next(iter(QueueDataset(queue)))
+                next(iter(queue))
 
 
 def test_no_more_is_read_than_prefetch_and_what_is_on_its_way():

@@ -12,9 +12,9 @@ from jax._src import cloud_tpu_init, xla_bridge
 
 from ...errors import describe
 from ...master import MasterModel
-from ...messages import Failed, Step, StepDone, StepStatistics
-from ...reader import DataError, SampleReader
-from ...worker import GroupFailed, Link, WorkerOptions
+from ...messages import Failed, Loaded, Step, StepDone, StepStatistics
+from ...reader import SampleReader
+from ...worker import GroupFailed, Link, WorkerOptions, failure_of_device
 from ._mesh_program import MeshProgram
 
 _compilations = 0
@@ -89,7 +89,7 @@ class MeshGroup:
             self._on_devices(program.change, request.changes)
         if request.load_parameters:
             program.load(self._master.host_tensors())
-            link.loaded(request.number)
+            link.send(Loaded())
         for _ in range(options.grad_accumulation_steps):
             before = time.perf_counter()
             batches = [self._next_batch(index) for index in range(self.num_devices)]
@@ -97,7 +97,7 @@ class MeshGroup:
             self._on_devices(program.add, batches)
         loss, gradients = self._on_devices(program.exchange)
         buffers = program.buffers(self._master.persistent_buffers)
-        link.wait_to_commit(request.number)
+        link.wait_to_commit()
         self._master.write_gradients(gradients, add=True)
         self._master.write_buffers(buffers)
         statistics = StepStatistics(
@@ -108,18 +108,13 @@ class MeshGroup:
             bytes_to_device=program.bytes_to_device - sent,
             bytes_to_host=program.gradient_bytes + sum(buffer.nbytes for buffer in buffers),
         )
-        samples = options.batch_size_per_device * self.num_devices * options.grad_accumulation_steps
-        return StepDone(request.number, loss, samples, statistics)
+        return StepDone(loss, options.samples_per_step(self.num_devices), statistics)
 
     def _next_batch(self, index: int) -> Any:
-        name = f"Device {index} of {self.num_devices}"
         try:
             return next(self._batches[index])
-        except DataError as error:
-            raise GroupFailed(Failed(f"{name}: {error}", error.end.traceback)) from error
         except BaseException as error:
-            report = Failed(f"{name} failed: {describe(error)}", traceback.format_exc())
-            raise GroupFailed(report) from error
+            raise GroupFailed(failure_of_device(index, self.num_devices, error)) from error
 
     def _on_devices(self, function: Any, *arguments: Any) -> Any:
         try:

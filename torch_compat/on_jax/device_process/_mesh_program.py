@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from ... import samples
 from ...batches import call_model, loss_of, map_tensors
-from ...settings import Changes
+from ...settings import Settings
 from .._arrays import jax_dtype, keeps_values, to_numpy, to_torch
 from .._functional import Arrays, Functional
 
@@ -83,7 +83,7 @@ class MeshProgram:
         self._trace_again()
         self.load(self._likes.values())
 
-    def change(self, changes: Changes) -> None:
+    def change(self, changes: Settings) -> None:
         """Apply changed settings of the model; all programs are traced and compiled again.
 
         Call it only if nothing has been added since the last `exchange`.
@@ -92,55 +92,44 @@ class MeshProgram:
           ValueError: jax cannot train a parameter that now requires gradients.
         """
         changes.apply(self._module)
+        count = len(self._devices)
+        params, carried = jax.device_get((self._params, self._carried))
+        copies = {n: np.broadcast_to(x, (count, *x.shape)) for n, x in params.items()}
         self._trace_again()
-        params, carried, count = self._params, self._carried, len(self._devices)
-        self._params = {
-            name: params[name]
-            if name in params
-            else jax.device_put(_host(carried[name])[0], self._everywhere)
-            for name in self._parameters
-        }
-        self._carried = {
-            name: carried[name]
-            if name in carried
-            else self._spread(np.broadcast_to(_host(params[name]), (count, *params[name].shape)))
-            for name in self._likes
-            if name not in self._params
-        }
+        self._place({**copies, **carried})
 
     def _trace_again(self) -> None:
         self._functional = Functional("TPUManager", self._module)
         trained = set(self._functional.trained)
-        self._parameters = [name for name in self._all_parameters if name in trained]
+        self._wide = {
+            name: _summed_in(jax_dtype(self._likes[name].dtype))
+            for name in self._all_parameters
+            if name in trained
+        }
+        loss_dtype = np.result_type(np.float32, *self._wide.values())
         self._compile = lru_cache(maxsize=32)(self._programs)
-        groups = self._groups()
-        self._exchange = _exchange_program(self._mesh, groups, self._compress)
-        self._sums, self._losses = self._spread(self._zeros())
-        sizes = [
-            self._likes[name].numel() * (2 if self._compress else dtype.itemsize)
-            for dtype, names in groups.items()
-            for name in names
-        ]
-        self.gradient_bytes = sum(sizes) + self._loss_dtype().itemsize
+        self._exchange = _exchange_program(self._mesh, self._compress)
+        count, likes = len(self._devices), self._likes
+        sums = {n: np.zeros((count, *likes[n].shape), dtype) for n, dtype in self._wide.items()}
+        self._sums, self._losses = self._spread((sums, np.zeros(count, loss_dtype)))
+        self.gradient_bytes = loss_dtype.itemsize + sum(
+            likes[n].numel() * (2 if self._compress else d.itemsize) for n, d in self._wide.items()
+        )
 
     def load(self, tensors: Iterable[torch.Tensor]) -> None:
         """Load these parameters, then buffers; they have been read when this returns."""
-        values = {
-            name: to_numpy(tensor.to(self._likes[name].dtype))
-            for name, tensor in zip(self._likes, tensors, strict=True)
-        }
-        self._params = jax.device_put(
-            {name: values[name] for name in self._parameters}, self._everywhere
-        )
-        count = len(self._devices)
-        self._carried = self._spread(
-            {
-                name: np.broadcast_to(value, (count, *value.shape))
-                for name, value in values.items()
-                if name not in self._params
-            }
-        )
-        self.bytes_to_device += sum(x.nbytes for x in self._params.values()) * count
+        values = {}
+        for (name, like), tensor in zip(self._likes.items(), tensors, strict=True):
+            value = to_numpy(tensor.to(like.dtype))
+            values[name] = np.broadcast_to(value, (len(self._devices), *value.shape))
+        self._place(values)
+
+    def _place(self, values: dict[str, np.ndarray]) -> None:
+        """Send the values of each device, (devices, ...), to the devices."""
+        params = {name: values[name][0] for name in self._wide}
+        self._params = jax.device_put(params, self._everywhere)
+        self._carried = self._spread({n: x for n, x in values.items() if n not in params})
+        self.bytes_to_device += sum(x.nbytes for x in params.values()) * len(self._devices)
 
     def add(self, batches: Sequence[Any]) -> None:
         """Run forward and backward, each device on its batch, and add to the sums of gradients.
@@ -191,15 +180,12 @@ class MeshProgram:
           The loss, and the gradients in the order of the module's parameters, zeros for frozen
           ones; half precision as float32.
         """
-        (loss, flat), (self._sums, self._losses) = self._exchange(self._sums, self._losses)
-        by_name: dict[str, torch.Tensor] = {}
-        for (dtype, names), array in zip(self._groups().items(), flat, strict=True):
-            host = torch.from_numpy(np.array(array.addressable_data(0), dtype=dtype))
-            sizes = [self._likes[name].numel() for name in names]
-            for name, part in zip(names, host.split(sizes), strict=True):
-                by_name[name] = part.view(self._likes[name].shape)
-        frozen = {n: torch.zeros((), dtype=self._likes[n].dtype) for n in self._all_parameters}
-        return float(loss.addressable_data(0)), list({**frozen, **by_name}.values())
+        means, (self._sums, self._losses) = self._exchange(self._sums, self._losses)
+        loss, means = jax.device_get(jax.tree.map(lambda x: x.addressable_data(0), means))
+        gradients = {n: torch.zeros((), dtype=self._likes[n].dtype) for n in self._all_parameters}
+        for name, mean in means.items():
+            gradients[name] = torch.from_numpy(mean.astype(self._wide[name]))
+        return float(loss), [*gradients.values()]
 
     def buffers(self, names: Iterable[str]) -> list[torch.Tensor]:
         """Return buffers of device 0, on the host."""
@@ -208,25 +194,6 @@ class MeshProgram:
         return [
             to_torch(array[0], self._likes[name]) for name, array in zip(names, arrays, strict=True)
         ]
-
-    def _groups(self) -> dict[np.dtype, list[str]]:
-        """Return the trained parameters by the dtype in which their gradients are summed."""
-        groups: dict[np.dtype, list[str]] = {}
-        for name in self._parameters:
-            groups.setdefault(_wide(jax_dtype(self._likes[name].dtype)), []).append(name)
-        return groups
-
-    def _loss_dtype(self) -> np.dtype:
-        return np.dtype(max(self._groups(), key=lambda dtype: dtype.itemsize, default="float32"))
-
-    def _zeros(self) -> Any:
-        count = len(self._devices)
-        sums = {
-            name: np.zeros((count, *self._likes[name].shape), dtype)
-            for dtype, names in self._groups().items()
-            for name in names
-        }
-        return sums, np.zeros(count, self._loss_dtype())
 
     def _spread(self, arrays: Any) -> Any:
         self.bytes_to_device += sum(array.nbytes for array in jax.tree.leaves(arrays))
@@ -270,22 +237,14 @@ class MeshProgram:
         return local
 
 
-def _exchange_program(
-    mesh: Mesh, groups: dict[np.dtype, list[str]], compress: bool
-) -> Callable[..., Any]:
-    """Compile the map from sums to (mean loss, flat mean gradients by dtype) and zeros."""
+def _exchange_program(mesh: Mesh, compress: bool) -> Callable[..., Any]:
+    """Compile the map from sums to (mean loss, mean gradients) and zeros."""
 
     def local(sums: Arrays, losses: jax.Array) -> Any:
-        def mean(array: jax.Array) -> jax.Array:
-            return jax.lax.psum(array, _AXIS) / mesh.size
-
-        flat = [
-            mean(jnp.concatenate([sums[name].reshape(-1) for name in names]))
-            for names in groups.values()
-        ]
+        loss, means = jax.tree.map(lambda x: x[0] / mesh.size, jax.lax.psum((losses, sums), _AXIS))
         if compress:
-            flat = [array.astype(jnp.bfloat16) for array in flat]
-        return (mean(losses[0]), flat), jax.tree.map(jnp.zeros_like, (sums, losses))
+            means = {name: mean.astype(jnp.bfloat16) for name, mean in means.items()}
+        return (loss, means), jax.tree.map(jnp.zeros_like, (sums, losses))
 
     each = P(_AXIS)
     mapped = jax.shard_map(local, mesh=mesh, in_specs=each, out_specs=(P(), each), check_vma=False)
@@ -313,15 +272,10 @@ def _on(array: jax.Array, device: Any) -> jax.Array:
     return next(shard.data for shard in array.addressable_shards if shard.device == device)
 
 
-def _host(array: jax.Array) -> np.ndarray:
-    """Return the first device's shard of an array, on the host."""
-    return np.asarray(array.addressable_data(0))
-
-
 def _first(tree: Any) -> Any:
     return jax.tree.map(lambda array: array[0], tree)
 
 
-def _wide(dtype: Any) -> np.dtype:
+def _summed_in(dtype: Any) -> np.dtype:
     """Return float32 for half precision, so that sums lose nothing."""
     return np.dtype(jnp.promote_types(dtype, jnp.float32))

@@ -31,6 +31,7 @@ from ._internals import (
     FunctionalTensor,
     FunctionalTensorMode,
     distributions_check,
+    get_proxy_mode,
     make_fx,
 )
 from ._lowerings import decompositions, lowerings
@@ -38,7 +39,6 @@ from ._values import Values, without_views
 
 # One thread at a time: tracing replaces tensors of the module, and filters warnings.
 _TRACING = threading.RLock()
-_NAME = "on_jax"  # of threads
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def call(
       rng: PRNG key of random numbers; None: drawing raises `ValueError`.
       module: module that it calls; errors name its layers.
     """
-    if threading.current_thread().name.startswith(_NAME):
+    if get_proxy_mode() is not None:  # this thread traces
         raise ValueError(
             "A module calls a function of on_jax in its forward pass: call the module."
         )
@@ -86,7 +86,7 @@ def call(
     @functools.cache
     def program(variables: frozenset[int]) -> _Program:
         # A thread without modes of torch.
-        with _TRACING, ThreadPoolExecutor(1, thread_name_prefix=_NAME) as another:
+        with _TRACING, ThreadPoolExecutor(1) as another:
             return another.submit(_Program, function, inputs, module, variables).result()
 
     run = jax.custom_jvp(lambda *arguments: program(trained).forward(*arguments)[0])

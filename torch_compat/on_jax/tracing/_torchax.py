@@ -5,6 +5,8 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
+from ...errors import not_installed
+
 try:
     import jax
     import jax.numpy as jnp
@@ -37,11 +39,7 @@ except ModuleNotFoundError as error:
     missing = (error.name or "").partition(".")[0]
     if missing not in ("jax", "jaxlib", "torch", "torchax"):
         raise
-    raise ModuleNotFoundError(
-        f"torch_compat.on_jax needs {missing}, which is not installed; the extra `torchax` has "
-        "it: pip install 'jaxslowmo[torchax]' (in a checkout: '.[torchax]')",
-        name=missing,
-    ) from error
+    raise not_installed(missing, "torchax", "torch_compat.on_jax") from error
 
 torch.backends.mha.set_fastpath_enabled(_FAST_ATTENTION)
 if _TELEMETRY is None:  # torchax sets it at import

@@ -81,14 +81,9 @@ class Backend(ABC):
     def join_group(self) -> Any:
         """Return the process group of a join context.
 
-        Raises:
-          ValueError: the backend has no messages about the processes' next exchange.
+        None: a process cannot learn what the others exchange next.
         """
-        raise ValueError(
-            f"join() is not available over {self.name}, where a process cannot learn what the "
-            "others exchange: there each device must trace the same graphs. Give all processes the "
-            "same number of batches, as torch.utils.data.DistributedSampler does."
-        )
+        return None
 
     def wait_for(self, work: Any) -> None:
         """Wait for a collective that has begun in `join_group`."""

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from .._flat import flatten, unflatten
 from .._places import Places
 from ._base import Backend, check_devices
 from ._header import Exchange, Kind
@@ -122,17 +123,11 @@ class DistributedBackend(Backend):
         )
 
     def join_group(self) -> Any:
-        if backend_on(self._group, torch.device("cpu")) != "gloo" or (
-            self._device is not None
-            and backend_on(self._group, self._wire_device(self._device)) != "gloo"
-        ):
-            raise ValueError(
-                "join() is available over gloo alone, where processes tell each other what they "
-                f"exchange; the backend of the process group is {dist.get_backend(self._group)!r}. "
-                "Give all processes the same number of batches, as "
-                "torch.utils.data.DistributedSampler does."
-            )
-        return self._group
+        devices = [torch.device("cpu")]
+        if self._device is not None:
+            devices.append(self._wire_device(self._device))
+        is_gloo = all(backend_on(self._group, device) == "gloo" for device in devices)
+        return self._group if is_gloo else None
 
     def wait_for(self, work: Any) -> None:
         self._waiting.until_done(lambda: work)
@@ -150,11 +145,10 @@ class DistributedBackend(Backend):
         self, tensors: list[torch.Tensor], groups: list[list[int]] | None = None
     ) -> list[torch.Tensor]:
         in_node = groups is not None
-        flat = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
+        flat = flatten(tensors)
         wire = self._sent(flat.to(_WIDER.get(flat.dtype, flat.dtype)), fresh=True)
         self._wait(dist.all_reduce, wire, in_node=in_node)
-        sums = wire.to(flat.device, flat.dtype).split([tensor.numel() for tensor in tensors])
-        return [part.reshape(t.shape) for t, part in zip(tensors, sums, strict=True)]
+        return unflatten(tensors, wire.to(flat.device))
 
     def reduce_scatter(self, flat: torch.Tensor) -> torch.Tensor:
         wire = self._sent(flat)

@@ -113,7 +113,6 @@ class LikeDDP(Joinable):
                 "join(divide_by_initial_world_size=False) is not available with SGP, where each "
                 "node mixes with a few others that must all take part; leave it True."
             )
-        self._backend.join_group()  # raises an error if processes cannot shadow others
         self._replica.collectives.averages_over_all = divides_by_all
         return _Shadow(self)
 
@@ -125,7 +124,14 @@ class LikeDDP(Joinable):
     @property
     def join_process_group(self) -> Any:
         """The processes of the run."""
-        return self._backend.join_group()
+        group = self._backend.join_group()
+        if group is None:
+            raise ValueError(
+                "join() is available over gloo alone, where processes tell each other what they "
+                f"exchange; these are connected by {self._backend.name}. Give all processes the "
+                "same number of batches, as torch.utils.data.DistributedSampler does."
+            )
+        return group
 
     def _remember(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         _OPTIMIZERS[self] = [ref(optimizer) for optimizer in optimizers]

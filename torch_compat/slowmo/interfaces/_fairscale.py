@@ -18,11 +18,11 @@ class NamesOfFairScale(torch.nn.Module):
     @property
     def num_updates(self) -> int:
         """The number of calls of `perform_slowmo` so far."""
-        return self._replica.num_updates
+        return self._replica.collectives.num_updates
 
     @num_updates.setter
     def num_updates(self, number: int) -> None:
-        self._replica.num_updates = number
+        self._replica.collectives.num_updates = number
 
     @property
     def ps_weight(self) -> torch.Tensor:
@@ -37,10 +37,6 @@ class NamesOfFairScale(torch.nn.Module):
     def is_sgp_ps_numerator(self) -> bool:
         """True if the module holds x rather than x / w."""
         return self._replica.push_sum.is_numerator
-
-    @is_sgp_ps_numerator.setter
-    def is_sgp_ps_numerator(self, is_numerator: bool) -> None:
-        self._replica.push_sum.is_numerator = is_numerator
 
     @property
     def global_momentum_buffers_initialized(self) -> bool:

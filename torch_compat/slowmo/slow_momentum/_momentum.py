@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 import torch
 
-from .._collectives import Collectives
 from .._flat import flatten
 from .._graphs import device_data, to_device
 from ._rates import Rates
@@ -51,16 +50,11 @@ class Span:
         parts = flat[: self.total].split(list(self.sizes.values()))
         return dict(zip(self.names, parts, strict=True))
 
-    def part_of(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return this part of a whole vector (total,), padded with zeros."""
-        part = flat[self.index * self.length : (self.index + 1) * self.length]
-        return torch.nn.functional.pad(part, (0, self.length - part.numel()))
-
     def part(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return this part of the vector of `values`, those of all names in order; a copy.
 
-        Call it inside `own_graph`. The index of the part is data, so that the graph is the same on
-        all processes.
+        On an XLA device call it inside `own_graph`. The index of the part is data, so that the
+        graph is the same on all processes.
         """
         rows = self.num_parts + 1  # one more, so that the result is never a view of a parameter
         flat = flatten(values, rows * self.length).reshape(rows, self.length)
@@ -119,42 +113,17 @@ class SlowMomentum:
         if self.anchor.device != device:
             self.anchor, self.velocity = to_device([self.anchor, self.velocity], device)
 
-    def step(
-        self,
-        flat: torch.Tensor,
-        carry: Sequence[float],
-        slow_lr: float,
-        collectives: Collectives | None,
-        scale: torch.Tensor | None = None,
-        unscale: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Average, and take the slow step.
-
-        Call it inside `Collectives.graph`.
+    def step(self, average: torch.Tensor, carry: Sequence[float], slow_lr: float) -> None:
+        """Take the slow step, after which `anchor` holds the new parameters.
 
         Args:
-          flat: the parameters, in the order of the names, with zeros up to the end of the last
-            part.
+          average: (span.length,) float32, this part of the average of the parameters.
           carry: factor of the velocity of every parameter, see `Rates.carry`.
           slow_lr: step size of the slow step.
-          collectives: the collectives for an average over all processes; None: no average.
-          scale: factor of the average, (1,); None is 1.
-          unscale: factor of the new parameters, (1,); None is 1.
-
-        Returns:
-          The new parameters, like `flat`.
-
-        Communication: one reduce-scatter and one all-gather of the float32 vector over all
-          processes; nothing with `collectives` None.
         """
-        average = flat if collectives is None else collectives.scatter_mean(flat)
-        if scale is not None:
-            average = average * scale
         factors = self._factors(carry, average.device)
         self.velocity = factors * self.velocity + (self.anchor - average)
         self.anchor = self.anchor - slow_lr * self.velocity
-        new = self.anchor if collectives is None else collectives.gather(self.anchor)
-        return new if unscale is None else new * unscale
 
     def momentum_buffer(self) -> torch.Tensor:
         """Return m = v / gamma, as FairScale keeps it; v if gamma was 0."""

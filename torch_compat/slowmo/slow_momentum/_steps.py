@@ -132,44 +132,48 @@ class SlowSteps:
           decay: factor of the slow momentum, in [0, 1).
           slow_lr: step size of the slow step.
 
-        Communication: the collectives of `SlowMomentum.step`, and an all-reduce of 4 bytes if
-          push-sum weights can differ from 1; nothing if it is not sharded.
+        Communication: if it is sharded one reduce-scatter and one all-gather of the float32 vector
+          over all processes, and an all-reduce of 4 bytes if push-sum weights can differ from 1;
+          otherwise nothing.
         """
-        push_sum, names = self._push_sum, slow.span.names
+        push_sum, collectives, names = self._push_sum, self._collectives, slow.span.names
         carry = slow.rates.carry(rates, decay, is_bounded=self._is_bounded)
         weights: list[torch.Tensor] = []
+        # Masters stay numerators; the step is computed on their estimates.
+        of_numerators = push_sum.moves and not self.is_sharded and params.masters is not None
         with own_graph(params.device) as writes:
-            scale = unscale = None
             present = [param.detach() for param in params.tensors]
             if push_sum.moves and self.is_sharded:
                 # The average is sum x / sum w.
                 present = push_sum.numerators(present)
-                weights = self._collectives.shares([push_sum.weight])
-                weights = self._collectives.only_masters(weights)
+                weights = collectives.only_masters(collectives.shares([push_sum.weight]))
                 # w becomes 1, so parameters without slow momentum must become estimates.
                 estimates = push_sum.estimates(present)
                 writes.extend(zip(params.tensors, estimates, strict=True))
-            elif push_sum.moves and params.masters:
-                # Masters stay numerators; the step is computed on their estimates.
-                scale, unscale = 1 / push_sum.weight, push_sum.weight
-            elif push_sum.moves and push_sum.is_numerator:
+            elif push_sum.moves and push_sum.is_numerator and not of_numerators:
                 present = push_sum.estimates(present)
                 writes.extend(zip(params.tensors, present, strict=True))
             by_name: Mapping[str, torch.Tensor] = dict(zip(params.by_name, present, strict=True))
             trained = params.trained() if params.masters else by_name
             flat = flatten([trained[name] for name in names], slow.span.padded)
-        exchange = own_graph(params.device)
+            if of_numerators:
+                flat = flat * (1 / push_sum.weight)
         if self.is_sharded:
-            exchange = self._collectives.graph(params.device, Kind.SLOW_STEP, [flat])
-        with exchange:
-            if weights:
-                scale = 1 / self._collectives.total(weights)[0]
-                push_sum.reset()
-            collectives = self._collectives if self.is_sharded else None
-            flat = slow.step(flat, carry, slow_lr, collectives, scale, unscale)
+            with collectives.graph(params.device, Kind.SLOW_STEP, [flat]):
+                weights = collectives.total(weights)
+                average = collectives.scatter_mean(flat)
+                if weights:
+                    average = average * (1 / weights[0])
+                    push_sum.reset()
+                slow.step(average, carry, slow_lr)
+                flat = collectives.gather(slow.anchor)
+        else:
+            with own_graph(params.device):
+                slow.step(flat, carry, slow_lr)
+                flat = slow.anchor * push_sum.weight if of_numerators else slow.anchor
         with own_graph(params.device) as writes:
             writes.extend(params.become_flat(names, flat))
-        push_sum.is_numerator = unscale is not None
+        push_sum.is_numerator = of_numerators
 
     def _compare(self, groups: Groups, params: Parameters) -> None:
         """Raise `ValueError` unless the optimizers of all processes hold the same parameters."""
