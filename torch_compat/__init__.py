@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 from .errors import PeerLostError as PeerLostError
 from .errors import TPUWorkerError as TPUWorkerError
 from .errors import UnlikeCallsError as UnlikeCallsError
-from .errors import not_installed as _not_installed
 from .messages import StepStatistics as StepStatistics
 
 if TYPE_CHECKING:
@@ -43,7 +42,9 @@ else:
             message = f"module {__name__!r} has no attribute {name!r}"
             raise AttributeError(message, name=name, obj=_sys.modules[__name__])
         if _find_spec("torch") is None:
-            raise _not_installed("torch", "torchax" if name == "on_jax" else "torch")
+            from .errors import not_installed
+
+            raise not_installed("torch", "torchax" if name == "on_jax" else "torch")
         home = _import_module(f".{_HOMES[name]}", __name__)
         value = home if name == _HOMES[name] else getattr(home, name)
         globals()[name] = value

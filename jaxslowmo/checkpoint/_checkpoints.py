@@ -266,6 +266,11 @@ class Checkpoints:
         self.wait()
         steps = self._notes.gather(self.steps())[0]
         step = self._chosen(steps, step)
+        if not isinstance(train_step, TrainStep):
+            raise ValueError(
+                "Checkpoints.restore: `train_step` must be made by `js.make_train_step`, got "
+                f"{type(train_step).__name__}."
+            )
         template = Template.of(train_step, params, model_state, seed)
         while True:
             try:
@@ -319,6 +324,7 @@ class Checkpoints:
 
     def _chosen(self, steps: Sequence[int], step: int | None) -> int:
         """Return `step`, of which there is a checkpoint; None: the newest."""
+        step = None if step is None else checked_int("Checkpoints: `step`, if not None,", step, 0)
         if not steps:
             raise CheckpointError(
                 f"{self.folder} has no complete checkpoint: give the folder of a run that saved "
@@ -348,10 +354,14 @@ class Checkpoints:
                 remove(self._folder / str(step))
 
     def _numbers(self, metrics: Mapping[str, Any] | None) -> dict[str, float]:
-        try:
-            numbers = {name: float(value) for name, value in (metrics or {}).items()}
-        except TypeError as error:
-            raise ValueError(f"Checkpoints.save: `metrics` must be numbers: {error}.") from None
+        numbers = {}
+        for name, value in (metrics or {}).items():
+            try:
+                numbers[name] = float(value)
+            except (TypeError, ValueError, OverflowError):
+                raise ValueError(
+                    f"Checkpoints.save: `metrics` must be numbers by name, got {name}: {value!r}."
+                ) from None
         if self._keep_best is not None and self._keep_best[0] not in numbers:
             raise ValueError(
                 f"Checkpoints.save: `metrics` must have {self._keep_best[0]!r}, that of "

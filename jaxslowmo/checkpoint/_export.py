@@ -93,8 +93,10 @@ def export_consensus(
 
 
 def _write(path: epath.Path, arrays: dict[str, np.ndarray], record: dict[str, Any]) -> None:
-    if path.exists():
-        _record(path)  # raises unless the folder holds an export, which may be replaced
+    if path.exists() and not (path / EXPORT_RECORD).exists():
+        raise CheckpointError(
+            f"{path} holds something else than an export, which would be lost: give a new path."
+        )
     remove_unfinished(path.parent, f"{path.name}.")
     folder = unfinished(path, 0)
     folder.mkdir(parents=True, exist_ok=True)

@@ -58,7 +58,13 @@ class UnansweredError(CheckpointError):
 
 
 def resolved(folder: str | PathLike[str]) -> epath.Path:
-    """Return an absolute path, or an address such as `gs://...` unchanged."""
+    """Return an absolute path, or an address such as `gs://...` unchanged.
+
+    Raises:
+      ValueError: something else.
+    """
+    if not isinstance(folder, str | PathLike):
+        raise ValueError(f"`folder` must be a path or an address, got {folder!r}.")
     path = epath.Path(folder)
     return path if "://" in str(folder) else epath.Path(os.path.abspath(path.expanduser()))
 

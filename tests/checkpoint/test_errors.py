@@ -52,10 +52,10 @@ def diloco(replicas, bucket_bytes):
     return make_step("diloco", replicas, sync=sync)
 
 
-def restored(name="run", step=None, params=PARAMS, model_state=MODEL_STATE, **options):
+def restored(name="run", step=None, params=PARAMS, model_state=MODEL_STATE, number=None):
     checkpoints = Checkpoints(folder() / name)
     step = step or make_step("local_sgd", 2)
-    return checkpoints.restore(step, params, model_state=model_state, **options)
+    return checkpoints.restore(step, params, model_state=model_state, step=number)
 
 
 def save(number=0, extra=None, state=None):
@@ -95,6 +95,9 @@ ROWS = {
     "an array as extra": Refusal(lambda: save(extra={"array": np.ones(1)}), "`extra`", "ndarray"),
     "no checkpoint": refused(lambda: restored("nowhere"), "nowhere"),
     "a file for a folder": Refusal(lambda: restored("file"), "file", "", NotADirectoryError),
+    "no folder": Refusal(lambda: Checkpoints(None), "`folder`", "None"),
+    "a step as text": Refusal(lambda: restored(number="3"), "`step`", "'3'"),
+    "no training step": Refusal(lambda: restored(step=len), "`train_step`", "builtin"),
     "no such step": refused(
         lambda: Checkpoints(folder() / "run").extra(step=1), "step 1", "steps 3"
     ),
@@ -120,7 +123,9 @@ ROWS = {
     "an export of another model": refused(
         lambda: load_consensus(folder() / "model", like=MORE), "c is missing", "float32[4, 40]"
     ),
-    "an export in another's folder": refused(lambda: exported("thesis", PARAMS), "thesis"),
+    "an export in another's folder": refused(
+        lambda: exported("thesis", PARAMS), "thesis", "holds something else"
+    ),
     "an export below a file": refused(lambda: exported("file/below", PARAMS), "file"),
     "an export of a dtype that safetensors lacks": refused(
         lambda: exported("int4", {"w": np.ones(2, "int4")}), "int4", "could not be written"
@@ -139,7 +144,9 @@ ROWS = {
     ),
     "a save without the metric": Refusal(lambda: best({"accuracy": 1}), "`metrics`", "'loss'"),
     "a save without metrics": Refusal(lambda: best(None), "`metrics`", "'loss'"),
-    "metrics that are no numbers": Refusal(lambda: best({"loss": [1, 2]}), "`metrics`", "list"),
+    "metrics that are no numbers": Refusal(lambda: best({"loss": [1, 2]}), "`metrics`", "[1, 2]"),
+    "metrics that are text": Refusal(lambda: best({"loss": "low"}), "`metrics`", "'low'"),
+    "metrics that are too large": Refusal(lambda: best({"loss": 10**400}), "`metrics`", "1000"),
     "the best of no metric": Refusal(lambda: Checkpoints("x").best_step(), "`keep_best`", "None"),
 }
 
