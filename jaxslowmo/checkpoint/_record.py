@@ -194,7 +194,7 @@ def read_marked(path: epath.Path, name: str, mark: str, number: int) -> dict[str
         value = json.loads((path / name).read_text())
     except (OSError, ValueError) as error:
         raise UnreadableError(
-            f"{path} is damaged, or was not written by jaxslowmo.checkpoint: {name}: "
+            f"{path} is damaged, or was not written by Checkpoints or export_consensus: {name}: "
             f"{getattr(error, 'strerror', None) or first_line(error)}.",
             io_errno(error),
         ) from error

@@ -115,9 +115,9 @@ DEVICES = {
     "fewer positions": Refusal(lambda: with_positions({"p": jnp.ones(2)}), "'p'", (2,)),
 }
 BAGS = {
-    "a length too few": Refusal(lambda: bags(lengths=[1]), "`lengths`", "up to 1"),
+    "a length too few": Refusal(lambda: bags(lengths=[1]), "`lengths`", "got 1"),
     "offsets from 1": Refusal(lambda: bags(offsets=[1, 2]), "`offsets`"),
-    "a negative length": Refusal(lambda: bags(lengths=[3, -1]), "`lengths`"),
+    "a negative length": Refusal(lambda: bags(lengths=[3, -1]), "`lengths`", "-1 for bag 1"),
     "no integers": Refusal(lambda: bags(offsets=[0, 1.5]), "`offsets`", 1.5),
     "lengths and offsets": Refusal(lambda: bags(lengths=[2], offsets=[0, 2]), "`lengths`", "both"),
     "too long": Refusal(lambda: bags([[0], [1, 2, 3]], max_length=2), "bag 1 has 3 ids", 2),

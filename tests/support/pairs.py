@@ -12,7 +12,8 @@ from pathlib import Path
 from support.quick import QUICK_COMPILER
 from support.waiting import PATIENCE_SECONDS
 
-_OF_RUNTIME = re.compile(r"\[Gloo\]|[IWE]\d{4} ")
+# Several threads of gloo write at once, each line in parts.
+_OF_RUNTIME = re.compile(r"\[Gloo\]|.*peer ranks|[IWE]\d{4} ")
 _HEAD = """
 import sys
 import jax
