@@ -17,7 +17,7 @@ _UNFINISHED = r"checkpoints/50\."
 _HANGS: dict[str, Fault] = {
     "a save hangs where process 1 writes": {
         "process": 1,
-        "event": "os.listdir",
+        "event": "os.scandir",
         "path": rf"{_UNFINISHED}.*/ocdbt\.process_1",
     },
     "a save hangs where process 0 gives it its name": {
