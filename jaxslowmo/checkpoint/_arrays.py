@@ -36,7 +36,7 @@ def handler(*kinds: tuple[type, Any]) -> ocp.PyTreeCheckpointHandler:
         multiprocessing_options=ocp.options.MultiprocessingOptions(
             active_processes=set(range(jax.process_count())), barrier_sync_key_prefix="jaxslowmo"
         ),
-        type_handler_registry=ocp.type_handlers.create_type_handler_registry(*kinds),
+        type_handler_registry=_types.create_type_handler_registry(*kinds),
     )
 
 

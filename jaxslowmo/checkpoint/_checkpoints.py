@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .._support.checks import checked_int, warn_user
+from .._support.checks import checked_int, checks_flags, warn_user
 from .._support.files import MAX_STEP, complete_steps, io_errno
 from .._support.types import PyTree
 from ..train import TrainState, TrainStep, updates_of
@@ -53,6 +53,7 @@ class Checkpoints:
       ValueError: keep < 1, patience <= 0, a `keep_best` of another form.
     """
 
+    @checks_flags("Checkpoints")
     def __init__(
         self,
         folder: str | PathLike[str],

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._support.checks import checked_int, warn_user
+from .._support.checks import checked_int, checks_flags, warn_user
 from .._support.types import AxisName, PyTree
 from ..algorithms import shares_of_gossip
 from ..mesh import AnyMesh, consensus
@@ -135,6 +135,7 @@ class Evaluate:
       and one of 4 bytes if replicas are weighted (not counted in the step's report).
     """
 
+    @checks_flags("Evaluate")
     def __init__(
         self,
         evaluate: Callable[[PyTree, PyTree], Mapping[str, Any]],

@@ -169,18 +169,18 @@ def check_weight(owner: str, weight: Any) -> jax.Array | None:
     """Return `weight` as a () float32 array, or None.
 
     Raises:
-      ValueError: not a real scalar, or a Python number that is below 0 or not finite.
+      ValueError: not a real scalar, or a number of Python or NumPy that is below 0 or not finite.
     """
     if weight is None:
         return None
-    # Arrays are checked by type, since their values may be traced.
+    # Arrays of jax are checked by type, since their values may be traced.
     shape, dtype = jnp.shape(weight), jnp.result_type(weight)
     if shape != () or not (jnp.issubdtype(dtype, jnp.floating) or dtype.kind in "biu"):
         raise ValueError(
             f"{owner}: `weight` must be a real scalar, this replica's share in the mean, got "
             f"{dtype}{list(shape)}."
         )
-    if isinstance(weight, int | float) and not 0 <= weight < math.inf:
+    if not isinstance(weight, jax.Array) and not 0 <= float(weight) < math.inf:
         raise ValueError(f"{owner}: `weight` must be >= 0 and finite, got {weight}.")
     return jnp.asarray(weight).astype(jnp.float32)
 

@@ -20,11 +20,12 @@ PUBLIC = [
     getattr(module, name) for module in MODULES for name in dir(module) if not name.startswith("_")
 ]
 FUNCTIONS = {x for x in PUBLIC if isinstance(x, types.FunctionType)}
+CLASSES = {js.TrainPipeline, js.Evaluate, js.checkpoint.Checkpoints}
 FLAGS = {
     f"{function.__module__}.{function.__name__}, {name}": (function, name, x.annotation is not bool)
-    for function in FUNCTIONS
+    for function in FUNCTIONS | CLASSES
     for name, x in inspect.signature(function).parameters.items()
-    if x.annotation in (bool, bool | None) and x.kind is x.KEYWORD_ONLY
+    if x.annotation in (bool, bool | None)
 }
 
 
@@ -41,6 +42,17 @@ def test_another_value_is_refused_by_name(of):
     for value in ("no", 0, 1):
         with pytest.raises(ValueError, match=rf"{function.__name__}: `{flag}` must be {rule}, got"):
             function(**{flag: value})
+
+
+@pytest.mark.parametrize("weight", [-1, np.float32(-1), np.array(-1), np.float32("nan"), np.inf])
+def test_a_weight_that_is_known_is_checked(weight):
+    tx, x = js.local_sgd("replica"), np.ones((2, 3), np.float32)
+
+    def step(x):
+        return tx.update(x, tx.init(x), x, weight=weight)
+
+    with pytest.raises(ValueError, match="local_sgd: `weight` must be >= 0 and finite"):
+        jax.vmap(step, axis_name="replica")(x)
 
 
 def test_those_of_numpy_are_those_of_python():

@@ -190,6 +190,9 @@ def float16(*, error_feedback: bool = False) -> Half:
 
     Source: FairScale 0.4.13, `SlowMoDistributedDataParallel` with `fp32_params` (error feedback).
     """
-    kept = error_feedback
     # FairScale mixes in float16. With the 8 bits of bfloat16 that would lose more than is gained.
-    return Half(dtype=jnp.dtype(jnp.float16), error_feedback=kept, rounds_mixtures=kept)
+    return Half(
+        dtype=jnp.dtype(jnp.float16),
+        error_feedback=error_feedback,
+        rounds_mixtures=error_feedback,
+    )

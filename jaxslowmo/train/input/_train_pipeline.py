@@ -11,7 +11,7 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
-from ..._support.checks import as_number, check_choice, checked_int
+from ..._support.checks import as_number, check_choice, checked_int, checks_flags
 from ..._support.types import Phase, PyTree
 from .._batches import count_here
 from .._train_state import TrainState, updates_of
@@ -160,6 +160,7 @@ class TrainPipeline(Iterator[Any], contextlib.AbstractContextManager[Any]):
     Source: torchrec, `TrainPipelineBase` and `TrainPipelineSparseDist`.
     """
 
+    @checks_flags("TrainPipeline")
     def __init__(
         self,
         step: Callable[..., Any],
