@@ -100,8 +100,6 @@ class Worker:
         assert process.stdout is not None
         with process.stdout as lines, self._log.with_suffix(".jsonl").open("a") as log:
             for line in lines:
-                if not line.startswith(b"{"):  # gloo says who is connected
-                    continue
                 fact = {**json.loads(line), "life": life}
                 log.write(json.dumps(fact) + "\n")
                 log.flush()

@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import re
 import socket
 import subprocess
 import sys
@@ -12,12 +11,13 @@ from pathlib import Path
 from support.quick import QUICK_COMPILER
 from support.waiting import PATIENCE_SECONDS
 
-# Several threads of gloo write at once, each line in parts.
-_OF_RUNTIME = re.compile(r"\[Gloo\]|.*peer ranks|[IWE]\d{4} ")
+# The runtime (gloo's threads, XLA's log) writes to the process's file descriptors, Python to a file
+# of its own: what the program prints stays whole.
 _HEAD = """
 import sys
-import jax
 rank, port = int(sys.argv[1]), sys.argv[2]
+sys.stdout = sys.stderr = open(sys.argv[4], "w", buffering=1)
+import jax
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", int(sys.argv[3]))
 jax.config.update("jax_cpu_collectives_implementation", "gloo")
@@ -28,7 +28,7 @@ jax.distributed.initialize(f"127.0.0.1:{port}", 2, rank, initialization_timeout=
 def two_processes(
     program: str, folder: Path, seconds: float = PATIENCE_SECONDS, code: int = 0, devices: int = 1
 ) -> list[str]:
-    """Run `program` in two processes; return what each prints, without the runtime's lines.
+    """Run `program` in two processes; return what Python prints in each, errors included.
 
     Args:
       program: source of the program, in which `rank` is the index of the process.
@@ -42,16 +42,18 @@ def two_processes(
         port = probe.getsockname()[1]
     script = folder / "program.py"
     script.write_text(_HEAD + program)
-    outputs = [folder / f"printed{rank}" for rank in range(2)]
+    printed = [folder / f"printed{rank}" for rank in range(2)]
+    logs = [folder / f"runtime{rank}" for rank in range(2)]
+    arguments = [str(port), str(devices)]
     with contextlib.ExitStack() as files:
         started = [
             subprocess.Popen(
-                [sys.executable, str(script), str(rank), str(port), str(devices)],
-                stdout=files.enter_context(out.open("w")),
+                [sys.executable, str(script), str(rank), *arguments, str(printed[rank])],
+                stdout=files.enter_context(logs[rank].open("w")),
                 stderr=subprocess.STDOUT,
                 env=os.environ | {"XLA_FLAGS": QUICK_COMPILER},
             )
-            for rank, out in enumerate(outputs)
+            for rank in range(2)
         ]
     deadline = time.monotonic() + seconds
     try:
@@ -60,9 +62,5 @@ def two_processes(
         for process in started:
             process.kill()
             process.wait()
-    printed = [out.read_text() for out in outputs]
-    assert codes == [code, code], printed
-    return [
-        "".join(line for line in text.splitlines(True) if not _OF_RUNTIME.match(line))
-        for text in printed
-    ]
+    assert codes == [code, code], [path.read_text() for path in printed + logs]
+    return [path.read_text() for path in printed]

@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 BORN = time.time()
+FACTS = os.dup(1)
+os.dup2(2, 1)  # gloo writes to descriptor 1 in parts of lines
 
 import jax  # noqa: E402
 
@@ -60,7 +62,7 @@ from jaxslowmo.checkpoint import Checkpoints  # noqa: E402
 
 def tell(**facts: Any) -> None:
     """One write, so that a reader sees it at once and whole."""
-    os.write(1, (json.dumps({"t": time.time(), **facts}) + "\n").encode())
+    os.write(FACTS, (json.dumps({"t": time.time(), **facts}) + "\n").encode())
 
 
 def is_last(number: int) -> bool:
