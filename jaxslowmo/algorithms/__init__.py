@@ -3,7 +3,6 @@
 from ._diloco import diloco as diloco
 from ._gossip import SGPState as SGPState
 from ._gossip import shares_of_gossip as shares_of_gossip
-from ._local_sgd import CodedSGDState as CodedSGDState
 from ._local_sgd import LocalSGDState as LocalSGDState
 from ._local_sgd import hierarchical_local_sgd as hierarchical_local_sgd
 from ._local_sgd import local_sgd as local_sgd
@@ -18,7 +17,6 @@ from .outer import read_anchor as read_anchor
 
 # What users may use; the rest is for other packages.
 __all__ = [
-    "CodedSGDState",
     "LocalSGDState",
     "OnlyFiniteState",
     "OuterState",

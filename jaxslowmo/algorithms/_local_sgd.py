@@ -4,7 +4,7 @@ import functools
 import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,7 @@ from .._support.types import AxisName, PyTree
 from ..collectives.codecs import Codec, Half
 from ..mesh import axis_names
 from ..transform import (
+    Carried,
     Event,
     Every,
     Exchange,
@@ -24,8 +25,10 @@ from ..transform import (
     Others,
     ParameterTransform,
     Sent,
+    StatePlacement,
     Sync,
     as_schedule,
+    carried_sent,
     checked_exchange,
     first_sent,
     kept,
@@ -34,7 +37,9 @@ from ..transform import (
     narrowed,
     part_to_send,
     replica_mean,
+    sent_with,
     split_mark,
+    wide_types_on,
 )
 from ..tree import apply_exactly, landing, subtracted, updates_to
 from .outer import Fragments, Outer, Placement
@@ -44,13 +49,7 @@ class LocalSGDState(NamedTuple):
     """The state of `local_sgd` and `hierarchical_local_sgd`."""
 
     count: jax.Array  # () int32, updates so far; equal on all replicas
-
-
-class CodedSGDState(NamedTuple):
-    """The state of `local_sgd` with a codec that sends how far replicas have moved."""
-
-    count: jax.Array  # () int32, updates so far; equal on all replicas
-    sent: Sent  # from where replicas measure, and what they have not sent
+    sent: PyTree = ()  # `js.spec.Sent` with a codec that sends how far replicas have moved
 
 
 @records_settings
@@ -92,9 +91,8 @@ def local_sgd(
       inner_state: "keep", "reset" or "average" the optimizer's moments, as in `js.slowmo`.
 
     Returns:
-      A `ParameterTransform` with state `LocalSGDState`, `CodedSGDState` with such a codec, or
-      `OuterState` with fragments, delay or merge. `update` needs `params`; updates of
-      half-precision leaves are returned as float32.
+      A `ParameterTransform` with state `LocalSGDState`, or `OuterState` with fragments, delay or
+      merge. `update` needs `params`; updates of half-precision leaves are returned as float32.
 
     Raises:
       ValueError: `sync_every` < 1, negative `bucket_bytes` or an invalid `codec`, at construction;
@@ -206,6 +204,16 @@ class LocalSGD(Sync):
     state = LocalSGDState
     packs = True
 
+    @classmethod
+    def needs_owner(cls) -> bool:
+        """Return False: on other replicas leaves keep their means, and `view` is one for all."""
+        return False
+
+    @property
+    def sent_names(self) -> list[str] | None:
+        """The fields of `Sent` that the state has; None if parameters themselves are sent."""
+        return None
+
     @property
     def groups(self) -> list[Exchange]:
         """See `Sync.groups`."""
@@ -213,8 +221,7 @@ class LocalSGD(Sync):
 
     def init(self, params: PyTree) -> LocalSGDState:
         """Return the first state."""
-        del params
-        return LocalSGDState(jnp.zeros([], jnp.int32))
+        return LocalSGDState(jnp.zeros([], jnp.int32), first_sent(self.sent_names, params))
 
     def events(self) -> list[Event]:
         """Return the averages; that over a larger group replaces those over groups inside it."""
@@ -252,16 +259,32 @@ class LocalSGD(Sync):
         means = replica_mean(others, Exchange(level.exchange.axis_name), now.weight)
         return [*means, *[True] * len(mark)]
 
+    def division(self, params: PyTree) -> Mapping[str, Any]:
+        """See `Sync.division`: it is the fields of `Sent` that the state has."""
+        del params
+        return {"sent": self.sent_names}
+
+    def like_on(self, state: LocalSGDState, params: PyTree, at: StatePlacement) -> LocalSGDState:
+        """See `Sync.like_on`."""
+        names = self.sent_names if at.division is None else at.division["sent"]
+        return state._replace(sent=sent_with(names, lambda _: wide_types_on(params, at)))
+
+    def carry(
+        self, state: LocalSGDState, params: PyTree, old: StatePlacement, new: StatePlacement
+    ) -> Carried:
+        """See `Sync.carry`: with a codec that the saved run had not, replicas measure from here."""
+        state = super().carry(state, params, old, new).state
+        sent, notes = carried_sent(state.sent, self.sent_names, params, new, lambda: params)
+        return Carried(state._replace(sent=sent), tuple(notes))
+
 
 class CodedSGD(LocalSGD):
     """The average over one group, of which a codec sends how far each replica has moved."""
 
-    state = CodedSGDState
-
-    def init(self, params: PyTree) -> CodedSGDState:
-        """Return the first state."""
-        names = names_of_sent(self.levels[0].exchange.codec, has_view=True)
-        return CodedSGDState(jnp.zeros([], jnp.int32), first_sent(names, params))
+    @property
+    def sent_names(self) -> list[str] | None:
+        """See `LocalSGD.sent_names`."""
+        return names_of_sent(self.levels[0].exchange.codec, has_view=True)
 
     def average(self, level: _Level, operand: Operand, now: Now) -> Operand:
         """Return the updates that set the parameters to the mean of y, as replicas know it."""
@@ -280,7 +303,7 @@ class CodedSGD(LocalSGD):
         others = self.average_others(level, others, now)
         return updates_to(now.params, target), others, state._replace(sent=new)
 
-    def settle(self, state: CodedSGDState, move: Callable[[PyTree], PyTree]) -> CodedSGDState:
+    def settle(self, state: LocalSGDState, move: Callable[[PyTree], PyTree]) -> LocalSGDState:
         """See `Sync.settle`: replicas measure from where they were moved to."""
         return state._replace(sent=state.sent._replace(view=move(state.sent.view)))
 

@@ -166,8 +166,9 @@ def resized(
     Raises:
       ValueError: sharded state that does not fit the parameters.
     """
-    params = one_copy(structs.params)
     *rest, sync_state = state.opt_state
+    shares = (None if sync is None else sync.shares(sync_state)) or [(1.0, None)]
+    params = _consensus(state.params, shares, old)
     carried, notes = (sync_state, ()) if sync is None else sync.carry(sync_state, params, old, new)
 
     def move(tree: PyTree) -> PyTree:
@@ -187,8 +188,7 @@ def resized(
 
     if old.replicas == new.replicas:
         return state._replace(opt_state=(*rest, carried)), notes
-    shares = (None if sync is None else sync.shares(sync_state)) or [(1.0, None)]
-    new_params = _consensus(state.params, shares, old, new)
+    new_params = jax.tree.map(lambda x: stacked(x, new), params)
     # Copies of parameters in an optimizer get their unweighted mean. If the consensus is weighted,
     # they are shifted by the difference of the parameters' consensus and their unweighted mean.
     shift = jax.tree.map(lambda a, b: a - b, new_params, move(state.params))
@@ -207,17 +207,17 @@ def one_copy(stacked_params: PyTree) -> PyTree:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), stacked_params)
 
 
-def _consensus(params: PyTree, shares: Shares, old: StatePlacement, new: StatePlacement) -> PyTree:
-    """Return the weighted mean of parameters and of what is in flight, stacked for `new`."""
+def _consensus(params: PyTree, shares: Shares, old: StatePlacement) -> PyTree:
+    """Return one copy of the weighted mean of parameters and of what is in flight."""
     weights = [np.broadcast_to(np.asarray(w, np.float64), old.replicas) for w, _ in shares]
     total = sum(float(w.sum()) for w in weights)
 
     def mean(leaf: np.ndarray, *others: np.ndarray) -> np.ndarray:
         if len(shares) == 1 and np.all(leaf == leaf[:1]):
-            return stacked(leaf[0], new)  # exact if all replicas have the same values
+            return leaf[0]  # exact if all replicas have the same values
         terms = zip(weights, (leaf, *others), strict=True)
         weighted_sum = sum(np.tensordot(w, x.astype(np.float64), axes=1) for w, x in terms)
-        return stacked(np.asarray(weighted_sum / total).astype(leaf.dtype), new)
+        return np.asarray(weighted_sum / total).astype(leaf.dtype)
 
     return jax.tree.map(mean, params, *(values for _, values in shares[1:]))
 

@@ -59,6 +59,7 @@ from ._replica_exchange import packing_of as packing_of
 from ._replica_exchange import planned_by_group as planned_by_group
 from ._replica_exchange import replica_mean as replica_mean
 from ._sent import Sent as Sent
+from ._sent import carried_sent as carried_sent
 from ._sent import first_sent as first_sent
 from ._sent import has_leaves as has_leaves
 from ._sent import kept as kept

@@ -5,12 +5,14 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from .._support.types import PyTree
 from ..collectives import mean_in_codec, relative_weight, scaled, total_weight
 from ..collectives.codecs import Codec, Half
 from ..tree import Buffer, added, at_least_float32
 from ._replica_exchange import Exchange, packing_of
+from ._transform_states import StatePlacement, stacked, wide_types_on
 
 
 class Sent(NamedTuple):
@@ -110,6 +112,35 @@ def names_of_sent(codec: Codec | None, *, has_view: bool) -> list[str] | None:
     if codec is None:
         return None
     return ["lost"] * codec.error_feedback + ["view"] * has_view
+
+
+def carried_sent(
+    sent: Any,
+    names: Sequence[str] | None,
+    params: PyTree,
+    new: StatePlacement,
+    view: Callable[[], PyTree],
+) -> tuple[Any, list[str]]:
+    """Return a saved `Sent`, or (), with these fields, and sentences that say what was dropped.
+
+    Args:
+      sent: NumPy arrays stacked for `new`.
+      names: the fields of the result; None for ().
+      params: one copy of the parameters, of which only shapes and dtypes matter.
+      new: the placement of the result.
+      view: `view()` returns one copy of the field of this name, where nothing is saved.
+    """
+
+    def field(name: str) -> PyTree:
+        if sent and has_leaves(held := getattr(sent, name)):
+            return held
+        types = wide_types_on(params, new)
+        if name == "lost":
+            return jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), types)
+        return jax.tree.map(lambda x, to: stacked(np.asarray(x, to.dtype), new), view(), types)
+
+    drops = sent and has_leaves(sent.lost) and "lost" not in (names or ())
+    return sent_with(names, field), ["What the codec had not sent is dropped."] if drops else []
 
 
 def sent_with(names: Sequence[str] | None, values: Callable[[str], PyTree]) -> Any:

@@ -389,8 +389,9 @@ class Sync:
 
         Args:
           state: NumPy arrays stacked on placement `old`.
-          params: shapes and dtypes of one copy of the parameters, which are all the consensus. If
-            the number of replicas is the same, only the layout changes.
+          params: one copy of the parameters, NumPy arrays: the consensus, from which all replicas
+            go on. If the number of replicas is the same, they go on from their own parameters, and
+            only the layout changes.
           old: the placement of `state`.
           new: the placement of the result.
         """

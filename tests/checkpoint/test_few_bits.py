@@ -9,7 +9,7 @@ import pytest
 
 import jaxslowmo as js
 from checkpoint.runs import MODEL_STATE, PARAMS, batch, leaf_bytes, make_step, on_host
-from jaxslowmo.checkpoint import CheckpointError, Checkpoints
+from jaxslowmo.checkpoint import Checkpoints
 from support.exhaustive import sweep
 
 CODECS = {
@@ -111,21 +111,58 @@ def test_a_run_goes_on_with_another_codec(codec, kind, new_codec, new_kind, tmp_
             assert all(0 < x < 1 for x in moved)
 
 
-def test_averages_measure_from_where_they_were(tmp_path):
-    def run(codec, replicas):
-        return make_step(None, replicas, sync=js.local_sgd("replica", sync_every=4, codec=codec))
+AVERAGES = CODECS | {"float16": js.codecs.float16()}
 
-    step = run(CODECS["int8"], 4)
+
+def averages(codec, replicas, *, is_base):
+    sync = js.local_sgd("replica", sync_every=4, codec=AVERAGES[codec])
+    if is_base:
+        sync = js.slowmo("replica", base=sync, sync_every=16, momentum=0.5, learning_rate=0.1)
+    return make_step(None, replicas, sync=sync)
+
+
+def sent_of(state):
+    own = on_host(state.opt_state[-1])
+    return getattr(own, "base", own).sent
+
+
+@pytest.mark.parametrize("is_base", [False, True], ids=["alone", "base of slowmo"])
+@pytest.mark.parametrize(
+    ("codec", "new_codec"),
+    [
+        ("int8", "int8"), ("float32", "int8"), ("int8", "float32"), ("float16", "int4, dropped"),
+        ("int4, dropped", "top_k"), ("top_k", "float16"),
+    ],
+)  # fmt: skip
+def test_averages_measure_from_where_they_were_or_from_the_mean(
+    codec, new_codec, is_base, tmp_path
+):
+    step = averages(codec, 4, is_base=is_base)
     state = trained(step, step.init(PARAMS, model_state=MODEL_STATE), 4, SAVED)
-    sent = on_host(state.opt_state[-1].sent)
+    sent, saved = sent_of(state), on_host(state.params)
+    mean = {name: np.float64(x).mean(0).astype(x.dtype) for name, x in saved.items()}
     with Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(SAVED, state, wait=True)
-        exact = checkpoints.restore(step, PARAMS, model_state=MODEL_STATE)
-        assert leaf_bytes(exact.state) == leaf_bytes(state)
-        other = checkpoints.restore(run(CODECS["int8"], 3), PARAMS, model_state=MODEL_STATE).state
-        found = on_host(other.opt_state[-1].sent)
-        for name in PARAMS:
-            np.testing.assert_allclose(found.lost[name].mean(0), sent.lost[name].mean(0), atol=1e-9)
-            assert np.array_equal(found.view[name][2], sent.view[name][0])
-        with pytest.raises(CheckpointError):
-            checkpoints.restore(run(None, 4), PARAMS, model_state=MODEL_STATE)
+        for replicas in (4, 3):
+            new = averages(new_codec, replicas, is_base=is_base)
+            restored = checkpoints.restore(new, PARAMS, model_state=MODEL_STATE)
+            if (codec, 4) == (new_codec, replicas):
+                assert leaf_bytes(restored.state) == leaf_bytes(state)
+            drops = codec in ("int8", "top_k") and new_codec not in ("int8", "top_k")
+            assert ("had not sent is dropped" in " ".join(restored.notes)) == drops
+            params, found = on_host(restored.state.params), sent_of(restored.state)
+            for name in PARAMS:
+                wanted = saved[name] if replicas == 4 else [mean[name]] * replicas
+                np.testing.assert_allclose(params[name], wanted, rtol=1e-6)
+                if found and found.lost:
+                    lost = sent.lost[name].mean(0) if sent and sent.lost else 0
+                    np.testing.assert_allclose(found.lost[name].mean(0), lost, atol=1e-9)
+                if found:
+                    view = sent.view[name][0] if sent else mean[name]
+                    np.testing.assert_allclose(found.view[name][-1], view, rtol=1e-6)
+                    assert np.array_equal(found.view[name], found.view[name][[0] * replicas])
+            # The next average makes replicas agree.
+            after = on_host(trained(new, restored.state, replicas, SAVED + 1, SAVED).params)
+            for name, x in after.items():
+                np.testing.assert_allclose(x[1:], x[:-1], rtol=1e-5, atol=1e-6)
+                assert 0 < np.abs(x[0] - mean[name]).max() < 1

@@ -1,6 +1,7 @@
 """Outer states on other replicas, and divided into other fragments, on the host."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Self
 
 import jax
@@ -13,6 +14,7 @@ from ...transform import (
     Sent,
     StatePlacement,
     Sync,
+    carried_sent,
     carry_leaf,
     has_leaves,
     replica_average,
@@ -76,14 +78,15 @@ class Divided(Sync):
             flight = _flight_types(leaves, at, names) if has_flight else ()
             sent = sent_with(names, lambda _, leaves=leaves: wide_types_on(leaves, at))
             parts.append(part._replace(in_flight=flight, sent=sent))
-        base = self.base.like_on(state.base, params, at)
+        base = self.base.like_on(state.base, params, _of_base(at))
         return joined(state._replace(base=base), parts)
 
     def carry(
         self, state: OuterState, params: PyTree, old: StatePlacement, new: StatePlacement
     ) -> Carried:
         """See `Sync.carry`."""
-        outer, base = self.on(params), self.base.carry(state.base, params, old, new)
+        outer = self.on(params)
+        base = self.base.carry(state.base, params, _of_base(old), new)
         before, after = self.fragments_on(params, old), self.divided(params)
         parts = views(state, len(before))
         is_mean = outer.anchor_of(before[0], params).exchange is None
@@ -113,11 +116,9 @@ class Divided(Sync):
             flights = [_no_flight(x.of(params), new, names) if self.delay else () for x in after]
             parts = [x._replace(in_flight=f) for x, f in zip(parts, flights, strict=True)]
             notes += ["What was in flight is dropped."] if had_flight else []
-        if had_names != names:
-            fragments = zip(after, parts, strict=True)
-            parts = [outer._remembering(names, x, part, params, new) for x, part in fragments]
-            if "lost" in (had_names or ()) and "lost" not in (names or ()):
-                notes.append("What the codec had not sent is dropped.")
+        fragments = zip(after, parts, strict=True)
+        changed = [outer._remembering(names, x, part, params, new) for x, part in fragments]
+        parts, notes = [part for part, _ in changed], [*notes, *changed[0][1]]
         count = carry_leaf(state.count, old, new)
         moved = joined(parts[0]._replace(count=count, base=base.state), parts)
         return Carried(moved, (*notes, *base.notes))
@@ -125,7 +126,8 @@ class Divided(Sync):
     def division(self, params: PyTree) -> dict[str, Any]:
         """See `Sync.division`."""
         names = self.on(params).sent_names
-        return division_of(self.divided(params), has_flight=self.delay > 0, sent=names)
+        own = division_of(self.divided(params), has_flight=self.delay > 0, sent=names)
+        return own | {"base": self.base.division(params)}
 
     def fragments_on(self, params: PyTree, at: StatePlacement) -> tuple[Fragment, ...]:
         """Return the fragments of a state on placement `at`; its own ones for a new run."""
@@ -159,19 +161,15 @@ class Divided(Sync):
         part: OuterState,
         params: PyTree,
         new: StatePlacement,
-    ) -> OuterState:
-        """Return the state of a fragment with these fields of `Sent`."""
+    ) -> tuple[OuterState, list[str]]:
+        """Return the state of a fragment with these fields of `Sent`, and what was dropped."""
         leaves, place = fragment.of(params), of_fragment(self.owner, fragment, new)
 
-        def field(name: str) -> PyTree:
-            if part.sent and has_leaves(held := getattr(part.sent, name)):
-                return held
-            if name == "view":
-                whole = self.anchor_of(fragment, params).join(part.anchor, leaves, place)
-                return jax.tree.map(lambda x: stacked(x, new), whole)
-            return jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), wide_types_on(leaves, new))
+        def view() -> PyTree:
+            return self.anchor_of(fragment, params).join(part.anchor, leaves, place)
 
-        return part._replace(sent=sent_with(names, field))
+        sent, notes = carried_sent(part.sent, names, leaves, new, view)
+        return part._replace(sent=sent), notes
 
     def _divided_anew(
         self,
@@ -223,6 +221,10 @@ class Divided(Sync):
             part = part._replace(anchor=cut[0], outer=outer_state)
             moved.append(part._replace(sent=sent_with(names, sent.__getitem__)))
         return moved
+
+
+def _of_base(at: StatePlacement) -> StatePlacement:
+    return replace(at, division=(at.division or {}).get("base"))
 
 
 def _alike(part: OuterState) -> list[PyTree]:
