@@ -15,6 +15,7 @@ from support.layered import assert_close, language_model, tokens
 pytestmark = pytest.mark.xdist_group("recorded stages")  # they share runs
 
 MODEL, LAYERS = language_model(6)
+CODEC = js.codecs.bfloat16(error_feedback=True)
 PLACES = {
     "none": None,
     "interleaved": ("interleaved", 2),
@@ -32,6 +33,7 @@ SYNCS = {
     "slowmo": slowmo,
     "whole": lambda specs: slowmo(specs, shard_state=False),
     "sgp": lambda specs: js.sgp("replica", overlap=2),  # messages are in flight
+    "coded": lambda specs: js.local_sgd("replica", codec=CODEC, param_specs=specs),
 }
 
 
@@ -109,11 +111,13 @@ MOVES = [
     ("interleaved", "zbv", "slowmo", "adamw"),
     ("interleaved", "zbv", "slowmo", "constants"),
     ("none", "zbv", "sgp", "adamw"),
+    ("interleaved", "zbv", "coded", "adamw"),
 ]
 USUAL = [
     ("interleaved", "zbv", "slowmo", "adamw"),
     ("interleaved", "none", "slowmo", "adafactor"),
     ("none", "zbv", "sgp", "adamw"),
+    ("interleaved", "zbv", "coded", "adamw"),
 ]
 
 
@@ -133,7 +137,9 @@ def test_a_run_goes_on_with_the_layers_that_it_had(old, new, sync, optimizer, sa
         assert len(found.notes) == (form is None)
         jax.tree.map(np.testing.assert_array_equal, run.values(found.state), then)
     last = run.unstack(on_host(run.trained(found.state, SAVED, LAST).params))
-    assert_close(last, then_run.unstack(on_host(end.params)))
+    # Sums in another order may be rounded to the next bfloat16.
+    tolerance = 1e-3 if sync == "coded" else 1e-5
+    assert_close(last, then_run.unstack(on_host(end.params)), tolerance)
 
 
 HOW = "slowmo, adamw"
