@@ -266,7 +266,7 @@ class LocalSGD(Sync):
 
     def like_on(self, state: LocalSGDState, params: PyTree, at: StatePlacement) -> LocalSGDState:
         """See `Sync.like_on`."""
-        names = self.sent_names if at.division is None else at.division["sent"]
+        names = (at.division or {}).get("sent", self.sent_names)
         return state._replace(sent=sent_with(names, lambda _: wide_types_on(params, at)))
 
     def carry(

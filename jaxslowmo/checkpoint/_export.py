@@ -14,6 +14,7 @@ from jax.experimental import multihost_utils
 
 from .._support.files import EXPORT_ARRAYS, EXPORT_RECORD
 from .._support.types import AxisName, PyTree
+from ..embedding import Embeddings
 from ..mesh import AnyMesh, Shares, consensus
 from ..tree import leaf_names, type_text
 from ._folder import (
@@ -43,6 +44,7 @@ def export_consensus(
     shares: Shares | None = None,
     extra: Mapping[str, Any] | None = None,
     patience: float = 600,
+    embeddings: Embeddings | None = None,
 ) -> None:
     """Write the mean of the replicas' parameters as one model, in safetensors.
 
@@ -62,6 +64,9 @@ def export_consensus(
       extra: plain JSON to save with it.
       patience: seconds that a process waits for the others while nothing is being written; the
         default is 600.
+      embeddings: `step.embeddings` of a step with tables: each is written as (num_rows, dim), in
+        the order of its ids. Without it they are written as devices store them, which
+        `step.embeddings.read` reads.
 
     Raises:
       ValueError: arguments that `js.consensus` rejects, `extra` that is no JSON, or two leaves of
@@ -76,6 +81,8 @@ def export_consensus(
     path, notes = resolved(folder), Notes(patience)
     record = {_MARK: _FORMAT, "extra": checked_json("export_consensus", extra)}
     mean = consensus(params, mesh=mesh, axis_name=axis_name, shares=shares)
+    if embeddings is not None:
+        mean = mean._replace(tables=embeddings.read(mean.tables))
     names = leaf_names(mean)
     if wrong := sorted(name for name, n in Counter(["__metadata__", *names]).items() if n > 1):
         raise ValueError(

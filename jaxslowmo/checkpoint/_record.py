@@ -81,6 +81,8 @@ class Record:
         no stages.
       division: how the state of `sync` divides the parameters, as `Sync.division` returns it. None:
         it does not, or the state is not the result of a step.
+      table_rows: the number of rows of each embedding table. None: there are none, or the state is
+        not the result of a step.
       step: number of updates so far.
       prints: fingerprints of the arrays in the order of `leaves`.
       extra: the `extra` of the caller of `save`.
@@ -95,6 +97,7 @@ class Record:
     leaves: list[LeafRecord]
     layout: dict[str, Any] | None
     division: Mapping[str, Any] | None
+    table_rows: Mapping[str, int] | None
     step: int = 0
     prints: list[list[int]] = field(default_factory=list)
     extra: dict[str, Any] = field(default_factory=dict)
@@ -229,7 +232,7 @@ def record_of(state: TrainState) -> Record:
     """Return the record of a state of arrays or of types; `with_arrays` completes it."""
     sharding, known = getattr(state.step, "sharding", None), state.known_layout
     axes, automatic = None, frozenset()
-    shards, division = None, None
+    shards, division, table_rows = None, None, None
     if isinstance(sharding, NamedSharding):
         axes = list(sharding.mesh.shape.items())
         entry = sharding.spec[0] if sharding.spec else None
@@ -237,7 +240,7 @@ def record_of(state: TrainState) -> Record:
     # Arrays do not show the shards' specs: they are unknown for a state that no step returned.
     if known is not None:
         shards = [spec_to_json(spec) for spec in specs_of_leaves(known.shards, state.params)]
-        division = known.division
+        division, table_rows = known.division, known.table_rows
     named = enumerate(zip(leaf_names(state), jax.tree.leaves(state), strict=True))
     return Record(
         replicas=state.step.shape[0],
@@ -247,6 +250,7 @@ def record_of(state: TrainState) -> Record:
         leaves=[_leaf_record(i, name, leaf) for i, (name, leaf) in named],
         layout=layout_of(state),
         division=division,
+        table_rows=table_rows,
     )
 
 

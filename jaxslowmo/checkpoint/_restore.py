@@ -131,6 +131,12 @@ def read(
         check_recorded(form, record, path)
     if moves:
         form = recorded_form(record, one_copy(template.structs.params))
+    if record.table_rows not in (None, rows := template.record.table_rows):
+        raise CheckpointError(
+            f"{path} has tables of other numbers of rows, {record.table_rows}, than this run, "
+            f"{rows}. Restore it with those tables; `step.embeddings.read` and `write` carry rows "
+            "to others."
+        )
     sizes = template.train_step.mesh.shape
     old, new = record.placement(sizes, form), template.record.placement(sizes)
     if _is_as_saved(path, record, template, old, new):

@@ -31,6 +31,8 @@ class StateLayout(NamedTuple):
       shards: a `PartitionSpec` per leaf of the parameters (or a prefix of the tree), by which
         `sync` has sharded its own state; None if it is not sharded.
       division: how the state of `sync` divides the parameters; see `Sync.division`.
+      table_rows: the number of rows of each embedding table, which its array, with padding, does
+        not show; None without tables.
     """
 
     mesh: AnyMesh
@@ -42,6 +44,7 @@ class StateLayout(NamedTuple):
     data_axes: tuple[str, ...]
     shards: PyTree | None = None
     division: Mapping[str, Any] | None = None
+    table_rows: Mapping[str, int] | None = None
 
 
 class _Fields(NamedTuple):

@@ -7,6 +7,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import optax
+import pytest
 
 import jaxslowmo as js
 from checkpoint.runs import MODEL_STATE, PARAMS, after, make_step
@@ -156,3 +157,33 @@ def test_refused(refusal):
     refusal.check()
     assert (folder() / "thesis" / "thesis.tex").exists()
     assert not (folder() / "nowhere").exists()
+
+
+ALGORITHMS = {
+    "all_reduce": lambda: None,
+    "local_sgd": lambda: js.local_sgd("replica"),
+    "int8": lambda: js.local_sgd("replica", codec=js.codecs.int8()),
+    "sgp": lambda: js.sgp("replica"),
+    "slowmo": lambda: js.slowmo("replica", base=js.local_sgd("replica"), sync_every=6),
+    "late": lambda: js.diloco("replica", sync_every=4, delay=1),
+    "fragments": lambda: js.diloco("replica", sync_every=4, fragments=2, codec=js.codecs.int8()),
+}
+GO_ON = [{"local_sgd", "int8"}, {"late", "fragments"}]
+
+
+@pytest.mark.parametrize("saved", ALGORITHMS)
+def test_a_run_of_another_algorithm_is_refused_by_its_leaves(saved, tmp_path):
+    def step(name, replicas):
+        return make_step(name, replicas, sync=ALGORITHMS[name]())
+
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(0, step(saved, 2).init(PARAMS, model_state=MODEL_STATE))
+        checkpoints.wait()
+        for name in ALGORITHMS.keys() - {saved}:
+            for replicas in (2, 3):
+                new = step(name, replicas)
+                if {saved, name} in GO_ON:
+                    assert checkpoints.restore(new, PARAMS, model_state=MODEL_STATE).step == 0
+                    continue
+                with pytest.raises(CheckpointError, match=r"opt_state/.*missing"):
+                    checkpoints.restore(new, PARAMS, model_state=MODEL_STATE)

@@ -6,7 +6,7 @@ import optax
 import pytest
 
 import jaxslowmo as js
-from jaxslowmo.checkpoint import Checkpoints, export_consensus, load_consensus
+from jaxslowmo.checkpoint import CheckpointError, Checkpoints, export_consensus, load_consensus
 from train.step.tables import DENSE, OWN, batches, embeddings, loss
 
 pytestmark = pytest.mark.xdist_group("saved tables")  # they share a run
@@ -101,3 +101,27 @@ def test_on_another_number_of_replicas_and_exported_they_are_the_mean(run, tmp_p
     one = jax.tree.map(lambda x: x[0], state.params)
     tables = step.embeddings.read(load_consensus(tmp_path / "model", like=one).tables)
     assert {name: x.shape for name, x in tables.items()} == {"item": (40, 4), "user": (24, 4)}
+    # For other programs in the order of ids.
+    made = {"mesh": step.mesh, "embeddings": step.embeddings}
+    export_consensus(tmp_path / "model", state.params, **made)
+    exported = load_consensus(tmp_path / "model")
+    for name, table in tables.items():
+        np.testing.assert_array_equal(exported[f"tables/{name}"], table)
+
+
+def test_tables_of_other_rows_are_refused_though_their_padded_arrays_have_one_shape(tmp_path):
+    def step(rows):
+        tables = {"item": js.Table(rows, 4), "user": js.Table(9, 4)}
+        made = js.embeddings(tables, axis_name="shard", optimizer=js.rowwise_sgd(0.1))
+        mesh = js.make_mesh({"replica": 2, "shard": 2}, devices=jax.devices()[:4])
+        sync = js.local_sgd("replica")
+        return js.make_train_step(loss, optax.sgd(0.1), mesh=mesh, embeddings=made, sync=sync)
+
+    saved, other = step(10), step(12)
+    state = saved.init(DENSE)
+    assert jax.tree.map(np.shape, state) == jax.tree.map(np.shape, other.init(DENSE))
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(0, state, wait=True)
+        assert checkpoints.restore(saved, DENSE).is_exact
+        with pytest.raises(CheckpointError, match=r"'item': 10, .*'item': 12, "):
+            checkpoints.restore(other, DENSE)

@@ -130,8 +130,11 @@ def division_of(
 
 
 def fragments_of(division: Mapping[str, Any]) -> tuple[Fragment, ...]:
-    """Return the fragments of a state from what `division_of` returned."""
-    divided = division["fragments"] or [[0, None, 1]]
+    """Return the fragments of a state from what `division_of` returned.
+
+    That of another algorithm has none of its names; the leaves tell then what is wrong.
+    """
+    divided = division.get("fragments") or [[0, None, 1]]
     return tuple(Fragment(n, None if p is None else tuple(p), count) for n, p, count in divided)
 
 

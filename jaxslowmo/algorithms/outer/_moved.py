@@ -66,7 +66,7 @@ class Divided(Sync):
         now, parts = views(state, len(own)), []
         names = outer.sent_names
         if at.division is not None:
-            has_flight, names = at.division["in_flight"], at.division.get("sent")
+            has_flight, names = at.division.get("in_flight"), at.division.get("sent")
         for number, fragment in enumerate(fragments):
             leaves, anchor = fragment.of(params), outer.anchor_of(fragment, params)
             part = now[number if is_same else 0]

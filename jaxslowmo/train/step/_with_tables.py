@@ -373,9 +373,10 @@ class UpdateWithTables(Update):
         self, mesh: AnyMesh, axes: frozenset[str], specs: PyTree | None, params: PyTree
     ) -> StateLayout:
         """Return the layout of states, in which tables have the specs with which they are made."""
-        nested = self.lookup.nested
+        nested, tables = self.lookup.nested, self.lookup.embeddings.tables
+        rows = {name: table.num_rows for name, table in tables.items()}
         if nested is None:
-            return super().layout(mesh, axes, specs, params)
+            return super().layout(mesh, axes, specs, params)._replace(table_rows=rows)
         if specs is None:
             dense = P() if params is None else jax.tree.map(lambda _: P(), params.dense)
         else:
@@ -384,7 +385,7 @@ class UpdateWithTables(Update):
         layout = super().layout(mesh, axes | {nested}, specs, params)
         # It comes last: a batch is split over the other inner axes first.
         inner_axes, data_axes = (*layout.inner_axes, nested), (*layout.data_axes, nested)
-        return layout._replace(inner_axes=inner_axes, data_axes=data_axes)
+        return layout._replace(inner_axes=inner_axes, data_axes=data_axes, table_rows=rows)
 
     def laid_out(self, layout: StateLayout) -> Self:
         """Return this update for a layout."""
