@@ -483,11 +483,19 @@ class Rounds:
     def _agreed_anchor(
         self, anchor: Anchor, manifest: Manifest, received: list[_Received], is_live: bool
     ) -> Anchor:
-        """Return the anchor from which most parts are measured, and leave out the others."""
-        votes = Counter(x.header.anchor for x in received if x.header and x.why is None)
-        if not votes:
+        """Return the anchor from which most parts are measured, and leave out the others.
+
+        Of equally many, islands that took part in the last round decide: one that has joined since
+        may have read damaged parts.
+        """
+        cast = {island_of(x.key): x.header.anchor for x in received if x.header and x.why is None}
+        if not cast:
             return anchor
-        right = min(votes, key=lambda digest: (-votes[digest], digest))
+        votes, before = Counter(cast.values()), None
+        if len(votes) > 1 and anchor.round:
+            before = self._manifest(anchor.round - 1)
+        old = Counter(cast.get(x) for x in (before.islands() if before else ()))
+        right = min(votes, key=lambda digest: (-votes[digest], -old[digest], digest))
         if right != anchor.digest:
             anchor = self._healed(anchor, manifest, right, is_live)
         for part in received:
