@@ -34,8 +34,8 @@ def diloco(
     Args:
       axis_name: mapped axis of the replicas.
       sync_every: inner steps per outer step, or `js.every(...)`.
-      outer_optimizer: any complete optax optimizer (with learning rate and sign); the default is
-        `optax.sgd(0.7, momentum=0.9, nesterov=True)`.
+      outer_optimizer: any complete optax optimizer (with learning rate and sign) that needs no
+        loss; the default is `optax.sgd(0.7, momentum=0.9, nesterov=True)`.
       shard_state: whether each replica keeps only 1/R of the anchor and of the outer state, as
         shards of flat buffers. This needs an element-wise outer optimizer; None shards with one
         (not with `top_k`). See `docs/outer.md`.

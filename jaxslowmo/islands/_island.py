@@ -38,7 +38,7 @@ from ._optimizer import HostOptimizer, checked_optimizer
 from ._rounds import Outcome, Rounds, Rules
 from ._run import compare, read_run
 from ._status import Status, status
-from ._store import Clock, IslandsError, ObjectStore, Store
+from ._store import Clock, IslandsError, ObjectStore, Store, parsed
 from ._wire import Wire, divided, joined
 
 if TYPE_CHECKING:
@@ -304,8 +304,7 @@ def join(
       buckets).
     """
     owner = "islands.join"
-    if not isinstance(url, str) or not url:
-        raise ValueError(f"{owner}: `url` must be a URL or a folder, got {url!r}.")
+    parsed(url)  # raises on all processes alike
     optimizer = optax.sgd(0.7, momentum=0.9, nesterov=True)
     if outer_optimizer is not None:
         optimizer = checked_optimizer(outer_optimizer)
@@ -418,6 +417,8 @@ def _member(state: "TrainState") -> IslandState | None:
 
 def _check(state: "TrainState") -> None:
     """Raise `ValueError` for a state that islands can't exchange yet, by name."""
+    if not hasattr(state, "opt_state"):
+        raise ValueError(f"islands: `state` must be a js.TrainState, got {type(state).__name__}.")
     params = state.params
     if isinstance(params, WithTables):
         raise ValueError("islands: `state` has tables, which islands do not exchange.")

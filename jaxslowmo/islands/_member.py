@@ -74,6 +74,8 @@ def transform(
 
     Communication: that of `base`.
     """
+    if base is not None and not isinstance(base, ParameterTransform):
+        raise ValueError(f"islands: `base` must be None or one such as js.sgp(...), got {base!r}.")
     inner = ALONE if base is None else base.sync
     if inner.has_anchor:
         raise ValueError(

@@ -66,6 +66,20 @@ class Bucket(Protocol):
     def list(self, prefix: str) -> list[Entry]: ...
 
 
+def parsed(url: str) -> tuple[str, str]:
+    """Return the scheme of a URL, or "file" for a folder, and its path; raise `ValueError`."""
+    scheme, is_url, path = url.partition(":") if isinstance(url, str) else ("", "", "")
+    path = path.removeprefix("//")
+    if scheme and not is_url:
+        scheme, path = "file", str(Path(url).expanduser().absolute())
+    if scheme not in _SCHEMES or not path or (is_url and "://" not in url):
+        raise ValueError(
+            f"islands: `url` must be a folder or begin with {', '.join(_SCHEMES[:3])} or file, "
+            f"as in s3://bucket/run, got {url!r}."
+        )
+    return scheme, path
+
+
 class ObjectStore:
     """A bucket of `obstore`: S3, GCS, Azure, a folder or memory.
 
@@ -80,15 +94,7 @@ class ObjectStore:
     """
 
     def __init__(self, url: str, *, creates: bool = True) -> None:
-        scheme, is_url, path = url.partition(":")
-        path = path.removeprefix("//")
-        if not is_url:
-            scheme, path = "file", str(Path(url).expanduser().absolute())
-        if scheme not in _SCHEMES or not path or (is_url and "://" not in url):
-            raise ValueError(
-                f"islands: `url` must be a folder or begin with {', '.join(_SCHEMES[:3])} or file, "
-                f"as in s3://bucket/run, got {url!r}."
-            )
+        scheme, path = parsed(url)
         # Waiting does not help. Stores without "create if absent" raise the last two.
         self.refusals: tuple[type[Exception], ...] = (
             errors.PermissionDeniedError, errors.UnauthenticatedError,

@@ -111,8 +111,10 @@ class VirtualMesh:
 
 def _checked_axes(axes: Mapping[str, int]) -> dict[str, int]:
     """Return `axes` with plain ints; raise `ValueError` for other sizes or an empty mapping."""
-    if not axes:
-        raise ValueError('`axes` must name at least one axis, such as {"replica": 4}.')
+    if not isinstance(axes, Mapping) or not axes:
+        raise ValueError(
+            f'`axes` must name at least one axis with its size, as {{"replica": 4}}, got {axes!r}.'
+        )
     size_of = "`axes`: the size of axis {!r}"
     return {name: checked_int(size_of.format(name), size, 1) for name, size in axes.items()}
 
@@ -211,6 +213,10 @@ def roles_of_batch(batch: PyTree) -> Roles:
 
 def replica_count(owner: str, mesh: AnyMesh, axis_name: AxisName) -> int:
     """Return the number of replicas of `mesh`; raise `ValueError` for an axis it does not have."""
+    if not isinstance(getattr(mesh, "shape", None), Mapping):
+        raise ValueError(
+            f"{owner}: `mesh` must be one that js.make_mesh or js.virtual_mesh makes, got {mesh!r}."
+        )
     count = 1
     for name in axis_names(axis_name):
         if name not in mesh.shape:

@@ -185,7 +185,7 @@ def as_full_loss(loss_fn: Callable[..., Any]) -> FullLoss:
         is_pair = isinstance(aux, tuple) and len(aux) == 2
         metrics, model_state = aux if is_pair else (aux, model_state)
         terms = loss if isinstance(loss, tuple) else (loss, 1.0)
-        are_scalars = len(terms) == 2 and all(jnp.shape(x) == () for x in terms)
+        are_scalars = len(terms) == 2 and all(x is not None and jnp.shape(x) == () for x in terms)
         if not are_scalars or not isinstance(metrics, dict):
             raise ValueError(
                 "`loss_fn` must return a scalar loss or a pair of scalars (sum, weight), alone or "

@@ -358,7 +358,11 @@ class Placing:
         if weight is None:
             return None
         axes = axis_names(self._axis_name)
-        array = weight if isinstance(weight, jax.Array) else np.asarray(weight, np.float32)
+        array = weight if isinstance(weight, jax.Array) else np.asarray(weight)
+        if array.dtype.kind not in "biuf" and not jnp.issubdtype(array.dtype, jnp.floating):
+            raise ValueError(f"`weight` must hold one number per replica, got {weight!r}.")
+        if isinstance(array, np.ndarray):
+            array = array.astype(np.float32)
         held, replicas = self._num_parts(array, axes), _num_parts(self._mesh, axes)
         if array.shape != (held,):
             whose = "" if held == replicas else f" of this process, which has {held} of {replicas}"

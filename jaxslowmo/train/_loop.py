@@ -146,6 +146,8 @@ class Evaluate:
         sync: ParameterTransform | None = None,
         whole: bool = True,
     ) -> None:
+        if not callable(evaluate):
+            raise ValueError(f"Evaluate: `evaluate` must be a function, got {evaluate!r}.")
         as_schedule(every, "every")  # raises unless it is a period
         self.every = every
         self._evaluate, self._mesh, self._axis_name = evaluate, mesh, axis_name
@@ -219,6 +221,9 @@ def train_loop(
     """
     end = None if num_steps is None else checked_int("`num_steps` counts steps and", num_steps, 0)
     check_accumulation(accumulate, partial)
+    if not isinstance(hooks, Iterable):
+        raise ValueError(f"`hooks` must be a list of hooks, got {hooks!r}.")
+    hooks = tuple(hooks)
     for hook in hooks:
         if not hasattr(hook, "every"):
             what = getattr(hook, "__name__", type(hook).__name__)
@@ -239,7 +244,7 @@ def train_loop(
                 "`step` is a js.TrainPipeline that evaluates: its results are no steps. Iterate it."
             )
         done = _done(step.state, end)
-        return _run(contextlib.nullcontext(step), end, tuple(hooks), done)
+        return _run(contextlib.nullcontext(step), end, hooks, done)
     if state is None or batches is None or isinstance(batches, TrainPipeline):
         raise ValueError(
             "`state` and `batches` must be given where `step` is no js.TrainPipeline; to train "
@@ -253,7 +258,7 @@ def train_loop(
     )
     if end is not None:
         pipeline._take_at_most(max(0, end - done) * accumulate)
-    return _run(pipeline, end, tuple(hooks), done)
+    return _run(pipeline, end, hooks, done)
 
 
 def _done(state: Any, end: int | None) -> int:
@@ -287,11 +292,20 @@ def _run(
             state = result.state
             for hook in hooks:
                 if as_schedule(hook.every, "every")(done):
-                    result.reports.update(hook(result) or {})
+                    result.reports.update(_reported(hook, hook(result)))
             if result.state is not state:
                 results.state = result.state
             yield result
         results.refuse_ids()
+
+
+def _reported(hook: Hook, report: Any) -> Mapping[str, Any]:
+    """Return what a hook reports; {} for None."""
+    if report is None or isinstance(report, Mapping):
+        return report or {}
+    raise ValueError(
+        f"`hooks`: a hook must return None or a dict of reports, got {report!r} from {hook!r}."
+    )
 
 
 def _next_update(pipeline: TrainPipeline) -> StepResult | None:

@@ -84,6 +84,11 @@ def chain(*transforms: optax.GradientTransformation) -> Chain:
     count = len(parts)
     while count and isinstance(parts[count - 1], ParameterTransform):
         count -= 1
+    if late := [x for x in parts[:count] if isinstance(x, ParameterTransform)]:
+        raise ValueError(
+            f"chain: nothing but parameter transforms may follow {late[0]!r}: it would change the "
+            "difference that leads to the synchronised parameters, and replicas would drift apart."
+        )
     every = [over_stages(part) for part in parts]
     first, last = every[:count], every[count:]
     start = gradient_parts(parts[:count])

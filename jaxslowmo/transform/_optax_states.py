@@ -29,6 +29,7 @@ import optax
 
 from .._support.types import PyTree
 from ..tree import added, apply_exactly, cast, updates_to
+from ._state_classes import is_state_of
 
 
 class Known(NamedTuple):
@@ -196,8 +197,15 @@ def remembers_parameters(
 
 
 def moving_states(state: PyTree) -> list[str]:
-    """Return the class names of all states in `state`, at any depth, with copies that must move."""
-    states = [x for x in jax.tree.leaves(state, is_leaf=_moves) if _moves(x)]
+    """Return the class names of all states in `state`, at any depth, with copies that must move.
+
+    What an outer optimizer remembers is the anchor, which no exchange changes but its own.
+    """
+
+    def ends(x: Any) -> bool:
+        return _moves(x) or is_state_of(x, "parameters")
+
+    states = [x for x in jax.tree.leaves(state, is_leaf=ends) if _moves(x)]
     return sorted(type(x).__name__ for x in states)
 
 

@@ -113,10 +113,15 @@ def holds_state(tree: PyTree, moves: Moves, *, needs_owner: bool = False) -> boo
     """
 
     def is_match(x: Any) -> bool:
-        entry = _OWNERS.get(type(x))
-        return entry is not None and entry[0] == moves and (entry[1] or not needs_owner)
+        return is_state_of(x, moves, needs_owner=needs_owner)
 
     return any(map(is_match, jax.tree.leaves(tree, is_leaf=is_match)))
+
+
+def is_state_of(x: Any, moves: Moves, *, needs_owner: bool = False) -> bool:
+    """Return whether `x` itself is the state of a transform that exchanges `moves`."""
+    entry = _OWNERS.get(type(x))
+    return entry is not None and entry[0] == moves and (entry[1] or not needs_owner)
 
 
 def counters_in(tree: PyTree) -> list[tuple[str, jax.Array]]:

@@ -48,7 +48,7 @@ def first(tx, *said, init=None, execution="vmap", **options):
     return Refusal(lambda: trace(update, PARAMS, execution=execution), *said)
 
 
-def stepped(sync, optimizer, *said):
+def stepped(sync, optimizer, *said, error=ValueError):
     """Refused in a training step."""
 
     def call():
@@ -56,7 +56,7 @@ def stepped(sync, optimizer, *said):
         step = js.make_train_step(loss, optimizer, sync=sync, mesh=FOUR)
         step(step.init({"b": jnp.ones(2), "w": jnp.ones(3)}), np.ones(4, np.float32))
 
-    return Refusal(call, *said)
+    return Refusal(call, *said, error=error)
 
 
 ARGUMENTS = {
@@ -70,6 +70,10 @@ ARGUMENTS = {
     "graph of other sizes": first(SGP(graph=lambda n: js.topology.ring(8)), "`graph`", "ring(8)"),
     "graph of a base": first(SLOW(base=SGP(graph=js.topology.ring(8))), "`graph`", "ring(8)"),
     "graph of a step": stepped(SGP(graph=js.topology.ring(8)), optax.sgd(0.1), "`graph`", 8),
+    "an outer optimizer that needs the loss": stepped(
+        DILOCO(sync_every=1, outer_optimizer=optax.contrib.reduce_on_plateau()), optax.sgd(0.1),
+        "`outer_optimizer`", "`value`", error=TypeError,
+    ),
     "graph of other axes": Refusal(
         lambda: js.sgp(("a", "b"), graph=RING).sized({"a": 2, "b": 4}), "('a', 'b')", 8
     ),

@@ -331,7 +331,8 @@ ARGUMENTS = [
     ({"outer_optimizer": js.local_sgd("replica")}, "`outer_optimizer` must be an optax"),
     ({"outer_optimizer": optax.clip_by_global_norm(1.0)}, "element-wise .* 'reduce_sum'"),
     ({"url": "ftp://x/y"}, "`url` must be a folder or begin with s3"),
-    ({"url": 3}, "`url` must be a URL"),
+    ({"url": 3}, "`url` must be a folder or begin with s3"),
+    ({"url": ""}, "`url` must be a folder or begin with s3"),
     ({"url": "s3:bucket/run"}, "`url` must be a folder or begin with s3"),
     ({"url": "gs://"}, "`url` must be a folder or begin with s3"),
     ({"say": 3}, "`say` must be a function"),
@@ -343,6 +344,16 @@ def test_wrong_arguments_are_named(wrong, message, tmp_path):
     options = {"url": str(tmp_path), "name": "one"} | wrong
     with pytest.raises(ValueError, match=message):
         js.islands.join(**options)
+
+
+def test_what_is_no_state_base_or_run_is_named(tmp_path):
+    island = js.islands.join(str(tmp_path), name="one")
+    with pytest.raises(ValueError, match=r"`state` must be a js.TrainState, got dict"):
+        island.exchange({"w": np.ones(2)})
+    with pytest.raises(ValueError, match=r"`base` must be None or one such as .* got 3"):
+        island.transform(3)
+    with pytest.raises(ValueError, match=r"`url` must be .* got None"):
+        js.islands.status(None)
 
 
 @pytest.mark.parametrize(

@@ -57,6 +57,9 @@ ROWS = {
         lambda: js.replicate({"w": np.ones(2), "f": jnp.sin}, mesh=MESH), "replicate", "f ("
     ),
     "no axes": Refusal(lambda: js.virtual_mesh({}), "`axes`"),
+    "a size alone": Refusal(lambda: js.virtual_mesh(4), "`axes`", 4),
+    "axes without sizes": Refusal(lambda: js.make_mesh(["replica"]), "`axes`", "['replica']"),
+    "no mesh": Refusal(lambda: js.replicate(PARAMS, mesh=None), "`mesh`", None),
     "an axis of no size": Refusal(lambda: js.make_mesh({"replica": 0}), "'replica'", 0),
     "too few devices": Refusal(lambda: js.make_mesh({"replica": 9}), "`axes`", "found 8"),
     "slices of other sizes": of_slices({"a": 3}, "1 of slice 1", 0, 0, 1),

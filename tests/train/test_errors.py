@@ -22,6 +22,8 @@ ONE, TWO, INNER = (
     js.virtual_mesh(axes) for axes in ({"replica": 1}, {"replica": 2}, {"replica": 2, "device": 2})
 )
 ALL = {"b": True, "w": True}
+FOUR = js.virtual_mesh({"replica": 4})
+sgd_with_momentum = optax.sgd(0.1, momentum=0.9)
 sgd, adam, identity = optax.sgd(0.1), optax.adam(0.1), optax.identity()
 mean, local = js.all_reduce_gradients("replica"), js.local_sgd("replica")
 clip, scale = js.clip_by_global_norm(2.0), js.dynamic_loss_scale
@@ -64,6 +66,12 @@ def from_elsewhere(use):
     return getattr(step, use)(state, BATCHES[0])
 
 
+def of_another(use="__call__", optimizer=sgd, has=sgd, mesh=TWO, **options):
+    """Use a state of a step with another mesh or optimizer."""
+    state = made(optimizer, mesh=mesh, **options).init(PARAMS)
+    getattr(made(has, **options), use)(state, BATCHES[0])
+
+
 def started_again():
     """Make a second state, of which other things are wrong than of the first."""
     step = made(optax.chain(sgd, local), stateful)
@@ -91,8 +99,22 @@ OF_STEPS = {
         made, ("mode", "eager"), ("model_state", "mean"), ("host_batch", "whole"),
         ("accumulate", 0), ("accumulate", True),
         ("sync", sgd), ("sync", "all"), ("optimizer", None), ("optimizer", optax.adam),
-        ("gradients", "mean"), ("policy", "float16"),
+        ("gradients", "mean"), ("policy", "float16"), ("mesh", None), ("mesh", {"replica": 2}),
     ),
+    "a policy of no dtype": Refusal(lambda: js.Policy("float8"), "`compute`", "float8"),
+    "no loss": Refusal(lambda: stepped(fn=lambda params, batch: None, **whole), "`loss_fn`", None),
+    "a weight in words": Refusal(lambda: stepped(weight="one", **whole), "`weight`", "one"),
+    **{
+        f"a state of {name}": Refusal(functools.partial(of_another, **options), *said)
+        for name, options, said in (
+            ("other replicas", {"mesh": FOUR, **whole}, ("`state`", "(4,)")),
+            ("other replicas, without a step", {"mesh": FOUR, "use": "evaluate", **whole},
+             ("`state`", "(4,)")),
+            ("a larger optimizer", {"optimizer": adam, **whole}, ("`optimizer`", "1/0/count")),
+            ("a smaller optimizer", {"optimizer": identity, "has": sgd_with_momentum, **whole},
+             ("`optimizer`", "1/0/trace/b")),
+        )
+    },
     "sync as gradients": Refusal(lambda: made(gradients=local), "`gradients`", "`sync`"),
     "a loss": Refusal(lambda: made(fn=3), "`loss_fn`", "int"),
     "none, and broadcast": Refusal(lambda: made(**none, model_state="broadcast"), "`model_state`"),
@@ -285,7 +307,11 @@ def pipeline(step=None, state=None, batches=SMALL, **options):
 OF_LOOPS = {
     **wrong(
         loop, ("num_steps", -1), ("num_steps", 2.5),
-        ("accumulate", 0), ("accumulate", 1.5), ("partial", "drop"),
+        ("accumulate", 0), ("accumulate", 1.5), ("partial", "drop"), ("hooks", 3),
+    ),
+    "an evaluation that is none": Refusal(lambda: js.Evaluate(3, mesh=TWO), "`evaluate`", 3),
+    "a hook that reports a number": Refusal(
+        lambda: list(loop(hooks=[js.Evaluate(lambda *_: 0.5, mesh=TWO, every=1)])), "`hooks`", 0.5
     ),
     **wrong(
         pipeline, ("depth", -1), ("depth", True), ("timeout", 0), ("timeout", "5"),
@@ -423,7 +449,7 @@ def refused_window(weight=None, params=PARAMS, use="apply", **options):
     window, _ = step.collect(step.init(PARAMS), BATCHES[0])
     state = step.init(params)
     if use == "other":
-        return made(**none).apply(state, window)
+        return made(optax.lbfgs(), **none).apply(state, window)
     if use == "apply":
         return step.apply(state, options.get("window", window))
     given = {"window": window, **options}

@@ -66,6 +66,7 @@ ROWS = {
     "gradients due": of(lambda: js.gradient_transform(IDENTITY, due=True), "`due`", True),
     "gradients' arguments": of(lambda: js.spec.Reduction(takes={"x"}), "`takes`", "['x']"),
     "chain": of(lambda: js.chain(IDENTITY, 3), "`transforms`", 3),
+    "chain that goes on": of(lambda: js.chain(js.sgp("replica"), IDENTITY), "chain", "sgp"),
     "copies in a dict": of(lambda: js.remembers_parameters(dict), "`kind`", "dict"),
     "copies of no field": of(lambda: js.remembers_parameters(Own, moves=("x",)), "Own", "('x',)"),
     "copies that do both": of(

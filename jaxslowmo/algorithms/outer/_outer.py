@@ -525,7 +525,15 @@ class Outer(Divided):
                 outer, rate = self.rate.agree(outer, rate, axis_names(self.over.axis_name))
             options = {"learning_rate": rate}
         # Any optax optimizer, with D as its gradient; it runs on shards of a sharded anchor.
-        step, outer = self.stepper(fragment).update(displacement, outer, state.anchor, **options)
+        update = self.stepper(fragment).update
+        try:
+            step, outer = update(displacement, outer, state.anchor, **options)
+        except TypeError as error:
+            error.add_note(
+                f"{self.owner}: `outer_optimizer` is given displacement, state and anchor; there "
+                "is no loss for one that needs `value`, `grad` or `value_fn`."
+            )
+            raise
         anchor = jax.tree.map(added, state.anchor, step)
         state = state._replace(anchor=anchor, outer=outer, sent=sent)
         # The anchor replaces the parameters. Adding a step to them instead would let the replicas

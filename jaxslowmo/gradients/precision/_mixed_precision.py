@@ -44,7 +44,8 @@ class Policy:
 
     def __post_init__(self) -> None:
         """Raise `ValueError` for another dtype."""
-        name = jnp.dtype(self.compute).name
+        given = self.compute
+        name = given if isinstance(given, str) else jnp.dtype(given).name
         if name not in COMPUTE_DTYPES:
             raise ValueError(
                 f"Policy: `compute` must be one of {COMPUTE_DTYPES}, got {self.compute!r}."

@@ -30,6 +30,8 @@ from ._states import (
     refuse_beyond,
     refuse_donated,
     refuse_non_state,
+    refuse_other_replicas,
+    refuse_other_transforms,
     refuse_state_of_another_step,
     refuse_unusable_window,
     shards_of_sync,
@@ -154,10 +156,12 @@ class Runner:
             refuse_donated(state)
         if is_own:
             return
+        refuse_other_replicas(state, self.parts, self.mesh)
         if updates:
             refuse_state_of_another_step(state, self.parts)
         self._lay_out(state)
         if updates and not self._is_given_checked:
+            refuse_other_transforms(state, self.parts, self.mesh)
             self.check(state)
             self._is_given_checked = True
 

@@ -12,7 +12,8 @@ from jax.sharding import AxisType
 
 from ..._support.types import PyTree
 from ...gradients.precision import loss_scale_of
-from ...mesh import AnyMesh, VirtualMesh, model_axes, only_over
+from ...mesh import AnyMesh, VirtualMesh, model_axes, only_over, replica_count
+from ...tracing import traced_update
 from ...transform import NoExchangeState, ParameterTransform, instants, known_states
 from ...tree import leaf_names, not_floating
 from .._train_state import StateLayout, TrainState
@@ -150,7 +151,7 @@ def refuse_untrainable(params: PyTree) -> None:
 def refuse_state_of_another_step(state: TrainState, parts: Parts) -> None:
     """Raise `ValueError` if the state belongs to a step with another `sync` or `gradients`.
 
-    Only the classes of their states are compared. The optimizer's state is not checked.
+    Only the classes of their states are compared.
     """
     sync, gradients = parts.sync, parts.gradients
     members = isinstance(state.opt_state, tuple) and len(state.opt_state) == 3
@@ -165,6 +166,36 @@ def refuse_state_of_another_step(state: TrainState, parts: Parts) -> None:
                 f"`state` must come from a step with the same `{argument}`: this step keeps "
                 f"{kind.__name__} for it, and `state.opt_state` has {type(held).__name__}. Make "
                 "the state by this step's `init`; `state.params` go over by `js.consensus`."
+            )
+
+
+def refuse_other_replicas(state: TrainState, parts: Parts, mesh: AnyMesh) -> None:
+    """Raise `ValueError` for a state of another number of replicas than the step's."""
+    count = replica_count("step", mesh, parts.axis_name)
+    if np.shape(state.step) != (count,):
+        raise ValueError(
+            f"`state` must be of the {count} replicas of this step, along {parts.axis_name!r}, got "
+            f"one whose `step` has shape {np.shape(state.step)}. Other replicas go on from "
+            "`js.consensus` of its parameters, or from a checkpoint of jaxslowmo.checkpoint."
+        )
+
+
+def refuse_other_transforms(state: TrainState, parts: Parts, mesh: AnyMesh) -> None:
+    """Raise `ValueError` if `opt_state` has other leaves than the step's own transforms make.
+
+    Transforms that can only be initialised in a step are not compared.
+    """
+    axis = parts.axis_name
+    _, types = traced_update(parts.chain(), state.params, mesh=mesh, axis_name=axis)
+    if types is None:
+        return
+    needs, has = (set(leaf_names(x)) for x in (types, state.opt_state))
+    for names, text in ((needs - has, "needs"), (has - needs, "has no use for")):
+        if names:
+            raise ValueError(
+                "`state` must come from a step with the same `optimizer`, `gradients` and `sync`: "
+                f"this step {text} {sorted(names)[0]!r} of `opt_state`. Make the state by this "
+                "step's `init`; `state.params` go over by `js.consensus`."
             )
 
 

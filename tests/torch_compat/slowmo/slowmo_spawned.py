@@ -72,6 +72,7 @@ def _in_gloo(rank: int, world: int, folder: Path, function: Callable, args: tupl
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world
     )
+    dist.barrier()  # one that ends sooner would close connections that others are still making
     _run(rank, folder, function, args)
     dist.destroy_process_group()
 
