@@ -652,9 +652,10 @@ class Rounds:
         if note is None or note.run != self.run.run:
             run = read_run(self._store)
             if run is None or run.run != self.run.run:
-                found = "nothing" if run is None else f"run {run.run}"
+                found = "" if run is None else f", but {run.run}"
                 raise IslandsError(
-                    f"{self._store.url}/{RUN}: {found} is here in place of {self.run.run}."
+                    f"{self._store.url}/{RUN}: the run {self.run.run} of this island is not here "
+                    f"any more{found}. Was the bucket emptied?"
                 )
 
     def _note(self, updates: int, sent: int, received: int) -> None:

@@ -412,10 +412,10 @@ def test_a_bucket_that_is_emptied_and_a_model_that_changes_are_named(tmp_path):
     with pytest.raises(ValueError, match="names of their own: a/b"):
         island.exchange(state._replace(params=twice))
     shutil.rmtree(tmp_path / "run")
-    with pytest.raises(IslandsError, match="nothing is here in place of"):
+    with pytest.raises(IslandsError, match=r"is not here any more\. Was the bucket"):
         island.exchange(state)
     train(tmp_path / "run", "one", slice(0, 1), periods=0)
-    with pytest.raises(IslandsError, match=r"run .* is here in place of"):
+    with pytest.raises(IslandsError, match=r"is not here any more, but "):
         island.exchange(state)
     late = js.islands.join(str(tmp_path / "run"), name="two", sync_every=4, say=said.append)
     late.exchange(state._replace(opt_state=state.opt_state[:2]))
