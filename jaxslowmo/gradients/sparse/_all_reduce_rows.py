@@ -30,14 +30,13 @@ from ...transform import (
 )
 from ...tree import at_least_float32
 from .._leaves import check_not_summed
-from ._coalesce import add_in_order, compact, distinct_rows, nonzero_rows
+from ._coalesce import add_in_order, coalesce, distinct_rows, row_gradient
 from ._row_gradient import (
     RowGradient,
     Rows,
     arrays_of,
     check_row_gradient,
     checked_capacities,
-    inside,
     num_outside,
     split_rows,
 )
@@ -160,11 +159,7 @@ def all_reduce_rows(
         means: Any = {}
         _, overflows, needed, invalid, _ = state
         for name, gradient in table_grads.items():
-            if isinstance(gradient, RowGradient):
-                check_row_gradient(OWNER, repr(name), gradient)
-            check_not_summed(OWNER, {name: arrays_of(gradient)}, axis_name)
-            with jax.named_scope(OWNER):
-                means[name], sent = reduction(name).mean(gradient, share)
+            means[name], sent = reduction(name).mean(name, gradient, share)
             overflows = overflows + sent.overflow.astype(jnp.int32)
             needed = jnp.maximum(needed, sent.needed)
             invalid = invalid + sent.invalid
@@ -195,19 +190,15 @@ def mean_rows(
     Args:
       rows: this device's rows, by table.
       axes: mapped axes; without any the result is `rows`.
-      weight: this replica's share, see `js.all_reduce_rows`.
+      weight: () float32, this replica's share, see `js.all_reduce_rows`; None: all are equal.
       divide_by: divisor where some replicas have weight 0, see `js.all_reduce_rows`.
 
     Communication: per table one all-gather of the row numbers and one of the rows over `axes`.
     """
     if not axes:
         return rows
-    reduce = all_reduce_rows(axes, output="rows", divide_by=divide_by)
-    share = {} if weight is None else {"weight": weight}
-    gradients: Any = dict(rows)  # optax's types do not include `RowGradient`
-    means: Any
-    means, _ = reduce.update(gradients, reduce.init({}), **share)
-    return means
+    reduction = TableReduction(axes, None, "rows", True, divide_by == "initial")
+    return {name: reduction.mean(name, gradient, weight)[0] for name, gradient in rows.items()}
 
 
 class Gathered(NamedTuple):
@@ -239,11 +230,18 @@ class TableReduction:
     as_rows: bool
     divide_by_initial: bool
 
-    def mean(self, gradient: Table, weight: jax.Array | None) -> tuple[Table, Gathered]:
-        """Return the mean of `gradient`, weighted if `weight` is not None, and what was exchanged.
+    @jax.named_scope(OWNER)
+    def mean(self, name: str, gradient: Table, weight: jax.Array | None) -> tuple[Any, Gathered]:
+        """Return the mean of a gradient, weighted if `weight` is not None, and what was exchanged.
+
+        Raises:
+          ValueError: a gradient that is malformed, or that does not vary over the axis; with `name`.
 
         Communication: as `js.all_reduce_rows` states.
         """
+        if isinstance(gradient, RowGradient):
+            check_row_gradient(OWNER, repr(name), gradient)
+        check_not_summed(OWNER, {name: arrays_of(gradient)}, self.axis_name)
         most = _most_rows(gradient)
         send = most if self.capacity is None else min(self.capacity, most)
         if not self._sends_rows(gradient, send):
@@ -281,17 +279,15 @@ class TableReduction:
 
         The numbers are appended to the rows, so that they need no extra collective.
         """
-        zero = jnp.zeros([], jnp.int32)
-        if send == 0:
-            rows, distinct = jnp.zeros(0, jnp.int32), zero
-            values = jnp.zeros((0, *gradient.shape[1:]), gradient.dtype)
-        elif isinstance(gradient, RowGradient):
-            inner = inside(gradient.rows, gradient.num_rows)
-            rows, values, distinct = compact(inner, gradient.values, gradient.num_rows, send)
-        else:
-            rows, values, distinct = nonzero_rows(gradient, send)
-        outside = num_outside(gradient) if isinstance(gradient, RowGradient) else zero
-        tail, shares = [distinct, outside], None
+        zero, is_rows = jnp.zeros([], jnp.int32), isinstance(gradient, RowGradient)
+        rows, distinct = jnp.zeros(0, jnp.int32), zero
+        values = jnp.zeros((0, *gradient.shape[1:]), gradient.dtype)
+        if send:
+            sparse: Any = coalesce if is_rows else row_gradient
+            # Values of an overflow are NaN, and the second exchange replaces them.
+            found, distinct, _ = sparse(gradient, capacity=send)
+            rows, values = found.rows, found.values
+        tail, shares = [distinct, num_outside(gradient) if is_rows else zero], None
         if weight is not None:
             tail.append(lax.bitcast_convert_type(weight, jnp.int32))
         head = self._all_gather(jnp.concatenate([rows, jnp.stack(tail)]))
@@ -303,9 +299,9 @@ class TableReduction:
             if self.divide_by_initial:
                 shares = shares * jnp.mean((weights > 0).astype(weights.dtype))
         needed = jnp.max(head[:, send])
-        overflow = needed > send if send else jnp.zeros([], bool)
         invalid = jnp.sum(head[:, send + 1], dtype=jnp.int32)
-        return Gathered(head[:, :send], self._all_gather(values), shares, overflow, needed, invalid)
+        values = self._all_gather(values)
+        return Gathered(head[:, :send], values, shares, needed > send, needed, invalid)
 
     def _all_gather(self, x: jax.Array) -> jax.Array:
         """Return the arrays of all replicas, `(replicas, *x.shape)`, typed as equal on all."""

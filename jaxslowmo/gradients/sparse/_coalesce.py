@@ -57,34 +57,10 @@ def distinct_rows(rows: jax.Array, num_rows: int, num_places: int) -> Distinct:
     return Distinct(distinct, places.reshape(rows.shape), count)
 
 
-def compact(
-    rows: jax.Array, values: jax.Array, num_rows: int, capacity: int
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return sorted distinct rows, the sums of their values, and the number of distinct rows.
-
-    Rows beyond `capacity` are left out: the caller compares it with the returned number.
-    """
-    distinct = distinct_rows(rows, num_rows, capacity)
-    zeros = jnp.zeros((capacity, *values.shape[1:]), at_least_float32(values.dtype))
-    sums = add_entries(zeros, distinct.places, values)
-    return distinct.rows, sums.astype(values.dtype), distinct.count
-
-
-def nonzero_rows(dense: jax.Array, capacity: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return what `compact` does, for the rows of `dense` that are not all zero."""
-    num_rows = dense.shape[0]
-    used = jnp.any(dense != 0, axis=tuple(range(1, dense.ndim)))
-    (rows,) = jnp.nonzero(used, size=capacity, fill_value=num_rows)
-    rows = rows.astype(jnp.int32)
-    values = dense.at[rows].get(mode="fill", fill_value=0)
-    return rows, values, jnp.sum(used, dtype=jnp.int32)
-
-
 def _whole_or_nan(
-    compacted: tuple[jax.Array, jax.Array, jax.Array], num_rows: int, capacity: int
+    rows: jax.Array, values: jax.Array, num_rows: int, distinct: jax.Array
 ) -> Coalesced:
-    rows, values, distinct = compacted
-    overflow = jnp.maximum(distinct - capacity, 0)
+    overflow = jnp.maximum(distinct - rows.shape[0], 0)
     values = jnp.where(overflow > 0, jnp.full_like(values, jnp.nan), values)
     return Coalesced(RowGradient(rows, values, num_rows), distinct, overflow)
 
@@ -117,8 +93,11 @@ def coalesce(gradient: RowGradient, *, capacity: int | None = None) -> Coalesced
     capacity = checked_capacity("coalesce", capacity)
     check_row_gradient("coalesce", "`gradient`", gradient)
     rows, num_rows = inside(gradient.rows, gradient.num_rows), gradient.num_rows
-    capacity = max(1, min(rows.shape[0], num_rows)) if capacity is None else capacity
-    return _whole_or_nan(compact(rows, gradient.values, num_rows, capacity), num_rows, capacity)
+    size = max(1, min(rows.shape[0], num_rows)) if capacity is None else capacity
+    distinct, places, count = distinct_rows(rows, num_rows, size)
+    zeros = jnp.zeros((size, *gradient.shape[1:]), at_least_float32(gradient.dtype))
+    sums = add_entries(zeros, places, gradient.values).astype(gradient.dtype)
+    return _whole_or_nan(distinct, sums, num_rows, count)
 
 
 def row_gradient(dense: jax.Array, *, capacity: int | None) -> Coalesced:
@@ -150,8 +129,11 @@ def row_gradient(dense: jax.Array, *, capacity: int | None) -> Coalesced:
             f"{dense.dtype}{list(dense.shape)}."
         )
     num_rows = dense.shape[0]
-    size = max(1, num_rows) if size is None else size
-    return _whole_or_nan(nonzero_rows(dense, size), num_rows, size)
+    used = jnp.any(dense != 0, axis=tuple(range(1, dense.ndim)))
+    (rows,) = jnp.nonzero(used, size=size or max(1, num_rows), fill_value=num_rows)
+    rows = rows.astype(jnp.int32)
+    values = dense.at[rows].get(mode="fill", fill_value=0)
+    return _whole_or_nan(rows, values, num_rows, jnp.sum(used, dtype=jnp.int32))
 
 
 def add_in_order(

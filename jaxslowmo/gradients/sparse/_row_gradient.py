@@ -125,13 +125,10 @@ def row_numbers(rows: Any) -> jax.Array:
     does not hold becomes the lowest int32, which is outside of every table, also from the end.
     """
     rows, limits = jnp.asarray(rows), jnp.iinfo(jnp.int32)
-    input_limits = jnp.iinfo(rows.dtype)
     narrow = rows.astype(jnp.int32)
-    if limits.min <= input_limits.min and input_limits.max <= limits.max:
+    if jnp.iinfo(rows.dtype).max <= limits.max:  # no number of a narrow type is too large
         return narrow
-    fits = rows <= limits.max
-    if input_limits.min < limits.min:
-        fits &= rows >= limits.min
+    fits = (narrow.astype(rows.dtype) == rows) & ((narrow < 0) == (rows < 0))
     return jnp.where(fits, narrow, jnp.full_like(narrow, limits.min))
 
 
