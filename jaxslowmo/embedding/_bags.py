@@ -67,20 +67,18 @@ def bags(
 
     Communication: none.
     """
-    options: dict[str, Any] = {"max_length": max_length, "truncate": truncate}
-    if lengths is not None or offsets is not None:
-        values = np.asarray(rows)
-        sizes = _lengths("bags", lengths, offsets, values)
-        return _padded("bags", values, sizes, weights, **options)
-    values, sizes = _flat("rows", rows)
-    if weights is not None:
-        weights, weights_per_bag = _flat("weights", weights)
-        if not np.array_equal(sizes, weights_per_bag):
-            raise ValueError(
-                f"bags: `weights` must be one for each id: bags have {sizes.tolist()} ids "
-                f"and {weights_per_bag.tolist()} weights."
-            )
-    return _padded("bags", values, sizes, weights, **options)
+    if lengths is None and offsets is None:
+        rows, lengths = _flat("rows", rows)
+        if weights is not None:
+            weights, weights_per_bag = _flat("weights", weights)
+            if not np.array_equal(lengths, weights_per_bag):
+                raise ValueError(
+                    f"bags: `weights` must be one for each id: bags have {lengths.tolist()} ids "
+                    f"and {weights_per_bag.tolist()} weights."
+                )
+    values = np.asarray(rows)
+    sizes = _lengths("bags", lengths, offsets, values)
+    return _padded("bags", values, sizes, weights, max_length=max_length, truncate=truncate)
 
 
 @checks_flags("jagged")
@@ -163,7 +161,14 @@ def _padded(
     truncate: bool,
 ) -> Bags:
     """Return the bags of flat values, of which bag i has `lengths[i]`."""
-    values = _checked_ids(owner, values)
+    if values.size and values.dtype.kind not in "iu":
+        raise ValueError(f"{owner}: ids must be integers, got {values.dtype}.")
+    if values.min(initial=0) < 0:
+        raise ValueError(
+            f"{owner}: ids must not be negative (that is padding), got {int(values.min())}."
+        )
+    # Larger ids stay as they are: the check against a table rejects them.
+    fits_int32 = values.max(initial=0) <= np.iinfo(np.int32).max
     longest = int(lengths.max(initial=0))
     width = max(longest, 1)
     if max_length is not None:
@@ -176,7 +181,7 @@ def _padded(
     positions = np.arange(values.size) - np.repeat(np.cumsum(lengths) - lengths, lengths)
     fits = positions < width
     places = np.repeat(np.arange(lengths.size), lengths)[fits], positions[fits]
-    ids = np.full((lengths.size, width), -1, values.dtype)
+    ids = np.full((lengths.size, width), -1, np.int32 if fits_int32 else values.dtype)
     ids[places] = values[fits]
     if weights is None:
         return Bags(ids)
@@ -235,19 +240,6 @@ def _lengths(owner: str, lengths: Any, offsets: Any, values: np.ndarray) -> np.n
     return sizes
 
 
-def _checked_ids(owner: str, values: np.ndarray) -> np.ndarray:
-    """Return ids as int32, or unchanged if too large: the check against a table rejects those."""
-    if values.size == 0:
-        return values.astype(np.int32)
-    if values.dtype.kind not in "iu":
-        raise ValueError(f"{owner}: ids must be integers, got {values.dtype}.")
-    if values.min() < 0:
-        raise ValueError(
-            f"{owner}: ids must not be negative (that is padding), got {int(values.min())}."
-        )
-    return values.astype(np.int32) if values.max() <= np.iinfo(np.int32).max else values
-
-
 def as_bags(feature: str, ids_or_bags: Any) -> Bags:
     """Return ids or `Bags` of one feature as `Bags`, after a check of shapes and types."""
     bags = Bags(*map(_as_array, ids_or_bags if isinstance(ids_or_bags, Bags) else (ids_or_bags,)))
@@ -295,8 +287,7 @@ def bags_of(batch: PyTree, features: tuple[str, ...], inputs: Any) -> dict[str, 
             f"it, got {type(batch).__name__}."
         )
     names = ", ".join(map(repr, features))
-    unknown = [feature for feature in by_feature if feature not in features]
-    if unknown:
+    if unknown := [feature for feature in by_feature if feature not in features]:
         raise ValueError(
             f"{OWNER}: `inputs` returns {', '.join(map(repr, unknown))}, but the tables have the "
             f"features {names}."

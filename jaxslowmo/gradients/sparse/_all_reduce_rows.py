@@ -1,7 +1,7 @@
 """The mean over replicas of embedding tables' gradients, sent as rows."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -133,10 +133,8 @@ def all_reduce_rows(
     if path == "dense" and output == "rows":
         raise ValueError(f'{OWNER}: `output="rows"` needs `path="rows"` or "auto", got "dense".')
     inner = optax.with_extra_args_support(optax.identity() if dense is None else dense)
-    as_rows, by_initial = output == "rows", divide_by == "initial"
-
-    def reduction(name: str) -> TableReduction:
-        return TableReduction(axis_name, capacities(name), path, as_rows, by_initial)
+    by_initial = divide_by == "initial"
+    reduction = TableReduction(axis_name, capacities, path, output == "rows", by_initial)
 
     def init_fn(params: PyTree) -> AllReduceRowsState:
         others, *_ = split_rows(params, names)
@@ -159,12 +157,13 @@ def all_reduce_rows(
         means: Any = {}
         _, overflows, needed, invalid, _ = state
         for name, gradient in table_grads.items():
-            means[name], sent = reduction(name).mean(name, gradient, share)
+            means[name], sent = reduction.mean(name, gradient, share)
             overflows = overflows + sent.overflow.astype(jnp.int32)
             needed = jnp.maximum(needed, sent.needed)
             invalid = invalid + sent.invalid
         count = increment(state.count)
-        return join(others, means), AllReduceRowsState(count, overflows, needed, invalid, after)
+        mean = join(dense=others, rows=means)
+        return mean, AllReduceRowsState(count, overflows, needed, invalid, after)
 
     spec = Reduction(axes=axis_names(axis_name), takes=frozenset({"weight"}))
     if dense is not None:
@@ -197,7 +196,7 @@ def mean_rows(
     """
     if not axes:
         return rows
-    reduction = TableReduction(axes, None, "rows", True, divide_by == "initial")
+    reduction = TableReduction(axes, lambda _: None, "rows", True, divide_by == "initial")
     return {name: reduction.mean(name, gradient, weight)[0] for name, gradient in rows.items()}
 
 
@@ -214,18 +213,19 @@ class Gathered(NamedTuple):
 
 @dataclass(frozen=True)
 class TableReduction:
-    """The way in which one table is reduced; static.
+    """The way in which tables are reduced; static.
 
     Attributes:
       axis_name: the replica axis.
-      capacity: rows that a replica sends, None for the largest possible number.
+      capacity: function from a table's name to the rows that a replica sends of it, None for the
+        largest possible number.
       path: whether to send rows, the table, or whichever has fewer bytes.
       as_rows: whether the result is a `RowGradient`, always sent as rows.
       divide_by_initial: whether replicas of weight 0 count as if they had sent zeros.
     """
 
     axis_name: AxisName
-    capacity: int | None
+    capacity: Callable[[str], int | None]
     path: Path
     as_rows: bool
     divide_by_initial: bool
@@ -235,7 +235,7 @@ class TableReduction:
         """Return the mean of a gradient, weighted if `weight` is not None, and what was exchanged.
 
         Raises:
-          ValueError: a gradient that is malformed, or that does not vary over the axis; with `name`.
+          ValueError: a gradient that is malformed, or does not vary over the axis, with its `name`.
 
         Communication: as `js.all_reduce_rows` states.
         """
@@ -243,7 +243,7 @@ class TableReduction:
             check_row_gradient(OWNER, repr(name), gradient)
         check_not_summed(OWNER, {name: arrays_of(gradient)}, self.axis_name)
         most = _most_rows(gradient)
-        send = most if self.capacity is None else min(self.capacity, most)
+        send = min(self.capacity(name) or most, most)
         if not self._sends_rows(gradient, send):
             numbers = self._gather(gradient, 0, weight)
             return self._mean_of_table(gradient, numbers.shares), numbers
@@ -279,15 +279,15 @@ class TableReduction:
 
         The numbers are appended to the rows, so that they need no extra collective.
         """
-        zero, is_rows = jnp.zeros([], jnp.int32), isinstance(gradient, RowGradient)
-        rows, distinct = jnp.zeros(0, jnp.int32), zero
+        rows, distinct = jnp.zeros(0, jnp.int32), jnp.zeros([], jnp.int32)
+        outside = num_outside(gradient) if isinstance(gradient, RowGradient) else distinct
         values = jnp.zeros((0, *gradient.shape[1:]), gradient.dtype)
         if send:
-            sparse: Any = coalesce if is_rows else row_gradient
+            sparse: Any = coalesce if isinstance(gradient, RowGradient) else row_gradient
             # Values of an overflow are NaN, and the second exchange replaces them.
             found, distinct, _ = sparse(gradient, capacity=send)
             rows, values = found.rows, found.values
-        tail, shares = [distinct, num_outside(gradient) if is_rows else zero], None
+        tail, shares = [distinct, outside], None
         if weight is not None:
             tail.append(lax.bitcast_convert_type(weight, jnp.int32))
         head = self._all_gather(jnp.concatenate([rows, jnp.stack(tail)]))

@@ -114,7 +114,7 @@ def gather_rows(
     table = jnp.asarray(table)
     num_rows = table.shape[0]
     flat = _looked_up(indices, num_rows).reshape(-1)
-    size = max(1, min(flat.shape[0], num_rows)) if capacity is None else capacity
+    size = capacity or max(1, min(flat.shape[0], num_rows))
     rows, places, count = distinct_rows(flat, num_rows, size)
     touched = TouchedRows(rows, table.at[rows].get(mode="fill", fill_value=0), num_rows)
     positions = jnp.minimum(places, size).reshape(jnp.shape(indices))
