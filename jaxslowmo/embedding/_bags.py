@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._support.checks import checked_int, checks_flags
+from .._support.checks import check_names, checked_int, checks_flags
 from .._support.types import PyTree
 from ..tree import at_least_float32
 from ._table import OWNER
@@ -125,11 +125,8 @@ def jagged(
     values, names = np.asarray(values), list(features)
     if isinstance(features, str):
         raise ValueError(f"jagged: `features` must be a sequence of names, got {features!r}.")
-    if isinstance(max_length, Mapping) and (unknown := sorted({*max_length} - {*names})):
-        raise ValueError(
-            f"jagged: `max_length` names {', '.join(map(repr, unknown))}, but the features are "
-            f"{', '.join(map(repr, names))}."
-        )
+    if isinstance(max_length, Mapping):
+        check_names("jagged: `max_length`", max_length, names, "features")
     sizes = _lengths("jagged", lengths, offsets, values)
     if not names or len({*names}) < len(names) or sizes.size % len(names):
         raise ValueError(
@@ -142,9 +139,8 @@ def jagged(
         weights = _checked_weights("jagged", weights, values)
     factors = [None] * len(names) if weights is None else np.split(weights, ends)
     found = {}
-    for name, own, ids, weight in zip(
-        names, by_feature, np.split(values, ends), factors, strict=True
-    ):
+    parts = zip(names, by_feature, np.split(values, ends), factors, strict=True)
+    for name, own, ids, weight in parts:
         room = max_length.get(name) if isinstance(max_length, Mapping) else max_length
         owner = f"jagged: feature {name!r}"
         found[name] = _padded(owner, ids, own, weight, max_length=room, truncate=truncate)
@@ -286,13 +282,9 @@ def bags_of(batch: PyTree, features: tuple[str, ...], inputs: Any) -> dict[str, 
             f"{OWNER}: a batch that is no mapping needs `inputs`, a function that finds the ids in "
             f"it, got {type(batch).__name__}."
         )
-    names = ", ".join(map(repr, features))
-    if unknown := [feature for feature in by_feature if feature not in features]:
-        raise ValueError(
-            f"{OWNER}: `inputs` returns {', '.join(map(repr, unknown))}, but the tables have the "
-            f"features {names}."
-        )
+    check_names(f"{OWNER}: `inputs`", by_feature, features, "features of the tables")
     if not by_feature:
+        names = ", ".join(map(repr, features))
         raise ValueError(f"{OWNER}: the batch has none of the features {names}.")
     return {feature: as_bags(feature, ids_or_bags) for feature, ids_or_bags in by_feature.items()}
 

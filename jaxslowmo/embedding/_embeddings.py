@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from .._support.checks import check_choice, checked_int
+from .._support.checks import check_choice, check_names, checked_int
 from .._support.types import PyTree
 from ..gradients.sparse import RowGradient, add_in_order, distinct_rows
 from ..mesh import axis_size, is_bound, is_shared, replica_count, sum_over
@@ -603,11 +603,7 @@ def embeddings(
         raise ValueError(f"{OWNER}: `inputs` must be a function of the batch, got {inputs!r}.")
     check_choice("overflow", overflow, Overflow, OWNER)
     by_name = capacity if isinstance(capacity, Mapping) else dict.fromkeys(checked, capacity)
-    if unknown := [name for name in by_name if name not in checked]:
-        raise ValueError(
-            f"{OWNER}: `capacity` names {', '.join(map(repr, unknown))}, but the tables are "
-            f"{', '.join(map(repr, checked))}."
-        )
+    check_names(f"{OWNER}: `capacity`", by_name, checked, "tables")
     slots: dict[str, int | None] = {}
     for name in checked:
         what = f'{OWNER}: `capacity` of table {name!r}, if not "auto",'

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from ..._support.checks import check_choice
+from ..._support.checks import check_choice, check_names
 from ..._support.scopes import ALL_REDUCE_ROWS
 from ..._support.settings import records_settings
 from ..._support.types import AxisName, PyTree
@@ -123,10 +123,8 @@ def all_reduce_rows(
     """
     check_axis_argument(OWNER, "axis_name", axis_name)
     names, capacities = tuple(tables), checked_capacities(OWNER, capacity)
-    if isinstance(capacity, Mapping) and (unnamed := [n for n in capacity if n not in names]):
-        raise ValueError(
-            f"{OWNER}: `capacity` is given for {unnamed}, which `tables`={names} does not name."
-        )
+    if isinstance(capacity, Mapping):
+        check_names(f"{OWNER}: `capacity`", capacity, names, "names in `tables`")
     check_choice("path", path, Path, OWNER)
     check_choice("output", output, Output, OWNER)
     check_choice("divide_by", divide_by, DivideBy, OWNER)

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
-from ..._support.checks import checked_int
+from ..._support.checks import check_names, checked_int
 from ..._support.scopes import ALL_REDUCE_ROWS
 from ..._support.types import PyTree
 from ...tree import at_least_float32, leaf_names
@@ -239,10 +239,7 @@ def split_rows(
         join = partial(dataclasses.replace, grads)
         return grads.dense, grads.rows, grads.inner_axes, join
     names = leaf_names(arrays_of(grads))
-    if missing := [name for name in tables if name not in names]:
-        raise ValueError(
-            f"{ALL_REDUCE_ROWS}: `tables` names {missing}, but the leaves are {names}."
-        )
+    check_names(f"{ALL_REDUCE_ROWS}: `tables`", tables, names, "leaves")
     leaves, treedef = jax.tree.flatten(grads, is_leaf=is_row_gradient)
     leaves = dict(zip(names, leaves, strict=True))
     rows = {name: x for name, x in leaves.items() if name in tables or is_row_gradient(x)}
