@@ -6,7 +6,7 @@ import math
 import operator
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, ParamSpec, TypeVar, get_args
 
 import numpy as np
@@ -94,6 +94,20 @@ def check_choice(argument: str, value: Any, kind: Any, owner: str = "") -> None:
         *others, last = (f'"{name}"' for name in get_args(kind))
         rule = f"`{argument}` must be {', '.join(others)} or {last}, got {value!r}."
         raise ValueError(f"{owner}: {rule}" if owner else rule)
+
+
+def check_names(what: str, names: Iterable[Any], known: Collection[Any], kind: str) -> None:
+    """Raise `ValueError` for names that are not among the known ones.
+
+    Args:
+      what: start of the message: the public name and the argument that gives the names.
+      names: names in the argument.
+      known: names that it may give.
+      kind: what these are, in the plural, such as "leaves".
+    """
+    if unknown := [name for name in names if name not in known]:
+        wrong, right = (", ".join(map(repr, x)) or "none" for x in (unknown, known))
+        raise ValueError(f"{what} names {wrong}, but the {kind} are {right}.")
 
 
 def warn_user(message: str) -> None:

@@ -10,22 +10,20 @@ from ._optimizers import AdamMoments as AdamMoments
 from ._optimizers import Kept as Kept
 from ._optimizers import RowUpdate as RowUpdate
 from ._optimizers import RowwiseOptimizer as RowwiseOptimizer
+from ._optimizers import RowwiseState as RowwiseState
 from ._optimizers import rowwise_adagrad as rowwise_adagrad
 from ._optimizers import rowwise_adam as rowwise_adam
 from ._optimizers import rowwise_sgd as rowwise_sgd
 from ._step_lookup import Ahead as Ahead
 from ._step_lookup import Carry as Carry
 from ._step_lookup import Lookup as Lookup
-from ._step_lookup import Requested as Requested
 from ._step_lookup import WithVectors as WithVectors
 from ._step_lookup import added_rows as added_rows
 from ._step_lookup import empty_rows as empty_rows
 from ._step_lookup import lookup_of as lookup_of
-from ._step_lookup import rows_are_finite as rows_are_finite
 from ._step_lookup import summed as summed
 from ._table import Table as Table
 from ._table import WithTables as WithTables
-from ._updates import RowwiseState as RowwiseState
 
 # What users may use; the rest is for other packages.
 __all__ = [

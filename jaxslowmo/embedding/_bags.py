@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._support.checks import checked_int, checks_flags
+from .._support.checks import check_names, checked_int, checks_flags
 from .._support.types import PyTree
 from ..tree import at_least_float32
 from ._table import OWNER
@@ -67,20 +67,18 @@ def bags(
 
     Communication: none.
     """
-    options: dict[str, Any] = {"max_length": max_length, "truncate": truncate}
-    if lengths is not None or offsets is not None:
-        values = np.asarray(rows)
-        sizes = _lengths("bags", lengths, offsets, values)
-        return _padded("bags", values, sizes, weights, **options)
-    values, sizes = _flat("rows", rows)
-    if weights is not None:
-        weights, weights_per_bag = _flat("weights", weights)
-        if not np.array_equal(sizes, weights_per_bag):
-            raise ValueError(
-                f"bags: `weights` must be one for each id: bags have {sizes.tolist()} ids "
-                f"and {weights_per_bag.tolist()} weights."
-            )
-    return _padded("bags", values, sizes, weights, **options)
+    if lengths is None and offsets is None:
+        rows, lengths = _flat("rows", rows)
+        if weights is not None:
+            weights, weights_per_bag = _flat("weights", weights)
+            if not np.array_equal(lengths, weights_per_bag):
+                raise ValueError(
+                    f"bags: `weights` must be one for each id: bags have {lengths.tolist()} ids "
+                    f"and {weights_per_bag.tolist()} weights."
+                )
+    values = np.asarray(rows)
+    sizes = _lengths("bags", lengths, offsets, values)
+    return _padded("bags", values, sizes, weights, max_length=max_length, truncate=truncate)
 
 
 @checks_flags("jagged")
@@ -127,11 +125,8 @@ def jagged(
     values, names = np.asarray(values), list(features)
     if isinstance(features, str):
         raise ValueError(f"jagged: `features` must be a sequence of names, got {features!r}.")
-    if isinstance(max_length, Mapping) and (unknown := sorted({*max_length} - {*names})):
-        raise ValueError(
-            f"jagged: `max_length` names {', '.join(map(repr, unknown))}, but the features are "
-            f"{', '.join(map(repr, names))}."
-        )
+    if isinstance(max_length, Mapping):
+        check_names("jagged: `max_length`", max_length, names, "features")
     sizes = _lengths("jagged", lengths, offsets, values)
     if not names or len({*names}) < len(names) or sizes.size % len(names):
         raise ValueError(
@@ -144,9 +139,8 @@ def jagged(
         weights = _checked_weights("jagged", weights, values)
     factors = [None] * len(names) if weights is None else np.split(weights, ends)
     found = {}
-    for name, own, ids, weight in zip(
-        names, by_feature, np.split(values, ends), factors, strict=True
-    ):
+    parts = zip(names, by_feature, np.split(values, ends), factors, strict=True)
+    for name, own, ids, weight in parts:
         room = max_length.get(name) if isinstance(max_length, Mapping) else max_length
         owner = f"jagged: feature {name!r}"
         found[name] = _padded(owner, ids, own, weight, max_length=room, truncate=truncate)
@@ -163,7 +157,14 @@ def _padded(
     truncate: bool,
 ) -> Bags:
     """Return the bags of flat values, of which bag i has `lengths[i]`."""
-    values = _checked_ids(owner, values)
+    if values.size and values.dtype.kind not in "iu":
+        raise ValueError(f"{owner}: ids must be integers, got {values.dtype}.")
+    if values.min(initial=0) < 0:
+        raise ValueError(
+            f"{owner}: ids must not be negative (that is padding), got {int(values.min())}."
+        )
+    # Larger ids stay as they are: the check against a table rejects them.
+    fits_int32 = values.max(initial=0) <= np.iinfo(np.int32).max
     longest = int(lengths.max(initial=0))
     width = max(longest, 1)
     if max_length is not None:
@@ -176,7 +177,7 @@ def _padded(
     positions = np.arange(values.size) - np.repeat(np.cumsum(lengths) - lengths, lengths)
     fits = positions < width
     places = np.repeat(np.arange(lengths.size), lengths)[fits], positions[fits]
-    ids = np.full((lengths.size, width), -1, values.dtype)
+    ids = np.full((lengths.size, width), -1, np.int32 if fits_int32 else values.dtype)
     ids[places] = values[fits]
     if weights is None:
         return Bags(ids)
@@ -235,19 +236,6 @@ def _lengths(owner: str, lengths: Any, offsets: Any, values: np.ndarray) -> np.n
     return sizes
 
 
-def _checked_ids(owner: str, values: np.ndarray) -> np.ndarray:
-    """Return ids as int32, or unchanged if too large: the check against a table rejects those."""
-    if values.size == 0:
-        return values.astype(np.int32)
-    if values.dtype.kind not in "iu":
-        raise ValueError(f"{owner}: ids must be integers, got {values.dtype}.")
-    if values.min() < 0:
-        raise ValueError(
-            f"{owner}: ids must not be negative (that is padding), got {int(values.min())}."
-        )
-    return values.astype(np.int32) if values.max() <= np.iinfo(np.int32).max else values
-
-
 def as_bags(feature: str, ids_or_bags: Any) -> Bags:
     """Return ids or `Bags` of one feature as `Bags`, after a check of shapes and types."""
     bags = Bags(*map(_as_array, ids_or_bags if isinstance(ids_or_bags, Bags) else (ids_or_bags,)))
@@ -294,14 +282,9 @@ def bags_of(batch: PyTree, features: tuple[str, ...], inputs: Any) -> dict[str, 
             f"{OWNER}: a batch that is no mapping needs `inputs`, a function that finds the ids in "
             f"it, got {type(batch).__name__}."
         )
-    names = ", ".join(map(repr, features))
-    unknown = [feature for feature in by_feature if feature not in features]
-    if unknown:
-        raise ValueError(
-            f"{OWNER}: `inputs` returns {', '.join(map(repr, unknown))}, but the tables have the "
-            f"features {names}."
-        )
+    check_names(f"{OWNER}: `inputs`", by_feature, features, "features of the tables")
     if not by_feature:
+        names = ", ".join(map(repr, features))
         raise ValueError(f"{OWNER}: the batch has none of the features {names}.")
     return {feature: as_bags(feature, ids_or_bags) for feature, ids_or_bags in by_feature.items()}
 

@@ -2,17 +2,20 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from .._support.checks import check_choice, checked_int
+from .._support.checks import check_choice, check_names, checked_int
 from .._support.types import PyTree
 from ..gradients.sparse import RowGradient, add_in_order, distinct_rows
-from ..mesh import is_bound, is_shared
+from ..mesh import axis_size, is_bound, is_shared, replica_count, sum_over
+from ..transform import isolated
 from ..tree import leaf_names
 from ._bags import Bags, bags_of, pool
 from ._exchange import (
@@ -20,25 +23,22 @@ from ._exchange import (
     BagsByTable,
     Requests,
     in_blocks,
-    num_devices,
     read_rows,
     request_rows,
     rows_as_slots,
     send_rows,
     swap_blocks,
+    together,
 )
-from ._optimizers import RowwiseOptimizer
+from ._optimizers import Kept, RowwiseOptimizer, RowwiseState
 from ._stores import (
     TableLayout,
-    first_local_values,
-    first_values,
+    check_shapes,
+    first_block,
     layout_of,
-    read_tables,
     whole_on_each,
-    write_tables,
 )
-from ._table import MAKERS, OWNER, Table, check_tables
-from ._updates import RowwiseState, apply_row_gradients
+from ._table import MAKERS, OWNER, Table, checked_tables
 
 Stored = dict[str, jax.Array]
 Overflow = Literal["error", "drop"]
@@ -93,15 +93,18 @@ class Embeddings:
         What is kept per element is split like the table. What is kept per row is split over the
         devices with its rows; for split columns it is equal on all of them.
         """
-        stores, axis = self.layout().stores, self.axis_name
+        specs = self.specs
 
-        def of_store(name: str, spec: P) -> PyTree:
-            of_rows = P() if stores[name].kind == "column" else P(axis)
-            kept = stores[name].optimizer.kept
-            return jax.tree.map(lambda array: of_rows if array.per_row else spec, kept)
+        def spec_of(store: str, array: Kept) -> P:
+            return P(specs[store][0]) if array.per_row else specs[store]
 
-        specs = {name: of_store(name, spec) for name, spec in self.specs.items()}
-        return RowwiseState._make((P(), {n: x for n, x in specs.items() if x is not None}))
+        return RowwiseState._make((P(), self._of_kept(spec_of)))
+
+    def _of_kept(self, fn: Callable[[str, Kept], Any]) -> dict[str, Any]:
+        """Return `fn(store, array)` for all that optimizers keep, by stored array."""
+        stores = self.layout().stores
+        kept = {n: jax.tree.map(partial(fn, n), s.optimizer.kept) for n, s in stores.items()}
+        return {name: arrays for name, arrays in kept.items() if arrays is not None}
 
     def over(self, mesh: Any) -> "Embeddings":
         """Return these tables for a mesh, or for a number of devices.
@@ -114,12 +117,7 @@ class Embeddings:
         """
         if self.axis_name is None:
             return self
-        if not isinstance(mesh, int) and self.axis_name not in mesh.shape:
-            raise ValueError(
-                f"{OWNER}: `axis_name` {self.axis_name!r} is not an axis of `mesh`, which has "
-                f"{', '.join(map(repr, mesh.shape))}."
-            )
-        size = mesh if isinstance(mesh, int) else mesh.shape[self.axis_name]
+        size = mesh if isinstance(mesh, int) else replica_count(OWNER, mesh, self.axis_name)
         sized = dataclasses.replace(self, num_shards=size)
         sized.layout()
         return sized
@@ -134,7 +132,7 @@ class Embeddings:
         if self.axis_name is None:
             return layout_of(self.tables, 1)
         if is_bound(self.axis_name):
-            size = num_devices(self.axis_name)
+            size = axis_size(self.axis_name)
             if self.num_shards not in (None, size):
                 raise ValueError(
                     f"{OWNER}: axis {self.axis_name!r} has {size} devices here, and the tables are "
@@ -242,10 +240,11 @@ class Embeddings:
             batch; padding below -2**31; with `overflow="error"` more distinct ids in a part than
             there are slots.
         """
-        by_table = self._by_table(bags)
-        if self.overflow == "drop":
-            return
-        limited = {n: own for n, own in by_table.items() if self.capacity[n] is not None}
+        limited = {
+            name: by_feature
+            for name, by_feature in self._by_table(bags).items()
+            if self.overflow == "error" and self.capacity[name] is not None
+        }
         for name, needed in self._slots_by_part(limited, num_parts).items():
             slots, most = self.capacity[name] or 0, max(needed)
             if most > slots:
@@ -320,11 +319,21 @@ class Embeddings:
         Communication: none. The result does not depend on how the tables are shared, except for
           its last bit.
         """
-        places, tables_of = self.layout().places, self.features
-        pooled = {}
+        places, tables_of, pooled = self.layout().places, self.features, {}
+        named: dict[Any, Any] = dict(zip(leaf_names(params), jax.tree.leaves(params), strict=True))
         for feature, slots in requests.slots.items():
-            rows, weights = vectors[places[tables_of[feature]].store], requests.weights.get(feature)
-            pooled[feature] = self._pool(feature, rows, slots, weights, params)
+            name = tables_of[feature]
+            leaf = self.tables[name].position_weights_of(feature)
+            factors, shape = named.get(leaf), slots.shape[1:] or (1,)
+            if leaf is not None and getattr(factors, "shape", None) != shape:
+                leaves = {name: jnp.shape(x) for name, x in named.items()}
+                raise ValueError(
+                    f"{OWNER}: the position weights of feature {feature!r} must be the leaf "
+                    f"{leaf!r} of the dense parameters `params`, of the shape {shape}, one for "
+                    f"each place of a bag; the leaves are {leaves or 'none'}."
+                )
+            rows, weights = vectors[places[name].store], requests.weights.get(feature)
+            pooled[feature] = pool(rows, slots, self.tables[name].pooling, weights, factors)
         return pooled
 
     def send_back(self, gradients: Stored, requests: Requests) -> dict[str, RowGradient]:
@@ -341,14 +350,13 @@ class Embeddings:
         Communication: one all-to-all of devices * capacity rows per table dtype, in that dtype.
         """
         stores = self.layout().stores
-        blocks = [in_blocks(stores[name], gradients[name]) for name in requests.asked]
-        received = swap_blocks(blocks, self.axis_name)
-        sums = {}
-        for (name, rows), values in zip(requests.asked.items(), received, strict=True):
+        blocks = {name: in_blocks(stores[name], gradients[name]) for name in requests.asked}
+        received, sums = swap_blocks(blocks, self.axis_name), {}
+        for name, rows in requests.asked.items():
             num_rows = stores[name].local_rows
             distinct, places, _ = distinct_rows(rows, num_rows, min(rows.size, num_rows))
             sums[name] = RowGradient(
-                distinct, add_in_order(places, values, distinct.size), num_rows
+                distinct, add_in_order(places, received[name], distinct.size), num_rows
             )
         return sums
 
@@ -358,7 +366,7 @@ class Embeddings:
         state: RowwiseState,
         gradients: Mapping[str, RowGradient],
         *,
-        active: jax.Array | None = None,
+        active: jax.Array | bool = True,
     ) -> tuple[Stored, RowwiseState]:
         """Update only the rows that have a gradient. Needs the axis to be bound.
 
@@ -366,14 +374,31 @@ class Embeddings:
           tables: this device's part of the stored tables.
           state: this device's part of the optimizer's state.
           gradients: result of `send_back`; rows must be distinct.
-          active: () bool; if False nothing changes, including the number of updates.
+          active: () bool; if False nothing changes, including the number of updates. The default is
+            True.
 
         Returns:
           New tables and state; donated ones are updated in place.
 
         Communication: see the optimizer.
         """
-        return apply_row_gradients(self.layout(), tables, state, gradients, active)
+        layout = self.layout()
+        squares = _mean_squares(layout, gradients)
+        new_tables, accumulators = dict(tables), dict(state.accumulators)
+        for name, gradient in gradients.items():
+            # Without an update all rows become padding, so that the table is not written.
+            rows = jnp.where(active, gradient.rows, jnp.int32(gradient.num_rows))
+            gradient = dataclasses.replace(gradient, rows=rows)
+            arrays, optimizer = (
+                (tables[name], accumulators.get(name)),
+                layout.stores[name].optimizer,
+            )
+            updated = optimizer.updated(arrays, gradient, squares.get(name), state.count)
+            new_tables[name], kept = updated
+            if kept is not None:
+                accumulators[name] = kept
+        count = state.count + jnp.asarray(active).astype(jnp.int32)
+        return new_tables, RowwiseState(count, accumulators)
 
     def init(self, key: Any) -> Stored:
         """Return the initial values of all stored tables, whole; equal to those of `init_local`.
@@ -384,29 +409,33 @@ class Embeddings:
 
         Communication: none.
         """
-        return first_values(self.tables, self.layout(), key)
+        layout, arrays = self.layout(), {}
+        for name, store in layout.stores.items():
+            devices = range(store.row_shards * store.column_shards)
+            blocks = [first_block(self.tables, layout, name, key, jnp.int32(i)) for i in devices]
+            arrays[name] = jnp.concatenate(blocks, axis=int(store.kind == "column"))
+        return arrays
 
     def init_local(self, key: Any) -> Stored:
         """Return the initial values of only this device's part. Needs the axis to be bound.
 
         Communication: none.
         """
-        return first_local_values(self.tables, self.layout(), key)
+        layout, axis = self.layout(), self.axis_name
+        device = jnp.int32(0) if axis is None else lax.axis_index(axis)
+        return {name: first_block(self.tables, layout, name, key, device) for name in layout.stores}
 
     def init_optimizer(self, tables: Stored) -> RowwiseState:
         """Return the initial optimizer state for stored tables, whole or a device's part.
 
         Communication: none.
         """
-        stores, kept = self.layout().stores, {}
-        for name, table in tables.items():
-            shapes = {True: table.shape[:1], False: table.shape}
-            kept[name] = jax.tree.map(
-                lambda x, shapes=shapes: jnp.full(shapes[x.per_row], x.initial, jnp.float32),
-                stores[name].optimizer.kept,
-            )
-        kept = {name: arrays for name, arrays in kept.items() if arrays is not None}
-        return RowwiseState(jnp.zeros([], jnp.int32), kept)
+
+        def first(store: str, array: Kept) -> jax.Array:
+            shape = tables[store].shape
+            return jnp.full(shape[:1] if array.per_row else shape, array.initial, jnp.float32)
+
+        return RowwiseState(jnp.zeros([], jnp.int32), self._of_kept(first))
 
     def read(self, tables: Stored) -> Stored:
         """Return the tables (num_rows, dim) by name from whole stored arrays.
@@ -416,15 +445,30 @@ class Embeddings:
 
         Communication: none under jit on one device; else what the compiler inserts.
         """
-        return read_tables(self.layout(), tables)
+        layout, stored = self.layout(), whole_on_each(tables)
+        return {
+            name: jnp.asarray(stored[place.store])[layout.stored_rows(name)]
+            for name, place in layout.places.items()
+            if place.store in stored
+        }
 
     def write(self, tables: Stored) -> Stored:
         """Return whole stored arrays from tables (num_rows, dim) by name; undoes `read`.
 
+        Rows of padding are 0.
+
         Raises:
           ValueError: a table that is missing, unknown or of another shape.
         """
-        return write_tables(self.layout(), tables)
+        layout = self.layout()
+        shapes = {name: (table.num_rows, table.dim) for name, table in self.tables.items()}
+        check_shapes(f"{OWNER}: `write` needs tables", shapes, tables)
+        stored = {n: jnp.zeros((s.num_rows, s.dim), s.dtype) for n, s in layout.stores.items()}
+        for name, table in whole_on_each(tables).items():
+            store, rows = layout.places[name].store, layout.stored_rows(name)
+            table = jnp.asarray(table, stored[store].dtype)
+            stored[store] = stored[store].at[rows].set(table)
+        return stored
 
     def reference(
         self, tables: Stored, bags: Mapping[str, Any], params: PyTree | None = None
@@ -438,13 +482,12 @@ class Embeddings:
 
         Communication: none under jit on one device; else what the compiler inserts.
         """
-        layout, pooled, tables = self.layout(), {}, whole_on_each(tables)
+        layout, slots, weights = self.layout(), {}, {}
         for name, by_feature in self._by_table(bags).items():
-            place = layout.places[name]
             for feature, b in by_feature.items():
-                slots = rows_as_slots(place, layout.stores[place.store], b.ids)
-                pooled[feature] = self._pool(feature, tables[place.store], slots, b.weights, params)
-        return pooled
+                slots[feature] = rows_as_slots(layout, name, b.ids)
+                weights[feature] = b.weights
+        return self.pooled(whole_on_each(tables), Requests(slots, weights, {}, {}), params)
 
     def _by_table(self, bags: Mapping[str, Any]) -> dict[str, dict[str, Bags]]:
         """Return checked bags by feature for each table, in the order of the tables."""
@@ -458,31 +501,29 @@ class Embeddings:
                 by_table.setdefault(name, {})[feature] = valid
         return by_table
 
-    def _pool(
-        self,
-        feature: str,
-        vectors: jax.Array,
-        slots: jax.Array,
-        weights: jax.Array | None,
-        params: PyTree | None,
-    ) -> jax.Array:
-        table = self.tables[self.features[feature]]
-        leaf, factors = table.position_weights_of(feature), None
-        if leaf is not None:
-            named = dict(zip(leaf_names(params), jax.tree.leaves(params), strict=True))
-            if leaf not in named:
-                available = ", ".join(map(repr, named)) or "none (give `params`)"
-                raise ValueError(
-                    f"{OWNER}: the position weights of feature {feature!r} are leaf {leaf!r} of "
-                    f"the dense parameters, which are {available}."
-                )
-            factors, shape = named[leaf], (slots.shape[1] if slots.ndim == 2 else 1,)
-            if factors.shape != shape:
-                raise ValueError(
-                    f"{OWNER}: the position weights {leaf!r} of feature {feature!r} must have the "
-                    f"shape {shape}, one for each place of a bag, got {factors.shape}."
-                )
-        return pool(vectors, slots, table.pooling, weights, factors)
+
+def _mean_squares(layout: TableLayout, gradients: Mapping[str, RowGradient]) -> Stored:
+    """Return the mean square of each row's gradient over all columns: (k,) float32 by array.
+
+    Arrays whose optimizer keeps nothing per row are left out.
+
+    Communication: for arrays whose columns are split, one all-reduce of all their sums.
+    """
+
+    def sum_of_squares(rows: jax.Array, values: jax.Array) -> jax.Array:
+        # Two isolated steps: a fused multiply-add would change the last bit.
+        squares = isolated(jnp.square, rows, values.astype(jnp.float32))
+        return isolated(lambda x: jnp.sum(x, axis=1), rows, squares)
+
+    sums = {
+        name: sum_of_squares(g.rows, g.values)
+        for name, g in gradients.items()
+        if layout.stores[name].optimizer.uses_mean_squares
+    }
+    split = {name: x[None] for name, x in sums.items() if layout.is_split(name)}
+    whole = together(split, partial(sum_over, axis_name=layout.axis_name or ()))
+    sums |= {name: x[0] for name, x in whole.items()}
+    return {name: total / layout.stores[name].dim for name, total in sums.items()}
 
 
 def _host_checked(table: str, feature: str, num_rows: int, bags: Bags) -> Bags:
@@ -553,32 +594,19 @@ def embeddings(
 
     Source: torchrec's sharded embedding bags (sharded by rows, columns or whole tables).
     """
-    checked = check_tables(tables)
     if axis_name is not None and not isinstance(axis_name, str):
         raise ValueError(f"{OWNER}: `axis_name` must be one name or None, got {axis_name!r}.")
     if not isinstance(optimizer, RowwiseOptimizer | None):
         raise ValueError(f"{OWNER}: `optimizer` must be made by {MAKERS}, got {optimizer!r}.")
-    for name, table in checked.items():
-        if table.optimizer is None and optimizer is None:
-            raise ValueError(
-                f"{OWNER}: table {name!r} has no optimizer: pass one to its js.Table, or one for "
-                "all such tables as `optimizer` of js.embeddings."
-            )
-        checked[name] = dataclasses.replace(table, optimizer=table.optimizer or optimizer)
+    checked = checked_tables(tables, optimizer)
     if inputs is not None and not callable(inputs):
         raise ValueError(f"{OWNER}: `inputs` must be a function of the batch, got {inputs!r}.")
     check_choice("overflow", overflow, Overflow, OWNER)
     by_name = capacity if isinstance(capacity, Mapping) else dict.fromkeys(checked, capacity)
-    if unknown := [name for name in by_name if name not in checked]:
-        raise ValueError(
-            f"{OWNER}: `capacity` names {', '.join(map(repr, unknown))}, but the tables are "
-            f"{', '.join(map(repr, checked))}."
-        )
+    check_names(f"{OWNER}: `capacity`", by_name, checked, "tables")
     slots: dict[str, int | None] = {}
     for name in checked:
-        own, what = (
-            by_name.get(name, "auto"),
-            f'{OWNER}: `capacity` of table {name!r}, if not "auto",',
-        )
+        what = f'{OWNER}: `capacity` of table {name!r}, if not "auto",'
+        own = by_name.get(name, "auto")
         slots[name] = None if own == "auto" else checked_int(what, own, 1)
     return Embeddings(checked, axis_name, slots, inputs, overflow)

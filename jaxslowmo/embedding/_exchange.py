@@ -1,7 +1,9 @@
 """The exchange of requests for rows, in a fixed number of slots per owner, and of the rows."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -10,7 +12,7 @@ from jax import lax
 
 from ..collectives import gather_slices
 from ..gradients.sparse import NOWHERE, distinct_rows, inside
-from ..mesh import axis_names, axis_size
+from ..mesh import axis_names, axis_size, max_over
 from ..transform import run_if
 from ._bags import DROPPED, OUTSIDE, PADDING, Bags
 from ._stores import Store, TableLayout, TablePlace
@@ -23,12 +25,7 @@ Counts = dict[str, jax.Array]
 PREFIX, COUNTS = "embeddings/", ("asked", "overflow", "invalid")
 
 
-def num_devices(axis_name: str | None) -> int:
-    """Return the number of devices along the axis; 1 without an axis."""
-    return 1 if axis_name is None else axis_size(axis_name)
-
-
-def swap_blocks(blocks: Sequence[jax.Array], axis_name: str | None) -> list[jax.Array]:
+def swap_blocks(blocks: Mapping[str, jax.Array], axis_name: str | None) -> dict[str, jax.Array]:
     """Send entry d of each block to device d, and return the received entries by sender.
 
     Args:
@@ -40,17 +37,25 @@ def swap_blocks(blocks: Sequence[jax.Array], axis_name: str | None) -> list[jax.
 
     Communication: one all-to-all of all blocks of one dtype over `axis_name`; none on one device.
     """
-    size = num_devices(axis_name)
-    if size == 1:
-        return list(blocks)
-    arrived: list[jax.Array] = list(blocks)
-    for dtype in sorted({block.dtype for block in blocks}, key=str):
-        chosen = [i for i, block in enumerate(blocks) if block.dtype == dtype]
-        flat = jnp.concatenate([blocks[i].reshape(size, -1) for i in chosen], axis=1)
-        flat = lax.all_to_all(flat, axis_name, split_axis=0, concat_axis=0, tiled=True)
-        parts = lax.split(flat, [blocks[i].size // size for i in chosen], axis=1)
-        for i, part in zip(chosen, parts, strict=True):
-            arrived[i] = part.reshape(blocks[i].shape)
+    if axis_size(axis_name or ()) == 1:
+        return dict(blocks)
+    return together(
+        blocks,
+        partial(lax.all_to_all, axis_name=axis_name, split_axis=0, concat_axis=0, tiled=True),
+    )
+
+
+def together(
+    blocks: Mapping[str, jax.Array], send: Callable[[jax.Array], jax.Array]
+) -> dict[str, jax.Array]:
+    """Return what `send` makes of the first dimension of blocks; it is called once per dtype."""
+    arrived = {}
+    for dtype in sorted({block.dtype for block in blocks.values()}, key=str):
+        chosen = {name: block for name, block in blocks.items() if block.dtype == dtype}
+        flat = send(jnp.concatenate([x.reshape(len(x), -1) for x in chosen.values()], axis=1))
+        parts = lax.split(flat, [x.size // len(x) for x in chosen.values()], axis=1)
+        for (name, block), part in zip(chosen.items(), parts, strict=True):
+            arrived[name] = part.reshape(-1, *block.shape[1:])
     return arrived
 
 
@@ -76,129 +81,108 @@ class Requests(NamedTuple):
 def request_rows(layout: TableLayout, bags: BagsByTable, capacity: Capacity) -> Requests:
     """Assign slots to the ids of a device, and request their rows; see `exchange_ids`."""
     num_slots, first, width = {}, {}, {}
-    used: dict[tuple[str, int], int] = {}
+    used: Counter[tuple[str, int]] = Counter()
     for name, by_feature in bags.items():
         place, num_ids = layout.places[name], sum(b.ids.size for b in by_feature.values())
-        most, limit = max(1, min(num_ids, place.rows_per_owner)), capacity[name]
-        num_slots[name] = most if limit is None else min(limit, most)
+        most = max(1, min(num_ids, place.rows_per_owner))
+        num_slots[name] = min(capacity[name] or most, most)
         # Tables on one owner follow each other in its slots; each owner's slots begin at 0.
         shared = (place.store, place.first_owner)
-        first[name] = used.get(shared, 0)
-        used[shared] = first[name] + num_slots[name]
+        first[name] = used[shared]
+        used[shared] += num_slots[name]
         width[place.store] = max(width.get(place.store, 0), used[shared])
     requested = {}
     for store, slots_of_owner in width.items():
-        senders, local_rows = layout.stores[store].num_senders, layout.stores[store].local_rows
+        senders, local_rows = layout.stores[store].row_shards, layout.stores[store].local_rows
         requested[store] = jnp.full((senders, slots_of_owner), local_rows, jnp.int32)
     slots, weights, counts = {}, {}, {}
     for name, by_feature in bags.items():
-        ids, place = [jnp.reshape(b.ids, -1) for b in by_feature.values()], layout.places[name]
-        numbered = _number_ids(ids, place, num_slots[name])
-        block = requested[place.store]
-        owner = place.first_owner + numbered.owner
-        slot = jnp.where(numbered.fits, first[name] + numbered.in_owner, jnp.int32(NOWHERE))
-        row = numbered.row + place.first_row
-        requested[place.store] = block.at[owner, slot].set(row, mode="drop")
-        slot = jnp.where(numbered.fits, owner * block.shape[1] + slot, jnp.int32(DROPPED))
-        slot = slot.at[numbered.places].get(mode="fill", fill_value=DROPPED)
-        slot = _in_their_slots(numbered.rows, numbered.padding, slot, place.num_rows)
-        flat = lax.split(slot, [part.size for part in ids])
+        place = layout.places[name]
+        rows = [rows_of_ids(b.ids, place.num_rows).reshape(-1) for b in by_feature.values()]
+        requested[place.store], slots_of_ids, numbers = _requested(
+            requested[place.store], jnp.concatenate(rows), place, first[name], num_slots[name]
+        )
+        flat = lax.split(slots_of_ids, [part.size for part in rows])
         for (feature, b), x in zip(by_feature.items(), flat, strict=True):
             slots[feature] = x.reshape(b.ids.shape)
             if b.weights is not None:
                 weights[feature] = jnp.asarray(b.weights)
-        counts |= {f"{PREFIX}{name}/{what}": x[None] for what, x in numbered.counts.items()}
-    split = [name for name in requested if layout.is_split(name)]
-    sent = [name for name in requested if name not in split]
-    received = swap_blocks([requested[name] for name in sent], layout.axis_name)
-    asked = requested | dict(zip(sent, received, strict=True))
-    if split and layout.axis_name is not None:
-        # Every device holds columns of all rows, so it receives the requests of all devices.
-        flat = jnp.concatenate([requested[name] for name in split], axis=1)
-        parts = lax.split(gather_slices(flat, layout.axis_name), [width[n] for n in split], axis=1)
-        asked |= dict(zip(split, parts, strict=True))
+        counts |= {f"{PREFIX}{name}/{what}": x[None] for what, x in numbers.items()}
+    # Every device holds some columns of all rows of a split array, so it receives all requests.
+    split = {name: block for name, block in requested.items() if layout.is_split(name)}
+    sent = {name: block for name, block in requested.items() if name not in split}
+    asked = swap_blocks(sent, layout.axis_name)
+    asked |= together(split, partial(gather_slices, local_axes=layout.axis_name or ()))
     return Requests(slots, weights, asked, counts)
 
 
-class Numbered(NamedTuple):
-    """The ids of one table, and the owners of its distinct rows."""
-
-    rows: jax.Array  # (k,) int32, row number of each id; the number of rows for none
-    padding: jax.Array  # (k,) bool
-    places: jax.Array  # (k,) int32, index of each id among the distinct rows
-    row: jax.Array  # (n,) int32, row at the owner
-    owner: jax.Array  # (n,) int32, index of the owner among those of the table
-    in_owner: jax.Array  # (n,) int32, index among the distinct rows of that owner
-    fits: jax.Array  # (n,) bool, whether the row has a slot
-    counts: Counts  # () int32 for each of `COUNTS`
-
-
-def rows_of_ids(ids: jax.Array, num_rows: int) -> tuple[jax.Array, jax.Array]:
-    """Return row numbers as int32, `num_rows` for no row, and a mask of padding.
+def rows_of_ids(ids: jax.Array, num_rows: int) -> jax.Array:
+    """Return row numbers as int32: `PADDING` for negative ids, `num_rows` for ids out of range.
 
     The ids are compared in their own dtype: an unsigned one has no padding, and int8 holds no 256.
     """
     ids = jnp.asarray(ids)
-    return inside(ids, num_rows), ids < 0
+    return jnp.where(ids < 0, jnp.int32(PADDING), inside(ids, num_rows))
 
 
-def _in_their_slots(rows: jax.Array, padding: jax.Array, slots: jax.Array, num_rows: int):
+def _in_their_slots(rows: jax.Array, slots: jax.Array, num_rows: int) -> jax.Array:
     """Return the slots of ids that are rows of the table, and for others why they have none."""
-    no_slot = jnp.where(padding, jnp.int32(PADDING), jnp.int32(OUTSIDE))
-    return jnp.where(rows < num_rows, slots, no_slot)
+    return jnp.where(rows == PADDING, rows, jnp.where(rows == num_rows, jnp.int32(OUTSIDE), slots))
 
 
-def _number_ids(ids: Sequence[jax.Array], place: TablePlace, num_slots: int) -> Numbered:
-    """Find the distinct rows of one table, and their owners, of which each has `num_slots`.
+def _requested(
+    block: jax.Array, rows: jax.Array, place: TablePlace, first: int, num_slots: int
+) -> tuple[jax.Array, jax.Array, Counts]:
+    """Request the distinct rows of one table from their owners.
 
     Args:
-      ids: flat integer arrays of any dtype, which are concatenated; negative numbers are padding.
+      block: (senders, slots) int32, requests for rows of the stored array by owner.
+      rows: (ids,) int32, as `rows_of_ids` returns them.
       place: placement of the table in its stored array.
-      num_slots: number of slots for each owner.
+      first: first slot of the table in those of each of its owners.
+      num_slots: number of its slots for each owner.
+
+    Returns:
+      The block with the requests of this table; (ids,) int32, the slot of each id, see `Requests`;
+      and () int32 for each of `COUNTS`.
     """
-    pairs = [rows_of_ids(part, place.num_rows) for part in ids]
-    rows, padding = (jnp.concatenate(parts) for parts in zip(*pairs, strict=True))
-    total, size = place.num_positions, max(1, min(rows.size, place.num_positions))
+    size = max(1, min(rows.size, place.num_positions))
     # Positions are sorted by owner. `starts`: index of the first distinct position of each owner.
-    positions, places, count = distinct_rows(place.positions(rows), total, size)
+    positions, places, count = distinct_rows(place.positions(rows), place.num_positions, size)
     begins = jnp.arange(place.owners, dtype=jnp.int32) * jnp.int32(place.rows_per_owner)
     starts = jnp.searchsorted(positions, begins).astype(jnp.int32)
     owner = jnp.minimum(positions // place.rows_per_owner, place.owners - 1)
     in_owner = jnp.arange(size, dtype=jnp.int32) - starts[owner]
-    per_owner = jnp.diff(starts, append=jnp.reshape(count, 1))
-    overflow = jnp.sum(jnp.maximum(per_owner - num_slots, 0), dtype=jnp.int32)
-    invalid = jnp.sum(~padding & (rows == place.num_rows), dtype=jnp.int32)
-    return Numbered(
-        rows=rows,
-        padding=padding,
-        places=places,
-        row=positions - owner * place.rows_per_owner,
-        owner=owner,
-        in_owner=in_owner,
-        fits=(in_owner < num_slots) & (positions < total),
-        counts=dict(zip(COUNTS, (count, overflow, invalid), strict=True)),
-    )
+    fits = (in_owner < num_slots) & (positions < place.num_positions)
+    sender, slot = place.first_owner + owner, first + in_owner
+    row = positions - owner * place.rows_per_owner + place.first_row
+    block = block.at[sender, jnp.where(fits, slot, jnp.int32(NOWHERE))].set(row, mode="drop")
+    slots = jnp.where(fits, sender * block.shape[1] + slot, jnp.int32(DROPPED))
+    slots = slots.at[places].get(mode="fill", fill_value=DROPPED)
+    overflow = count - jnp.sum(fits, dtype=jnp.int32)
+    invalid = jnp.sum(rows == place.num_rows, dtype=jnp.int32)
+    counts = dict(zip(COUNTS, (count, overflow, invalid), strict=True))
+    return block, _in_their_slots(rows, slots, place.num_rows), counts
 
 
-def rows_as_slots(place: TablePlace, store: Store, ids: jax.Array) -> jax.Array:
-    """Return the slots of ids if the vectors are the whole stored array itself."""
-    rows, padding = rows_of_ids(ids, place.num_rows)
-    slots = place.positions(rows) + place.first_in(store)
-    return _in_their_slots(rows, padding, slots, place.num_rows)
+def rows_as_slots(layout: TableLayout, name: str, ids: jax.Array) -> jax.Array:
+    """Return the slots of a table's ids if the vectors are the whole stored array itself."""
+    num_rows = layout.places[name].num_rows
+    rows = rows_of_ids(ids, num_rows)
+    return _in_their_slots(rows, layout.stored_rows(name, rows), num_rows)
 
 
 def in_slots(store: Store, arrived: jax.Array) -> jax.Array:
     """Return vectors (slots, dim) from the blocks of each sender, (devices, capacity, columns)."""
-    if store.kind == "column":
-        arrived = arrived.transpose(1, 0, 2)
-    return arrived.reshape(-1, store.dim)
+    grid = arrived.reshape(store.row_shards, store.column_shards, -1, store.local_dim)
+    return grid.transpose(0, 2, 1, 3).reshape(-1, store.dim)
 
 
 def in_blocks(store: Store, vectors: jax.Array) -> jax.Array:
     """Return the block for each device, (devices, capacity, columns), from vectors (slots, dim)."""
-    if store.kind == "column":
-        return vectors.reshape(-1, store.num_shards, store.local_dim).transpose(1, 0, 2)
-    return vectors.reshape(store.num_shards, -1, store.dim)
+    rows, columns = store.row_shards, store.column_shards
+    grid = vectors.reshape(rows, -1, columns, store.local_dim).transpose(0, 2, 1, 3)
+    return grid.reshape(rows * columns, -1, store.local_dim)
 
 
 def read_rows(tables: Mapping[str, jax.Array], requested: Mapping[str, jax.Array]) -> Stored:
@@ -221,11 +205,8 @@ def send_rows(layout: TableLayout, rows: Mapping[str, jax.Array]) -> Stored:
 
     Communication: one all-to-all of devices * capacity rows for all tables of one dtype.
     """
-    arrived = swap_blocks(list(rows.values()), layout.axis_name)
-    return {
-        name: in_slots(layout.stores[name], block)
-        for name, block in zip(rows, arrived, strict=True)
-    }
+    arrived = swap_blocks(rows, layout.axis_name)
+    return {name: in_slots(layout.stores[name], block) for name, block in arrived.items()}
 
 
 def patched_rows(
@@ -262,70 +243,49 @@ def patched_rows(
       rows, `room` times the slots each; or one of all slots, with `everything` or if some device
       has no room.
     """
-    hits = {name: _is_among(rows, changed.get(name)) for name, rows in requests.asked.items()}
-    rooms = {n: max(1, math.ceil(room * rows.shape[1])) for n, rows in requests.asked.items()}
-    too_many = jnp.array(False)
-    for name, hit in hits.items():
-        too_many |= jnp.any(jnp.sum(hit, axis=1, dtype=jnp.int32) > rooms[name])
+    asked, stores = requests.asked, layout.stores
+    hits = {}  # which requested rows are in the sorted `changed`; padding may match, too
+    for name, rows in asked.items():
+        numbers = changed.get(name, jnp.full(1, NOWHERE, jnp.int32))
+        place = jnp.minimum(jnp.searchsorted(numbers, rows), numbers.size - 1)
+        hits[name] = numbers[place] == rows
+    rooms = {name: max(1, math.ceil(room * rows.shape[1])) for name, rows in asked.items()}
 
-    def send_all(vectors: Stored) -> tuple[Stored, Counts]:
+    def send_all(vectors: Stored) -> Stored:
         del vectors
-        every = {n: jnp.ones_like(hit) for n, hit in hits.items()}
-        new = send_rows(layout, read_rows(tables, requests.asked))
-        return new, _counts(layout, requests, every)
+        return send_rows(layout, read_rows(tables, asked))
 
-    def send_changed(vectors: Stored) -> tuple[Stored, Counts]:
+    def send_changed(vectors: Stored) -> Stored:
         places, numbers = {}, {}
-        for name, asked in requests.asked.items():
+        for name, rows in asked.items():
             # The first hits for each device, padded by the number of slots; rows of padding are
             # not read.
-            size = asked.shape[1]
+            size = rows.shape[1]
             hit = jnp.where(hits[name], jnp.arange(size, dtype=jnp.int32), jnp.int32(size))
             places[name] = jnp.sort(hit, axis=1)[:, : rooms[name]]
+            padding = stores[name].local_rows
             numbers[name] = jnp.take_along_axis(
-                asked,
-                places[name],
-                axis=1,
-                mode="fill",
-                fill_value=layout.stores[name].local_rows,
+                rows, places[name], axis=1, mode="fill", fill_value=padding
             )
-        received = swap_blocks(list(places.values()), layout.axis_name)
-        rows = swap_blocks(list(read_rows(tables, numbers).values()), layout.axis_name)
+        places = swap_blocks(places, layout.axis_name)
         new = {}
-        for name, place, block in zip(places, received, rows, strict=True):
-            store = layout.stores[name]
-            blocks = in_blocks(store, vectors[name])
+        for name, rows in swap_blocks(read_rows(tables, numbers), layout.axis_name).items():
+            blocks = in_blocks(stores[name], vectors[name])
             device = jnp.arange(len(blocks), dtype=jnp.int32)[:, None]
-            new[name] = in_slots(store, blocks.at[device, place].set(block, mode="drop"))
-        return new, _counts(layout, requests, hits)
+            blocks = blocks.at[device, places[name]].set(rows, mode="drop")
+            new[name] = in_slots(stores[name], blocks)
+        return new
 
-    if everything is True:
-        return send_all(vectors)
-    flag = too_many.astype(jnp.int32)
-    if num_devices(layout.axis_name) > 1:
-        flag = lax.pmax(flag, layout.axis_name)
-    fall_back = flag > 0
-    if everything is not False:
-        fall_back |= everything
-    axes = axis_names(layout.axis_name or ())
-    return run_if(fall_back, send_all, send_changed, vectors, axes=axes)
-
-
-def _is_among(requested: jax.Array, changed: jax.Array | None) -> jax.Array:
-    """Return a mask of requested rows that are in the sorted `changed`; padding may match, too."""
-    if changed is None or changed.size == 0:
-        return jnp.zeros(requested.shape, bool)
-    place = jnp.minimum(jnp.searchsorted(changed, requested), changed.size - 1)
-    return changed[place] == requested
-
-
-def _counts(layout: TableLayout, requests: Requests, hits: Mapping[str, jax.Array]) -> Counts:
-    """Return for each stored array how many requested rows are hits that this device sends."""
+    axes, sends_all = axis_names(layout.axis_name or ()), everything
+    if everything is not True:
+        too_many = [jnp.any(jnp.sum(hit, axis=1) > rooms[name]) for name, hit in hits.items()]
+        sends_all |= max_over(jnp.any(jnp.stack(too_many)).astype(jnp.int32), axes) > 0
+    vectors = run_if(sends_all, send_all, send_changed, vectors, axes=axes)
     counts = {}
     for name, hit in hits.items():
-        is_sent = hit & (requests.asked[name] < layout.stores[name].local_rows)
-        if layout.is_split(name) and layout.axis_name is not None:
+        is_sent = (hit | sends_all) & (asked[name] < stores[name].local_rows)
+        if layout.is_split(name):
             # All devices receive all requests, and each sends some columns: count one requester.
             is_sent = lax.dynamic_index_in_dim(is_sent, lax.axis_index(layout.axis_name))
         counts[name] = jnp.sum(is_sent, dtype=jnp.int32)
-    return counts
+    return vectors, counts

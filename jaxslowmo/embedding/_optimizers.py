@@ -2,12 +2,16 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from .._support.checks import as_number, checks_flags
+from .._support.types import PyTree
+from ..gradients.sparse import RowGradient
+from ..transform import isolated
 
 LearningRate = float | Callable[[jax.Array], Any]
 
@@ -60,6 +64,20 @@ class AdamMoments(NamedTuple):
     square: Any
 
 
+class RowwiseState(NamedTuple):
+    """The state of the optimizers of `js.embeddings`.
+
+    Attributes:
+      count: () int32, number of updates so far, the argument of a learning rate schedule.
+      accumulators: maps a stored array to what its optimizer keeps for it: (rows,) float32 for
+        `js.rowwise_adagrad`, (rows, dim) float32 for `js.rowwise_sgd` with momentum, `AdamMoments`
+        for `js.rowwise_adam`. Stored arrays for which nothing is kept are left out.
+    """
+
+    count: jax.Array
+    accumulators: dict[str, PyTree]
+
+
 @dataclass(frozen=True)
 class RowwiseOptimizer:
     """An optimizer of table rows, such as `js.rowwise_adagrad` makes it.
@@ -83,14 +101,38 @@ class RowwiseOptimizer:
         """Whether something is kept per row."""
         return any(kept.per_row for kept in jax.tree.leaves(self.kept))
 
-    def step(self, update: RowUpdate) -> tuple[jax.Array, Any]:
-        """Return new rows, and the new entries of what is kept for them."""
-        return self.rule(update, *self.options)
+    def updated(
+        self,
+        arrays: tuple[jax.Array, PyTree],
+        gradient: RowGradient,
+        mean_squares: jax.Array | None,
+        count: jax.Array,
+    ) -> tuple[jax.Array, PyTree]:
+        """Return a stored array and what is kept for it, both with the rows of `gradient` updated.
 
-    def rate(self, count: jax.Array) -> jax.Array:
-        """Return the learning rate, () float32, after `count` updates."""
-        rate = self.learning_rate
-        return jnp.asarray(rate(count) if callable(rate) else rate, jnp.float32)
+        Args:
+          arrays: the stored array, and what is kept for it.
+          gradient: distinct rows and their gradients; padding is not written.
+          mean_squares: (k,) float32, see `RowUpdate`.
+          count: () int32, number of updates before this one.
+
+        Communication: none.
+        """
+        rows, rate = gradient.rows, self.learning_rate
+
+        def read(whole: jax.Array) -> jax.Array:
+            return whole.at[rows].get(mode="fill", fill_value=0).astype(jnp.float32)
+
+        def written(whole: jax.Array, new: jax.Array) -> jax.Array:
+            return whole.at[rows].set(new.astype(whole.dtype), mode="drop")
+
+        old, kept = jax.tree.map(read, arrays)
+        rate = jnp.asarray(rate(count) if callable(rate) else rate, jnp.float32)
+        values = gradient.values.astype(jnp.float32)
+        update = RowUpdate(old, values, kept, mean_squares, rate, count)
+        # Isolated, so that programs with and without lookups ahead give the same bits.
+        new = isolated(lambda update: self.rule(update, *self.options), rows, update)
+        return jax.tree.map(written, arrays, new)
 
 
 def rowwise_adagrad(
@@ -122,9 +164,11 @@ def rowwise_adagrad(
 
     Source: FBGEMM's EXACT_ROWWISE_ADAGRAD; Duchi et al., JMLR 2011, with a mean of squares per row.
     """
-    _check("rowwise_adagrad", learning_rate, above={"eps": eps}, least={"initial": initial})
-    rate = _rate(learning_rate)
-    return RowwiseOptimizer(rate, _adagrad, Kept(float(initial), True), (float(eps),))
+    number = partial(_checked, "rowwise_adagrad")
+    kept = Kept(number("initial", initial, ">= 0"), per_row=True)
+    return RowwiseOptimizer(
+        _rate(number, learning_rate), _adagrad, kept, (number("eps", eps, "> 0"),)
+    )
 
 
 def _adagrad(update: RowUpdate, eps: float) -> tuple[jax.Array, jax.Array]:
@@ -171,12 +215,13 @@ def rowwise_sgd(
 
     Source: FBGEMM's EXACT_SGD, which has no momentum; `torch.optim.SGD` for the rest.
     """
-    decay = {"weight_decay": weight_decay}
-    _check("rowwise_sgd", learning_rate, least=decay, below_one={"momentum": momentum})
+    number = partial(_checked, "rowwise_sgd")
+    momentum = number("momentum", momentum, ">= 0 and < 1")
     if nesterov and not momentum:
         raise ValueError("rowwise_sgd: `nesterov` needs `momentum` > 0, got 0.")
-    options = (float(momentum), nesterov, float(weight_decay))
-    return RowwiseOptimizer(_rate(learning_rate), _sgd, Kept() if momentum else None, options)
+    options = momentum, nesterov, number("weight_decay", weight_decay, ">= 0")
+    kept = Kept() if momentum else None
+    return RowwiseOptimizer(_rate(number, learning_rate), _sgd, kept, options)
 
 
 def _sgd(
@@ -233,12 +278,11 @@ def rowwise_adam(
 
     Source: FBGEMM's ADAM, and with `per_row` PARTIAL_ROWWISE_ADAM; Kingma and Ba, ICLR 2015.
     """
-    below_one = {"b1": b1, "b2": b2}
-    decay = {"weight_decay": weight_decay}
-    _check("rowwise_adam", learning_rate, above={"eps": eps}, least=decay, below_one=below_one)
-    options = (float(b1), float(b2), float(eps), float(weight_decay))
+    number = partial(_checked, "rowwise_adam")
+    options = number("b1", b1, ">= 0 and < 1"), number("b2", b2, ">= 0 and < 1")
+    options += number("eps", eps, "> 0"), number("weight_decay", weight_decay, ">= 0")
     kept = AdamMoments(Kept(), Kept(per_row=per_row))
-    return RowwiseOptimizer(_rate(learning_rate), _adam, kept, options)
+    return RowwiseOptimizer(_rate(number, learning_rate), _adam, kept, options)
 
 
 def _adam(
@@ -254,29 +298,22 @@ def _adam(
     return update.rows - update.rate * (step + decay * update.rows), AdamMoments(mean, square)
 
 
-def _rate(learning_rate: LearningRate) -> LearningRate:
+_RANGES: dict[str, Callable[[float], bool]] = {
+    "> 0": lambda x: x > 0,
+    ">= 0": lambda x: x >= 0,
+    ">= 0 or a schedule": lambda x: x >= 0,
+    ">= 0 and < 1": lambda x: 0 <= x < 1,
+}
+
+
+def _checked(owner: str, argument: str, value: Any, range_: str) -> float:
+    """Return a number as a float; raise `ValueError` unless it is in a range of `_RANGES`."""
+    number = as_number(value)
+    if number is None or not _RANGES[range_](number):
+        raise ValueError(f"{owner}: `{argument}` must be a number {range_}, got {value!r}.")
+    return number
+
+
+def _rate(number: Callable[..., float], rate: LearningRate) -> LearningRate:
     """Return a checked rate; optimizers with equal numbers are equal, whatever types these have."""
-    return learning_rate if callable(learning_rate) else float(learning_rate)
-
-
-def _check(
-    owner: str,
-    learning_rate: Any,
-    *,
-    above: dict[str, Any] | None = None,
-    least: dict[str, Any] | None = None,
-    below_one: dict[str, Any] | None = None,
-) -> None:
-    """Raise `ValueError` for a number out of its range; the rate may be a schedule."""
-    rates = {} if callable(learning_rate) else {"learning_rate": learning_rate}
-    rules = [
-        (above or {}, "a number > 0", lambda x: x > 0),
-        (rates, "a number >= 0 or a schedule", lambda x: x >= 0),
-        (least or {}, "a number >= 0", lambda x: x >= 0),
-        (below_one or {}, "a number >= 0 and < 1", lambda x: 0 <= x < 1),
-    ]
-    for values, rule, is_right in rules:
-        for argument, value in values.items():
-            number = as_number(value)
-            if number is None or not is_right(number):
-                raise ValueError(f"{owner}: `{argument}` must be {rule}, got {value!r}.")
+    return rate if callable(rate) else number("learning_rate", rate, ">= 0 or a schedule")

@@ -1,8 +1,8 @@
 """The lookup of a training step: how embedding tables and their rows take part in it."""
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -13,31 +13,26 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from .._support.types import AxisName, PyTree
-from ..gradients.sparse import RowGradient, Rows, coalesce
+from ..gradients.sparse import RowGradient, Rows, coalesce, no_rows
 from ..mesh import (
     AnyMesh,
     VirtualMesh,
     axis_names,
+    axis_size,
+    map_by_role,
     map_replicas,
     replica_count,
     replicate,
     roles_of_batch,
+    sum_over,
 )
 from ..tracing import FullLoss
 from ..transform import ParameterTransform, isolated, unless_idle, unseen_zero
-from ..tree import all_finite, at_least_float32, cast, reshaped
+from ..tree import at_least_float32, cast, kept_if
 from ._embeddings import Embeddings
-from ._exchange import Requests, num_devices, patched_rows, read_rows, send_rows
+from ._exchange import PREFIX, Requests, patched_rows, read_rows, send_rows
+from ._stores import check_shapes
 from ._table import WithTables
-
-Kinds = Any
-"""How arguments or results are split over the devices of a replica: a tree prefix of kinds.
-
-`"whole"`: equal on all devices. `"device"`: different on each device, stacked along a leading axis
-outside. `"batch"`: a batch, whose leaves are split along the leading dimension; those that all
-examples share are equal on all devices. `"shared"`: such a leaf. Or a `PartitionSpec` over the
-axis.
-"""
 
 
 class Ahead(NamedTuple):
@@ -63,27 +58,24 @@ class Carry(NamedTuple):
     """
 
     requests: Requests
-    vectors: PyTree | None
+    vectors: PyTree
 
 
 class Requested(NamedTuple):
-    """A device's part of a batch and the rows that it requested; without tables only the batch.
+    """A device's part of a batch and the rows that it requested.
 
     Attributes:
       batch: the batch as the step received it.
       requests: the rows that this device uses, and those that others request from it.
       vectors: requested rows by stored array.
       counts: `Embeddings.metrics` of the requests, summed over the devices of the replica; zeros on
-        a replica of weight 0, whose batch may hold anything. Empty without tables.
-      refused: () int32, number of wrong ids in `counts`; above 0 the update must be skipped. None
-        without tables.
+        a replica of weight 0, whose batch may hold anything.
     """
 
     batch: PyTree
     requests: Requests
     vectors: PyTree
     counts: dict[str, jax.Array]
-    refused: jax.Array | None
 
 
 class WithVectors(NamedTuple):
@@ -109,21 +101,19 @@ class Lookup:
 
     Attributes:
       embeddings: the embedding tables.
-      axis: name of the mesh axis over which a replica's stored parameters are sharded; None: they
-        are not sharded.
-      nested: the same name if the axis is automatic in the step (left to the compiler), so that
-        `on_devices` must bind it; else None.
     """
 
     embeddings: Embeddings
-    axis: str | None = None
-    nested: str | None = None
+
+    @property
+    def axis(self) -> str | None:
+        """The name of the mesh axis that shards a replica's stored parameters; None: no axis does.
+
+        It is automatic in the step (left to the compiler), so `on_devices` must bind it.
+        """
+        return self.embeddings.axis_name
 
     # Trees of parameters, of their specs, or of the states of their optimizers.
-
-    def dense(self, tree: PyTree) -> PyTree:
-        """Return the part of a tree for the dense parameters; other values are returned as is."""
-        return tree.dense if isinstance(tree, WithTables) else tree
 
     def stacked(self, params: PyTree, seed: int, *, mesh: AnyMesh, axis_name: AxisName) -> PyTree:
         """Return the parameters of all replicas, equal on them.
@@ -140,22 +130,16 @@ class Lookup:
 
         Communication: none.
         """
-        dense = replicate(self.dense(params), mesh=mesh, axis_name=axis_name)
+        put = partial(replicate, mesh=mesh, axis_name=axis_name)
         if not isinstance(params, WithTables):
             bits = jax.random.key_data(jax.random.key(seed))
-            return WithTables(dense, _table_maker(self, mesh, axis_name)(bits))
-        stored, stores = params.tables, self.embeddings.layout().stores
+            return WithTables(put(params), _table_maker(self, mesh, axis_name)(bits))
+        (dense, stored), stores = params, self.embeddings.layout().stores
         shapes = {name: (store.num_rows, store.dim) for name, store in stores.items()}
-        is_dict = isinstance(stored, dict)
-        actual = {name: jnp.shape(x) for name, x in stored.items()} if is_dict else {}
-        if shapes != actual:
-            raise ValueError(
-                f"`params` must hold stored tables of the shapes {shapes}, as step.embeddings."
-                f"write(tables) makes them, got {actual or type(stored).__name__}."
-            )
-        if self.nested is None:
+        check_shapes("`params` must hold what step.embeddings.write returns:", shapes, stored)
+        if self.axis is None:
             arrays = {name: jnp.asarray(x, stores[name].dtype) for name, x in stored.items()}
-            return WithTables(dense, replicate(arrays, mesh=mesh, axis_name=axis_name))
+            return WithTables(put(dense), put(arrays))
         count = replica_count("init", mesh, axis_name)
         shardings = self._shardings(mesh, axis_name)
 
@@ -165,7 +149,8 @@ class Lookup:
 
             return jax.make_array_from_callback((count, *whole.shape), shardings[name], of_device)
 
-        return WithTables(dense, {name: placed(name, np.asarray(x)) for name, x in stored.items()})
+        tables = {name: placed(name, np.asarray(x)) for name, x in stored.items()}
+        return WithTables(put(dense), tables)
 
     def _shardings(self, mesh: Any, axis_name: AxisName) -> dict[str, NamedSharding]:
         """Return the shardings of the stored tables of all replicas."""
@@ -176,7 +161,7 @@ class Lookup:
 
     def of_sync(self, sync: ParameterTransform | None) -> ParameterTransform | None:
         """Return a parameter transform with the specs of stored parameters, also for its state."""
-        if sync is None or self.nested is None or not sync.shards_whole_leaves:
+        if sync is None or self.axis is None or not sync.shards_whole_leaves:
             return sync
         return sync.with_specs(WithTables(P(), self.embeddings.specs), of_state=True)
 
@@ -189,41 +174,29 @@ class Lookup:
         return full
 
     def on_devices(
-        self, fn: Callable[..., Any], *args: Any, kinds: tuple[Kinds, ...], out: Kinds
+        self, fn: Callable[..., Any], *args: Any, roles: tuple[Any, ...], out: Any
     ) -> Any:
-        """Run `fn` on each device's parts along `nested`, and return its results.
+        """Run `fn` on each device's parts along `axis`, and return its results.
 
         Args:
-          fn: function of each device's parts of the arguments; `nested` is bound in it. Without
-            `nested` every value is this device's part.
+          fn: function of each device's parts of the arguments; `axis` is bound in it. Without
+            `axis` every value is this device's part.
           *args: arguments for the whole replica.
-          kinds: kinds of the arguments.
-          out: kinds of the results.
+          roles: roles of the arguments, as `map_by_role` takes them, but along `axis` alone:
+            `"device"` is different on each device, stacked along a leading axis outside.
+          out: roles of the results.
 
         Communication: whatever `fn` communicates.
         """
-        axis = self.nested
+        axis = self.axis
         if axis is None:
             return fn(*args)
-
-        pairs = zip(args, kinds, strict=True)
-        kinds = tuple(
-            "whole" if x is None else roles_of_batch(x) if kind == "batch" else kind
-            for x, kind in pairs
+        roles = tuple(
+            "shared" if x is None else roles_of_batch(x) if role == "batch" else role
+            for x, role in zip(args, roles, strict=True)
         )
-
-        def on_one(*args: Any) -> Any:
-            local = _reshaped(args, kinds, lambda x: x.shape[1:])
-            return _reshaped(fn(*local), out, lambda x: (1, *x.shape))
-
-        def spec_of(kind: str | P) -> P:
-            return kind if isinstance(kind, P) else P(axis) if kind in ("device", "batch") else P()
-
-        in_specs, out_specs = jax.tree.map(spec_of, (kinds, out), is_leaf=_is_kind)
-        mapped = jax.shard_map(
-            on_one, in_specs=in_specs, out_specs=out_specs, axis_names={axis}, check_vma=False
-        )
-        return mapped(*args)
+        specs = {"device": P(axis), "batch": P(axis), "shared": P()}
+        return map_by_role(fn, specs, roles, out, axis_names={axis})(*args)
 
     # A batch.
 
@@ -247,22 +220,30 @@ class Lookup:
         Communication: what `Embeddings.exchange_ids` and `Embeddings.lookup` communicate, unless
           `carry` has it already; one all-reduce of the counts over `axes`.
         """
-        embeddings = self.embeddings
-        if carry is None:
-            requests, vectors = embeddings.exchange_ids(embeddings.bags_of(batch)), None
-        else:
-            requests, vectors = carry
-        if vectors is None:
-            vectors = embeddings.lookup(stored, requests)
-        counts = unless_idle(_summed(embeddings.metrics(requests), axes), weight)
-        return Requested(batch, requests, vectors, counts, embeddings.num_refused(counts))
+        if carry is None or carry.vectors is None:
+            carry, _ = self.following(stored, batch, Ahead(vectors=True), carry)
+        assert carry is not None, "there is a batch"
+        metrics = self.embeddings.metrics(carry.requests)
+        counts = {name: sum_over(count, axes) for name, count in metrics.items()}
+        return Requested(batch, *carry, unless_idle(counts, weight))
 
     def seen(self, requested: Requested, params: PyTree) -> PyTree:
         """Return the batch as the loss function receives it; `params` are this device's dense ones.
 
         Communication: none.
         """
-        return _pooled(self.embeddings, requested, params)[0]
+        return self._pooled(requested, params)[0]
+
+    def _pooled(
+        self, requested: Requested, params: PyTree
+    ) -> tuple[WithVectors, Callable[[PyTree], tuple[PyTree, PyTree]]]:
+        """Return a batch with its pooled vectors, and the function that pulls back their gradients.
+
+        That function returns the gradients of the rows and of `params`.
+        """
+        pool = partial(self.embeddings.pooled, requests=requested.requests)
+        embedded, pull = jax.vjp(lambda x, p: pool(x, params=p), requested.vectors, params)
+        return WithVectors(requested.batch, embedded), pull
 
     def seen_by_loss(self, params: PyTree, share: PyTree) -> tuple[PyTree, PyTree]:
         """Return the shapes and dtypes of the parameters and the batch of the loss function.
@@ -302,27 +283,25 @@ class Lookup:
         """
         embeddings = self.embeddings
 
-        def compute_local(
-            requested: Requested, params: PyTree, *operands: PyTree
-        ) -> tuple[Any, PyTree, PyTree, WithVectors]:
-            batch, pull = _pooled(embeddings, requested, params)
+        def compute_local(requested: Requested, params: PyTree, *operands: PyTree) -> Any:
+            batch, pull = self._pooled(requested, params)
             results, grads, of_embedded = compute(params, batch, *operands)
             of_vectors, of_dense = pull(of_embedded)
             # Position weights are dense parameters that are used before the loss.
             grads = jax.tree.map(lambda g, more: g + more, grads, of_dense)
             return results, grads, of_vectors, batch
 
-        operand = next(iter(requested.vectors.values()))
+        source = next(iter(requested.vectors.values()))
         results, grads, of_vectors, batch = isolated(
-            compute_local, operand, requested, params, *operands
+            compute_local, source, requested, params, *operands
         )
-        devices = num_devices(embeddings.axis_name)
+        devices = axis_size(self.axis or ())
         # The loss of a replica is the mean of its devices' losses.
         scaled = jax.tree.map(lambda g: g / devices, of_vectors)
         return results, grads, embeddings.send_back(scaled, requested.requests), batch
 
     def applied(
-        self, stored: PyTree, state: PyTree, rows: Rows, active: jax.Array | None, read: PyTree
+        self, stored: PyTree, state: PyTree, rows: Rows, active: jax.Array, read: PyTree
     ) -> tuple[PyTree, PyTree, Any]:
         """Return stored parameters and optimizer state after an update of this device's part.
 
@@ -330,18 +309,20 @@ class Lookup:
           stored: this device's part of the stored parameters.
           state: this device's part of the row-wise optimizer's state.
           rows: gradients of rows, by stored array.
-          active: () bool, whether to update; None: always.
+          active: () bool, whether to update.
           read: values that were read from `stored`; the update is ordered after these reads.
 
         Returns:
           The stored parameters, the state, and the numbers of the changed rows by stored array.
         """
-        embeddings = self.embeddings
-        numbers = ordered_after({name: gradient.rows for name, gradient in rows.items()}, read)
-        rows = {name: replace(gradient, rows=numbers[name]) for name, gradient in rows.items()}
+        # Without a dependency XLA may order the update before the reads, and copies the whole table
+        # so that they see the old values. (An optimization barrier is not enough: jax 0.10 removes
+        # it before XLA decides on copies.)
+        zero = sum(map(unseen_zero, jax.tree.leaves(read)), jnp.zeros([], jnp.int32))
+        rows = {name: replace(g, rows=g.rows + zero) for name, g in rows.items()}
         with jax.named_scope("optimizer"):
-            stored, state = embeddings.apply(stored, state, rows, active=active)
-        return stored, state, numbers
+            stored, state = self.embeddings.apply(stored, state, rows, active=active)
+        return stored, state, {name: g.rows for name, g in rows.items()}
 
     # The next batch.
 
@@ -399,52 +380,22 @@ class Lookup:
         if not ahead.patches:
             return carry, {}
         # A static `all_changed` stays a bool, so that the program has one branch, not a `lax.cond`.
-        is_static = isinstance(all_changed, bool)
+        flag = None if isinstance(all_changed, bool) else all_changed
 
         def inside(stored: PyTree, carry: Carry, changed: PyTree, flag: Any) -> Any:
-            assert carry.vectors is not None, "they were looked up ahead"
+            everything, layout = all_changed if flag is None else flag, embeddings.layout()
             vectors, resent = patched_rows(
-                embeddings.layout(),
-                stored,
-                carry.requests,
-                carry.vectors,
-                changed,
-                room=ahead.room,
-                everything=all_changed if is_static else flag,
+                layout, stored, *carry, changed, room=ahead.room, everything=everything
             )
-            counts = {f"embeddings/{name}/resent": n for name, n in resent.items()}
-            return carry._replace(vectors=vectors), _summed(counts, axes)
+            counts = {f"{PREFIX}{name}/resent": sum_over(n, axes) for name, n in resent.items()}
+            return carry._replace(vectors=vectors), counts
 
         return self.on_devices(
             inside,
-            stored,
-            carry,
-            changed,
-            None if is_static else all_changed,
-            kinds=(self.embeddings.specs, "device", "device", "whole"),
-            out=("device", "whole"),
+            *(stored, carry, changed, flag),
+            roles=(self.embeddings.specs, "device", "device", "shared"),
+            out=("device", "shared"),
         )
-
-    # On the host.
-
-    def check(self, batch: PyTree, num_parts: int) -> bool:
-        """Raise `ValueError` for a host batch with ids that are not in their table or lack a slot.
-
-        Args:
-          batch: batch as the step takes it.
-          num_parts: number of equal parts of the batch, one per device.
-
-        Returns:
-          Whether all ids were checked. Ids on devices are not checked, and `inputs` may return such
-          ids even for NumPy arrays.
-        """
-        bags = self.embeddings.bags_of(batch)
-        self.embeddings.check(bags, num_parts=num_parts)
-        return all(isinstance(feature_bags.ids, np.ndarray) for feature_bags in bags.values())
-
-    def refuse(self, metrics: dict[str, Any]) -> None:
-        """Raise `ValueError` if metrics count ids that are not in their table or lack a slot."""
-        self.embeddings.refuse(metrics)
 
 
 def lookup_of(embeddings: Embeddings, mesh: AnyMesh, axis_name: AxisName) -> Lookup:
@@ -467,42 +418,17 @@ def lookup_of(embeddings: Embeddings, mesh: AnyMesh, axis_name: AxisName) -> Loo
             f"`embeddings` are sharded over {axis!r}, a replica axis of this step: every replica "
             "has its own tables, sharded over an axis inside the replica."
         )
-    if not isinstance(mesh, VirtualMesh):
-        return Lookup(embeddings, axis, axis)
-    if mesh.shape[axis] > 1:
-        raise ValueError(
-            f"`embeddings` are sharded over {axis!r} of size {mesh.shape[axis]}, and virtual "
-            "replicas have no devices inside: use js.make_mesh, or axis_name=None."
-        )
-    return Lookup(replace(embeddings, axis_name=None), axis)
+    if isinstance(mesh, VirtualMesh):
+        if mesh.shape[axis] > 1:
+            raise ValueError(
+                f"`embeddings` are sharded over {axis!r} of size {mesh.shape[axis]}, and virtual "
+                "replicas have no devices inside: use js.make_mesh, or axis_name=None."
+            )
+        embeddings = replace(embeddings, axis_name=None)
+    return Lookup(embeddings)
 
 
-def _pooled(
-    embeddings: Embeddings, requested: Requested, params: PyTree
-) -> tuple[WithVectors, Callable[[PyTree], tuple[PyTree, PyTree]]]:
-    """Return a batch with its pooled vectors, and the function that pulls back their gradients.
-
-    That function returns the gradients of the rows and of `params`.
-
-    Communication: none.
-    """
-
-    def pool(vectors: PyTree, params: PyTree) -> PyTree:
-        return embeddings.pooled(vectors, requested.requests, params)
-
-    embedded, pull = jax.vjp(pool, requested.vectors, params)
-    return WithVectors(requested.batch, embedded), pull
-
-
-def _summed(counts: dict[str, jax.Array], axes: tuple[str, ...]) -> dict[str, jax.Array]:
-    """Return the sums of counts over the devices of a replica.
-
-    Communication: one all-reduce of 4 bytes each over `axes`, which the compiler joins.
-    """
-    return lax.psum(counts, axes) if axes else counts
-
-
-@functools.lru_cache(maxsize=16)
+@lru_cache(maxsize=16)
 def _table_maker(
     lookup: Lookup, mesh: AnyMesh, axis_name: AxisName
 ) -> Callable[[jax.Array], PyTree]:
@@ -512,65 +438,24 @@ def _table_maker(
 
     Communication: none.
     """
-    embeddings, nested = lookup.embeddings, lookup.nested
+    embeddings, axis = lookup.embeddings, lookup.axis
 
     def make(bits: jax.Array) -> PyTree:
         return embeddings.init_local(jax.random.wrap_key_data(bits))
 
     def per_replica(bits: jax.Array) -> PyTree:
-        return lookup.on_devices(make, bits, kinds=("whole",), out=embeddings.specs)
+        return lookup.on_devices(make, bits, roles=("shared",), out=embeddings.specs)
 
     mapped = map_replicas(
         per_replica,
         mesh=mesh,
         axis_name=axis_name,
         in_roles=("shared",),
-        automatic=frozenset() if nested is None else frozenset({nested}),
+        automatic=frozenset(() if axis is None else (axis,)),
     )
-    if nested is None or isinstance(mesh, VirtualMesh):
+    if axis is None:
         return jax.jit(mapped)
     return jax.jit(mapped, out_shardings=lookup._shardings(mesh, axis_name))
-
-
-def _is_kind(x: Any) -> bool:
-    return isinstance(x, str | P)
-
-
-def _reshaped(tree: Any, kinds: Kinds, shape: Callable[[jax.Array], tuple[int, ...]]) -> Any:
-    """Return `tree` with arrays of the kind `"device"` reshaped."""
-
-    def change(kind: str | P, part: Any) -> Any:
-        if kind != "device":
-            return part
-        return jax.tree.map(lambda x: reshaped(x, shape(x)), part)
-
-    return jax.tree.map(change, kinds, tree, is_leaf=_is_kind)
-
-
-def rows_are_finite(rows: Rows, axes: tuple[str, ...]) -> jax.Array:
-    """Return whether all values are finite, on all devices along `axes`.
-
-    Communication: one all-reduce of 4 bytes over `axes`.
-    """
-    is_finite = all_finite(
-        [jnp.where((g.rows < g.num_rows)[:, None], g.values, 0) for g in rows.values()]
-    )
-    return lax.pmin(is_finite.astype(jnp.int32), axes) > 0 if axes else is_finite
-
-
-def ordered_after(rows: dict[str, jax.Array], read: PyTree) -> dict[str, jax.Array]:
-    """Return row numbers by stored array that depend on all of `read`.
-
-    An update of these rows then runs after the reads. Without this dependency XLA may order them
-    the other way, and copies the whole table so that the reads see the old values. (An optimization
-    barrier is not enough: with jax 0.10 it is removed before XLA decides on copies.)
-
-    Communication: none.
-    """
-    zero = jnp.zeros([], jnp.int32)
-    for x in jax.tree.leaves(read):
-        zero = zero + unseen_zero(x)
-    return {name: x + zero for name, x in rows.items()}
 
 
 def empty_rows(like: Rows, num_batches: int) -> Rows:
@@ -580,14 +465,10 @@ def empty_rows(like: Rows, num_batches: int) -> Rows:
       like: row gradients of one batch; only shapes and dtypes are used.
       num_batches: number of batches, 0 or more.
     """
-
-    def empty(g: RowGradient) -> RowGradient:
-        room = num_batches * g.rows.shape[0]
-        values = jnp.zeros((room, *g.values.shape[1:]), at_least_float32(g.values.dtype))
-        padding = jnp.full(room, g.num_rows, g.rows.dtype)
-        return RowGradient(padding, values, g.num_rows)
-
-    return {name: empty(gradient) for name, gradient in like.items()}
+    return {
+        name: no_rows(g, num_batches * g.rows.shape[0], at_least_float32(g.dtype))
+        for name, g in like.items()
+    }
 
 
 def added_rows(before: Rows, rows: Rows, weight: jax.Array | None, place: jax.Array | None) -> Rows:
@@ -596,19 +477,19 @@ def added_rows(before: Rows, rows: Rows, weight: jax.Array | None, place: jax.Ar
     Args:
       before: row gradients of the batches so far.
       rows: row gradients of the other batch. They are multiplied by its weight in at least
-        float32; with weight 0 they become padding.
+        float32; with weight 0 they become padding, with zeros.
       weight: () weight of the other batch; None: 1.
       place: () int32, index of the room in `before` (see `empty_rows`) that they fill; None
         appends them.
     """
 
     def weighted(g: RowGradient) -> RowGradient:
-        wide = at_least_float32(g.values.dtype)
-        values = cast(g.values, wide)
+        values = cast(g.values, at_least_float32(g.dtype))
         if weight is None:
             return replace(g, values=values)
+        values = kept_if(weight > 0, values * cast(weight, values.dtype))
         numbers = jnp.where(weight > 0, g.rows, jnp.full_like(g.rows, g.num_rows))
-        return replace(g, rows=numbers, values=values * cast(weight, wide))
+        return replace(g, rows=numbers, values=values)
 
     def added(room: RowGradient, gradient: RowGradient) -> RowGradient:
         if place is None:
@@ -629,6 +510,6 @@ def summed(rows: Rows, divisor: Callable[[Any], jax.Array]) -> Rows:
 
     def one(gradient: RowGradient) -> RowGradient:
         once = coalesce(gradient).gradient
-        return replace(once, values=once.values / divisor(once.values.dtype))
+        return replace(once, values=once.values / divisor(once.dtype))
 
     return {name: one(gradient) for name, gradient in rows.items()}

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import zlib
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -30,12 +31,9 @@ def part_of_residue(parts: int) -> np.ndarray:
     """
     if parts == 1:
         return np.zeros(1, np.int32)
-    odd, bits = parts // PARTS, PARTS.bit_length() - 1
-    residues = np.arange(parts)
-    rest, reverse = residues // odd, np.zeros(parts, np.int64)
-    for bit in range(bits):
-        reverse |= (rest >> bit & 1) << (bits - 1 - bit)
-    return (residues % odd * PARTS + reverse).astype(np.int32)
+    odd, residues, bits = parts // PARTS, np.arange(parts), PARTS.bit_length() - 1
+    reverse = np.array([int(f"{i:0{bits}b}"[::-1], 2) for i in range(PARTS)])
+    return (residues % odd * PARTS + reverse[residues // odd]).astype(np.int32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,37 +41,32 @@ class Store:
     """A stored array; static.
 
     Attributes:
-      name: name of the table, or of the group of tables that share the array.
       kind: how devices share the array, as `Table.shard`.
       num_rows: number of rows of the whole array.
       dim: number of columns of the whole array.
       dtype: dtype of the array.
-      num_shards: number of devices that share the array.
+      row_shards: number of devices over which the rows are split.
+      column_shards: number of devices over which the columns are split.
       optimizer: optimizer of its rows; None in a layout without optimizers.
     """
 
-    name: str
     kind: Literal["row", "column", "table"]
     num_rows: int
     dim: int
     dtype: jnp.dtype
-    num_shards: int
+    row_shards: int
+    column_shards: int
     optimizer: Any
 
     @property
     def local_rows(self) -> int:
         """The number of rows that a device holds."""
-        return self.num_rows if self.kind == "column" else self.num_rows // self.num_shards
+        return self.num_rows // self.row_shards
 
     @property
     def local_dim(self) -> int:
         """The number of columns that a device holds."""
-        return self.dim // self.num_shards if self.kind == "column" else self.dim
-
-    @property
-    def num_senders(self) -> int:
-        """The number of devices with different rows; 1 if columns are split."""
-        return 1 if self.kind == "column" else self.num_shards
+        return self.dim // self.column_shards
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,19 +96,16 @@ class TablePlace:
         """The number of positions of all owners; as a position, it means no row."""
         return self.owners * self.rows_per_owner
 
-    def first_in(self, store: Store) -> int:
-        """Return the row of the whole stored array at which the table begins."""
-        return self.first_owner * store.local_rows + self.first_row
-
     def positions(self, ids: jax.Array) -> jax.Array:
         """Return the position of each row when the blocks of all owners are concatenated.
 
         Args:
-          ids: int32 row numbers of the table; `num_rows` means no row.
+          ids: int32 row numbers of the table; other numbers mean no row.
         """
         part = jnp.asarray(part_of_residue(self.parts))[ids % self.parts]
         positions = part * (self.num_positions // self.parts) + ids // self.parts
-        return jnp.where(ids < self.num_rows, positions, jnp.int32(self.num_positions))
+        is_row = (ids >= 0) & (ids < self.num_rows)
+        return jnp.where(is_row, positions, jnp.int32(self.num_positions))
 
     def owners_of(self, ids: np.ndarray) -> np.ndarray:
         """Return the index of the owner of each row, for NumPy ids that are in the table."""
@@ -131,8 +121,20 @@ class TableLayout:
     axis_name: str | None
 
     def is_split(self, store: str) -> bool:
-        """Return whether columns of a stored array are split, so that each device has all rows."""
-        return self.stores[store].kind == "column"
+        """Return whether an axis splits a stored array's columns, so that devices have all rows."""
+        return self.stores[store].kind == "column" and self.axis_name is not None
+
+    def stored_rows(self, name: str, ids: jax.Array | None = None) -> jax.Array:
+        """Return the numbers of a table's rows in its whole stored array, int32.
+
+        Args:
+          name: name of the table.
+          ids: int32 row numbers of the table; None: all of them, in order.
+        """
+        place = self.places[name]
+        first = place.first_owner * self.stores[place.store].local_rows + place.first_row
+        ids = jnp.arange(place.num_rows, dtype=jnp.int32) if ids is None else ids
+        return first + place.positions(ids)
 
 
 def layout_of(tables: Tables, num_shards: int, axis_name: str | None = None) -> TableLayout:
@@ -163,10 +165,9 @@ def layout_of(tables: Tables, num_shards: int, axis_name: str | None = None) -> 
                 f"{OWNER}: array {store!r} has {rows} rows with padding, and can have at most "
                 f"{MOST_ROWS}."
             )
+        grid = (1, num_shards) if first.shard == "column" else (num_shards, 1)
         dtype = jnp.dtype(first.dtype)
-        stores[store] = Store(
-            store, first.shard, rows, first.dim, dtype, num_shards, first.optimizer
-        )
+        stores[store] = Store(first.shard, rows, first.dim, dtype, *grid, first.optimizer)
         places |= own
     return TableLayout(stores, places, axis_name)
 
@@ -179,23 +180,20 @@ def _groups(tables: Tables, num_shards: int) -> dict[str, dict[str, Table]]:
     change the order of the tables, not always the shape, and a checkpoint must not be restored in
     another order.
     """
-    # Lists, since a schedule may have no hash.
-    by_kind: dict[tuple[str, int], list[dict[str, Table]]] = {}
+    optimizers: list[Any] = []  # a list, since a schedule may have no hash
+    alike: dict[tuple[str, int, int], dict[str, Table]] = {}
     for name, table in tables.items():
         if table.shard == "table":
-            alike = by_kind.setdefault((jnp.dtype(table.dtype).name, table.dim), [])
-            for members in alike:
-                if next(iter(members.values())).optimizer == table.optimizer:
-                    members[name] = table
-                    break
-            else:
-                alike.append({name: table})
+            if table.optimizer not in optimizers:
+                optimizers.append(table.optimizer)
+            kind = jnp.dtype(table.dtype).name, table.dim, optimizers.index(table.optimizer)
+            alike.setdefault(kind, {})[name] = table
     groups = {name: {name: table} for name, table in tables.items() if table.shard != "table"}
-    for (dtype, dim), alike in by_kind.items():
-        for members in alike:
-            names = f"_{zlib.crc32(repr(sorted(members)).encode()):08x}"
-            suffix = names if len(alike) > 1 else ""
-            groups[f"tables_{dtype}_{dim}{suffix}_over_{num_shards}"] = members
+    num_alike = Counter(kind[:2] for kind in alike)
+    for (dtype, dim, _), members in alike.items():
+        names = f"_{zlib.crc32(repr(sorted(members)).encode()):08x}"
+        suffix = names if num_alike[dtype, dim] > 1 else ""
+        groups[f"tables_{dtype}_{dim}{suffix}_over_{num_shards}"] = members
     return groups
 
 
@@ -215,40 +213,13 @@ def _spread(store: str, tables: Tables, num_shards: int) -> tuple[dict[str, Tabl
     return places, num_shards * max(used_rows)
 
 
-def read_tables(layout: TableLayout, stored: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-    """Return the tables (num_rows, dim) by name from whole stored arrays."""
-    tables, stored = {}, whole_on_each(stored)
-    for name, place in layout.places.items():
-        if place.store in stored:
-            first, whole = place.first_in(layout.stores[place.store]), stored[place.store]
-            rows = whole[first : first + place.num_positions]
-            blocks = rows.reshape(place.parts, -1, *rows.shape[1:])[part_of_residue(place.parts)]
-            tables[name] = jnp.swapaxes(blocks, 0, 1).reshape(rows.shape)[: place.num_rows]
-    return tables
-
-
-def write_tables(layout: TableLayout, tables: Mapping[str, Any]) -> dict[str, jax.Array]:
-    """Return whole stored arrays that hold the tables; undoes `read_tables`. Padding is 0.
-
-    Raises:
-      ValueError: a table that is missing, unknown or of another shape.
-    """
-    places = layout.places
-    shapes = {name: (p.num_rows, layout.stores[p.store].dim) for name, p in places.items()}
-    actual = {name: tuple(jnp.shape(table)) for name, table in tables.items()}
-    tables = whole_on_each(tables)
-    if shapes != actual:
-        raise ValueError(f"{OWNER}: `write` needs tables of the shapes {shapes}, got {actual}.")
-    stored = {n: jnp.zeros((s.num_rows, s.dim), s.dtype) for n, s in layout.stores.items()}
-    for name, place in places.items():
-        store = layout.stores[place.store]
-        table = jnp.asarray(tables[name]).astype(store.dtype)
-        padded = jnp.pad(table, ((0, place.num_positions - place.num_rows), (0, 0)))
-        blocks = padded.reshape(-1, place.parts, store.dim).transpose(1, 0, 2)
-        rows = blocks[np.argsort(part_of_residue(place.parts))].reshape(padded.shape)
-        first = place.first_in(store)
-        stored[place.store] = stored[place.store].at[first : first + len(rows)].set(rows)
-    return stored
+def check_shapes(what: str, shapes: Mapping[str, tuple[int, int]], tables: Any) -> None:
+    """Raise `ValueError` unless `tables` maps the names of `shapes` to arrays of these shapes."""
+    actual: Any = type(tables).__name__
+    if isinstance(tables, Mapping):
+        actual = {name: jnp.shape(table) for name, table in tables.items()}
+    if actual != shapes:
+        raise ValueError(f"{what} of the shapes {shapes}, got {actual}.")
 
 
 def whole_on_each(arrays: Mapping[str, Any]) -> dict[str, Any]:
@@ -263,11 +234,6 @@ def whole_on_each(arrays: Mapping[str, Any]) -> dict[str, Any]:
         return x if is_whole else jax.sharding.reshard(x, NamedSharding(sharding.mesh, P()))
 
     return {name: whole(x) for name, x in arrays.items()}
-
-
-def table_key(key: Any, name: str) -> Any:
-    """Return the key of one table, which does not depend on the other tables."""
-    return jax.random.fold_in(key, zlib.crc32(name.encode()))
 
 
 def _first_rows(table: Table, key: Any, parts: int, residue: jax.Array) -> jax.Array:
@@ -289,65 +255,42 @@ def _first_rows(table: Table, key: Any, parts: int, residue: jax.Array) -> jax.A
     return jnp.where((numbers < table.num_rows)[:, None], values, 0).astype(table.dtype)
 
 
-def first_values(tables: Tables, layout: TableLayout, key: Any) -> dict[str, jax.Array]:
-    """Return the initial values of all stored arrays, whole.
-
-    Communication: none.
-    """
-    arrays = {}
-    for name, store in layout.stores.items():
-        devices = range(store.num_shards)
-        blocks = [_first_block(tables, layout, name, key, jnp.int32(device)) for device in devices]
-        arrays[name] = jnp.concatenate(blocks, axis=1 if store.kind == "column" else 0)
-    return arrays
-
-
-def first_local_values(tables: Tables, layout: TableLayout, key: Any) -> dict[str, jax.Array]:
-    """Return the initial values of this device's part of each stored array, and make no others.
-
-    Communication: none.
-    """
-    if layout.axis_name is None:
-        return first_values(tables, layout, key)
-    device = lax.axis_index(layout.axis_name)
-    return {name: _first_block(tables, layout, name, key, device) for name in layout.stores}
-
-
-def _first_block(
+def first_block(
     tables: Tables, layout: TableLayout, store_name: str, key: Any, device: jax.Array
 ) -> jax.Array:
-    """Return the initial values of a device's part of a stored array."""
+    """Return the initial values of a device's part of a stored array; make no others.
+
+    Communication: none.
+    """
     store = layout.stores[store_name]
-    if store.kind == "table":
-        block = jnp.zeros((store.local_rows, store.dim), store.dtype)
-        for name, place in layout.places.items():
-            if place.store == store_name:
 
-                def filled(block: jax.Array, name: str = name, first: int = place.first_row):
-                    rows = _some_columns(tables[name], table_key(key, name))
-                    return lax.dynamic_update_slice(block, rows, (first, 0))
+    def of_table(name: str) -> jax.Array:
+        place, parts, residues = layout.places[name], PARTS, jnp.arange(PARTS, dtype=jnp.int32)
+        # The key does not depend on the other tables.
+        table, table_key = tables[name], jax.random.fold_in(key, zlib.crc32(name.encode()))
+        if store.kind == "row":
+            parts, num_parts = place.parts, place.parts // place.owners
+            numbers = device * num_parts + jnp.arange(num_parts, dtype=jnp.int32)
+            residues = jnp.asarray(np.argsort(part_of_residue(parts)).astype(np.int32))[numbers]
+        first_column = device * store.local_dim if store.kind == "column" else 0
 
-                block = lax.cond(device == place.first_owner, filled, lambda block: block, block)
-        return block
-    table, place = tables[store_name], layout.places[store_name]
-    key = table_key(key, store_name)
-    if store.kind == "column":
-        return _some_columns(table, key, device * store.local_dim, store.local_dim)
-    num_parts = place.parts // place.owners
-    numbers = device * num_parts + jnp.arange(num_parts, dtype=jnp.int32)
-    residues = jnp.asarray(np.argsort(part_of_residue(place.parts)).astype(np.int32))[numbers]
-    blocks = lax.map(lambda residue: _first_rows(table, key, place.parts, residue), residues)
-    return blocks.reshape(store.local_rows, store.dim)
+        def of_residue(residue: jax.Array) -> jax.Array:  # only these rows exist with all columns
+            rows = _first_rows(table, table_key, parts, residue)
+            return lax.dynamic_slice_in_dim(rows, first_column, store.local_dim, 1)
 
+        blocks = lax.map(of_residue, residues)
+        if store.kind == "row":
+            return blocks.reshape(store.local_rows, store.dim)
+        return blocks.transpose(1, 0, 2).reshape(-1, store.local_dim)[: table.num_rows]
 
-def _some_columns(
-    table: Table, key: Any, first: int | jax.Array = 0, num_columns: int | None = None
-) -> jax.Array:
-    """Return some columns of all rows, all by default; other columns exist for 1/64 of the rows."""
+    if store.kind != "table":
+        return of_table(store_name)
+    block = jnp.zeros((store.local_rows, store.dim), store.dtype)
+    for name, place in layout.places.items():
+        if place.store == store_name:
 
-    def of_residue(residue: jax.Array) -> jax.Array:
-        rows = _first_rows(table, key, PARTS, residue)
-        return lax.dynamic_slice_in_dim(rows, first, num_columns or table.dim, 1)
+            def filled(block: jax.Array, name: str = name, first: int = place.first_row):
+                return lax.dynamic_update_slice(block, of_table(name), (first, 0))
 
-    blocks = lax.map(of_residue, jnp.arange(PARTS, dtype=jnp.int32))
-    return blocks.transpose(1, 0, 2).reshape(-1, blocks.shape[2])[: table.num_rows]
+            block = lax.cond(device == place.first_owner, filled, lambda block: block, block)
+    return block

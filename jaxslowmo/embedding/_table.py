@@ -7,14 +7,12 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from .._support.checks import as_int
+from .._support.checks import checked_int
 from .._support.types import PyTree
 from ._optimizers import RowwiseOptimizer
 
 OWNER = "embeddings"
 MAKERS = "js.rowwise_adagrad, js.rowwise_sgd or js.rowwise_adam"
-SHARDS = ("row", "column", "table")
-POOLINGS = ("sum", "mean", None)
 # Row numbers are int32, and some numbers above the largest row mean that there is no row.
 MOST_ROWS = 2**31 - 2**20
 
@@ -56,13 +54,6 @@ class Table:
     dtype: Any = jnp.float32
     optimizer: RowwiseOptimizer | None = None
 
-    def __post_init__(self) -> None:
-        """Convert integers of other types to int; `js.embeddings` rejects other values."""
-        for argument in ("num_rows", "dim"):
-            number = as_int(getattr(self, argument))
-            if number is not None:
-                object.__setattr__(self, argument, number)
-
     def features_of(self, name: str) -> tuple[str, ...]:
         """Return the names of the inputs that look up this table, whose name is `name`."""
         return (name,) if self.features is None else tuple(self.features)
@@ -91,22 +82,31 @@ class WithTables(NamedTuple):
     tables: PyTree
 
 
-def check_tables(tables: Any) -> dict[str, Table]:
-    """Return a copy of `tables`; raise `ValueError` that names the wrong table and argument."""
-    if not isinstance(tables, Mapping) or not tables:
-        raise ValueError(
-            f"{OWNER}: `tables` must map names to js.Table, and not be empty, got {tables!r}."
-        )
+def checked_tables(tables: Any, optimizer: RowwiseOptimizer | None) -> dict[str, Table]:
+    """Return `tables` with plain ints, and with `optimizer` where a table has none of its own.
+
+    Raises:
+      ValueError: wrong tables, naming the table and the argument.
+    """
+    items = tables.items() if isinstance(tables, Mapping) else ()
+    wrong = {k: x for k, x in items if not (isinstance(k, str) and isinstance(x, Table))}
+    if wrong or not items:
+        rule = "must map names to js.Table, and not be empty"
+        raise ValueError(f"{OWNER}: `tables` {rule}, got {wrong or tables!r}.")
+    checked: dict[str, Table] = {}
     users: dict[str, str] = {}
-    for name, table in tables.items():
-        if not isinstance(name, str) or not isinstance(table, Table):
-            raise ValueError(
-                f"{OWNER}: `tables` must map names to js.Table, got {name!r}: {table!r}."
-            )
+    for name, table in items:
+        what, own = f"{OWNER}: table {name!r}:", table.optimizer
+        table = checked[name] = dataclasses.replace(
+            table,
+            num_rows=checked_int(f"{what} `num_rows`", table.num_rows, 1),
+            dim=checked_int(f"{what} `dim`", table.dim, 1),
+            optimizer=optimizer if own is None else own,
+        )
         for argument, is_right, rule in _rules(name, table):
             if not is_right:
-                what, value = f"table {name!r}: `{argument}`", getattr(table, argument)
-                raise ValueError(f"{OWNER}: {what} must be {rule}, got {value!r}.")
+                value = getattr(table, argument)
+                raise ValueError(f"{what} `{argument}` must be {rule}, got {value!r}.")
         for feature in table.features_of(name):
             if feature in users:
                 raise ValueError(
@@ -114,30 +114,27 @@ def check_tables(tables: Any) -> dict[str, Table]:
                     f"{name!r}: it can look up one (let `inputs` return it under two names)."
                 )
             users[feature] = name
-    return dict(tables)
+    return checked
 
 
 def _rules(name: str, table: Table) -> Iterator[tuple[str, bool, str]]:
     """Return arguments of a table, whether each is right, and what it must be."""
-    for argument in ("num_rows", "dim"):
-        yield argument, as_int(getattr(table, argument), 1) is not None, "an int >= 1"
     yield "num_rows", table.num_rows <= MOST_ROWS, f"at most {MOST_ROWS}, as ids are int32"
-    yield "shard", table.shard in SHARDS, '"row", "column" or "table"'
-    yield "pooling", table.pooling in POOLINGS, '"sum", "mean" or None'
+    yield "shard", table.shard in ("row", "column", "table"), '"row", "column" or "table"'
+    yield "pooling", table.pooling in ("sum", "mean", None), '"sum", "mean" or None'
     rule = "a floating type, of 64 bits only with jax_enable_x64"
     yield "dtype", _is_floating(table.dtype), rule
     yield "init", table.init is None or callable(table.init), "a function (key, shape, dtype)"
-    names = () if table.features is None else table.features
-    is_right = not isinstance(names, str) and all(isinstance(feature, str) for feature in names)
-    is_right = is_right and (table.features is None or len(names) > 0)
+    names = () if isinstance(table.features, str) else table.features_of(name)
+    is_right = len(names) > 0 and all(isinstance(feature, str) for feature in names)
     yield "features", is_right, "a sequence of names, or None"
     named = table.position_weights
     leaves = named if isinstance(named, Mapping) else {} if named is None else {None: named}
     is_right = all(isinstance(leaf, str) for leaf in leaves.values())
     is_right = is_right and leaves.keys() <= {None, *table.features_of(name)}
     yield "position_weights", is_right, "the name of a leaf, or one per feature of the table"
-    is_right = isinstance(table.optimizer, RowwiseOptimizer | None)
-    yield "optimizer", is_right, f"made by {MAKERS}, or None"
+    rule = f"made by {MAKERS}, or be that of js.embeddings"
+    yield "optimizer", isinstance(table.optimizer, RowwiseOptimizer), rule
 
 
 def _is_floating(dtype: Any) -> bool:

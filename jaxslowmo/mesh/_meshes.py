@@ -284,22 +284,41 @@ def map_replicas(
         "shared": P(),
     }
 
+    mapped = map_by_role(fn, specs, in_roles, out_roles, mesh=mesh, axis_names={*replicas, *inner})
+    if set(mesh.axis_types) != {AxisType.Auto, AxisType.Explicit}:
+        return mapped
+    return lambda *args: jax.tree.map(_as_typed, mapped(*args))
+
+
+def map_by_role(
+    fn: Callable[..., Any],
+    specs: Mapping[Any, P],
+    in_roles: tuple[Roles, ...],
+    out_roles: Roles,
+    **options: Any,
+) -> Callable[..., Any]:
+    """Return `fn`, written for one device, under `jax.shard_map` with `check_vma=False`.
+
+    Args:
+      fn: takes one tree per role.
+      specs: the `PartitionSpec` of each role.
+      in_roles: a `Role` per argument, or a tree of them that is a prefix of the argument. Specs in
+        the places of roles are used as they are.
+      out_roles: the same for results.
+      **options: further arguments of `jax.shard_map`.
+
+    Communication: that of `fn`.
+    """
+
     def per_device(*args: PyTree) -> PyTree:
         # A device's block of a stacked tree has a leading axis of size 1.
         local_args = _stacked_as(lambda x: x.shape[1:], in_roles, args)
         return _stacked_as(lambda x: (1, *x.shape), out_roles, fn(*local_args))
 
-    mapped = jax.shard_map(
-        per_device,
-        mesh=mesh,
-        in_specs=jax.tree.map(specs.__getitem__, in_roles),
-        out_specs=jax.tree.map(specs.__getitem__, out_roles),
-        axis_names={*replicas, *inner},
-        check_vma=False,
+    in_specs, out_specs = jax.tree.map(lambda x: specs.get(x, x), (in_roles, out_roles))
+    return jax.shard_map(
+        per_device, in_specs=in_specs, out_specs=out_specs, check_vma=False, **options
     )
-    if set(mesh.axis_types) != {AxisType.Auto, AxisType.Explicit}:
-        return mapped
-    return lambda *args: jax.tree.map(_as_typed, mapped(*args))
 
 
 def _as_typed(x: jax.Array) -> jax.Array:

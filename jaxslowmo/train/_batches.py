@@ -24,6 +24,7 @@ from jax.sharding import PartitionSpec as P
 from .._support.checks import warn_user
 from .._support.coordinator import NoNoteError, forget, tell, wait_for
 from .._support.types import AxisName, PyTree
+from ..embedding import Embeddings
 from ..mesh import (
     AnyMesh,
     Description,
@@ -189,18 +190,15 @@ class Placing:
       mesh: mesh of the step.
       axis_name: name of the replica axis or axes.
       host_batch: whether host arrays hold this process' parts ("local") or the whole ("global").
-      check: object that checks the ids which a batch looks up in tables; None for a step without
-        tables. `check.check(batch, num_parts)` raises `ValueError` for wrong ids in arrays of the
-        host, and returns whether it saw all ids. `check.refuse(metrics)` raises it if a program has
-        counted wrong ids.
+      tables: the embedding tables, which check the ids of a batch; None for a step without tables.
     """
 
     def __init__(
-        self, mesh: AnyMesh, axis_name: AxisName, host_batch: HostBatch, check: Any
+        self, mesh: AnyMesh, axis_name: AxisName, host_batch: HostBatch, tables: Embeddings | None
     ) -> None:
         self._mesh, self._axis_name = mesh, axis_name
         self._host_batch: HostBatch = host_batch
-        self._check = check
+        self._tables = tables
         self._checked: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         # For each program that ran, its counts of ids that were not checked on the host.
         self._counts: deque[dict[str, Any]] = deque()
@@ -222,7 +220,7 @@ class Placing:
         Communication: none in one process, and for shapes that were compared before; else one
           message of each process to the coordinator, and one back.
         """
-        if weight is None and self._check is None:
+        if weight is None and self._tables is None:
             # 30 us less per step for batches that were placed ahead.
             leaves = jax.tree.leaves(batch)
             if leaves and all(self._lies_split(x, axes) and x.size for x in leaves):
@@ -230,12 +228,14 @@ class Placing:
         batch = as_arrays(batch)
         if is_of_processes(self._mesh):
             self._compare(batch, axes, self._mesh)
-        if self._check is None or not check_ids:
+        if self._tables is None or not check_ids:
             return self.placed(batch, weight, axes)
-        # `check` reports whether it saw the ids of all tables: `inputs` may make some
-        # on devices, from arrays of the host.
-        host = [x for x in jax.tree.leaves(batch) if isinstance(x, np.ndarray)]
-        is_checked = bool(host) and self._check.check(batch, self._num_parts(host[0], axes))
+        host, is_checked = [x for x in jax.tree.leaves(batch) if isinstance(x, np.ndarray)], False
+        if host:
+            bags = self._tables.bags_of(batch)
+            self._tables.check(bags, num_parts=self._num_parts(host[0], axes))
+            # `inputs` may make some ids on devices, from arrays of the host.
+            is_checked = all(isinstance(x.ids, np.ndarray) for x in bags.values())
         placed, weight = self.placed(batch, weight, axes)
         self._note_checked(batch, placed, of_host=is_checked)
         return placed, weight
@@ -290,7 +290,7 @@ class Placing:
 
         `refuse_counted` reads the counts.
         """
-        if self._check is None:
+        if self._tables is None:
             return
         is_checked = all(self._checked.get(id(x)) is x for x in jax.tree.leaves(batch))
         counts = {n: x for n, x in metrics.items() if n.startswith("embeddings/")}
@@ -302,9 +302,9 @@ class Placing:
         Args:
           num_running: number of last programs to leave out, since they may still be running.
         """
-        while self._check is not None and len(self._counts) > num_running:
+        while self._tables is not None and len(self._counts) > num_running:
             counts = self._counts.popleft()
-            self._check.refuse({name: count_here(x) for name, x in counts.items()})
+            self._tables.refuse({name: count_here(x) for name, x in counts.items()})
 
     def _note_checked(self, batch: PyTree, placed: PyTree, *, of_host: bool) -> None:
         """Mark placed leaves as checked if their source was, or if it is NumPy and `of_host`."""

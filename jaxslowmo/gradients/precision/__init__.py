@@ -3,6 +3,7 @@
 from ._loss_scale import dynamic_loss_scale as dynamic_loss_scale
 from ._mixed_precision import DynamicLossScaleState as DynamicLossScaleState
 from ._mixed_precision import Policy as Policy
+from ._mixed_precision import anywhere as anywhere
 from ._mixed_precision import as_before_if as as_before_if
 from ._mixed_precision import check_place as check_place
 from ._mixed_precision import computing_in as computing_in

@@ -168,12 +168,12 @@ def all_reduce_gradients(
             buckets = layout.planned(updates, reduced.param_specs, ready_order)
             if hook is None:
                 means = reduce_plainly(buckets, updates, axis_name, share, by_initial)
-                return join(means, rows), state
+                return join(dense=means, rows=rows), state
             count = increment(state.count)
             means, states = reduce_with_hook(
                 hook, state.hook, buckets, updates, axis_name, count, share, by_initial
             )
-        return join(means, rows), AllReduceGradientsState(count, states)
+        return join(dense=means, rows=rows), AllReduceGradientsState(count, states)
 
     takes = frozenset({"weight", "ready_order", "param_specs"})
     spec = Reduction(axes=axis_names(axis_name), takes=takes, of_rows=True)

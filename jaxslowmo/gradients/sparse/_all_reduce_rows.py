@@ -1,7 +1,7 @@
 """The mean over replicas of embedding tables' gradients, sent as rows."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from ..._support.checks import check_choice
+from ..._support.checks import check_choice, check_names
 from ..._support.scopes import ALL_REDUCE_ROWS
 from ..._support.settings import records_settings
 from ..._support.types import AxisName, PyTree
@@ -30,14 +30,13 @@ from ...transform import (
 )
 from ...tree import at_least_float32
 from .._leaves import check_not_summed
-from ._coalesce import add_in_order, compact, distinct_rows, nonzero_rows
+from ._coalesce import add_in_order, coalesce, distinct_rows, row_gradient
 from ._row_gradient import (
     RowGradient,
     Rows,
     arrays_of,
     check_row_gradient,
     checked_capacities,
-    inside,
     num_outside,
     split_rows,
 )
@@ -124,20 +123,16 @@ def all_reduce_rows(
     """
     check_axis_argument(OWNER, "axis_name", axis_name)
     names, capacities = tuple(tables), checked_capacities(OWNER, capacity)
-    if isinstance(capacity, Mapping) and (unnamed := [n for n in capacity if n not in names]):
-        raise ValueError(
-            f"{OWNER}: `capacity` is given for {unnamed}, which `tables`={names} does not name."
-        )
+    if isinstance(capacity, Mapping):
+        check_names(f"{OWNER}: `capacity`", capacity, names, "names in `tables`")
     check_choice("path", path, Path, OWNER)
     check_choice("output", output, Output, OWNER)
     check_choice("divide_by", divide_by, DivideBy, OWNER)
     if path == "dense" and output == "rows":
         raise ValueError(f'{OWNER}: `output="rows"` needs `path="rows"` or "auto", got "dense".')
     inner = optax.with_extra_args_support(optax.identity() if dense is None else dense)
-    as_rows, by_initial = output == "rows", divide_by == "initial"
-
-    def reduction(name: str) -> TableReduction:
-        return TableReduction(axis_name, capacities(name), path, as_rows, by_initial)
+    by_initial = divide_by == "initial"
+    reduction = TableReduction(axis_name, capacities, path, output == "rows", by_initial)
 
     def init_fn(params: PyTree) -> AllReduceRowsState:
         others, *_ = split_rows(params, names)
@@ -160,16 +155,13 @@ def all_reduce_rows(
         means: Any = {}
         _, overflows, needed, invalid, _ = state
         for name, gradient in table_grads.items():
-            if isinstance(gradient, RowGradient):
-                check_row_gradient(OWNER, repr(name), gradient)
-            check_not_summed(OWNER, {name: arrays_of(gradient)}, axis_name)
-            with jax.named_scope(OWNER):
-                means[name], sent = reduction(name).mean(gradient, share)
+            means[name], sent = reduction.mean(name, gradient, share)
             overflows = overflows + sent.overflow.astype(jnp.int32)
             needed = jnp.maximum(needed, sent.needed)
             invalid = invalid + sent.invalid
         count = increment(state.count)
-        return join(others, means), AllReduceRowsState(count, overflows, needed, invalid, after)
+        mean = join(dense=others, rows=means)
+        return mean, AllReduceRowsState(count, overflows, needed, invalid, after)
 
     spec = Reduction(axes=axis_names(axis_name), takes=frozenset({"weight"}))
     if dense is not None:
@@ -195,19 +187,15 @@ def mean_rows(
     Args:
       rows: this device's rows, by table.
       axes: mapped axes; without any the result is `rows`.
-      weight: this replica's share, see `js.all_reduce_rows`.
+      weight: () float32, this replica's share, see `js.all_reduce_rows`; None: all are equal.
       divide_by: divisor where some replicas have weight 0, see `js.all_reduce_rows`.
 
     Communication: per table one all-gather of the row numbers and one of the rows over `axes`.
     """
     if not axes:
         return rows
-    reduce = all_reduce_rows(axes, output="rows", divide_by=divide_by)
-    share = {} if weight is None else {"weight": weight}
-    gradients: Any = dict(rows)  # optax's types do not include `RowGradient`
-    means: Any
-    means, _ = reduce.update(gradients, reduce.init({}), **share)
-    return means
+    reduction = TableReduction(axes, lambda _: None, "rows", True, divide_by == "initial")
+    return {name: reduction.mean(name, gradient, weight)[0] for name, gradient in rows.items()}
 
 
 class Gathered(NamedTuple):
@@ -223,29 +211,37 @@ class Gathered(NamedTuple):
 
 @dataclass(frozen=True)
 class TableReduction:
-    """The way in which one table is reduced; static.
+    """The way in which tables are reduced; static.
 
     Attributes:
       axis_name: the replica axis.
-      capacity: rows that a replica sends, None for the largest possible number.
+      capacity: function from a table's name to the rows that a replica sends of it, None for the
+        largest possible number.
       path: whether to send rows, the table, or whichever has fewer bytes.
       as_rows: whether the result is a `RowGradient`, always sent as rows.
       divide_by_initial: whether replicas of weight 0 count as if they had sent zeros.
     """
 
     axis_name: AxisName
-    capacity: int | None
+    capacity: Callable[[str], int | None]
     path: Path
     as_rows: bool
     divide_by_initial: bool
 
-    def mean(self, gradient: Table, weight: jax.Array | None) -> tuple[Table, Gathered]:
-        """Return the mean of `gradient`, weighted if `weight` is not None, and what was exchanged.
+    @jax.named_scope(OWNER)
+    def mean(self, name: str, gradient: Table, weight: jax.Array | None) -> tuple[Any, Gathered]:
+        """Return the mean of a gradient, weighted if `weight` is not None, and what was exchanged.
+
+        Raises:
+          ValueError: a gradient that is malformed, or does not vary over the axis, with its `name`.
 
         Communication: as `js.all_reduce_rows` states.
         """
+        if isinstance(gradient, RowGradient):
+            check_row_gradient(OWNER, repr(name), gradient)
+        check_not_summed(OWNER, {name: arrays_of(gradient)}, self.axis_name)
         most = _most_rows(gradient)
-        send = most if self.capacity is None else min(self.capacity, most)
+        send = min(self.capacity(name) or most, most)
         if not self._sends_rows(gradient, send):
             numbers = self._gather(gradient, 0, weight)
             return self._mean_of_table(gradient, numbers.shares), numbers
@@ -281,16 +277,14 @@ class TableReduction:
 
         The numbers are appended to the rows, so that they need no extra collective.
         """
-        zero = jnp.zeros([], jnp.int32)
-        if send == 0:
-            rows, distinct = jnp.zeros(0, jnp.int32), zero
-            values = jnp.zeros((0, *gradient.shape[1:]), gradient.dtype)
-        elif isinstance(gradient, RowGradient):
-            inner = inside(gradient.rows, gradient.num_rows)
-            rows, values, distinct = compact(inner, gradient.values, gradient.num_rows, send)
-        else:
-            rows, values, distinct = nonzero_rows(gradient, send)
-        outside = num_outside(gradient) if isinstance(gradient, RowGradient) else zero
+        rows, distinct = jnp.zeros(0, jnp.int32), jnp.zeros([], jnp.int32)
+        outside = num_outside(gradient) if isinstance(gradient, RowGradient) else distinct
+        values = jnp.zeros((0, *gradient.shape[1:]), gradient.dtype)
+        if send:
+            sparse: Any = coalesce if isinstance(gradient, RowGradient) else row_gradient
+            # Values of an overflow are NaN, and the second exchange replaces them.
+            found, distinct, _ = sparse(gradient, capacity=send)
+            rows, values = found.rows, found.values
         tail, shares = [distinct, outside], None
         if weight is not None:
             tail.append(lax.bitcast_convert_type(weight, jnp.int32))
@@ -303,9 +297,9 @@ class TableReduction:
             if self.divide_by_initial:
                 shares = shares * jnp.mean((weights > 0).astype(weights.dtype))
         needed = jnp.max(head[:, send])
-        overflow = needed > send if send else jnp.zeros([], bool)
         invalid = jnp.sum(head[:, send + 1], dtype=jnp.int32)
-        return Gathered(head[:, :send], self._all_gather(values), shares, overflow, needed, invalid)
+        values = self._all_gather(values)
+        return Gathered(head[:, :send], values, shares, needed > send, needed, invalid)
 
     def _all_gather(self, x: jax.Array) -> jax.Array:
         """Return the arrays of all replicas, `(replicas, *x.shape)`, typed as equal on all."""

@@ -28,21 +28,20 @@ class Coalesced(NamedTuple):
     overflow: jax.Array
 
 
-class Distinct(NamedTuple):
-    """The distinct row numbers in an array of them, and where each entry is among them."""
-
-    rows: jax.Array  # (num_places,) int32, sorted; padding is the number of rows of the table
-    places: jax.Array  # int32 in the shape of the array, place of each entry; NOWHERE: padding
-    count: jax.Array  # () int32, number of distinct rows, also of those that `rows` has no room for
-
-
-def distinct_rows(rows: jax.Array, num_rows: int, num_places: int) -> Distinct:
+def distinct_rows(
+    rows: jax.Array, num_rows: int, num_places: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return the distinct row numbers of an array of any shape; all that sums rows uses it.
 
     Args:
       rows: int32, padding is `num_rows`.
       num_rows: number of rows of the table.
       num_places: number of distinct rows that the result has room for; the last ones are left out.
+
+    Returns:
+      (num_places,) int32, the distinct rows, sorted; padding is `num_rows`. In the shape of `rows`
+      int32, the place of each entry among all distinct rows, `NOWHERE` for padding. () int32, the
+      number of all distinct rows.
     """
     flat = rows.reshape(-1)
     order = jnp.argsort(flat)
@@ -54,37 +53,13 @@ def distinct_rows(rows: jax.Array, num_rows: int, num_places: int) -> Distinct:
     distinct = distinct.at[ordered_places].set(ordered, mode="drop")
     places = jnp.zeros(flat.shape, jnp.int32).at[order].set(ordered_places)
     count = jnp.sum(first & real, dtype=jnp.int32)
-    return Distinct(distinct, places.reshape(rows.shape), count)
-
-
-def compact(
-    rows: jax.Array, values: jax.Array, num_rows: int, capacity: int
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return sorted distinct rows, the sums of their values, and the number of distinct rows.
-
-    Rows beyond `capacity` are left out: the caller compares it with the returned number.
-    """
-    distinct = distinct_rows(rows, num_rows, capacity)
-    zeros = jnp.zeros((capacity, *values.shape[1:]), at_least_float32(values.dtype))
-    sums = add_entries(zeros, distinct.places, values)
-    return distinct.rows, sums.astype(values.dtype), distinct.count
-
-
-def nonzero_rows(dense: jax.Array, capacity: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return what `compact` does, for the rows of `dense` that are not all zero."""
-    num_rows = dense.shape[0]
-    used = jnp.any(dense != 0, axis=tuple(range(1, dense.ndim)))
-    (rows,) = jnp.nonzero(used, size=capacity, fill_value=num_rows)
-    rows = rows.astype(jnp.int32)
-    values = dense.at[rows].get(mode="fill", fill_value=0)
-    return rows, values, jnp.sum(used, dtype=jnp.int32)
+    return distinct, places.reshape(rows.shape), count
 
 
 def _whole_or_nan(
-    compacted: tuple[jax.Array, jax.Array, jax.Array], num_rows: int, capacity: int
+    rows: jax.Array, values: jax.Array, num_rows: int, distinct: jax.Array
 ) -> Coalesced:
-    rows, values, distinct = compacted
-    overflow = jnp.maximum(distinct - capacity, 0)
+    overflow = jnp.maximum(distinct - rows.shape[0], 0)
     values = jnp.where(overflow > 0, jnp.full_like(values, jnp.nan), values)
     return Coalesced(RowGradient(rows, values, num_rows), distinct, overflow)
 
@@ -117,8 +92,11 @@ def coalesce(gradient: RowGradient, *, capacity: int | None = None) -> Coalesced
     capacity = checked_capacity("coalesce", capacity)
     check_row_gradient("coalesce", "`gradient`", gradient)
     rows, num_rows = inside(gradient.rows, gradient.num_rows), gradient.num_rows
-    capacity = max(1, min(rows.shape[0], num_rows)) if capacity is None else capacity
-    return _whole_or_nan(compact(rows, gradient.values, num_rows, capacity), num_rows, capacity)
+    size = capacity or max(1, min(rows.shape[0], num_rows))
+    distinct, places, count = distinct_rows(rows, num_rows, size)
+    zeros = jnp.zeros((size, *gradient.shape[1:]), at_least_float32(gradient.dtype))
+    sums = add_entries(zeros, places, gradient.values).astype(gradient.dtype)
+    return _whole_or_nan(distinct, sums, num_rows, count)
 
 
 def row_gradient(dense: jax.Array, *, capacity: int | None) -> Coalesced:
@@ -142,7 +120,7 @@ def row_gradient(dense: jax.Array, *, capacity: int | None) -> Coalesced:
 
     Communication: none.
     """
-    size = checked_capacity("row_gradient", capacity)
+    capacity = checked_capacity("row_gradient", capacity)
     dense = jnp.asarray(dense)
     if dense.ndim < 1 or not jnp.issubdtype(dense.dtype, jnp.floating):
         raise ValueError(
@@ -150,8 +128,11 @@ def row_gradient(dense: jax.Array, *, capacity: int | None) -> Coalesced:
             f"{dense.dtype}{list(dense.shape)}."
         )
     num_rows = dense.shape[0]
-    size = max(1, num_rows) if size is None else size
-    return _whole_or_nan(nonzero_rows(dense, size), num_rows, size)
+    used = jnp.any(dense != 0, axis=tuple(range(1, dense.ndim)))
+    (rows,) = jnp.nonzero(used, size=capacity or max(1, num_rows), fill_value=num_rows)
+    rows = rows.astype(jnp.int32)
+    values = dense.at[rows].get(mode="fill", fill_value=0)
+    return _whole_or_nan(rows, values, num_rows, jnp.sum(used, dtype=jnp.int32))
 
 
 def add_in_order(
@@ -173,9 +154,9 @@ def add_in_order(
     def add(total: jax.Array, one: tuple[jax.Array, ...]) -> tuple[jax.Array, None]:
         place, device_values, *share = one
         device_values = device_values.astype(wide)
-        return add_entries(
-            total, place, scaled(device_values, share[0]) if share else device_values
-        ), None
+        if share:
+            device_values = scaled(device_values, *share)
+        return add_entries(total, place, device_values), None
 
     entries = (places, values) if shares is None else (places, values, shares)
     zeros = jnp.zeros_like(values, wide, shape=(num_places, *values.shape[2:]))

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ..._support.checks import checks_flags
+from ..._support.checks import check_names, checks_flags
 from ..._support.types import PyTree
 from ...tree import leaf_names
 from ._coalesce import distinct_rows
@@ -114,7 +114,7 @@ def gather_rows(
     table = jnp.asarray(table)
     num_rows = table.shape[0]
     flat = _looked_up(indices, num_rows).reshape(-1)
-    size = max(1, min(flat.shape[0], num_rows)) if capacity is None else capacity
+    size = capacity or max(1, min(flat.shape[0], num_rows))
     rows, places, count = distinct_rows(flat, num_rows, size)
     touched = TouchedRows(rows, table.at[rows].get(mode="fill", fill_value=0), num_rows)
     positions = jnp.minimum(places, size).reshape(jnp.shape(indices))
@@ -165,10 +165,7 @@ def row_value_and_grad(
     def value_and_grad(params: PyTree, *args: Any, **kwargs: Any) -> tuple[Any, PyTree]:
         names, (leaves, treedef) = leaf_names(params), jax.tree.flatten(params)
         indices = tables(*args, **kwargs)
-        if unknown := [name for name in indices if name not in names]:
-            raise ValueError(
-                f"row_value_and_grad: `tables` names {unknown}, but the leaves are {names}."
-            )
+        check_names("row_value_and_grad: `tables`", indices, names, "leaves")
         touched: dict[int, TouchedRows] = {}
         for i, name in enumerate(names):
             if name in indices:

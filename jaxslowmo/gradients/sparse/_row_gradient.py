@@ -2,12 +2,13 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 
-from ..._support.checks import checked_int
+from ..._support.checks import check_names, checked_int
 from ..._support.scopes import ALL_REDUCE_ROWS
 from ..._support.types import PyTree
 from ...tree import at_least_float32, leaf_names
@@ -72,6 +73,12 @@ class RowGradient(SomeRows):
         )
 
 
+def no_rows(like: RowGradient, num_entries: int, dtype: Any = None) -> RowGradient:
+    """Return a gradient of a table like that of `like`, with entries of padding alone."""
+    values = jnp.zeros((num_entries, *like.shape[1:]), like.dtype if dtype is None else dtype)
+    return RowGradient(jnp.full(num_entries, like.num_rows, jnp.int32), values, like.num_rows)
+
+
 def is_row_gradient(x: Any) -> bool:
     """Return whether `x` is a `RowGradient`; as `is_leaf` it stops tree functions there."""
     return isinstance(x, RowGradient)
@@ -125,13 +132,10 @@ def row_numbers(rows: Any) -> jax.Array:
     does not hold becomes the lowest int32, which is outside of every table, also from the end.
     """
     rows, limits = jnp.asarray(rows), jnp.iinfo(jnp.int32)
-    input_limits = jnp.iinfo(rows.dtype)
     narrow = rows.astype(jnp.int32)
-    if limits.min <= input_limits.min and input_limits.max <= limits.max:
+    if jnp.iinfo(rows.dtype).max <= limits.max:  # no number of a narrow type is too large
         return narrow
-    fits = rows <= limits.max
-    if input_limits.min < limits.min:
-        fits &= rows >= limits.min
+    fits = (narrow.astype(rows.dtype) == rows) & ((narrow < 0) == (rows < 0))
     return jnp.where(fits, narrow, jnp.full_like(narrow, limits.min))
 
 
@@ -226,32 +230,26 @@ def split_rows(
 
     Returns:
       The dense gradients; those of rows and of `tables`, by name; axes over which rows need no
-      mean; and a function `join(dense, rows)` that undoes the split.
+      mean; and a function `join(dense=..., rows=...)` that undoes the split.
 
     Raises:
       ValueError: a name in `tables` that no leaf has.
     """
     if isinstance(grads, WithRows):
-
-        def with_rows(dense: PyTree, rows: Rows) -> PyTree:
-            return dataclasses.replace(grads, dense=dense, rows=rows)
-
-        return grads.dense, grads.rows, grads.inner_axes, with_rows
+        join = partial(dataclasses.replace, grads)
+        return grads.dense, grads.rows, grads.inner_axes, join
     names = leaf_names(arrays_of(grads))
-    if missing := [name for name in tables if name not in names]:
-        raise ValueError(
-            f"{ALL_REDUCE_ROWS}: `tables` names {missing}, but the leaves are {names}."
-        )
+    check_names(f"{ALL_REDUCE_ROWS}: `tables`", tables, names, "leaves")
     leaves, treedef = jax.tree.flatten(grads, is_leaf=is_row_gradient)
     leaves = dict(zip(names, leaves, strict=True))
     rows = {name: x for name, x in leaves.items() if name in tables or is_row_gradient(x)}
     dense = treedef.unflatten([None if name in rows else x for name, x in leaves.items()])
 
-    def join(dense: PyTree, rows: Rows) -> PyTree:
+    def joined(dense: PyTree, rows: Rows) -> PyTree:
         others = zip(names, treedef.flatten_up_to(dense), strict=True)
         return treedef.unflatten([rows.get(name, x) for name, x in others])
 
-    return dense, rows, (), join
+    return dense, rows, (), joined
 
 
 def with_equal_entries(
@@ -267,18 +265,10 @@ def with_equal_entries(
     shapes = [jax.eval_shape(branch, operand) for branch in branches]
     entries = jax.tree.map(most, *shapes, is_leaf=is_row_gradient)
 
+    def padded(x: Any, num_entries: int) -> Any:
+        return x + no_rows(x, num_entries - x.rows.shape[0]) if is_row_gradient(x) else x
+
     def padding(branch: Callable[[_Operand], Any]) -> Callable[[_Operand], Any]:
-        return lambda x: jax.tree.map(_padded, branch(x), entries, is_leaf=is_row_gradient)
+        return lambda x: jax.tree.map(padded, branch(x), entries, is_leaf=is_row_gradient)
 
     return [padding(branch) for branch in branches]
-
-
-def _padded(x: Any, num_entries: int) -> Any:
-    """Return a gradient of rows padded to `num_entries` entries; other leaves as they are."""
-    if not is_row_gradient(x) or x.rows.shape[0] == num_entries:
-        return x
-    room = num_entries - x.rows.shape[0]
-    rows = jnp.pad(x.rows, (0, room), constant_values=x.num_rows)
-    return RowGradient(
-        rows, jnp.pad(x.values, ((0, room), *[(0, 0)] * (x.values.ndim - 1))), x.num_rows
-    )

@@ -130,7 +130,9 @@ class Runner:
         self._is_checked = False  # whether a state was checked
         self._is_given_checked = False  # whether one was that another object made
         self._programs: dict[Any, Any] = {}
-        self.placing = Placing(mesh, update.axis_name, host_batch, lookup)
+        self.placing = Placing(
+            mesh, update.axis_name, host_batch, None if lookup is None else lookup.embeddings
+        )
         self._in_flight = StepsInFlight()
         self._counts = Recent()
         self._beside: BesideSteps | None = None

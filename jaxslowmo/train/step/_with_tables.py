@@ -17,9 +17,10 @@ import optax
 from jax.sharding import PartitionSpec as P
 
 from ..._support.types import Phase, PyTree
-from ...embedding import Ahead, Carry, Lookup, WithTables, rows_are_finite
+from ...embedding import Ahead, Carry, Lookup, WithTables
 from ...gradients.precision import (
     DynamicLossScaleState,
+    anywhere,
     as_before_if,
     scale_metrics,
     was_skipped,
@@ -29,7 +30,7 @@ from ...gradients.reducer import ReadyOrder
 from ...gradients.sparse import WithRows, mean_rows
 from ...mesh import AnyMesh
 from ...transform import chain, increment, no_exchange, note_followed, run_if, spec_of, unless_idle
-from ...tree import parts_of
+from ...tree import all_finite, parts_of
 from .._train_state import StateLayout, TrainState
 from ._gradients import (
     INPUT_ROLES,
@@ -48,8 +49,8 @@ from ._transforms import check_optimizer_with_tables
 from ._update import Pending, Reduced, Update, keyed
 
 # Inputs stacked over the replicas are, inside of one replica, the same on all devices.
-INPUT_KINDS: Any = jax.tree.map(lambda r: "whole" if r == "stacked" else r, INPUT_ROLES)
-WINDOW_KINDS: Any = INPUT_KINDS.window
+INNER_ROLES: Any = jax.tree.map(lambda r: "shared" if r == "stacked" else r, INPUT_ROLES)
+WINDOW_ROLES: Any = INNER_ROLES.window
 
 
 class Local(NamedTuple):
@@ -107,7 +108,8 @@ class TableBatches(BatchGradients):
                 "examples of a device, got a pair (sum, weight), by which rows are not weighted."
             )
         data = LossData(batch, key, seen)
-        metrics, refused = self._of_replica(metrics, None), requested.refused
+        metrics = self._of_replica(metrics, None)
+        refused = self.lookup.embeddings.num_refused(requested.counts)
         return Gradients(grads, metrics, model_state, weight, data, rows, refused)
 
 
@@ -161,7 +163,7 @@ class UpdateWithTables(Update):
             return done, changed, joined(metrics, counts), following
 
         tables = self.lookup.embeddings.specs, self.lookup.embeddings.optimizer_specs
-        out = Done._make(("whole", *tables)), "device", "whole", "device"
+        out = Done._make(("shared", *tables)), "device", "shared", "device"
         done, changed, metrics, following = self._on_devices(inside, now, inputs, out)
         moves_tables = self._moves_tables(state, phase)
         new = self._exchanged(then, done, phase, moves_tables)
@@ -180,7 +182,7 @@ class UpdateWithTables(Update):
             inputs = self._requested(local, inputs)
             return self.batches.opened(local.dense, inputs, num_batches=num_batches)
 
-        return self._on_devices(inside, keyed(state)[0], inputs, WINDOW_KINDS)
+        return self._on_devices(inside, keyed(state)[0], inputs, WINDOW_ROLES)
 
     def collected(
         self, state: TrainState, inputs: StepInputs, *, fits: bool, ahead: Ahead
@@ -195,7 +197,7 @@ class UpdateWithTables(Update):
             window, metrics = self.batches.collected(local.dense, inputs, fits=fits)
             return window, joined(metrics, inputs.batch.counts), following
 
-        out = WINDOW_KINDS, "whole", "device"
+        out = WINDOW_ROLES, "shared", "device"
         return self._on_devices(inside, keyed(state)[0], inputs, out)
 
     def evaluated(self, state: TrainState, inputs: StepInputs) -> Metrics:
@@ -204,7 +206,7 @@ class UpdateWithTables(Update):
         def inside(local: Local, inputs: StepInputs) -> Metrics:
             return self.batches.evaluated(local.dense, self._requested(local, inputs))
 
-        return self._on_devices(inside, keyed(state)[0], inputs, "whole")
+        return self._on_devices(inside, keyed(state)[0], inputs, "shared")
 
     def asked(self, state: TrainState, inputs: StepInputs, *, ahead: Ahead) -> Carry | None:
         """Start the lookup of a batch without a step; of a carry, read its rows in this state."""
@@ -223,7 +225,7 @@ class UpdateWithTables(Update):
         """Return the gradients with those of rows, averaged over axes inside a replica."""
         dense = super().means_inside(gathered, axes, order)
         # Devices along other inner axes have other examples, but the same rows.
-        others = tuple(n for n in self.inner_axes if n != self.lookup.nested)
+        others = tuple(n for n in self.inner_axes if n != self.lookup.axis)
         over = () if self.lookup.axis is None else (self.lookup.axis,)
         return WithRows(dense, mean_rows(gathered.rows, others), self.inner_axes, over)
 
@@ -259,7 +261,7 @@ class UpdateWithTables(Update):
         _, before, *_ = state.opt_state
         finite = None
         if parts_of(before, DynamicLossScaleState):
-            finite = rows_are_finite(grads.rows, self.inner_axes)
+            finite = ~anywhere(~all_finite(grads.rows), self.inner_axes, None)
         reduced = reduced._replace(grads=grads.dense)
         pending = self.optimized(state, reduced, gathered, finite)
         refused = self._refused(state, gathered)
@@ -329,7 +331,7 @@ class UpdateWithTables(Update):
 
     def dense(self, tree: PyTree) -> PyTree:
         """Return the part of a tree for the dense parameters; other values are returned as is."""
-        return self.lookup.dense(tree)
+        return tree.dense if isinstance(tree, WithTables) else tree
 
     def check_optimizer(self, state: PyTree, unknown: list[PyTree]) -> None:
         """Raise `ValueError` for an optimizer that does what rows of tables would need, too."""
@@ -351,8 +353,8 @@ class UpdateWithTables(Update):
             (gradients_state, optimizer_state), tables_state = lookup.on_devices(
                 both,
                 *(params.dense, params.tables),
-                kinds=("whole", embeddings.specs),
-                out=("whole", embeddings.optimizer_specs),
+                roles=("shared", embeddings.specs),
+                out=("shared", embeddings.optimizer_specs),
             )
             both_states = WithTables(optimizer_state, tables_state)
             return gradients_state, both_states, last.init(params)
@@ -373,18 +375,18 @@ class UpdateWithTables(Update):
         self, mesh: AnyMesh, axes: frozenset[str], specs: PyTree | None, params: PyTree
     ) -> StateLayout:
         """Return the layout of states, in which tables have the specs with which they are made."""
-        nested, tables = self.lookup.nested, self.lookup.embeddings.tables
+        axis, tables = self.lookup.axis, self.lookup.embeddings.tables
         rows = {name: table.num_rows for name, table in tables.items()}
-        if nested is None:
+        if axis is None:
             return super().layout(mesh, axes, specs, params)._replace(table_rows=rows)
         if specs is None:
             dense = P() if params is None else jax.tree.map(lambda _: P(), params.dense)
         else:
             dense = specs.dense
         specs = WithTables(dense, self.lookup.embeddings.specs)
-        layout = super().layout(mesh, axes | {nested}, specs, params)
+        layout = super().layout(mesh, axes | {axis}, specs, params)
         # It comes last: a batch is split over the other inner axes first.
-        inner_axes, data_axes = (*layout.inner_axes, nested), (*layout.data_axes, nested)
+        inner_axes, data_axes = (*layout.inner_axes, axis), (*layout.data_axes, axis)
         return layout._replace(inner_axes=inner_axes, data_axes=data_axes, table_rows=rows)
 
     def laid_out(self, layout: StateLayout) -> Self:
@@ -394,7 +396,7 @@ class UpdateWithTables(Update):
 
     def roles(self, roles: Any) -> Any:
         """Return the roles for `map_replicas`, which leaves the axis of tables to a nested map."""
-        if self.lookup.nested is None:
+        if self.lookup.axis is None:
             return roles
         return jax.tree.map(lambda role: "batch" if role == "device" else role, roles)
 
@@ -418,10 +420,10 @@ class UpdateWithTables(Update):
             return fn(Local(*parts[:3]), StepInputs(*parts[3:]))
 
         local = Local(dense, state.params.tables, tables_state)
-        kinds = (
-            "whole",
+        roles = (
+            "shared",
             self.lookup.embeddings.specs,
             self.lookup.embeddings.optimizer_specs,
-            *INPUT_KINDS,
+            *INNER_ROLES,
         )
-        return self.lookup.on_devices(inside, *local, *inputs, kinds=kinds, out=out)
+        return self.lookup.on_devices(inside, *local, *inputs, roles=roles, out=out)
