@@ -443,9 +443,22 @@ class Embeddings:
         Other arrays with an entry for each stored row, such as `RowwiseState.accumulators` holds,
         are read in the same way, and arrays may be left out.
 
+        Raises:
+          ValueError: something else, such as arrays that are stacked over replicas.
+
         Communication: none under jit on one device; else what the compiler inserts.
         """
-        layout, stored = self.layout(), whole_on_each(tables)
+        layout = self.layout()
+        rows: Any = {name: store.num_rows for name, store in layout.stores.items()}
+        found: Any = type(tables).__name__
+        if isinstance(tables, Mapping):
+            found = {name: jnp.shape(x) for name, x in tables.items()}
+        if not isinstance(found, dict) or any(x[:1] != (rows.get(n),) for n, x in found.items()):
+            raise ValueError(
+                f"{OWNER}: `read` needs stored arrays of one replica, as `tables` of "
+                f"`step.consensus(state)`, with so many rows: {rows}, got {found}."
+            )
+        stored = whole_on_each(tables)
         return {
             name: jnp.asarray(stored[place.store])[layout.stored_rows(name)]
             for name, place in layout.places.items()

@@ -110,6 +110,14 @@ DEVICES = {
     ),
     "parts that are not equal": Refusal(lambda: on_two(5), "'a'", 5),
     "other shapes": Refusal(lambda: made().write({"a": np.zeros((8, 3))}), "`write`", (8, 3)),
+    "stored for all replicas": Refusal(
+        lambda: made().over(2).read({"a": np.zeros((2, 64, 4))}), "`read`", (2, 64, 4)
+    ),
+    "parameters and not their tables": Refusal(
+        lambda: made().over(2).read(js.WithTables({}, {"a": np.zeros((64, 4))})),
+        "`read`",
+        "WithTables",
+    ),
     "no dense parameters": Refusal(lambda: with_positions(None), "'p'", "none"),
     "another leaf": Refusal(lambda: with_positions({"q": jnp.ones(3)}), "'p'", "'q'"),
     "fewer positions": Refusal(lambda: with_positions({"p": jnp.ones(2)}), "'p'", (2,)),

@@ -110,9 +110,9 @@ OF_STEPS = {
             ("other replicas", {"mesh": FOUR, **whole}, ("`state`", "(4,)")),
             ("other replicas, without a step", {"mesh": FOUR, "use": "evaluate", **whole},
              ("`state`", "(4,)")),
-            ("a larger optimizer", {"optimizer": adam, **whole}, ("`optimizer`", "1/0/count")),
+            ("a larger optimizer", {"optimizer": adam, **whole}, ("`optimizer`", "0/count")),
             ("a smaller optimizer", {"optimizer": identity, "has": sgd_with_momentum, **whole},
-             ("`optimizer`", "1/0/trace/b")),
+             ("`optimizer`", "0/trace/b")),
         )
     },
     "sync as gradients": Refusal(lambda: made(gradients=local), "`gradients`", "`sync`"),

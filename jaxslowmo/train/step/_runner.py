@@ -27,11 +27,11 @@ from ._states import (
     check_state,
     forget,
     of_one_replica,
+    refuse_another_optimizer,
     refuse_beyond,
     refuse_donated,
     refuse_non_state,
     refuse_other_replicas,
-    refuse_other_transforms,
     refuse_state_of_another_step,
     refuse_unusable_window,
     shards_of_sync,
@@ -163,7 +163,7 @@ class Runner:
             refuse_state_of_another_step(state, self.parts)
         self._lay_out(state)
         if updates and not self._is_given_checked:
-            refuse_other_transforms(state, self.parts, self.mesh)
+            refuse_another_optimizer(state, self.parts, self.mesh)
             self.check(state)
             self._is_given_checked = True
 

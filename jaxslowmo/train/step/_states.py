@@ -14,7 +14,13 @@ from ..._support.types import PyTree
 from ...gradients.precision import loss_scale_of
 from ...mesh import AnyMesh, VirtualMesh, model_axes, only_over, replica_count
 from ...tracing import traced_update
-from ...transform import NoExchangeState, ParameterTransform, instants, known_states
+from ...transform import (
+    NoExchangeState,
+    ParameterTransform,
+    holds_state,
+    instants,
+    known_states,
+)
 from ...tree import leaf_names, not_floating
 from .._train_state import StateLayout, TrainState
 from ._gradients import GradientWindow
@@ -180,22 +186,26 @@ def refuse_other_replicas(state: TrainState, parts: Parts, mesh: AnyMesh) -> Non
         )
 
 
-def refuse_other_transforms(state: TrainState, parts: Parts, mesh: AnyMesh) -> None:
-    """Raise `ValueError` if `opt_state` has other leaves than the step's own transforms make.
+def refuse_another_optimizer(state: TrainState, parts: Parts, mesh: AnyMesh) -> None:
+    """Raise `ValueError` if the optimizer's state has other leaves than the step's own makes.
 
-    Transforms that can only be initialised in a step are not compared.
+    An optimizer that holds a transform of this package, whose buffers depend on more than the
+    parameters, is not compared, nor one whose `init` needs more than them.
     """
+    params, held = parts.dense(state.params), parts.dense(state.opt_state[1])
+    if holds_state(held, "parameters") or holds_state(held, "gradients"):
+        return
     axis = parts.axis_name
-    _, types = traced_update(parts.chain(), state.params, mesh=mesh, axis_name=axis)
+    _, types = traced_update(parts.optimizer, params, mesh=mesh, axis_name=axis)
     if types is None:
         return
-    needs, has = (set(leaf_names(x)) for x in (types, state.opt_state))
+    needs, has = (set(leaf_names(x)) for x in (types, held))
     for names, text in ((needs - has, "needs"), (has - needs, "has no use for")):
         if names:
             raise ValueError(
-                "`state` must come from a step with the same `optimizer`, `gradients` and `sync`: "
-                f"this step {text} {sorted(names)[0]!r} of `opt_state`. Make the state by this "
-                "step's `init`; `state.params` go over by `js.consensus`."
+                f"`state` must come from a step with the same `optimizer`: this one {text} "
+                f"{min(names)!r} of its state. Make the state by this step's `init`; "
+                "`state.params` go over by `js.consensus`."
             )
 
 
