@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 import jaxslowmo as js
 from jaxslowmo.collectives import (
     all_gather_shards,
-    all_mean_in_slices,
+    all_mean,
     local_shard,
     mean_to_shards,
     shard_layout,
@@ -79,7 +79,7 @@ def test_mean_by_way_of_shards_is_the_mean(place, axes, replica_axes, local, siz
     def fn(x, equal):
         shard = mean_to_shards(x, layout, replica_axes, local)
         gathered = all_gather_shards(shard, size, replica_axes, local)
-        direct = all_mean_in_slices(x, replica_axes, local)
+        direct = all_mean(x, replica_axes, local)
         own = local_shard(direct, layout, replica_axes)
         kept = local_shard(equal, layout, replica_axes)
         kept = all_gather_shards(kept, size, replica_axes, local)
