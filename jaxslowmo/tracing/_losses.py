@@ -84,18 +84,15 @@ class _Reader:
         All outputs of a loop are ready at its end. The places of its body distinguish what one
         iteration finishes first and last; they are between those before and after the loop.
         """
-        start, zero, before = self._place, [fact.zero for fact in operands], None
-        out: list[Fact] = []
-        while zero != before:  # ends: only zeros of the carry can turn into others
-            self._place, before = start + 1, zero
-            inputs = [Fact(min(operands[p].place, start), zero[p]) for p in loop.takes]
-            out = self.run(loop.body, inputs)
-            carried = dict(zip(loop.carry, out, strict=False))
-            zero = [z and (p not in carried or carried[p].zero) for p, z in enumerate(zero)]
-        out = [Fact(max(fact.place, start + 1), fact.zero) for fact in out]
-        for i, place in enumerate(loop.carry):
-            out[i] = out[i]._replace(zero=zero[place])
-        return out
+        self._place += 1
+        start = self._place
+
+        def join(fact: Fact, after: Fact, *ends: Fact) -> Fact:
+            return fact._replace(zero=fact.zero and after.zero)
+
+        facts, last = loop.settled(self.run, operands, join)
+        pairs = zip(facts, last, strict=True)
+        return [Fact(max(in_body.place, start), fact.zero) for fact, in_body in pairs]
 
     def _cond(self, branches: Sequence[Any], operands: list[Fact]) -> list[Fact]:
         start = self._place

@@ -5,6 +5,7 @@ with their equations (facts, types, expressions), and `equations_in` to look at 
 takes programs apart, as `pipeline/_split_stage.py` does, takes `flattened` and `run`.
 """
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,11 +14,13 @@ from typing import Any, NamedTuple, TypeVar
 
 import jax
 import numpy as np
+import optax
 from jax._src import source_info_util  # No public way says to which scope an equation belongs,
 from jax._src.core import NamedAxisEffect  # or which effect is a collective's.
 from jax.extend.core import JaxprEqn, Literal, Var
 
 _Value = TypeVar("_Value")
+_Read = Callable[[Any, list[_Value]], list[_Value]]  # a program and its inputs to its outputs
 Atom = Var | Literal
 Instead = Callable[[JaxprEqn, list[Any]], Sequence[Any] | None]
 
@@ -66,6 +69,12 @@ def interpret(
         for x in {x for x in eqn.invars if not hasattr(x, "val") and last[x] == i}:
             del values[x]
     return [read(atom) for atom in jaxpr.outvars]
+
+
+def loss_arguments(grads: Any, value: Any) -> dict[str, Any]:
+    """Return the extra arguments of an update by name: what a training step knows of the loss."""
+    norm = functools.partial(optax.tree.norm, squared=True)
+    return {"value": value, "grad": grads, "value_fn": lambda params, *_, **__: norm(params)}
 
 
 def programs_in(equation: Any) -> Iterator[Any]:
@@ -123,7 +132,7 @@ class Loop(NamedTuple):
         return cls(params["body_jaxpr"], every[first:], every[last:], (), condition)
 
     def once(
-        self, read: Callable[[Any, list[_Value]], list[_Value]], operands: Sequence[_Value]
+        self, read: _Read[_Value], operands: Sequence[_Value]
     ) -> tuple[list[_Value], list[_Value]]:
         """Return the outputs of an iteration, and of the condition if there is one.
 
@@ -136,6 +145,22 @@ class Loop(NamedTuple):
             return outputs, []
         program, takes = self.condition
         return outputs, read(program, [operands[p] for p in takes])
+
+    def settled(
+        self, read: _Read[_Value], operands: list[_Value], join: Callable[..., _Value]
+    ) -> tuple[list[_Value], list[_Value]]:
+        """Return the outputs of the loop after any number of iterations, and those of the last one.
+
+        `join(value, after, *ends)` adds to a carried value what it is after an iteration, where
+        `ends` are the outputs of the condition, until nothing changes.
+        """
+        outputs, before = [], None
+        while operands != before:
+            before, operands = operands, [*operands]
+            outputs, ends = self.once(read, operands)
+            for place, after in zip(self.carry, outputs, strict=False):
+                operands[place] = join(operands[place], after, *ends)
+        return [*(operands[p] for p in self.carry), *outputs[len(self.carry) :]], outputs
 
 
 def called_program(eqn: Any) -> Any:

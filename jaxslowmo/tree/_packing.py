@@ -308,11 +308,15 @@ class TreePacking:
         trees = []
         for group, arrays in zip(self.groups, self.by_group(parts), strict=True):
             count, sizes = group.num_blocks, group.axis_sizes
-            # The buffer of a device is the concatenation over all replicas.
-            buffers = [x.reshape(len(x), count, -1).swapaxes(0, 1) for x in arrays]
-            devices = [group.plan.unpack([x[i].reshape(-1) for x in buffers]) for i in range(count)]
-            blocks = (np.stack(x).reshape(*sizes.values(), -1) for x in zip(*devices, strict=True))
-            leaves = zip(blocks, group.shapes, group.specs, strict=True)
+            blocks: list[list[np.ndarray]] = [[] for _ in group.indices]
+            for buffer, x in zip(group.plan.buffers, arrays, strict=True):
+                # The buffer of a device is the concatenation over all replicas.
+                flats = x.reshape(len(x), count, -1).swapaxes(0, 1).reshape(count, -1)
+                for label, first, last in buffer.pieces:
+                    part, flats = np.split(flats, [last - first], 1)
+                    blocks[label].append(part)
+            whole = [np.concatenate(x, 1).reshape(*sizes.values(), -1) for x in blocks]
+            leaves = zip(whole, group.shapes, group.specs, strict=True)
             trees.append([from_blocks(*leaf, sizes) for leaf in leaves])
         return self.tree(trees)
 
