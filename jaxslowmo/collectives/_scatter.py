@@ -47,11 +47,6 @@ class ShardLayout(NamedTuple):
     rows: int
     lanes: int
 
-    @property
-    def size(self) -> int:
-        """The number of elements of one shard, with padding."""
-        return self.rows * self.lanes
-
 
 @functools.cache  # called for every buffer whenever a program is traced
 def shard_layout(num_elements: int, num_shards: int, *, num_parts: int = 1) -> ShardLayout:
@@ -138,11 +133,9 @@ def in_slices(
     """
     if local_axis_name is None or axis_size(local_axis_name) == 1 or flat.size == 0:
         return exchange(flat)
-    parts = axis_size(local_axis_name)
     # Slices have the shape of shards, for which TPU compilers keep the all-gather.
-    layout = shard_layout(flat.size, parts)
-    slices = jnp.pad(flat, (0, parts * layout.size - flat.size)).reshape(-1, layout.lanes)
-    result = exchange(local_slice(slices, local_axis_name))
+    layout = shard_layout(flat.size, axis_size(local_axis_name))
+    result = exchange(local_shard(flat, layout, local_axis_name))
     return jax.tree.map(
         lambda x: gather_slices(x, local_axis_name).reshape(-1)[: flat.size], result
     )
@@ -150,8 +143,8 @@ def in_slices(
 
 def in_shards(flat: jax.Array, layout: ShardLayout, num_shards: int) -> jax.Array:
     """Return `flat`, padded with zeros at its end, as `(num_shards, rows, lanes)`."""
-    padded = jnp.pad(flat, (0, num_shards * layout.size - flat.size))
-    return padded.reshape(num_shards, layout.rows, layout.lanes)
+    padded = jnp.pad(flat, (0, num_shards * layout.rows * layout.lanes - flat.size))
+    return padded.reshape(num_shards, *layout)
 
 
 def local_shard(flat: jax.Array, layout: ShardLayout, axis_name: AxisName) -> jax.Array:

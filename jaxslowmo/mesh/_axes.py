@@ -37,11 +37,7 @@ def require_axes(owner: str, argument: str, axis_name: AxisName, more: str = "")
 
 def is_bound(name: str) -> bool:
     """Return whether `name` is a mapped axis at this point of the trace."""
-    try:
-        lax.axis_size(name)
-    except NameError:
-        return False
-    return True
+    return get_axis_env().axis_exists(name)
 
 
 def axis_size(axis_name: AxisName) -> int:

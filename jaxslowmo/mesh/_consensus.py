@@ -138,9 +138,8 @@ def _consensus_fn(mesh: AnyMesh, axis_name: AxisName, automatic: frozenset[str])
         def sum_of_weights(dtype: Any) -> Any:
             if weights is None:
                 return axis_size(axis_name)
-            return sum_over(
-                functools.reduce(jnp.add, [w.astype(dtype) for w in weights]), axis_name
-            )
+            total = functools.reduce(jnp.add, [w.astype(dtype) for w in weights])
+            return sum_over(total, axis_name)
 
         def mean(*leaves: jax.Array) -> jax.Array:
             dtype = leaves[0].dtype

@@ -227,8 +227,7 @@ def model_axes(tree: PyTree, mesh: AnyMesh, axis_name: AxisName) -> frozenset[st
     for leaf in jax.tree.leaves(tree):
         sharding = getattr(leaf, "sharding", None)
         if isinstance(sharding, NamedSharding):
-            for entry in sharding.spec:
-                axes.update(entry if isinstance(entry, tuple) else (entry,))
+            axes.update(*map(axis_names, sharding.spec))
     return frozenset(axes & set(mesh.axis_names)) - set(axis_names(axis_name))
 
 

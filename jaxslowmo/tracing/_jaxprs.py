@@ -108,7 +108,7 @@ def read_update(
     *,
     mesh: AnyMesh,
     axis_name: AxisName,
-    differing: PyTree = None,
+    differing: PyTree,
 ) -> UpdateFacts | None:
     """Trace an update with shapes alone, and return what its program says.
 
@@ -119,7 +119,7 @@ def read_update(
       mesh: the mesh whose axes are bound while the update is traced.
       axis_name: the replica axis.
       differing: a tree like the gradients, of the axes between whose positions a leaf differs;
-        parameters and state do not differ there. None: nor do gradients.
+        parameters and state do not differ there.
 
     Returns:
       The facts; None where the update cannot be traced so, perhaps because it needs arguments that
@@ -130,8 +130,7 @@ def read_update(
 
     def facts(params: PyTree, state: PyTree) -> UpdateFacts:
         program = jax.jit(partial(_updated, tx)).trace(params, params, state)
-        none = jax.tree.map(lambda _: frozenset[str](), (params, state))
-        inputs = none[0] if differing is None else differing, none
+        inputs = differing, jax.tree.map(lambda _: frozenset[str](), (params, state))
         axes = differing_axes(program.jaxpr, jax.tree.leaves(inputs))
         updates, after = jax.tree.unflatten(jax.tree.structure(program.out_info), axes)
         return UpdateFacts(collective_axes(program.jaxpr, _is_unnamed), updates, after)

@@ -133,6 +133,10 @@ class Quotient(NamedTuple):
     weight: jax.Array
 
 
+_NEEDED = {
+    "model_state": "the train state has one",
+    "embedded": "the step was given `embeddings`, and it is what was looked up by feature",
+}
 FullLoss = Callable[..., tuple[Any, tuple[dict[str, jax.Array], PyTree]]]
 """A loss function as `as_full_loss` returns it; the loss is one that `as_quotient` takes."""
 
@@ -161,19 +165,11 @@ def as_full_loss(loss_fn: Callable[..., Any]) -> FullLoss:
         model_state: PyTree,
         embedded: PyTree | None = None,
     ):
-        if jax.tree.leaves(model_state) and "model_state" not in takes:
-            raise ValueError(
-                "`loss_fn` must take `model_state` as a keyword, since the train state has one."
-            )
-        keywords = {"rng": rng, "model_state": model_state}
-        if embedded is not None:
-            if "embedded" not in takes:
-                raise ValueError(
-                    "`loss_fn` must take `embedded` as a keyword, what was looked up by feature, "
-                    "since the step was given `embeddings`."
-                )
-            keywords["embedded"] = embedded
-        keywords = {name: x for name, x in keywords.items() if name in takes}
+        given = {"rng": rng, "model_state": model_state, "embedded": embedded}
+        for name, why in _NEEDED.items():
+            if name not in takes and jax.tree.leaves(given[name]):
+                raise ValueError(f"`loss_fn` must take `{name}` as a keyword, since {why}.")
+        keywords = {name: x for name, x in given.items() if name in takes and x is not None}
         out = loss_fn(params, batch, **keywords)
         loss, aux = out, {}
         has_two = isinstance(out, tuple) and len(out) == 2

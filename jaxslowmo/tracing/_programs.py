@@ -15,8 +15,11 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import numpy as np
 import optax
-from jax._src import source_info_util  # No public way says to which scope an equation belongs,
-from jax._src.core import NamedAxisEffect  # or which effect is a collective's.
+
+# No public way says to which scope an equation belongs, which effect is a collective's, or when a
+# value is used last.
+from jax._src import source_info_util
+from jax._src.core import NamedAxisEffect, clean_up_dead_vars, last_used
 from jax.extend.core import JaxprEqn, Literal, Var
 
 _Value = TypeVar("_Value")
@@ -60,14 +63,11 @@ def interpret(
             return constant(np.asarray(atom.val, atom.aval.dtype))
         return values[atom]
 
-    eqns = list(jaxpr.eqns)
-    last = {x: i for i, eqn in enumerate(eqns) for x in eqn.invars if not hasattr(x, "val")}
-    last.update((x, len(eqns)) for x in jaxpr.outvars if not hasattr(x, "val"))
-    for i, eqn in enumerate(eqns):
+    last = last_used(jaxpr)
+    for eqn in jaxpr.eqns:
         results = equation(eqn, [read(atom) for atom in eqn.invars])
         values.update(zip(eqn.outvars, results, strict=True))
-        for x in {x for x in eqn.invars if not hasattr(x, "val") and last[x] == i}:
-            del values[x]
+        clean_up_dead_vars(eqn, values, last)
     return [read(atom) for atom in jaxpr.outvars]
 
 
@@ -204,13 +204,8 @@ def flattened(fn: Callable[..., Sequence[Any]], types: Sequence[Any]) -> Flat:
     whole = jax.make_jaxpr(lambda *args: tuple(fn(*args)))(*types)
     # Traced again with the calls opened: their equations get variables of this trace.
     opened = jax.make_jaxpr(lambda *args: tuple(_run(whole, args, _opened)))(*types)
-    jaxpr = opened.jaxpr
-    return Flat(
-        tuple(jaxpr.invars),
-        tuple(jaxpr.outvars),
-        tuple(jaxpr.eqns),
-        dict(zip(jaxpr.constvars, opened.consts, strict=True)),
-    )
+    jaxpr, constants = opened.jaxpr, dict(zip(opened.jaxpr.constvars, opened.consts, strict=True))
+    return Flat(tuple(jaxpr.invars), tuple(jaxpr.outvars), tuple(jaxpr.eqns), constants)
 
 
 def run(
@@ -229,7 +224,7 @@ def run(
 
     Communication: that of the equations.
     """
-    program = SimpleNamespace(invars=[*inputs], constvars=(), eqns=equations, outvars=outputs)
+    program = SimpleNamespace(invars=[*inputs], constvars=(), eqns=[*equations], outvars=outputs)
     return _run(program, [*inputs.values()], instead)
 
 

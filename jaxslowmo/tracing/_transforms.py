@@ -218,7 +218,7 @@ class ProgramReader:
         results = []
         for i, var in enumerate(eqn.outvars):
             is_carried = i < len(loop.carry)
-            used = [*_bits(needed[i].leaves)]
+            used = _bits(needed[i].leaves)
             rank = dict(zip(used, numbers, strict=False))
             renamed = [_Value(rank.get(p, unused), combined="loop") for p, _ in enumerate(operands)]
             after, until = loop.once(self.run, renamed)
@@ -461,12 +461,9 @@ def _types(variables: Iterable[Any]) -> tuple[Any, ...]:
     return tuple(str(v.aval) for v in variables)
 
 
-def _bits(bits: int) -> Iterator[int]:
-    """Yield the members of a bit set."""
-    while bits:
-        lowest = bits & -bits
-        yield lowest.bit_length() - 1
-        bits ^= lowest
+def _bits(bits: int) -> list[int]:
+    """Return the members of a bit set."""
+    return [i for i in range(bits.bit_length()) if bits >> i & 1]
 
 
 def _union(bits: int, more: Iterable[int]) -> int:

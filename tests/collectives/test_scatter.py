@@ -28,9 +28,9 @@ sizes = st.integers(0, 5_000) | st.integers(0, 3_000_000) | st.integers(0, 2_000
 @given(sizes, st.integers(1, 64), st.sampled_from([1, 2, 3, 4, 8]))
 def test_padding_is_bounded(num_elements, num_shards, num_parts):
     layout = shard_layout(num_elements, num_shards, num_parts=num_parts)
-    assert layout.size * num_shards >= num_elements
+    assert math.prod(layout) * num_shards >= num_elements
     assert layout.rows % num_parts == 0
-    part = layout.size // num_parts
+    part = math.prod(layout) // num_parts
     even = num_elements / (num_shards * num_parts)
     if layout.lanes == 1:
         assert math.ceil(even) <= 2 * TILE
