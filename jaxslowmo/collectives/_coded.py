@@ -62,9 +62,8 @@ def mean_in_codec(
         return sum_over(flat, axis_name), jnp.zeros_like(flat)
     mean = _sparse_mean if codec.is_sparse else _dense_mean
 
-    def both(part: jax.Array) -> tuple[jax.Array, jax.Array]:
-        pair = mean(part.reshape(-1), axis_name, codec, key)
-        return pair[0].reshape(part.shape), pair[1].reshape(part.shape)
+    def both(part: jax.Array) -> tuple[jax.Array, ...]:
+        return tuple(x.reshape(part.shape) for x in mean(part.reshape(-1), axis_name, codec, key))
 
     return in_slices(flat, local_axis_name, both)
 

@@ -9,7 +9,8 @@ leaves of one stage, or flat buffers.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, reduce
+from operator import or_
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -211,7 +212,7 @@ class ProgramReader:
         marked = [_Value(n, leaves=1 << i, combined="loop") for i, n in enumerate(numbers)]
 
         def join(x: _Value, *more: _Value) -> _Value:
-            return x._replace(leaves=_union(x.leaves, (y.leaves for y in more)))
+            return x._replace(leaves=reduce(or_, (y.leaves for y in more), x.leaves))
 
         needed, _ = loop.settled(self.run, marked, join)
         unused = self.number("no operand")
@@ -452,8 +453,8 @@ def _through(x: _Value, shared: Sequence[_Value]) -> _Value:
     """Return a value with what it depends on through shared arrays, too."""
     read = [shared[i] for i in _bits(x.reads)]
     return x._replace(
-        leaves=_union(x.leaves, (y.leaves for y in read)),
-        reads=_union(x.reads, (y.reads for y in read)),
+        leaves=reduce(or_, (y.leaves for y in read), x.leaves),
+        reads=reduce(or_, (y.reads for y in read), x.reads),
     )
 
 
@@ -464,9 +465,3 @@ def _types(variables: Iterable[Any]) -> tuple[Any, ...]:
 def _bits(bits: int) -> list[int]:
     """Return the members of a bit set."""
     return [i for i in range(bits.bit_length()) if bits >> i & 1]
-
-
-def _union(bits: int, more: Iterable[int]) -> int:
-    for x in more:
-        bits |= x
-    return bits

@@ -331,12 +331,12 @@ class TreePacking:
         for group, of_group in zip(self.groups, self.by_group(types), strict=True):
             count = group.num_blocks
             for buffer, like in zip(group.plan.buffers, of_group, strict=True):
-                flats, end = np.zeros((count, like.size // count), like.dtype), 0
+                flats = rest = np.zeros((count, like.size // count), like.dtype)
                 for label, first, last in buffer.pieces:
                     leaf, spec = leaves[group.indices[label]], group.specs[label]
+                    part, rest = np.split(rest, [last - first], 1)  # views
                     blocks = to_blocks(leaf, spec, group.axis_sizes)
-                    start, end = end, end + last - first
-                    flats[:, start:end] = blocks.reshape(count, -1)[:, first:last]
+                    part[:] = blocks.reshape(count, -1)[:, first:last]
                 by_replica = flats.reshape(count, like.shape[0], -1).swapaxes(0, 1)
                 parts.append(by_replica.reshape(like.shape))
         return tuple(parts)
