@@ -1,10 +1,8 @@
 """Collectives on flat buffers, each with a statement of the bytes it sends."""
 
-from ._coded import gather_shards_in_codec as gather_shards_in_codec
 from ._coded import mean_in_codec as mean_in_codec
 from ._coded import mean_to_shards_in_codec as mean_to_shards_in_codec
 from ._means import all_mean as all_mean
-from ._means import all_mean_in_slices as all_mean_in_slices
 from ._means import coded_mean as coded_mean
 from ._means import mean_beside as mean_beside
 from ._means import quotient as quotient

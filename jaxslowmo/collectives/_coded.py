@@ -1,7 +1,5 @@
 """Means of flat buffers over replicas that are sent in few bits, and what of them was not sent."""
 
-import math
-
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -64,9 +62,8 @@ def mean_in_codec(
         return sum_over(flat, axis_name), jnp.zeros_like(flat)
     mean = _sparse_mean if codec.is_sparse else _dense_mean
 
-    def both(part: jax.Array) -> tuple[jax.Array, jax.Array]:
-        pair = mean(part.reshape(-1), axis_name, codec, key)
-        return pair[0].reshape(part.shape), pair[1].reshape(part.shape)
+    def both(part: jax.Array) -> tuple[jax.Array, ...]:
+        return tuple(x.reshape(part.shape) for x in mean(part.reshape(-1), axis_name, codec, key))
 
     return in_slices(flat, local_axis_name, both)
 
@@ -151,25 +148,3 @@ def mean_to_shards_in_codec(
     lost = gather_slices(lost.reshape(mine.shape), local, dimension=1)
     mean = gather_slices(mean.reshape(mine.shape[1:]), local)
     return mean.astype(flat.dtype), lost.reshape(-1)[: flat.size].astype(flat.dtype)
-
-
-def gather_shards_in_codec(
-    shard: jax.Array,
-    size: int,
-    axis_name: AxisName,
-    codec: Codec,
-    local_axis_name: AxisName | None = None,
-) -> jax.Array:
-    """Gather what shards hold after they were sent in a codec; see `all_gather_shards`.
-
-    Communication: one all-gather over `axis_name` of the codec's bytes; else as
-      `all_gather_shards`.
-    """
-    count, local = axis_size(axis_name), local_axis_name or ()
-    if count == 1:
-        return shard.reshape(-1)[:size]
-    part = local_slice(shard, local)
-    sent = codec.encode(part.reshape(1, -1).astype(jnp.float32))
-    parts = codec.decode(gather_slices(sent, axis_name), math.prod(part.shape))
-    parts = parts.reshape(count, *part.shape).astype(shard.dtype)
-    return gather_slices(parts, local, dimension=1).reshape(-1)[:size]

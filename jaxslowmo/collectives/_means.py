@@ -23,12 +23,20 @@ def scaled(x: jax.Array, factor: jax.Array) -> jax.Array:
     return jnp.where(factor > 0, product, jnp.zeros_like(product)).astype(x.dtype)
 
 
-def all_mean(flat: jax.Array, axis_name: AxisName, *, factor: jax.Array | None = None) -> jax.Array:
+def all_mean(
+    flat: jax.Array,
+    axis_name: AxisName,
+    local_axis_name: AxisName | None = None,
+    *,
+    factor: jax.Array | None = None,
+) -> jax.Array:
     """Return the mean of `flat` over `axis_name`, in its dtype.
 
     Args:
-      flat: array of any shape.
-      axis_name: mapped axis, or several.
+      flat: array of any shape; `(n,)` with `local_axis_name`.
+      axis_name: mapped axis, or several, between replicas (slow network).
+      local_axis_name: axis inside a replica (fast network), over which `flat` is equal: each of
+        its L devices reduces 1/L of it. None: every device reduces the whole.
       factor: () float, factor of this replica's `flat`; 0 ignores it, even if it is not finite.
         None: 1.
 
@@ -37,9 +45,13 @@ def all_mean(flat: jax.Array, axis_name: AxisName, *, factor: jax.Array | None =
       replicas that agree keep their exact value, and more of them up to rounding. float16 is
       divided before the sum, which cannot overflow then.
 
-    Communication: one all-reduce of `flat` over `axis_name`; none if its size is 1.
+    Communication: one all-reduce of `flat` over `axis_name`; none if its size is 1. With
+      `local_axis_name` one of n/L elements per device, so n per replica, and one all-gather of n
+      over that axis (plus padding, see `shard_layout`).
     """
     count = axis_size(axis_name)
+    if local_axis_name is not None and count > 1:
+        return in_slices(flat, local_axis_name, lambda x: all_mean(x, axis_name, factor=factor))
     if flat.dtype == jnp.float16 and count > 1:
         # Above 65504 the sum overflows even if the mean does not.
         part = _divided(flat, count) if factor is None else scaled(flat, factor / count)
@@ -56,35 +68,6 @@ def _divided(x: jax.Array, count: int) -> jax.Array:
     if count <= 2 ** (jnp.finfo(x.dtype).nmant + 1):
         return x / count
     return (x.astype(at_least_float32(x.dtype)) / count).astype(x.dtype)
-
-
-def all_mean_in_slices(
-    flat: jax.Array,
-    axis_name: AxisName,
-    local_axis_name: AxisName | None,
-    *,
-    factor: jax.Array | None = None,
-) -> jax.Array:
-    """Return `all_mean` of a buffer that is equal on all devices along `local_axis_name`.
-
-    Each of the L devices reduces only its 1/L of the buffer between replicas. An all-gather inside
-    the replica restores the whole.
-
-    Args:
-      flat: `(n,)`, equal over `local_axis_name`.
-      axis_name: axis between replicas (slow network).
-      local_axis_name: axis inside a replica (fast network). None: every device reduces the whole.
-      factor: () float, factor of this replica's `flat`, like that of `all_mean`.
-
-    Returns:
-      The mean over `axis_name`, `(n,)`.
-
-    Communication: per device one all-reduce of n/L elements over `axis_name`, so n per replica, and
-      one all-gather of n over `local_axis_name` (plus padding, see `shard_layout`).
-    """
-    if axis_size(axis_name) == 1:
-        return all_mean(flat, axis_name, factor=factor)
-    return in_slices(flat, local_axis_name, lambda part: all_mean(part, axis_name, factor=factor))
 
 
 class TotalWeight(NamedTuple):
@@ -205,7 +188,7 @@ def coded_mean(
       flat: array of any shape; it is sent unchanged if the codec does not narrow its dtype.
       codec: format in which it is sent.
       axis_name: axis between replicas, or several.
-      local_axis_name: axis inside a replica, as in `all_mean_in_slices`.
+      local_axis_name: axis inside a replica, as in `all_mean`.
       factor: () float, factor of this replica's `flat`, like that of `all_mean`.
 
     Returns:
@@ -219,7 +202,7 @@ def coded_mean(
     """
     count = axis_size(axis_name)
     if count == 1 or flat.size == 0 or not codec.narrows(flat.dtype):
-        mean = all_mean_in_slices(flat, axis_name, local_axis_name, factor=factor)
+        mean = all_mean(flat, axis_name, local_axis_name, factor=factor)
         return mean, jnp.zeros_like(flat)
     part, residual = codec.part(flat, divisor=count, factor=factor)
     total = in_slices(part, local_axis_name, lambda x: lax.psum(x, axis_name))

@@ -27,13 +27,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from .._support.types import AxisName
 from .._support.varying import checks_varying, tracks_types
 from ..mesh import axis_names, axis_size, between_cpu_processes, sum_over
 from ._permute import permute
+from .codecs import Codec
 
 _TILE = (8, 128)  # rows and lanes of a float32 tile
 _TILE_ELEMENTS = 8 * 128
@@ -46,11 +46,6 @@ class ShardLayout(NamedTuple):
 
     rows: int
     lanes: int
-
-    @property
-    def size(self) -> int:
-        """The number of elements of one shard, with padding."""
-        return self.rows * self.lanes
 
 
 @functools.cache  # called for every buffer whenever a program is traced
@@ -138,11 +133,9 @@ def in_slices(
     """
     if local_axis_name is None or axis_size(local_axis_name) == 1 or flat.size == 0:
         return exchange(flat)
-    parts = axis_size(local_axis_name)
     # Slices have the shape of shards, for which TPU compilers keep the all-gather.
-    layout = shard_layout(flat.size, parts)
-    slices = jnp.pad(flat, (0, parts * layout.size - flat.size)).reshape(-1, layout.lanes)
-    result = exchange(local_slice(slices, local_axis_name))
+    layout = shard_layout(flat.size, axis_size(local_axis_name))
+    result = exchange(local_shard(flat, layout, local_axis_name))
     return jax.tree.map(
         lambda x: gather_slices(x, local_axis_name).reshape(-1)[: flat.size], result
     )
@@ -150,8 +143,8 @@ def in_slices(
 
 def in_shards(flat: jax.Array, layout: ShardLayout, num_shards: int) -> jax.Array:
     """Return `flat`, padded with zeros at its end, as `(num_shards, rows, lanes)`."""
-    padded = jnp.pad(flat, (0, num_shards * layout.size - flat.size))
-    return padded.reshape(num_shards, layout.rows, layout.lanes)
+    padded = jnp.pad(flat, (0, num_shards * layout.rows * layout.lanes - flat.size))
+    return padded.reshape(num_shards, *layout)
 
 
 def local_shard(flat: jax.Array, layout: ShardLayout, axis_name: AxisName) -> jax.Array:
@@ -186,9 +179,7 @@ def _reduce_scatter(rows: jax.Array, name: str) -> jax.Array:
     def scatter(x: jax.Array) -> jax.Array:
         return lax.psum_scatter(x, name, scatter_dimension=0, tiled=False)
 
-    mesh = jax.sharding.get_abstract_mesh()
-    types = zip(mesh.axis_names, mesh.axis_types, strict=True)
-    explicit = {axis for axis, kind in types if kind == AxisType.Explicit}
+    explicit = {*jax.sharding.get_abstract_mesh().explicit_axes}
     if not explicit:
         return scatter(rows)
     # jax 0.12 fails to lower it if the mesh has Explicit axes, so they are made manual. `rows` is
@@ -268,6 +259,7 @@ def all_gather_shards(
     size: int,
     axis_name: AxisName,
     local_axis_name: AxisName | None = None,
+    codec: Codec | None = None,
 ) -> jax.Array:
     """Gather the replicas' shards, and return the first `size` elements of the buffer.
 
@@ -277,17 +269,23 @@ def all_gather_shards(
       axis_name: axis between replicas, or several.
       local_axis_name: axis inside a replica, whose devices hold equal shards; each sends only its
         part of the rows.
+      codec: format in which shards are sent between replicas; None sends them as they are.
 
     Returns:
       `(size,)`, equal on all replicas.
 
     Communication: one all-gather of the padded buffer over `axis_name` (of a part of it over each
       further axis). With L local devices each sends 1/L of it, and one all-gather of the whole over
-      `local_axis_name` follows. None if the axis has size 1.
+      `local_axis_name` follows. Of a codec the first has its bytes. None if the axis has size 1.
     """
-    count = axis_size(axis_name)
+    count, local = axis_size(axis_name), local_axis_name or ()
     if count == 1:
         return shard.reshape(-1)[:size]
-    part = local_slice(shard, local_axis_name or ())
-    parts = gather_slices(part, axis_name).reshape(count, *part.shape)
-    return gather_slices(parts, local_axis_name or (), dimension=1).reshape(-1)[:size]
+    part = local_slice(shard, local)
+    if codec is None:
+        parts = gather_slices(part, axis_name)
+    else:
+        sent = gather_slices(codec.encode(part.reshape(1, -1).astype(jnp.float32)), axis_name)
+        parts = codec.decode(sent, part.size).astype(shard.dtype)
+    parts = parts.reshape(count, *part.shape)
+    return gather_slices(parts, local, dimension=1).reshape(-1)[:size]

@@ -12,16 +12,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax._src.core import get_axis_env  # No public function of jax lists the axes that vmap binds.
-from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from .._support.types import AxisName, PyTree, axis_names
 from .._support.varying import checks_varying, varying_axes
-
-
-def _bound_axes() -> list[str]:
-    """Return the names of the axes bound at this point of the trace, for error messages."""
-    return [str(name) for name in get_axis_env().axis_sizes]
 
 
 def require_axes(owner: str, argument: str, axis_name: AxisName, more: str = "") -> None:
@@ -32,7 +26,7 @@ def require_axes(owner: str, argument: str, axis_name: AxisName, more: str = "")
     """
     for name in axis_names(axis_name):
         if not is_bound(name):
-            bound = ", ".join(repr(a) for a in _bound_axes()) or "none"
+            bound = ", ".join(repr(str(a)) for a in get_axis_env().axis_sizes) or "none"
             raise ValueError(
                 f"{owner}: `{argument}` {name!r} is not a mapped axis here (bound: {bound}). Call "
                 "it inside shard_map, pmap or vmap(axis_name=...) over that axis; states are made "
@@ -43,11 +37,7 @@ def require_axes(owner: str, argument: str, axis_name: AxisName, more: str = "")
 
 def is_bound(name: str) -> bool:
     """Return whether `name` is a mapped axis at this point of the trace."""
-    try:
-        lax.axis_size(name)
-    except NameError:
-        return False
-    return True
+    return get_axis_env().axis_exists(name)
 
 
 def axis_size(axis_name: AxisName) -> int:
@@ -120,9 +110,7 @@ def typed_specs(tree: PyTree) -> PyTree | None:
 
     None where no leaf is sharded over such an axis.
     """
-    mesh = jax.sharding.get_abstract_mesh()
-    types = zip(mesh.axis_names, mesh.axis_types, strict=True)
-    inside = frozenset(name for name, kind in types if kind == AxisType.Explicit)
+    inside = frozenset(jax.sharding.get_abstract_mesh().explicit_axes)
     if not inside:
         return None
     specs = jax.tree.map(lambda x: only_over(jax.typeof(x).sharding.spec, inside), tree)

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from .._support.checks import checks_flags
 from .._support.types import AxisName, PyTree
-from ..tree import at_least_float32, in_model_form, leaf_names
+from ..tree import at_least_float32, in_model_form, leaf_names, of_form
 from ._axes import axis_size, from_first, sum_over
 from ._meshes import AnyMesh, map_replicas, model_axes
 from ._replicas import check_stacked, on_mesh
@@ -138,9 +138,8 @@ def _consensus_fn(mesh: AnyMesh, axis_name: AxisName, automatic: frozenset[str])
         def sum_of_weights(dtype: Any) -> Any:
             if weights is None:
                 return axis_size(axis_name)
-            return sum_over(
-                functools.reduce(jnp.add, [w.astype(dtype) for w in weights]), axis_name
-            )
+            total = functools.reduce(jnp.add, [w.astype(dtype) for w in weights])
+            return sum_over(total, axis_name)
 
         def mean(*leaves: jax.Array) -> jax.Array:
             dtype = leaves[0].dtype
@@ -185,11 +184,6 @@ def _checked(shares: Shares, params: PyTree, replicas: int) -> list[tuple[Any, P
         weight, values = pair
         if np.shape(weight) not in ((), (replicas,)):
             raise error(f"weights of shape {np.shape(weight)} as number {number}")
-        if values is not None and _shapes(values) != _shapes(params):
+        if values is not None and not of_form(params)(values):
             raise error(f"parameters of other names or shapes as number {number}")
     return list(shares)
-
-
-def _shapes(tree: PyTree) -> tuple[Any, ...]:
-    leaves, structure = jax.tree.flatten(tree)
-    return structure, *map(np.shape, leaves)

@@ -217,13 +217,9 @@ def check_in_sync(
         for position in np.flatnonzero(differ[:, i]).tolist()
     )
     kinds = zip(names, leaves, strict=True)
-    floating = {name for name, x in kinds if jnp.issubdtype(x.dtype, jnp.floating)}
-    beyond = tuple(
-        d
-        for d in divergences
-        if tolerance == 0 or d.leaf not in floating or not d.difference <= tolerance
-    )
-    if beyond:
+    exact = {name for name, x in kinds if not jnp.issubdtype(x.dtype, jnp.floating)}
+    limit = number or -1.0  # without a tolerance bits are compared
+    if beyond := tuple(d for d in divergences if d.leaf in exact or d.difference > limit):
         raise OutOfSyncError(beyond, tolerance)
     return SyncReport(len(names), replicas, divergences)
 

@@ -2,6 +2,7 @@
 
 import math
 import weakref
+from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -9,12 +10,13 @@ from typing import Any, Literal
 
 import jax
 import numpy as np
+from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from .._support.checks import checked_int
 from .._support.types import AxisName, PyTree, axis_names
-from ..tree import Staged, from_blocks, parts_of, reshaped
+from ..tree import Staged, parts_of, reshaped
 
 
 def slice_major_devices(axes: Mapping[str, int], devices: Sequence[Any]) -> np.ndarray:
@@ -36,10 +38,7 @@ def slice_major_devices(axes: Mapping[str, int], devices: Sequence[Any]) -> np.n
 
     Communication: none.
     """
-    slices: dict[int, list[Any]] = {}
-    for device in devices:
-        slices.setdefault(_slice_of(device), []).append(device)
-    counts = {index: len(members) for index, members in slices.items()}
+    counts = Counter(map(_slice_of, devices))
     if len(set(counts.values())) > 1:
         listed = ", ".join(f"{count} of slice {index}" for index, count in counts.items())
         raise ValueError(
@@ -47,16 +46,11 @@ def slice_major_devices(axes: Mapping[str, int], devices: Sequence[Any]) -> np.n
             "several slices needs equally many of each. Choose sizes whose product fills whole "
             "slices, or pass `devices`."
         )
-    between = _sizes_between(axes, len(slices))
+    between = _sizes_between(axes, len(counts))
     within = [size // outer for size, outer in zip(axes.values(), between, strict=True)]
-    grids = [
-        jax.make_mesh(
-            tuple(within), tuple(axes), axis_types=(AxisType.Auto,) * len(axes), devices=members
-        ).devices
-        for members in slices.values()
-    ]
-    blocks = np.stack(grids).reshape(*between, -1)
-    return from_blocks(blocks, tuple(axes.values()), axes, dict(zip(axes, between, strict=True)))
+    return mesh_utils.create_hybrid_device_mesh(
+        within, between, devices, allow_split_physical_axes=True
+    )
 
 
 def _slice_of(device: Any) -> int:
@@ -239,8 +233,7 @@ def model_axes(tree: PyTree, mesh: AnyMesh, axis_name: AxisName) -> frozenset[st
     for leaf in jax.tree.leaves(tree):
         sharding = getattr(leaf, "sharding", None)
         if isinstance(sharding, NamedSharding):
-            for entry in sharding.spec:
-                axes.update(entry if isinstance(entry, tuple) else (entry,))
+            axes.update(*map(axis_names, sharding.spec))
     return frozenset(axes & set(mesh.axis_names)) - set(axis_names(axis_name))
 
 

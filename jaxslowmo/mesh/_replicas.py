@@ -17,7 +17,7 @@ import numpy as np
 from jax import lax
 from jax.core import Tracer
 from jax.experimental import multihost_utils
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from .._support.checks import warn_user
@@ -171,7 +171,7 @@ def _abridged(lines: list[str]) -> list[str]:
     return [*lines[:_NUM_VALUES], *more, "all must start from the same seed or file"]
 
 
-def _is_on(x: Any, mesh: Mesh) -> bool:
+def _is_on(x: Any, mesh: Mesh | AbstractMesh) -> bool:
     sharding = getattr(x, "sharding", None)
     return isinstance(sharding, NamedSharding) and sharding.mesh == mesh
 
@@ -181,13 +181,7 @@ def _place(tree: PyTree, mesh: AnyMesh) -> PyTree:
     if isinstance(mesh, VirtualMesh):
         return jax.tree.map(jnp.asarray, tree)
 
-    def put(x: Any) -> jax.Array:
-        if _is_on(x, mesh):
-            return x
-        put_one = _put_equal if mesh.is_multi_process and is_of_host(x) else jax.device_put
-        return _put(x, NamedSharding(mesh, P()), put_one)
-
-    return jax.tree.map(put, tree)
+    return jax.tree.map(lambda x: _put(x, NamedSharding(mesh, P()), _put_equal), tree)
 
 
 def _put(
@@ -195,6 +189,9 @@ def _put(
     sharding: NamedSharding,
     put_one: Callable[[Any, NamedSharding], jax.Array] = jax.device_put,
 ) -> jax.Array:
+    """Put an array on devices, unless it is on their mesh already."""
+    if _is_on(x, sharding.mesh):
+        return x
     if not isinstance(x, jax.Array) or not jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         return put_one(x, sharding)
     # Put the bits: jax cannot put typed keys on devices of other processes.
@@ -207,6 +204,8 @@ def _put_equal(x: Any, sharding: NamedSharding) -> jax.Array:
 
     Communication: none.
     """
+    if not (sharding.mesh.is_multi_process and is_of_host(x)):
+        return jax.device_put(x, sharding)
     values = np.asarray(x).astype(jax.typeof(x).dtype)  # narrows float64 and Python's numbers
     return jax.make_array_from_callback(values.shape, sharding, lambda where: values[where])
 
@@ -229,18 +228,11 @@ def check_stacked(owner: str, tree: PyTree, mesh: AnyMesh, axis_name: AxisName) 
 
 @functools.lru_cache(maxsize=64)
 def _replicate_fn(mesh: AnyMesh, axis_name: AxisName, automatic: frozenset[str]):
-    def per_replica(tree: PyTree) -> PyTree:
-        return jax.tree.map(jnp.copy, tree)
-
-    return jax.jit(
-        map_replicas(
-            per_replica,
-            mesh=mesh,
-            axis_name=axis_name,
-            in_roles=("shared",),
-            automatic=automatic,
-        )
+    copied = functools.partial(jax.tree.map, jnp.copy)
+    mapped = map_replicas(
+        copied, mesh=mesh, axis_name=axis_name, in_roles=("shared",), automatic=automatic
     )
+    return jax.jit(mapped)
 
 
 def replicate(params: PyTree, *, mesh: AnyMesh, axis_name: AxisName = "replica") -> PyTree:
@@ -308,10 +300,8 @@ def _is_stacked(leaves: list[Any], replicas: int, mesh: AnyMesh, axis_name: Axis
         return any(_virtual_leaves.get(id(x)) is x for x in leaves)
 
     def is_split(x: Any) -> bool:
-        if not _is_on(x, mesh) or np.shape(x)[:1] != (replicas,) or not x.sharding.spec:
-            return False
-        entry = x.sharding.spec[0]
-        return (entry if isinstance(entry, tuple) else (entry,)) == axis_names(axis_name)
+        is_alike = _is_on(x, mesh) and np.shape(x)[:1] == (replicas,)
+        return is_alike and [*map(axis_names, x.sharding.spec[:1])] == [axis_names(axis_name)]
 
     return bool(leaves) and all(map(is_split, leaves))
 
@@ -321,10 +311,7 @@ def on_mesh(tree: PyTree, mesh: AnyMesh, axis_name: AxisName) -> PyTree:
     if not isinstance(mesh, Mesh):
         return tree
     sharding = NamedSharding(mesh, P(axis_names(axis_name)))
-    return jax.tree.map(
-        lambda x: x if _is_on(x, mesh) else _put(x, sharding),
-        tree,
-    )
+    return jax.tree.map(lambda x: _put(x, sharding), tree)
 
 
 Layouts = tuple[tuple[tuple[Any, ...], tuple[int, ...], P], ...]

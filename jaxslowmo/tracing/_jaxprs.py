@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, AxisType
 from .._support.scopes import OF_TRANSFORMS
 from .._support.types import AxisName, PyTree
 from ..mesh import AnyMesh, map_replicas
-from ._programs import Loop, called_program, interpret, programs_in
+from ._programs import Loop, called_program, interpret, loss_arguments, programs_in
 
 _Fact = TypeVar("_Fact")
 
@@ -44,10 +44,8 @@ def collective_axes(program: Any, counts: Callable[[Any], bool] | None = None) -
 
 def _named_axes(equation: Any) -> set[str]:
     """Return the mapped axes that an equation names; those of arrays are positions, ints."""
-    names: list[Any] = []
-    for key in ("axes", "axis_name"):
-        axes = equation.params.get(key, ())
-        names += axes if isinstance(axes, list | tuple) else [axes]
+    axes = equation.params.get("axes", equation.params.get("axis_name", ()))
+    names = axes if isinstance(axes, list | tuple) else [axes]
     return {name for name in names if isinstance(name, str)}
 
 
@@ -83,14 +81,7 @@ def _differing(eqn: Any, operands: list[frozenset[str]]) -> list[frozenset[str]]
         each = [differing_axes(branch, rest) for branch in params["branches"]]
         return [index.union(*results) for results in zip(*each, strict=True)]
     if name in ("scan", "while"):
-        loop, before, outputs = Loop.of(eqn), None, []
-        while operands != before:
-            before = operands
-            outputs, ends = loop.once(differing_axes, operands)
-            operands = [*operands]
-            for place, after in zip(loop.carry, outputs, strict=False):
-                operands[place] = operands[place].union(after, *ends)
-        return [*(operands[place] for place in loop.carry), *outputs[len(loop.carry) :]]
+        return Loop.of(eqn).settled(differing_axes, operands, frozenset.union)[0]
     if inner := called_program(eqn):
         return differing_axes(inner, operands)
     return [together] * len(eqn.outvars)
@@ -117,7 +108,7 @@ def read_update(
     *,
     mesh: AnyMesh,
     axis_name: AxisName,
-    differing: PyTree = None,
+    differing: PyTree,
 ) -> UpdateFacts | None:
     """Trace an update with shapes alone, and return what its program says.
 
@@ -128,7 +119,7 @@ def read_update(
       mesh: the mesh whose axes are bound while the update is traced.
       axis_name: the replica axis.
       differing: a tree like the gradients, of the axes between whose positions a leaf differs;
-        parameters and state do not differ there. None: nor do gradients.
+        parameters and state do not differ there.
 
     Returns:
       The facts; None where the update cannot be traced so, perhaps because it needs arguments that
@@ -139,8 +130,7 @@ def read_update(
 
     def facts(params: PyTree, state: PyTree) -> UpdateFacts:
         program = jax.jit(partial(_updated, tx)).trace(params, params, state)
-        none = jax.tree.map(lambda _: frozenset[str](), (params, state))
-        inputs = none[0] if differing is None else differing, none
+        inputs = differing, jax.tree.map(lambda _: frozenset[str](), (params, state))
         axes = differing_axes(program.jaxpr, jax.tree.leaves(inputs))
         updates, after = jax.tree.unflatten(jax.tree.structure(program.out_info), axes)
         return UpdateFacts(collective_axes(program.jaxpr, _is_unnamed), updates, after)
@@ -192,13 +182,8 @@ def _traced(
 def _updated(
     tx: optax.GradientTransformationExtraArgs, grads: PyTree, params: PyTree, state: PyTree
 ) -> tuple[PyTree, PyTree]:
-    extra: dict[str, Any] = {
-        "value": jnp.float32(1.0),
-        "grad": grads,
-        "value_fn": lambda p: optax.tree.norm(p, squared=True),
-    }
     try:
-        return tx.update(grads, state, params, **extra)
+        return tx.update(grads, state, params, **loss_arguments(grads, jnp.float32(1.0)))
     except TypeError:  # the transform accepts no extra arguments
         return tx.update(grads, state, params)
 

@@ -84,18 +84,15 @@ class _Reader:
         All outputs of a loop are ready at its end. The places of its body distinguish what one
         iteration finishes first and last; they are between those before and after the loop.
         """
-        start, zero, before = self._place, [fact.zero for fact in operands], None
-        out: list[Fact] = []
-        while zero != before:  # ends: only zeros of the carry can turn into others
-            self._place, before = start + 1, zero
-            inputs = [Fact(min(operands[p].place, start), zero[p]) for p in loop.takes]
-            out = self.run(loop.body, inputs)
-            carried = dict(zip(loop.carry, out, strict=False))
-            zero = [z and (p not in carried or carried[p].zero) for p, z in enumerate(zero)]
-        out = [Fact(max(fact.place, start + 1), fact.zero) for fact in out]
-        for i, place in enumerate(loop.carry):
-            out[i] = out[i]._replace(zero=zero[place])
-        return out
+        self._place += 1
+        start = self._place
+
+        def join(fact: Fact, after: Fact, *ends: Fact) -> Fact:
+            return fact._replace(zero=fact.zero and after.zero)
+
+        facts, last = loop.settled(self.run, operands, join)
+        pairs = zip(facts, last, strict=True)
+        return [Fact(max(in_body.place, start), fact.zero) for fact, in_body in pairs]
 
     def _cond(self, branches: Sequence[Any], operands: list[Fact]) -> list[Fact]:
         start = self._place
@@ -136,6 +133,10 @@ class Quotient(NamedTuple):
     weight: jax.Array
 
 
+_NEEDED = {
+    "model_state": "the train state has one",
+    "embedded": "the step was given `embeddings`, and it is what was looked up by feature",
+}
 FullLoss = Callable[..., tuple[Any, tuple[dict[str, jax.Array], PyTree]]]
 """A loss function as `as_full_loss` returns it; the loss is one that `as_quotient` takes."""
 
@@ -164,19 +165,11 @@ def as_full_loss(loss_fn: Callable[..., Any]) -> FullLoss:
         model_state: PyTree,
         embedded: PyTree | None = None,
     ):
-        if jax.tree.leaves(model_state) and "model_state" not in takes:
-            raise ValueError(
-                "`loss_fn` must take `model_state` as a keyword, since the train state has one."
-            )
-        keywords = {"rng": rng, "model_state": model_state}
-        if embedded is not None:
-            if "embedded" not in takes:
-                raise ValueError(
-                    "`loss_fn` must take `embedded` as a keyword, what was looked up by feature, "
-                    "since the step was given `embeddings`."
-                )
-            keywords["embedded"] = embedded
-        keywords = {name: x for name, x in keywords.items() if name in takes}
+        given = {"rng": rng, "model_state": model_state, "embedded": embedded}
+        for name, why in _NEEDED.items():
+            if name not in takes and jax.tree.leaves(given[name]):
+                raise ValueError(f"`loss_fn` must take `{name}` as a keyword, since {why}.")
+        keywords = {name: x for name, x in given.items() if name in takes and x is not None}
         out = loss_fn(params, batch, **keywords)
         loss, aux = out, {}
         has_two = isinstance(out, tuple) and len(out) == 2

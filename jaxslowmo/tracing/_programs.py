@@ -5,6 +5,7 @@ with their equations (facts, types, expressions), and `equations_in` to look at 
 takes programs apart, as `pipeline/_split_stage.py` does, takes `flattened` and `run`.
 """
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,11 +14,16 @@ from typing import Any, NamedTuple, TypeVar
 
 import jax
 import numpy as np
-from jax._src import source_info_util  # No public way says to which scope an equation belongs,
-from jax._src.core import NamedAxisEffect  # or which effect is a collective's.
+import optax
+
+# No public way says to which scope an equation belongs, which effect is a collective's, or when a
+# value is used last.
+from jax._src import source_info_util
+from jax._src.core import NamedAxisEffect, clean_up_dead_vars, last_used
 from jax.extend.core import JaxprEqn, Literal, Var
 
 _Value = TypeVar("_Value")
+_Read = Callable[[Any, list[_Value]], list[_Value]]  # a program and its inputs to its outputs
 Atom = Var | Literal
 Instead = Callable[[JaxprEqn, list[Any]], Sequence[Any] | None]
 
@@ -57,15 +63,18 @@ def interpret(
             return constant(np.asarray(atom.val, atom.aval.dtype))
         return values[atom]
 
-    eqns = list(jaxpr.eqns)
-    last = {x: i for i, eqn in enumerate(eqns) for x in eqn.invars if not hasattr(x, "val")}
-    last.update((x, len(eqns)) for x in jaxpr.outvars if not hasattr(x, "val"))
-    for i, eqn in enumerate(eqns):
+    last = last_used(jaxpr)
+    for eqn in jaxpr.eqns:
         results = equation(eqn, [read(atom) for atom in eqn.invars])
         values.update(zip(eqn.outvars, results, strict=True))
-        for x in {x for x in eqn.invars if not hasattr(x, "val") and last[x] == i}:
-            del values[x]
+        clean_up_dead_vars(eqn, values, last)
     return [read(atom) for atom in jaxpr.outvars]
+
+
+def loss_arguments(grads: Any, value: Any) -> dict[str, Any]:
+    """Return the extra arguments of an update by name: what a training step knows of the loss."""
+    norm = functools.partial(optax.tree.norm, squared=True)
+    return {"value": value, "grad": grads, "value_fn": lambda params, *_, **__: norm(params)}
 
 
 def programs_in(equation: Any) -> Iterator[Any]:
@@ -123,7 +132,7 @@ class Loop(NamedTuple):
         return cls(params["body_jaxpr"], every[first:], every[last:], (), condition)
 
     def once(
-        self, read: Callable[[Any, list[_Value]], list[_Value]], operands: Sequence[_Value]
+        self, read: _Read[_Value], operands: Sequence[_Value]
     ) -> tuple[list[_Value], list[_Value]]:
         """Return the outputs of an iteration, and of the condition if there is one.
 
@@ -136,6 +145,22 @@ class Loop(NamedTuple):
             return outputs, []
         program, takes = self.condition
         return outputs, read(program, [operands[p] for p in takes])
+
+    def settled(
+        self, read: _Read[_Value], operands: list[_Value], join: Callable[..., _Value]
+    ) -> tuple[list[_Value], list[_Value]]:
+        """Return the outputs of the loop after any number of iterations, and those of the last one.
+
+        `join(value, after, *ends)` adds to a carried value what it is after an iteration, where
+        `ends` are the outputs of the condition, until nothing changes.
+        """
+        outputs, before = [], None
+        while operands != before:
+            before, operands = operands, [*operands]
+            outputs, ends = self.once(read, operands)
+            for place, after in zip(self.carry, outputs, strict=False):
+                operands[place] = join(operands[place], after, *ends)
+        return [*(operands[p] for p in self.carry), *outputs[len(self.carry) :]], outputs
 
 
 def called_program(eqn: Any) -> Any:
@@ -179,13 +204,8 @@ def flattened(fn: Callable[..., Sequence[Any]], types: Sequence[Any]) -> Flat:
     whole = jax.make_jaxpr(lambda *args: tuple(fn(*args)))(*types)
     # Traced again with the calls opened: their equations get variables of this trace.
     opened = jax.make_jaxpr(lambda *args: tuple(_run(whole, args, _opened)))(*types)
-    jaxpr = opened.jaxpr
-    return Flat(
-        tuple(jaxpr.invars),
-        tuple(jaxpr.outvars),
-        tuple(jaxpr.eqns),
-        dict(zip(jaxpr.constvars, opened.consts, strict=True)),
-    )
+    jaxpr, constants = opened.jaxpr, dict(zip(opened.jaxpr.constvars, opened.consts, strict=True))
+    return Flat(tuple(jaxpr.invars), tuple(jaxpr.outvars), tuple(jaxpr.eqns), constants)
 
 
 def run(
@@ -204,7 +224,7 @@ def run(
 
     Communication: that of the equations.
     """
-    program = SimpleNamespace(invars=[*inputs], constvars=(), eqns=equations, outvars=outputs)
+    program = SimpleNamespace(invars=[*inputs], constvars=(), eqns=[*equations], outvars=outputs)
     return _run(program, [*inputs.values()], instead)
 
 

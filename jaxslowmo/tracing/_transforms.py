@@ -9,7 +9,8 @@ leaves of one stage, or flat buffers.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, reduce
+from operator import or_
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -20,7 +21,7 @@ from jax.core import Tracer
 
 from .._support.types import PyTree
 from ..tree import leaf_names
-from ._programs import CALLS, Loop, interpret
+from ._programs import CALLS, Loop, interpret, loss_arguments
 
 Kind = Literal["element-wise", "leaf-wise", "mixing"]
 
@@ -78,14 +79,33 @@ class Reading(NamedTuple):
         )
 
 
+class _Value(NamedTuple):
+    """One value of a program.
+
+    Attributes:
+      number: number of the expression that computes it.
+      leaves: the leaves that it depends on, as a bit set.
+      reads: the shared arrays of the state that it depends on, as a bit set.
+      combined: name of the first operation that combined elements; "" if each element depends on
+        the same elements of leaves, or is equal to all others.
+    """
+
+    number: int
+    leaves: int = 0
+    reads: int = 0
+    combined: str = ""
+
+
 class ProgramReader:
     """A reader of programs; what it returns for several programs can be compared.
 
-    It holds the constants of all programs that it has read.
+    It numbers expressions, of which equal ones have equal numbers, and holds the constants of all
+    programs that it has read.
     """
 
     def __init__(self) -> None:
-        self._expressions = _Expressions()
+        self._numbers: dict[Any, int] = {}
+        self._kept: list[Any] = []  # objects whose identity is in a key
 
     def read(
         self,
@@ -111,41 +131,12 @@ class ProgramReader:
         Communication: none; nothing is run.
         """
         structure = jax.tree.structure(params) if structure is None else structure
-        of_params = _OfParams(self._expressions, structure, params, is_like)
+        of_params = _OfParams(self, structure, params, is_like)
         try:
             return of_params.reading(optax.with_extra_args_support(tx), extra)
         except Exception as error:  # a transform is any code, and tracing it may raise anything
             what = f"{type(error).__name__}: {error}"
             return Reading("mixing", f"it can't be traced for these parameters ({what})")
-
-    def key(self, program: Any) -> Any:
-        """Return a key of a program: programs with equal keys compute the same results."""
-        return self._expressions.program(program)
-
-
-class _Value(NamedTuple):
-    """One value of a program.
-
-    Attributes:
-      number: number of the expression that computes it.
-      leaves: the leaves that it depends on, as a bit set.
-      reads: the shared arrays of the state that it depends on, as a bit set.
-      combined: name of the first operation that combined elements; "" if each element depends on
-        the same elements of leaves, or is equal to all others.
-    """
-
-    number: int
-    leaves: int = 0
-    reads: int = 0
-    combined: str = ""
-
-
-class _Expressions:
-    """A numbering of expressions: equal expressions have equal numbers."""
-
-    def __init__(self) -> None:
-        self._numbers: dict[Any, int] = {}
-        self._kept: list[Any] = []  # objects whose identity is in a key
 
     def number(self, *key: Any) -> int:
         """Return the number of the expression with this key."""
@@ -155,8 +146,8 @@ class _Expressions:
         """Return the values of a program's outputs."""
         return interpret(program, inputs, self._equation, self._constant)
 
-    def program(self, program: Any) -> Any:
-        """Return a key of a program."""
+    def key(self, program: Any) -> Any:
+        """Return a key of a program: programs with equal keys compute the same results."""
         jaxpr = getattr(program, "jaxpr", program)
         numbers = (self.number("argument", i) for i, _ in enumerate(jaxpr.invars))
         outputs = self.run(program, [_Value(n, combined="argument") for n in numbers])
@@ -219,19 +210,16 @@ class _Expressions:
         loop, name, params = Loop.of(eqn), eqn.primitive.name, eqn.params
         numbers = [self.number("operand", i) for i, _ in enumerate(operands)]
         marked = [_Value(n, leaves=1 << i, combined="loop") for i, n in enumerate(numbers)]
-        outputs, ends = loop.once(self.run, marked)
-        depends = [x.leaves for x in outputs]
+
+        def join(x: _Value, *more: _Value) -> _Value:
+            return x._replace(leaves=reduce(or_, (y.leaves for y in more), x.leaves))
+
+        needed, _ = loop.settled(self.run, marked, join)
         unused = self.number("no operand")
         results = []
         for i, var in enumerate(eqn.outvars):
             is_carried = i < len(loop.carry)
-            needed, before = _union(depends[i], (x.leaves for x in ends)), -1
-            needed |= 1 << loop.carry[i] if is_carried else 0
-            while needed != before:
-                before = needed
-                for place, more in zip(loop.carry, depends, strict=False):
-                    needed |= more if before >> place & 1 else 0
-            used = [*_bits(needed)]
+            used = _bits(needed[i].leaves)
             rank = dict(zip(used, numbers, strict=False))
             renamed = [_Value(rank.get(p, unused), combined="loop") for p, _ in enumerate(operands)]
             after, until = loop.once(self.run, renamed)
@@ -248,7 +236,7 @@ class _Expressions:
     def _key(self, x: Any) -> Any:
         """Return a hashable key of an option of an equation."""
         if hasattr(getattr(x, "jaxpr", x), "eqns"):
-            return self.program(x)
+            return self.key(x)
         if isinstance(x, Mapping):
             return tuple((str(k), self._key(y)) for k, y in sorted(x.items()))
         if type(x) in (list, tuple):
@@ -298,13 +286,13 @@ class _OfParams:
     """The parameters that a transform is traced for, and the arrays that belong to their leaves.
 
     Attributes:
-      expressions: the numbers of expressions.
+      reader: the reader of the programs.
       structure: structure of the parameters, with one leaf for each.
       params: the parameters.
       like: whether a part of a state is a tree like the parameters; None: the default of `read`.
     """
 
-    expressions: _Expressions
+    reader: ProgramReader
     structure: Any
     params: PyTree
     like: Callable[[Any], bool] | None
@@ -336,18 +324,25 @@ class _OfParams:
 
     def reading(self, tx: optax.GradientTransformationExtraArgs, extra: Iterable[str]) -> Reading:
         """Return what `init`, and `update` with the states that it makes, prove together."""
+
+        def update(grads: PyTree, state: PyTree, params: PyTree, value: jax.Array) -> Any:
+            given = loss_arguments(grads, value)
+            return tx.update(grads, state, params, **{name: given[name] for name in extra})
+
+        trace = jax.make_jaxpr(update, return_shape=True)
         program, state = jax.make_jaxpr(tx.init, return_shape=True)(self.params)
-        values = self.expressions.run(program, self._inputs(0, params=self.params))
+        values = self.reader.run(program, self._inputs(0, params=self.params))
         results = [*zip(self._placed(state=state), values, strict=True)]
         facts = [*self._facts(results, [])]
         first = [x for at, x in results if at.leaf is None]
         shared: list[tuple[Any, ...]] = []
         for number in range(2):  # a state may begin empty, and get its structure by an update
             before = state
-            program, updates, state = _traced_update(tx, self.params, before, extra)
+            loss = jax.ShapeDtypeStruct((), jnp.float32)
+            program, (updates, state) = trace(self.params, before, self.params, loss)
             inputs = self._inputs(number, grads=self.params, state=before, params=self.params)
-            value = _Value(self.expressions.number("value"))
-            values = self.expressions.run(program, [*inputs, value])
+            value = _Value(self.reader.number("value"))
+            values = self.reader.run(program, [*inputs, value])
             results = [*zip(self._placed(updates=updates, state=state), values, strict=True)]
             later = [x for at, x in results if at.leaf is None]
             keeps = jax.tree.structure(state) == jax.tree.structure(before)
@@ -378,7 +373,7 @@ class _OfParams:
         """Return the values of the arguments of `init`, or of update `number`."""
         inputs = []
         for at in self._placed(**trees):
-            key = self.expressions.number("input", number, at.place)
+            key = self.reader.number("input", number, at.place)
             if at.leaf is None:
                 combined = "a shared array" if at.shape else ""
                 inputs.append(_Value(key, reads=1 << at.place, combined=combined))
@@ -399,7 +394,7 @@ class _OfParams:
           later: their values after it; None: only what holds before any update is returned.
         """
         numbers = [
-            self.expressions.number("shared", x.number, later and later[i].number)
+            self.reader.number("shared", x.number, later and later[i].number)
             for i, x in enumerate(first)
         ]
         known = [_Value(n, x.leaves) for n, x in zip(numbers, first, strict=True)]
@@ -424,7 +419,7 @@ class _OfParams:
                 through = any(y.leaves for y in read)
                 combined = x.combined or self._odd(at) or "a shared array" * through
                 key = "result", at.place, x.number, x.reads, *(y.number for y in read)
-                yield at.leaf, x._replace(number=self.expressions.number(*key), combined=combined)
+                yield at.leaf, x._replace(number=self.reader.number(*key), combined=combined)
 
     def _reading(
         self, facts: list[tuple[int, _Value]], shared: tuple[tuple[Any, ...], ...]
@@ -454,30 +449,12 @@ class _OfParams:
         return Reading(kind, why, combining is None, leaves, shared)
 
 
-def _traced_update(
-    tx: optax.GradientTransformationExtraArgs, params: PyTree, state: PyTree, extra: Iterable[str]
-) -> tuple[Any, PyTree, PyTree]:
-    """Return the program of `update`, whose last argument is the loss, and its types of results."""
-
-    def value_fn(params: PyTree, *_: Any, **__: Any) -> jax.Array:
-        return sum((jnp.sum(x) for x in jax.tree.leaves(params)), start=jnp.float32(0))
-
-    def update(grads: PyTree, state: PyTree, params: PyTree, value: jax.Array) -> Any:
-        given = {"value": value, "grad": grads, "value_fn": value_fn}
-        return tx.update(grads, state, params, **{name: given[name] for name in extra})
-
-    value = jax.ShapeDtypeStruct((), jnp.float32)
-    trace = jax.make_jaxpr(update, return_shape=True)
-    program, (updates, state) = trace(params, state, params, value)
-    return program, updates, state
-
-
 def _through(x: _Value, shared: Sequence[_Value]) -> _Value:
     """Return a value with what it depends on through shared arrays, too."""
     read = [shared[i] for i in _bits(x.reads)]
     return x._replace(
-        leaves=_union(x.leaves, (y.leaves for y in read)),
-        reads=_union(x.reads, (y.reads for y in read)),
+        leaves=reduce(or_, (y.leaves for y in read), x.leaves),
+        reads=reduce(or_, (y.reads for y in read), x.reads),
     )
 
 
@@ -485,15 +462,6 @@ def _types(variables: Iterable[Any]) -> tuple[Any, ...]:
     return tuple(str(v.aval) for v in variables)
 
 
-def _bits(bits: int) -> Iterator[int]:
-    """Yield the members of a bit set."""
-    while bits:
-        lowest = bits & -bits
-        yield lowest.bit_length() - 1
-        bits ^= lowest
-
-
-def _union(bits: int, more: Iterable[int]) -> int:
-    for x in more:
-        bits |= x
-    return bits
+def _bits(bits: int) -> list[int]:
+    """Return the members of a bit set."""
+    return [i for i in range(bits.bit_length()) if bits >> i & 1]

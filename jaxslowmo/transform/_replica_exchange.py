@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from .._support.checks import checked_int
 from .._support.types import AxisName, PyTree, axis_names
-from ..collectives import all_mean_in_slices, coded_mean, relative_weight, total_weight
+from ..collectives import all_mean, coded_mean, relative_weight, total_weight
 from ..collectives.codecs import Codec, Half
 from ..mesh import axis_size, is_bound, only_over, specs_key, specs_of_leaves, typed_specs
 from ..tree import Buffer, BufferPlan, TreePacking, plan_buffers
@@ -235,7 +235,7 @@ def replica_mean(
             mean, residual = coded_mean(flat, codec, axes, local, factor=factor)
             mean += residual
         else:
-            mean = all_mean_in_slices(flat, axes, local, factor=factor)
+            mean = all_mean(flat, axes, local, factor=factor)
         # If all replicas have run out of data the mean is 0 / 0: keep the values.
         return mean if anyone is None else jnp.where(anyone, mean, flat)
 

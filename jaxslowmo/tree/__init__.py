@@ -33,8 +33,6 @@ from ._leaves import zeros_like as zeros_like
 from ._packing import BufferGroup as BufferGroup
 from ._packing import Flats as Flats
 from ._packing import TreePacking as TreePacking
-from ._packing import from_blocks as from_blocks
-from ._packing import to_blocks as to_blocks
 from ._staged import Leaf as Leaf
 from ._staged import LeafPlace as LeafPlace
 from ._staged import Staged as Staged

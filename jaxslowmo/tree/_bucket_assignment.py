@@ -1,6 +1,7 @@
 """Assignment of leaves to buckets by size, dtype and label, as torch's reducer does."""
 
 import heapq
+import itertools
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -167,19 +168,16 @@ def check_explicit_buckets(leaves: Sequence[Any], buckets: Sequence[Sequence[int
 
 
 def _merge(closed: list[_Bucket], most: int) -> list[_Bucket]:
-    least = len({bucket.kind for bucket in closed})
-    if least > most:
+    places: dict[Any, list[int]] = {}
+    for i, bucket in enumerate(closed):
+        places.setdefault(bucket.kind, []).append(i)
+    if len(places) > most:
         raise ValueError(
-            f"`max_buckets` must be at least {least} here, one for each dtype and each sparse "
-            f"leaf, got {most}."
+            f"`max_buckets` must be at least {len(places)} here, one for each dtype and each "
+            f"sparse leaf, got {most}."
         )
     # The next one of each kind; a merged bucket has the position of the first.
-    after: dict[int, int] = {}
-    last: dict[Any, int] = {}
-    for i, bucket in enumerate(closed):
-        if bucket.kind in last:
-            after[last[bucket.kind]] = i
-        last[bucket.kind] = i
+    after = dict(pair for of_kind in places.values() for pair in itertools.pairwise(of_kind))
     left = dict(enumerate(closed))
 
     def pair(j: int) -> tuple[int, int]:

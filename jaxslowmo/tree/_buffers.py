@@ -51,48 +51,31 @@ class BufferPlan:
     buffers: tuple[Buffer, ...]
     shapes: tuple[tuple[int, ...], ...]  # shape of each leaf
 
+    # With `jax.jit` these are traced once per plan. A program can have several exchanges of one
+    # kind of tree, each in a branch inside other branches.
+
+    @functools.partial(jax.jit, static_argnums=0)
     def pack(self, leaves: Sequence[Any]) -> list[jax.Array]:
         """Return one 1-D array per buffer, in the buffer's dtype."""
-        return _packed(self, list(leaves))
 
-    def unpack(self, packed: Sequence[Any]) -> list[Any]:
+        def part(piece: BucketPiece, dtype: np.dtype) -> Any:
+            size = math.prod(self.shapes[piece.label])
+            flat = reshaped(leaves[piece.label], (size,))
+            whole = piece.stop - piece.start == size
+            return cast(flat if whole else flat[piece.start : piece.stop], dtype)
+
+        return [lax.concatenate([part(p, b.dtype) for p in b.pieces], 0) for b in self.buffers]
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def unpack(self, packed: Sequence[jax.Array]) -> list[jax.Array]:
         """Return the leaves that are in `packed`; padding at the ends is dropped."""
-        # NumPy arrays stay on the host.
-        traced = any(isinstance(flat, jax.Array) for flat in packed)
-        return (_unpacked_once if traced else _unpacked)(self, list(packed))
-
-
-# With `jax.jit` these are traced once per plan. A program can have several exchanges of one kind of
-# tree, each in a branch inside other branches.
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _packed(plan: BufferPlan, leaves: list[Any]) -> list[jax.Array]:
-    def part(piece: BucketPiece, dtype: np.dtype) -> Any:
-        size = math.prod(plan.shapes[piece.label])
-        flat = reshaped(leaves[piece.label], (size,))
-        whole = piece.stop - piece.start == size
-        return cast(flat if whole else flat[piece.start : piece.stop], dtype)
-
-    return [lax.concatenate([part(piece, b.dtype) for piece in b.pieces], 0) for b in plan.buffers]
-
-
-def _unpacked(plan: BufferPlan, packed: list[Any]) -> list[jax.Array]:
-    parts: list[list[tuple[int, Any]]] = [[] for _ in plan.shapes]
-    for buffer, flat in zip(plan.buffers, packed, strict=True):
-        sizes = [piece.stop - piece.start for piece in buffer.pieces]
-        for piece, part in zip(buffer.pieces, split(flat, sizes), strict=True):
-            parts[piece.label].append((piece.start, part))
-    return [reshaped(_joined(leaf), s) for leaf, s in zip(parts, plan.shapes, strict=True)]
-
-
-_unpacked_once = jax.jit(_unpacked, static_argnums=0)
-
-
-def _joined(parts: list[tuple[int, Any]]) -> Any:
-    ordered = [part for _, part in sorted(parts, key=lambda item: item[0])]
-    numpy = jnp if isinstance(ordered[0], jax.Array) else np
-    return ordered[0] if len(ordered) == 1 else numpy.concatenate(ordered)
+        parts: list[list[jax.Array]] = [[] for _ in self.shapes]
+        for buffer, flat in zip(self.buffers, packed, strict=True):
+            sizes = [piece.stop - piece.start for piece in buffer.pieces]
+            for piece, part in zip(buffer.pieces, _split(flat, sizes), strict=True):
+                parts[piece.label].append(part)  # those of a leaf come in their order
+        leaves = zip(parts, self.shapes, strict=True)
+        return [reshaped(lax.concatenate(leaf, 0), shape) for leaf, shape in leaves]
 
 
 def plan_buffers(
@@ -197,11 +180,8 @@ def note_buffers(exchange: str, plan: BufferPlan, names: Sequence[str]) -> None:
 _FEW = 32  # up to so many parts, one kernel for each does not take long to compile
 
 
-def split(flat: Any, sizes: Sequence[int]) -> list[Any]:
+def _split(flat: jax.Array, sizes: Sequence[int]) -> list[jax.Array]:
     """Split `flat` into consecutive parts of these sizes; the rest at the end is dropped."""
-    if not isinstance(flat, jax.Array):
-        ends = itertools.accumulate(sizes)
-        return [flat[end - size : end] for size, end in zip(sizes, ends, strict=True)]
     if len(sizes) > _FEW and _compiles_each_offset(flat):
         return _split_at_unknown(flat, tuple(sizes))
     return _split_at_constants(flat, sizes)

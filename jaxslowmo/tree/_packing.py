@@ -308,11 +308,15 @@ class TreePacking:
         trees = []
         for group, arrays in zip(self.groups, self.by_group(parts), strict=True):
             count, sizes = group.num_blocks, group.axis_sizes
-            # The buffer of a device is the concatenation over all replicas.
-            buffers = [x.reshape(len(x), count, -1).swapaxes(0, 1) for x in arrays]
-            devices = [group.plan.unpack([x[i].reshape(-1) for x in buffers]) for i in range(count)]
-            blocks = (np.stack(x).reshape(*sizes.values(), -1) for x in zip(*devices, strict=True))
-            leaves = zip(blocks, group.shapes, group.specs, strict=True)
+            blocks: list[list[np.ndarray]] = [[] for _ in group.indices]
+            for buffer, x in zip(group.plan.buffers, arrays, strict=True):
+                # The buffer of a device is the concatenation over all replicas.
+                flats = x.reshape(len(x), count, -1).swapaxes(0, 1).reshape(count, -1)
+                for label, first, last in buffer.pieces:
+                    part, flats = np.split(flats, [last - first], 1)
+                    blocks[label].append(part)
+            whole = [np.concatenate(x, 1).reshape(*sizes.values(), -1) for x in blocks]
+            leaves = zip(whole, group.shapes, group.specs, strict=True)
             trees.append([from_blocks(*leaf, sizes) for leaf in leaves])
         return self.tree(trees)
 
@@ -327,12 +331,12 @@ class TreePacking:
         for group, of_group in zip(self.groups, self.by_group(types), strict=True):
             count = group.num_blocks
             for buffer, like in zip(group.plan.buffers, of_group, strict=True):
-                flats, end = np.zeros((count, like.size // count), like.dtype), 0
+                flats = rest = np.zeros((count, like.size // count), like.dtype)
                 for label, first, last in buffer.pieces:
                     leaf, spec = leaves[group.indices[label]], group.specs[label]
+                    part, rest = np.split(rest, [last - first], 1)  # views
                     blocks = to_blocks(leaf, spec, group.axis_sizes)
-                    start, end = end, end + last - first
-                    flats[:, start:end] = blocks.reshape(count, -1)[:, first:last]
+                    part[:] = blocks.reshape(count, -1)[:, first:last]
                 by_replica = flats.reshape(count, like.shape[0], -1).swapaxes(0, 1)
                 parts.append(by_replica.reshape(like.shape))
         return tuple(parts)

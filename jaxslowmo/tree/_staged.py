@@ -65,9 +65,8 @@ class LeafPlace(NamedTuple):
 
     def read(self, buffer: Any) -> Any:
         """Return the leaf (*lead, *shape) from its stage's buffer, (*lead, *sizes, elements)."""
-        return from_blocks(
-            self.part(buffer), self.leaf.shape, self.leaf.spec, dict(self.leaf.sizes)
-        )
+        leaf = self.leaf
+        return from_blocks(self.part(buffer), leaf.shape, leaf.spec, dict(leaf.sizes))
 
     def written(self, buffer: jax.Array, part: jax.Array) -> jax.Array:
         """Return the stage's buffer with these elements in place of `part(buffer)`."""
@@ -99,11 +98,8 @@ class Staged:
     def tree_flatten_with_keys(self) -> tuple[tuple[tuple[Any, Any], ...], Hashable]:
         """Return the buffers in the order of their names, and their names and layout."""
         names = tuple(sorted(self.buffers))
-        keys = map(jax.tree_util.DictKey, names)
-        return tuple(zip(keys, map(self.buffers.__getitem__, names), strict=True)), (
-            names,
-            self.packing,
-        )
+        held = tuple((jax.tree_util.DictKey(name), self.buffers[name]) for name in names)
+        return held, (names, self.packing)
 
     @classmethod
     def tree_unflatten(cls, aux: Any, children: Any) -> "Staged":

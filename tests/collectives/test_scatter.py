@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 import jaxslowmo as js
 from jaxslowmo.collectives import (
     all_gather_shards,
-    all_mean_in_slices,
+    all_mean,
     local_shard,
     mean_to_shards,
     shard_layout,
@@ -28,9 +28,9 @@ sizes = st.integers(0, 5_000) | st.integers(0, 3_000_000) | st.integers(0, 2_000
 @given(sizes, st.integers(1, 64), st.sampled_from([1, 2, 3, 4, 8]))
 def test_padding_is_bounded(num_elements, num_shards, num_parts):
     layout = shard_layout(num_elements, num_shards, num_parts=num_parts)
-    assert layout.size * num_shards >= num_elements
+    assert math.prod(layout) * num_shards >= num_elements
     assert layout.rows % num_parts == 0
-    part = layout.size // num_parts
+    part = math.prod(layout) // num_parts
     even = num_elements / (num_shards * num_parts)
     if layout.lanes == 1:
         assert math.ceil(even) <= 2 * TILE
@@ -79,7 +79,7 @@ def test_mean_by_way_of_shards_is_the_mean(place, axes, replica_axes, local, siz
     def fn(x, equal):
         shard = mean_to_shards(x, layout, replica_axes, local)
         gathered = all_gather_shards(shard, size, replica_axes, local)
-        direct = all_mean_in_slices(x, replica_axes, local)
+        direct = all_mean(x, replica_axes, local)
         own = local_shard(direct, layout, replica_axes)
         kept = local_shard(equal, layout, replica_axes)
         kept = all_gather_shards(kept, size, replica_axes, local)

@@ -23,7 +23,9 @@ def found(tx, kind):
     state = jax.tree.map(lambda x: jnp.broadcast_to(x, (2, *jnp.shape(x))), tx.init(WHOLE))
     tx = optax.with_extra_args_support(tx)
     params = jax.tree.map(lambda x: np.stack([x, x]), WHOLE)
-    facts = read_update(tx, params, state, mesh=MESHES[kind], axis_name="replica")
+    none = jax.tree.map(lambda _: frozenset(), params)
+    how = {"mesh": MESHES[kind], "axis_name": "replica", "differing": none}
+    facts = read_update(tx, params, state, **how)
     return set() if facts is None else facts.unnamed
 
 

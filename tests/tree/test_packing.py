@@ -10,7 +10,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxslowmo as js
-from jaxslowmo.tree import TreePacking, from_blocks, plan_buffers, to_blocks
+from jaxslowmo.tree import TreePacking, plan_buffers
+from jaxslowmo.tree._packing import from_blocks, to_blocks
 
 SIZES = {"a": 2, "b": 4}
 

@@ -14,7 +14,6 @@ from ..._support.types import AxisName, PyTree
 from ...collectives import (
     ShardLayout,
     all_gather_shards,
-    gather_shards_in_codec,
     local_shard,
     mean_to_shards,
     mean_to_shards_in_codec,
@@ -253,12 +252,12 @@ class ShardedAnchor(Anchor):
 
         What a codec does not send of the way stays between the two, and is part of the next way.
 
-        Communication: that of `gather_shards_in_codec`, for each buffer.
+        Communication: that of `all_gather_shards` in a codec, for each buffer.
         """
         axes, local, codec = self._coded
 
         def whole(buffer: Buffer, shard: jax.Array) -> jax.Array:
-            return gather_shards_in_codec(shard, buffer.num_elements, axes, codec, local)
+            return all_gather_shards(shard, buffer.num_elements, axes, local, codec)
 
         way = jax.tree.map(subtracted, anchor, self.store(view))
         return jax.tree.map(added, view, self.packing(view).unpack(way, whole))
