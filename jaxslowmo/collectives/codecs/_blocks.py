@@ -51,9 +51,9 @@ class Blocks(Codec):
         a value that is not finite.
         """
         rows, size = x.shape
-        blocks = self.num_blocks(size)
-        padded = jnp.pad(x, ((0, 0), (0, blocks * self.block - size)))
-        scales = scale_of(padded.reshape(rows, blocks, self.block), self.scale)
+        blocks, width = self.num_blocks(size), self._width(size)
+        padded = jnp.pad(x, ((0, 0), (0, blocks * width - size)))
+        scales = scale_of(padded.reshape(rows, blocks, width), self.scale)
         ratio = ratio_of(x, self._spread(scales, size))
         noise = None if key is None else jax.random.uniform(key, (rows, size), jnp.float32)
         codes = self.codes(jnp.clip(ratio * self.largest, -self.largest, self.largest), noise)
@@ -98,7 +98,11 @@ class Blocks(Codec):
         return self.num_blocks(even) * self.block
 
     def _spread(self, scales: jax.Array, size: int) -> jax.Array:
-        return scales.repeat(self.block, axis=1)[:, :size]
+        return scales.repeat(self._width(size), axis=1)[:, :size]
+
+    def _width(self, size: int) -> int:
+        """Return the elements of a block; a block that is larger than the row needs no padding."""
+        return max(1, min(self.block, size))
 
 
 def scale_of(blocks: jax.Array, dtype: Any) -> jax.Array:

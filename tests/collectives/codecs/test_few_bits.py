@@ -36,6 +36,13 @@ def test_against_numpy(name):
             np.testing.assert_allclose(values, [decoded(name, row) for row in x], rtol=2e-6, atol=0)
 
 
+@pytest.mark.parametrize("name", ["int8", "int4", "fp8"])
+def test_a_block_that_is_larger_than_a_row_is_the_row(name):
+    make, x = getattr(js.codecs, name), rows(1001)
+    sent, of_row = (jax.jit(make(block=n).encode)(x) for n in (10**12, 1001))
+    np.testing.assert_array_equal(sent, of_row)
+
+
 @pytest.mark.parametrize("name", CODECS)
 def test_bytes(name):
     """Of a long row, beside 4 of each float32; padding is less than 1 KiB."""
