@@ -1,6 +1,7 @@
 """Meshes of replicas, mapped axes, and stacked trees: how they are built, compared and averaged."""
 
 from .._support.types import axis_names as axis_names
+from .._support.varying import varying_axes as varying_axes
 from ._axes import axis_size as axis_size
 from ._axes import between_cpu_processes as between_cpu_processes
 from ._axes import from_first as from_first
