@@ -260,13 +260,13 @@ class LocalSGD(Sync):
         return [*means, *[True] * len(mark)]
 
     def division(self, params: PyTree) -> Mapping[str, Any]:
-        """See `Sync.division`: it is the fields of `Sent` that the state has."""
+        """See `Sync.division`: the fields of `Sent` that the state has; {} without a codec."""
         del params
-        return {"sent": self.sent_names}
+        return {"sent": self.sent_names} if self.sent_names else {}
 
     def like_on(self, state: LocalSGDState, params: PyTree, at: StatePlacement) -> LocalSGDState:
         """See `Sync.like_on`."""
-        names = (at.division or {}).get("sent", self.sent_names)
+        names = self.sent_names if at.division is None else at.division.get("sent")
         return state._replace(sent=sent_with(names, lambda _: wide_types_on(params, at)))
 
     def carry(

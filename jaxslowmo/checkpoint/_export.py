@@ -14,7 +14,7 @@ from jax.experimental import multihost_utils
 
 from .._support.files import EXPORT_ARRAYS, EXPORT_RECORD
 from .._support.types import AxisName, PyTree
-from ..embedding import Embeddings
+from ..embedding import Embeddings, WithTables
 from ..mesh import AnyMesh, Shares, consensus
 from ..tree import leaf_names, type_text
 from ._folder import (
@@ -78,6 +78,14 @@ def export_consensus(
       with weights one of 4 bytes; leaves that are sharded over processes are gathered to all, one
       after the other; some messages through the coordinator.
     """
+    if embeddings is not None and not (
+        isinstance(embeddings, Embeddings) and isinstance(params, WithTables)
+    ):
+        raise ValueError(
+            "export_consensus: `embeddings` must be `step.embeddings` of a step with tables, with "
+            f"`state.params` of that step, got {type(embeddings).__name__} with parameters of "
+            f"{type(params).__name__}."
+        )
     path, notes = resolved(folder), Notes(patience)
     record = {_MARK: _FORMAT, "extra": checked_json("export_consensus", extra)}
     mean = consensus(params, mesh=mesh, axis_name=axis_name, shares=shares)

@@ -134,6 +134,18 @@ ROWS = {
     "an export of two leaves of one name": Refusal(
         lambda: exported("twice", {"a/b": ONE, "a": {"b": ONE}}), "`params`", "a/b"
     ),
+    "an export of tables that are none": Refusal(
+        lambda: export_consensus(
+            "x",
+            {"w": ONE},
+            mesh=js.virtual_mesh({"replica": 1}),
+            embeddings=js.embeddings(
+                {"a": js.Table(2, 1)}, axis_name=None, optimizer=js.rowwise_sgd(0.1)
+            ),
+        ),
+        "`embeddings`",
+        "dict",
+    ),
     "an export of the name of safetensors": Refusal(
         lambda: exported("reserved", {"__metadata__": ONE}), "`params`", "__metadata__"
     ),

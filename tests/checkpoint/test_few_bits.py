@@ -166,3 +166,11 @@ def test_averages_measure_from_where_they_were_or_from_the_mean(
             for name, x in after.items():
                 np.testing.assert_allclose(x[1:], x[:-1], rtol=1e-5, atol=1e-6)
                 assert 0 < np.abs(x[0] - mean[name]).max() < 1
+
+
+def test_a_run_without_codecs_records_no_more_than_before():
+    """Else checkpoints of earlier releases would be read whole by every process."""
+    plain = js.local_sgd("replica")
+    assert not plain.division(PARAMS)
+    slow = js.slowmo("replica", base=plain, sync_every=6)
+    assert slow.division(PARAMS) == {"fragments": None, "in_flight": False}

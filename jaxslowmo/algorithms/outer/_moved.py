@@ -127,7 +127,8 @@ class Divided(Sync):
         """See `Sync.division`."""
         names = self.on(params).sent_names
         own = division_of(self.divided(params), has_flight=self.delay > 0, sent=names)
-        return own | {"base": self.base.division(params)}
+        base = self.base.division(params)
+        return own | ({"base": base} if base else {})
 
     def fragments_on(self, params: PyTree, at: StatePlacement) -> tuple[Fragment, ...]:
         """Return the fragments of a state on placement `at`; its own ones for a new run."""
@@ -224,7 +225,7 @@ class Divided(Sync):
 
 
 def _of_base(at: StatePlacement) -> StatePlacement:
-    return replace(at, division=(at.division or {}).get("base"))
+    return replace(at, division=None if at.division is None else at.division.get("base", {}))
 
 
 def _alike(part: OuterState) -> list[PyTree]:
