@@ -8,6 +8,7 @@ import resource
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from support.quick import QUICK_CODE, QUICK_COMPILER
 
@@ -22,6 +23,8 @@ PLATFORM = os.environ.get("JAXSLOWMO_TEST_PLATFORM", "cpu")
 
 # In the environment, not only in jax's configuration: commands that tests start inherit it.
 os.environ["JAX_PLATFORMS"] = "cpu" if PLATFORM == "cpu" else f"{PLATFORM},cpu"
+# Users may ask for jax's strictest arithmetic, so ours must be. Also in commands that tests start.
+os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"
 # libtpu compiles for TPU topologies here; without this it first asks a metadata server for a TPU.
 os.environ["TPU_SKIP_MDS_QUERY"] = "1"
 # It locks the machine for one process, to guard a TPU; several workers may compile at a time.
@@ -45,6 +48,7 @@ import hypothesis  # noqa: E402
 import jax  # noqa: E402
 import jax.monitoring  # noqa: E402
 import numpy as np  # noqa: E402
+import optax  # noqa: E402
 import pytest  # noqa: E402
 
 # Tracing allocates much and frees it by counting; looking for cycles took a tenth of the time.
@@ -52,8 +56,21 @@ gc.set_threshold(100_000, 20, 20)
 
 jax.config.update("jax_platforms", os.environ["JAX_PLATFORMS"])
 jax.config.update("jax_num_cpu_devices", NUM_DEVICES)
+# Not in the environment: commands start with optax's Adam, see `bias_correction` below.
+jax.config.update("jax_numpy_dtype_promotion", "strict")
 # A cache on disk would hide what a change does to compilation.
 jax.config.update("jax_enable_compilation_cache", False)
+
+_bias_correction = optax.tree.bias_correction
+
+
+def bias_correction(*args: Any) -> Any:
+    """Do what optax 0.2.8 does for Adam: raise a float to an int32, against strict promotion."""
+    with jax.numpy_dtype_promotion("standard"):
+        return _bias_correction(*args)
+
+
+optax.tree.bias_correction = bias_correction
 
 # One example compiles a program or two: few examples, no deadline, and the same ones every time.
 # `HYPOTHESIS_PROFILE=explore make test` looks further.
@@ -207,7 +224,7 @@ def compilations() -> Compilations:
 
 
 @pytest.fixture
-def strict_promotion() -> Iterator[None]:
-    """Refuse implicit dtype promotion; not for all tests, since optax and flax rely on it."""
-    with jax.numpy_dtype_promotion("strict"):
+def standard_promotion() -> Iterator[None]:
+    """Allow promotion of ranks and dtypes, for users' programs and libraries that rely on it."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         yield

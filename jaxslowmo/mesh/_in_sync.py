@@ -64,7 +64,7 @@ def fingerprint(x: Any, numpy: Any = jnp, first: int = 0) -> Any:
     for axis, size in enumerate(words.shape):
         stride = math.prod(words.shape[axis + 1 :]) % 2**32
         along = numpy.arange(size, dtype=uint) * uint(stride)
-        place = place + along.reshape(-1, *[1] * (words.ndim - axis - 1))
+        place = place + along.reshape([size if i == axis else 1 for i in range(words.ndim)])
     sums = [numpy.sum(_hash(words ^ _hash(place + uint(seed), uint), uint)) for seed in _SEEDS]
     return numpy.stack(sums).astype(uint)
 

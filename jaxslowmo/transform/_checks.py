@@ -256,7 +256,8 @@ class Checked:
             notice.at_update()
         share = check_weight(sync.owner, weight)
         self._check_state(state, params)
-        self._check_phase(phase)  # some events are known once the parameters are
+        sync = sync.on(params)  # some events are known once the parameters are
+        self._check_phase(sync, phase)
         updates = unless_idle(updates, share)
         for layer in sync.layers():
             check_varying(layer.owner, params, updates, layer.groups[-1].axis_name)
@@ -278,16 +279,17 @@ class Checked:
                     )
             warned |= {*layer.axes}
 
-    def _check_phase(self, phase: object) -> None:
+    @staticmethod
+    def _check_phase(sync: Sync, phase: object) -> None:
         """Raise `ValueError` for a phase that this algorithm does not have."""
         if phase is None:
             return
-        events = self._sync.events()
+        events = sync.events()
         names = phase if isinstance(phase, tuple) else ()
         found = [sum(map(event.is_called, names)) for event in events]
         if not isinstance(phase, tuple) or max(found, default=0) > 1 or sum(found) < len(names):
             raise ValueError(
-                f"{self._sync.owner}: `phase` must come from `transform.phase(t)`, a tuple of "
+                f"{sync.owner}: `phase` must come from `transform.phase(t)`, a tuple of "
                 f"names of events out of {[event.named(0) for event in events]}, got {phase!r}."
             )
 

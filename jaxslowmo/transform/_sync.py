@@ -4,7 +4,7 @@ import functools
 import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 import jax
 
@@ -335,6 +335,11 @@ class Sync:
     def sized(self, axis_sizes: Mapping[str, int]) -> "Sync":
         """Return it for axes with these sizes by name, if it depends on them."""
         del axis_sizes
+        return self
+
+    def on(self, params: PyTree) -> Self:
+        """Return it for these parameters, of which only the types matter, if it depends on them."""
+        del params
         return self
 
     def with_specs(self, param_specs: PyTree, *, of_state: bool = False) -> "Sync":

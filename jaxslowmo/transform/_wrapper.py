@@ -93,6 +93,10 @@ class Wrapper(Sync):
     def sized(self, axis_sizes: Mapping[str, int]) -> Self:
         return self.around(self.base.sized(axis_sizes))
 
+    def on(self, params: PyTree) -> Self:
+        base = self.base.on(params)
+        return self if base is self.base else self.around(base)
+
     def with_specs(self, param_specs: PyTree, *, of_state: bool = False) -> Self:
         return self.around(self.base.with_specs(param_specs, of_state=of_state))
 

@@ -82,7 +82,7 @@ def test_an_update_is_the_body_of_a_loop(name, given, mesh_of):
 
 # Adam of optax itself relies on implicit promotion; so does ravel_pytree, of updates.
 @pytest.mark.parametrize("name", [n for n in TRANSFORMS if "adam" not in n and n not in ELASTIC])
-def test_types_are_explicit_under_x64(name, strict_promotion):
+def test_types_are_explicit_under_x64(name):
     """This holds for updates with weights and other arrays, too; only wide leaves stay wide."""
     tx = TRANSFORMS[name]()
 

@@ -40,7 +40,7 @@ def emitted(text: str) -> list[list[tuple[int, int]]]:
 
 
 @pytest.mark.parametrize("execution", EXECUTIONS)
-def test_receives_what_the_source_sends_or_zeros(execution, strict_promotion):
+def test_receives_what_the_source_sends_or_zeros(execution):
     """Of nodes that do not send not even NaN arrives; devices send the existing pairs alone."""
     x = np.arange(1.0, 1 + 3 * NODES, dtype=np.float32).reshape(NODES, 3)
     only_3 = np.where(np.arange(NODES)[:, None] == 3, x, np.float32(np.nan))

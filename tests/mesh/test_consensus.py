@@ -121,7 +121,7 @@ def test_shares_may_be_of_scalars_and_of_other_parameters(mesh_of):
     assert js.local_sgd("replica").shares(None) == [(1.0, None)]
 
 
-def test_large_weights_and_small_leaves_keep_their_digits(strict_promotion):
+def test_large_weights_and_small_leaves_keep_their_digits():
     """The total weight, 257, is not representable in bfloat16."""
     params = {"h": np.array([[1], [2]], jnp.bfloat16), "w": np.array([[1], [2]], np.float32)}
     shares = [(np.array([256, 1], np.float32), None)]

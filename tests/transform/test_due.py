@@ -69,7 +69,7 @@ def test_arrays_agree_with_ints_whatever_their_size(t, schedule, data):
 
 
 @pytest.mark.parametrize("k", [2**31, 2**32])
-def test_a_period_beyond_the_counter_is_never_due(k, strict_promotion):
+def test_a_period_beyond_the_counter_is_never_due(k):
     """As who wants no exchange at all may write it; the counter stays at its largest value."""
     tx, params = js.local_sgd("replica", sync_every=k), jnp.arange(2.0)
 

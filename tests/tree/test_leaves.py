@@ -119,7 +119,7 @@ def test_explicit_promotion_equals_optax(seed):
         assert np.array_equal(ours[key], theirs[key])
 
 
-def test_nothing_is_narrowed(strict_promotion):
+def test_nothing_is_narrowed():
     with jax.enable_x64(True):
         params = {"d": jnp.ones(2, jnp.float64), "b": jnp.ones(2, jnp.bfloat16)}
         updates = {"d": jnp.full(2, 2**-40, jnp.float64), "b": jnp.full(2, 2**-12, jnp.bfloat16)}

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Self
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -35,14 +35,12 @@ class Divided(Sync):
     Attributes:
       base: the algorithm between slow steps.
       delay: number of updates between taking what is sent and applying its mean.
+      counts: the numbers of fragments of the models for which a state was made.
     """
 
     base: Sync
     delay: int
-
-    def on(self, params: PyTree) -> Self:
-        """Return the algorithm for these parameters, of which only the types matter."""
-        raise NotImplementedError
+    counts: set[int]
 
     def divided(self, params: PyTree) -> tuple[Fragment, ...]:
         """Return the fragments of these parameters."""
@@ -125,6 +123,7 @@ class Divided(Sync):
 
     def division(self, params: PyTree) -> dict[str, Any]:
         """See `Sync.division`."""
+        self.counts.clear()  # a step asks, when it goes on with a state of another model
         names = self.on(params).sent_names
         own = division_of(self.divided(params), has_flight=self.delay > 0, sent=names)
         base = self.base.division(params)

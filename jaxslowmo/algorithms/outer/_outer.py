@@ -98,7 +98,8 @@ class Outer(Divided):
       specs: layout of the parameters that was given later than the exchange's; shards do not follow
         it, since how they are cut is part of the state.
       is_sharded: whether state is sharded; None: `placement` decides it by the parameters.
-      known: the number of fragments that a function makes, once a state was made.
+      number: the number of fragments of the parameters that it is for, from `on`.
+      counts: the numbers of fragments of the models for which a state was made.
     """
 
     owner: str
@@ -115,7 +116,8 @@ class Outer(Divided):
     inner_state: InnerState = "keep"
     specs: PyTree | None = None
     is_sharded: bool | None = None
-    known: dict[str, int] = field(default_factory=dict, repr=False)
+    number: int | None = None
+    counts: set[int] = field(default_factory=set, repr=False)
     state = OuterState
     packs = True
 
@@ -204,11 +206,13 @@ class Outer(Divided):
             return self
         is_sharded = self.placement.is_sharded(params)
         over = self.over if is_sharded else self.over.with_specs(self.specs)
-        return replace(self, over=over, is_sharded=is_sharded)
+        base, number = self.base.on(params), len(self.divided(params))
+        return replace(self, base=base, over=over, is_sharded=is_sharded, number=number)
 
     def sized(self, axis_sizes: Mapping[str, int]) -> "Outer":
-        """See `Sync.sized`."""
-        return replace(self, base=self.base.sized(axis_sizes))
+        """See `Sync.sized`; a step has one of its own, which knows the models of that step."""
+        base, placement = self.base.sized(axis_sizes), replace(self.placement, models={})
+        return replace(self, base=base, placement=placement, counts=set())
 
     def with_specs(self, param_specs: PyTree, *, of_state: bool = False) -> "Outer":
         """See `Sync.with_specs`."""
@@ -230,20 +234,28 @@ class Outer(Divided):
             return (ALL_LEAVES,)
         fragments = divided(self.owner, self.fragments, params)
         check_turns(self.owner, self.schedule, len(fragments), self.delay)
-        self.known["fragments"] = len(fragments)
+        self.counts.add(len(fragments))
         return fragments
 
     def turns(self) -> tuple[Turn, ...]:
         """Return the turn of each fragment.
 
         Raises:
-          ValueError: the number of fragments is that of a function, and no state was made yet.
+          ValueError: the number of fragments is that of a function, and no state was made yet, or
+            states of models that it divides into different numbers.
         """
-        count = self.known.get("fragments") if callable(self.fragments) else self.fragments
-        if count is None:
+        if self.number is not None:
+            count = self.number
+        elif not callable(self.fragments):
+            count = self.fragments
+        elif len(self.counts) == 1:
+            (count,) = self.counts
+        else:
+            so_far = f"states with {sorted(self.counts)} fragments" if self.counts else "none"
             raise ValueError(
-                f"{self.owner}: `fragments` is a function, so their number is known once a state "
-                "was made: call `init` before phases are asked for."
+                f"{self.owner}: `fragments` is a function, so phases are known once `init` has "
+                f"made a state, of one model, got {so_far}. For several models make a transform "
+                "for each, or a step by js.make_train_step, whose phases are those of its state."
             )
         return turns_of(self.schedule, count, self.delay)
 
@@ -379,7 +391,7 @@ class Outer(Divided):
 
     def counted(self, state: OuterState, now: Now) -> OuterState:
         """Return the state with counters of this update, after its rate was observed."""
-        count = len(self.divided(now.params))  # known from here on, for the events of this update
+        count = len(self.divided(now.params))
         state = super().counted(state, now)
         rate = self.rate_of(now)
         if self.rate is not None and self.rate.observe is not None and rate is not None:

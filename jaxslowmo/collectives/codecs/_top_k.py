@@ -65,7 +65,7 @@ class TopK(Codec):
         rows = sent.shape[0]
         places, *rest = [part.reshape(rows, chunks, -1) for part in parts]
         values: Any = self._decoded(rest, count)
-        first = np.arange(chunks, dtype=np.int32)[:, None] * np.int32(chunk)
+        first = np.arange(chunks, dtype=np.int32)[None, :, None] * np.int32(chunk)
         flat: Any = (places.astype(jnp.int32) + first).reshape(rows, -1)
         if isinstance(values, np.ndarray):
             dense: Any = np.zeros((rows, chunks * chunk), values.dtype)
@@ -131,7 +131,7 @@ class TopK(Codec):
 
 
 _INT8 = 127.0
-_SHIFTS = np.arange(0, 8, 2, dtype=np.uint8)[:, None]
+_SHIFTS = np.arange(0, 8, 2, dtype=np.uint8).reshape(1, 1, 4, 1)
 
 
 def _mean_where(chosen: jax.Array, sizes: jax.Array) -> jax.Array:

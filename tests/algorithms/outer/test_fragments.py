@@ -53,8 +53,9 @@ def test_a_function_names_the_fragment_of_each_leaf():
     )
     tx.init({"head": jnp.ones(3), "stem": jnp.ones(2)})
     assert [tx.phase(t) for t in (1, 2, 4)] == [(), ("slow 0",), ("slow 1",)]
-    tx.init({"stem": jnp.ones(2)})  # a single one has no number
-    assert [tx.phase(t) for t in (2, 4)] == [(), ("slow",)]
+    tx.init({"stem": jnp.ones(2)})
+    with pytest.raises(ValueError, match=r"`fragments` .* `init` .* \[1, 2\] fragments"):
+        tx.phase(2)  # of which of the two models?
 
 
 def test_a_function_counts_the_fragments_of_the_parameters_that_are_updated():

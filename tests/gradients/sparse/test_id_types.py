@@ -48,7 +48,7 @@ def dtype(request):
         yield request.param
 
 
-def test_lookups(dtype, strict_promotion):
+def test_lookups(dtype):
     """Each row is found, and has its gradient; nothing else is, or has."""
     tables = {n: np.arange(1, 2 * n + 1, dtype=np.float32).reshape(n, 2) for n in SIZES[dtype]}
     ids = {n: ids_of(dtype, n) for n in tables}
@@ -75,7 +75,7 @@ def test_lookups(dtype, strict_promotion):
         assert grads[n].rows.tolist() == (distinct + [n] * len(rows))[: len(grads[n].rows)]
 
 
-def test_gradients_made_by_hand(dtype, strict_promotion):
+def test_gradients_made_by_hand(dtype):
     """As a table, each row once, added to another, reduced, and as a step of SGD."""
     rows = {n: ids_of(dtype, n) for n in SIZES[dtype]}
     values = {n: np.arange(1.0, 1 + len(r), dtype=np.float32) for n, r in rows.items()}

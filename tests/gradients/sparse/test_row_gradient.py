@@ -10,7 +10,7 @@ import jaxslowmo as js
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
-def test_dtypes_are_kept_under_x64(dtype, strict_promotion):
+def test_dtypes_are_kept_under_x64(dtype):
     """Without implicit promotion; float64 with all of its precision."""
 
     @jax.jit

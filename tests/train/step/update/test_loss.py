@@ -4,7 +4,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import pytest
 
 import jaxslowmo as js
 
@@ -68,7 +67,6 @@ def test_as_the_mean_in_float64():
     np.testing.assert_allclose(metrics["first"], wanted[:, 0], rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.usefixtures("strict_promotion")
 def test_float64_is_summed_in_float64():
     with jax.enable_x64(True):
         batch = 1 + np.arange(16.0) * 2.0**-40
