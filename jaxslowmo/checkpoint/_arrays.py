@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..mesh import fingerprint
+from ..mesh import array_from_host, fingerprint
 from ._folder import UnreadableError, epath, ocp
 
 _types = ocp.type_handlers
@@ -106,7 +106,7 @@ def placed(x: Any, like: jax.ShapeDtypeStruct) -> Any:
     """Return an array of the host with the sharding of `like`; itself if that has none."""
     if like.sharding is None:
         return x
-    return jax.make_array_from_callback(like.shape, like.sharding, lambda index: x[index])
+    return array_from_host(like.shape, like.sharding, lambda index: x[index])
 
 
 @jax.jit
@@ -119,7 +119,7 @@ def prints_of(arrays: Sequence[Any]) -> list[list[int]]:
 
     Communication: one all-reduce of 8 bytes per array over all devices that it is split over.
     """
-    return np.asarray(_prints(list(arrays)).addressable_data(0)).tolist()
+    return jax.device_get(_prints(list(arrays)).addressable_data(0)).tolist()
 
 
 _CHUNK = 1 << 20  # elements that are hashed at once, which bounds the additional memory

@@ -17,6 +17,7 @@ from ..gradients.sparse import RowGradient, Rows, coalesce, no_rows
 from ..mesh import (
     AnyMesh,
     VirtualMesh,
+    array_from_host,
     axis_names,
     axis_size,
     map_by_role,
@@ -147,7 +148,7 @@ class Lookup:
             def of_device(index: Any) -> np.ndarray:  # each device receives only its part
                 return whole[index[1:]][None].astype(stores[name].dtype)
 
-            return jax.make_array_from_callback((count, *whole.shape), shardings[name], of_device)
+            return array_from_host((count, *whole.shape), shardings[name], of_device)
 
         tables = {name: placed(name, np.asarray(x)) for name, x in stored.items()}
         return WithTables(put(dense), tables)

@@ -21,7 +21,7 @@ from ..algorithms import SGPState, shares_of_gossip
 from ..algorithms.outer import OuterState
 from ..collectives.codecs import Codec
 from ..embedding import WithTables
-from ..mesh import consensus, virtual_mesh
+from ..mesh import array_from_host, consensus, virtual_mesh
 from ..transform import (
     Every,
     ParameterTransform,
@@ -501,7 +501,7 @@ def _with_place(state: "TrainState", member: IslandState, moved: _Moved) -> "Tra
 
     def put(x: jax.Array, value: Any) -> jax.Array:
         stacked = np.broadcast_to(np.asarray(value, x.dtype), x.shape)
-        return jax.make_array_from_callback(x.shape, x.sharding, lambda index: stacked[index])
+        return array_from_host(x.shape, x.sharding, lambda index: stacked[index])
 
     new = member._replace(
         **{name: put(getattr(member, name), x) for name, x in moved.place._asdict().items()}

@@ -42,6 +42,7 @@ from ._meshes import roles_of_batch as roles_of_batch
 from ._meshes import virtual_mesh as virtual_mesh
 from ._replicas import Description as Description
 from ._replicas import Layouts as Layouts
+from ._replicas import array_from_host as array_from_host
 from ._replicas import check_same_tree as check_same_tree
 from ._replicas import check_stacked as check_stacked
 from ._replicas import compare_descriptions as compare_descriptions

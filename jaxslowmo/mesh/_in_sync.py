@@ -195,14 +195,14 @@ def check_in_sync(
         return SyncReport(0, replicas, ())
     placed = on_mesh(leaves, mesh, axis_name)
     automatic = model_axes(placed, mesh, axis_name)
-    prints = np.asarray(program(fingerprints, mesh, axis_name, automatic)(placed))
+    prints = jax.device_get(program(fingerprints, mesh, axis_name, automatic)(placed))
     differ = np.any(prints != prints[0], axis=-1)  # (devices, leaves)
     suspects = np.flatnonzero(differ.any(0)).tolist()
     if not suspects:
         return SyncReport(len(names), replicas, ())
     compared = program(leaf_differences, mesh, axis_name, automatic)
     results = compared([placed[i] for i in suspects])
-    largest, counts = (np.asarray(x) for x in results)
+    largest, counts = jax.device_get(results)
     devices_each = len(prints) // replicas
     divergences = tuple(
         Divergence(

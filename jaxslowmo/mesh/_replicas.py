@@ -179,7 +179,7 @@ def _is_on(x: Any, mesh: Mesh | AbstractMesh) -> bool:
 def _place(tree: PyTree, mesh: AnyMesh) -> PyTree:
     """Place leaves on `mesh`, whole on every device unless they are on it already."""
     if isinstance(mesh, VirtualMesh):
-        return jax.tree.map(jnp.asarray, tree)
+        return jax.tree.map(jax.device_put, tree)
 
     return jax.tree.map(lambda x: _put(x, NamedSharding(mesh, P()), _put_equal), tree)
 
@@ -207,7 +207,27 @@ def _put_equal(x: Any, sharding: NamedSharding) -> jax.Array:
     if not (sharding.mesh.is_multi_process and is_of_host(x)):
         return jax.device_put(x, sharding)
     values = np.asarray(x).astype(jax.typeof(x).dtype)  # narrows float64 and Python's numbers
-    return jax.make_array_from_callback(values.shape, sharding, lambda where: values[where])
+    return array_from_host(values.shape, sharding, lambda where: values[where])
+
+
+def array_from_host(
+    shape: tuple[int, ...], sharding: NamedSharding, part: Callable[[Any], Any]
+) -> jax.Array:
+    """Return an array on devices of which the host makes the part of each device of this process.
+
+    It is `jax.make_array_from_callback` with explicit transfers, which `jax.transfer_guard` allows
+    where a program forbids implicit ones.
+
+    Args:
+      shape: shape of the whole array.
+      sharding: its placement, over devices of one process or of several.
+      part: function from a device's index, a tuple of slices of the whole, to its part.
+
+    Communication: none between processes; host to device.
+    """
+    places = sharding.addressable_devices_indices_map(shape)
+    parts = jax.device_put([part(index) for index in places.values()], [*places])
+    return jax.make_array_from_single_device_arrays(shape, sharding, parts)
 
 
 def check_stacked(owner: str, tree: PyTree, mesh: AnyMesh, axis_name: AxisName) -> int:

@@ -186,11 +186,24 @@ def as_full_loss(loss_fn: Callable[..., Any]) -> FullLoss:
                 f"{jax.tree.map(jnp.shape, out)}."
             )
         check_loss("loss_fn", terms[0])
+        _check_metrics(metrics)
         # A Python float is a float32 loss, also where jax counts in float64.
         loss = jax.tree.map(lambda x: jnp.float32(x) if type(x) is float else x, loss)
         return loss, (metrics, model_state)
 
     return full
+
+
+def _check_metrics(metrics: dict[str, Any]) -> None:
+    """Raise `ValueError` for a metric of which there is no mean: text, an object or a PRNG key."""
+    for name, x in zip(leaf_names(metrics), jax.tree.leaves(metrics), strict=True):
+        dtype = x.dtype if isinstance(x, jax.Array) else np.asarray(x).dtype
+        if not (jnp.issubdtype(dtype, jnp.number) or dtype == np.bool_):
+            raise ValueError(
+                "`loss_fn` must return metrics that are numbers or bools, since they are averaged "
+                f"over devices and microbatches, got {name!r} of dtype {dtype}: leave it out, or "
+                "return it as part of `model_state` if the next step needs it."
+            )
 
 
 def as_quotient(loss: Any) -> tuple[jax.Array, jax.Array | None]:

@@ -29,6 +29,7 @@ from ..mesh import (
     AnyMesh,
     Description,
     VirtualMesh,
+    array_from_host,
     axis_names,
     describe,
     differences,
@@ -38,6 +39,7 @@ from ..mesh import (
     name_processes,
 )
 from ..tree import leaf_names
+from ._batch_leaves import why_not_arrays, why_not_by_leaves
 
 HostBatch = Literal["local", "global"]
 
@@ -145,7 +147,7 @@ def from_parts(x: Any, mesh: Mesh, axes: tuple[str, ...]) -> jax.Array:
         return x[begin : begin + rows]
 
     shape = (whole, *x.shape[1:])
-    return jax.make_array_from_callback(shape, NamedSharding(mesh, P(axes)), of_device)
+    return array_from_host(shape, NamedSharding(mesh, P(axes)), of_device)
 
 
 def _cuttable(x: Any) -> Any:
@@ -167,7 +169,7 @@ def count_here(count: Any) -> int:
         return 0
     # Devices of one replica hold the same part.
     parts = {str(shard.index): shard.data for shard in count.addressable_shards}
-    return sum(int(np.sum(np.asarray(part))) for part in parts.values())
+    return sum(int(np.sum(jax.device_get(part))) for part in parts.values())
 
 
 def _in_lists_of_numbers(batch: PyTree) -> list[bool]:
@@ -224,6 +226,8 @@ class Placing:
             # 30 us less per step for batches that were placed ahead.
             leaves = jax.tree.leaves(batch)
             if leaves and all(self._lies_split(x, axes) and x.size for x in leaves):
+                if problem := why_not_by_leaves(batch):
+                    raise ValueError(problem)
                 return batch, None
         batch = as_arrays(batch)
         if is_of_processes(self._mesh):
@@ -260,13 +264,13 @@ class Placing:
         Communication: host to device; none between replicas or processes.
         """
         batch = as_arrays(batch)
-        if problem := self._uneven(batch, axes):
+        if problem := self._problem(batch, axes):
             raise ValueError(problem)
-        if not isinstance(self._mesh, VirtualMesh):
-            batch = jax.tree.map(
-                lambda x: self._put(x, axes if self._is_split(x, axes) else ()), batch
-            )
-        return batch, self._placed_weight(weight)
+        if isinstance(self._mesh, VirtualMesh):
+            put = lambda x: jax.device_put(x) if isinstance(x, np.ndarray) else x  # noqa: E731
+        else:
+            put = lambda x: self._put(x, axes if self._is_split(x, axes) else ())  # noqa: E731
+        return jax.tree.map(put, batch), self._placed_weight(weight)
 
     def copied(self, batch: PyTree) -> PyTree:
         """Return a copy of a batch for virtual replicas on their one device."""
@@ -324,6 +328,11 @@ class Placing:
         shape, parts = np.shape(x), self._num_parts(x, axes)
         return bool(shape) and shape[0] > 0 and parts > 0 and shape[0] % parts == 0
 
+    def _problem(self, batch: PyTree, axes: tuple[str, ...]) -> str | None:
+        """Return why a batch of arrays cannot be split over `axes`; None if it can."""
+        problem = why_not_arrays(batch) or why_not_by_leaves(batch)
+        return problem or self._uneven(batch, axes)
+
     def _uneven(self, batch: PyTree, axes: tuple[str, ...]) -> str | None:
         """Return a message that lists leaves that are neither split evenly nor shared, if any.
 
@@ -372,7 +381,9 @@ class Placing:
             )
         if isinstance(array, np.ndarray) and not np.all((array >= 0) & np.isfinite(array)):
             raise ValueError(f"`weight` must be >= 0 and finite, got {array.tolist()}.")
-        return jnp.asarray(array) if isinstance(self._mesh, VirtualMesh) else self._put(array, axes)
+        return (
+            jax.device_put(array) if isinstance(self._mesh, VirtualMesh) else self._put(array, axes)
+        )
 
     def _lies_split(self, x: Any, axes: tuple[str, ...]) -> bool:
         """Return whether the leading dimension of `x` is split over at least `axes` already."""
@@ -399,7 +410,7 @@ class Placing:
         if self._host_batch == "local" and axes:
             return from_parts(x, mesh, axes)
         x = _cuttable(x)
-        return jax.make_array_from_callback(x.shape, target, x.__getitem__)
+        return array_from_host(x.shape, target, x.__getitem__)
 
     # Comparison between processes.
 
@@ -449,7 +460,7 @@ class Placing:
             warn_user(verdict.warning)
 
     def _note(self, batch: PyTree, axes: tuple[str, ...], *, with_values: bool) -> "Note":
-        problem = self._uneven(batch, axes)
+        problem = self._problem(batch, axes)
         if problem:
             return Note(self._num_calls, problem, {}, {})
         whole = self.share(batch, axes, _num_parts(self._mesh, axes))

@@ -8,6 +8,7 @@ import numpy as np
 from jax.core import Tracer
 
 from .._support.types import PyTree
+from ..mesh import array_from_host
 
 _State = TypeVar("_State")
 
@@ -135,7 +136,7 @@ def spread(value: Any, dtype: Any, count: jax.Array, shape: tuple[int, ...]) -> 
     if not count.committed:
         return jax.device_put(full)
     # Each process makes its own part. `device_put` would compare the values between processes.
-    return jax.make_array_from_callback(shape, count.sharding, lambda index: full[index])
+    return array_from_host(shape, count.sharding, lambda index: full[index])
 
 
 NumberPlaces = list[tuple[_Path, dict[str, Any]]]

@@ -6,15 +6,17 @@ from collections.abc import Callable, Hashable, Mapping
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 
-from .._support.checks import warn_user
+from .._support.checks import warn_once, warn_user
 from .._support.types import AxisName, PyTree
-from ..mesh import AnyMesh, map_replicas, own_keys, replicate, replicate_as
+from ..mesh import AnyMesh, VirtualMesh, map_replicas, own_keys, replicate, replicate_as
 from ..transform import init
 from ..tree import leaf_names
+from ._typed_keys import is_key, is_raw_key
+
+_warn_once = warn_once()
 
 
 class StateLayout(NamedTuple):
@@ -120,7 +122,7 @@ def updates_of(state: Any) -> int:
         return 0
     count = state.step
     local = count.addressable_data(0) if isinstance(count, jax.Array) else count
-    return int(np.ravel(local)[0])
+    return int(np.ravel(jax.device_get(local))[0])
 
 
 def started(
@@ -137,8 +139,10 @@ def started(
     Communication: none between replicas.
     """
     one_state = {} if model_state is None else model_state
+    if isinstance(mesh, VirtualMesh):
+        _warn_of_rbg(one_state)
     return TrainState(
-        step=replicate(jnp.zeros([], jnp.int32), mesh=mesh, axis_name=axis_name),
+        step=replicate(np.zeros([], np.int32), mesh=mesh, axis_name=axis_name),
         params=stacked,
         opt_state=init(tx, stacked, mesh=mesh, axis_name=axis_name),
         model_state=_with_own_keys(
@@ -160,7 +164,7 @@ def _with_own_keys(stacked: PyTree, mesh: AnyMesh, axis_name: AxisName) -> PyTre
             "as keys of jax.random.key or jax.random.wrap_key_data, they become each replica's "
             "own. If it is none, nothing is wrong."
         )
-    places = [i for i, x in enumerate(leaves) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key)]
+    places = [i for i, x in enumerate(leaves) if is_key(x)]
     if places:
         split_keys = map_replicas(
             lambda keys: own_keys(keys, axis_name),
@@ -173,15 +177,28 @@ def _with_own_keys(stacked: PyTree, mesh: AnyMesh, axis_name: AxisName) -> PyTre
     return structure.unflatten(leaves)
 
 
+def _warn_of_rbg(model_state: PyTree) -> None:
+    """Warn where replicas under `vmap` draw other numbers than on devices of their own."""
+    keys = [x for x in jax.tree.leaves(model_state) if is_key(x)]
+    impls = {str(jax.random.key_impl(x)) for x in keys} | {str(jax.config.jax_default_prng_impl)}
+    if found := sorted(impls - {"threefry2x32"}):
+        _warn_once(
+            f"jax's generator {found[0]!r} draws other numbers under `vmap`, in which a virtual "
+            "mesh runs its replicas, than on devices, so dropout differs from that of a "
+            'js.make_mesh. With "threefry2x32", jax\'s default, both are equal.'
+        )
+
+
 def _stacked_raw_keys(model_state: PyTree) -> list[str]:
     """Return the names of raw keys in a train state's model state, one for each replica."""
-    is_raw = [x.shape[1:] == (2,) and x.dtype == jnp.uint32 for x in jax.tree.leaves(model_state)]
+    is_raw = [is_raw_key(x, stacked=True) for x in jax.tree.leaves(model_state)]
     return list(itertools.compress(leaf_names(model_state), is_raw)) if any(is_raw) else []
 
 
 def _replica_keys(seed: int, mesh: AnyMesh, axis_name: AxisName) -> jax.Array:
     """Return the data of a key per replica: the seed's key with the replica's index folded in."""
-    bits = jax.random.key_data(jax.random.key(seed))
+    with jax.transfer_guard_host_to_device("allow"):  # of the seed
+        bits = jax.random.key_data(jax.random.key(seed))
     return _keys_fn(mesh, axis_name)(replicate_as("seed", bits, mesh=mesh, axis_name=axis_name))
 
 

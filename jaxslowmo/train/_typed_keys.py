@@ -1,8 +1,8 @@
 """`typed_keys`: a loss function whose model state holds raw PRNG keys, with typed ones instead.
 
-Keras and `jax.random.PRNGKey` make raw keys, pairs of uint32. By the type of a key the step knows
-that each replica and device needs one of its own and that keys are never averaged, and a checkpoint
-knows what to give to other replicas.
+Keras and `jax.random.PRNGKey` make raw keys, two numbers of uint32, or four with the generators
+"rbg" and "unsafe_rbg". By the type of a key the step knows that each replica and device needs one
+of its own and that keys are never averaged, and a checkpoint what to give to other replicas.
 """
 
 from collections.abc import Callable
@@ -15,9 +15,9 @@ import jax.numpy as jnp
 from .._support.types import PyTree
 from ..tracing import FullLoss, as_full_loss
 from ..transform import LossProgram
-from ..tree import leaf_names
+from ..tree import leaf_names, type_text
 
-_IMPL = "threefry2x32"  # its keys are two numbers, whatever jax's default implementation is
+_THREEFRY_WORDS, _RBG_WORDS = 2, 4  # uint32 in a key; no generator of jax has another number
 
 
 def typed_keys(loss_fn: Callable[..., Any]) -> "TypedKeys":
@@ -26,9 +26,9 @@ def typed_keys(loss_fn: Callable[..., Any]) -> "TypedKeys":
         step = js.make_train_step(js.typed_keys(keras_loss), optimizer, mesh=mesh)
         state = step.init(params, model_state=raw)
 
-    `step.init` makes a typed key of every uint32 leaf of shape (2,) in the model state. `loss_fn`
-    receives it as such a pair, and returns it as one or typed. Arrays of several keys, of shape
-    (n, 2), are not recognised: use typed keys there.
+    `step.init` makes a typed key of every uint32 leaf of shape (2,) or (4,) in the model state.
+    `loss_fn` receives it as it was given, and returns it so or typed. Arrays of several keys, of
+    shape (n, 2), are not recognised: use typed keys there.
 
     Args:
       loss_fn: any loss function that `js.make_train_step` takes.
@@ -56,8 +56,8 @@ class TypedKeys(LossProgram):
         self.tied_transform = program.tied_transform
 
     def model_state_form(self, model_state: PyTree) -> PyTree:
-        """Return `model_state` with a typed key in place of every uint32 leaf of shape (2,)."""
-        typed = jax.tree.map(lambda x: _typed(x) if _is_raw_key(x) else x, model_state)
+        """Return `model_state` with a typed key in place of every raw one."""
+        typed = jax.tree.map(lambda x: _typed(x) if is_raw_key(x) else x, model_state)
         return self._program.model_state_form(typed)
 
     def __call__(
@@ -84,14 +84,15 @@ class TypedKeys(LossProgram):
         embedded: PyTree = None,
     ) -> Any:
         leaves = jax.tree.leaves(model_state)
-        if any(map(_is_raw_key, leaves)):
+        if any(map(is_raw_key, leaves)):
             pairs = zip(leaf_names(model_state), leaves, strict=True)
-            name = next(name for name, x in pairs if _is_raw_key(x))
+            name, raw = next((name, x) for name, x in pairs if is_raw_key(x))
             raise ValueError(
-                f"js.typed_keys: keys in `model_state` must be typed, and {name} is uint32[2], so "
-                "all replicas would draw the same: make the state with step.init of this step."
+                f"js.typed_keys: keys in `model_state` must be typed, and {name} is "
+                f"{type_text(raw)}, so all replicas would draw the same: make the state with "
+                "step.init of this step."
             )
-        raw = jax.tree.map(lambda x: jax.random.key_data(x) if _is_key(x) else x, model_state)
+        raw = jax.tree.map(lambda x: jax.random.key_data(x) if is_key(x) else x, model_state)
         loss, (metrics, new) = loss_fn(params, batch, rng=rng, model_state=raw, embedded=embedded)
         if jax.tree.structure(new) == jax.tree.structure(raw):  # else the step raises an error
             pairs = zip(leaf_names(new), jax.tree.leaves(new), leaves, strict=True)
@@ -101,24 +102,30 @@ class TypedKeys(LossProgram):
 
 def _as_before(name: str, x: Any, old: Any) -> Any:
     """Return `x`, as a typed key if `old` is one; raise `ValueError` if `x` cannot be one."""
-    if not _is_key(old) or (isinstance(x, jax.Array) and _is_key(x)):
+    if not is_key(old) or (isinstance(x, jax.Array) and is_key(x)):
         return x
-    if not _is_raw_key(x):
-        shape = ",".join(map(str, jnp.shape(x)))
+    if not is_raw_key(x) or jnp.shape(x) != jax.random.key_data(old).shape:
         raise ValueError(
             f"js.typed_keys: `loss_fn` must return a key in place of the key {name} of "
-            f"`model_state`, as uint32[2] or typed, got {jnp.result_type(x)}[{shape}]."
+            f"`model_state`, as {type_text(jax.random.key_data(old))} or typed, got {type_text(x)}."
         )
-    return _typed(x)
+    return jax.random.wrap_key_data(jnp.asarray(x), impl=jax.random.key_impl(old))
 
 
-def _is_raw_key(x: Any) -> bool:
-    return jnp.shape(x) == (2,) and jnp.result_type(x) == jnp.uint32
+def is_raw_key(x: Any, *, stacked: bool = False) -> bool:
+    """Return whether an array may be a raw PRNG key of jax, or one of each replica if `stacked`."""
+    shapes = [(_THREEFRY_WORDS,), (_RBG_WORDS,)]
+    return jnp.shape(x)[stacked:] in shapes and jnp.result_type(x) == jnp.uint32
 
 
 def _typed(x: Any) -> jax.Array:
-    return jax.random.wrap_key_data(jnp.asarray(x), impl=_IMPL)
+    # Two numbers are a key of threefry, whatever the default is. Four do not tell which of two.
+    default = jax.config.jax_default_prng_impl
+    has_two = jnp.shape(x) == (_THREEFRY_WORDS,)
+    impl = "threefry2x32" if has_two else "unsafe_rbg" if default == "unsafe_rbg" else "rbg"
+    return jax.random.wrap_key_data(jnp.asarray(x), impl=impl)
 
 
-def _is_key(x: Any) -> bool:
+def is_key(x: Any) -> bool:
+    """Return whether an array holds typed PRNG keys."""
     return jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key)

@@ -37,13 +37,16 @@ def unless_idle(updates: PyTree, weight: jax.Array | None) -> PyTree:
     return jax.tree.map(lambda u: kept_if(alive, jnp.asarray(u)), updates)
 
 
-def require_bound(owner: str, over: Exchange) -> None:
-    """Raise `ValueError` unless all axes are bound, and local axes differ from replica axes."""
+def require_bound(owner: str, over: Exchange, more: str = "") -> None:
+    """Raise `ValueError` unless all axes are bound, and local axes differ from replica axes.
+
+    `more` is appended to the message for an axis that is not bound.
+    """
     # A collective over an unbound axis would fail with an empty AssertionError.
-    require_axes(owner, "axis_name", over.axis_name)
+    require_axes(owner, "axis_name", over.axis_name, more)
     if over.local_axis_name is None:
         return
-    require_axes(owner, "local_axis_name", over.local_axis_name)
+    require_axes(owner, "local_axis_name", over.local_axis_name, more)
     both = set(axis_names(over.axis_name)) & set(axis_names(over.local_axis_name))
     if both:
         raise ValueError(

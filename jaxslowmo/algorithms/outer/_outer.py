@@ -76,6 +76,11 @@ from ._moved import Divided
 from ._placement import Placement
 from ._state import ALONE, NO_RATE, OuterRate, OuterState
 
+_WHOLE_ANYWHERE = (
+    "The state is sharded over that axis; with `shard_state=False` each replica has all of it, and "
+    "`init` works anywhere."
+)
+
 
 @dataclass(frozen=True, eq=False)
 class Outer(Divided):
@@ -320,7 +325,7 @@ class Outer(Divided):
         """Return the first state for `params`."""
         outer = self.on(params)
         if outer.is_sharded:  # a whole anchor can be initialised outside of the axis
-            require_bound(self.owner, self.over)
+            require_bound(self.owner, self.over, _WHOLE_ANYWHERE)
         return outer.first_state(params, lambda anchor, x: anchor.store(x))
 
     def like_init(self, params: PyTree) -> OuterState:

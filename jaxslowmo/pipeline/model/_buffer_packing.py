@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ..._support.types import PyTree
-from ...mesh import only_over
+from ...mesh import array_from_host, only_over
 from ...tree import Leaf, LeafPlace, Staged
 from ._ties import mirrors
 
@@ -281,7 +281,7 @@ class BufferPacking:
 
         def placed(name: str, x: Any) -> jax.Array:
             of_part = partial(part, name, x.dtype)
-            return jax.make_array_from_callback(x.shape, x.sharding, of_part)
+            return array_from_host(x.shape, x.sharding, of_part)
 
         return self.staged({name: placed(name, x) for name, x in types.items()})
 

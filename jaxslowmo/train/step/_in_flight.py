@@ -170,5 +170,5 @@ def _by_replica(count: jax.Array) -> Iterator[tuple[int, int]]:
     """Yield the values that this process holds of a counter, each with its replica's number."""
     for number, shard in enumerate(count.addressable_shards):
         first = shard.index[0].start or 0 if count.ndim else number  # not stacked: one per device
-        for i, value in enumerate(np.ravel(shard.data)):
+        for i, value in enumerate(np.ravel(jax.device_get(shard.data))):
             yield int(value), first + i

@@ -1,5 +1,6 @@
 """The layouts of a step's states, and the checks of states and windows that a step receives."""
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -77,7 +78,7 @@ def of_one_replica(x: Any) -> Any:
     if np.ndim(x) != 1 or not np.issubdtype(x.dtype, np.integer):
         return x
     local = x.addressable_data(0) if isinstance(x, jax.Array) else x
-    return np.asarray(local)[0]
+    return np.asarray(jax.device_get(local))[0]
 
 
 def check_shards(shards: list[Any]) -> None:
@@ -112,8 +113,14 @@ def _first_elements(x: jax.Array) -> np.ndarray:
     """Return the first elements (local replicas, n) of a stacked array (replicas, rows, lanes)."""
     parts = {shard.index[0].start or 0: shard.data for shard in x.addressable_shards}
     rows = math.ceil(_NUM_COMPARED / max(x.shape[-1], 1))
-    blocks = [np.asarray(parts[start][:, :rows]) for start in sorted(parts)]
+    with jax.set_mesh(None):  # the parts lie on single devices, which are not those of a mesh
+        blocks = jax.device_get([_first_rows(parts[start], rows) for start in sorted(parts)])
     return np.concatenate([block.reshape(len(block), -1) for block in blocks])
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _first_rows(x: jax.Array, rows: int) -> jax.Array:
+    return x[:, :rows]
 
 
 def refuse_non_state(state: TrainState) -> None:
