@@ -175,7 +175,9 @@ def program_of(world: World) -> Any:
 
         def loss(vectors, params):
             found = emb.pooled(vectors, requests, params)
-            return sum(jnp.vdot(x, slopes[f]) for f, x in found.items()), found
+            return sum(
+                jnp.vdot(x.astype(slopes[f].dtype), slopes[f]) for f, x in found.items()
+            ), found
 
         vectors = emb.lookup(tables, requests)
         grads, found = jax.grad(loss, (0, 1), has_aux=True)(vectors, params)

@@ -83,7 +83,7 @@ def _first_of_equal(x: jax.Array) -> jax.Array:
     """Return x[0], with NaN where the devices of a replica hold different values."""
     if not jnp.issubdtype(x.dtype, jnp.floating):
         return x[0]
-    return jnp.where(jnp.all(x == x[0], axis=0), x[0], jnp.nan)
+    return jnp.where(jnp.all(x == x[:1], axis=0), x[0], jnp.nan)
 
 
 def run(

@@ -105,7 +105,7 @@ def test_loops_finish_all_at_once():
 
     def loss(params, x):
         def body(x, layer):
-            return jnp.tanh(x @ layer["in"]) @ layer["out"] + params["shared"], None
+            return jnp.tanh(x @ layer["in"]) @ layer["out"] + params["shared"][None], None
 
         x, _ = jax.lax.scan(body, x @ params["stem"], params["layers"])
         return jnp.sum(x @ params["a_head"])

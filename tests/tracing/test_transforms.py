@@ -340,7 +340,9 @@ def test_a_part_of_the_leaves_is_told_from_all():
 
 def test_parameters_may_be_a_tuple_or_one_array():
     """A chain's state is a tuple, too, and a counter an array."""
-    chain = optax.chain(optax.identity(), optax.sgd(lambda count: 0.1 / (1 + count)))
+    chain = optax.chain(
+        optax.identity(), optax.sgd(lambda count: 0.1 / (1.0 + count.astype(jnp.float32)))
+    )
     same, other = (np.ones(3), np.ones(3)), (np.ones(3), np.ones((2, 2)))
     for params in (same, other, (np.ones(3),), np.ones(3), [np.ones(2)]):
         for tx in (chain, optax.adam(0.1), ELEMENTS["nesterov"]):

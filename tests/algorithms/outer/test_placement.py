@@ -148,7 +148,7 @@ def test_repr_and_report_say_where_the_state_is_and_why():
     for name, words in {"adamw": "sharded", "by name": "whole"}.items():
         sync = diloco(name)
         step = js.make_train_step(
-            lambda p, b: jnp.sum(p["w"] * b), optax.sgd(0.1), sync=sync, mesh=mesh
+            lambda p, b: jnp.sum(p["w"][None] * b), optax.sgd(0.1), sync=sync, mesh=mesh
         )
         assert "where `outer_optimizer` is element-wise" in repr(sync)
         state = jax.eval_shape(step.init, PARAMS)

@@ -57,7 +57,7 @@ def test_leaves_that_examples_share_reach_every_microbatch_whole(mesh_of, execut
         return {"x": embed(params, batch), "scale": batch["scale"], "bias": batch["bias"]}
 
     def second(params, x):
-        return {**x, "x": block(params, x["x"] * x["scale"] + x["bias"][0])}
+        return {**x, "x": block(params, x["x"] * x["scale"] + x["bias"][:1])}
 
     model = js.LayeredModel([first, second, second, lambda p, x: head(p, x["x"])], masked)
     shared = {"scale": np.float32(0.5), "bias": np.ones((1, 4), np.float32)}

@@ -25,7 +25,7 @@ local = js.local_sgd("replica", sync_every=99)
 
 
 def loss(params, batch):
-    return jnp.mean((jnp.tanh(batch @ params["w"] + params["b"]) - 0.5) ** 2)
+    return jnp.mean((jnp.tanh(batch @ params["w"] + params["b"][None]) - 0.5) ** 2)
 
 
 def noisy(params, batch):

@@ -75,7 +75,7 @@ def fn(params, batch, *, model_state):
     """Use no statistics, so gradients are by example; an infinite factor is an overflow."""
     (x, factor), (gate, strength) = batch
     assert (gate.shape, jnp.shape(strength)) == ((1, 8), ())
-    hidden = jnp.tanh((x * gate) @ params["w"] + params["b"])
+    hidden = jnp.tanh((x * gate) @ params["w"] + params["b"][None])
     values = jnp.sum(hidden**2, axis=1) * factor * strength
     new = {"m": 0.5 * model_state["m"] + x.mean(0), "n": model_state["n"] + 1}
     return values.mean(), ({}, new)
