@@ -490,7 +490,7 @@ def _moved(state: "TrainState", target: list[np.ndarray], merge: float) -> "Trai
 @functools.lru_cache(maxsize=256)
 def _move(sharding: Any, merge: float) -> Callable[[jax.Array, Any], jax.Array]:
     def move(x: jax.Array, to: jax.Array) -> jax.Array:
-        new = to if not merge else merge * x.astype(jnp.float32) + (1 - merge) * to
+        new = to if not merge else merge * x.astype(jnp.float32) + (1 - merge) * to[None]
         return jnp.broadcast_to(new, x.shape).astype(x.dtype)
 
     return jax.jit(move, out_shardings=sharding)

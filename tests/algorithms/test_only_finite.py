@@ -19,8 +19,8 @@ def local(axis="replica", every=2):
 
 def trained(sync, mesh=VIRTUAL, mode="traced", steps=8, **options):
     step = js.make_train_step(
-        lambda params, batch: (params["w"][None] * batch).sum(), optax.sgd(0.1), sync=sync, mesh=mesh,
-        mode=mode, donate=False, **options,
+        lambda params, batch: (params["w"][None] * batch).sum(), optax.sgd(0.1), sync=sync,
+        mesh=mesh, mode=mode, donate=False, **options,
     )  # fmt: skip
     state = step.init({"w": np.ones(3, np.float32)})
     random = np.random.default_rng(0)

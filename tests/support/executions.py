@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxslowmo as js
+from support.promotion import apply_updates
 
 EXECUTIONS = ("vmap", "pmap", "shard_map", "shard_map_unchecked")
 SCHEDULES = ("traced", "host")
@@ -31,7 +32,7 @@ def one_step(
 
     def step(params, state, grads, talk=communicate):
         updates, state = tx.update(grads, state, params, phase=phase, communicate=talk)
-        return optax.apply_updates(params, updates), state
+        return apply_updates(params, updates), state
 
     return step
 

@@ -133,7 +133,7 @@ def test_every_signature():
     state = {"mean": square(4)}
 
     def full(params, batch, *, rng, model_state):
-        noise = jax.random.normal(rng, batch.shape) + model_state["mean"]
+        noise = jax.random.normal(rng, batch.shape) + model_state["mean"][None]
         return use(params, batch + noise), ({"x": jnp.ones([])}, model_state)
 
     def with_metrics(params, batch):
