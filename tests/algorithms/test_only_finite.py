@@ -6,6 +6,7 @@ import optax
 import pytest
 
 import jaxslowmo as js
+from support.promotion import apply_updates
 
 AXES = {"replica": 4}
 VIRTUAL = js.virtual_mesh(AXES)
@@ -154,7 +155,7 @@ def test_what_travels_is_asked_about():
 
     def one(p, u):
         updates, state = tx.update(u, tx.init(p), p)
-        return optax.apply_updates(p, updates), state.refused
+        return apply_updates(p, updates), state.refused
 
     params = np.full((4, 1), 60000, np.float16)
     updates = np.float32([[0], [9000], [0], [0]])

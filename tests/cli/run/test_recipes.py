@@ -103,7 +103,6 @@ def test_few_bits_with_a_sharded_anchor(codec):
 
 
 @pytest.mark.parametrize("algorithm", USERS["codec"])
-@pytest.mark.usefixtures("standard_promotion")  # of the schedule, which is optax's
 def test_parameters_travel_in_16_bits_where_that_is_asked_for(algorithm):
     given = {"algorithm": algorithm, "replicas": 2, "codec": "float16", "exact_average": False}
     sync = build_algorithm(train_config(given)).sync.sized({"replica": 2})

@@ -119,7 +119,8 @@ class Activation(NamedTuple):
 
 
 def masked(w: Any, x: Activation, microbatch: Any) -> Activation:
-    value = dense(w, x.value["h"], None) * x.mask[:, None] + microbatch["bias"]
+    h = dense(w, x.value["h"], None)
+    value = h * x.mask[:, None].astype(h.dtype) + microbatch["bias"][None]
     return Activation({"h": value}, x.mask, x.step + 1)
 
 
