@@ -17,9 +17,8 @@ def masked(logits, batch):
     own = jnp.take_along_axis(jax.nn.log_softmax(logits), batch["next"][:, None], 1)[:, 0]
     right = (jnp.argmax(logits, -1) == batch["next"]).astype(jnp.int32) * batch["mask"]
     count = jnp.sum(batch["mask"])
-    return (-jnp.sum(own * batch["mask"].astype(own.dtype)), count), {
-        "right": (jnp.sum(right), count)
-    }
+    own *= batch["mask"].astype(own.dtype)
+    return (-jnp.sum(own), count), {"right": (jnp.sum(right), count)}
 
 
 TIED = ((0, "table"), (3, "table"))
