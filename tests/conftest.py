@@ -51,6 +51,8 @@ import numpy as np  # noqa: E402
 import optax  # noqa: E402
 import pytest  # noqa: E402
 
+from support.promotion import standard  # noqa: E402
+
 # Tracing allocates much and frees it by counting; looking for cycles took a tenth of the time.
 gc.set_threshold(100_000, 20, 20)
 
@@ -226,5 +228,5 @@ def compilations() -> Compilations:
 @pytest.fixture
 def standard_promotion() -> Iterator[None]:
     """Allow promotion of ranks and dtypes, for users' programs and libraries that rely on it."""
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+    with standard():
         yield

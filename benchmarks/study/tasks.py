@@ -67,8 +67,8 @@ def classifier() -> Task:
     labels = jnp.asarray(np.tile(digits.target, len(forms)), jnp.int32)
 
     def loss_fn(params: Tree, examples: jax.Array) -> jax.Array:
-        hidden = jax.nn.relu(images[examples] @ params["w1"] + params["b1"])
-        logits = hidden @ params["w2"] + params["b2"]
+        hidden = jax.nn.relu(images[examples] @ params["w1"] + params["b1"][None])
+        logits = hidden @ params["w2"] + params["b2"][None]
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels[examples])
         return losses.mean()
 

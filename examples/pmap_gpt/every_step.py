@@ -58,7 +58,7 @@ def normalised(x: jax.Array) -> jax.Array:
 
 def logits(params: dict[str, Any], tokens: jax.Array) -> jax.Array:
     """(batch, length, vocabulary) of tokens (batch, length)."""
-    x = params["bytes"][tokens] + params["positions"][: tokens.shape[1]]
+    x = params["bytes"][tokens] + params["positions"][None, : tokens.shape[1]]
     for block in params["blocks"]:
         q, k, v = jnp.einsum("blw,wchd->cblhd", normalised(x), block["qkv"])
         attended = jax.nn.dot_product_attention(q, k, v, is_causal=True)

@@ -228,19 +228,21 @@ def _is_scale(x: Any) -> bool:
 
 def _keys(step: int, seed: int, new: StatePlacement) -> Any:
     """Return the data of a new key for each replica, which differs from the key of a new run."""
-    key = jax.random.key(seed)
 
     def of_replica(replica: jax.Array) -> jax.Array:
-        return jax.random.key_data(jax.random.fold_in(jax.random.fold_in(key, replica), step))
+        key = jax.random.fold_in(jax.random.key(seed), replica)
+        return jax.random.key_data(jax.random.fold_in(key, step))
 
-    return np.asarray(jax.vmap(of_replica)(jnp.arange(new.replicas)))
+    with jax.transfer_guard("allow"):  # of a few numbers
+        return np.asarray(jax.vmap(of_replica)(jnp.arange(new.replicas)))
 
 
 def _numbered_keys(data: Any, struct: Any, new: StatePlacement) -> Any:
     """Return the data of each replica's keys of the model, derived from replica 0's as at init."""
-    keys = jax.random.wrap_key_data(data, impl=jax.random.key_impl(jnp.empty((), struct.dtype)))
-    numbered = jax.vmap(lambda replica: numbered_key(keys, replica))(jnp.arange(new.replicas))
-    return np.asarray(jax.random.key_data(numbered))
+    with jax.transfer_guard("allow"):  # of a few numbers
+        keys = jax.random.wrap_key_data(data, impl=jax.random.key_impl(jnp.empty((), struct.dtype)))
+        numbered = jax.vmap(lambda replica: numbered_key(keys, replica))(jnp.arange(new.replicas))
+        return np.asarray(jax.random.key_data(numbered))
 
 
 def _notes(state: TrainState, shares: Shares, old: int, new: int) -> list[str]:

@@ -459,11 +459,12 @@ class Embeddings:
                 f"`step.consensus(state)`, with so many rows: {rows}, got {found}."
             )
         stored = whole_on_each(tables)
-        return {
-            name: jnp.asarray(stored[place.store])[layout.stored_rows(name)]
-            for name, place in layout.places.items()
-            if place.store in stored
-        }
+        with jax.transfer_guard("allow"):  # of row numbers
+            return {
+                name: jnp.asarray(stored[place.store])[layout.stored_rows(name)]
+                for name, place in layout.places.items()
+                if place.store in stored
+            }
 
     def write(self, tables: Stored) -> Stored:
         """Return whole stored arrays from tables (num_rows, dim) by name; undoes `read`.
@@ -476,11 +477,12 @@ class Embeddings:
         layout = self.layout()
         shapes = {name: (table.num_rows, table.dim) for name, table in self.tables.items()}
         check_shapes(f"{OWNER}: `write` needs tables", shapes, tables)
-        stored = {n: jnp.zeros((s.num_rows, s.dim), s.dtype) for n, s in layout.stores.items()}
-        for name, table in whole_on_each(tables).items():
-            store, rows = layout.places[name].store, layout.stored_rows(name)
-            table = jnp.asarray(table, stored[store].dtype)
-            stored[store] = stored[store].at[rows].set(table)
+        with jax.transfer_guard("allow"):  # of row numbers
+            stored = {n: jnp.zeros((s.num_rows, s.dim), s.dtype) for n, s in layout.stores.items()}
+            for name, table in whole_on_each(tables).items():
+                store, rows = layout.places[name].store, layout.stored_rows(name)
+                table = jnp.asarray(table, stored[store].dtype)
+                stored[store] = stored[store].at[rows].set(table)
         return stored
 
     def reference(

@@ -20,8 +20,10 @@ from ..mesh import (
     array_from_host,
     axis_names,
     axis_size,
+    key_bits,
     map_by_role,
     map_replicas,
+    on_every_device,
     replica_count,
     replicate,
     roles_of_batch,
@@ -133,7 +135,7 @@ class Lookup:
         """
         put = partial(replicate, mesh=mesh, axis_name=axis_name)
         if not isinstance(params, WithTables):
-            bits = jax.random.key_data(jax.random.key(seed))
+            bits = on_every_device(key_bits(seed), mesh)
             return WithTables(put(params), _table_maker(self, mesh, axis_name)(bits))
         (dense, stored), stores = params, self.embeddings.layout().stores
         shapes = {name: (store.num_rows, store.dim) for name, store in stores.items()}

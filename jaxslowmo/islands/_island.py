@@ -21,7 +21,7 @@ from ..algorithms import SGPState, shares_of_gossip
 from ..algorithms.outer import OuterState
 from ..collectives.codecs import Codec
 from ..embedding import WithTables
-from ..mesh import array_from_host, consensus, virtual_mesh
+from ..mesh import array_from_host, consensus, on_every_device, virtual_mesh
 from ..transform import (
     Every,
     ParameterTransform,
@@ -479,6 +479,7 @@ def _whole(x: jax.Array) -> Any:
 def _moved(state: "TrainState", target: list[np.ndarray], merge: float) -> "TrainState":
     """Return the state with all replicas at the target, but for the share that they keep."""
     leaves, tree = jax.tree.flatten(state.params)
+    target = on_every_device(target, _placement_of(leaves[0])[0]) if leaves else target
     moved = [_move(x.sharding, merge)(x, to) for x, to in zip(leaves, target, strict=True)]
     params, opt_state = jax.tree.unflatten(tree, moved), state.opt_state
     if moving_states(opt_state):
@@ -490,7 +491,7 @@ def _moved(state: "TrainState", target: list[np.ndarray], merge: float) -> "Trai
 @functools.lru_cache(maxsize=256)
 def _move(sharding: Any, merge: float) -> Callable[[jax.Array, Any], jax.Array]:
     def move(x: jax.Array, to: jax.Array) -> jax.Array:
-        new = to if not merge else merge * x.astype(jnp.float32) + (1 - merge) * to
+        new = to if not merge else merge * x.astype(jnp.float32) + (1 - merge) * to[None]
         return jnp.broadcast_to(new, x.shape).astype(x.dtype)
 
     return jax.jit(move, out_shardings=sharding)

@@ -10,6 +10,7 @@ from ._axes import is_of_devices as is_of_devices
 from ._axes import is_on_tpu as is_on_tpu
 from ._axes import match_varying as match_varying
 from ._axes import max_over as max_over
+from ._axes import key_bits as key_bits
 from ._axes import numbered_key as numbered_key
 from ._axes import only_over as only_over
 from ._axes import own_keys as own_keys
@@ -54,6 +55,7 @@ from ._replicas import is_of_host as is_of_host
 from ._replicas import laid_out as laid_out
 from ._replicas import layouts_of as layouts_of
 from ._replicas import name_processes as name_processes
+from ._replicas import on_every_device as on_every_device
 from ._replicas import on_mesh as on_mesh
 from ._replicas import replicate as replicate
 from ._replicas import replicate_as as replicate_as

@@ -205,6 +205,12 @@ def own_keys(tree: PyTree, axes: AxisName, *, inside: bool = False) -> PyTree:
     return jax.tree.map(own, tree) if axes else tree
 
 
+def key_bits(seed: int) -> jax.Array:
+    """Return the data of the key of a seed, of jax's default generator, (words,) uint32."""
+    with jax.transfer_guard_host_to_device("allow"):  # of the seed; jax.random has no explicit way
+        return jax.random.key_data(jax.random.key(seed))
+
+
 def place_key(key: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     """Return the key of this position along `axes`: one number, folded in once.
 

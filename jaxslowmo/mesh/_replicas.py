@@ -176,7 +176,7 @@ def _is_on(x: Any, mesh: Mesh | AbstractMesh) -> bool:
     return isinstance(sharding, NamedSharding) and sharding.mesh == mesh
 
 
-def _place(tree: PyTree, mesh: AnyMesh) -> PyTree:
+def on_every_device(tree: PyTree, mesh: AnyMesh) -> PyTree:
     """Place leaves on `mesh`, whole on every device unless they are on it already."""
     if isinstance(mesh, VirtualMesh):
         return jax.tree.map(jax.device_put, tree)
@@ -302,7 +302,7 @@ def replicate_as(name: str, params: PyTree, *, mesh: AnyMesh, axis_name: AxisNam
             'them: {"replica": 2, "fsdp": 4} in place of {"data": 8}.'
         )
     compare_trees(params, with_values=True, name=name)
-    placed = _place(params, mesh)
+    placed = on_every_device(params, mesh)
     automatic = model_axes(placed, mesh, axis_name)
     stacked = _replicate_fn(mesh, axis_name, automatic)(placed)
     if isinstance(mesh, VirtualMesh):

@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 
 from .._support.types import PyTree
 from ..transform import LossProgram
-from ..tree import Staged, leaf_names
+from ..tree import Staged, at_least_float32, leaf_names
 from ._plan import Plan
 from .model import LayeredModel, Loss, StageLayout
 from .schedules import Schedule
@@ -177,7 +177,7 @@ class Pipelined(LossProgram):
         def scaled(g: Any) -> Any:
             if g.dtype == jax.dtypes.float0:
                 return g
-            wide = jnp.promote_types(g.dtype, jnp.float32)
+            wide = at_least_float32(g.dtype)
             return (g.astype(wide) * of_loss.astype(wide)).astype(g.dtype)
 
         return jax.tree.map(scaled, grads), None, None, None

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._support.types import PyTree
-from ..tree import leaf_names, not_floating
+from ..tree import at_least_float32, leaf_names, not_floating
 from ._programs import Loop, called_program, interpret
 
 GIVEN = -1  # place of a value that the program does not compute
@@ -224,8 +224,8 @@ def as_quotient(loss: Any) -> tuple[jax.Array, jax.Array | None]:
     weight = jax.lax.stop_gradient(jnp.asarray(weight, jnp.float32))
     value = total
     if not isinstance(loss, Quotient):
-        divisor = jnp.where(weight > 0, weight, 1)
-        value = total.astype(jnp.promote_types(total.dtype, jnp.float32)) / divisor
+        wide = at_least_float32(total.dtype)
+        value = total.astype(wide) / jnp.where(weight > 0, weight, 1).astype(wide)
     return value, jnp.maximum(weight, jnp.finfo(jnp.float32).tiny)
 
 

@@ -11,7 +11,7 @@ import optax
 
 from .._support.checks import warn_once, warn_user
 from .._support.types import AxisName, PyTree
-from ..mesh import AnyMesh, VirtualMesh, map_replicas, own_keys, replicate, replicate_as
+from ..mesh import AnyMesh, VirtualMesh, key_bits, map_replicas, own_keys, replicate, replicate_as
 from ..transform import init
 from ..tree import leaf_names
 from ._typed_keys import is_key, is_raw_key
@@ -197,9 +197,8 @@ def _stacked_raw_keys(model_state: PyTree) -> list[str]:
 
 def _replica_keys(seed: int, mesh: AnyMesh, axis_name: AxisName) -> jax.Array:
     """Return the data of a key per replica: the seed's key with the replica's index folded in."""
-    with jax.transfer_guard_host_to_device("allow"):  # of the seed
-        bits = jax.random.key_data(jax.random.key(seed))
-    return _keys_fn(mesh, axis_name)(replicate_as("seed", bits, mesh=mesh, axis_name=axis_name))
+    bits = replicate_as("seed", key_bits(seed), mesh=mesh, axis_name=axis_name)
+    return _keys_fn(mesh, axis_name)(bits)
 
 
 @functools.lru_cache(maxsize=64)

@@ -28,7 +28,7 @@ import jax.numpy as jnp
 import optax
 
 from .._support.types import PyTree
-from ..tree import added, apply_exactly, cast, updates_to
+from ..tree import added, apply_exactly, cast, promoted, updates_to
 from ._state_classes import is_state_of
 
 
@@ -267,7 +267,8 @@ def _plus(name: str, copies: PyTree, shift: PyTree) -> PyTree:
             return copy
         if getattr(d, "shape", None) != copy.shape:
             raise ValueError
-        return cast(added(cast(copy, jnp.promote_types(copy.dtype, d.dtype)), d), copy.dtype)
+        wide = promoted(copy, d)
+        return cast(added(cast(copy, wide), cast(d, wide)), copy.dtype)
 
     if not jax.tree.leaves(copies):  # `optax.contrib.sam(opaque_mode=True)` stores none
         return copies

@@ -22,6 +22,7 @@ from ._leaves import leaf_names as leaf_names
 from ._leaves import not_floating as not_floating
 from ._leaves import of_form as of_form
 from ._leaves import parts_of as parts_of
+from ._leaves import promoted as promoted
 from ._leaves import replaced as replaced
 from ._leaves import reshaped as reshaped
 from ._leaves import subtracted as subtracted

@@ -138,6 +138,12 @@ def at_least_float32(dtype: Any) -> np.dtype:
     return jnp.dtype(jnp.float32) if dtype.itemsize < 4 else dtype
 
 
+def promoted(*operands: Any) -> np.dtype:
+    """Return `jnp.result_type(*operands)`, of arrays or dtypes (also under strict promotion)."""
+    with jax.numpy_dtype_promotion("standard"):
+        return jnp.result_type(*operands)
+
+
 def tree_bytes(tree: PyTree) -> int:
     """Return the total bytes of all leaves (arrays, numbers or `ShapeDtypeStruct`s)."""
     return sum(

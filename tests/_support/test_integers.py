@@ -112,7 +112,7 @@ def test_tables_steps_meshes_and_checkpoints_take_them(tmp_path):
     assert mesh == js.virtual_mesh({"replica": 2})
     assert js.make_mesh({"replica": two}) == js.make_mesh({"replica": 2})
     step = js.make_train_step(
-        lambda params, batch: jnp.mean((params["w"] - batch) ** 2),
+        lambda params, batch: jnp.mean((params["w"][None] - batch) ** 2),
         js.dynamic_loss_scale(optax.sgd(0.1), growth_interval=two, hysteresis=two),
         sync=local(two),
         mesh=mesh,

@@ -6,6 +6,7 @@ import optax
 import pytest
 
 import jaxslowmo as js
+from support.promotion import apply_updates
 
 AXES = {"replica": 4}
 VIRTUAL = js.virtual_mesh(AXES)
@@ -19,8 +20,8 @@ def local(axis="replica", every=2):
 
 def trained(sync, mesh=VIRTUAL, mode="traced", steps=8, **options):
     step = js.make_train_step(
-        lambda params, batch: (params["w"] * batch).sum(), optax.sgd(0.1), sync=sync, mesh=mesh,
-        mode=mode, donate=False, **options,
+        lambda params, batch: (params["w"][None] * batch).sum(), optax.sgd(0.1), sync=sync,
+        mesh=mesh, mode=mode, donate=False, **options,
     )  # fmt: skip
     state = step.init({"w": np.ones(3, np.float32)})
     random = np.random.default_rng(0)
@@ -154,7 +155,7 @@ def test_what_travels_is_asked_about():
 
     def one(p, u):
         updates, state = tx.update(u, tx.init(p), p)
-        return optax.apply_updates(p, updates), state.refused
+        return apply_updates(p, updates), state.refused
 
     params = np.full((4, 1), 60000, np.float16)
     updates = np.float32([[0], [9000], [0], [0]])

@@ -99,7 +99,7 @@ def test_it_trains_as_with_the_schedule_of_the_optimizer(where, optimizer, wrap,
 )
 def test_replicas_agree_after_a_slow_step_and_the_stale_rate_does_not_count(where, idle):
     """Rates fall: a stale one would carry the momentum of large steps into small ones."""
-    falling = lambda t: 0.1 * 0.5**t  # noqa: E731
+    falling = lambda t: 0.1 * 0.5 ** jnp.asarray(t, jnp.float32)  # noqa: E731
     optimizer = optax.inject_hyperparams(optax.sgd)(learning_rate=falling)
     history, state = trained(step_of(slow("optimizer", **WHERE[where]), optimizer), idle)
     for t in (4, 8):

@@ -40,7 +40,7 @@ SYNCS: dict[str, Callable[[], js.ParameterTransform | None]] = {
 
 
 def loss(params: Any, batch: jax.Array, *, rng: jax.Array, model_state: Any):
-    y = batch @ params["w"] + params["b"].astype("float32")
+    y = batch @ params["w"] + params["b"][None].astype("float32")
     y += 0.01 * jax.random.normal(rng, y.shape)
     state = {"mean": 0.9 * model_state["mean"] + y.mean(0), "seen": model_state["seen"] + 1}
     return (y**2).mean(), ({}, state)

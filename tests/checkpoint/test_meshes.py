@@ -56,7 +56,7 @@ SYNCS = {
 
 def loss(params, batch):
     hidden = jax.numpy.tanh(batch @ params["in"] + params["bias"].sum())
-    return ((hidden @ params["out"] + params["bias"] - batch) ** 2).mean()
+    return ((hidden @ params["out"] + params["bias"][None] - batch) ** 2).mean()
 
 
 class Placed(Run):

@@ -10,6 +10,7 @@ from checkpoint.runs import MODEL_STATE, PARAMS, batch, make_step, on_host
 from jaxslowmo.algorithms.outer._anchor import ShardedAnchor
 from jaxslowmo.checkpoint import Checkpoints
 from jaxslowmo.transform import Exchange, StatePlacement
+from support.promotion import promoting
 
 
 def trained(step, replicas: int, updates: int):
@@ -161,7 +162,7 @@ def test_new_keys_depend_on_the_seed_and_those_of_the_model_differ_as_in_a_new_r
 def test_copies_of_parameters_go_where_the_parameters_go(tmp_path):
     """Replicas weigh, so the consensus is not the plain mean, of which the optimizer has copies."""
     graph = js.topology.from_phone_book([[1, 3], [0, 2], [0, 3], [1, 0]])
-    free = optax.contrib.schedule_free_sgd(0.1)
+    free = promoting(optax.contrib.schedule_free_sgd(0.1))
     steps = [
         make_step("sgp", n, sync=sync, optimizer=free, mode="traced")
         for n, sync in ((4, js.sgp("replica", graph=graph)), (2, js.sgp("replica")))

@@ -16,6 +16,7 @@ from checkpoint.runs import (
 )
 from jaxslowmo.checkpoint import Checkpoints
 from support.exhaustive import sweep
+from support.promotion import promoting
 
 LAST = PERIOD + 1
 # Together they hold all kinds of state, in host mode and in traced mode.
@@ -85,7 +86,7 @@ def test_a_saved_state_may_be_donated_at_once(step, tmp_path):
 
 def test_leaves_without_elements_and_moments_that_widen_come_back(tmp_path):
     """Orbax stores no empty leaves; the first update multiplies half moments by float32 rates."""
-    injected = optax.inject_hyperparams(optax.adam, hyperparam_dtype=np.float32)(0.1)
+    injected = promoting(optax.inject_hyperparams(optax.adam, hyperparam_dtype=np.float32)(0.1))
     params = {**PARAMS, "none": np.zeros((0, 3), np.float32)}
     steps = {n: make_step("local_sgd", n, optimizer=injected) for n in (4, 2)}
     state = steps[4].init(params, model_state=MODEL_STATE)

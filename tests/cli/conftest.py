@@ -2,9 +2,10 @@
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
+import optax
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
@@ -51,6 +52,25 @@ def runs_share_programs(programs: Path) -> Iterator[None]:
         compilation_cache.reset_cache()
         if values is options:
             yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def schedule_of_optax() -> Iterator[None]:
+    """Let optax's schedule divide counts, against strict promotion; nothing else of a command."""
+    made = optax.warmup_cosine_decay_schedule
+
+    def make(*args: Any, **options: Any) -> optax.Schedule:
+        schedule = made(*args, **options)
+
+        def rate(count: Any) -> Any:
+            with jax.numpy_dtype_promotion("standard"):
+                return schedule(count)
+
+        return rate
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(optax, "warmup_cosine_decay_schedule", make)
+        yield
 
 
 @pytest.fixture

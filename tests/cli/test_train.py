@@ -132,6 +132,7 @@ def test_virtual_replicas_learn_the_same_and_statistics_measure_every_kind(call,
     assert set(record["average"]["communication"]) == {"average"}
 
 
+@pytest.mark.usefixtures("standard_promotion")  # flax's LayerNorm in half precision
 def test_two_levels_accumulate_in_host_mode(call, text, tmp_path):
     outcome = call(
         TINY, "--replicas 2 --devices-per-replica 2 --batch 4 --accumulate 2 --mode host --data",
@@ -161,6 +162,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(call, text, tmp_path):
     assert records(out)[-1]["loss"] is None
 
 
+@pytest.mark.usefixtures("standard_promotion")  # flax's LayerNorm in half precision
 def test_a_run_in_float16_tells_its_scale(call, text, tmp_path):
     out = tmp_path / "out"
     outcome = call(

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 from flax import nnx
 
 import jaxslowmo as js
@@ -55,6 +56,7 @@ def nnx_loss(model, batch):
     return cross_entropy(logits, batch), logits
 
 
+@pytest.mark.usefixtures("standard_promotion")  # flax's pools count in integers
 def test_nnx_with_the_training_step():
     mesh = js.make_mesh({"replica": 4})
     graphdef, params, rest = nnx.split(CNN(nnx.Rngs(0)), nnx.Param, ...)

@@ -40,6 +40,7 @@ def test_the_page_shows_what_changes():
     assert len({*added, *dropped}) - 3 == 7  # three of the four dropped lines have a successor
 
 
+@pytest.mark.usefixtures("standard_promotion")  # of optax's schedule
 def test_it_learns(monkeypatch):
     monkeypatch.setattr(jax, "local_device_count", lambda: 2)
     module = program("rarely")

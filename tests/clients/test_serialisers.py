@@ -18,7 +18,7 @@ BATCHES = RNG.normal(size=(6, 8, 3)).astype(np.float32)
 
 
 def noisy_loss(params, batch, *, rng):
-    kept = jax.random.bernoulli(rng, 0.5, batch.shape)
+    kept = jax.random.bernoulli(rng, 0.5, batch.shape).astype(batch.dtype)
     return ((batch * kept) @ (params["v"] + params["w"])).var()
 
 

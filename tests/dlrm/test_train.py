@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 
+@pytest.mark.usefixtures("standard_promotion")  # of optax's schedule
 def test_the_command_trains_and_writes_what_it_measured(
     command, real_flights, monkeypatch, tmp_path, capsys
 ):

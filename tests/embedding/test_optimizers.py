@@ -29,7 +29,7 @@ def update_of(emb):
 
         def loss(vectors):
             out = emb.pooled(vectors, requests)["t"]
-            return jnp.sum((out - targets) ** 2) / 2, out
+            return jnp.sum((out.astype(targets.dtype) - targets) ** 2) / 2, out
 
         grads, out = jax.grad(loss, has_aux=True)(emb.lookup(stored, requests))
         new, state = emb.apply(stored, state, emb.send_back(grads, requests))

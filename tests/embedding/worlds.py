@@ -175,7 +175,8 @@ def program_of(world: World) -> Any:
 
         def loss(vectors, params):
             found = emb.pooled(vectors, requests, params)
-            return sum(jnp.vdot(x, slopes[f]) for f, x in found.items()), found
+            products = [jnp.vdot(x, slopes[f]).astype(jnp.float32) for f, x in found.items()]
+            return sum(products), found
 
         vectors = emb.lookup(tables, requests)
         grads, found = jax.grad(loss, (0, 1), has_aux=True)(vectors, params)

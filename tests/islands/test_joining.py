@@ -22,7 +22,7 @@ class Trained:
             str(url), name=name, late="carry", deadline_seconds=deadline, say=lambda line: None
         )
         self.step = js.make_train_step(
-            lambda params, batch: jnp.sum(params["w"] * batch),
+            lambda params, batch: jnp.sum(params["w"][None] * batch),
             optax.sgd(1.0),
             mesh=js.virtual_mesh({"replica": len(self.batch)}),
             sync=self.island.transform(),

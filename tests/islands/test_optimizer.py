@@ -7,6 +7,7 @@ import pytest
 
 import jaxslowmo as js
 from jaxslowmo.islands._optimizer import HostOptimizer
+from support.promotion import promoting
 
 PARAMS = {"a": np.linspace(-1, 1, 12, dtype=np.float32).reshape(4, 3), "b": np.ones(5, np.float32)}
 OPTIMIZERS = {
@@ -24,7 +25,7 @@ OPTIMIZERS = {
         weight_decay=0.2,
     ),
     "lion": optax.lion(1e-2),
-    "schedule": optax.sgd(optax.cosine_decay_schedule(0.1, 4), momentum=0.9),
+    "schedule": promoting(optax.sgd(optax.cosine_decay_schedule(0.1, 4), momentum=0.9)),
 }
 
 

@@ -43,7 +43,8 @@ def params() -> dict[str, np.ndarray]:
 def loss(params: Any, batch: Any) -> Any:
     """Return the loss of the model."""
     inputs, targets = batch
-    return jnp.mean((jnp.tanh(inputs @ params["w"] + params["b"]) - targets) ** 2)
+    w, b = (params[name].astype(inputs.dtype) for name in ("w", "b"))
+    return jnp.mean((jnp.tanh(inputs @ w + b[None]) - targets) ** 2)
 
 
 def batch(t: int, replicas: slice, total: int = 12) -> tuple[np.ndarray, np.ndarray]:

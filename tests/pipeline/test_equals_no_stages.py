@@ -23,7 +23,9 @@ def embed(params, batch):
 
 
 def dense(params, x):
-    y = x["x"] @ params["kernel"] + params.get("bias", 0)
+    y = x["x"] @ params["kernel"]
+    if "bias" in params:
+        y += params["bias"][None]
     return {**x, "x": x["x"] + jnp.tanh(y)}
 
 
@@ -44,7 +46,7 @@ def plain(params, x):
 
 def drawn(params, x, *, key):
     """Without keys in training both ways it shows that layers that take one are called."""
-    return {**x, "x": x["x"] + params["bias"]}
+    return {**x, "x": x["x"] + params["bias"][None]}
 
 
 def head(params, x):

@@ -132,7 +132,7 @@ def test_a_bad_value_of_one_replica_is_left_out(executor: str) -> None:
 
 def dropped(params: Any, x: jax.Array, *, key: Any = None) -> jax.Array:
     y = jnp.tanh(x @ params)
-    return y if key is None else y * jax.random.bernoulli(key, 0.5, y.shape) * 2
+    return y if key is None else y * jax.random.bernoulli(key, 0.5, y.shape).astype(y.dtype) * 2
 
 
 def noisy(layers: int) -> js.LayeredModel:

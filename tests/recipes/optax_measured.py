@@ -40,7 +40,7 @@ def loss(params: Any, batch: Any) -> jax.Array:
     """Return the loss of data that differ between replicas, or by `scale` and `slope` do not."""
     params = getattr(params, "fast", params)
     x, scale, slope = batch
-    own = jnp.mean((jnp.tanh(x @ params["w"] + params["b"]) - 0.5) ** 2, axis=1)
+    own = jnp.mean((jnp.tanh(x @ params["w"] + params["b"][None]) - 0.5) ** 2, axis=1)
     return jnp.mean(own * scale) + slope.mean() * sum(jnp.sum(p) for p in params.values())
 
 

@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxslowmo as js
+from support.promotion import apply_updates
 
 EXECUTIONS = ("vmap", "pmap", "shard_map", "shard_map_unchecked")
 SCHEDULES = ("traced", "host")
@@ -31,7 +32,7 @@ def one_step(
 
     def step(params, state, grads, talk=communicate):
         updates, state = tx.update(grads, state, params, phase=phase, communicate=talk)
-        return optax.apply_updates(params, updates), state
+        return apply_updates(params, updates), state
 
     return step
 
@@ -83,7 +84,7 @@ def _first_of_equal(x: jax.Array) -> jax.Array:
     """Return x[0], with NaN where the devices of a replica hold different values."""
     if not jnp.issubdtype(x.dtype, jnp.floating):
         return x[0]
-    return jnp.where(jnp.all(x == x[0], axis=0), x[0], jnp.nan)
+    return jnp.where(jnp.all(x == x[:1], axis=0), x[0], jnp.nan)
 
 
 def run(

@@ -17,7 +17,7 @@ def embed(params, batch):
 
 
 def block(params, x):
-    return x + jnp.tanh(x @ params["up"] + params["bias"]) @ params["down"]
+    return x + jnp.tanh(x @ params["up"] + params["bias"][None]) @ params["down"]
 
 
 def head(params, x):

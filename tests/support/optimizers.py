@@ -6,6 +6,7 @@ import jax
 import optax
 
 import jaxslowmo as js
+from support.promotion import promoting
 
 # A large epsilon: Adam turns the rounding of a gradient near zero into a whole step.
 _EPS = 1e-2
@@ -49,7 +50,7 @@ def per_leaf(params: Any) -> dict[str, optax.GradientTransformation]:
         "mask_as_tree": _adam(mask=is_no_bias(params)),
         "partition": optax.partition(_of_kinds(), _kinds),
         "inject_hyperparams": optax.inject_hyperparams(optax.adam)(0.005, eps=_EPS),
-        "multi_steps": optax.MultiSteps(_adam(), 3).gradient_transformation(),
+        "multi_steps": promoting(optax.MultiSteps(_adam(), 3).gradient_transformation()),
         "muon": contrib.muon(0.002, ns_steps=2, adam_eps_root=1e-4),
         "lamb": optax.lamb(0.005, eps=_EPS),
         "lars": optax.lars(0.02),
@@ -57,7 +58,9 @@ def per_leaf(params: Any) -> dict[str, optax.GradientTransformation]:
         "schedule_free": contrib.schedule_free_adamw(0.005, eps=_EPS),
         "sm3": optax.sm3(0.01),
         "adaptive_grad_clip": optax.chain(optax.adaptive_grad_clip(0.1), optax.sgd(0.02)),
-        "lookahead_of_rates": optax.adam(optax.cosine_decay_schedule(0.005, 20), eps=_EPS),
+        "lookahead_of_rates": promoting(
+            optax.adam(optax.cosine_decay_schedule(0.005, 20), eps=_EPS)
+        ),
     }
 
 
@@ -68,13 +71,15 @@ def of_all_leaves() -> dict[str, optax.GradientTransformation]:
         "clip_by_global_norm": optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(0.1)),
         "a_large_norm": optax.chain(optax.clip_by_global_norm(1e4), optax.sgd(0.1)),
         "apply_if_finite": optax.apply_if_finite(optax.adam(0.1), 3),
-        "prodigy": contrib.prodigy(),
+        "prodigy": promoting(contrib.prodigy()),
         "hidden_clip": optax.chain(js.clip_by_global_norm(0.1), optax.adam(0.1)),
         "flatten": optax.flatten(optax.adam(0.1)),  # does not, but that is not proved
         "normalize": optax.chain(optax.normalize_by_update_norm(), optax.sgd(0.1)),
-        "skip_not_finite": optax.MultiSteps(
-            optax.adam(0.1), 2, should_skip_update_fn=optax.skip_not_finite
-        ).gradient_transformation(),
+        "skip_not_finite": promoting(
+            optax.MultiSteps(
+                optax.adam(0.1), 2, should_skip_update_fn=optax.skip_not_finite
+            ).gradient_transformation()
+        ),
         "hidden_reduction": optax.chain(
             js.all_reduce_gradients("replica"), optax.clip_by_global_norm(0.1), optax.sgd(0.1)
         ),

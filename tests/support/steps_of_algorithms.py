@@ -52,7 +52,7 @@ OPTION = ", option"
 def loss(params: Any, batch: jax.Array) -> jax.Array:
     x = batch
     for name in sorted(params):
-        x = jnp.tanh(x @ params[name]["kernel"] + params[name]["bias"])
+        x = jnp.tanh(x @ params[name]["kernel"] + params[name]["bias"][None])
     return jnp.mean(jnp.square(x))
 
 

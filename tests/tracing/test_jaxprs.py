@@ -11,6 +11,7 @@ from jax import lax
 import jaxslowmo as js
 from jaxslowmo.tracing import collective_axes, read_update
 from jaxslowmo.tracing._jaxprs import differing_axes
+from support.promotion import promoting
 
 WHOLE = {"w": np.ones((2, 3), np.float32)}
 MESHES = {
@@ -55,7 +56,10 @@ CASES = {
     "ours": (js.all_reduce_gradients("replica"), set()),
     "named": (js.gradient_transform(mean_over("replica")), set()),
     "what cannot be traced": (mean_over("nowhere"), set()),
-    "no more than it knows": (optax.contrib.sam(optax.sgd(0.1), mean_over("replica")), {"replica"}),
+    "no more than it knows": (
+        promoting(optax.contrib.sam(optax.sgd(0.1), mean_over("replica"))),
+        {"replica"},
+    ),
 }
 
 
@@ -72,7 +76,7 @@ def test_axes_of_the_collectives_in_a_program():
         inner = jax.vmap(lambda v: v + lax.pmean(v, "run"), axis_name="run")(x)
         y = jax.jit(lambda v: lax.ppermute(v, "replica", [(0, 1), (1, 0)]))(inner)
         z = lax.cond(y[0, 0] > 0, lambda v: lax.psum(v, ("node", "replica")), lambda v: v, y)
-        return z.sum() + lax.axis_index("slice")
+        return z.sum() + lax.axis_index("slice").astype(z.dtype)
 
     seen = []
 

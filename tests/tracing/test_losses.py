@@ -105,7 +105,7 @@ def test_loops_finish_all_at_once():
 
     def loss(params, x):
         def body(x, layer):
-            return jnp.tanh(x @ layer["in"]) @ layer["out"] + params["shared"], None
+            return jnp.tanh(x @ layer["in"]) @ layer["out"] + params["shared"][None], None
 
         x, _ = jax.lax.scan(body, x @ params["stem"], params["layers"])
         return jnp.sum(x @ params["a_head"])
@@ -133,7 +133,7 @@ def test_every_signature():
     state = {"mean": square(4)}
 
     def full(params, batch, *, rng, model_state):
-        noise = jax.random.normal(rng, batch.shape) + model_state["mean"]
+        noise = jax.random.normal(rng, batch.shape) + model_state["mean"][None]
         return use(params, batch + noise), ({"x": jnp.ones([])}, model_state)
 
     def with_metrics(params, batch):

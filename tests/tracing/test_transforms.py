@@ -16,6 +16,7 @@ from jax import lax
 import jaxslowmo as js
 from jaxslowmo.tracing import ProgramReader
 from recipes.optax_cases import CASES
+from support.promotion import promoting
 
 SHAPES = {"b": (4,), "head": (3, 3), "w": (5, 3)}
 SIZES = {name: int(np.prod(shape)) for name, shape in SHAPES.items()}
@@ -136,14 +137,14 @@ ELEMENTS = {
     "momentum": optax.sgd(0.1, momentum=0.9),
     "nesterov": optax.sgd(0.7, momentum=0.9, nesterov=True),
     "adam": optax.adam(0.1),
-    "half": optax.adam(0.1, mu_dtype=jnp.bfloat16),
-    "adamw": optax.adamw(optax.cosine_decay_schedule(0.1, 20), weight_decay=0.1),
+    "half": promoting(optax.adam(0.1, mu_dtype=jnp.bfloat16)),
+    "adamw": promoting(optax.adamw(optax.cosine_decay_schedule(0.1, 20), weight_decay=0.1)),
     "mask of all": optax.adamw(0.1, mask=lambda tree: jax.tree.map(lambda x: True, tree)),
     "lion": optax.lion(0.1),
     "rmsprop": optax.rmsprop(0.1),
     "clip": optax.chain(optax.clip(0.5), optax.sgd(0.1)),
     "injected": optax.inject_hyperparams(optax.adam)(0.1),
-    "several": optax.MultiSteps(optax.adam(0.1), 2).gradient_transformation(),
+    "several": promoting(optax.MultiSteps(optax.adam(0.1), 2).gradient_transformation()),
     "schedule free": optax.contrib.schedule_free_sgd(0.1),
     "ema": optax.ema(0.9),
     "slow momentum": js.slow_momentum(0.5),
@@ -165,7 +166,7 @@ LEAVES = {
     "block rms": optax.clip_by_block_rms(0.1),
     "centralize": optax.centralize(),
     "muon": optax.contrib.muon(0.1, ns_steps=1),
-    "noise": optax.add_noise(0.1, 0.5, 0),
+    "noise": promoting(optax.add_noise(0.1, 0.5, 0)),
     "mean": every(lambda x: x - jnp.mean(x)),
     "by rank": every(lambda x: x / (1 + x.ndim)),
     "neighbours": every(lambda x: x[::-1]),
@@ -177,7 +178,7 @@ MIXING = {
     "global norm": optax.clip_by_global_norm(1e-3),
     "far global norm": optax.chain(optax.clip_by_global_norm(1e4), optax.sgd(0.1)),
     "all finite": optax.apply_if_finite(optax.sgd(0.1), 3),
-    "prodigy": optax.contrib.prodigy(),
+    "prodigy": promoting(optax.contrib.prodigy()),
     "remembered norm": remembering_a_norm(),
     "first norm": from_the_first_norm(),
     "scan of several": of_leaves(scanned_norms),
@@ -258,7 +259,7 @@ def test_the_kind_is_true(name):
 @pytest.mark.filterwarnings("ignore")  # deprecations of optax
 def test_what_is_read_of_optax_is_true(name):
     (case,) = [cases[name] for cases in CASES.values() if name in cases]
-    tx = case.make()
+    tx = promoting(case.make())
     reading = read(tx)
     if reading.kind == "mixing":
         return  # it may mix, or need what nobody gives it here
@@ -284,7 +285,7 @@ PARTS = {
 }
 AROUND = {
     "nothing": lambda tx: tx,
-    "several": lambda tx: optax.MultiSteps(tx, 2).gradient_transformation(),
+    "several": lambda tx: promoting(optax.MultiSteps(tx, 2).gradient_transformation()),
     "masked": lambda tx: optax.masked(tx, lambda tree: jax.tree.map(lambda x: True, tree)),
     "jit": lambda tx: optax.GradientTransformation(jax.jit(tx.init), jax.jit(tx.update)),
 }
@@ -340,7 +341,9 @@ def test_a_part_of_the_leaves_is_told_from_all():
 
 def test_parameters_may_be_a_tuple_or_one_array():
     """A chain's state is a tuple, too, and a counter an array."""
-    chain = optax.chain(optax.identity(), optax.sgd(lambda count: 0.1 / (1 + count)))
+    chain = optax.chain(
+        optax.identity(), optax.sgd(lambda count: 0.1 / (1.0 + count.astype(jnp.float32)))
+    )
     same, other = (np.ones(3), np.ones(3)), (np.ones(3), np.ones((2, 2)))
     for params in (same, other, (np.ones(3),), np.ones(3), [np.ones(2)]):
         for tx in (chain, optax.adam(0.1), ELEMENTS["nesterov"]):
@@ -348,7 +351,7 @@ def test_parameters_may_be_a_tuple_or_one_array():
 
 
 def test_extra_arguments_are_followed():
-    plateau, polyak = optax.contrib.reduce_on_plateau(), optax.polyak_sgd()
+    plateau, polyak = promoting(optax.contrib.reduce_on_plateau()), optax.polyak_sgd()
     assert read(plateau, extra=EXTRA).kind == "element-wise"
     assert read(polyak, extra=EXTRA).kind == "mixing"
     searches = optax.scale_by_backtracking_linesearch(3)

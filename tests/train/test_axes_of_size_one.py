@@ -23,7 +23,7 @@ ALONE = {"w": P("one"), "table": P(None, "one")}
 
 
 def loss(params, batch):
-    return jnp.mean((jnp.tanh(batch @ params["w"]) + params["table"].sum(0)) ** 2)
+    return jnp.mean((jnp.tanh(batch @ params["w"]) + params["table"].sum(0, keepdims=True)) ** 2)
 
 
 def without(specs, axis):

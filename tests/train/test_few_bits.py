@@ -17,7 +17,8 @@ BATCHES = RANDOM.normal(size=(STEPS, 16, WIDTH)).astype(np.float32)
 
 
 def loss(params, batch):
-    return jnp.mean((jnp.tanh(batch @ params["in"]) @ params["out"] - batch) ** 2)
+    first, second = (params[name].astype(batch.dtype) for name in ("in", "out"))
+    return jnp.mean((jnp.tanh(batch @ first) @ second - batch) ** 2)
 
 
 def moved(step, params=PARAMS, batches=BATCHES):

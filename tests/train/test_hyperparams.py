@@ -7,6 +7,7 @@ import optax
 import pytest
 
 import jaxslowmo as js
+from support.promotion import promoting
 
 PARAMS = {"w": np.zeros(3, np.float32)}
 BATCH = np.ones((4, 3), np.float32)
@@ -62,7 +63,8 @@ def test_wherever_they_stand():
 
     def scaled(factor):
         inner = optax.inject_hyperparams(optax.sgd)(learning_rate=1.0, momentum=0.5)
-        wrapped = optax.masked(optax.MultiSteps(inner, 1).gradient_transformation(), True)
+        several = promoting(optax.MultiSteps(inner, 1).gradient_transformation())
+        wrapped = optax.masked(several, True)
         return optax.chain(optax.clip(9.0), wrapped, optax.scale(factor))
 
     step = step_of(optax.inject_hyperparams(scaled)(factor=2.0))

@@ -74,7 +74,7 @@ def loss_on(mesh):
         batch = lies(batch, "fsdp")
         hidden = jnp.tanh(batch @ lies(params["in"], None, "tensor"))
         out = {"out_sharding": P("fsdp", None)} if explicit else {}
-        found = jnp.matmul(hidden, lies(params["out"], "tensor"), **out) + params["bias"]
+        found = jnp.matmul(hidden, lies(params["out"], "tensor"), **out) + params["bias"][None]
         return jnp.mean((found - batch) ** 2)
 
     return loss

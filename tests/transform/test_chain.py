@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 import jaxslowmo as js
 from jaxslowmo.transform import moved_copies, moving_states
 from support.meshes import MESHES
+from support.promotion import apply_updates
 
 contrib = optax.contrib
 START = {"w": np.array([1.0, -2.0], np.float32)}
@@ -132,7 +133,7 @@ def test_the_move_is_what_the_parameters_hold_afterwards():
     state = contrib.schedule_free_sgd(0.1, state_dtype=jnp.float32).init(half)
     updates = jax.tree.map(lambda x: jnp.full(x.shape, 1 / 3, jnp.float32), half)
     moved = moved_copies(state, half, jax.tree.map(jnp.zeros_like, updates), updates)
-    now = optax.apply_updates(half, updates)
+    now = apply_updates(half, updates)
     for name, z in moved.z.items():
         assert z.dtype == jnp.float32
         np.testing.assert_array_equal(z, now[name].astype(jnp.float32))

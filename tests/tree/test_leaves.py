@@ -16,6 +16,7 @@ from jaxslowmo.tree import (
     updates_to,
     widen_updates,
 )
+from support.promotion import apply_updates
 
 
 def test_a_buffer_is_taken_apart_at_once():
@@ -97,7 +98,7 @@ def test_half_precision_lands_exactly_in_its_range(dtype, seed):
     for params, target in ((small, large), (large, small)):
         updates = updates_to(params, target)
         assert updates.dtype == jnp.float32
-        landed = optax.apply_updates(params, updates)
+        landed = apply_updates(params, updates)
         assert landed.dtype == params.dtype
         assert np.array_equal(landed, target)
 
@@ -113,7 +114,7 @@ def test_explicit_promotion_equals_optax(seed):
     updates = widen_updates(
         jax.tree.map(lambda p: jnp.asarray(rng.normal(size=p.shape), p.dtype), params)
     )
-    ours, theirs = apply_exactly(params, updates), optax.apply_updates(params, updates)
+    ours, theirs = apply_exactly(params, updates), apply_updates(params, updates)
     for key in params:
         assert ours[key].dtype == theirs[key].dtype == params[key].dtype
         assert np.array_equal(ours[key], theirs[key])

@@ -216,7 +216,8 @@ def _of_leaf(leaf: Any, norm: float, mask: Any) -> jax.Array:
     values = coalesce(leaf).gradient.values if isinstance(leaf, RowGradient) else jnp.asarray(leaf)
     size = jnp.abs(cast(values, at_least_float32(values.dtype)))
     if mask is not None:
-        size = jnp.where(jnp.asarray(mask) != 0, size, jnp.zeros_like(size))
+        counts = jnp.broadcast_to(jnp.asarray(mask, bool), size.shape)
+        size = jnp.where(counts, size, jnp.zeros_like(size))
     if np.isinf(norm):
         return jnp.max(size, initial=0.0)
     if norm == 1:

@@ -161,7 +161,7 @@ class GPT(nnx.Module):
         # block, and its gradient is a product too, not a scatter-add (slow on CPU and TPU).
         x = jax.nn.one_hot(tokens, self.vocab_size, dtype=self.embed.dtype)
         x = self.embed(constrained(x, "batch", None, "vocab"))
-        x = x + self.positions[: tokens.shape[1]].astype(x.dtype)
+        x = x + self.positions[None, : tokens.shape[1]].astype(x.dtype)
         x = constrained(x, "batch", None, None)
 
         # A new function per call: jax caches traces by function, and the cache ignores the rules.

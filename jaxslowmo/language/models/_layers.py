@@ -78,7 +78,7 @@ def gpt_layers(config: GPTConfig, rules: Rules | None = None) -> GPTLayers:
         symbols = jax.nn.one_hot(batch[:, :-1], config.vocab_size, dtype=dtype)
         kernel = gathered(params["embed"]["kernel"].astype(dtype), "vocab", "embed")
         x = constrained(symbols, "batch", None, "vocab") @ kernel
-        return constrained(x + params["positions"].astype(dtype), "batch", None, None)
+        return constrained(x + params["positions"][None].astype(dtype), "batch", None, None)
 
     block = _pure(lambda rngs: GPTBlock(config, rngs=rngs))
     norm = _pure(lambda rngs: nnx.LayerNorm(config.embed_dim, dtype=dtype, rngs=rngs))

@@ -126,10 +126,11 @@ class HostPipeline(Pipelined):
         states = {} if self.state_layout is None else model_state.buffers
         keys = rng if self.model.takes_key else None
         spread = Spread(replicas, inner_axes, data_axes)
-        execution, arguments = self._prepared(
-            spread, params, batch, keys, states, parts, differentiates, compiler_options
-        )
-        return execution.run(*arguments) if runs else execution.types(*arguments)
+        with jax.set_mesh(None):  # each program has the mesh of its stage
+            execution, arguments = self._prepared(
+                spread, params, batch, keys, states, parts, differentiates, compiler_options
+            )
+            return execution.run(*arguments) if runs else execution.types(*arguments)
 
     def _prepared(
         self,

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from ..._support.types import PyTree
 from ...mesh import array_from_host, only_over
-from ...tree import Leaf, LeafPlace, Staged
+from ...tree import Leaf, LeafPlace, Staged, promoted
 from ._ties import mirrors
 
 
@@ -153,7 +153,7 @@ class BufferPacking:
         shape = *lead, *self.shapes[name][1:]
         if not pieces:
             return numpy.zeros(shape, np.dtype(name.partition("/")[0]))
-        dtype = jnp.result_type(*pieces)
+        dtype = promoted(*pieces)
         if len(pieces) > 1:
             pieces = [numpy.concatenate([piece.astype(dtype) for piece in pieces], -1)]
         lack = shape[-1] - pieces[0].shape[-1]

@@ -19,7 +19,7 @@ from ..._support.types import PyTree
 from ...mesh import only_over
 from ...tracing import ProgramReader, Reading, has_side_effects
 from ...transform import instead_of, takes_extra
-from ...tree import Staged, leaf_names
+from ...tree import Staged, leaf_names, promoted
 from ._buffer_packing import BufferPacking
 from ._ties import Change, for_each_copy, in_each, seen_once
 
@@ -325,7 +325,7 @@ def _branches(branches: Sequence[Callable[..., Any]], *operands: PyTree) -> Call
         key = len(programs) if prints else reader.key(closed)
         numbers.append(programs.setdefault(key, (len(programs), closed))[0])
     # `jnp.result_type` refuses PRNG keys, so equal dtypes are kept without it.
-    widest = [x[0] if len(set(x)) == 1 else jnp.result_type(*x) for x in zip(*kinds, strict=True)]
+    widest = [x[0] if len(set(x)) == 1 else promoted(*x) for x in zip(*kinds, strict=True)]
 
     def run(closed: Any, *operands: PyTree) -> PyTree:
         results = map(jnp.asarray, jaxpr_as_fun(closed)(*jax.tree.leaves(operands)))

@@ -7,6 +7,7 @@ import optax
 import pytest
 
 import jaxslowmo as js
+from support.promotion import apply_updates
 
 
 def trained_in_bf16(sync, sgd, apart):
@@ -24,7 +25,7 @@ def trained_in_bf16(sync, sgd, apart):
         return jax.jit(jax.shard_map(one, mesh=mesh, in_specs=specs, out_specs=specs))
 
     own, state = program(sgd.init)(params), program(sync.init)(params)
-    together, applied = program(optax.chain(sgd, sync).update), program(optax.apply_updates)
+    together, applied = program(optax.chain(sgd, sync).update), program(apply_updates)
     first, second = program(sgd.update), program(sync.update)
     for g in grads:
         if apart:

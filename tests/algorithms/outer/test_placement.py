@@ -11,6 +11,7 @@ import pytest
 
 import jaxslowmo as js
 from support.layered import assert_close, language_model, tokens
+from support.promotion import promoting
 
 REPLICAS, EVERY, UPDATES = 2, 2, 6
 RNG = np.random.default_rng(0)
@@ -47,7 +48,9 @@ ELEMENT_WISE = {
     "adamw": lambda: optax.adamw(optax.linear_schedule(0.1, 0.0, 3), weight_decay=0.1),
     "lion": lambda: optax.lion(0.1),
     "clip": lambda: optax.chain(optax.clip(0.5), optax.sgd(0.1)),
-    "every second": lambda: optax.MultiSteps(optax.sgd(0.1), 2).gradient_transformation(),
+    "every second": lambda: promoting(
+        optax.MultiSteps(optax.sgd(0.1), 2).gradient_transformation()
+    ),
     "slow momentum": lambda: js.slow_momentum(0.5),
 }
 WHOLE = {
@@ -59,7 +62,9 @@ WHOLE = {
     ),
     "lamb": (lambda: optax.lamb(0.1), "combines elements of 'bias'"),
     "all finite": (lambda: optax.apply_if_finite(optax.sgd(0.1), 5), "is computed from"),
-    "noise": (lambda: optax.chain(optax.add_noise(0.1, 0.5, 0), optax.sgd(0.1)), "random_bits"),
+    "noise": (
+        lambda: optax.chain(promoting(optax.add_noise(0.1, 0.5, 0)), optax.sgd(0.1)), "random_bits"
+    ),
 }  # fmt: skip
 OPTIMIZERS = {**ELEMENT_WISE, **{name: make for name, (make, _) in WHOLE.items()}}
 
@@ -148,7 +153,7 @@ def test_repr_and_report_say_where_the_state_is_and_why():
     for name, words in {"adamw": "sharded", "by name": "whole"}.items():
         sync = diloco(name)
         step = js.make_train_step(
-            lambda p, b: jnp.sum(p["w"] * b), optax.sgd(0.1), sync=sync, mesh=mesh
+            lambda p, b: jnp.sum(p["w"][None] * b), optax.sgd(0.1), sync=sync, mesh=mesh
         )
         assert "where `outer_optimizer` is element-wise" in repr(sync)
         state = jax.eval_shape(step.init, PARAMS)

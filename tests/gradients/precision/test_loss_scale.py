@@ -9,6 +9,7 @@ import pytest
 import jaxslowmo as js
 from jaxslowmo.gradients.precision import check_place
 from support.executions import lift
+from support.promotion import promoting
 
 REPLICAS = 4
 PARAMS = {"w": jnp.arange(6.0).reshape(3, 2), "b": jnp.ones(3)}
@@ -42,7 +43,7 @@ def assert_equal(a, b):
 
 
 INNER = {
-    "MultiSteps": optax.MultiSteps(optax.sgd(1.0), 2).gradient_transformation(),
+    "MultiSteps": promoting(optax.MultiSteps(optax.sgd(1.0), 2).gradient_transformation()),
     "partition": optax.partition({"a": optax.adam(0.1), "b": optax.sgd(0.1)}, {"w": "a", "b": "b"}),
 }
 

@@ -110,7 +110,7 @@ def test_no_gradient_transform_is_missing():
 
 
 def three_updates(tx, params, state, weighted):
-    own = 1.0 + jax.lax.axis_index("replica")
+    own = 1.0 + jax.lax.axis_index("replica").astype(jnp.float32)
     extra = {"weight": own} if weighted else {}
     # They differ between replicas, whatever the parameters do.
     grads = jax.tree.map(lambda p: p * own, params)

@@ -43,7 +43,8 @@ def test_as_if_the_parameter_were_not_there(name):
     unused = {**grads, "b": jnp.zeros((2, 3))}
 
     def run(params):
-        varying = lambda g: jax.tree.map(lambda x: x * (1 + jax.lax.axis_index("replica")), g)  # noqa: E731
+        factor = 1.0 + jax.lax.axis_index("replica").astype(jnp.float32)
+        varying = lambda g: jax.tree.map(lambda x: x * factor, g)  # noqa: E731
         first, state = tx.update(varying(grads), tx.init(params), params)
         start, plain_state = plain.update(varying(grads), plain.init(params), params)
         second, after = tx.update(varying(unused), state, params)

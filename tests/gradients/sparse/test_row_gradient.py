@@ -38,6 +38,7 @@ def test_dtypes_are_kept_under_x64(dtype):
         np.testing.assert_allclose(x, wanted[what], rtol=rtol, atol=1e-15, err_msg=what)
 
 
+@pytest.mark.usefixtures("standard_promotion")  # in which an update of indices is of floats
 def test_an_optimizer_does_not_take_rows_for_gradients():
     params = {"t": jnp.ones((4, 2))}
     grads = {"t": js.sparse.RowGradient(jnp.array([1]), jnp.ones((1, 2)), 4)}

@@ -130,6 +130,7 @@ def test_presets_have_the_sizes_in_their_names_and_whole_heads():
         assert config.embed_dim // config.num_heads in (8, 32, 64, 128)
 
 
+@pytest.mark.usefixtures("standard_promotion")  # flax's LayerNorm in half precision
 def test_parameters_and_loss_are_float32_whatever_the_compute_dtype():
     config = dataclasses.replace(TINY, dtype="bfloat16")
     params, loss_fn = init_gpt(config), gpt_loss_fn(config)

@@ -62,13 +62,17 @@ def masked(p: Any, batch: Any) -> Passed:
 
 
 def doubled(p: Any, x: Passed) -> Passed:
-    a = x.value["a"] * p["s"] * x.mask[:, None]
+    a = x.value["a"] * p["s"][None] * x.mask[:, None].astype(jnp.float32)
     return Passed({"a": a, "b": jnp.sin(x.value["a"])}, x.mask, x.step + 1)
+
+
+def summed(p: Any, x: Passed) -> jax.Array:
+    return (x.value["a"] + x.value["b"]) @ p["w"] * x.step.astype(jnp.float32)
 
 
 def test_stages_may_pass_on_anything_on_explicit_meshes_too() -> None:
     model = js.LayeredModel(
-        [masked, doubled, lambda p, x: (x.value["a"] + x.value["b"]) @ p["w"] * x.step],
+        [masked, doubled, summed],
         lambda out, batch: jnp.mean((out - batch["y"]) ** 2),
     )
     draw = np.random.default_rng(0).normal

@@ -9,6 +9,7 @@ import pytest
 import jaxslowmo as js
 from recipes.optax_cases import CASES
 from support.exhaustive import sweep
+from support.promotion import promoting
 
 STEPS, TOLERANCE = 20, 1e-5
 # What takes norms, distances or losses of all parameters, draws keys by their number, joins them.
@@ -63,7 +64,7 @@ def test_all_of_the_table(mesh_of, name):
     schedule, parts = js.schedules.gpipe(2, 2), [[(0, 1)], [(1, 3)]]
     pipe = js.pipelined(MODEL, PARAMS, schedule, mesh=mesh_of({"stage": 2}), parts=parts)
     stack = pipe.layout.stack
-    tx = EVERY[name].make()
+    tx = promoting(EVERY[name].make())
     if name.rpartition(".")[2] in MIXES:
         with pytest.raises(ValueError, match="depends on leaves of other stages"):
             js.chain(tx).init(stack(PARAMS))

@@ -9,6 +9,7 @@ import pytest
 import jaxslowmo as js
 from jaxslowmo.tree import Staged
 from support.layered import language_model
+from support.promotion import promoting
 
 
 def by_size(tree):
@@ -21,9 +22,9 @@ def centred(updates, state, params=None):
 
 
 ALIKE = {
-    "adamw": optax.adamw(optax.cosine_decay_schedule(0.1, 20), weight_decay=0.1),
-    "half": optax.adam(0.1, mu_dtype=jnp.bfloat16),
-    "several": optax.MultiSteps(optax.adam(0.1), 2).gradient_transformation(),
+    "adamw": promoting(optax.adamw(optax.cosine_decay_schedule(0.1, 20), weight_decay=0.1)),
+    "half": promoting(optax.adam(0.1, mu_dtype=jnp.bfloat16)),
+    "several": promoting(optax.MultiSteps(optax.adam(0.1), 2).gradient_transformation()),
     "schedule_free": optax.contrib.schedule_free_sgd(0.1),
     "masked_nothing": optax.adamw(0.1, mask=lambda tree: jax.tree.map(lambda x: True, tree)),
 }

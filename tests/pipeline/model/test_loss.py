@@ -15,9 +15,10 @@ _, PARAMS = language_model(2)
 
 def masked(logits, batch):
     own = jnp.take_along_axis(jax.nn.log_softmax(logits), batch["next"][:, None], 1)[:, 0]
-    right = (jnp.argmax(logits, -1) == batch["next"]) * batch["mask"]
+    right = (jnp.argmax(logits, -1) == batch["next"]).astype(jnp.int32) * batch["mask"]
     count = jnp.sum(batch["mask"])
-    return (-jnp.sum(own * batch["mask"]), count), {"right": (jnp.sum(right), count)}
+    own *= batch["mask"].astype(own.dtype)
+    return (-jnp.sum(own), count), {"right": (jnp.sum(right), count)}
 
 
 TIED = ((0, "table"), (3, "table"))
@@ -57,7 +58,7 @@ def test_leaves_that_examples_share_reach_every_microbatch_whole(mesh_of, execut
         return {"x": embed(params, batch), "scale": batch["scale"], "bias": batch["bias"]}
 
     def second(params, x):
-        return {**x, "x": block(params, x["x"] * x["scale"] + x["bias"][0])}
+        return {**x, "x": block(params, x["x"] * x["scale"] + x["bias"][:1])}
 
     model = js.LayeredModel([first, second, second, lambda p, x: head(p, x["x"])], masked)
     shared = {"scale": np.float32(0.5), "bias": np.ones((1, 4), np.float32)}

@@ -22,7 +22,7 @@ def dense(params, x):
 def normalized(params, x, *, state):
     """Batch normalisation that trains by the statistics so far, and counts its calls."""
     mean = 0.5 * state["mean"] + 0.5 * jnp.mean(x, 0)
-    y = jnp.tanh((x - state["mean"]) @ params["kernel"]) + x
+    y = jnp.tanh((x - state["mean"][None]) @ params["kernel"]) + x
     return y, {"mean": mean, "count": state["count"] + 1}
 
 

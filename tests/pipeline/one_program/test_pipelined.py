@@ -38,7 +38,7 @@ def test_activations_may_be_trees_of_any_types(mesh_of):
     def second(params, activations):
         x = activations["x"].astype(jnp.float32) @ params["w"]
         x = jnp.where(activations["mask"][0][:, None], x, 0)
-        return x * activations["count"][:, None]
+        return x * activations["count"][:, None].astype(x.dtype)
 
     params = [{"w": jnp.eye(3)}, {"w": 2 * jnp.eye(3)}]
     pipe, stacked, model = pipeline(mesh_of, [first, second], params)
@@ -51,7 +51,7 @@ def test_activations_may_be_trees_of_any_types(mesh_of):
 
 def test_parameters_keep_their_dtypes_and_integers_get_no_gradient(mesh_of):
     def scaled(params, x):
-        return x * params["scale"] + params["offset"]
+        return x * params["scale"][None] + params["offset"][None].astype(x.dtype)
 
     leaf = {"scale": jnp.full(3, 2.0, jnp.bfloat16), "offset": jnp.arange(3)}
     params = [leaf, jax.tree.map(lambda x: x + 1, leaf)]
@@ -71,7 +71,7 @@ def test_layers_may_sort_and_hold_loops_that_start_from_constants(mesh_of):
 
     def sorting(params, x):
         # jax types the indices, which start equal on all stages, by an equation of its own.
-        x = x * params["w"]
+        x = x * params["w"][None]
         return jnp.sort(x) * jnp.take_along_axis(x, jnp.argsort(x), 1)
 
     params = [{"w": jnp.full(3, 0.5)}, {"w": jnp.array([1.0, -2.0, 3.0])}]
@@ -84,7 +84,7 @@ def test_layers_may_sort_and_hold_loops_that_start_from_constants(mesh_of):
 
 def test_small_gradients_of_float16_survive_with_a_scale(mesh_of):
     def scaled(params, x):
-        return x * params["w"]
+        return x * params["w"][None]
 
     params = [{"w": np.full(64, 0.01, np.float16)}, {"w": np.full(64, 0.01, np.float16)}]
     batch = np.full((64, 64), 0.01, np.float16)

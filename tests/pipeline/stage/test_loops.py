@@ -23,7 +23,7 @@ X = jax.random.normal(KEYS[3], (BATCH, WIDTH))
 
 def layer(w: Any, x: jax.Array) -> jax.Array:
     up, down, bias = (w[n].astype(x.dtype) for n in ("up", "down", "bias"))
-    return x + jnp.tanh(x @ up) @ down + bias
+    return x + jnp.tanh(x @ up) @ down + bias[None]
 
 
 def stacked(w: Any, x: jax.Array, _: None) -> jax.Array:
@@ -38,7 +38,7 @@ def checkpointed(w: Any, x: jax.Array, _: None) -> jax.Array:
 
 def shared(w: Any, x: jax.Array, _: None) -> jax.Array:
     """One layer again and again, whose gradient the loop adds up."""
-    return lax.fori_loop(0, LAYERS, lambda i, x: layer(w, x) * (1 + i), x)
+    return lax.fori_loop(0, LAYERS, lambda i, x: layer(w, x) * (1.0 + i.astype(x.dtype)), x)
 
 
 def nested(w: Any, x: jax.Array, _: None) -> jax.Array:

@@ -23,7 +23,8 @@ def normal(key: int, *shape: int) -> jax.Array:
 def norm(p: dict[str, jax.Array], x: jax.Array) -> jax.Array:
     """A layer norm with scale and bias."""
     centred = x - x.mean(-1, keepdims=True)
-    return centred * lax.rsqrt((centred**2).mean(-1, keepdims=True) + 1e-5) * p["scale"] + p["bias"]
+    normed = centred * lax.rsqrt((centred**2).mean(-1, keepdims=True) + 1e-5)
+    return normed * p["scale"][None, None] + p["bias"][None, None]
 
 
 def block(w: dict[str, Any], x: jax.Array, microbatch: dict[str, jax.Array]) -> jax.Array:
@@ -37,9 +38,8 @@ def block(w: dict[str, Any], x: jax.Array, microbatch: dict[str, jax.Array]) -> 
     scores = jnp.where(same, q @ k.swapaxes(2, 3), jnp.asarray(-1e9, kind))
     mixed = (jax.nn.softmax(scores) @ v).transpose(0, 2, 1, 3).reshape(x.shape)
     x = x + mixed @ w["out"].astype(kind)
-    return x + jax.nn.gelu(x @ w["up"].astype(kind) + w["bias"].astype(kind)) @ w["down"].astype(
-        kind
-    )
+    hidden = x @ w["up"].astype(kind) + w["bias"][None, None].astype(kind)
+    return x + jax.nn.gelu(hidden) @ w["down"].astype(kind)
 
 
 WEIGHTS = {
@@ -71,7 +71,7 @@ def test_no_work_is_done_twice_and_nothing_kept_that_is_at_hand() -> None:
 def test_a_layout_of_a_smaller_array_is_not_stashed() -> None:
     def scale(w: jax.Array, x: jax.Array, _: None) -> jax.Array:
         mean = x.mean(-1, keepdims=True)
-        return jnp.broadcast_to(mean, x.shape) * x * w
+        return jnp.broadcast_to(mean, x.shape) * x * w[None]
 
     x = normal(0, 4, 8)
     run = compiled_stage(scale, jnp.ones(8), x, None)
@@ -90,7 +90,7 @@ def test_remat_stashes_the_input_alone() -> None:
 
 
 def dense(w: Any, x: jax.Array, _: Any) -> jax.Array:
-    return jnp.tanh(x @ w["k"] + w["b"])
+    return jnp.tanh(x @ w["k"] + w["b"][None])
 
 
 SMALL = {"k": normal(0, 4, 4), "b": normal(1, 4)}
@@ -119,7 +119,8 @@ class Activation(NamedTuple):
 
 
 def masked(w: Any, x: Activation, microbatch: Any) -> Activation:
-    value = dense(w, x.value["h"], None) * x.mask[:, None] + microbatch["bias"]
+    h = dense(w, x.value["h"], None)
+    value = h * x.mask[:, None].astype(h.dtype) + microbatch["bias"][None]
     return Activation({"h": value}, x.mask, x.step + 1)
 
 

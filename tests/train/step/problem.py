@@ -25,7 +25,7 @@ RATE = optax.linear_schedule(0.2, 0.0, 5)
 
 
 def loss(params, batch):
-    return jnp.mean(jnp.tanh(batch @ params["w"] + params["b"]) ** 2)
+    return jnp.mean(jnp.tanh(batch @ params["w"] + params["b"][None]) ** 2)
 
 
 KINDS = MESHES

@@ -50,7 +50,7 @@ def embeddings(shard="row", axis="shard", own=None, **options):
 def loss(params, batch, *, embedded):
     """Least squares of what was looked up."""
     found = jnp.concatenate([embedded["item"], embedded["user"]], axis=1)
-    return jnp.mean((jnp.tanh(found @ params["w"] + params["b"]) - batch["y"]) ** 2)
+    return jnp.mean((jnp.tanh(found @ params["w"] + params["b"][None]) - batch["y"]) ** 2)
 
 
 def step_of(shards, *, shard="row", kinds=jax.sharding.AxisType.Auto, mesh=None, **options):

@@ -103,7 +103,8 @@ def with_factor(params, batch, *, embedded):
 def dense_loss(params, batch):
     ids = batch["item"]
     there = (ids >= 0)[..., None]
-    bags = jnp.where(there, params["item"][ids], 0).sum(1) / jnp.maximum(there.sum(1), 1)
+    sums = jnp.where(there, params["item"][ids], 0).sum(1)
+    bags = sums / jnp.maximum(there.sum(1), 1).astype(sums.dtype)
     found = {"item": bags, "user": params["user"][batch["user"]]}
     return with_factor(params, batch, embedded=found)
 

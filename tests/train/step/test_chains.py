@@ -20,7 +20,7 @@ FREE = optax.contrib.schedule_free_sgd(0.1)
 
 
 def loss(params, batch):
-    return jnp.mean(jnp.tanh(batch @ params["w"] + params["b"]) ** 2) + batch.mean()
+    return jnp.mean(jnp.tanh(batch @ params["w"] + params["b"][None]) ** 2) + batch.mean()
 
 
 def trained(optimizer, mesh=VIRTUAL, **options):

@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxslowmo as js
+from support.promotion import promoting
 
 contrib = optax.contrib
 RNG = np.random.default_rng(0)
@@ -29,7 +30,7 @@ OPTIMIZER = optax.apply_if_finite(
             "a": contrib.cocob(),
             "b": optax.inject_hyperparams(contrib.madgrad)(0.1),
             "c": optax.chain(optax.clip(9.0), contrib.schedule_free_sgd(0.1)),
-            "d": optax.MultiSteps(SAM, 1).gradient_transformation(),
+            "d": promoting(optax.MultiSteps(SAM, 1).gradient_transformation()),
         },
         {name: name for name in PARAMS},
     ),

@@ -13,7 +13,7 @@ MESH = js.virtual_mesh({"replica": 4})
 
 
 def step_of(sync, mode):
-    fn = lambda p, b: (p["w"] * b).sum()  # noqa: E731
+    fn = lambda p, b: (p["w"][None] * b).sum()  # noqa: E731
     step = js.make_train_step(fn, optax.sgd(0.1), sync=sync, mesh=MESH, mode=mode, donate=False)
     return step, step.init({"w": np.ones(3, np.float32)})
 

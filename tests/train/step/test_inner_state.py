@@ -14,6 +14,7 @@ import pytest
 
 import jaxslowmo as js
 from support.exhaustive import sweep
+from support.promotion import promoting
 from train.step import tables
 
 REPLICAS, ROWS, UPDATES = 4, 2, 10
@@ -30,7 +31,14 @@ def rate(t):
     return 0.1 / (1.0 + t)
 
 
-OPTIMIZERS = {"adam": optax.adam(rate), "momentum": optax.sgd(rate, momentum=0.9)}
+def rate_of_count(count):
+    return rate(count.astype(jnp.float32))
+
+
+OPTIMIZERS = {
+    "adam": optax.adam(rate_of_count),
+    "momentum": optax.sgd(rate_of_count, momentum=0.9),
+}
 SYNCS = {
     "local_sgd": lambda **o: js.local_sgd("replica", sync_every=4, **o),
     "diloco": lambda **o: js.diloco("replica", sync_every=4, **o),
@@ -292,7 +300,7 @@ def test_parameters_that_are_one_array(inner):
 
 
 def test_half_precision_keeps_its_dtypes():
-    adam = optax.adam(0.1, mu_dtype=jnp.bfloat16)
+    adam = promoting(optax.adam(0.1, mu_dtype=jnp.bfloat16))
     for inner in ("reset", "average"):
         tx = SYNCS["diloco"](inner_state=inner, codec=js.codecs.bfloat16())
         step = step_of(tx, adam, policy=js.Policy("bfloat16"))
@@ -354,7 +362,7 @@ def test_tables_keep_the_state_of_their_own_optimizer():
 def test_sums_of_gradients_go_on(inner):
     """Without moments nothing is to change; an exchange falls into a window of four updates."""
     windows = {
-        "optax": lambda: optax.MultiSteps(optax.sgd(0.5), 4).gradient_transformation(),
+        "optax": lambda: promoting(optax.MultiSteps(optax.sgd(0.5), 4).gradient_transformation()),
         "js": lambda: js.accumulate(optax.sgd(0.5), 4),
     }
     for name, make in windows.items():

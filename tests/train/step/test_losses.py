@@ -28,7 +28,7 @@ AXES: list[str] = []
 
 
 def scores(params, x):
-    return jnp.sum(jnp.tanh(x @ params["w"] + params["b"]) ** 2, axis=1)
+    return jnp.sum(jnp.tanh(x @ params["w"] + params["b"][None]) ** 2, axis=1)
 
 
 def mean(params, x):
@@ -86,7 +86,7 @@ def recurrent(params, x):
 
 
 def ctc(params, x):
-    logits = x[:, :, None] * params["w"] + params["b"]
+    logits = x[:, :, None] * params["w"][None] + params["b"][None, None]
     labels = jnp.tile(jnp.array([1, 2]), (len(x), 1))
     return optax.ctc_loss(
         logits, jnp.zeros(logits.shape[:2]), labels, jnp.zeros((len(x), 2))

@@ -32,7 +32,7 @@ def test_a_loss_function_may_refuse_to_run():
 
     class Loss(LossProgram):
         def __call__(self, params, batch):
-            return jnp.mean((params["w"] - batch) ** 2)
+            return jnp.mean((params["w"][None] - batch) ** 2)
 
         def before_run(self):
             if out_of_date:

@@ -16,7 +16,7 @@ LARGE = 2**24 + 1  # no float32
 
 def step_of(metrics, kind="auto", axes=None, **options):
     def loss(params, batch):
-        return jnp.mean(params["w"] * batch), metrics(batch)
+        return jnp.mean(params["w"][None] * batch), metrics(batch)
 
     mesh = MESHES[kind](axes or {"replica": 2})
     return js.make_train_step(
@@ -93,7 +93,7 @@ def test_means_of_all_kinds(how, kind):
 def test_names_of_the_step_are_taken(name):
     optimizer = js.dynamic_loss_scale(optax.sgd(0.1)) if name == "loss_scale" else optax.sgd(0.1)
     step = js.make_train_step(
-        lambda params, batch: (jnp.mean(params["w"] * batch), {name: batch.sum()}),
+        lambda params, batch: (jnp.mean(params["w"][None] * batch), {name: batch.sum()}),
         optimizer,
         sync=js.local_sgd("replica"),
         mesh=js.virtual_mesh({"replica": 2}),

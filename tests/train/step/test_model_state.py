@@ -135,7 +135,7 @@ def test_leaves_without_a_gradient_are_model_state():
     def carrying(params, batch, *, model_state):
         sign = jnp.where(model_state["flag"], 1.0, -1.0)
         wanted = jnp.abs(model_state["wave"])[model_state["order"]]
-        return jnp.sum((sign * params["w"] - wanted * batch) ** 2), ({}, model_state)
+        return jnp.sum(((sign * params["w"])[None] - wanted[None] * batch) ** 2), ({}, model_state)
 
     sync, batches = js.local_sgd("replica", sync_every=2), [rows(1, 1, 1, 1)] * 60
     _, state, *_ = trained(sync, batches, fn=carrying, start=others)

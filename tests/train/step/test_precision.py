@@ -18,7 +18,8 @@ BATCH = (np.random.default_rng(0).normal(size=(16, 4)).astype(np.float32),)
 
 
 def loss(params, batch):
-    return (batch[0] @ params["w"] + params["b"]).sum(-1).mean()
+    product = (batch[0] @ params["w"]).astype(params["b"].dtype)
+    return (product + params["b"][None]).sum(-1).mean()
 
 
 def test_the_policy_holds_wherever_the_loss_is_called():

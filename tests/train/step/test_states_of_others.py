@@ -29,7 +29,7 @@ SYNCS = {
 def step_of(name, mode="traced"):
     mean = js.all_reduce_gradients("replica") if name == "all_reduce" else None
     return js.make_train_step(
-        lambda params, batch: jnp.mean((params["w"] - batch) ** 2),
+        lambda params, batch: jnp.mean((params["w"][None] - batch) ** 2),
         optax.sgd(0.1, momentum=0.9),
         sync=SYNCS[name],
         gradients=mean,

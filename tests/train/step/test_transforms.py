@@ -17,7 +17,7 @@ ALL = {"b": True, "w": True}
 
 
 def loss(params, batch):
-    return jnp.mean(jnp.tanh(batch @ params["w"] + params["b"]) ** 2)
+    return jnp.mean(jnp.tanh(batch @ params["w"] + params["b"][None]) ** 2)
 
 
 def step_of(optimizer=sgd, mesh=VIRTUAL, **options):

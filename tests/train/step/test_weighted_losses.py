@@ -28,7 +28,7 @@ def batch_of(examples, num_empty=2):
 
 
 def terms(params, batch):
-    logits = batch["x"] @ params["w"] + params["b"]
+    logits = batch["x"] @ params["w"] + params["b"][None, None]
     each = optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"])
     return (each * batch["mask"]).sum(), batch["mask"].sum()
 

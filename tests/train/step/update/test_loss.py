@@ -30,7 +30,7 @@ def test_equal_microbatches_give_the_gradient_of_one():
     params, ones = {"w": np.zeros(2, dtype)}, np.ones((2 * PARTS * 6, 1), dtype)
 
     def loss(params, batch):
-        return jnp.mean(jnp.sum(params["w"] * batch, axis=1) + jnp.ones([], dtype))
+        return jnp.mean(jnp.sum(params["w"][None] * batch, axis=1) + jnp.ones([], dtype))
 
     state, metrics = trained(loss, params, ones, accumulate=PARTS * 6)
     assert state.params["w"].dtype == metrics["loss"].dtype == dtype
@@ -54,7 +54,8 @@ def test_as_the_mean_in_float64():
     batch = rng.normal(size=(2, PARTS, 3)).astype(jnp.bfloat16)
 
     def loss(params, batch):
-        parts = params["half"] * batch, params["whole"] * batch.astype(jnp.float32)
+        whole = params["whole"][None] * batch.astype(jnp.float32)
+        parts = params["half"][None] * batch, whole
         return sum(jnp.sum(x).astype(jnp.float32) for x in parts), {"first": batch[0, 0]}
 
     state, metrics = trained(loss, params, batch.reshape(-1, 3), accumulate=PARTS)

@@ -7,6 +7,7 @@ import optax
 import pytest
 
 import jaxslowmo as js
+from support.promotion import promoting
 
 RNG = np.random.default_rng(0)
 PARAMS = {"b": RNG.normal(size=3), "w": RNG.normal(size=(5, 3), scale=0.5)}
@@ -25,7 +26,7 @@ local = js.local_sgd("replica", sync_every=99)
 
 
 def loss(params, batch):
-    return jnp.mean((jnp.tanh(batch @ params["w"] + params["b"]) - 0.5) ** 2)
+    return jnp.mean((jnp.tanh(batch @ params["w"] + params["b"][None]) - 0.5) ** 2)
 
 
 def noisy(params, batch):
@@ -156,7 +157,7 @@ def test_only_the_optimizer_is_told_and_it_may_take_no_more_than_it_knows():
     step(state, BATCHES[0], [1, 2])
     # The step does not see how `recording` averages, so there is no average of the loss.
     assert seen == [["weight"], ["grad", "value_fn", "weight"]]
-    sam = optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.01), sync_period=2)
+    sam = promoting(optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.01), sync_period=2))
     sync = js.local_sgd("replica", sync_every=2)
     state = trained(optax.chain(optax.clip(1.0), sam), mesh, batches=BATCHES[:2], sync=sync)
     assert np.any(state.params["w"][0] != PARAMS["w"])

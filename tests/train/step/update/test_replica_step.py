@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxslowmo as js
 from support.exhaustive import sweep
+from support.promotion import promoting
 from train.step.problem import KINDS, PARAMS, RATE, covering
 
 REPLICAS, ROWS, UPDATES, START = 2, 16, 6, 3
@@ -32,7 +33,7 @@ OPTIMIZERS = {
     "momentum": optax.sgd(RATE, momentum=0.9),
     "adam": optax.adam(0.05, eps=1e-3),
     "polyak": optax.polyak_sgd(max_learning_rate=0.5),  # is told the loss
-    "every second": optax.MultiSteps(optax.sgd(RATE), 2),
+    "every second": promoting(optax.MultiSteps(optax.sgd(RATE), 2).gradient_transformation()),
 }
 # Those that have another form in the step.
 OURS = {"every second": js.accumulate(optax.sgd(RATE), every=2)}
@@ -75,7 +76,7 @@ def fn(params, batch, *, model_state):
     """Use no statistics, so gradients are by example; an infinite factor is an overflow."""
     (x, factor), (gate, strength) = batch
     assert (gate.shape, jnp.shape(strength)) == ((1, 8), ())
-    hidden = jnp.tanh((x * gate) @ params["w"] + params["b"])
+    hidden = jnp.tanh((x * gate) @ params["w"] + params["b"][None])
     values = jnp.sum(hidden**2, axis=1) * factor * strength
     new = {"m": 0.5 * model_state["m"] + x.mean(0), "n": model_state["n"] + 1}
     return values.mean(), ({}, new)

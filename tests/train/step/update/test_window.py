@@ -17,7 +17,7 @@ VIRTUAL, average = js.virtual_mesh(ONE), js.all_reduce_gradients("replica")
 
 
 def plain(params, batch):
-    return jnp.mean(jnp.tanh(batch @ params["w"] + params["b"]) ** 2)
+    return jnp.mean(jnp.tanh(batch @ params["w"] + params["b"][None]) ** 2)
 
 
 def sent_by(fn, *arguments):
