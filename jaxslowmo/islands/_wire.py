@@ -39,7 +39,7 @@ class Wire:
         """Return a vector of float32 as it is sent."""
         if self._codec is None:
             return x
-        return np.asarray(self._encode(x[None])).reshape(-1)
+        return jax.device_get(self._encode(jax.device_put(x[None]))).reshape(-1)
 
     def decode(self, sent: np.ndarray) -> np.ndarray:
         """Return the vector that was sent, the same bits on every machine."""

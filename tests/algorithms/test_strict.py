@@ -9,7 +9,6 @@ import pytest
 from support.strict import assert_equal_bits, checks
 from support.transforms import TRANSFORMS, stacked
 
-
 PARAMS = jax.tree.map(np.asarray, stacked())
 
 
