@@ -6,8 +6,8 @@ A machine without a network has this text anyway. It takes the source files of t
 and of all packages that pip lists, each content once. Some packages are held out, drawn by the
 seed: a whole family of packages (`pytest` and `pytest-cov`) is either in the training text or held
 out. A package that shares most of its lines with the training text, as a vendored copy does, is not
-held out. The folder gets `training.npy` and `held_out.npz` (bytes), `files.tsv` (each file with
-package, bytes, SHA-256) and `text.json` (each family with its packages, licences and bytes).
+held out. The folder gets `training.npy` and `held_out.npy` (bytes), `files.tsv` (each file with
+family, bytes and SHA-256) and `text.json` (each family with its packages, licences and bytes).
 
 It is code and comments, mostly Python, C++ and CUDA headers, with licence texts at the top of many
 files. It is not prose, and not the same on machines with other packages: `fingerprint` tells.
@@ -26,10 +26,11 @@ from typing import Any
 
 import numpy as np
 
-SUFFIXES = frozenset(".py .pyi .pyx .pxd .c .cc .cpp .cxx .cu .cuh .h .hh .hpp .inl".split())
+PYTHON = (".py", ".pyi", ".pyx", ".pxd")
+SUFFIXES = (*PYTHON, ".c", ".cc", ".cpp", ".cxx", ".cu", ".cuh", ".h", ".hh", ".hpp", ".inl")
 ENOUGH_BYTES = 200e6
 HELD_OUT = 24  # families, if no more than a third of those of a suitable size
-HELD_OUT_BYTES = 65_536  # of a held-out family at least; at most a fiftieth of the text
+HELD_OUT_BYTES = (65_536, 2_000_000)  # least and most of a held-out family
 LONG_LINE = 24  # bytes; shorter lines are alike in all programs
 MOST_SHARED = 0.5  # of the long lines of a held-out family, with the training text
 
@@ -119,9 +120,8 @@ def long_lines(families: Iterable[Family]) -> Iterator[bytes]:
 
 def hold_out(families: dict[str, Family], seed: int) -> list[str]:
     """Return the names of the families to hold out, and set their `shared`."""
-    most = sum(family.num_bytes for family in families.values()) / 50
-    sizes = {name: family.num_bytes for name, family in families.items()}
-    suitable = sorted(name for name, size in sizes.items() if HELD_OUT_BYTES <= size <= most)
+    least, most = HELD_OUT_BYTES
+    suitable = sorted(name for name, x in families.items() if least <= x.num_bytes <= most)
     order = np.random.default_rng([seed, 0]).permutation(suitable).tolist()
     chosen = order[: min(HELD_OUT, len(suitable) // 3)]
     while True:
@@ -149,7 +149,7 @@ def write(folder: Path, seed: int = 0, most_bytes: float = float("inf")) -> dict
     held_out = hold_out(families, seed)
     if not held_out:
         raise ValueError(
-            f"`most_bytes` must leave three packages of {HELD_OUT_BYTES} bytes or more, "
+            f"`most_bytes` must leave three families of {HELD_OUT_BYTES} bytes, "
             f"found {', '.join(sorted(families)) or 'none'}"
         )
     files, listing, rows = [], [], []
@@ -177,16 +177,14 @@ def write(folder: Path, seed: int = 0, most_bytes: float = float("inf")) -> dict
     folder.mkdir(parents=True, exist_ok=True)
     training = np.frombuffer(b"".join(files[i] for i in order), np.uint8)
     np.save(folder / "training.npy", training)
-    joined = {name: b"".join(text for _, text in families[name].files) for name in held_out}
-    held_out_texts = {name: np.frombuffer(text, np.uint8) for name, text in joined.items()}
-    np.savez(folder / "held_out.npz", **held_out_texts)
+    texts = [b"".join(text for _, text in families[name].files) for name in held_out]
+    np.save(folder / "held_out.npy", np.frombuffer(b"".join(texts), np.uint8))
     lines = "\n".join(listing) + "\n"
     (folder / "files.tsv").write_text(lines, "utf-8")
     summary = {
         "seed": seed,
         "training_bytes": training.size,
-        "held_out_bytes": sum(text.size for text in held_out_texts.values()),
-        "held_out": held_out,
+        "held_out": {name: len(text) for name, text in zip(held_out, texts, strict=True)},
         "files": len(listing),
         "fingerprint": hashlib.sha256(f"{seed}\n{lines}".encode()).hexdigest()[:16],
         "families": rows,
@@ -199,7 +197,7 @@ def describe(summary: dict[str, Any]) -> str:
     """Return in words how much text there is, with a warning if that is little."""
     text = (
         f"{summary['training_bytes'] / 1e6:.1f} MB of source code to train on, "
-        f"{summary['held_out_bytes'] / 1e6:.1f} MB of {len(summary['held_out'])} held-out "
+        f"{sum(summary['held_out'].values()) / 1e6:.1f} MB of {len(summary['held_out'])} held-out "
         f"families of packages; {summary['files']} files; fingerprint {summary['fingerprint']}"
     )
     if summary["training_bytes"] < ENOUGH_BYTES:

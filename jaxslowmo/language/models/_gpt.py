@@ -397,7 +397,7 @@ GPT_PRESETS: dict[str, GPTConfig] = {
     # shapes without arrays.
     "7b": GPTConfig(num_layers=32, num_heads=32, embed_dim=4096, context_length=2048, remat=True),
 }
-"""Shapes by name: `tiny`, `demo`, `1m`, `10m`, `40m`, `124m`, `7b`; `num_parameters` counts them."""
+"""Shapes by name: `tiny`, `demo`, `1m`, `10m`, `40m`, `124m`, `7b`; sizes by `num_parameters`."""
 
 
 def gpt_preset(name: str, *, dtype: str = "float32", attention: str = "xla") -> GPTConfig:
