@@ -130,11 +130,7 @@ EXPERIMENTS = (
     Experiment("40m, 10 bytes, all_reduce", "40m", 10, (ALL_REDUCE,)),
     Experiment("40m, 10 bytes, diloco", "40m", 10, (ALL_REDUCE, "diloco")),
 )
-TINY = (
-    Experiment(
-        "tiny", "tiny", 3, (ALL_REDUCE, "diloco, int4", "diloco, 4 fragments, delay")
-    ),
-)
+TINY = (Experiment("tiny", "tiny", 3, (ALL_REDUCE, "diloco, int4", "diloco, 4 fragments, delay")),)
 # Trained by an earlier experiment of the plan, with the same text.
 RECORDED = {"10m, others": {ALL_REDUCE}, "40m, 10 bytes, diloco": {ALL_REDUCE}}
 
