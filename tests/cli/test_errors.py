@@ -164,6 +164,16 @@ def test_a_missing_extra_is_named(text, package, command, extra):
     program("-c", code, *command.split(), folder=text).is_refused(package, INSTALL.format(extra))
 
 
+def test_training_needs_no_store_of_islands(text):
+    code = (
+        "import sys\nsys.modules['obstore'] = None\n"
+        "from jaxslowmo.cli._app import main\nmain(sys.argv[1:])"
+    )
+    words = "train --preset tiny --steps 1 --replicas 2 --eval-every 1 --warmup 0 --data ."
+    done = program("-c", code, *words.split(), "--out", "run", folder=text)
+    assert done.code == 0, done.err
+
+
 def test_the_module_runs_as_a_program_and_inspecting_loads_no_jax():
     program("-m", "jaxslowmo", "train", "--steps", 0).is_refused("--steps", 0)
     code = (

@@ -48,6 +48,10 @@ PRESET_DEFAULTS: dict[str, dict[str, Any]] = {
         "steps": 2000, "batch": 16, "learning_rate": 1e-3, "warmup": 100, "eval_every": 200,
         "eval_batches": 16,
     },
+    "40m": {
+        "steps": 6000, "batch": 16, "learning_rate": 8e-4, "warmup": 200, "eval_every": 500,
+        "eval_batches": 16,
+    },
     "124m": {
         "steps": 20000, "batch": 16, "learning_rate": 6e-4, "warmup": 500, "eval_every": 500,
         "eval_batches": 32,

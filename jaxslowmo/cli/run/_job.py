@@ -242,7 +242,7 @@ class Job:
         text: Text,
         label: str | None = None,
         cluster: Cluster = ALONE,
-        island: js.islands.Island | None = None,
+        island: "js.islands.Island | None" = None,
     ):
         self.placement, self.text, self._island = placement, text, island
         self.label = label or config.algorithm
@@ -401,7 +401,7 @@ class Job:
         self._batches.position = pipeline.position
         return status, state, done
 
-    def _exchange(self, island: js.islands.Island, state: js.TrainState) -> js.TrainState:
+    def _exchange(self, island: "js.islands.Island", state: js.TrainState) -> js.TrainState:
         """Return the state with which an island goes on; unchanged if a signal ends its wait.
 
         A resumed run then makes up for the exchange.

@@ -373,7 +373,7 @@ RECIPES: Mapping[str, Recipe] = {
 }
 
 
-def join_islands(config: TrainConfig) -> js.islands.Island | None:
+def join_islands(config: TrainConfig) -> "js.islands.Island | None":
     """Join the run of `--islands`, whose rounds are the algorithm's slow steps; None without it.
 
     Raises:

@@ -389,6 +389,7 @@ GPT_PRESETS: dict[str, GPTConfig] = {
     "demo": GPTConfig(num_layers=2, num_heads=4, embed_dim=128, context_length=64),
     "1m": GPTConfig(num_layers=5, num_heads=4, embed_dim=128, context_length=128),
     "10m": GPTConfig(num_layers=6, num_heads=6, embed_dim=384, context_length=256),
+    "40m": GPTConfig(num_layers=8, num_heads=10, embed_dim=640, context_length=512),
     # Width, heads and context of GPT-2 small. A third of its 124M parameters embed 50,257 word
     # pieces, which bytes do not need. With 17 blocks instead of 12 the count is similar (121.5M).
     "124m": GPTConfig(num_layers=17, num_heads=12, embed_dim=768, context_length=1024),
@@ -396,7 +397,7 @@ GPT_PRESETS: dict[str, GPTConfig] = {
     # shapes without arrays.
     "7b": GPTConfig(num_layers=32, num_heads=32, embed_dim=4096, context_length=2048, remat=True),
 }
-"""Shapes by name: `tiny`, `demo`, `1m`, `10m`, `124m`, `7b`, with sizes from `num_parameters`."""
+"""Shapes by name: `tiny`, `demo`, `1m`, `10m`, `40m`, `124m`, `7b`; sizes by `num_parameters`."""
 
 
 def gpt_preset(name: str, *, dtype: str = "float32", attention: str = "xla") -> GPTConfig:

@@ -120,7 +120,7 @@ def test_remat_keeps_less():
 
 
 SIZES = {"tiny": 11_760, "demo": 470_528, "1m": 1_073_536, "10m": 10_942_464}
-SIZES |= {"124m": 121_675_008, "7b": 6_454_648_832}
+SIZES |= {"40m": 40_044_800, "124m": 121_675_008, "7b": 6_454_648_832}
 
 
 def test_presets_have_the_sizes_in_their_names_and_whole_heads():
