@@ -137,6 +137,11 @@ _NEEDED = {
     "model_state": "the train state has one",
     "embedded": "the step was given `embeddings`, and it is what was looked up by feature",
 }
+_TYPES_NAME_THE_MESH = (
+    "`loss_fn` raised this inside of jax.shard_map, where a library that compares the types of what "
+    "is traced with those of its constants refuses them. Equinox's BatchNorm does so in its default "
+    'mode: make it with mode="batch", or run the replicas on a js.virtual_mesh.'
+)
 FullLoss = Callable[..., tuple[Any, tuple[dict[str, jax.Array], PyTree]]]
 """A loss function as `as_full_loss` returns it; the loss is one that `as_quotient` takes."""
 
@@ -170,7 +175,13 @@ def as_full_loss(loss_fn: Callable[..., Any]) -> FullLoss:
             if name not in takes and jax.tree.leaves(given[name]):
                 raise ValueError(f"`loss_fn` must take `{name}` as a keyword, since {why}.")
         keywords = {name: x for name, x in given.items() if name in takes and x is not None}
-        out = loss_fn(params, batch, **keywords)
+        try:
+            out = loss_fn(params, batch, **keywords)
+        except (TypeError, ValueError) as error:
+            # Types of traced arrays name the mesh there, and those of constants do not.
+            if jax.sharding.get_abstract_mesh().manual_axes and jax.tree.leaves(model_state):
+                error.add_note(_TYPES_NAME_THE_MESH)
+            raise
         loss, aux = out, {}
         has_two = isinstance(out, tuple) and len(out) == 2
         if has_two and not isinstance(out[1], jax.Array | np.ndarray | np.generic | float | int):

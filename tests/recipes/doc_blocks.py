@@ -41,9 +41,9 @@ def of_recipe(title: str) -> pytest.MarkDecorator:
     return pytest.mark.xdist_group(f"recipe {title}")
 
 
-def fresh(page: str, *titles: str) -> dict[str, Any]:
-    """Run the blocks of these sections one after the other; return the names that they leave."""
-    names: dict[str, Any] = {"__name__": page}
+def fresh(page: str, *titles: str, names: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Run the blocks of these sections after those that left `names`; return the names then."""
+    names = {"__name__": page} if names is None else names
     for title in titles:
         _execute(page, title, names)
     return names

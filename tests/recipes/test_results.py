@@ -2,6 +2,7 @@
 
 import json
 import struct
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -166,6 +167,47 @@ def test_frozen_leaves_stay_the_others_train_alike_and_only_they_are_sent():
     lowered = found["step"].traced_by_phase(found["adapted"], found["batches"][0])[None].lower()
     report = js.comm_report_of(lowered, compile=False)
     assert sum(row.bytes for row in report.select(axis="replica", kind="average")) == 12
+
+
+@pytest.mark.parametrize("title", ["flax nnx, as functions", "Equinox", "Haiku", "Keras"])
+def test_models_train_alike_in_both_modes(title, monkeypatch):
+    found = recipe(title)
+    names = dict(run("recipes", SETTING, LOOP, MAPPED))
+    assert isinstance(names["mesh"], jax.sharding.Mesh)  # of devices
+    monkeypatch.setattr(js, "make_train_step", partial(js.make_train_step, mode="host"))
+    of_host = fresh("recipes", title, names=names)
+    assert of_host["step"].mode == "host"
+    for part in ("params", "model_state"):
+        trees = (getattr(names["state"], part) for names in (of_host, found))
+        assert_close(*([x for x in jax.tree.leaves(tree) if _is_float(x)] for tree in trees))
+
+
+def _is_float(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.floating)
+
+
+def test_batch_norm_of_equinox_in_its_default_mode_names_what_works():
+    """On devices the error says what to do; on a virtual mesh the model trains."""
+    import equinox as eqx
+
+    norm = eqx.nn.BatchNorm(3, axis_name="batch", channelwise_affine=False, mode="ema")
+    norm, statistics = eqx.nn.make_with_state(lambda: norm)()
+
+    def loss_fn(params, x, *, model_state):
+        model = jax.vmap(norm, axis_name="batch", in_axes=(0, None), out_axes=(0, None))
+        y, model_state = model(x * params["w"], model_state)
+        return jnp.mean(y), ({}, model_state)
+
+    def update(mesh):
+        step = js.make_train_step(loss_fn, optax.sgd(0.1), sync="none", mesh=mesh)
+        return step(step.init({"w": jnp.ones(3)}, model_state=statistics), np.ones((8, 3), "f"))
+
+    with pytest.raises(ValueError) as error:
+        update(js.make_mesh({"replica": 4}))
+    (note,) = [x for x in error.value.__notes__ if "loss_fn" in x]
+    assert 'mode="batch"' in note
+    assert "js.virtual_mesh" in note
+    update(js.virtual_mesh({"replica": 4}))
 
 
 @pytest.mark.parametrize("title", ["Equinox", "Haiku", "Keras", "Dropout and seeds"])
