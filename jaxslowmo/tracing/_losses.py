@@ -138,9 +138,9 @@ _NEEDED = {
     "embedded": "the step was given `embeddings`, and it is what was looked up by feature",
 }
 _TYPES_NAME_THE_MESH = (
-    "`loss_fn` raised this inside of jax.shard_map, where a library that compares the types of what "
-    "is traced with those of its constants refuses them. Equinox's BatchNorm does so in its default "
-    'mode: make it with mode="batch", or run the replicas on a js.virtual_mesh.'
+    "`loss_fn` raised this inside of jax.shard_map, where types of what is traced are not those of "
+    "constants, so that a library that compares them may refuse. Equinox's BatchNorm does so in its "
+    'default mode: make it with mode="batch", or run the replicas on a js.virtual_mesh.'
 )
 FullLoss = Callable[..., tuple[Any, tuple[dict[str, jax.Array], PyTree]]]
 """A loss function as `as_full_loss` returns it; the loss is one that `as_quotient` takes."""

@@ -90,7 +90,7 @@ def _local_replicas(name: str, value: jax.Array) -> np.ndarray:
     values = np.empty((len(replicas), *value.shape[1:]), kind)
     for shard, block in zip(shards, blocks, strict=True):
         first = replicas.index(block[0])
-        values[first : first + len(range(*block)), *shard.index[1:]] = shard.data
+        values[first : first + len(range(*block)), *shard.index[1:]] = jax.device_get(shard.data)
     if values.size != sum(shard.data.size for shard in shards):
         raise ValueError(
             f"host_mean: `metrics` must hold whole replicas on each process, and {name!r} is split "

@@ -202,7 +202,7 @@ def test_batch_norm_of_equinox_in_its_default_mode_names_what_works():
         step = js.make_train_step(loss_fn, optax.sgd(0.1), sync="none", mesh=mesh)
         return step(step.init({"w": jnp.ones(3)}, model_state=statistics), np.ones((8, 3), "f"))
 
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(ValueError, match="Old and new values") as error:
         update(js.make_mesh({"replica": 4}))
     (note,) = [x for x in error.value.__notes__ if "loss_fn" in x]
     assert 'mode="batch"' in note
@@ -474,6 +474,76 @@ def test_a_gpt_by_rules_trains_as_a_whole_one():
     assert_close(found["gpt_state"].params, state.params, rtol=1e-4, atol=1e-4)
     kernel = found["gpt_state"].params["blocks"][0]["expand"]["kernel"]
     assert kernel.sharding.spec == P("replica", "fsdp", "tensor")
+
+
+@of_recipe(FSDP)
+def test_a_contrastive_loss_over_all_replicas_is_that_of_the_whole_batch_under_jit():
+    found = recipe(FSDP)
+
+    @jax.jit
+    def whole(params, batch):
+        def loss(params):
+            left, right = jnp.tanh(batch @ params["in"]), jnp.tanh(batch[:, ::-1] @ params["in"])
+            logits = left @ right.T
+            return optax.softmax_cross_entropy_with_integer_labels(
+                logits, jnp.arange(len(batch))
+            ).mean()
+
+        value, grads = jax.value_and_grad(loss)(params)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+
+    expected, loss = whole(found["sharded"], found["inputs"][0])
+    for i in range(2):
+        assert_close(jax.tree.map(lambda x, i=i: x[i], found["contrastive"].params), expected)
+    assert_close(js.host_mean(found["of_replicas"])["loss"], float(loss))
+
+
+def test_what_the_page_writes_for_the_whole_batch_gives_the_numbers_of_jit():
+    """Normalised advantages, statistics and the gradient's norm; without the lines others."""
+    draws = np.random.default_rng(3)
+    batch = {
+        "x": draws.normal(size=(16, 3)).astype(np.float32),
+        "a": (draws.normal(size=16) + np.arange(16)).astype(np.float32),
+    }
+    params = {"w": np.float32([0.5, -1.0, 2.0])}
+
+    def normalised(a):
+        return (a - a.mean()) / (a.std() + 1e-8)
+
+    def loss_fn(mean, advantages):
+        def loss(params, batch):
+            y = (batch["x"] - mean(batch["x"])[None]) @ params["w"]
+            return jnp.mean(jnp.tanh(y) * advantages(batch["a"]))
+
+        return loss
+
+    def step_of(loss, batch):
+        averaged = js.chain(js.all_reduce_gradients("replica"), js.clip_by_global_norm(0.01))
+        step = js.make_train_step(
+            loss, optax.sgd(1.0), gradients=averaged, mesh=js.make_mesh({"replica": 4})
+        )
+        return step(step.init(params), batch)[0].params["w"][0]
+
+    of_batch = lambda x: x.mean(0)  # noqa: E731
+    grads = jax.grad(loss_fn(of_batch, normalised))(params, batch)
+    clip = optax.clip_by_global_norm(0.01)
+    expected = params["w"] - clip.update(grads, clip.init(params))[0]["w"]
+    mean = lambda x: jax.lax.pmean(x.mean(0), "replica")  # noqa: E731
+    before = batch | {"a": normalised(batch["a"])}
+    assert_close(step_of(loss_fn(mean, lambda a: a), before), expected)
+    without = step_of(loss_fn(of_batch, normalised), batch)
+    assert np.abs(without - expected).max() > 1e-3
+
+
+def test_norms_are_logged():
+    found = recipe("Norms of gradients, updates and parameters")
+    assert [x["step"] for x in found["logged"]] == [6, 12, 18, 24]
+    first = found["logged"][0]
+    names = {"norm/gradients", "norm/updates", "norm/params"}
+    assert names <= {*first}
+    assert all(np.isfinite(first[name]) and first[name] > 0 for name in names)
+    # Adam's first updates have the size of its rate in every element, of which there are four.
+    assert first["norm/updates"] == pytest.approx(0.05 * 2, rel=0.3)
 
 
 STAGED = ["flax linen in stages", "flax nnx in stages"]
