@@ -1,7 +1,7 @@
 # Needs only make and Python >= 3.11. PYTHON picks the interpreter and, by its version suffix, the
 # virtual environment: `make test` uses .venv, `make test PYTHON=python3.12` uses .venv-3.12.
 PYTHON ?= python3
-# JAX picks a version between: `make test-jax PYTHON=python3.12 JAX=0.11.2` (jax 0.11 needs Python 3.12).
+# JAX picks a version between: `make test PYTHON=python3.12 JAX=0.11.2` (jax 0.11 needs Python 3.12).
 JAX ?=
 VENV ?= .venv$(patsubst %,-%,$(filter-out 3,$(patsubst python%,%,$(notdir $(PYTHON)))))$(addprefix -jax-,$(JAX))
 PY := $(VENV)/bin/python
@@ -23,7 +23,7 @@ TEST_ARGS ?=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo dlrm test test-jax test-all test-torch test-torchax test-aot test-cluster test-failures torch-env torchax-env lint lint-torch lint-torchax format docs bench-env clean distclean
+.PHONY: help demo dlrm test test-all test-exhaustive test-torch test-torchax test-aot test-cluster test-failures torch-env torchax-env lint lint-torch lint-torchax format docs bench-env clean distclean
 
 help: ## Show the targets.
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' Makefile
@@ -34,15 +34,15 @@ demo: $(VENV)/.stamp-examples ## Compare rare communication to that of every ste
 dlrm: $(VENV)/.stamp-examples ## Train sharded embeddings on flights, and compare to boosted trees; DLRM="--mode exact" passes options on.
 	$(PY) examples/dlrm/train.py $(DLRM)
 
-test: test-jax ## Run three suites; two need Linux on x86-64, one of them 6 GB for torch.
-	@if $(AOT_WHEELS); then $(MAKE) --no-print-directory test-aot; \
-	else echo "test: programs for TPUs and GPUs were NOT read: $(NO_AOT_WHEELS)"; fi
-	@if $(TORCH_WHEELS); then $(MAKE) --no-print-directory test-torch; \
-	else echo "test: the torch suite was NOT run: $(NO_TORCH_WHEELS)"; fi
-
 # In the order of the files, neighbours of which share what they compile.
-test-jax: $(VENV)/.stamp-test ## Run the tests on 8 CPU devices; TEST_ARGS="-k slowmo" passes arguments on.
+test: $(VENV)/.stamp-test ## Run the tests of jaxslowmo on 8 CPU devices; TEST_ARGS="-k slowmo" passes arguments on.
 	$(PY) -m pytest -n $(TEST_WORKERS) --dist loadgroup --no-loadscope-reorder $(TEST_ARGS)
+
+test-all: test ## Also read programs for TPUs and GPUs, and run torch_compat: Linux on x86-64, 8 GB more.
+	@if $(AOT_WHEELS); then $(MAKE) --no-print-directory test-aot; \
+	else echo "test-all: programs for TPUs and GPUs were NOT read: $(NO_AOT_WHEELS)"; fi
+	@if $(TORCH_WHEELS); then $(MAKE) --no-print-directory test-torch; \
+	else echo "test-all: the torch suite was NOT run: $(NO_TORCH_WHEELS)"; fi
 
 # In processes of their own: two compilers' libraries are not loaded into one.
 test-aot: ## Read programs compiled for TPUs and for GPUs, without having any, in .venv-aot (2 GB).
@@ -51,8 +51,8 @@ test-aot: ## Read programs compiled for TPUs and for GPUs, without having any, i
 	$(AOT_PY) -m pytest -n $(TEST_WORKERS) --dist loadgroup --no-loadscope-reorder tests/tpu_aot $(TEST_ARGS)
 	$(AOT_PY) -m pytest -n $(TEST_WORKERS) --dist loadgroup --no-loadscope-reorder tests/gpu_aot $(TEST_ARGS)
 
-test-all: ## Run the tests of jaxslowmo with the exhaustive sweeps, which `make test` leaves out.
-	@$(MAKE) --no-print-directory test-jax TEST_ARGS='-m "not hardware" $(TEST_ARGS)'
+test-exhaustive: ## Run the tests of jaxslowmo and of its programs with the sweeps that are left out else.
+	@$(MAKE) --no-print-directory test TEST_ARGS='-m "not hardware" $(TEST_ARGS)'
 	@$(MAKE) --no-print-directory test-aot TEST_ARGS='-m "not hardware" $(TEST_ARGS)'
 
 test-torch: torch-env ## Run the tests of torch_compat on XLA's CPU devices, in .venv-torch (6 GB).

@@ -139,7 +139,7 @@ _NEEDED = {
 }
 _TYPES_NAME_THE_MESH = (
     "`loss_fn` raised this inside of jax.shard_map, where types of what is traced are not those of "
-    "constants, so that a library that compares them may refuse. Equinox's BatchNorm does so in its "
+    "constants, so that a library that compares them may refuse. Equinox's BatchNorm does in its "
     'default mode: make it with mode="batch", or run the replicas on a js.virtual_mesh.'
 )
 FullLoss = Callable[..., tuple[Any, tuple[dict[str, jax.Array], PyTree]]]

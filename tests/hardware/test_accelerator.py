@@ -1,7 +1,7 @@
 """Runs on an accelerator end where the same runs end on a CPU.
 
 With one accelerator its replicas are virtual; with several each has a device of its own. On a CPU
-(`make test-jax TEST_ARGS="-m hardware"`) both sides are CPU devices.
+(`make test TEST_ARGS="-m hardware"`) both sides are CPU devices.
 """
 
 import functools

@@ -1,4 +1,4 @@
-"""Parameters of sweeps: the usual run takes some cases, and `make test-all` takes all."""
+"""Parameters of sweeps: the usual run takes some cases, and `make test-exhaustive` takes all."""
 
 from collections.abc import Callable, Iterable
 from typing import Any

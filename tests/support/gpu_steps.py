@@ -67,7 +67,7 @@ def group_of(place: Place) -> pytest.MarkDecorator:
     return pytest.mark.xdist_group(f"steps on {place.num_groups} x 8")
 
 
-# Between hosts in `make test-all` alone: parts of others, or as inside of a host.
+# Between hosts in `make test-exhaustive` alone: parts of others, or as inside of a host.
 SELDOM_BETWEEN_HOSTS = ("local_sgd", "sgp overlap=0", "slowmo(local_sgd)", "slowmo(sgp overlap=1)")
 
 

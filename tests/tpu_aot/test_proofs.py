@@ -22,7 +22,7 @@ from support.steps_of_algorithms import (
 from support.table_of_steps import formula_kind
 from support.tpu_steps import CASES, FOUR_SLICES, NUM_BUCKETS, ONE_SLICE, PLACES, TABLE, facts
 
-# Between slices in `make test-all` alone: parts of others, or as inside of a slice.
+# Between slices in `make test-exhaustive` alone: parts of others, or as inside of a slice.
 SELDOM = ("local_sgd", "sgp overlap=0", "slowmo(local_sgd)")
 
 

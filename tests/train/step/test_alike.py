@@ -2,7 +2,7 @@
 
 Each run draws a value of every option: who averages what and when, how tables are shared, windows,
 weights, clipping, loss scales. Its twin has the same tables as ordinary parameters, on virtual
-replicas. Of `RUNS` runs each value is in at least one; `make test-all` draws more.
+replicas. Of `RUNS` runs each value is in at least one; `make test-exhaustive` draws more.
 """
 
 import itertools

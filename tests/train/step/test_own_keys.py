@@ -7,6 +7,7 @@ import optax
 import pytest
 
 import jaxslowmo as js
+from jaxslowmo._support.checks import warn_once
 from support.meshes import MESHES
 
 PARAMS = {"w": np.ones(64, np.float32)}
@@ -152,3 +153,40 @@ def test_a_loss_function_that_returns_no_key_is_refused(key):
     step = step_of(js.typed_keys(without), js.virtual_mesh({"replica": 2}))
     with pytest.raises(ValueError, match=rf"`loss_fn`.* key .*{key.dtype}\[{key.size}\]"):
         step(step.init(PARAMS, model_state=RAW), BATCH)
+
+
+@pytest.mark.parametrize("impl", ["threefry2x32", "rbg", "unsafe_rbg"])
+def test_raw_keys_of_every_generator(impl):
+    """Of four words with some. Plain ones are told, `js.typed_keys` gives each replica its own."""
+
+    def draws(params, batch, *, rng, model_state):
+        noise = jax.random.uniform(model_state["key"])
+        after = {"key": jax.random.split(model_state["key"])[0]}
+        return jnp.sum(params["w"]), ({"noise": noise, "own": jax.random.uniform(rng)}, after)
+
+    with jax.default_prng_impl(impl):
+        mesh, start = js.make_mesh({"replica": 4}), {"key": jax.random.PRNGKey(3)}
+        plain, typed = (step_of(fn, mesh, "none") for fn in (draws, js.typed_keys(draws)))
+        with pytest.warns(UserWarning, match=r"`model_state`: key "):
+            state = plain.init(PARAMS, model_state=start)
+        assert len(np.unique(plain(state, BATCH)[1]["noise"])) == 1  # what the warning says
+        state = typed.init(PARAMS, model_state=start)
+        assert str(jax.random.key_impl(state.model_state["key"])) == impl
+        for _ in range(2):
+            state, metrics = typed(state, BATCH)
+            assert len(np.unique(metrics["noise"])) == len(np.unique(metrics["own"])) == 4
+
+
+def test_generators_that_draw_otherwise_under_vmap_are_told_once_on_a_virtual_mesh(monkeypatch):
+    monkeypatch.setattr("jaxslowmo.train._train_state._warn_once", warn_once())
+    virtual, devices = (make({"replica": 2}) for make in (js.virtual_mesh, js.make_mesh))
+    keys = {"key": jax.random.key(0, impl="rbg")}
+    with jax.default_prng_impl("rbg"):
+        step_of(loss, devices).init(PARAMS, model_state=keys)  # warnings are errors
+        with pytest.warns(UserWarning, match="'rbg' .* `vmap`"):
+            step_of(loss, virtual).init(PARAMS)
+        step_of(loss, virtual).init(PARAMS)
+    monkeypatch.setattr("jaxslowmo.train._train_state._warn_once", warn_once())
+    step_of(loss, virtual).init(PARAMS)
+    with pytest.warns(UserWarning, match="'rbg' .* `vmap`"):
+        step_of(loss, virtual).init(PARAMS, model_state=keys)
