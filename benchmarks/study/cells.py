@@ -49,8 +49,8 @@ def make_of(cell: Cell) -> Callable[[Mapping[str, Any]], optax.GradientTransform
     """Return the function from a setting to the transforms, for `js.Sweep`."""
 
     def make(setting: Mapping[str, Any]) -> optax.GradientTransformation:
-        def rate(t: Any) -> Any:
-            warm_up = max(cell.steps // 20, 1)
+        def rate(count: Any) -> Any:
+            t, warm_up = jnp.asarray(count, jnp.float32), max(cell.steps // 20, 1)
             falling = 0.5 * (1 + jnp.cos(jnp.pi * t / cell.steps))
             return setting["rate"] * jnp.minimum((t + 1) / warm_up, falling)
 

@@ -267,7 +267,7 @@ def _plus(name: str, copies: PyTree, shift: PyTree) -> PyTree:
             return copy
         if getattr(d, "shape", None) != copy.shape:
             raise ValueError
-        wide = promoted(copy, d)
+        wide = promoted(copy.dtype, d.dtype)
         return cast(added(cast(copy, wide), cast(d, wide)), copy.dtype)
 
     if not jax.tree.leaves(copies):  # `optax.contrib.sam(opaque_mode=True)` stores none

@@ -49,7 +49,7 @@ def test_at_trace_time():
 
 def test_of_a_train_step_at_the_call_of_the_step():
     step = js.make_train_step(
-        lambda params, batch: jnp.sum(params["w"] * batch),
+        lambda params, batch: jnp.sum(params["w"][None] * batch),
         optax.sgd(0.1),
         sync=js.local_sgd("replica", sync_every=2),
         mesh=js.virtual_mesh({"replica": 1}),

@@ -27,7 +27,7 @@ def test_it_is_committed_without_outputs():
     assert not any(cell["outputs"] or cell["execution_count"] for cell in code)
 
 
-@pytest.mark.usefixtures("quick_processes", "standard_promotion")
+@pytest.mark.usefixtures("quick_processes")
 def test_it_learns_counts_bytes_and_resumes(monkeypatch):
     monkeypatch.setenv("SLOWMO_PRESET", "tiny")
     monkeypatch.setenv("SLOWMO_STEPS", str(STEPS))

@@ -23,7 +23,7 @@ def test_shares_are_disjoint_and_nothing_is_lost():
     assert sorted(map(bytes, seen)) == sorted(map(bytes, tagged.astype(np.float32)))
 
 
-@pytest.mark.usefixtures("quick_processes", "standard_promotion")
+@pytest.mark.usefixtures("quick_processes")
 def test_the_script_trains_slowmo_and_prints_its_accuracy():
     command = [sys.executable, str(SCRIPT), "--algorithm", "slowmo"]
     run = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_SECONDS)

@@ -37,7 +37,7 @@ OPTIMIZERS = [
         Rule("adam", lambda n: max(0.1, 0.2 - n / 20), eps=0.3, b1=0.9, b2=0.9, per_row=True),
     ),
     (
-        js.rowwise_adagrad(lambda n: 0.5 / (n + 1)),
+        js.rowwise_adagrad(lambda n: 0.5 / (n.astype(jnp.float32) + 1)),
         Rule("adagrad", lambda n: 0.5 / (n + 1), eps=1e-8),
     ),
     (js.rowwise_sgd(0.2, momentum=0.7), Rule("sgd", lambda n: 0.2, momentum=0.7)),

@@ -154,6 +154,7 @@ def test_losses_of_16_bits_are_near(dtype):
 
 
 @pytest.mark.skipif(jax.default_backend() != "gpu", reason="cuDNN is NVIDIA's")
+@pytest.mark.usefixtures("standard_promotion")  # flax's LayerNorm in half precision
 def test_attention_of_cudnn_is_near():
     tokens = np.random.default_rng(0).integers(0, 256, (4, 65), np.uint8)
     found = []

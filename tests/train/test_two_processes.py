@@ -245,7 +245,7 @@ def batches():
         yield batch[here * 4 : here * 4 + 4]
 
 # A stage with a collective over all processes, and an evaluation between steps.
-centred = jax.jit(lambda batch: batch - batch.mean(axis=0))
+centred = jax.jit(lambda batch: batch - batch.mean(axis=0, keepdims=True))
 
 def run(depth):
     training = js.TrainPipeline(step, start(), batches(), depth=depth, stages=[centred])

@@ -83,7 +83,7 @@ def quotient(params, batch):
     for own in params[1:3]:
         x = block(own, x)
     (total, count), _ = masked(head({**params[3], "table": params[0]["table"]}, x), batch)
-    return total / count
+    return total / count.astype(total.dtype)
 
 
 def stepped(params, batch):

@@ -137,7 +137,8 @@ def test_leaves_without_cotangents_pass_along() -> None:
     assert dx.step is None
     assert dw["version"] is None
     expected = jax.grad(
-        lambda w, h: masked(w, x._replace(value={"h": h}), {"bias": 1.0}).value["h"].sum(), (0, 1)
+        lambda w, h: masked(w, x._replace(value={"h": h}), {"bias": jnp.ones(4)}).value["h"].sum(),
+        (0, 1),
     )(SMALL, x.value["h"])
     assert_close(({n: dw[n] for n in SMALL}, dx.value["h"]), expected)
     # No cotangent at all: zeros.

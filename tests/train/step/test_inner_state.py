@@ -253,7 +253,7 @@ def test_what_starts_anew_and_what_goes_on():
     halves = {"b": "adam", "w": "own"}
     parts = {"adam": optax.inject_hyperparams(optax.adam)(learning_rate=0.3), "own": own()}
     optimizer = js.dynamic_loss_scale(
-        optax.chain(optax.partition(parts, halves), optax.scale_by_schedule(rate)),
+        optax.chain(optax.partition(parts, halves), optax.scale_by_schedule(rate_of_count)),
         initial=8.0,
         growth_interval=3,
     )

@@ -69,7 +69,11 @@ def test_means_of_all_kinds(how, kind):
 
     def metrics(batch):
         total = batch.sum()
-        return {"a": {"n": total.astype(jnp.int32)}, "c": total * (1 + 2j), "half": total > 40}
+        return {
+            "a": {"n": total.astype(jnp.int32)},
+            "c": total.astype(jnp.complex64) * (1 + 2j),
+            "half": total > 40,
+        }
 
     step = step_of(metrics, kind, axes, **options)
     state = step.init(PARAMS)

@@ -23,7 +23,10 @@ def loss(params, batch, *, model_state):
     after = {**model_state, "count": model_state["count"] + 1}
     # Which units this device has kept, as one number of 24 bits.
     kept = jnp.sum(jnp.where(mask[:24], 2.0 ** np.arange(24), 0.0))
-    return jnp.mean(mask.astype(jnp.float32) * params["w"]) * batch.mean(), ({"kept": kept}, after)
+    return jnp.mean(mask.astype(params["w"].dtype) * params["w"]) * batch.mean(), (
+        {"kept": kept},
+        after,
+    )
 
 
 def raw_loss(params, batch, *, model_state):

@@ -143,7 +143,7 @@ def test_nothing_compiles_after_the_first_step_of_each_phase(case, mode, compila
 
     def counted(params, batch):
         traces.append(None)
-        return loss({**params, "b": 0.0}, batch)
+        return loss({**params, "b": jnp.zeros(3)}, batch)
 
     sync = slow_over_local(param_specs=specs)
     step = js.make_train_step(counted, optax.adam(0.1), sync=sync, mesh=mesh, mode=mode)

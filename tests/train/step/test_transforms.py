@@ -100,5 +100,5 @@ def test_one_replicas_state_for_all_is_refused(kind, wrapped):
     fresh()(fresh().init(jax.tree.map(np.zeros_like, PARAMS)), BATCHES[0])
     # So have those that repeat themselves; a state that this step has made is known to be whole.
     repeated = {"w": np.tile(np.arange(128, dtype=np.float32), 64)}
-    step = js.make_train_step(lambda p, b: jnp.mean(p["w"] * b), sgd, mesh=mesh, sync=sync)
+    step = js.make_train_step(lambda p, b: jnp.mean(p["w"][None] * b), sgd, mesh=mesh, sync=sync)
     step(step.init(repeated), np.ones((8, 1), np.float32))

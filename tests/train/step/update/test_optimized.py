@@ -15,7 +15,8 @@ PARAMS = jax.tree.map(np.float32, PARAMS)
 BATCHES = RNG.normal(size=(4, 16, 5)).astype(np.float32)
 KINDS = {"devices": js.make_mesh, "virtual": js.virtual_mesh}
 PLATEAU = optax.chain(
-    optax.sgd(0.1), optax.contrib.reduce_on_plateau(factor=0.5, patience=1, cooldown=1, rtol=0.5)
+    optax.sgd(0.1),
+    promoting(optax.contrib.reduce_on_plateau(factor=0.5, patience=1, cooldown=1, rtol=0.5)),
 )
 BACKTRACKING = optax.chain(
     optax.sgd(1.0), optax.scale_by_backtracking_linesearch(max_backtracking_steps=5)
