@@ -1,4 +1,4 @@
-"""What rare exchanges cost in quality as models grow: training runs that fit a lent GPU.
+"""What rare exchanges cost in quality as models grow: training runs that fit eleven minutes of a GPU.
 
     python benchmarks/gpu_study.py --minutes 7.5 --state DIR --results DIR
     python benchmarks/gpu_study.py --minutes 3.5 --state DIR --results DIR --last
@@ -74,7 +74,7 @@ PRODUCTS_PER_SECOND, WIDTH_OF_IT = 341e12, 768
 DISPATCH_SECONDS, FIRST_CALL_SECONDS_PER_BLOCK = 0.014, 24 / 17
 # Assumed: bandwidth of AdamW and of the disk, seconds to start and to gather the text.
 MEMORY_BANDWIDTH, DISK_BANDWIDTH, START_SECONDS, TEXT_SECONDS = 3e12, 0.3e9, 10, 40
-LOAN_SECONDS = 660  # two calls
+BUDGET_SECONDS = 660  # two calls
 
 
 @functools.cache
@@ -85,7 +85,7 @@ def size_of(preset: str) -> int:
 
 @dataclass(frozen=True)
 class Experiment:
-    """Runs that are compared with each other, for one loan of a GPU.
+    """Runs that are compared with each other, for eleven minutes of a GPU.
 
     Attributes:
       name: of the experiment, in the plan.
@@ -159,7 +159,7 @@ def estimate(experiment: Experiment) -> dict[str, float]:
         "updates": experiment.updates,
         "training_seconds": round(training),
         "other_seconds": round(other),
-        "fits": training + other <= LOAN_SECONDS,
+        "fits": training + other <= BUDGET_SECONDS,
     }
 
 
@@ -169,7 +169,7 @@ def make_plan(experiments: Iterable[Experiment], measured: Mapping[str, Any]) ->
         dataclasses.asdict(x) | {"estimate": estimate(x), "measured": measured.get(x.name)}
         for x in experiments
     ]
-    return json.loads(json.dumps({"loan_seconds": LOAN_SECONDS, "experiments": plan}))
+    return json.loads(json.dumps({"budget_seconds": BUDGET_SECONDS, "experiments": plan}))
 
 
 def config_for(experiment: Experiment, algorithm: str) -> TrainConfig:
@@ -475,7 +475,7 @@ def slug(name: str) -> str:
 def show(results: Results) -> None:
     """Print the plan, and write it."""
     results.write()
-    print(f"of a loan of {LOAN_SECONDS} s:")
+    print(f"of {BUDGET_SECONDS} s:")
     for row in make_plan(EXPERIMENTS, results.measured)["experiments"]:
         numbers = row["estimate"]
         print(

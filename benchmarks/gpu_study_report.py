@@ -154,7 +154,7 @@ def law_table() -> str:
 
 def plan_table(measured: Mapping[str, Any]) -> str:
     names = ["experiment", "bytes per parameter", "runs", "updates", "ms, estimated"]
-    lines = [[*names, "seconds of a loan", "measured"]]
+    lines = [[*names, "seconds of 660", "measured"]]
     for row in make_plan(EXPERIMENTS, measured)["experiments"]:
         numbers, done = row["estimate"], (row["measured"] or {}).get("done", {})
         parts = [f"{name}: {100 * x / numbers['updates']:.0f} %" for name, x in done.items()]

@@ -159,6 +159,7 @@ UPDATES = {
         js.local_sgd(("replica", "devise")), "'devise'", "'replica'", execution="shard_map"
     ),
     "axis at init": Refusal(lambda: DILOCO().init(PARAMS), "`axis_name`", "js.init"),
+    "axis at init, or whole": Refusal(lambda: DILOCO().init(PARAMS), "shard_state=False"),
     "axis unbound": Refusal(lambda: LOCAL.update(PARAMS, RATE.init, PARAMS), "`axis_name`", "none"),
     "axis of a guard": first(js.only_finite(js.local_sgd("x")), "only_finite", "'x'"),
     "local axis": first(SGP(local_axis_name="devise"), "`local_axis_name`", "'devise'", init=SGP()),
