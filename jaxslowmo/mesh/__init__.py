@@ -4,6 +4,7 @@ from .._support.types import axis_names as axis_names
 from .._support.varying import varying_axes as varying_axes
 from ._axes import axis_size as axis_size
 from ._axes import between_cpu_processes as between_cpu_processes
+from ._axes import default_generator as default_generator
 from ._axes import from_first as from_first
 from ._axes import is_bound as is_bound
 from ._axes import is_of_devices as is_of_devices

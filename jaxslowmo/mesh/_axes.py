@@ -205,6 +205,12 @@ def own_keys(tree: PyTree, axes: AxisName, *, inside: bool = False) -> PyTree:
     return jax.tree.map(own, tree) if axes else tree
 
 
+def default_generator() -> str:
+    """Return the name of the generator of keys that are made without one, such as "rbg"."""
+    config: Any = jax.config  # has its options as attributes
+    return str(config.jax_default_prng_impl)
+
+
 def key_bits(seed: int) -> jax.Array:
     """Return the data of the key of a seed, of jax's default generator, (words,) uint32."""
     with jax.transfer_guard_host_to_device("allow"):  # of the seed; jax.random has no explicit way

@@ -211,7 +211,7 @@ def _put_equal(x: Any, sharding: NamedSharding) -> jax.Array:
 
 
 def array_from_host(
-    shape: tuple[int, ...], sharding: NamedSharding, part: Callable[[Any], Any]
+    shape: tuple[int, ...], sharding: jax.sharding.Sharding, part: Callable[[Any], Any]
 ) -> jax.Array:
     """Return an array on devices of which the host makes the part of each device of this process.
 

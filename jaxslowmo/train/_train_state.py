@@ -11,7 +11,16 @@ import optax
 
 from .._support.checks import warn_once, warn_user
 from .._support.types import AxisName, PyTree
-from ..mesh import AnyMesh, VirtualMesh, key_bits, map_replicas, own_keys, replicate, replicate_as
+from ..mesh import (
+    AnyMesh,
+    VirtualMesh,
+    default_generator,
+    key_bits,
+    map_replicas,
+    own_keys,
+    replicate,
+    replicate_as,
+)
 from ..transform import init
 from ..tree import leaf_names
 from ._typed_keys import is_key, is_raw_key
@@ -180,7 +189,7 @@ def _with_own_keys(stacked: PyTree, mesh: AnyMesh, axis_name: AxisName) -> PyTre
 def _warn_of_rbg(model_state: PyTree) -> None:
     """Warn where replicas under `vmap` draw other numbers than on devices of their own."""
     keys = [x for x in jax.tree.leaves(model_state) if is_key(x)]
-    impls = {str(jax.random.key_impl(x)) for x in keys} | {str(jax.config.jax_default_prng_impl)}
+    impls = {str(jax.random.key_impl(x)) for x in keys} | {default_generator()}
     if found := sorted(impls - {"threefry2x32"}):
         _warn_once(
             f"jax's generator {found[0]!r} draws other numbers under `vmap`, in which a virtual "

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from .._support.types import PyTree
+from ..mesh import default_generator
 from ..tracing import FullLoss, as_full_loss
 from ..transform import LossProgram
 from ..tree import leaf_names, type_text
@@ -120,9 +121,8 @@ def is_raw_key(x: Any, *, stacked: bool = False) -> bool:
 
 def _typed(x: Any) -> jax.Array:
     # Two numbers are a key of threefry, whatever the default is. Four do not tell which of two.
-    default = jax.config.jax_default_prng_impl
-    has_two = jnp.shape(x) == (_THREEFRY_WORDS,)
-    impl = "threefry2x32" if has_two else "unsafe_rbg" if default == "unsafe_rbg" else "rbg"
+    of_four = default_generator() if default_generator() == "unsafe_rbg" else "rbg"
+    impl = "threefry2x32" if jnp.shape(x) == (_THREEFRY_WORDS,) else of_four
     return jax.random.wrap_key_data(jnp.asarray(x), impl=impl)
 
 
