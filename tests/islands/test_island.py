@@ -48,7 +48,7 @@ def train(
     )
     state = step.init(params() if model is None else model) if start is None else start(step)
     state = island.exchange(state)
-    done = int(np.asarray(state.step)[0])
+    done = int(jax.device_get(state.step)[0])
     for t in range(done + 1, done + periods * PERIOD + 1):
         state, _ = step(state, batch(t, replicas))
         if island.due(t):

@@ -27,4 +27,4 @@ SETTINGS: dict[str, Callable[[Any], AbstractContextManager[Any]]] = {
 
 
 def assert_equal_bits(tree: Any, expected: Any) -> None:
-    jax.tree.map(np.testing.assert_array_equal, tree, expected)
+    jax.tree.map(np.testing.assert_array_equal, *jax.device_get((tree, expected)))
