@@ -16,6 +16,8 @@ ALL = [f"{name}, {kind}" for name in SHARDED for kind in ("local", "slow")]
 SLOW = [name for name in ALL if name.endswith("slow")]
 each = each_of(*ALL)
 PADDING = 1.01  # a shard's, besides the 8 KiB of small ones
+# flax's LayerNorm in half precision relies on promotion.
+pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 
 def elements_over_fsdp(tree: Any, specs: Any, sizes: dict[str, int]) -> int:

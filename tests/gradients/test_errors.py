@@ -124,7 +124,7 @@ SKIP_UNUSED = {
 }
 
 GRADIENT = js.sparse.RowGradient(jnp.array([1, 2]), jnp.ones((2, 3)), 4)
-HALVED = jax.tree.map(lambda x: 0.5 * x, GRADIENT)
+HALVED = jax.tree.map(lambda x: 0.5 * x.astype(jnp.float32), GRADIENT)
 ROWS, VALUES = jnp.zeros((4, 2), jnp.int32), jnp.ones((4, 2, 3))
 
 

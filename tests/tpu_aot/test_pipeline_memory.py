@@ -35,6 +35,7 @@ def largest_stage(case: Staged) -> int:
     return max(sum(each[b.start : b.end]) for b in case.pipe.layout.blocks)
 
 
+@pytest.mark.usefixtures("standard_promotion")  # flax's LayerNorm in half precision
 @pytest.mark.parametrize("name", sweep(MODELS, lambda name: name == "small"))
 def test_a_chip_holds_its_stage_and_the_states_of_it(name):
     """And a local step sends what travels between stages alone."""

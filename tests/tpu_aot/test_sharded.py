@@ -14,6 +14,8 @@ SIZES = {"num_layers": 1, "num_heads": 2, "embed_dim": 256, "context_length": 64
 MODEL = GPTConfig(**SIZES, dtype="bfloat16", remat=True, qkv_by_head=True)
 CASE = SlicesSharded(MODEL, "v5e:2x4", (("replica", 2), ("fsdp", 2), ("tensor", 2)))
 PADDING = 1.01  # a shard's, besides the 8 KiB of small ones
+# flax's LayerNorm in half precision relies on promotion.
+pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 
 @pytest.mark.exhaustive
