@@ -85,7 +85,8 @@ def test_tied_parameters_count_once(typed, norm):
     _, state = clipped_and_norms(tx, grads, specs, check_vma=typed)
     np.testing.assert_allclose(state.norm, norm_of([table, scale, untied], norm), rtol=1e-6)
     # Copies in one array, whose axis the compiler has or nobody.
-    counted = {"embed": None, "head": np.zeros(()), "scale": np.array([[1], [0]]), "own": None}
+    counted = {"embed": None, "head": np.zeros(()), "scale": np.array([[1], [0]])}
+    counted["own"] = np.ones(untied.shape[1:], bool)  # masks broadcast
     stacked = js.clip_by_global_norm(1e-3, counted=counted)
     _, state = stacked.update(grads, stacked.init(grads))
     np.testing.assert_allclose(state.norm, norm_of([table, scale, untied], 2), rtol=1e-6)
