@@ -189,8 +189,7 @@ class Island:
             outcome: Outcome | None = Outcome(rounds.anchor)
             if saved is not None and member is not None and saved.run:
                 lost = [np.asarray(x.addressable_data(0))[0] for x in jax.tree.leaves(member.lost)]
-                rounds.lost = joined(lost) if lost else None
-                outcome = rounds.resume(saved.round, values)
+                outcome = rounds.resume(saved.round, values, joined(lost) if lost else None)
                 if outcome is None and updates > saved.exchanged and self.due(updates):
                     outcome = self._round(rounds, state, values)
             self._rounds = rounds
@@ -420,6 +419,8 @@ def _check(state: "TrainState") -> None:
     if not hasattr(state, "opt_state"):
         raise ValueError(f"islands: `state` must be a js.TrainState, got {type(state).__name__}.")
     params = state.params
+    if not isinstance(params, WithTables) and not sum(x.size for x in jax.tree.leaves(params)):
+        raise ValueError("islands: `state` has no parameters, or none with an element.")
     if isinstance(params, WithTables):
         raise ValueError("islands: `state` has tables, which islands do not exchange.")
     if parts_of(params, Staged):

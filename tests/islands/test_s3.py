@@ -1,6 +1,7 @@
 """Islands over S3: a real endpoint on this machine (moto), reached over HTTP as any bucket is."""
 
 import contextlib
+import functools
 import itertools
 import os
 import threading
@@ -16,6 +17,7 @@ import pytest
 from safetensors.numpy import load
 
 import jaxslowmo as js
+from islands.silent import silent_server
 from jaxslowmo.islands import IslandsError
 from jaxslowmo.islands._store import ObjectStore
 from support.replay import header, objects, replay
@@ -130,6 +132,47 @@ def test_a_bucket_that_is_not_there_is_named_in_one_line(endpoint):
     with pytest.raises(IslandsError, match="s3://nowhere/run") as error:
         train("s3://nowhere/run", "paris", 1, [], deadline_seconds=0.5)
     assert "\n" not in str(error.value)
+
+
+# Far more than any deadline here, and far less than a request could take before.
+PATIENCE = 30.0
+
+
+def test_a_silent_store_is_left_at_the_deadline_by_who_would_join(monkeypatch):
+    with silent_server() as url, ThreadPoolExecutor(1) as pool:
+        for name, value in environment(url).items():
+            monkeypatch.setenv(name, value)
+        join = functools.partial(js.islands.join, f"s3://{BUCKET}/run", name="a")
+        joining = pool.submit(join, deadline_seconds=1)
+        with pytest.raises(IslandsError, match=r"run\.json: "):
+            joining.result(PATIENCE)
+
+
+def test_a_store_that_falls_silent_costs_an_exchange_its_deadline_and_no_progress(
+    port, monkeypatch
+):
+    """Of an exchange of one island, which asks a dozen times."""
+    url, lines = f"s3://{BUCKET}/run{next(_folders)}", []
+    with ThreadPoolExecutor(1) as pool:
+        with served(port=port) as endpoint:
+            for name, value in environment(endpoint).items():
+                monkeypatch.setenv(name, value)
+            island = js.islands.join(url, name="a", deadline_seconds=1, say=lines.append)
+            step = js.make_train_step(
+                lambda params, batch: jnp.sum(params["w"] * SLOPES) + 0 * jnp.sum(batch),
+                optax.sgd(RATE),
+                mesh=js.virtual_mesh({"replica": 2}),
+                sync=island.transform(),
+            )
+            state = island.exchange(step.init({"w": np.zeros(3, np.float32)}))
+            state, _ = step(state, np.zeros((2, 1), np.float32))
+        with silent_server(port):
+            same = pool.submit(island.exchange, state).result(PATIENCE)
+        assert same is state
+        assert any("Training goes on" in line for line in lines)
+        with served(port=port):
+            island.exchange(state)
+            assert replay(objects(url))["islands"] == [["a"]]
 
 
 class Refuses(BaseHTTPRequestHandler):

@@ -33,20 +33,27 @@ from jaxslowmo.islands._wire import Wire
 SIZE, DEADLINE = 8, 20.0
 OPTIMIZER = HostOptimizer(optax.sgd(1.0), [np.zeros(SIZE, np.float32)])
 UNIT = np.eye(SIZE, dtype=np.float32)
+PLAIN = Wire(None, SIZE)
 
 
 def life(
-    name: str, world: World, act: Callable[[Rounds], object], start: float = 0.0, **options: Any
+    name: str,
+    world: World,
+    act: Callable[[Rounds], object],
+    start: float = 0.0,
+    wire: Wire = PLAIN,
+    optimizer: HostOptimizer = OPTIMIZER,
+    **options: Any,
 ) -> tuple[Process, list[str]]:
     """Add an island to a world that joins and acts; return its process and what it says."""
     said: list[str] = []
 
     def run(process: Process) -> None:
         store = Store(process, "memory://run", 5.0, process.clock, said.append)
-        agreed = Run("", "", "1", "None", OPTIMIZER.text, [f"w[{SIZE}]"])
+        agreed = Run("", "", "1", "None", optimizer.text, [f"w[{SIZE}]"])
         rules = Rules(name, deadline_seconds=DEADLINE, **options)
-        wire, clock = Wire(None, SIZE), process.clock
-        rounds = Rounds(store, rules, OPTIMIZER, wire, agreed, clock, said.append)
+        clock = process.clock
+        rounds = Rounds(store, rules, optimizer, wire, agreed, clock, said.append)
         rounds.join([np.zeros(SIZE, np.float32)])
         process.sleep(1.0)  # until all have joined
         act(rounds)

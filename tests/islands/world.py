@@ -6,7 +6,7 @@ virtual: it passes when all islands sleep. Nothing waits really, and nothing can
 
 import threading
 from collections.abc import Callable
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 
 from jaxslowmo.islands._format import island_of, number_of
 from jaxslowmo.islands._store import Clock, Entry, TooLargeError
@@ -29,6 +29,7 @@ class World:
       trouble: shares of requests, in percent, that meet each kind of trouble; see `_fate`.
       objects: the bucket now.
       ever: all that was ever written, also what was removed since.
+      modified: maps a key to the time at which it was last written.
       part_times: maps a round and an island to the time at which its first part was there.
       closed_after: maps a round to the seconds that the island which closed it was exchanging.
     """
@@ -38,6 +39,7 @@ class World:
         self.wrong = ""
         self.time, self.islands = 0.0, list[Process]()
         self.objects, self.ever = dict[str, bytes](), dict[str, bytes]()
+        self.modified: dict[str, float] = {}
         self.part_times: dict[tuple[int, str], float] = {}
         self.closed_after: dict[int, float] = {}
         self.listings: list[list[str]] = [[]]  # the keys after each change of them
@@ -120,6 +122,7 @@ class Process(threading.Thread):
     """
 
     refusals: tuple[type[Exception], ...] = (PermissionError,)
+    seconds = 1.0
 
     def __init__(
         self, world: World, name: str, life: Callable[["Process"], None], start: float
@@ -230,6 +233,7 @@ class Process(threading.Thread):
                 world.part_times.setdefault((number_of(key) or 0, island), world.time)
         is_new = key not in world.objects
         world.objects[key] = world.ever[key] = data
+        world.modified[key] = world.time
         if is_new:
             world.changed()
 
@@ -245,6 +249,10 @@ class Process(threading.Thread):
     def list(self, prefix: str) -> list[Entry]:
         def effect() -> list[Entry]:
             keys = [x for x in self.world.listed() if x.startswith(f"{prefix}/")]
-            return [Entry(key, len(self.world.ever[key]), _EPOCH) for key in keys]
+            times = [_EPOCH + timedelta(seconds=self.world.modified.get(key, 0.0)) for key in keys]
+            return [
+                Entry(key, len(self.world.ever[key]), time)
+                for key, time in zip(keys, times, strict=True)
+            ]
 
         return self._ask(f"list {prefix}", effect)  # type: ignore[return-value]
