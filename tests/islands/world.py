@@ -4,6 +4,7 @@ A test says who goes on and what becomes of each request, so a run is the same e
 virtual: it passes when all islands sleep. Nothing waits really, and nothing can hang.
 """
 
+import json
 import threading
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
@@ -11,7 +12,8 @@ from datetime import UTC, datetime, timedelta
 from jaxslowmo.islands._format import island_of, number_of
 from jaxslowmo.islands._store import Clock, Entry, TooLargeError
 
-MAX_TURNS = 6000
+MAX_TURNS = 12000
+LAG_SECONDS = 3.0
 _EPOCH = datetime(2026, 1, 1, tzinfo=UTC)
 
 
@@ -27,6 +29,8 @@ class World:
 
     Attributes:
       trouble: shares of requests, in percent, that meet each kind of trouble; see `_fate`.
+      spoils: shares of parts, in percent, that the store damages and loses.
+      damaged, lost: keys of those.
       objects: the bucket now.
       ever: all that was ever written, also what was removed since.
       modified: maps a key to the time at which it was last written.
@@ -36,13 +40,16 @@ class World:
 
     def __init__(self, choose: Callable[[int], int]) -> None:
         self.choose, self.trouble = choose, dict[str, int]()
+        self.spoils = {"damages": 0, "loses": 0}
+        self.damaged, self.lost = set[str](), set[str]()
         self.wrong = ""
         self.time, self.islands = 0.0, list[Process]()
         self.objects, self.ever = dict[str, bytes](), dict[str, bytes]()
         self.modified: dict[str, float] = {}
         self.part_times: dict[tuple[int, str], float] = {}
         self.closed_after: dict[int, float] = {}
-        self.listings: list[list[str]] = [[]]  # the keys after each change of them
+        # The keys after each change of them, and its time.
+        self.listings: list[tuple[float, list[str]]] = [(0.0, [])]
         self.back = threading.Lock()  # held while an island runs
         self.back.acquire()
 
@@ -68,6 +75,16 @@ class World:
 
     def _step(self, island: "Process") -> None:
         fate = self._fate() if island.is_asking else ""
+        if fate == "silent":
+            island.silent_until = self.time + (0.0, 2.0, 20.0)[self.choose(3)]
+        was_silent, island.is_unanswered = island.is_unanswered, False
+        if was_silent:
+            fate = "fails"
+        elif island.is_asking and (fate == "silent" or self.time < island.silent_until):
+            # Each request takes all the time that it has.
+            island.wake, island.is_unanswered = self.time + island.seconds, True
+            island.store_time += island.seconds
+            return
         if fate == "delay":  # its request is under way
             seconds = (0.3, 1.0, 9.0)[self.choose(3)]
             island.wake, island.store_time = self.time + seconds, island.store_time + seconds
@@ -91,9 +108,12 @@ class World:
         return ""
 
     def listed(self) -> list[str]:
-        """Return the keys of a listing, which may be an old one."""
-        is_old = self._fate_of_listing()
-        return self.listings[max(0, len(self.listings) - 1 - is_old)]
+        """Return the keys of a listing, which may be that of some seconds ago."""
+        last = len(self.listings) - 1
+        first = last
+        while first and self.listings[first][0] > self.time - LAG_SECONDS:
+            first -= 1
+        return self.listings[max(first, last - self._fate_of_listing())][1]
 
     def _fate_of_listing(self) -> int:
         return self.choose(15) if self.trouble and self.choose(100) >= 70 else 0
@@ -104,7 +124,7 @@ class World:
 
     def changed(self) -> None:
         """Remember the keys after a change of them."""
-        self.listings.append(sorted(self.objects))
+        self.listings.append((self.time, sorted(self.objects)))
 
 
 class Process(threading.Thread):
@@ -135,6 +155,7 @@ class Process(threading.Thread):
         self.is_over = self.is_ended = self.is_quiet = self.is_asking = self.has_failed = False
         self.error: BaseException | None = None
         self.store_time, self.no_answer_until, self.exchanging_since = 0.0, 0.0, 0.0
+        self.silent_until, self.is_unanswered = 0.0, False
         self.clock = Clock(lambda: world.time + self.skew, self.sleep)
         world.islands.append(self)
         self.start()
@@ -229,13 +250,33 @@ class Process(threading.Thread):
             if key.endswith("manifest.json"):
                 world.expect(key not in world.objects, f"{key} was written twice")
                 world.closed_after[number_of(key) or 0] = world.time - self.exchanging_since
-            elif (island := island_of(key)) is not None:
-                world.part_times.setdefault((number_of(key) or 0, island), world.time)
         is_new = key not in world.objects
         world.objects[key] = world.ever[key] = data
         world.modified[key] = world.time
+        if (island := island_of(key)) is not None:
+            self._spoil(key)
+            if key not in world.lost:  # else nobody sees it but its author
+                world.part_times.setdefault((number_of(key) or 0, island), world.time)
+        elif key.endswith("manifest.json"):
+            for part in json.loads(data)["parts"]:
+                self._spoil(part, damages=False)
         if is_new:
             world.changed()
+
+    def _spoil(self, part: str, *, damages: bool = True) -> None:
+        """Let the store damage or lose a part, the same way whenever it is written again."""
+        world, spoils = self.world, self.world.spoils
+        known = part in world.damaged | world.lost
+        draw = 0 if known or not any(spoils.values()) else world.choose(100)
+        if draw >= 100 - spoils["loses"]:
+            world.lost.add(part)
+        elif damages and draw >= 100 - spoils["loses"] - spoils["damages"]:
+            world.damaged.add(part)
+        if part in world.lost:
+            world.objects.pop(part, None)
+        elif part in world.damaged:
+            data = world.ever[part]
+            world.objects[part] = data[:-1] + bytes([data[-1] ^ 0xFF])
 
     def delete(self, key: str) -> None:
         def effect() -> None:
