@@ -340,8 +340,11 @@ class Rounds:
         if self._waiting is None:
             # Before the request, which may take effect and have no answer.
             self._waiting = self._part(own, weight, updates)
-        key, header, sent, *_ = self._waiting
-        self._store.put(key, dump(header, dict.fromkeys(self._wire.shapes, sent)))
+        self._put(self._waiting)
+
+    def _put(self, part: _Sent) -> None:
+        data = dump(part.header, dict.fromkeys(self._wire.shapes, part.sent))
+        self._store.put(part.key, data)
 
     def _part(self, own: np.ndarray, weight: float, updates: int) -> _Sent:
         keeps_lost, number, name = self._wire.keeps_lost, self.anchor.round, self._rules.name
@@ -359,6 +362,7 @@ class Rounds:
         It can be if all have contributed that took part in the last round or join in this one, or
         after the deadline, if there is a quorum.
         """
+        assert self._waiting is not None
         number, rules, clock = self.anchor.round, self._rules, self._clock
         done = said = clock.now()
         before = self._manifest(number - 1) if number else None
@@ -369,11 +373,13 @@ class Rounds:
             manifest = self._manifest(number)
             if manifest is not None:
                 return manifest
-            present, joining = self._present(number)
+            present, joining, is_listed = self._present(number)
             missing, waited = (expected | joining) - present.keys(), clock.now() - done
             left = rules.deadline_seconds - waited
             if len(present) >= rules.quorum and (not missing or left <= 0):
                 return self._close(present)
+            if left <= 0 and not is_listed:  # the store lost it, and the others wait for it
+                self._put(self._waiting)
             if clock.now() - said >= _PROGRESS_SECONDS:
                 said = clock.now()
                 whom = ", ".join(sorted(missing)) or "other islands"
@@ -384,10 +390,14 @@ class Rounds:
             clock.sleep(max(0.01, min(pause, left)) if left > 0 else pause)
             pause = min(1.5 * pause, longest)
 
-    def _present(self, number: int) -> tuple[dict[str, list[str]], set[str]]:
-        """Return who has parts in the open round, with their keys from old to new, and who joins.
+    def _present(self, number: int) -> tuple[dict[str, list[str]], set[str], bool]:
+        """Return who is there in the open round.
 
-        An island that was started again may have several.
+        Returns:
+          present: by island the keys of its parts, from old to new; an island that was started
+            again may have several.
+          joining: islands that join in this round.
+          is_listed: whether the store lists the part of this process.
         """
         assert self._waiting is not None
         entries, mine = self._store.list(folder_of(number)), self._waiting.key
@@ -396,7 +406,8 @@ class Rounds:
         for key in [*(x for x in keys if x != mine), mine]:  # listings may lag behind
             if island := island_of(key):
                 present.setdefault(island, []).append(key)
-        return present, {island for key in keys if (island := island_of(key, "joins"))}
+        joining = {island for key in keys if (island := island_of(key, "joins"))}
+        return present, joining, mine in keys
 
     def _newest_readable(self, keys: Sequence[str]) -> str:
         """Return the newest part that is not left out for itself; of a single one nobody asks."""

@@ -31,6 +31,7 @@ class World:
       trouble: shares of requests, in percent, that meet each kind of trouble; see `_fate`.
       spoils: shares of parts, in percent, that the store damages and loses.
       damaged, lost: keys of those.
+      listed_parts: keys of parts of which rounds consist.
       objects: the bucket now.
       ever: all that was ever written, also what was removed since.
       modified: maps a key to the time at which it was last written.
@@ -41,7 +42,7 @@ class World:
     def __init__(self, choose: Callable[[int], int]) -> None:
         self.choose, self.trouble = choose, dict[str, int]()
         self.spoils = {"damages": 0, "loses": 0}
-        self.damaged, self.lost = set[str](), set[str]()
+        self.damaged, self.lost, self.listed_parts = set[str](), set[str](), set[str]()
         self.wrong = ""
         self.time, self.islands = 0.0, list[Process]()
         self.objects, self.ever = dict[str, bytes](), dict[str, bytes]()
@@ -250,24 +251,27 @@ class Process(threading.Thread):
             if key.endswith("manifest.json"):
                 world.expect(key not in world.objects, f"{key} was written twice")
                 world.closed_after[number_of(key) or 0] = world.time - self.exchanging_since
-        is_new = key not in world.objects
+        is_new, is_first = key not in world.objects, key not in world.modified
         world.objects[key] = world.ever[key] = data
         world.modified[key] = world.time
         if (island := island_of(key)) is not None:
-            self._spoil(key)
+            self._spoil(key, is_drawn=is_first)
             if key not in world.lost:  # else nobody sees it but its author
                 world.part_times.setdefault((number_of(key) or 0, island), world.time)
         elif key.endswith("manifest.json"):
+            world.listed_parts |= {*json.loads(data)["parts"]}
             for part in json.loads(data)["parts"]:
                 self._spoil(part, damages=False)
         if is_new:
             world.changed()
 
-    def _spoil(self, part: str, *, damages: bool = True) -> None:
-        """Let the store damage or lose a part, the same way whenever it is written again."""
+    def _spoil(self, part: str, *, is_drawn: bool = True, damages: bool = True) -> None:
+        """Let the store damage or lose a part for good, or until it is written again in time."""
         world, spoils = self.world, self.world.spoils
-        known = part in world.damaged | world.lost
-        draw = 0 if known or not any(spoils.values()) else world.choose(100)
+        if part not in world.listed_parts:
+            world.lost.discard(part)
+        is_known = part in world.damaged | world.lost
+        draw = world.choose(100) if is_drawn and not is_known and any(spoils.values()) else 0
         if draw >= 100 - spoils["loses"]:
             world.lost.add(part)
         elif damages and draw >= 100 - spoils["loses"] - spoils["damages"]:
