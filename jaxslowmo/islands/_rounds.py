@@ -248,16 +248,17 @@ class Rounds:
         if number == self.anchor.round:
             return None
         share, name = self._rules.late_share, self._rules.name
-        if share or self.lost is not None:
-            manifests = map(self._manifest, range(number, self.anchor.round))
-            listed = [x.round for x in manifests if x is not None and name in x.islands()]
-            # Of a round that was cleaned up nobody knows whether it left the part out.
-            if any(name in self._counted.get(x, {name}) for x in listed):
-                self._say(
-                    f"an earlier process has contributed since round {number}: progress that was "
-                    "saved is dropped"
-                )
-                return Outcome(self.anchor, self._of_an_earlier_process())
+        last = self.anchor.round if share or self.lost is not None else number + 1
+        manifests = map(self._manifest, range(number, last))
+        listed = [x.round for x in manifests if x is not None and name in x.islands()]
+        # Of a round that was cleaned up nobody knows whether it left the part out.
+        if any(name in self._counted.get(x, {name}) for x in listed):
+            self._say(
+                f"an earlier process has contributed since round {number}: progress that was "
+                "saved is not sent again"
+            )
+            is_in = listed[0] == number and _are_finite(values)  # as if this one had sent it
+            return Outcome(self.anchor, self._of_an_earlier_process(), is_in)
         start = self._anchor_of(number) if share else None
         if start is None:
             self._say(
@@ -322,6 +323,23 @@ class Rounds:
         except (StoreError, _GoneError) as error:
             self._say(f"after round {closed.round}: {error}")
         return Outcome(self.anchor, rest, is_in)
+
+    @np.errstate(all="ignore")
+    def landed(
+        self, outcome: Outcome, taken: Sequence[np.ndarray], values: Sequence[np.ndarray]
+    ) -> Outcome:
+        """Return an outcome beside which the island trained: what it keeps of that, as of the rest.
+
+        Args:
+          outcome: that of the exchange of `taken`.
+          taken: the island's parameters when it began.
+          values: those now.
+        """
+        if outcome.rest is None or outcome.is_in:
+            return outcome
+        since = (joined(taken) - joined(values)) * np.float32(self._rules.late_share)
+        rest = self._or_dropped(outcome.rest + since, outcome.anchor.round)
+        return outcome._replace(rest=rest)
 
     def _announce(self) -> None:
         """Let the others wait for this island in the open round: it was not in the last one.

@@ -396,6 +396,7 @@ def join_islands(config: TrainConfig) -> "js.islands.Island | None":
             name=config.island,
             outer_optimizer=optimizer,
             sync_every=config.slow_every,
+            delay=config.delay,
             quorum=config.quorum,
             deadline_seconds=config.deadline_seconds,
             codec=_codec_of(config),
