@@ -444,9 +444,7 @@ class _Flight:
       outcome: what it will have come to.
     """
 
-    def __init__(
-        self, taken: list[np.ndarray], exchange: Callable[[], Outcome | None]
-    ) -> None:
+    def __init__(self, taken: list[np.ndarray], exchange: Callable[[], Outcome | None]) -> None:
         self.taken, self.outcome = taken, Future[Outcome | None]()
         self._exchange = exchange
         threading.Thread(target=self._run, name="islands", daemon=True).start()

@@ -79,6 +79,10 @@ def test_an_island_resumes_to_the_bit_and_only_as_itself(call, text, tmp_path):
     assert json_of(tmp_path / "whole" / "summary.json")["round"] == 3
     assert found[-1]["validation_loss"] < found[0]["validation_loss"]
 
+    assert trained("second", "new", "--steps 12 --deadline-seconds 0").code == 0
+    outcome = trained("second", "parts", "--steps 16 --resume --deadline-seconds 0")
+    assert outcome.code == 0
+    assert outcome.err.startswith("island a: the run has come to round ")
     trained("second", "parts", "--steps 16 --resume --island b").is_refused("--island was a, is b")
     trained("second", "other", "--steps 8 --slow-every 8").is_refused("--slow-every", "run.json")
     refused = trained("second", "other", "--steps 8 --slow-momentum 0.3")

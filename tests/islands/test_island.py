@@ -222,10 +222,7 @@ def test_late_progress_is_dropped_or_carried(late, tmp_path, said):
 
 def test_who_joins_or_was_late_starts_at_the_anchor_whatever_merge_says(tmp_path):
     options: dict[str, Any] = {"sync_every": 1, "merge": 0.5, "deadline_seconds": 0.1}
-    islands = [
-        js.islands.join(str(tmp_path), name=name, **options)
-        for name in ("early", "late")
-    ]
+    islands = [js.islands.join(str(tmp_path), name=name, **options) for name in ("early", "late")]
     step = js.make_train_step(loss, optax.sgd(0.1), mesh=js.virtual_mesh({"replica": 1}))
     starts = params(), jax.tree.map(lambda x: x + 100, params())
     states = [
@@ -243,9 +240,7 @@ def test_who_joins_or_was_late_starts_at_the_anchor_whatever_merge_says(tmp_path
 @pytest.mark.parametrize("late", ["drop", "carry"])
 @pytest.mark.parametrize("merge", [0.0, 0.5])
 def test_an_island_with_nan_takes_the_anchor(late, merge, tmp_path, said):
-    island = js.islands.join(
-        str(tmp_path), name="one", sync_every=1, late=late, merge=merge
-    )
+    island = js.islands.join(str(tmp_path), name="one", sync_every=1, late=late, merge=merge)
     step = js.make_train_step(loss, optax.sgd(0.1), mesh=js.virtual_mesh({"replica": 1}))
     state = island.exchange(step.init(params()))
     broken = state._replace(params=jax.tree.map(lambda x: x * np.nan, state.params))
@@ -258,9 +253,7 @@ def test_an_island_with_nan_takes_the_anchor(late, merge, tmp_path, said):
 def test_merge_keeps_a_share_of_each_replicas_own(tmp_path):
     part = slice(0, 2)
     _, at_anchor, _ = train(tmp_path / "a", "one", part, periods=1)
-    island = js.islands.join(
-        str(tmp_path / "b"), name="one", sync_every=PERIOD, merge=0.25
-    )
+    island = js.islands.join(str(tmp_path / "b"), name="one", sync_every=PERIOD, merge=0.25)
     inner, mesh = optax.sgd(0.05), js.virtual_mesh({"replica": 2})
     step = js.make_train_step(loss, inner, mesh=mesh, sync=island.transform())
     state = island.exchange(step.init(params()))

@@ -17,7 +17,13 @@ class Trained:
     """An island of one number, whose updates are steps along a number per replica."""
 
     def __init__(
-        self, url: Path, name: str, deadline: float, *steps: float, state: Any = None, **options: Any
+        self,
+        url: Path,
+        name: str,
+        deadline: float,
+        *steps: float,
+        state: Any = None,
+        **options: Any,
     ) -> None:
         self.batch = np.array(steps or [1.0], np.float32)[:, None]
         self.island = js.islands.join(

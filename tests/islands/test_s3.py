@@ -62,9 +62,7 @@ def run(endpoint) -> str:
 
 def train(url: str, name: str, rounds: int, **options) -> tuple[int, str]:
     """Train until a round; return the updates that this took, and the digest of the anchor."""
-    island = js.islands.join(
-        url, name=name, sync_every=SYNC_EVERY, quorum=2, **options
-    )
+    island = js.islands.join(url, name=name, sync_every=SYNC_EVERY, quorum=2, **options)
     step = js.make_train_step(
         lambda params, batch: jnp.sum(params["w"] * SLOPES) + 0 * jnp.sum(batch),
         optax.sgd(RATE),
