@@ -307,10 +307,9 @@ def join(
 ) -> Island:
     """Join a run of several islands that exchange through an object store, or begin it.
 
-    What an island has to say goes to the logger "jaxslowmo.islands", as warnings.
-
     Every island is a program of its own mesh, accelerators and release of jax. An exchange is the
-    outer step of `js.diloco` over all replicas of all islands of a round. More: docs/islands.md.
+    outer step of `js.diloco` over all replicas of all islands of a round. Lines about it go to
+    the logger "jaxslowmo.islands". More: docs/islands.md.
 
     Args:
       url: the run: `s3://bucket/run`, `gs://...`, `az://...`, `file:///folder` or a folder's path.
@@ -320,9 +319,7 @@ def join(
         or without Nesterov, AdamW, `js.slow_momentum(...)`; None: that of `js.diloco`,
         `optax.sgd(0.7, momentum=0.9, nesterov=True)`.
       sync_every: updates between exchanges, or `js.every(...)`; equal on all islands.
-      delay: number of updates beside which an island exchanges, < `sync_every`: what it sends is
-        taken that many updates before the exchange is due, as `js.diloco(delay=...)` does; 0: it
-        waits. Islands of one run may differ in it.
+      delay: updates beside which an exchange runs, < `sync_every`, as in `js.diloco`; 0: it waits.
       quorum: number of parts that a round needs at least.
       deadline_seconds: how long an island that has sent its part waits for those of the last round
         and those that joined since. Then a round that has a quorum closes without them.
@@ -334,8 +331,8 @@ def join(
       snapshot_every: number of rounds between snapshots of the anchor.
       keep: number of snapshots that are kept, with the parts of rounds since; None removes nothing
         and needs no right to delete.
-      max_norm_ratio: a part whose norm is above this many times the round's median is left out.
-        Equal on all islands.
+      max_norm_ratio: a part whose norm is above this many times the round's median is left out;
+        equal on all islands.
 
     Returns:
       An `Island`.
@@ -347,8 +344,7 @@ def join(
 
     Communication: one small request to the store.
 
-    Source: Douillard et al., "DiLoCo", 2023; Sarfi et al., "SparseLoCo", 2025 (exchange by
-      buckets).
+    Source: Douillard et al., "DiLoCo", 2023; Sarfi et al., "SparseLoCo", 2025 (buckets).
     """
     owner = "islands.join"
     parsed(url)  # raises on all processes alike

@@ -621,6 +621,9 @@ class Rounds:
         elif head.weight <= 0:
             part.why = f"has weight {head.weight:g}"
         else:
+            waiting = self._waiting
+            if waiting is not None and waiting.key == key and head.sha256 == waiting.header.sha256:
+                part.sent = waiting.sent  # the same bytes, once in memory
             part.norm = _norm(self._wire.decode(part.sent))
             if not math.isfinite(part.norm):
                 part.why = "holds values that are not finite"

@@ -42,7 +42,7 @@ def test_two_kernels_train_one_model(monkeypatch, tmp_path):
         await NotebookClient(notebook, timeout=300, kernel_name="python3").async_execute()
         return json.loads(notebook.cells[-1].outputs[-1]["text"])
 
-    async def execute_two() -> list[dict[str, Any]]:
+    async def execute_two() -> tuple[dict[str, Any], dict[str, Any]]:
         return await asyncio.gather(execute(), execute())
 
     first, second = asyncio.run(execute_two())

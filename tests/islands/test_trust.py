@@ -171,8 +171,11 @@ def test_an_island_that_diverged_adopts_the_anchor_of_most(is_memory):
     assert world.time < DEADLINE
 
 
+@pytest.mark.parametrize("is_lost", [False, True])
 @pytest.mark.parametrize("direction", range(4))
-def test_who_joins_after_a_part_was_damaged_adopts_the_anchor_of_those_who_were_there(direction):
+def test_who_joins_after_a_part_was_damaged_adopts_the_anchor_of_those_who_were_there(
+    direction, is_lost
+):
     """It can't know better: the others had the part before. Digests, and so ties, differ."""
     world = World(lambda n: 0)
     ends: list[Anchor] = []
@@ -181,8 +184,10 @@ def test_who_joins_after_a_part_was_damaged_adopts_the_anchor_of_those_who_were_
         for number in range(5):
             if number == 2:
                 (key,) = [x for x in world.objects if x.startswith(part_of(1, "old", ""))]
-                world.objects[key] = world.objects[key][:-1] + b"\xff"
-                rounds._clock.sleep(8.0)  # until the other has joined
+                data = world.objects.pop(key)
+                if not is_lost:
+                    world.objects[key] = data[:-1] + b"\xff"
+                rounds._clock.sleep(30.0 if is_lost else 8.0)  # until the other has joined
             moved(rounds, UNIT[direction])
         ends.append(rounds.anchor)
 
@@ -194,7 +199,8 @@ def test_who_joins_after_a_part_was_damaged_adopts_the_anchor_of_those_who_were_
     life("old", world, old)
     _, said = life("new", world, new, start=5.0)
     world.run()
-    assert "has another SHA-256 than its header says" in said[0]
+    why = "is missing in the store" if is_lost else "has another SHA-256 than its header says"
+    assert why in said[0]
     assert ends[0].digest == ends[1].digest
     np.testing.assert_allclose(ends[0].values[0], -5 * UNIT[direction], rtol=1e-6)
 
