@@ -1,6 +1,7 @@
 """`train --islands`: several runs of one model that exchange through a folder."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -82,7 +83,8 @@ def test_an_island_resumes_to_the_bit_and_only_as_itself(call, text, tmp_path):
     assert trained("second", "new", "--steps 12 --deadline-seconds 0").code == 0
     outcome = trained("second", "parts", "--steps 16 --resume --deadline-seconds 0")
     assert outcome.code == 0
-    assert outcome.err.startswith("island a: the run has come to round ")
+    # Its lines, as they are.
+    assert outcome.err.startswith("island a: an earlier process has contributed since round 3")
     trained("second", "parts", "--steps 16 --resume --island b").is_refused("--island was a, is b")
     trained("second", "other", "--steps 8 --slow-every 8").is_refused("--slow-every", "run.json")
     refused = trained("second", "other", "--steps 8 --slow-momentum 0.3")
@@ -117,7 +119,8 @@ def test_two_islands_end_with_one_model_though_one_was_stopped_while_it_waited(
     first.send_signal(signal.SIGTERM)
     shown, errors = first.communicate(timeout=PATIENCE_SECONDS)
     assert first.returncode == 0, errors
-    assert f"Saved at step {2 if delay else 4}" in shown or "Saved at step 4" in shown
+    # With a delay it trains until the exchange is due.
+    assert re.search(r"Saved at step [234]\b" if delay else "Saved at step 4", shown)
 
     islands = [start("a", "--resume"), start("b")]
     try:
