@@ -1,4 +1,4 @@
-"""What rare exchanges cost in quality as models grow: training runs that fit eleven minutes of a GPU.
+"""What rare exchanges cost in quality as models grow: training runs of eleven minutes of a GPU.
 
     python benchmarks/gpu_study.py --minutes 7.5 --state DIR --results DIR
     python benchmarks/gpu_study.py --minutes 3.5 --state DIR --results DIR --last

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
-NOTEBOOKS = ("colab/slowmo_on_tpu.ipynb", "colab/tpu_manager.ipynb")
+NOTEBOOKS = ("colab/slowmo_on_tpu.ipynb", "colab/tpu_manager.ipynb", "colab/islands.ipynb")
 _BADGE = "https://colab.research.google.com/assets/colab-badge.svg"
 _COLAB = "https://colab.research.google.com/github"
 _GITHUB = re.compile(r"https://github\.com/([\w.-]+/[\w.-]+)")

@@ -4,6 +4,7 @@
     rounds/00000007/joins-paris-<id>        it trains towards round 7, and was not in round 6
     rounds/00000007/part-paris-<id>         how far an island has moved since the anchor of round 7
     rounds/00000007/manifest.json           the parts of which round 7 consists, decided once
+    rounds/00000007/missing-paris-<id>      that part is in the manifest and was lost, decided once
     snapshots/00000010-<digest>             the anchor before round 10, and its optimizer's state
     islands/paris.json                      what an island last did; nothing depends on it
 
@@ -25,7 +26,8 @@ from safetensors.numpy import save as save_arrays
 VERSION = 1
 RUN = "run.json"
 MAX_JSON = 1 << 20
-_HEADER = 1 << 20  # bytes that may describe arrays
+MAX_HEADER = 1 << 26  # bytes that may describe the arrays of an object, and of run.json
+_OWN_HEADER = 1 << 16  # those of them that name no array
 _MARK = "islands"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 
@@ -57,6 +59,11 @@ def manifest_of(number: int) -> str:
 def part_of(number: int, island: str, process: str, kind: str = "part") -> str:
     """Return the key of a part, or of another kind of object of an island in a round."""
     return f"{folder_of(number)}/{kind}-{island}-{process}"
+
+
+def missing_of(part: str) -> str:
+    """Return the key of the object by which all islands leave out a part that was lost."""
+    return part.replace("/part-", "/missing-")
 
 
 def snapshot_of(number: int, digest: str) -> str:
@@ -216,7 +223,7 @@ def dump(header: _Record, arrays: Mapping[str, np.ndarray]) -> bytes:
 def head_of(data: bytes, kind: type[Any]) -> Any:
     """Return the header of safetensors; raise `FormatError` for anything else."""
     size = int.from_bytes(data[:8], "little")
-    if len(data) < 8 or size > min(_HEADER, len(data) - 8):
+    if len(data) < 8 or size > min(MAX_HEADER, len(data) - 8):
         raise FormatError("no safetensors")
     try:
         text = json.loads(data[8 : 8 + size])["__metadata__"][_MARK]
@@ -237,9 +244,22 @@ def arrays_of(data: bytes, shapes: Mapping[str, tuple[tuple[int, ...], Any]]) ->
     return [arrays[name] for name in shapes]
 
 
-def limit_of(payload: int) -> int:
-    """Return the largest size of an object with so many bytes of arrays."""
-    return payload + _HEADER
+def limit_of(shapes: Mapping[str, tuple[tuple[int, ...], Any]]) -> int:
+    """Return the largest size in bytes of an object that holds these arrays.
+
+    Raises:
+      ValueError: their names need a header that is larger than any that is read.
+    """
+    header = _OWN_HEADER + sum(
+        len(json.dumps(name)) + 100 + 21 * len(shape) for name, (shape, _) in shapes.items()
+    )
+    if header > MAX_HEADER:
+        raise ValueError(
+            f"islands: `state` must have parameters whose names and shapes fit headers of at most "
+            f"{MAX_HEADER / 1e6:.1f} MB, and these {len(shapes)} names need up to "
+            f"{header / 1e6:.1f} MB."
+        )
+    return header + sum(math.prod(s) * np.dtype(d).itemsize for s, d in shapes.values())
 
 
 def sha256(*buffers: Any) -> str:

@@ -2,10 +2,12 @@
 
 import functools
 import json
+import logging
 import math
-import sys
+import threading
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from concurrent.futures import Future, wait
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -45,6 +47,7 @@ if TYPE_CHECKING:
     from ..train import TrainState
     from ..train.input import StepResult
 
+_LOGGER = logging.getLogger("jaxslowmo.islands")
 _JOIN_SECONDS = 10.0  # how long a store may not answer when a user waits to begin
 
 
@@ -76,7 +79,7 @@ class Island:
 
     Attributes:
       name: its name.
-      every: the schedule of its exchanges: it is a hook of `js.train_loop`.
+      every: the schedule of its calls: it is a hook of `js.train_loop`.
       round: the round towards which it trains.
     """
 
@@ -85,7 +88,8 @@ class Island:
         store: Store | None,
         rules: Rules,
         *,
-        every: Every,
+        schedule: Every,
+        delay: int,
         optimizer: optax.GradientTransformation,
         codec: Codec | None,
         merge: float,
@@ -93,16 +97,19 @@ class Island:
         agreed: Run,
         say: Callable[[str], None],
     ) -> None:
-        self.name, self.every = rules.name, every
+        self.name, self._schedule, self._delay = rules.name, schedule, delay
+        self.every = _TakesEarlier(**vars(schedule), delay=delay) if delay else schedule
         self._store, self._rules, self._optimizer = store, rules, optimizer
         self._codec, self._merge, self._weight = codec, merge, weight
         self._agreed, self._say = agreed, say
         self._rounds: Rounds | None = None
+        self._flight: _Flight | None = None
         self._exchanges = 0
+        self._has_joined = False
         self.round = 0
 
     def due(self, t: int) -> bool:
-        """Return whether an exchange is due after update t; after 0 updates the island joins."""
+        """Return whether to call `exchange` after update t; after 0 updates the island joins."""
         return t == 0 or bool(self.every(t))
 
     def transform(self, base: ParameterTransform | None = None) -> ParameterTransform:
@@ -139,6 +146,10 @@ class Island:
         and waits until the round is decided. If the store does not answer, it says so and returns
         the state unchanged; the next call contributes all progress since the anchor.
 
+        With a `delay` D is taken that many updates before, by a call that returns the state at
+        once, and a thread exchanges it. The call of the exchange itself waits for what is left, or
+        exchanges as without a delay if nothing was taken.
+
         Args:
           state: a `js.TrainState`. All processes of the island call this alike.
 
@@ -159,9 +170,13 @@ class Island:
         """
         _check(state)
         values, member = _mean_of_replicas(state), _member(state)
+        if self._has_joined and self._takes(_number_of(state.step)):
+            self._take(state, values)
+            return state
         saved = None if member is None else _Place(*map(_number_of, member[2:5]))
         run = functools.partial(self._exchanged, state, values, saved, member)
         moved = run() if jax.process_count() == 1 else _from_first_process(run, values)
+        self._has_joined = True
         if moved is None:
             self.round = self.round if saved is None else saved.round
             return state
@@ -179,8 +194,6 @@ class Island:
         """Return where all processes go on; None: as they are. The first process calls it."""
         rounds, updates = self._rounds, _number_of(state.step)
         if rounds is not None:
-            leaves = described(leaf_names(state.params), [x.shape for x in values])
-            compare(rounds.url, rounds.run, replace(self._agreed, leaves=leaves))
             outcome = self._round(rounds, state, values)
         else:
             rounds = self._joined(state.params, values, saved.run if saved else 0)
@@ -189,11 +202,13 @@ class Island:
             outcome: Outcome | None = Outcome(rounds.anchor)
             if saved is not None and member is not None and saved.run:
                 lost = [np.asarray(x.addressable_data(0))[0] for x in jax.tree.leaves(member.lost)]
-                rounds.lost = joined(lost) if lost else None
-                outcome = rounds.resume(saved.round, values)
-                if outcome is None and updates > saved.exchanged and self.due(updates):
-                    outcome = self._round(rounds, state, values)
+                outcome = rounds.resume(saved.round, values, joined(lost) if lost else None)
             self._rounds = rounds
+            if outcome is None and saved and updates > saved.exchanged:
+                if self._takes(updates):
+                    self._take(state, values)
+                elif self.due(updates):
+                    outcome = self._round(rounds, state, values)
         if outcome is None:
             return None
         target = outcome.anchor.values
@@ -203,12 +218,40 @@ class Island:
         lost = None if rounds.lost is None else divided(rounds.lost, target)
         return _Moved(target, place, lost, outcome.is_in)
 
+    def _takes(self, t: int) -> bool:
+        return self._delay > 0 and bool(self._schedule(t + self._delay))
+
+    def _take(self, state: "TrainState", values: list[np.ndarray]) -> None:
+        """Let a thread exchange this state; what was taken before and not used yet stays."""
+        if self._rounds is not None and self._flight is None:
+            self._flight = _Flight(values, self._exchange_of(self._rounds, state, values))
+
     def _round(
         self, rounds: Rounds, state: "TrainState", values: list[np.ndarray]
     ) -> Outcome | None:
+        """Exchange, or wait for the exchange under way; a signal that ends the wait leaves it."""
+        flight = self._flight
+        if flight is None:
+            return self._exchange_of(rounds, state, values)()
+        wait([flight.outcome])
+        self._flight = None
+        outcome = flight.outcome.result()
+        return None if outcome is None else rounds.landed(outcome, flight.taken, values)
+
+    def _exchange_of(
+        self, rounds: Rounds, state: "TrainState", values: list[np.ndarray]
+    ) -> Callable[[], Outcome | None]:
+        """Return the exchange of this state, which needs none of its buffers any more."""
         self._exchanges += 1
-        weight = len(state.step) if self._weight is None else self._weight
-        return rounds.exchange(values, float(weight), _number_of(state.step))
+        weight = float(len(state.step) if self._weight is None else self._weight)
+        leaves = described(leaf_names(state.params), [x.shape for x in values])
+        updates = _number_of(state.step)
+
+        def exchange() -> Outcome | None:
+            compare(rounds.url, rounds.run, replace(self._agreed, leaves=leaves))
+            return rounds.exchange(values, weight, updates)
+
+        return exchange
 
     def _joined(self, params: Any, values: list[np.ndarray], known: int) -> Rounds:
         """Return the rounds of the run that the store holds, or, if none is known, begins."""
@@ -251,6 +294,7 @@ def join(
     name: str,
     outer_optimizer: optax.GradientTransformation | None = None,
     sync_every: int | Every = 500,
+    delay: int = 0,
     quorum: int = 1,
     deadline_seconds: float = 600.0,
     codec: Codec | None = None,
@@ -260,12 +304,12 @@ def join(
     snapshot_every: int = 10,
     keep: int | None = 2,
     max_norm_ratio: float = 10.0,
-    say: Callable[[str], None] | None = None,
 ) -> Island:
     """Join a run of several islands that exchange through an object store, or begin it.
 
     Every island is a program of its own mesh, accelerators and release of jax. An exchange is the
-    outer step of `js.diloco` over all replicas of all islands of a round. More: docs/islands.md.
+    outer step of `js.diloco` over all replicas of all islands of a round. Lines about it go to
+    the logger "jaxslowmo.islands". More: docs/islands.md.
 
     Args:
       url: the run: `s3://bucket/run`, `gs://...`, `az://...`, `file:///folder` or a folder's path.
@@ -275,6 +319,7 @@ def join(
         or without Nesterov, AdamW, `js.slow_momentum(...)`; None: that of `js.diloco`,
         `optax.sgd(0.7, momentum=0.9, nesterov=True)`.
       sync_every: updates between exchanges, or `js.every(...)`; equal on all islands.
+      delay: updates beside which an exchange runs, < `sync_every`, as in `js.diloco`; 0: it waits.
       quorum: number of parts that a round needs at least.
       deadline_seconds: how long an island that has sent its part waits for those of the last round
         and those that joined since. Then a round that has a quorum closes without them.
@@ -286,9 +331,8 @@ def join(
       snapshot_every: number of rounds between snapshots of the anchor.
       keep: number of snapshots that are kept, with the parts of rounds since; None removes nothing
         and needs no right to delete.
-      max_norm_ratio: a part whose norm is above this many times the round's median is left out.
-        Equal on all islands.
-      say: function that shows one line; None prints it to stderr.
+      max_norm_ratio: a part whose norm is above this many times the round's median is left out;
+        equal on all islands.
 
     Returns:
       An `Island`.
@@ -300,8 +344,7 @@ def join(
 
     Communication: one small request to the store.
 
-    Source: Douillard et al., "DiLoCo", 2023; Sarfi et al., "SparseLoCo", 2025 (exchange by
-      buckets).
+    Source: Douillard et al., "DiLoCo", 2023; Sarfi et al., "SparseLoCo", 2025 (buckets).
     """
     owner = "islands.join"
     parsed(url)  # raises on all processes alike
@@ -323,9 +366,13 @@ def join(
     if weight is not None and _number(owner, "weight", weight) == 0:
         raise ValueError(f"{owner}: `weight` must be above 0, got {weight!r}.")
     merge = _number(owner, "merge", merge, most=1)
-    say = _to_stderr(name) if say is None else say
-    if not callable(say):
-        raise ValueError(f"{owner}: `say` must be a function of one line, got {say!r}.")
+    delay = checked_int(f"{owner}: `delay` counts updates and", delay, 0)
+    if delay and (delay >= schedule.k or schedule.before == "all"):
+        raise ValueError(
+            f"{owner}: `delay` must be less than the updates between two exchanges, so that one "
+            f"is under way at a time, got delay={delay} and sync_every={sync_every!r}."
+        )
+    say = functools.partial(_LOGGER.warning, "island %s: %s", name)
     period = str(schedule.k) if schedule == every(schedule.k) else repr(schedule)
     agreed = Run("", "", period, repr(codec), "", max_norm_ratio=max_norm_ratio)
     store = None
@@ -336,7 +383,7 @@ def join(
         if run is not None:
             compare(store.url, run, agreed)
     return Island(
-        store, rules, every=schedule, optimizer=optimizer, codec=codec, merge=merge,
+        store, rules, schedule=schedule, delay=delay, optimizer=optimizer, codec=codec, merge=merge,
         weight=weight, agreed=agreed, say=say,
     )  # fmt: skip
 
@@ -368,8 +415,41 @@ def _number(
     return number
 
 
-def _to_stderr(name: str) -> Callable[[str], None]:
-    return lambda line: print(f"island {name}: {line}", file=sys.stderr, flush=True)
+@dataclass(frozen=True)
+class _TakesEarlier(Every):
+    """A schedule of exchanges, and of the updates that take what they send.
+
+    Attributes:
+      delay: number of updates from taking to exchanging.
+    """
+
+    delay: int = 0
+
+    def __call__(self, t: Any) -> Any:
+        return super().__call__(t) | super().__call__(t + self.delay)
+
+
+class _Flight:
+    """An exchange under way, on a thread that does not outlive the program.
+
+    Args:
+      taken: the island's parameters when it began.
+      exchange: the exchange.
+
+    Attributes:
+      outcome: what it will have come to.
+    """
+
+    def __init__(self, taken: list[np.ndarray], exchange: Callable[[], Outcome | None]) -> None:
+        self.taken, self.outcome = taken, Future[Outcome | None]()
+        self._exchange = exchange
+        threading.Thread(target=self._run, name="islands", daemon=True).start()
+
+    def _run(self) -> None:
+        try:
+            self.outcome.set_result(self._exchange())
+        except BaseException as error:  # the island raises it when it lands
+            self.outcome.set_exception(error)
 
 
 # The state of a step, on devices, and what the first process knows of it.
@@ -420,6 +500,8 @@ def _check(state: "TrainState") -> None:
     if not hasattr(state, "opt_state"):
         raise ValueError(f"islands: `state` must be a js.TrainState, got {type(state).__name__}.")
     params = state.params
+    if not isinstance(params, WithTables) and not sum(x.size for x in jax.tree.leaves(params)):
+        raise ValueError("islands: `state` has no parameters, or none with an element.")
     if isinstance(params, WithTables):
         raise ValueError("islands: `state` has tables, which islands do not exchange.")
     if parts_of(params, Staged):

@@ -8,7 +8,6 @@ anchor, to the bit. So nothing but the store is asked who is there, and whoever 
 the same.
 """
 
-import contextlib
 import math
 import secrets
 import statistics
@@ -35,6 +34,7 @@ from ._format import (
     island_of,
     limit_of,
     manifest_of,
+    missing_of,
     number_of,
     part_of,
     sha256,
@@ -50,7 +50,15 @@ _PROGRESS_SECONDS = 30.0
 
 
 class _GoneError(Exception):
-    """The error that parts or a snapshot were removed since a newer snapshot holds their result."""
+    """The error that a part is not there: removed since a newer snapshot holds its result, or lost.
+
+    Args:
+      key: the part's.
+    """
+
+    def __init__(self, key: str) -> None:
+        super().__init__(f"{key} is not there")
+        self.key = key
 
 
 @dataclass(frozen=True)
@@ -92,12 +100,14 @@ class _Received:
     """A part as an island has read it.
 
     Attributes:
+      norm: that of its displacement.
       why: why it is left out; None if it counts.
     """
 
     key: str
     header: Part | None = None
     sent: np.ndarray | None = None
+    norm: float = 0.0
     why: str | None = None
 
 
@@ -161,6 +171,9 @@ class Rounds:
         self._process = secrets.token_hex(8)
         self._waiting: _Sent | None = None
         self._was_out = False  # whether the last round was decided without this island
+        self._counted: dict[int, set[str]] = {}  # by round that was replayed: islands that counted
+        self._part_limit = limit_of(wire.shapes)
+        self._snapshot_limit = limit_of(self._snapshot_shapes())
         self.lost: np.ndarray | None = None
 
     @property
@@ -170,6 +183,7 @@ class Rounds:
 
     # Joining.
 
+    @np.errstate(all="ignore")  # what is not finite is looked for where it matters
     def join(self, start: Sequence[np.ndarray], known: int = 0) -> None:
         """Join the run in the store, or begin it.
 
@@ -178,9 +192,11 @@ class Rounds:
           known: the mark of the run to which they belong; 0: none, so they may begin one.
 
         Raises:
+          ValueError: it would begin the run with values that are not finite.
           IslandsError: another run's bucket, or a run whose anchor can't be read.
           StoreError: the store does not answer.
         """
+        self._store.begin()
         run = read_run(self._store)
         if known and (run is None or run.mark() != known):
             found = "holds no run" if run is None else f"holds {run.run}"
@@ -188,7 +204,16 @@ class Rounds:
                 f"{self._store.url}: the state of this island is of the run {known:08x}..., and "
                 f"this bucket {found}. Give the bucket of its run, or new parameters."
             )
+        if run is None and self._store.list("rounds"):
+            run = read_run(self._store)  # another island may just have begun it
+            if run is None:
+                raise IslandsError(
+                    f"{self._store.url} holds rounds of a run and no {RUN}: was it removed? Put it "
+                    "back, or take an empty folder."
+                )
         if run is None:
+            if not _are_finite(start):
+                raise ValueError("islands: `state` has parameters that are not finite.")
             first = Anchor(0, list(start), self._optimizer.init(start))
             name = secrets.token_hex(8)
             self._write_snapshot(first, name)
@@ -199,44 +224,54 @@ class Rounds:
                 raise StoreError(f"get {self._store.url}/{RUN}: it was written and is not there.")
         compare(self._store.url, run, self._agreed)
         self.run, self._agreed = run, run
-        self.anchor = self._newest()
+        self.anchor, _ = self._reach()
         self._announce()
         self._note(0, self._store.traffic.sent, self._store.traffic.received)
 
-    def resume(self, number: int, values: Sequence[np.ndarray]) -> Outcome | None:
+    @np.errstate(all="ignore")
+    def resume(
+        self, number: int, values: Sequence[np.ndarray], lost: np.ndarray | None = None
+    ) -> Outcome | None:
         """Return where an island goes on that was saved; None: where it is.
 
         Args:
           number: the round from whose anchor `values` were trained.
           values: the island's parameters.
+          lost: what the codec had not sent yet, with error feedback.
         """
         if number > self.anchor.round:
             raise IslandsError(
                 f"{self._store.url}: the state of this island is of round {number}, and the run "
                 f"has come to {self.anchor.round} only: was the bucket put back to an older state?"
             )
+        self.lost = self._or_anew(lost)
         if number == self.anchor.round:
             return None
-        share = self._rules.late_share
-        if share or self.lost is not None:
-            manifests = map(self._manifest, range(number, self.anchor.round))
-            if any(x is not None and self._rules.name in x.islands() for x in manifests):
-                self._say(
-                    f"an earlier process has contributed since round {number}: progress that was "
-                    "saved is dropped"
-                )
-                return Outcome(self.anchor, self._of_an_earlier_process())
-        start = self._computed(number) if share else None
+        share, name = self._rules.late_share, self._rules.name
+        last = self.anchor.round if share or self.lost is not None else number + 1
+        manifests = map(self._manifest, range(number, last))
+        listed = [x.round for x in manifests if x is not None and name in x.islands()]
+        # Of a round that was cleaned up nobody knows whether it left the part out.
+        if any(name in self._counted.get(x, {name}) for x in listed):
+            self._say(
+                f"an earlier process has contributed since round {number}: progress that was "
+                "saved is not sent again"
+            )
+            is_in = listed[0] == number and _are_finite(values)  # as if this one had sent it
+            return Outcome(self.anchor, self._of_an_earlier_process(), is_in)
+        start = self._anchor_of(number) if share else None
         if start is None:
             self._say(
                 f"the run has come to round {self.anchor.round}; progress since round {number} is "
                 "dropped"
             )
             return Outcome(self.anchor)
-        return Outcome(self.anchor, (joined(start.values) - joined(values)) * np.float32(share))
+        rest = (joined(start.values) - joined(values)) * np.float32(share)
+        return Outcome(self.anchor, self._or_dropped(rest, number))
 
     # One exchange.
 
+    @np.errstate(all="ignore")
     def exchange(self, values: Sequence[np.ndarray], weight: float, updates: int) -> Outcome | None:
         """Contribute to the open round, wait until it is decided, and return where to go on.
 
@@ -254,6 +289,7 @@ class Rounds:
         """
         traffic = self._store.traffic
         before = traffic.sent, traffic.received
+        self._store.begin()
         own = joined([x - y for x, y in zip(self.anchor.values, values, strict=True)])
         try:
             self._check_name()
@@ -261,16 +297,15 @@ class Rounds:
             if manifest is None:
                 self._send(own, weight, updates)
                 manifest = self._decided()
-            anchor, counted = self._step_or_jump(manifest)
+            anchor, counted = self._reach(manifest)
         except StoreError as error:
             self._say(f"{error}. Training goes on; the next exchange sends this progress, too.")
             return None
         sent = self._waiting
-        is_in = sent is not None and counted is not None and sent.key in counted
-        rest = self._after(own, manifest, counted)
-        if rest is not None and not np.isfinite(rest).all():
-            self._say(f"round {manifest.round}: progress that is not finite is dropped")
-            rest = None
+        # What was removed before this island could read it was listed, so the others counted it.
+        is_in = sent is not None and sent.key in (manifest.parts if counted is None else counted)
+        is_in = is_in and _are_finite([own])
+        rest = self._or_dropped(self._after(own, manifest, counted), manifest.round)
         closed, self.anchor, self._waiting = self.anchor, anchor, None
         try:
             self.anchor = self._replayed(anchor)
@@ -289,6 +324,23 @@ class Rounds:
             self._say(f"after round {closed.round}: {error}")
         return Outcome(self.anchor, rest, is_in)
 
+    @np.errstate(all="ignore")
+    def landed(
+        self, outcome: Outcome, taken: Sequence[np.ndarray], values: Sequence[np.ndarray]
+    ) -> Outcome:
+        """Return an outcome beside which the island trained: what it keeps of that, as of the rest.
+
+        Args:
+          outcome: that of the exchange of `taken`.
+          taken: the island's parameters when it began.
+          values: those now.
+        """
+        if outcome.rest is None or outcome.is_in:
+            return outcome
+        since = (joined(taken) - joined(values)) * np.float32(self._rules.late_share)
+        rest = self._or_dropped(outcome.rest + since, outcome.anchor.round)
+        return outcome._replace(rest=rest)
+
     def _announce(self) -> None:
         """Let the others wait for this island in the open round: it was not in the last one.
 
@@ -306,8 +358,11 @@ class Rounds:
         if self._waiting is None:
             # Before the request, which may take effect and have no answer.
             self._waiting = self._part(own, weight, updates)
-        key, header, sent, *_ = self._waiting
-        self._store.put(key, dump(header, dict.fromkeys(self._wire.shapes, sent)))
+        self._put(self._waiting)
+
+    def _put(self, part: _Sent) -> None:
+        data = dump(part.header, dict.fromkeys(self._wire.shapes, part.sent))
+        self._store.put(part.key, data)
 
     def _part(self, own: np.ndarray, weight: float, updates: int) -> _Sent:
         keeps_lost, number, name = self._wire.keeps_lost, self.anchor.round, self._rules.name
@@ -325,20 +380,24 @@ class Rounds:
         It can be if all have contributed that took part in the last round or join in this one, or
         after the deadline, if there is a quorum.
         """
+        assert self._waiting is not None
         number, rules, clock = self.anchor.round, self._rules, self._clock
         done = said = clock.now()
         before = self._manifest(number - 1) if number else None
         expected = set(before.islands()) if before else set()
         pause, longest = _POLL_SECONDS
         while True:
+            self._store.begin()
             manifest = self._manifest(number)
             if manifest is not None:
                 return manifest
-            present, joining = self._present(number)
+            present, joining, is_listed = self._present(number)
             missing, waited = (expected | joining) - present.keys(), clock.now() - done
             left = rules.deadline_seconds - waited
             if len(present) >= rules.quorum and (not missing or left <= 0):
                 return self._close(present)
+            if left <= 0 and not is_listed:  # the store lost it, and the others wait for it
+                self._put(self._waiting)
             if clock.now() - said >= _PROGRESS_SECONDS:
                 said = clock.now()
                 whom = ", ".join(sorted(missing)) or "other islands"
@@ -349,18 +408,39 @@ class Rounds:
             clock.sleep(max(0.01, min(pause, left)) if left > 0 else pause)
             pause = min(1.5 * pause, longest)
 
-    def _present(self, number: int) -> tuple[dict[str, str], set[str]]:
-        """Return the key of a part of each island that has one in the open round, and who joins."""
-        assert self._waiting is not None
-        keys = [entry.key for entry in self._store.list(folder_of(number))]
-        keys.append(self._waiting.key)  # listings may lag behind
-        present = {island: key for key in sorted(keys) if (island := island_of(key))}
-        return present, {island for key in keys if (island := island_of(key, "joins"))}
+    def _present(self, number: int) -> tuple[dict[str, list[str]], set[str], bool]:
+        """Return who is there in the open round.
 
-    def _close(self, present: dict[str, str]) -> Manifest:
+        Returns:
+          present: by island the keys of its parts, from old to new; an island that was started
+            again may have several.
+          joining: islands that join in this round.
+          is_listed: whether the store lists the part of this process.
+        """
+        assert self._waiting is not None
+        entries, mine = self._store.list(folder_of(number)), self._waiting.key
+        keys = [x.key for x in sorted(entries, key=lambda x: (x.modified, x.key))]
+        present: dict[str, list[str]] = {}
+        for key in [*(x for x in keys if x != mine), mine]:  # listings may lag behind
+            if island := island_of(key):
+                present.setdefault(island, []).append(key)
+        joining = {island for key in keys if (island := island_of(key, "joins"))}
+        return present, joining, mine in keys
+
+    def _newest_readable(self, keys: Sequence[str]) -> str:
+        """Return the newest part that is not left out for itself; of a single one nobody asks."""
+        for key in reversed(keys if len(keys) > 1 else ()):
+            try:
+                if self._read_part(key, self.anchor.round).why is None:
+                    return key
+            except _GoneError:
+                continue
+        return keys[-1]
+
+    def _close(self, present: dict[str, list[str]]) -> Manifest:
         """Create the manifest of the open round; return the one that was created first."""
         number = self.anchor.round
-        parts = [present[island] for island in sorted(present)]
+        parts = [self._newest_readable(present[island]) for island in sorted(present)]
         mine = Manifest(self.run.run, number, self._rules.name, parts)
         if self._store.create(manifest_of(number), mine.dumps().encode()):
             return mine
@@ -376,10 +456,11 @@ class Rounds:
         sent, name, number = self._waiting, self._rules.name, manifest.round
         if sent is not None and sent.key in manifest.parts:
             if counted is None or sent.key in counted:
-                self.lost = sent.lost
+                self.lost = self._or_anew(sent.lost)
             # Progress since an exchange that the store did not let finish is in no part yet.
             return None if sent.own is own else own - sent.own
-        if name in manifest.islands():
+        earlier = next((key for key in manifest.parts if island_of(key) == name), None)
+        if earlier is not None and (counted is None or earlier in counted):
             self._say(f"round {number}: an earlier process of {name} has contributed already")
             return self._of_an_earlier_process()
         share = self._rules.late_share
@@ -392,14 +473,68 @@ class Rounds:
         if self.lost is not None:
             self.lost = np.zeros_like(self.lost)
 
+    def _or_anew(self, lost: np.ndarray | None) -> np.ndarray | None:
+        """Return what a codec has not sent yet; zeros if it is not finite."""
+        if lost is None or _are_finite([lost]):
+            return lost
+        self._say("what the codec had not sent is not finite, and starts anew")
+        return np.zeros_like(lost)
+
+    def _or_dropped(self, rest: np.ndarray | None, number: int) -> np.ndarray | None:
+        """Return progress that an island keeps; None if it is not finite."""
+        if rest is None or _are_finite([rest]):
+            return rest
+        self._say(f"round {number}: progress that is not finite is dropped")
+        return None
+
     # From anchor to anchor.
 
-    def _step_or_jump(self, manifest: Manifest) -> tuple[Anchor, set[str] | None]:
-        """Return the anchor after a round, or a later one if the round's parts are gone."""
-        try:
-            return self._stepped(self.anchor, manifest, is_live=True)
-        except _GoneError:
-            return self._newest(), None
+    def _reach(self, manifest: Manifest | None = None) -> tuple[Anchor, set[str] | None]:
+        """Return the anchor after a round and the keys of its parts that counted, or the newest.
+
+        Parts and snapshots may be removed meanwhile, and a listing may lag behind. So it looks
+        again for a while. A part that is still not there after the deadline was lost: one object,
+        which the store creates once, tells all islands to leave it out.
+
+        Args:
+          manifest: that of the round of this island's anchor; None: the newest anchor.
+        """
+        started = self._clock.now()
+        while True:
+            gone = None
+            try:
+                if manifest is not None:
+                    return self._stepped(self.anchor, manifest, is_live=True)
+                anchor = self._computed()
+                if anchor is not None:
+                    return anchor, None
+            except _GoneError as error:
+                gone = error.key
+            waited = self._clock.now() - started
+            if gone is None and waited >= self._store.patience:
+                raise StoreError(
+                    f"{self._store.url}/snapshots: no snapshot leads to the newest anchor; were "
+                    "objects removed by hand?"
+                )
+            if gone is None:
+                self._clock.sleep(_POLL_SECONDS[1])
+            elif self._was_removed(gone, started):
+                manifest = None  # the newest snapshot is after this round
+
+    def _was_removed(self, part: str, started: float) -> bool:
+        """Wait until a listed part is there, or will never be; return whether it was cleaned up."""
+        number, longest = number_of(part) or 0, _POLL_SECONDS[1]
+        while True:
+            # A part is removed after a newer snapshot was written.
+            if any((number_of(x.key) or 0) > number for x in self._store.list("snapshots")):
+                return True
+            keys = (missing_of(part), MAX_JSON), (part, self._part_limit)
+            if any(self._store.get(key, limit) is not None for key, limit in keys):
+                return False
+            if self._clock.now() - started >= max(self._rules.deadline_seconds, longest):
+                self._store.create(missing_of(part), b"{}")
+                return False
+            self._clock.sleep(longest)
 
     def _replayed(self, anchor: Anchor, until: int | None = None) -> Anchor:
         """Return the anchor after all rounds that are decided."""
@@ -425,27 +560,31 @@ class Rounds:
         received = [self._read_part(key, anchor.round) for key in manifest.parts]
         anchor = self._agreed_anchor(anchor, manifest, received, is_live)
         counting = [x for x in received if x.why is None]
-        norms = [_norm(self._wire.decode(x.sent)) for x in counting if x.sent is not None]
-        usual = statistics.median([x for x in norms if math.isfinite(x)] or [0.0])
-        for part, norm in zip(counting, norms, strict=True):
-            if not math.isfinite(norm):
-                part.why = "holds values that are not finite"
-            elif usual > 0 and norm > (most := self.run.max_norm_ratio) * usual:
-                part.why = f"has norm {norm:.3g}, above {most:g} times {usual:.3g}, the median"
+        usual = statistics.median([x.norm for x in counting] or [0.0])
+        for part in counting:
+            if usual > 0 and part.norm > (most := self.run.max_norm_ratio) * usual:
+                part.why = f"has norm {part.norm:.3g}, above {most:g} times {usual:.3g}, the median"
         for part in received:
             if part.why is not None:
                 who = island_of(part.key)
                 self._say(f"round {anchor.round}: the part of {who} is left out: it {part.why}")
         counting = [x for x in counting if x.why is None]
-        if not counting:
-            return Anchor(anchor.round + 1, anchor.values, anchor.outer), set()
-        mean = divided(self._mean(counting), anchor.values)
-        values, outer = self._optimizer.step(mean, anchor.outer, anchor.values)
+        values, outer = anchor.values, anchor.outer
+        if counting:
+            mean = divided(self._mean(counting), anchor.values)
+            values, outer = self._optimizer.step(mean, anchor.outer, anchor.values)
+            if not _are_finite([*values, *outer]):
+                self._say(f"round {anchor.round}: an outer step that is not finite is not taken")
+                values, outer, counting = anchor.values, anchor.outer, []
+        if not is_live:
+            self._counted[anchor.round] = {island_of(x.key) or "" for x in counting}
         return Anchor(anchor.round + 1, values, outer), {x.key for x in counting}
 
     def _mean(self, parts: list[_Received]) -> np.ndarray:
         """Return the weighted mean, summed in order, in float32."""
         weights = [x.header.weight for x in parts if x.header is not None]
+        if math.isinf(sum(weights)):
+            weights = [math.ldexp(x, -64) for x in weights]  # exact, and so are their shares
         whole, mean = sum(weights), None
         for part, weight in zip(parts, weights, strict=True):
             assert part.sent is not None
@@ -457,14 +596,17 @@ class Rounds:
     def _read_part(self, key: str, number: int) -> _Received:
         """Return a part, or why it is left out.
 
+        This island's own is read, too: what the store holds decides, for all alike.
+
         Raises:
-          _GoneError: it was removed since a newer snapshot holds its result.
+          _GoneError: it is not there.
         """
-        if self._waiting is not None and self._waiting.key == key:
-            return _Received(key, self._waiting.header, self._waiting.sent)
         part = _Received(key)
         try:
-            data = self._store.get(key, limit_of(self._wire.num_bytes))
+            data = self._store.get(key, self._part_limit)
+            if data is None and self._store.get(missing_of(key), MAX_JSON) is not None:
+                part.why = "is missing in the store"
+                return part
             if data is None:
                 raise _GoneError(key)
             part.header = head = head_of(data, Part)
@@ -478,6 +620,13 @@ class Rounds:
             part.why = "has another SHA-256 than its header says"
         elif head.weight <= 0:
             part.why = f"has weight {head.weight:g}"
+        else:
+            waiting = self._waiting
+            if waiting is not None and waiting.key == key and head.sha256 == waiting.header.sha256:
+                part.sent = waiting.sent  # the same bytes, once in memory
+            part.norm = _norm(self._wire.decode(part.sent))
+            if not math.isfinite(part.norm):
+                part.why = "holds values that are not finite"
         return part
 
     def _agreed_anchor(
@@ -518,7 +667,7 @@ class Rounds:
         )
         shown = self._read_snapshot(snapshot_of(number, right))
         if shown is None and is_live:
-            anchor = self._computed(number) or anchor
+            anchor = self._anchor_of(number) or anchor
             # The others see this island's part, so they show their anchor.
             started, is_seen = clock.now(), self._rules.name in manifest.islands()
             while anchor.digest != right and shown is None and is_seen:
@@ -530,26 +679,19 @@ class Rounds:
 
     # Snapshots.
 
-    def _newest(self) -> Anchor:
-        """Return the newest anchor.
-
-        Snapshots and parts may be removed meanwhile, and a listing may lag behind. So it looks
-        again for a while.
-        """
-        started = self._clock.now()
-        while True:
-            anchor = self._computed()
-            if anchor is not None:
-                return anchor
-            if self._clock.now() - started >= self._store.patience:
-                raise StoreError(
-                    f"{self._store.url}/snapshots: no snapshot leads to the newest anchor; were "
-                    "objects removed by hand?"
-                )
-            self._clock.sleep(_POLL_SECONDS[1])
+    def _anchor_of(self, number: int) -> Anchor | None:
+        """Return the anchor of a round; None if nothing in the store leads there."""
+        try:
+            return self._computed(number)
+        except _GoneError:
+            return None
 
     def _computed(self, until: int | None = None) -> Anchor | None:
-        """Return the newest anchor, or that of a round; None if no snapshot leads there."""
+        """Return the newest anchor, or that of a round; None if there is no snapshot before it.
+
+        Raises:
+          _GoneError: a part since the newest snapshot is not there.
+        """
         first = snapshot_of(0, self.run.digest)
         for key in sorted({first, *(x.key for x in self._store.list("snapshots"))}, reverse=True):
             number = number_of(key)
@@ -559,16 +701,14 @@ class Rounds:
                 continue
             anchor = self._read_snapshot(key)
             if anchor is not None:
-                with contextlib.suppress(_GoneError):
-                    return self._replayed(anchor, until)
+                return self._replayed(anchor, until)
         return None
 
     def _read_snapshot(self, key: str) -> Anchor | None:
         """Return the anchor of a snapshot; None if there is none, or none that is whole."""
         shapes = self._snapshot_shapes()
-        size = sum(math.prod(s) * np.dtype(d).itemsize for s, d in shapes.values())
         try:
-            data = self._store.get(key, limit_of(size))
+            data = self._store.get(key, self._snapshot_limit)
             if data is None:
                 return None
             head = head_of(data, Snapshot)
@@ -665,6 +805,10 @@ class Rounds:
             traffic.sent - sent, traffic.received - received,
         )  # fmt: skip
         self._store.put(note_of(name), note.dumps().encode())
+
+
+def _are_finite(arrays: Sequence[np.ndarray]) -> bool:
+    return all(bool(np.isfinite(x).all()) for x in arrays)
 
 
 def _norm(x: np.ndarray) -> float:

@@ -1,6 +1,6 @@
 """The small objects that say what a run is: its settings, and what each island last did."""
 
-from ._format import MAX_JSON, RUN, FormatError, Note, Run
+from ._format import MAX_HEADER, MAX_JSON, RUN, FormatError, Note, Run
 from ._store import IslandsError, Store, TooLargeError
 
 
@@ -11,7 +11,10 @@ def read_run(store: Store) -> Run | None:
       IslandsError: something else.
     """
     try:
-        data = store.get(RUN, MAX_JSON)
+        try:
+            data = store.get(RUN, MAX_JSON)
+        except TooLargeError:  # of a model with very many leaves
+            data = store.get(RUN, MAX_HEADER)
         return None if data is None else Run.loads(data)
     except (FormatError, TooLargeError) as error:
         raise IslandsError(f"{store.url}/{RUN} is unreadable: {error}") from error

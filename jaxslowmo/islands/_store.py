@@ -19,7 +19,9 @@ with needed_by("jaxslowmo.islands"):
     from obstore import store as stores
 
 _CHUNK = 8 << 20  # bytes that one request reads, so that each is short on a slow link
-_REQUEST_SECONDS = 120
+_REQUEST_SECONDS = 1.0, 120.0  # the least and the most that a small request may take
+_MIB_SECONDS = 8  # what it may take longer for each MiB beyond the first
+_FROM_ENVIRONMENT = ("allow_http", "allow_invalid_certificates", "proxy_url")
 _SCHEMES = ("s3", "gs", "az", "azure", "abfs", "file")
 _Result = TypeVar("_Result")
 
@@ -55,9 +57,11 @@ class Bucket(Protocol):
 
     Attributes:
       refusals: exceptions that do not pass by waiting.
+      seconds: how long a request may take.
     """
 
     refusals: tuple[type[Exception], ...]
+    seconds: float
 
     def get(self, key: str, limit: int | None) -> bytes: ...
     def create(self, key: str, data: bytes) -> None: ...
@@ -100,28 +104,52 @@ class ObjectStore:
             errors.PermissionDeniedError, errors.UnauthenticatedError,
             errors.NotSupportedError, NotImplementedError,
         )  # fmt: skip
-        self._store: Any
-        options: Any = {"timeout": f"{_REQUEST_SECONDS}s", "connect_timeout": "10s"}
+        self.seconds = _REQUEST_SECONDS[1]
+        self._url, self._clients = url, dict[float, Any]()
+        self._folder: Any = None
         # obstore 0.12 reads these from the environment only where it is given no options.
         prefix = {"s3": "AWS", "gs": "GOOGLE"}.get(scheme, "AZURE")
-        for name in ("allow_http", "allow_invalid_certificates", "proxy_url"):
-            if value := os.environ.get(f"{prefix}_{name.upper()}"):
-                options[name] = value
-        retries: Any = {"max_retries": 2, "retry_timeout": timedelta(seconds=5)}
+        names = {name: f"{prefix}_{name.upper()}" for name in _FROM_ENVIRONMENT}
+        self._options = {name: x for name, key in names.items() if (x := os.environ.get(key))}
         try:
             if scheme == "file":
                 if not creates and not Path(path).is_dir():
                     raise IslandsError(f"{url}: there is no run here.")
-                self._store = stores.LocalStore(path, mkdir=True)
+                self._folder = stores.LocalStore(path, mkdir=True)
             else:
-                self._store = stores.from_url(url, client_options=options, retry_config=retries)
+                self._client()
         except (OSError, errors.BaseError) as error:
             raise IslandsError(f"{url}: {_one_line(error)}") from error
+
+    def _client(self, num_bytes: int = 0) -> Any:
+        """Return the client for requests of up to so many bytes.
+
+        A client of obstore has one deadline for all its requests. So there is one client for each
+        power of 2 of MiB: a silent store is left soon, and a slow link is not taken for one.
+        """
+        if self._folder is not None:
+            return self._folder
+        mib = 1 << ((min(num_bytes, _CHUNK) - 1) >> 20).bit_length() if num_bytes else 1
+        seconds = min(max(self.seconds, _REQUEST_SECONDS[0]), _REQUEST_SECONDS[1])
+        whole = seconds + _MIB_SECONDS * (mib - 1)
+        if whole not in self._clients:
+            limits = {
+                "timeout": timedelta(seconds=whole),
+                "connect_timeout": timedelta(seconds=min(10.0, seconds)),
+            }
+            # `Store` asks again, and counts it.
+            retries: Any = {"max_retries": 0, "retry_timeout": timedelta(seconds=1)}
+            options: Any = {**limits, **self._options}
+            self._clients[whole] = stores.from_url(
+                self._url, client_options=options, retry_config=retries
+            )
+        return self._clients[whole]
 
     def get(self, key: str, limit: int | None) -> bytes:
         """Return an object; raise `TooLargeError`, reading little of it, if it is above `limit`."""
         # Its bytes are not read yet. A first range would fail for an object of no bytes on S3.
-        whole = obstore.get(self._store, key)
+        client = self._client(_CHUNK if limit is None else limit)
+        whole = obstore.get(client, key)
         size = whole.meta["size"]
         if limit is not None and size > limit:
             raise TooLargeError(f"{size} bytes, and at most {limit} belong there")
@@ -130,27 +158,27 @@ class ObjectStore:
         parts = []
         for start in range(0, size, _CHUNK):
             end = min(start + _CHUNK, size)
-            parts.append(bytes(obstore.get_range(self._store, key, start=start, end=end)))
+            parts.append(bytes(obstore.get_range(client, key, start=start, end=end)))
         return b"".join(parts)
 
     def create(self, key: str, data: bytes) -> None:
         """Write an object unless there is one: of several at once exactly one succeeds."""
         try:
-            obstore.put(self._store, key, data, mode="create")
+            obstore.put(self._client(len(data)), key, data, mode="create")
         except (errors.AlreadyExistsError, errors.PreconditionError) as error:
             raise FileExistsError(key) from error
 
     def put(self, key: str, data: bytes) -> None:
         """Write an object, in several requests if it is large; readers see all of it or nothing."""
-        obstore.put(self._store, key, data, max_concurrency=4)
+        obstore.put(self._client(len(data)), key, data, max_concurrency=4)
 
     def delete(self, key: str) -> None:
         """Remove an object."""
-        obstore.delete(self._store, key)
+        obstore.delete(self._client(), key)
 
     def list(self, prefix: str) -> list[Entry]:
         """Return the objects whose keys begin with a folder's name, in the order of their keys."""
-        found = obstore.list(self._store, prefix).collect()
+        found = obstore.list(self._client(), prefix).collect()
         entries = [Entry(x["path"], x["size"], x["last_modified"]) for x in found]
         return sorted(entries)
 
@@ -187,7 +215,7 @@ class Store:
     Args:
       bucket: the bucket.
       url: its name in messages.
-      patience: seconds for which a failing request is repeated.
+      patience: seconds for which failing requests are repeated, all from one `begin` to the next.
       clock: this machine's time.
       say: function that shows one line to the user.
     """
@@ -198,6 +226,11 @@ class Store:
         self._bucket, self.url, self.patience = bucket, url.rstrip("/"), patience
         self.clock, self._say = clock, say
         self.traffic = Traffic()
+        self.begin()
+
+    def begin(self) -> None:
+        """Have all of `patience` again, for what begins now."""
+        self._failed, self._bucket.seconds = 0.0, self.patience
 
     def get(self, key: str, limit: int | None = None) -> bytes | None:
         """Return an object; None if there is none."""
@@ -248,12 +281,13 @@ class Store:
           answers: exceptions that are answers.
 
         Raises:
-          StoreError: it failed for as long as `patience`, or was refused.
+          StoreError: requests failed for as long as `patience`, or it was refused.
         """
         # Without a request that may find no object, there is no bucket.
         refusals = (*self._bucket.refusals, FileNotFoundError)
-        started, pause, said = self.clock.now(), 0.1, False
+        pause, said = 0.1, False
         while True:
+            asked = self.clock.now()
             self.traffic.requests[kind] += 1
             try:
                 result = request()
@@ -261,13 +295,14 @@ class Store:
                 raise
             except Exception as error:  # each store has its own
                 what = f"{kind} {self.url}/{key}: {_one_line(error)}"
-                is_over = self.clock.now() - started >= self.patience
-                if is_over or isinstance(error, refusals):
+                self._failed += self.clock.now() - asked
+                if self._failed >= self.patience or isinstance(error, refusals):
                     raise StoreError(what) from error
                 if not said and pause > 1:
                     self._say(f"{what}; trying again for {self.patience:g} s")
                     said = True
                 self.clock.sleep(pause)
+                self._failed += pause
                 pause = min(2 * pause, 5.0)
             else:
                 return result

@@ -1,5 +1,6 @@
 """Three islands on hosts, with the store on a fourth: killed, restarted, and nothing is lost."""
 
+import pytest
 from island_runs import BUCKET, Moment, problems, replayed, run_islands, store
 from small_runs import quick
 
@@ -13,14 +14,16 @@ PLANS = {
 OPTIONS = ("--step-seconds", "0.02", "--sync-every", "60", "--deadline", "3")
 
 
+@pytest.mark.parametrize("delay", [0, 20])
 def test_killed_islands_end_at_the_same_anchor_which_follows_from_the_bucket(
-    four_hosts, tmp_path, programs
+    four_hosts, tmp_path, programs, delay
 ):
     with store(four_hosts[3]) as reach:
         env = quick(programs) | reach
         ran = run_islands(
             tmp_path, "abc", BUCKET, PLANS,
-            env=env, hosts=four_hosts[:3], options=OPTIONS, patience=20, seconds=120,
+            env=env, hosts=four_hosts[:3], options=(*OPTIONS, "--delay", str(delay)),
+            patience=20, seconds=120,
         )  # fmt: skip
         ran.replay = replayed(BUCKET, env, four_hosts[3])
     assert len(ran.kills) == 3

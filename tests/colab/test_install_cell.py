@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[2]
-NOTEBOOKS = ["slowmo_on_tpu", "tpu_manager"]
+NOTEBOOKS = ["slowmo_on_tpu", "tpu_manager", "islands"]
 WHEEL = "jaxslowmo-0.2.0-py3-none-any.whl"
 ADDRESS = "https://git.example.org/group/name"
 
@@ -47,7 +47,7 @@ def install(request, monkeypatch, tmp_path):
         marks = (str(tmp_path), "://", "/somewhere")
         ours = [p for call in asked for p in call if any(mark in p for mark in marks)]
         assert len(ours) <= 1
-        return ours[0].replace("[train]", "").replace(str(tmp_path), "") if ours else None
+        return re.sub(r"\[[a-z,]+\]", "", ours[0]).replace(str(tmp_path), "") if ours else None
 
     return execute
 

@@ -114,7 +114,7 @@ def test_a_run_ends_where_it_ends_on_a_cpu(name):
 
 def as_island(url, name, mesh, codec):
     island = js.islands.join(
-        str(url), name=name, sync_every=2, quorum=2, deadline_seconds=60, codec=codec, say=str
+        str(url), name=name, sync_every=2, quorum=2, deadline_seconds=60, codec=codec
     )
     step = js.make_train_step(loss, OPTIMIZER, mesh=mesh, sync=island.transform(AVERAGE))
     with jax.default_matmul_precision("highest"):  # in this thread

@@ -32,12 +32,10 @@ def train(
     periods: int = ROUNDS,
     start: Any = None,
     model: Any = None,
-    said: list[str] | None = None,
     **options: Any,
 ) -> tuple[Any, Any, Any]:
     """Return step, state and island after some periods of training."""
-    said = [] if said is None else said
-    options = {"deadline_seconds": 60, "sync_every": PERIOD, "say": said.append} | options
+    options = {"deadline_seconds": 60, "sync_every": PERIOD} | options
     island = js.islands.join(str(url), name=name, **options)
     mesh = mesh or js.virtual_mesh({"replica": replicas.stop - replicas.start})
     step = js.make_train_step(
@@ -197,13 +195,12 @@ def test_a_stopped_island_goes_on_to_the_bit(codec, tmp_path):
 
 
 @pytest.mark.parametrize("late", ["drop", "carry", "carry:0.5"])
-def test_late_progress_is_dropped_or_carried(late, tmp_path):
+def test_late_progress_is_dropped_or_carried(late, tmp_path, said):
     """One island sleeps through a round; plain SGD of rate 1 makes anchors the islands' means."""
     options: dict[str, Any] = {"outer_optimizer": optax.sgd(1.0), "late": late}
     options["deadline_seconds"] = 0.1  # the late one then waits for the other one
-    said: list[str] = []
     island, other = (
-        js.islands.join(str(tmp_path), name=name, sync_every=1, say=said.append, **options)
+        js.islands.join(str(tmp_path), name=name, sync_every=1, **options)
         for name in ("late", "other")
     )
     step = js.make_train_step(loss, optax.sgd(0.0), mesh=js.virtual_mesh({"replica": 1}))
@@ -225,10 +222,7 @@ def test_late_progress_is_dropped_or_carried(late, tmp_path):
 
 def test_who_joins_or_was_late_starts_at_the_anchor_whatever_merge_says(tmp_path):
     options: dict[str, Any] = {"sync_every": 1, "merge": 0.5, "deadline_seconds": 0.1}
-    islands = [
-        js.islands.join(str(tmp_path), name=name, say=lambda line: None, **options)
-        for name in ("early", "late")
-    ]
+    islands = [js.islands.join(str(tmp_path), name=name, **options) for name in ("early", "late")]
     step = js.make_train_step(loss, optax.sgd(0.1), mesh=js.virtual_mesh({"replica": 1}))
     starts = params(), jax.tree.map(lambda x: x + 100, params())
     states = [
@@ -245,11 +239,8 @@ def test_who_joins_or_was_late_starts_at_the_anchor_whatever_merge_says(tmp_path
 
 @pytest.mark.parametrize("late", ["drop", "carry"])
 @pytest.mark.parametrize("merge", [0.0, 0.5])
-def test_an_island_with_nan_takes_the_anchor(late, merge, tmp_path):
-    said: list[str] = []
-    island = js.islands.join(
-        str(tmp_path), name="one", sync_every=1, late=late, merge=merge, say=said.append
-    )
+def test_an_island_with_nan_takes_the_anchor(late, merge, tmp_path, said):
+    island = js.islands.join(str(tmp_path), name="one", sync_every=1, late=late, merge=merge)
     step = js.make_train_step(loss, optax.sgd(0.1), mesh=js.virtual_mesh({"replica": 1}))
     state = island.exchange(step.init(params()))
     broken = state._replace(params=jax.tree.map(lambda x: x * np.nan, state.params))
@@ -262,9 +253,7 @@ def test_an_island_with_nan_takes_the_anchor(late, merge, tmp_path):
 def test_merge_keeps_a_share_of_each_replicas_own(tmp_path):
     part = slice(0, 2)
     _, at_anchor, _ = train(tmp_path / "a", "one", part, periods=1)
-    island = js.islands.join(
-        str(tmp_path / "b"), name="one", sync_every=PERIOD, merge=0.25, say=lambda line: None
-    )
+    island = js.islands.join(str(tmp_path / "b"), name="one", sync_every=PERIOD, merge=0.25)
     inner, mesh = optax.sgd(0.05), js.virtual_mesh({"replica": 2})
     step = js.make_train_step(loss, inner, mesh=mesh, sync=island.transform())
     state = island.exchange(step.init(params()))
@@ -335,7 +324,12 @@ ARGUMENTS = [
     ({"url": ""}, "`url` must be a folder or begin with s3"),
     ({"url": "s3:bucket/run"}, "`url` must be a folder or begin with s3"),
     ({"url": "gs://"}, "`url` must be a folder or begin with s3"),
-    ({"say": 3}, "`say` must be a function"),
+    ({"delay": -1}, "`delay` counts updates and must be an int >= 0, got -1"),
+    ({"delay": 500}, "`delay` must be less than the updates between two exchanges"),
+    (
+        {"delay": 1, "sync_every": js.every(4, start=8, before="all")},
+        "`delay` must be less than the updates between two exchanges",
+    ),
 ]
 
 
@@ -402,8 +396,7 @@ def test_of_two_processes_the_first_stops_though_it_was_waiting(tmp_path, monkey
     assert int(second.exchange(state).step[0]) == 0
 
 
-def test_a_bucket_that_is_emptied_and_a_model_that_changes_are_named(tmp_path):
-    said: list[str] = []
+def test_a_bucket_that_is_emptied_and_a_model_that_changes_are_named(tmp_path, said):
     _, state, island = train(tmp_path / "run", "one", slice(0, 1), periods=1)
     other = state._replace(params={"b": state.params["b"], "w": state.params["w"].reshape(1, 3, 6)})
     with pytest.raises(IslandsError, match=r"the model of this run is w\[6,3\]"):
@@ -417,7 +410,7 @@ def test_a_bucket_that_is_emptied_and_a_model_that_changes_are_named(tmp_path):
     train(tmp_path / "run", "one", slice(0, 1), periods=0)
     with pytest.raises(IslandsError, match=r"is not here any more, but "):
         island.exchange(state)
-    late = js.islands.join(str(tmp_path / "run"), name="two", sync_every=4, say=said.append)
+    late = js.islands.join(str(tmp_path / "run"), name="two", sync_every=4)
     late.exchange(state._replace(opt_state=state.opt_state[:2]))
     assert any("joins after 4 updates, which are not part of the run" in line for line in said)
 

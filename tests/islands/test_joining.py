@@ -16,10 +16,18 @@ from support.replay import objects, replay
 class Trained:
     """An island of one number, whose updates are steps along a number per replica."""
 
-    def __init__(self, url: Path, name: str, deadline: float, *steps: float) -> None:
+    def __init__(
+        self,
+        url: Path,
+        name: str,
+        deadline: float,
+        *steps: float,
+        state: Any = None,
+        **options: Any,
+    ) -> None:
         self.batch = np.array(steps or [1.0], np.float32)[:, None]
         self.island = js.islands.join(
-            str(url), name=name, late="carry", deadline_seconds=deadline, say=lambda line: None
+            str(url), name=name, late="carry", deadline_seconds=deadline, **options
         )
         self.step = js.make_train_step(
             lambda params, batch: jnp.sum(params["w"][None] * batch),
@@ -27,7 +35,8 @@ class Trained:
             mesh=js.virtual_mesh({"replica": len(self.batch)}),
             sync=self.island.transform(),
         )
-        self.state = self.island.exchange(self.step.init({"w": np.zeros(1, np.float32)}))
+        start = self.step.init({"w": np.zeros(1, np.float32)})
+        self.state = self.island.exchange(start if state is None else state)
 
     def train(self) -> None:
         self.state, _ = self.step(self.state, self.batch)
@@ -114,5 +123,5 @@ def test_a_restart_between_exchanges_leaves_each_replica_where_it_was(tmp_path):
     island.exchange()
     island.train()
     before = np.asarray(island.state.params["w"])
-    again = js.islands.join(str(tmp_path), name="a", say=lambda line: None)
+    again = js.islands.join(str(tmp_path), name="a")
     np.testing.assert_array_equal(again.exchange(island.state).params["w"], before)

@@ -1,5 +1,6 @@
 """Whatever a store and islands do to each other: one run, each part once, the same bits for all."""
 
+import itertools
 import math
 import random
 import re
@@ -29,7 +30,9 @@ WIRES = {None: Wire(None, SIZE), "int4": Wire(js.codecs.int4(block=SIZE), SIZE)}
 # Each displacement is one of these, at a place of its own; a codec loses some of it.
 UNITS = np.resize(np.array([1, 0.375, 0.75], np.float32), PLACES)
 CALM, SLOW, BAD = {}, {"delay": 10}, {"fails": 8, "times out": 8, "delay": 5, "outage": 1, "cut": 1}
-DEADLY = {**BAD, "dies": 2, "dies after": 3}
+DEADLY = {**BAD, "dies": 2, "dies after": 3, "silent": 1}
+SOUND = {"damages": 0, "loses": 0}
+SPOILED = {"damages": 4, "loses": 4}
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,8 @@ class Setting:
     keep: int | None
     codec: str | None
     trouble: dict[str, int]
+    spoils: dict[str, int]
+    nan: int
 
 
 SETTINGS = st.builds(
@@ -53,7 +58,9 @@ SETTINGS = st.builds(
     snapshot_every=st.integers(1, 3),
     keep=st.sampled_from([None, 1, 2]),
     codec=st.sampled_from([None, "int4"]),
-    trouble=st.sampled_from([CALM, SLOW, BAD, DEADLY, BAD]),
+    trouble=st.sampled_from([CALM, SLOW, BAD, DEADLY, {**BAD, "silent": 2}]),
+    spoils=st.sampled_from([SOUND, SPOILED]),
+    nan=st.sampled_from([0, 10]),  # percent of an island's parts
 )
 
 
@@ -79,13 +86,13 @@ class Example:
         self.quorum = min(setting.quorum, setting.islands)
         self.wire = WIRES[setting.codec]
         self.world = World(self.choose)
-        self.world.trouble = dict(setting.trouble)
+        self.world.trouble, self.world.spoils = dict(setting.trouble), dict(setting.spoils)
         self.places = iter(range(PLACES))
         self.displaced = np.zeros(PLACES, np.float32)
         self.seen: set[tuple[int, str]] = set()
         self.saved: dict[str, Saved] = {}
         self.lost: dict[str, np.ndarray | None] = {}
-        self.busy, self.deaths = setting.islands, 0
+        self.busy, self.deaths, self.nans = setting.islands, 0, 0
         for i in range(setting.islands):
             Process(self.world, f"i{i}", self.life, (0.0, 0.1, 6.0, 30.0)[self.choose(4)])
 
@@ -116,7 +123,7 @@ class Example:
                 self.deaths += 1
                 if self.deaths == 4:
                     self.world.trouble = dict(BAD)
-                start = self.world.time + (1.0, 9.0, 40.0)[self.choose(3)]
+                start = self.world.time + (1.0, 9.0, 40.0, 0.1)[self.choose(4)]
                 Process(self.world, process.island, self.life, start)
             raise
 
@@ -129,8 +136,7 @@ class Example:
             try:
                 rounds.join([start_of(name)])
                 if saved is not None:
-                    rounds.lost = saved.lost
-                    outcome = rounds.resume(saved.round, [saved.values])
+                    outcome = rounds.resume(saved.round, [saved.values], saved.lost)
                     own = rounds.anchor.values[0] - saved.values
                     rest = own if outcome is None else self.rest_of(outcome)
                 break
@@ -144,6 +150,9 @@ class Example:
                 rest[place] = self.displaced[place] = UNITS[place]
                 # Places of all islands, where the order of a sum tells in the last bit.
                 rest[PLACES:-1] += [self.random.random() / 4 for _ in rest[PLACES:-1]]
+            if self.choose(100) >= 100 - self.setting.nan:
+                rest[PLACES] = (np.nan, np.inf)[self.choose(2)]
+                self.nans += 1
             if self.choose(3):
                 values = rounds.anchor.values[0] - rest
                 self.saved[name] = Saved(rounds.anchor.round, values, rounds.lost)
@@ -151,7 +160,7 @@ class Example:
         self.busy -= 1
         while True:
             if not self.busy:
-                self.world.trouble = {}
+                self.world.trouble, self.world.spoils = {}, dict(SOUND)
             process.sleep(1.0 + self.choose(3))
             process.is_quiet, number = False, rounds.anchor.round
             rest = self.exchange(process, rounds, rest)
@@ -170,10 +179,13 @@ class Example:
         possible = times[self.quorum - 1] if len(times) >= self.quorum else math.inf
         # Some listings are old ones, so it may look a few times more.
         most = max(DEADLINE, possible - start) + 6 * LONGEST_PAUSE
+        most += len(world.lost) * (DEADLINE + 2 * LONGEST_PAUSE)  # it waits for each of them
         assert waited <= most, f"{process.island} waited for {waited:.1f} s in round {number}"
+        assert rounds.lost is None or np.isfinite(rounds.lost).all()
         if outcome is None:
             assert rounds.anchor.round == number
             return rest
+        assert outcome.rest is None or np.isfinite(outcome.rest).all()
         self.seen.add((outcome.anchor.round, outcome.anchor.digest))
         return self.rest_of(outcome)
 
@@ -191,7 +203,8 @@ class Example:
             assert times.max() <= 1, f"counted twice: {np.flatnonzero(times > 1)}"
         else:  # what was rounded up is corrected in the next part
             assert (total <= 1.25 * UNITS + 0.15).all(), f"counted twice: {total / UNITS}"
-        if self.setting.late_share == 1 and not self.deaths:
+        bad = self.deaths or self.nans or self.world.lost or self.world.damaged
+        if self.setting.late_share == 1 and not bad:
             lost = sum((x[:PLACES] for x in self.lost.values() if x is not None), np.zeros(PLACES))
             np.testing.assert_allclose(total + lost, self.displaced, atol=1e-5)
 
@@ -214,15 +227,22 @@ class Example:
         total, times = np.zeros(PLACES, np.float32), np.zeros(PLACES, int)
         while (key := manifest_of(number := len(anchors) - 1)) in ever:
             manifest = Manifest.loads(ever[key])
-            data = [ever[part] for part in manifest.parts]
-            heads: list[Any] = [head_of(x, Part) for x in data]
-            parts = [self.wire.decode(arrays_of(x, self.wire.shapes)[0]) for x in data]
-            islands = {x.island for x in heads}
-            assert len(islands) == len(heads) >= self.quorum
+            listed: list[Any] = [head_of(ever[part], Part) for part in manifest.parts]
+            islands = {x.island for x in listed}
+            assert len(islands) == len(listed) >= self.quorum
             assert manifest.author in islands
             is_early = not before <= islands and self.world.closed_after[number] < DEADLINE - 1e-6
             assert not is_early, f"round {number} closed without {before - islands}, too early"
             before = islands
+            found = [x for x in manifest.parts if x not in self.world.lost | self.world.damaged]
+            payloads = [arrays_of(ever[x], self.wire.shapes)[0] for x in found]
+            parts = [self.wire.decode(x) for x in payloads]
+            is_good = [bool(np.isfinite(x).all()) for x in parts]
+            heads: list[Any] = [head_of(ever[x], Part) for x in itertools.compress(found, is_good)]
+            parts = list(itertools.compress(parts, is_good))
+            if not parts:
+                anchors.append(Anchor(number + 1, anchors[-1].values, anchors[-1].outer))
+                continue
             whole = sum(x.weight for x in heads)
             terms = [
                 x * np.float32(head.weight / whole) for x, head in zip(parts, heads, strict=True)

@@ -1,6 +1,7 @@
 """Islands over S3: a real endpoint on this machine (moto), reached over HTTP as any bucket is."""
 
 import contextlib
+import functools
 import itertools
 import os
 import threading
@@ -16,6 +17,7 @@ import pytest
 from safetensors.numpy import load
 
 import jaxslowmo as js
+from islands.silent import silent_server
 from jaxslowmo.islands import IslandsError
 from jaxslowmo.islands._store import ObjectStore
 from support.replay import header, objects, replay
@@ -58,11 +60,9 @@ def run(endpoint) -> str:
     return f"s3://{BUCKET}/run{next(_folders)}"
 
 
-def train(url: str, name: str, rounds: int, lines: list[str], **options) -> tuple[int, str]:
+def train(url: str, name: str, rounds: int, **options) -> tuple[int, str]:
     """Train until a round; return the updates that this took, and the digest of the anchor."""
-    island = js.islands.join(
-        url, name=name, sync_every=SYNC_EVERY, quorum=2, say=lines.append, **options
-    )
+    island = js.islands.join(url, name=name, sync_every=SYNC_EVERY, quorum=2, **options)
     step = js.make_train_step(
         lambda params, batch: jnp.sum(params["w"] * SLOPES) + 0 * jnp.sum(batch),
         optax.sgd(RATE),
@@ -78,19 +78,18 @@ def train(url: str, name: str, rounds: int, lines: list[str], **options) -> tupl
     raise AssertionError("unreachable")
 
 
-def train_two(url: str, rounds: int, lines: list[str], **options) -> list[tuple[int, str]]:
+def train_two(url: str, rounds: int, **options) -> list[tuple[int, str]]:
     with ThreadPoolExecutor(2) as pool:
-        one = lambda name: train(url, name, rounds, lines, **options)  # noqa: E731
+        one = lambda name: train(url, name, rounds, **options)  # noqa: E731
         return list(pool.map(one, ("paris", "tokyo")))
 
 
-def test_a_run_over_s3_is_that_over_a_folder_and_holds_no_credentials(run, tmp_path):
-    lines: list[str] = []
-    over_s3 = train_two(run, 4, lines)
-    assert over_s3 == train_two(str(tmp_path), 4, lines)
+def test_a_run_over_s3_is_that_over_a_folder_and_holds_no_credentials(run, tmp_path, said):
+    over_s3 = train_two(run, 4)
+    assert over_s3 == train_two(str(tmp_path), 4)
     found = objects(run)
     assert {digest for _, digest in over_s3} == {replay(found)["digests"][4]}
-    text = b"".join([*found.values(), *map(str.encode, [*found, *lines])])
+    text = b"".join([*found.values(), *map(str.encode, [*found, *said])])
     assert KEY.encode() not in text
     assert SECRET.encode() not in text
     assert len(js.islands.status(run).islands) == 2
@@ -128,8 +127,49 @@ def test_objects_of_any_size_are_read_and_listed_and_removed(place, run, tmp_pat
 
 def test_a_bucket_that_is_not_there_is_named_in_one_line(endpoint):
     with pytest.raises(IslandsError, match="s3://nowhere/run") as error:
-        train("s3://nowhere/run", "paris", 1, [], deadline_seconds=0.5)
+        train("s3://nowhere/run", "paris", 1, deadline_seconds=0.5)
     assert "\n" not in str(error.value)
+
+
+# Far more than any deadline here, and far less than a request could take before.
+PATIENCE = 30.0
+
+
+def test_a_silent_store_is_left_at_the_deadline_by_who_would_join(monkeypatch):
+    with silent_server() as url, ThreadPoolExecutor(1) as pool:
+        for name, value in environment(url).items():
+            monkeypatch.setenv(name, value)
+        join = functools.partial(js.islands.join, f"s3://{BUCKET}/run", name="a")
+        joining = pool.submit(join, deadline_seconds=1)
+        with pytest.raises(IslandsError, match=r"run\.json: "):
+            joining.result(PATIENCE)
+
+
+def test_a_store_that_falls_silent_costs_an_exchange_its_deadline_and_no_progress(
+    port, monkeypatch, said
+):
+    """Of an exchange of one island, which asks a dozen times."""
+    url = f"s3://{BUCKET}/run{next(_folders)}"
+    with ThreadPoolExecutor(1) as pool:
+        with served(port=port) as endpoint:
+            for name, value in environment(endpoint).items():
+                monkeypatch.setenv(name, value)
+            island = js.islands.join(url, name="a", deadline_seconds=1)
+            step = js.make_train_step(
+                lambda params, batch: jnp.sum(params["w"] * SLOPES) + 0 * jnp.sum(batch),
+                optax.sgd(RATE),
+                mesh=js.virtual_mesh({"replica": 2}),
+                sync=island.transform(),
+            )
+            state = island.exchange(step.init({"w": np.zeros(3, np.float32)}))
+            state, _ = step(state, np.zeros((2, 1), np.float32))
+        with silent_server(port):
+            same = pool.submit(island.exchange, state).result(PATIENCE)
+        assert same is state
+        assert any("Training goes on" in line for line in said)
+        with served(port=port):
+            island.exchange(state)
+            assert replay(objects(url))["islands"] == [["a"]]
 
 
 class Refuses(BaseHTTPRequestHandler):
@@ -148,33 +188,32 @@ class Refuses(BaseHTTPRequestHandler):
         pass
 
 
-def test_a_store_that_refuses_is_named_in_one_line_without_the_credentials(monkeypatch):
+def test_a_store_that_refuses_is_named_in_one_line_without_the_credentials(monkeypatch, said):
     server = ThreadingHTTPServer(("127.0.0.1", 0), Refuses)
     thread = threading.Thread(target=server.serve_forever, args=(0.02,))
     thread.start()
     try:
         for name, value in environment(f"http://127.0.0.1:{server.server_port}").items():
             monkeypatch.setenv(name, value)
-        lines: list[str] = []
         with pytest.raises(IslandsError, match=f"s3://{BUCKET}/run.*(403|ermission)") as error:
-            train(f"s3://{BUCKET}/run", "paris", 1, lines, deadline_seconds=3)
+            train(f"s3://{BUCKET}/run", "paris", 1, deadline_seconds=3)
     finally:
         server.shutdown()
         thread.join()
         server.server_close()
-    for line in (str(error.value), *lines):
+    for line in (str(error.value), *said):
         assert "\n" not in line
         assert KEY not in line
         assert SECRET not in line
 
 
-def test_training_goes_on_while_the_store_is_away_and_no_update_is_lost(port, monkeypatch):
-    url, lines, rounds = f"s3://{BUCKET}/away", [], 10
+def test_training_goes_on_while_the_store_is_away_and_no_update_is_lost(port, monkeypatch, said):
+    url, rounds = f"s3://{BUCKET}/away", 10
     with contextlib.ExitStack() as store, ThreadPoolExecutor(1) as pool:
         endpoint = store.enter_context(served(port=port))
         for name, value in environment(endpoint).items():
             monkeypatch.setenv(name, value)
-        run = pool.submit(train_two, url, rounds, lines, deadline_seconds=0.5)
+        run = pool.submit(train_two, url, rounds, deadline_seconds=0.5)
         while not run.done() and not ObjectStore(url).list("rounds/00000003"):
             time.sleep(0.01)
         store.close()
@@ -185,7 +224,7 @@ def test_training_goes_on_while_the_store_is_away_and_no_update_is_lost(port, mo
     replayed = replay(found)
     assert not replayed["wrong"]
     assert {digest for _, digest in ends} == {replayed["digests"][rounds]}
-    whats = [line for line in lines if "Training goes on" in line]
+    whats = [line for line in said if "Training goes on" in line]
     assert whats
     assert all(url in line and "\n" not in line for line in whats)
     # Both took part in every round, with all updates since the one before.

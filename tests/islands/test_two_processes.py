@@ -31,7 +31,9 @@ model = {
     name: jax.make_array_from_callback(x.shape, NamedSharding(mesh, layout[name]), lambda i: x[i])
     for name, x in params().items()
 }
-island = js.islands.join(url, name="pair", sync_every=4, codec=js.codecs.int8(), deadline_seconds=9)
+island = js.islands.join(
+    url, name="pair", sync_every=4, codec=js.codecs.int8(), deadline_seconds=9, delay=DELAY
+)
 step = js.make_train_step(
     loss, optax.sgd(0.05), mesh=mesh, sync=island.transform(), host_batch="global"
 )
@@ -53,15 +55,18 @@ print(json.dumps(said))
 """
 
 
-def test_it_trains_as_one_process_does_and_fails_on_both(tmp_path):
+@pytest.mark.parametrize("delay", [0, 2])
+def test_it_trains_as_one_process_does_and_fails_on_both(tmp_path, delay):
     tests = repr(str(Path(__file__).parents[1]))
     run = PROGRAM.replace("URL", repr(str(tmp_path / "pair"))).replace("TESTS", tests)
+    run = run.replace("DELAY", str(delay))
     printed = two_processes(run, tmp_path, devices=2)
     first, second = (json.loads(text.strip().splitlines()[-1]) for text in printed)
     assert first == second | {"error": first["error"]}
     assert (first["round"], first["lost"]) == (3, True)
     assert "is not here any more. Was the bucket" in first["error"]
     assert "is not here any more. Was the bucket" in second["error"]
-    _, state, _ = train(tmp_path / "one", "one", slice(0, 2), periods=3, codec=js.codecs.int8())
+    codec = js.codecs.int8()
+    _, state, _ = train(tmp_path / "one", "one", slice(0, 2), periods=3, codec=codec, delay=delay)
     # Rounding differs, so a code may be the next one.
     np.testing.assert_allclose(first["b"], whole(state.params)[0][0], rtol=0.02, atol=1e-4)

@@ -4,14 +4,16 @@ A test says who goes on and what becomes of each request, so a run is the same e
 virtual: it passes when all islands sleep. Nothing waits really, and nothing can hang.
 """
 
+import json
 import threading
 from collections.abc import Callable
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 
 from jaxslowmo.islands._format import island_of, number_of
 from jaxslowmo.islands._store import Clock, Entry, TooLargeError
 
-MAX_TURNS = 6000
+MAX_TURNS = 12000
+LAG_SECONDS = 3.0
 _EPOCH = datetime(2026, 1, 1, tzinfo=UTC)
 
 
@@ -27,20 +29,28 @@ class World:
 
     Attributes:
       trouble: shares of requests, in percent, that meet each kind of trouble; see `_fate`.
+      spoils: shares of parts, in percent, that the store damages and loses.
+      damaged, lost: keys of those.
+      listed_parts: keys of parts of which rounds consist.
       objects: the bucket now.
       ever: all that was ever written, also what was removed since.
+      modified: maps a key to the time at which it was last written.
       part_times: maps a round and an island to the time at which its first part was there.
       closed_after: maps a round to the seconds that the island which closed it was exchanging.
     """
 
     def __init__(self, choose: Callable[[int], int]) -> None:
         self.choose, self.trouble = choose, dict[str, int]()
+        self.spoils = {"damages": 0, "loses": 0}
+        self.damaged, self.lost, self.listed_parts = set[str](), set[str](), set[str]()
         self.wrong = ""
         self.time, self.islands = 0.0, list[Process]()
         self.objects, self.ever = dict[str, bytes](), dict[str, bytes]()
+        self.modified: dict[str, float] = {}
         self.part_times: dict[tuple[int, str], float] = {}
         self.closed_after: dict[int, float] = {}
-        self.listings: list[list[str]] = [[]]  # the keys after each change of them
+        # The keys after each change of them, and its time.
+        self.listings: list[tuple[float, list[str]]] = [(0.0, [])]
         self.back = threading.Lock()  # held while an island runs
         self.back.acquire()
 
@@ -66,6 +76,16 @@ class World:
 
     def _step(self, island: "Process") -> None:
         fate = self._fate() if island.is_asking else ""
+        if fate == "silent":
+            island.silent_until = self.time + (0.0, 2.0, 20.0)[self.choose(3)]
+        was_silent, island.is_unanswered = island.is_unanswered, False
+        if was_silent:
+            fate = "fails"
+        elif island.is_asking and (fate == "silent" or self.time < island.silent_until):
+            # Each request takes all the time that it has.
+            island.wake, island.is_unanswered = self.time + island.seconds, True
+            island.store_time += island.seconds
+            return
         if fate == "delay":  # its request is under way
             seconds = (0.3, 1.0, 9.0)[self.choose(3)]
             island.wake, island.store_time = self.time + seconds, island.store_time + seconds
@@ -89,9 +109,12 @@ class World:
         return ""
 
     def listed(self) -> list[str]:
-        """Return the keys of a listing, which may be an old one."""
-        is_old = self._fate_of_listing()
-        return self.listings[max(0, len(self.listings) - 1 - is_old)]
+        """Return the keys of a listing, which may be that of some seconds ago."""
+        last = len(self.listings) - 1
+        first = last
+        while first and self.listings[first][0] > self.time - LAG_SECONDS:
+            first -= 1
+        return self.listings[max(first, last - self._fate_of_listing())][1]
 
     def _fate_of_listing(self) -> int:
         return self.choose(15) if self.trouble and self.choose(100) >= 70 else 0
@@ -102,7 +125,7 @@ class World:
 
     def changed(self) -> None:
         """Remember the keys after a change of them."""
-        self.listings.append(sorted(self.objects))
+        self.listings.append((self.time, sorted(self.objects)))
 
 
 class Process(threading.Thread):
@@ -120,6 +143,7 @@ class Process(threading.Thread):
     """
 
     refusals: tuple[type[Exception], ...] = (PermissionError,)
+    seconds = 1.0
 
     def __init__(
         self, world: World, name: str, life: Callable[["Process"], None], start: float
@@ -132,6 +156,7 @@ class Process(threading.Thread):
         self.is_over = self.is_ended = self.is_quiet = self.is_asking = self.has_failed = False
         self.error: BaseException | None = None
         self.store_time, self.no_answer_until, self.exchanging_since = 0.0, 0.0, 0.0
+        self.silent_until, self.is_unanswered = 0.0, False
         self.clock = Clock(lambda: world.time + self.skew, self.sleep)
         world.islands.append(self)
         self.start()
@@ -226,12 +251,36 @@ class Process(threading.Thread):
             if key.endswith("manifest.json"):
                 world.expect(key not in world.objects, f"{key} was written twice")
                 world.closed_after[number_of(key) or 0] = world.time - self.exchanging_since
-            elif (island := island_of(key)) is not None:
-                world.part_times.setdefault((number_of(key) or 0, island), world.time)
-        is_new = key not in world.objects
+        is_new, is_first = key not in world.objects, key not in world.modified
         world.objects[key] = world.ever[key] = data
+        world.modified[key] = world.time
+        if (island := island_of(key)) is not None:
+            self._spoil(key, is_drawn=is_first)
+            if key not in world.lost:  # else nobody sees it but its author
+                world.part_times.setdefault((number_of(key) or 0, island), world.time)
+        elif key.endswith("manifest.json"):
+            world.listed_parts |= {*json.loads(data)["parts"]}
+            for part in json.loads(data)["parts"]:
+                self._spoil(part, damages=False)
         if is_new:
             world.changed()
+
+    def _spoil(self, part: str, *, is_drawn: bool = True, damages: bool = True) -> None:
+        """Let the store damage or lose a part for good, or until it is written again in time."""
+        world, spoils = self.world, self.world.spoils
+        if part not in world.listed_parts:
+            world.lost.discard(part)
+        is_known = part in world.damaged | world.lost
+        draw = world.choose(100) if is_drawn and not is_known and any(spoils.values()) else 0
+        if draw >= 100 - spoils["loses"]:
+            world.lost.add(part)
+        elif damages and draw >= 100 - spoils["loses"] - spoils["damages"]:
+            world.damaged.add(part)
+        if part in world.lost:
+            world.objects.pop(part, None)
+        elif part in world.damaged:
+            data = world.ever[part]
+            world.objects[part] = data[:-1] + bytes([data[-1] ^ 0xFF])
 
     def delete(self, key: str) -> None:
         def effect() -> None:
@@ -245,6 +294,10 @@ class Process(threading.Thread):
     def list(self, prefix: str) -> list[Entry]:
         def effect() -> list[Entry]:
             keys = [x for x in self.world.listed() if x.startswith(f"{prefix}/")]
-            return [Entry(key, len(self.world.ever[key]), _EPOCH) for key in keys]
+            times = [_EPOCH + timedelta(seconds=self.world.modified.get(key, 0.0)) for key in keys]
+            return [
+                Entry(key, len(self.world.ever[key]), time)
+                for key, time in zip(keys, times, strict=True)
+            ]
 
         return self._ask(f"list {prefix}", effect)  # type: ignore[return-value]

@@ -635,7 +635,7 @@ def refuse_unused(
 
 def _refuse_beside_islands(given: Mapping[str, Any], config: TrainConfig) -> None:
     """Raise `ValueError` for options that slow steps have and rounds of islands do not."""
-    unused = ("fragments", "delay", "inner_state", "shard_state", "exact_average")
+    unused = ("fragments", "inner_state", "shard_state", "exact_average")
     flags = {train_options()[name].flag: name in given for name in unused} | {
         f"--algorithm {config.algorithm}": config.algorithm not in ("slowmo", "diloco"),
         f"--mesh {config.mesh}": config.num_stages > 1,

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import logging
 from collections.abc import Callable, Collection, Mapping
 from types import SimpleNamespace
 from typing import Any, cast
@@ -390,12 +391,17 @@ def join_islands(config: TrainConfig) -> "js.islands.Island | None":
         optimizer = js.slow_momentum(
             config.slow_momentum, config.slow_learning_rate, nesterov=config.nesterov
         )
+    logger = logging.getLogger("jaxslowmo.islands")
+    if logging.lastResort is not None:  # its lines on stderr, as they are, and once
+        logger.addHandler(logging.lastResort)
+        logger.propagate = False
     with island_errors():
         return js.islands.join(
             config.islands,
             name=config.island,
             outer_optimizer=optimizer,
             sync_every=config.slow_every,
+            delay=config.delay,
             quorum=config.quorum,
             deadline_seconds=config.deadline_seconds,
             codec=_codec_of(config),

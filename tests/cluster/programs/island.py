@@ -36,6 +36,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--folder", required=True, help="of checkpoints")
     parser.add_argument("--until", type=Path, required=True, help="file with the last round")
     parser.add_argument("--sync-every", type=int, default=100)
+    parser.add_argument("--delay", type=int, default=0, help="updates beside an exchange")
     parser.add_argument("--step-seconds", type=float, default=0.05, help="an update takes at least")
     parser.add_argument("--deadline", type=float, default=1.0)
     parser.add_argument("--late", default="carry")
@@ -76,6 +77,7 @@ class Marked:
     def __init__(self, bucket: Any) -> None:
         self._bucket = bucket
         self.delete, self.list, self.refusals = bucket.delete, bucket.list, bucket.refusals
+        self.seconds = bucket.seconds
 
     def get(self, key: str, limit: int | None) -> bytes:
         if "/part-" in key:
@@ -149,7 +151,7 @@ def main() -> None:
     if ARGS.kind == "island":
         island = js.islands.join(
             ARGS.url, name=ARGS.name, sync_every=ARGS.sync_every, deadline_seconds=ARGS.deadline,
-            late=ARGS.late, snapshot_every=ARGS.snapshot_every, keep=None,
+            late=ARGS.late, snapshot_every=ARGS.snapshot_every, keep=None, delay=ARGS.delay,
         )  # fmt: skip
         assert island._store is not None
         island._store._bucket = Marked(island._store._bucket)

@@ -1,0 +1,170 @@
+"""Exchanges beside training: where they end, and what becomes of those that do not land."""
+
+import functools
+import threading
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+import jaxslowmo as js
+from islands.test_island import PERIOD, train, whole
+from islands.test_joining import Trained, Unanswered
+from islands.together import batch, loss, params, run_together
+from jaxslowmo.islands import IslandsError
+from support.replay import objects, replay
+
+
+def of_one_job(replicas: int, periods: int, **options: Any) -> list[np.ndarray]:
+    """Return the parameters after a run of one job with a delay."""
+    sync = js.diloco("replica", sync_every=PERIOD, **options)
+    mesh = js.virtual_mesh({"replica": replicas})
+    step = js.make_train_step(loss, optax.sgd(0.05), mesh=mesh, sync=sync)
+    state = step.init(params())
+    for t in range(1, periods * PERIOD + 1):
+        state, _ = step(state, batch(t, slice(0, replicas)))
+    return whole(state.params)
+
+
+@pytest.mark.parametrize(("delay", "merge"), [(1, 0.0), (2, 0.5), (3, 0.3)])
+def test_islands_with_a_delay_end_where_one_job_with_it_ends(delay, merge, tmp_path):
+    options = {"delay": delay, "merge": merge}
+    runs = [
+        functools.partial(
+            train, tmp_path, f"island-{i}", slice(2 * i, 2 * i + 2), periods=8, quorum=2, **options
+        )
+        for i in range(2)
+    ]
+    job = of_one_job(4, 8, **options)
+    blocking = of_one_job(4, 8)
+    for i, (_, state, _) in enumerate(run_together(runs)):
+        for one, expected, other in zip(whole(state.params), job, blocking, strict=True):
+            part = slice(2 * i, 2 * i + 2)
+            np.testing.assert_allclose(one, expected[part], rtol=0, atol=4e-6)
+            assert not np.allclose(one, other[part], rtol=0, atol=1e-4)
+
+
+def test_a_loop_trains_while_the_others_are_waited_for(tmp_path):
+    """The hook returns at once where it takes what is sent; else this loop would never end."""
+    island = js.islands.join(str(tmp_path), name="a", sync_every=4, delay=2, quorum=2)
+    step = js.make_train_step(
+        loss, optax.sgd(0.05), mesh=js.virtual_mesh({"replica": 2}), sync=island.transform()
+    )
+    state = island.exchange(step.init(params()))
+    batches = [batch(t, slice(0, 2)) for t in range(1, 4)]
+    *_, last = js.train_loop(step, state, batches, hooks=[island])
+    assert (last.step, island.round) == (3, 0)
+    other = functools.partial(train, tmp_path, "b", slice(2, 4), periods=1, quorum=2)
+    state, _ = step(last.state, batch(4, slice(0, 2)))
+    _, state = run_together([other, functools.partial(island.exchange, state)])
+    assert island.round == 1
+
+
+def delayed(url: Any, name: str, deadline: float, **options: Any) -> Trained:
+    """Return an island of one number whose first of two updates is taken."""
+    return Trained(url, name, deadline, sync_every=2, delay=1, **options)
+
+
+def rounds_of(url: Any) -> dict[str, Any]:
+    found = replay(objects(str(url)))
+    assert not found["wrong"]
+    return found
+
+
+def test_a_late_island_carries_all_updates_also_those_beside_the_exchange(tmp_path):
+    early, late = delayed(tmp_path, "a", 0.1), delayed(tmp_path, "b", 0.1)
+    for island in (early, late):  # the late one takes what it sends when the round is over
+        island.train()
+        island.exchange()
+        island.train()
+        if island is early:
+            island.exchange()
+    before = float(late.state.params["w"][0, 0])
+    late.exchange()
+    assert rounds_of(tmp_path)["islands"] == [["a"]]
+    anchor = float(early.state.params["w"][0, 0])
+    np.testing.assert_allclose(late.state.params["w"], [[anchor + before]], rtol=1e-6)
+    assert before == -2.0
+
+
+def test_what_a_store_did_not_answer_beside_training_is_sent_with_the_next_exchange(tmp_path):
+    island = delayed(tmp_path, "a", 0.3)
+    store: Any = island.island._store
+    bucket, store._bucket = store._bucket, Unanswered(store._bucket)
+    island.train()
+    island.exchange()
+    island.train()
+    island.exchange()
+    np.testing.assert_array_equal(island.state.params["w"], [[-2.0]])  # nothing has landed
+    store._bucket = bucket
+    for _ in range(2):
+        island.train()
+        island.exchange()
+    # The part of the first update was there; the two after it are kept, the fourth is not.
+    assert rounds_of(tmp_path)["islands"] == [["a"]]
+    np.testing.assert_allclose(island.state.params["w"], [[-0.7 * 1.9 - 2.0]], rtol=1e-6)
+
+
+@pytest.mark.parametrize(("is_decided", "merge"), [(True, 0.0), (True, 0.5), (False, 0.0)])
+def test_a_process_that_ends_with_an_exchange_under_way_loses_nothing_that_was_sent(
+    is_decided, merge, tmp_path, said
+):
+    quorum = 1 if is_decided else 2
+    island = delayed(tmp_path, "a", 60.0, quorum=quorum)
+    island.train()
+    island.exchange()
+    island.train()
+    flight = island.island._flight
+    assert flight is not None
+    key = "manifest.json" if is_decided else "/part-a-"
+    while not any(key in x for x in objects(str(tmp_path))):
+        assert not flight.outcome.done() or is_decided
+    if is_decided:
+        flight.outcome.result(60)
+    # Its checkpoint is of the second update, beside which the first one was sent.
+    again = delayed(tmp_path, "a", 60.0, quorum=1, merge=merge, state=island.state)
+    anchor = float(again.state.params["w"][0, 0])
+    if is_decided:
+        assert any("an earlier process has contributed" in line for line in said)
+        # As it would have landed, with its share of the second update.
+        np.testing.assert_allclose(anchor, merge * -2.0 + (1 - merge) * -0.7 * 1.9, rtol=1e-6)
+    assert again.island.round == 1
+    parts = [x for x in objects(str(tmp_path)) if "/part-a-" in x]
+    assert len(parts) == (1 if is_decided else 2)
+    if not is_decided:  # one part with both updates takes the place of the first
+        np.testing.assert_allclose(anchor, -0.7 * 1.9 * 2, rtol=1e-6)
+        assert len(rounds_of(tmp_path)["left"]) == 1
+
+
+def test_an_error_beside_training_is_raised_where_the_exchange_lands(tmp_path):
+    island = delayed(tmp_path, "a", 60.0)
+    delayed(tmp_path, "a", 60.0)
+    island.train()
+    island.exchange()
+    island.train()
+    with pytest.raises(IslandsError, match="another process has joined as 'a'"):
+        island.exchange()
+
+
+def test_the_thread_of_an_exchange_does_not_outlive_the_program(tmp_path):
+    island = delayed(tmp_path, "a", 60.0, quorum=2)
+    island.train()
+    island.exchange()
+    assert all(x.daemon for x in threading.enumerate() if x.name == "islands")
+    assert any(x.name == "islands" for x in threading.enumerate())
+
+
+def test_with_a_codec_what_was_not_sent_follows_beside_training_too(tmp_path):
+    """All updates of a run end in the anchor, however coarse the codes: plain SGD of rate 1."""
+    _, state, island = train(
+        tmp_path, "a", slice(0, 2), periods=12, delay=2, merge=1.0,
+        codec=js.codecs.int4(), outer_optimizer=optax.sgd(1.0),
+    )  # fmt: skip
+    assert island.round == 12
+    assert island._rounds is not None
+    anchor, lost = island._rounds.anchor.values, island._rounds.lost
+    assert lost is not None
+    assert np.isfinite(lost).all()
+    assert all(np.isfinite(x).all() for x in [*anchor, *jax.tree.leaves(state.params)])
