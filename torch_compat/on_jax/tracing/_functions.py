@@ -152,7 +152,8 @@ def embedding_bag(
     rows = torch.embedding(weight, ids, -1, scale_grad_by_freq)
     if per_sample_weights is not None:
         rows = rows * per_sample_weights[:, None]
-    counts = torch.ones_like(ids) if padding_idx is None else (ids != padding_idx).to(ids.dtype)
+    padding = None if padding_idx is None else padding_idx % len(weight)
+    counts = torch.ones_like(ids) if padding is None else (ids != padding).to(ids.dtype)
     sizes = torch.zeros(num_bags, dtype=ids.dtype).index_add(0, bags, counts)
     empty = torch.zeros(num_bags, weight.shape[1], dtype=weight.dtype)
     if mode in (_SUM, _MEAN):
