@@ -70,8 +70,11 @@ def consolidated(
 
     Communication: that of `Replica.whole`.
     """
-    params, buffers = dict(module.named_parameters()), list(module.buffers())
-    means, first, slow = replica.whole(replica.exchanged(params), buffers, device)
+    params = dict(module.named_parameters())
+    exchanged = replica.exchanged(params)
+    # forward() may write to frozen parameters, such as those of a target network.
+    buffers = [*module.buffers(), *(p for n, p in params.items() if n not in exchanged)]
+    means, first, slow = replica.whole(exchanged, buffers, device)
     replaced = {id(params[name]): value for name, value in means.items()}
     replaced |= dict(zip(map(id, buffers), first, strict=True))
     state = {}
@@ -86,7 +89,8 @@ def consolidated(
     local = ("rank", "world_size", "anchor", "velocity", "exchanged")
     state = {key: value for key, value in state.items() if key.removeprefix(_PREFIX) not in local}
     if "ps_weight" in state:
-        state |= {"ps_weight": torch.ones(1), "is_sgp_ps_numerator": torch.tensor(False)}
+        ones = torch.ones(1, dtype=torch.float32)
+        state |= {"ps_weight": ones, "is_sgp_ps_numerator": torch.tensor(False)}
     for name, value in slow.items():
         state[_PREFIX + (name if name.startswith(_INITIAL) else f"whole_{name}")] = value.cpu()
     return state
