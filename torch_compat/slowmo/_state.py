@@ -7,6 +7,7 @@ import torch
 
 from ._places import Places
 from ._replica import Replica, is_continuous
+from ._start import unequal
 from .slow_momentum import Rates, SlowMomentum, SlowSteps
 
 # Names of FairScale; all other entries have `_PREFIX`. All values are tensors.
@@ -68,12 +69,14 @@ def consolidated(
       device: the device of this process.
       for_resuming: whether it is for the wrapper, else for the module.
 
-    Communication: that of `Replica.whole`.
+    Communication: that of `unequal` for frozen parameters, and that of `Replica.whole`.
     """
     params = dict(module.named_parameters())
     exchanged = replica.exchanged(params)
+    frozen = {name: param for name, param in params.items() if name not in exchanged}
     # forward() may write to frozen parameters, such as those of a target network.
-    buffers = [*module.buffers(), *(p for n, p in params.items() if n not in exchanged)]
+    written = unequal(frozen, replica.collectives, device)
+    buffers = [*module.buffers(), *(frozen[name] for name in written)]
     means, first, slow = replica.whole(exchanged, buffers, device)
     replaced = {id(params[name]): value for name, value in means.items()}
     replaced |= dict(zip(map(id, buffers), first, strict=True))

@@ -426,9 +426,9 @@ class SlowMoDistributedDataParallel(SavesReplica, NamesOfFairScale, LikeDDP):
     def consolidated_state_dict(self, *, for_resuming: bool = False) -> dict[str, Any]:
         """Return one state for all, equal in all processes.
 
-        Parameters are the mean over nodes (sum x / sum w); buffers, and parameters that are frozen
-        (forward() may write to them, such as those of a target network), rank 0's (with "average"
-        their mean). Call it in all processes; it changes nothing.
+        Parameters are the mean over nodes (sum x / sum w). Buffers are rank 0's (with "average"
+        their mean), and so are frozen parameters that differ between processes, since forward()
+        writes to them (those of a target network). Call it in all processes; it changes nothing.
 
         Args:
           for_resuming: False returns a state dict of the module, for
@@ -441,8 +441,9 @@ class SlowMoDistributedDataParallel(SavesReplica, NamesOfFairScale, LikeDDP):
         Returns:
           A dict on the host.
 
-        Communication: one all-reduce of all parameters and buffers; memory efficient one all-gather
-          of 8 bytes per parameter, otherwise one all-reduce of that.
+        Communication: one all-reduce of parameters and buffers; memory efficient one all-gather of
+          8 bytes per parameter, otherwise one all-reduce of that. Of frozen parameters an
+          all-gather of 8 bytes for each tensor; those that differ are part of the all-reduce.
         """
         self._open_round()
         state, device = self.state_dict(keep_vars=True), self._device()
