@@ -3,6 +3,7 @@
 torch ships inputs for every operation and module with all its options, for its own tests.
 """
 
+import copy
 import functools
 import re
 import traceback
@@ -250,9 +251,31 @@ def outcome(call: Call, dtype: torch.dtype) -> str | None:
     pairs |= {f"gradient {k}": (g, (wanted.gradients or {})[k]) for k, g in gradients.items()}
     for name, (array, tensor) in pairs.items():
         how = difference(array, tensor, tolerance, has_values)
-        if how:
+        if how and not _is_nearer(array, tensor, _exact(call, wanted).get(name)):
             return f"differs: {name}, {how}"
     return "agrees"
+
+
+def _exact(call: Call, wanted: Wanted) -> dict[str, torch.Tensor]:
+    """Return results and gradients in float64, by name; nothing where torch has none."""
+    wide = copy.deepcopy(call.module).double()
+    tensors = [x.double() if x.is_floating_point() else x for x in call.tensors]
+    try:
+        of = in_torch(Call(wide, tensors, call.by, ""), differentiated=wanted.gradients is not None)
+    except Exception:
+        return {}
+    results = {f"result {i}": x for i, x in enumerate(of.results)}
+    return results | {f"gradient {k}": x for k, x in (of.gradients or {}).items()}
+
+
+def _is_nearer(found: jax.Array, wanted: torch.Tensor, exact: torch.Tensor | None) -> bool:
+    """Return whether an array is nearer to exact values than torch's, as far as both are finite."""
+    if exact is None or exact.dtype != torch.float64 or tuple(found.shape) != tuple(exact.shape):
+        return False
+    errors = [
+        np.abs(x - exact.numpy()) for x in (np.asarray(found, np.float64), wanted.double().numpy())
+    ]
+    return bool(np.nanmax(errors[0], initial=0) <= 1.5 * np.nanmax(errors[1], initial=0))
 
 
 def _refusal(call: Call, wanted: Wanted) -> str | None:

@@ -183,6 +183,12 @@ def _weight_norm(v: torch.Tensor, g: torch.Tensor, dim: int = 0) -> torch.Tensor
     return v * (g / torch.norm_except_dim(v, 2, dim))
 
 
+def _tensor_split(x: torch.Tensor, *places: Any, **named: Any) -> Any:
+    """Compute `torch.tensor_split`, which reads tensors of places where torch traces nothing."""
+    read = lambda y: y.tolist() if isinstance(y, torch.Tensor) else y  # noqa: E731
+    return torch.tensor_split(x, *map(read, places), **{name: read(y) for name, y in named.items()})
+
+
 # Those whose own backward passes are operations that torchax lacks.
 _FUNCTIONS: dict[Any, Callable[..., Any]] = {
     torch.as_strided: _as_strided,
@@ -192,6 +198,8 @@ _FUNCTIONS: dict[Any, Callable[..., Any]] = {
     _TENSOR.detach: _detached(torch.detach),
     _TENSOR.data.__get__: _detached(_TENSOR.data.__get__),
     _TENSOR.random_: _random_,
+    torch.tensor_split: _tensor_split,
+    _TENSOR.tensor_split: _tensor_split,
     torch.cdist: _cdist,
     torch.pdist: _pdist,
     weight_norm: _weight_norm,

@@ -31,6 +31,36 @@ def _eigh(x: jax.Array, uplo: str = "L", compute_v: bool = True) -> tuple[jax.Ar
     return tuple(jnp.linalg.eigh(x, uplo, symmetrize_input=False))
 
 
+def _pinv(
+    x: jax.Array,
+    atol: jax.Array | None = None,
+    rtol: jax.Array | None = None,
+    hermitian: bool = False,
+) -> jax.Array:
+    """Compute `aten.linalg_pinv`, which drops small singular values."""
+    if hermitian:
+        values, left = _eigh(x)
+        sizes, right = jnp.abs(values), (left * jnp.sign(values)[..., None, :]).conj()
+    else:
+        left, sizes, right = jnp.linalg.svd(x, full_matrices=False)
+        right = jnp.swapaxes(right, -1, -2)
+    default = 0.0 if atol is not None else jnp.finfo(sizes.dtype).eps * max(x.shape[-2:])
+    largest = jnp.max(sizes, -1, initial=0)
+    limit = jnp.maximum(
+        0.0 if atol is None else atol, (default if rtol is None else rtol) * largest
+    )
+    inverse = jnp.where(sizes > limit[..., None], 1 / sizes, 0)
+    return (right.conj() * inverse[..., None, :]) @ jnp.swapaxes(left, -1, -2).conj()
+
+
+def _nanmedian(x: jax.Array, dim: int = 0, keepdim: bool = False) -> tuple[jax.Array, ...]:
+    count = jnp.sum(~jnp.isnan(x), dim, keepdims=True)
+    order = jnp.argsort(x, dim)  # NaN comes last
+    places = jnp.take_along_axis(order, jnp.maximum(count - 1, 0) // 2, dim)
+    found = jnp.take_along_axis(x, places, dim), places
+    return found if keepdim else tuple(y.squeeze(dim) for y in found)
+
+
 def _solve(
     a: jax.Array, b: jax.Array, *, left: bool = True, check_errors: bool = False
 ) -> tuple[jax.Array, ...]:
@@ -63,6 +93,15 @@ def _angle(x: jax.Array) -> jax.Array:
     if jnp.iscomplexobj(x):
         return jnp.angle(x)
     return jnp.where(jnp.isnan(x), x, jnp.where(x < 0, jnp.pi, 0.0))  # 0 for -0.0
+
+
+def _polygamma(order: int, x: jax.Array) -> jax.Array:
+    """Compute `aten.polygamma`; XLA's is wrong at less than -8 or so, so 64 steps lead up to 0."""
+    steps = x[..., None].astype(jnp.float32) + jnp.arange(64)
+    below = jnp.where(steps < 0, steps, -jnp.inf)
+    terms = math.factorial(order) * (-below) ** -(order + 1)
+    shifted = steps[..., 0] + jnp.sum(steps < 0, -1)
+    return jax.scipy.special.polygamma(order, shifted) + jnp.sum(terms, -1)
 
 
 def _put(x: jax.Array, index: jax.Array, values: jax.Array, accumulate: bool = False) -> jax.Array:
@@ -224,6 +263,8 @@ OPERATIONS: dict[Any, Callable[..., Any]] = {
     _ATEN._linalg_det.default: _det,
     _ATEN._linalg_slogdet.default: _slogdet,
     _ATEN._linalg_eigh.default: _eigh,
+    _ATEN.linalg_pinv.atol_rtol_tensor: _pinv,
+    _ATEN.nanmedian.dim: _nanmedian,
     _ATEN.convolution.default: _convolution,
     _ATEN.avg_pool2d.default: _avg_pool,
     _ATEN.avg_pool3d.default: _avg_pool,
@@ -236,6 +277,7 @@ OPERATIONS: dict[Any, Callable[..., Any]] = {
     _ATEN.angle.default: _angle,
     _ATEN.diagonal_scatter.default: _diagonal_scatter,
     _ATEN.slice_scatter.default: _slice_scatter,
+    _ATEN.polygamma.default: _polygamma,
     _ATEN.put.default: _put,
     _ATEN.scatter.value: _scatter,
     _ATEN.special_erfcx.default: jax.scipy.special.erfcx,

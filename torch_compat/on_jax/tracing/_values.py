@@ -108,6 +108,8 @@ class Values(TorchDispatchMode):
         """Return a tensor of the trace for one that was made outside, such as a global."""
         if type(x) not in PLAIN_TENSORS:
             return x
+        if x.layout != torch.strided:
+            raise refusal(f"a tensor of layout {x.layout}", layer_of(self._names, self._frames()))
         if id(x) not in self._outside:
             self._outside[id(x)] = x, constant(x)
         return self._outside[id(x)][1]
