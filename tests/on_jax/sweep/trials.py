@@ -6,9 +6,10 @@ torch ships inputs for every operation and module with all its options, for its 
 import copy
 import functools
 import re
+import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -84,6 +85,8 @@ def _open(tree: Any) -> tuple[list[torch.Tensor], Callable[..., Any]]:
 
 
 def _of_operation(op: Any, dtype: torch.dtype) -> Iterator[Call]:
+    if not op.supports_dtype(dtype, "cpu"):
+        return
     for sample in op.sample_inputs("cpu", dtype, requires_grad=op.supports_autograd):
         tensors, closed = _open((sample.input, list(sample.args), dict(sample.kwargs)))
 
@@ -231,6 +234,8 @@ def difference(found: Any, wanted: torch.Tensor, tolerance: float, has_values: b
 
 def outcome(call: Call, dtype: torch.dtype) -> str | None:
     """Return "agrees", or "refused" or "differs" with the reason; None if torch cannot do it."""
+    if dtype == torch.bfloat16 and not any(x.numel() for x in call.tensors):
+        return None  # torch takes empty matrices where neither it nor XLA has that dtype
     try:
         try:
             wanted = in_torch(call, differentiated=True)
@@ -275,7 +280,8 @@ def _is_nearer(found: jax.Array, wanted: torch.Tensor, exact: torch.Tensor | Non
     errors = [
         np.abs(x - exact.numpy()) for x in (np.asarray(found, np.float64), wanted.double().numpy())
     ]
-    return bool(np.nanmax(errors[0], initial=0) <= 1.5 * np.nanmax(errors[1], initial=0))
+    factor = 1.5 if wanted.dtype == torch.float32 else 4.0  # roundings fall elsewhere
+    return bool(np.nanmax(errors[0], initial=0) <= factor * np.nanmax(errors[1], initial=0))
 
 
 def _refusal(call: Call, wanted: Wanted) -> str | None:
@@ -304,7 +310,10 @@ def outcomes(name: str, dtype: torch.dtype, number: int | None = None) -> dict[s
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.manual_seed(0)
-        calls = list(subjects()[name](dtype))
+        try:
+            calls = list(subjects()[name](dtype))
+        except NotImplementedError:  # torch cannot make them in this dtype
+            return {}
         if number is not None and number < len(calls):
             calls = [calls[(i + 1) * len(calls) // number - 1] for i in range(number)]
         for call in calls:
@@ -313,23 +322,42 @@ def outcomes(name: str, dtype: torch.dtype, number: int | None = None) -> dict[s
     return found
 
 
-if __name__ == "__main__":  # python trials.py DTYPE NUMBER [NAME ...]: prints what does not agree
-    import sys, time
+def merged(found: Iterable[str]) -> str:
+    """Return what the list says of an operation whose calls have these outcomes."""
+    kinds = {
+        kind: sorted(x for x in found if x.startswith(kind)) for kind in ("differs", "refused")
+    }
+    if kinds["differs"]:
+        return kinds["differs"][0]
+    names = [x.removeprefix("refused ") for x in kinds["refused"]]
+    return f"refused {', '.join(names)}" if names else "agrees"
 
-    dtype, number = getattr(torch, sys.argv[1]), int(sys.argv[2]) or None
-    for name in sys.argv[3:] or subjects():
-        begin = time.time()
-        try:
-            rows = outcomes(name, dtype, number)
-        except Exception as error:
-            traceback.print_exc()
-            rows = {f"HARNESS {error!r}": [""]}
-        took = time.time() - begin
-        print(
-            f"{name}\t{took:.1f}\t"
-            + " | ".join(
-                f"{k} x{len(v)}" + ("" if k[0] == "a" else f" [{v[0][:160]}]")
-                for k, v in rows.items()
-            ).replace("\n", " "),
-            flush=True,
-        )
+
+def listed() -> dict[str, str]:
+    """Return what the list says of each operation and module."""
+    rows = (row.split(" | ") for row in LIST.read_text().splitlines() if not row.startswith("#"))
+    return {name.strip(): outcome for name, outcome in rows}
+
+
+def main() -> None:
+    """Write the rows of operations into the list: python sweep/trials.py [NUMBER [NAME ...]]."""
+    number = int(sys.argv[1]) if len(sys.argv) > 1 else None
+    rows, named = listed() if LIST.exists() else {}, set(sys.argv[2:])
+    for name in subjects():
+        if not named or name in named:
+            found = {k for dtype in TOLERANCES for k in outcomes(name, dtype, number)}
+            rows[name] = merged(found)
+            print(name, "|", rows[name], flush=True)
+    write(rows)
+
+
+def write(rows: dict[str, str]) -> None:
+    """Write the list."""
+    head = (
+        "# What torch's samples of each operation and module do in on_jax; written by trials.py.\n"
+    )
+    LIST.write_text(head + "".join(f"{name} | {rows[name]}\n" for name in sorted(rows)))
+
+
+if __name__ == "__main__":
+    main()

@@ -23,6 +23,9 @@ _NOT_BY_TORCHAX = (
     _ATEN.native_batch_norm,
     _ATEN._native_batch_norm_legit,
     _ATEN.linalg_vector_norm,
+    _ATEN.max_unpool2d,
+    _ATEN.max_unpool3d,
+    _ATEN.slice_scatter,
     _ATEN.special_log_ndtr,
 )
 

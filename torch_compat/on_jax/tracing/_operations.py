@@ -31,26 +31,20 @@ def _eigh(x: jax.Array, uplo: str = "L", compute_v: bool = True) -> tuple[jax.Ar
     return tuple(jnp.linalg.eigh(x, uplo, symmetrize_input=False))
 
 
-def _pinv(
-    x: jax.Array,
-    atol: jax.Array | None = None,
-    rtol: jax.Array | None = None,
-    hermitian: bool = False,
-) -> jax.Array:
+def _adjoint(x: jax.Array) -> jax.Array:
+    return jnp.swapaxes(x, -1, -2).conj()
+
+
+def _pinv(x: jax.Array, atol: Any = None, rtol: Any = None, hermitian: bool = False) -> jax.Array:
     """Compute `aten.linalg_pinv`, which drops small singular values."""
     if hermitian:
-        values, left = _eigh(x)
-        sizes, right = jnp.abs(values), (left * jnp.sign(values)[..., None, :]).conj()
-    else:
-        left, sizes, right = jnp.linalg.svd(x, full_matrices=False)
-        right = jnp.swapaxes(right, -1, -2)
-    default = 0.0 if atol is not None else jnp.finfo(sizes.dtype).eps * max(x.shape[-2:])
-    largest = jnp.max(sizes, -1, initial=0)
-    limit = jnp.maximum(
-        0.0 if atol is None else atol, (default if rtol is None else rtol) * largest
-    )
+        x = jnp.tril(x) + _adjoint(jnp.tril(x, -1))
+    left, sizes, right = jnp.linalg.svd(x, full_matrices=False)
+    if rtol is None:
+        rtol = 0.0 if atol is not None else jnp.finfo(sizes.dtype).eps * max(x.shape[-2:])
+    limit = jnp.maximum(0.0 if atol is None else atol, rtol * jnp.max(sizes, -1, initial=0))
     inverse = jnp.where(sizes > limit[..., None], 1 / sizes, 0)
-    return (right.conj() * inverse[..., None, :]) @ jnp.swapaxes(left, -1, -2).conj()
+    return (_adjoint(right) * inverse[..., None, :]) @ _adjoint(left)
 
 
 def _nanmedian(x: jax.Array, dim: int = 0, keepdim: bool = False) -> tuple[jax.Array, ...]:
@@ -67,7 +61,7 @@ def _solve(
     """Solve for one vector, or a matrix of them for each matrix of a batch."""
     del check_errors
     if not left:
-        x = jnp.swapaxes(jnp.linalg.solve(*(jnp.swapaxes(y, -1, -2) for y in (a, b))), -1, -2)
+        x = _adjoint(jnp.linalg.solve(_adjoint(a), _adjoint(b)))
     elif b.ndim == 1 or (b.ndim == a.ndim - 1 and b.shape == a.shape[:-1]):
         x = jnp.linalg.solve(a, b[..., None])[..., 0]
     else:
@@ -79,14 +73,9 @@ def _solve(
 def _lu_solve(
     lu: jax.Array, pivots: jax.Array, b: jax.Array, *, left: bool = True, adjoint: bool = False
 ) -> jax.Array:
-    if left:
-        return jax.scipy.linalg.lu_solve((lu, pivots - 1), b, trans=2 if adjoint else 0)
-    b = jnp.swapaxes(b, -1, -2)
-    if adjoint:
-        x = jax.scipy.linalg.lu_solve((lu, pivots - 1), b.conj()).conj()
-    else:
-        x = jax.scipy.linalg.lu_solve((lu, pivots - 1), b, trans=1)
-    return jnp.swapaxes(x, -1, -2)
+    if not left:  # of the equation's adjoint
+        return _adjoint(_lu_solve(lu, pivots, _adjoint(b), adjoint=not adjoint))
+    return jax.scipy.linalg.lu_solve((lu, pivots - 1), b, trans=2 if adjoint else 0)
 
 
 def _angle(x: jax.Array) -> jax.Array:
@@ -96,12 +85,11 @@ def _angle(x: jax.Array) -> jax.Array:
 
 
 def _polygamma(order: int, x: jax.Array) -> jax.Array:
-    """Compute `aten.polygamma`; XLA's is wrong at less than -8 or so, so 64 steps lead up to 0."""
-    steps = x[..., None].astype(jnp.float32) + jnp.arange(64)
-    below = jnp.where(steps < 0, steps, -jnp.inf)
-    terms = math.factorial(order) * (-below) ** -(order + 1)
-    shifted = steps[..., 0] + jnp.sum(steps < 0, -1)
-    return jax.scipy.special.polygamma(order, shifted) + jnp.sum(terms, -1)
+    """Compute `aten.polygamma`; XLA's is wrong at less than -8 or so, so steps of 1 lead up to 9."""
+    steps = x[..., None].astype(jnp.float32) + jnp.arange(73)
+    terms = jnp.where(steps < 9, steps, jnp.inf) ** -(order + 1)
+    above = jax.scipy.special.polygamma(order, steps[..., 0] + jnp.sum(steps < 9, -1))
+    return above - (-1) ** order * math.factorial(order) * jnp.sum(terms, -1)
 
 
 def _put(x: jax.Array, index: jax.Array, values: jax.Array, accumulate: bool = False) -> jax.Array:
@@ -141,20 +129,13 @@ def _of_maxima(dims: int) -> Callable[..., Any]:
 
 
 def _convolution(
-    x: jax.Array,
-    weight: jax.Array,
-    bias: jax.Array | None,
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    transposed: bool,
-    output_padding: Sequence[int],
-    groups: int,
+    x: jax.Array, weight: jax.Array, bias: jax.Array | None, *options: Any
 ) -> jax.Array:
     """Compute `aten.convolution`; a transposed one has (in, out / groups, ...) weights."""
+    *lists, transposed, output_padding, groups = options
     dims = weight.ndim - 2
     stride, padding, dilation, output_padding = (
-        [*y, *[y[0]] * (dims - len(y))] for y in (stride, padding, dilation, output_padding)
+        [*y] * (dims // len(y)) for y in (*lists, output_padding)
     )
     around, strides = [(p, p) for p in padding], [1] * dims
     if transposed:
@@ -168,7 +149,10 @@ def _convolution(
     out = jax.lax.conv_general_dilated(
         x, weight, stride, around, strides, dilation, feature_group_count=groups
     )
-    return out if bias is None else out + bias.reshape(-1, *[1] * dims)
+    if bias is None:
+        return out
+    wide = jnp.promote_types(bias.dtype, jnp.float32)  # in which its gradient is summed
+    return (out + bias.astype(wide).reshape(-1, *[1] * dims)).astype(out.dtype)
 
 
 def _avg_pool(
@@ -215,13 +199,6 @@ def _adaptive_max_pool(x: jax.Array, sizes: Sequence[int]) -> tuple[jax.Array, j
     return x, places
 
 
-def _max_unpool(x: jax.Array, places: jax.Array, sizes: Sequence[int], *_: Any) -> jax.Array:
-    kept = x.shape[: x.ndim - len(sizes)]
-    rows = jnp.zeros((math.prod(kept), math.prod(sizes)), x.dtype)
-    found, values = (y.reshape(len(rows), -1) for y in (places, x))
-    return rows.at[jnp.arange(len(rows))[:, None], found].set(values).reshape(*kept, *sizes)
-
-
 def _scatter(x: jax.Array, dim: int, index: jax.Array, value: float) -> jax.Array:
     places: list[Any] = list(jnp.indices(index.shape, sparse=True))
     places[dim] = index
@@ -234,17 +211,6 @@ def _diagonal_scatter(
     matrices, number = jnp.moveaxis(x, (dim1, dim2), (-2, -1)), jnp.arange(diagonal.shape[-1])
     places = matrices.at[..., number + max(-offset, 0), number + max(offset, 0)]
     return jnp.moveaxis(places.set(diagonal), (-2, -1), (dim1, dim2))
-
-
-def _slice_scatter(
-    x: jax.Array,
-    part: jax.Array,
-    dim: int = 0,
-    start: int | None = None,
-    end: int | None = None,
-    step: int = 1,
-) -> jax.Array:
-    return x.at[(slice(None),) * (dim % x.ndim) + (slice(start, end, step),)].set(part)
 
 
 def _masked_scatter_backward(
@@ -270,16 +236,13 @@ OPERATIONS: dict[Any, Callable[..., Any]] = {
     _ATEN.avg_pool3d.default: _avg_pool,
     _ATEN.adaptive_max_pool2d.default: _adaptive_max_pool,
     _ATEN.adaptive_max_pool3d.default: _adaptive_max_pool,
-    _ATEN.max_unpool2d.default: _max_unpool,
-    _ATEN.max_unpool3d.default: _max_unpool,
     _ATEN._linalg_solve_ex.default: _solve,
     _ATEN.linalg_lu_solve.default: _lu_solve,
     _ATEN.angle.default: _angle,
-    _ATEN.diagonal_scatter.default: _diagonal_scatter,
-    _ATEN.slice_scatter.default: _slice_scatter,
     _ATEN.polygamma.default: _polygamma,
     _ATEN.put.default: _put,
     _ATEN.scatter.value: _scatter,
+    _ATEN.diagonal_scatter.default: _diagonal_scatter,
     _ATEN.special_erfcx.default: jax.scipy.special.erfcx,
     _ATEN.multilabel_margin_loss_forward.default: _multilabel_margin_loss,
     _ATEN.masked_scatter_backward.default: _masked_scatter_backward,
