@@ -85,7 +85,7 @@ def _angle(x: jax.Array) -> jax.Array:
 
 
 def _polygamma(order: int, x: jax.Array) -> jax.Array:
-    """Compute `aten.polygamma`; XLA's is wrong at less than -8 or so, so steps of 1 lead up to 9."""
+    """Compute `aten.polygamma`; XLA's is wrong at less than -8, so steps of 1 lead up to 9."""
     steps = x[..., None].astype(jnp.float32) + jnp.arange(73)
     terms = jnp.where(steps < 9, steps, jnp.inf) ** -(order + 1)
     above = jax.scipy.special.polygamma(order, steps[..., 0] + jnp.sum(steps < 9, -1))

@@ -109,7 +109,7 @@ class Values(TorchDispatchMode):
         if type(x) not in PLAIN_TENSORS:
             return x
         if x.layout != torch.strided:
-            raise refusal(f"a tensor of layout {x.layout}", layer_of(self._names, self._frames()))
+            raise refusal(f"{x.layout} tensors", layer_of(self._names, self._frames()))
         if id(x) not in self._outside:
             self._outside[id(x)] = x, constant(x)
         return self._outside[id(x)][1]
