@@ -37,10 +37,11 @@ def unlisted(name: str, found: dict[str, list[str]]) -> dict[str, list[str]]:
 
 @pytest.mark.parametrize("name", LISTED)
 def test_a_few_calls(name):
-    assert not unlisted(name, outcomes(name, torch.float32, 2))
+    number = 1 if name.startswith("Module ") else 2
+    assert not unlisted(name, outcomes(name, torch.float32, number))
 
 
-@pytest.mark.parametrize("name", [*LISTED][::8])
+@pytest.mark.parametrize("name", [*LISTED][::16])
 def test_a_few_calls_in_half_precision(name):
     assert not unlisted(name, outcomes(name, torch.bfloat16, 1))
 

@@ -28,7 +28,7 @@ from torch_compat import on_jax
 from torch_compat.on_jax._arrays import jax_dtype, to_jax
 
 LIST = Path(__file__).with_name("outcomes.txt")
-TOLERANCES = {torch.float32: 2e-4, torch.bfloat16: 4e-2}  # of the largest element, at least of 1
+TOLERANCES = {torch.float32: 2e-4, torch.bfloat16: 6e-2}  # of the largest element, at least of 1
 # Their elements have any values.
 UNINITIALISED = ("empty", "empty_like", "empty_permuted", "empty_strided", "new_empty")
 UNINITIALISED += ("new_empty_strided", "nn.functional.dropout.empty")
