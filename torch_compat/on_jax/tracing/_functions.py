@@ -185,8 +185,9 @@ def _weight_norm(v: torch.Tensor, g: torch.Tensor, dim: int = 0) -> torch.Tensor
 
 def _tensor_split(x: torch.Tensor, *places: Any, **named: Any) -> Any:
     """Compute `torch.tensor_split`, which reads tensors of places where torch traces nothing."""
+    split: Any = torch.tensor_split
     read = lambda y: y.tolist() if isinstance(y, torch.Tensor) else y  # noqa: E731
-    return torch.tensor_split(x, *map(read, places), **{name: read(y) for name, y in named.items()})
+    return split(x, *map(read, places), **{name: read(y) for name, y in named.items()})
 
 
 # Those whose own backward passes are operations that torchax lacks.
