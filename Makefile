@@ -58,10 +58,11 @@ test-exhaustive: ## Run the tests of jaxslowmo and of its programs with the swee
 test-torch: torch-env ## Run the tests of torch_compat on XLA's CPU devices, in .venv-torch (6 GB).
 	cd tests/torch_compat && $(abspath $(TORCH_PY)) -m pytest -m "not without_xla" $(TEST_ARGS)
 
-# TEST_ARGS goes to tests/on_jax; without it those of TPUManager run, too, as they do on torch_xla.
+# TEST_ARGS goes to tests/on_jax (`sweep -m exhaustive` makes all of torch's own samples); without it those of TPUManager run, too, as they do on torch_xla.
 # Of tests/torch_compat what needs no torch_xla: TPUManager on jax, SlowMo over gloo.
 test-torchax: torchax-env ## Run the tests of torch_compat.on_jax, and those without torch_xla, in .venv-torchax.
 	cd tests/on_jax && $(abspath $(TORCHAX_PY)) -m pytest $(TEST_ARGS)
+	$(if $(TEST_ARGS),,cd tests/on_jax && $(abspath $(TORCHAX_PY)) -m pytest sweep)
 	$(if $(TEST_ARGS),,cd tests/torch_compat && $(abspath $(TORCHAX_PY)) -m pytest manager)
 	$(if $(TEST_ARGS),,cd tests/torch_compat && $(abspath $(TORCHAX_PY)) -m pytest -m without_xla --ignore slowmo/xla slowmo peers test_meeting.py examples/test_train_torchrun.py)
 

@@ -35,6 +35,8 @@ def ensure_autograd_threads(device: torch.device) -> None:
     global _ensured_in
     with _LOCK:
         if _ensured_in != os.getpid():
+            # torch 2.9 tells nowhere which threads its engine has. A backward pass of one element
+            # that has no other reason to fail is the one way to see it.
             try:
                 _differentiate(device)
             except RuntimeError:

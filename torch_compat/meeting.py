@@ -110,6 +110,8 @@ def _failures() -> list[BaseException]:
 
     Pools keep them in futures; code that could fetch them waits for the threads that wait here.
     """
+    # torch_xla 2.9 holds them in a generator of `executor.map` (`pjrt._run_thread_per_device`), to
+    # which nothing else leads.
     # `type`, not `isinstance`: the `__class__` of an object may be a property with side effects.
     futures = [item for item in gc.get_objects() if issubclass(type(item), Future)]
     ended = [future for future in futures if future.done() and not future.cancelled()]

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 from support.quick import QUICK_CODE, QUICK_COMPILER
 
@@ -19,6 +20,12 @@ import torch  # noqa: E402
 
 jax.config.update("jax_num_cpu_devices", NUM_DEVICES)
 jax.config.update("jax_enable_compilation_cache", False)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave the sweep out unless it is asked for: torch's samples change flags of the process."""
+    is_asked_for = any("sweep" in argument for argument in config.args)
+    return True if collection_path.name == "sweep" and not is_asked_for else None
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -44,6 +44,11 @@ def autocasting(m, x):
         return m(x).mean()
 
 
+def written_view(m, x):
+    OUTSIDE[1:][0] = 1.0
+    return (m(x) + OUTSIDE).mean()
+
+
 # What a loss does, and what the message names.
 LOSSES = {
     "no scalar": (lambda m, x: m(x), "shape (4, 8)"),
@@ -65,6 +70,7 @@ LOSSES = {
     "out of another shape": (lambda m, x: torch.add(x, 1.0, out=torch.empty(4, 7)), "(4, 7)"),
     "out from outside": (lambda m, x: torch.add(x, 1.0, out=OUTSIDE), "`out`"),
     "a write outside": (lambda m, x: OUTSIDE.add_(x), "outside"),
+    "a write into a view from outside": (written_view, "outside"),
     "a function of jax": (lambda m, x: on_jax.as_apply(nn.ReLU())({}, {}, X), "call the module"),
 }
 # Modules, and the tensor that the message names with why.
@@ -210,8 +216,8 @@ LACKING = {
     "slice": (lambda x: x[: x.sum().long()], "aten._local_scalar_dense", "metric"),
     "no gradient": (lambda x: torch.poisson(x.abs()), "aten.poisson", "torch.rand"),
     "another": (
-        lambda x: F.adaptive_max_pool2d(x[None], 3),
-        *("aten.adaptive_max_pool2d", "other operations"),
+        lambda x: x.index_reduce(0, torch.tensor([0]), x[:1], "prod"),
+        *("aten.index_reduce", "other operations"),
     ),
 }
 

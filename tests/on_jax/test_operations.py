@@ -22,6 +22,7 @@ ALLOWED = torch.tensor([[True, True, True, False], [False] * 4, [True] * 4, [Fal
 PENALTY = torch.zeros(4, 4).masked_fill(~ALLOWED, -torch.inf)
 OF_ONE = torch.tensor([True, False])[:, None, None, None]
 MANY = torch.linspace(0.5, 1.5, 28)[:, None]
+HELD, BY_NAME = [torch.arange(8.0)], {"signs": torch.ones(4)}
 SIGNS = torch.tensor([1.0, -1.0, 1.0, -1.0])
 LABELS = torch.tensor([3, 0, -1, 1, 2, -1, 4, 5])
 
@@ -239,6 +240,90 @@ def rough_cases():
     }
 
 
+def copied(m, x):
+    """Copies of tensors that a global, a list and a dict hold are written in place."""
+    one = HELD[0].clone()
+    one[0] = 5.0
+    two = HELD[0] + 1
+    two += x[0]
+    three = torch.zeros_like(BY_NAME["signs"])
+    three[1:] = 3.0
+    return m(x)[:, :4] * one[None, :4] + two[:4] + three * SIGNS.mul(2).mul_(2)
+
+
+def unusual_cases():
+    """Layers whose options are absent or rare."""
+
+    def of(*shape):
+        return lambda m, x: m(x.reshape(shape))
+
+    def pooled(layer):
+        return nn.Sequential(nn.Linear(8, 27), nn.Unflatten(1, (1, 3, 3, 3)), layer)
+
+    def pooled2d(layer):
+        return nn.Sequential(nn.Linear(8, 18), nn.Unflatten(1, (2, 3, 3)), layer)
+
+    def call(m, x):
+        return m(x)
+
+    class Filtered(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(8))
+            self.register_buffer("filter", torch.randn(2, 1, 3))
+
+        def forward(self, x):
+            return F.conv1d((x * self.scale)[:, None], self.filter)
+
+    spread = torch.arange(8.0).diag()
+    frozen = nn.Sequential(nn.Linear(8, 8), nn.Unflatten(1, (2, 2, 2)), nn.Conv2d(2, 3, 2))
+    frozen[2].requires_grad_(False)
+    both = {"groups": 2, "stride": 2}
+    pools2d = {
+        "partial window": nn.AvgPool2d(2, ceil_mode=True),
+        "padding that counts": nn.AvgPool2d(2, padding=1, ceil_mode=True),
+        "padding": nn.AvgPool2d(3, 2, padding=1, ceil_mode=True, count_include_pad=False),
+        "divisor": nn.AvgPool2d(2, ceil_mode=True, divisor_override=3),
+        "norms": nn.LPPool2d(2, 2, ceil_mode=True),
+        "adaptive maxima": nn.AdaptiveMaxPool2d(2),
+    }
+    pools3d = {
+        "partial window in 3d": nn.AvgPool3d(2, ceil_mode=True),
+        "windows of two sizes": nn.AvgPool3d((2, 1, 3), (1, 2, 2), (1, 0, 1), ceil_mode=True),
+        "norms in 3d": nn.LPPool3d(2, 2, ceil_mode=True),
+        "adaptive maxima in 3d": nn.AdaptiveMaxPool3d((2, 3, 1)),
+    }
+    return {
+        "1d without bias": (nn.Conv1d(1, 3, 3, bias=False), of(4, 1, 8)),
+        "2d without bias": (nn.Conv2d(2, 4, 2, bias=False), of(4, 2, 2, 2)),
+        "3d without bias": (nn.Conv3d(1, 4, 2, bias=False), of(4, 1, 2, 2, 2)),
+        "frozen convolution": (frozen, call),
+        "filter in a buffer": (Filtered(), call),
+        "valid": (nn.Conv2d(2, 4, 2, padding="valid", bias=False), of(4, 2, 2, 2)),
+        "same": (nn.Conv2d(2, 4, 3, padding="same", groups=2), of(4, 2, 2, 2)),
+        "no batch": (nn.Conv1d(4, 2, 3, bias=False), of(4, 8)),
+        "1d transposed": (nn.ConvTranspose1d(4, 6, 3, bias=False, **both), of(2, 4, 4)),
+        "2d transposed": (
+            nn.ConvTranspose2d(4, 6, 3, output_padding=1, dilation=2, padding=1, **both),
+            of(2, 4, 2, 2),
+        ),
+        "3d transposed": (nn.ConvTranspose3d(4, 4, (1, 2, 3), **both), of(2, 4, 2, 2, 1)),
+        "each alone transposed": (nn.ConvTranspose2d(4, 4, 3, groups=4), of(2, 4, 2, 2)),
+        **{name: (pooled2d(layer), call) for name, layer in pools2d.items()},
+        **{name: (pooled(layer), call) for name, layer in pools3d.items()},
+        "ids by full": (nn.Embedding(5, 3), lambda m, x: m(torch.full((4,), 2))),
+        "labels by full": lambda m, x: F.cross_entropy(m(x), torch.full((4,), 2)),
+        "large by full": lambda m, x: m(x) * (torch.full((8,), 2**24 + 1) - 2**24),
+        "eigenvalues": lambda m, x: torch.linalg.eigvalsh(m.weight + spread),
+        "of the other triangle": lambda m, x: torch.linalg.eigvalsh(m.weight + spread, UPLO="U"),
+        "eigenvectors": lambda m, x: torch.linalg.eigh(m.weight + spread)[1] ** 2,
+        "slogdet": lambda m, x: torch.linalg.slogdet(m.weight + 2 * torch.eye(8))[1],
+        "logdet": lambda m, x: torch.logdet(m.weight.T + 2 * torch.eye(8)),
+        "copies": copied,
+        "cosine_similarity": lambda m, x: F.cosine_similarity(m(x), HELD[0], dim=-1),
+    }
+
+
 class Together(nn.Module):
     def __init__(self, table: dict) -> None:
         super().__init__()
@@ -257,7 +342,9 @@ def summed(module, x):
     return sum(losses.values()), losses
 
 
-@pytest.mark.parametrize(("make", "tolerance"), [(cases, 2e-6), (rough_cases, 1e-5)])
+@pytest.mark.parametrize(
+    ("make", "tolerance"), [(cases, 2e-6), (rough_cases, 1e-5), (unusual_cases, 1e-5)]
+)
 def test_losses_and_gradients_are_torchs(make, tolerance):
     x = np.random.default_rng(0).normal(size=(4, 8)).astype(np.float32)
     models.assert_as_torch(

@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from torchax.ops.mappings import TORCH_DTYPE_TO_JAX
 
+# Classes of tensors whose operations are torch's own.
+PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 # torch cannot convert these to NumPy; float32 holds each of their values.
 _NARROW = (torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
 # Those of which torch computes little or nothing, or that hold two numbers.

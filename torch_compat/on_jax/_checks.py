@@ -5,10 +5,8 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
-from ._arrays import jax_dtype, keeps_values
+from ._arrays import PLAIN_TENSORS, jax_dtype, keeps_values
 from .tracing import OptimizedModule
-
-_PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
 def check_module(owner: str, module: Any) -> None:
@@ -47,7 +45,7 @@ def _problem(tensor: torch.Tensor) -> str | None:
     """Return why a parameter or a buffer cannot be an array of jax, or None."""
     if is_lazy(tensor):
         return "has no shape yet: call the module once"
-    if type(tensor) not in _PLAIN_TENSORS:
+    if type(tensor) not in PLAIN_TENSORS:
         return f"is a {type(tensor).__name__}, not a plain tensor"
     if tensor.is_meta:
         return "is on the meta device, without values: initialise it with module.to_empty(...)"

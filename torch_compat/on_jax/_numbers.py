@@ -14,7 +14,9 @@ _OTHERS = {"training", "_is_full_backward_hook"}
 
 @contextlib.contextmanager
 def numbers_kept(owner: str, module: torch.nn.Module) -> Iterator[dict[str, Any]]:
-    """Run the block, in which the module is traced, and then remove numbers that it has added.
+    """Run the block, in which the module is traced, and remove numbers and hooks that it has added.
+
+    Some modules add hooks in their first call, and note that in a number.
 
     Attributes that were None, and tuples, such as the shape of the last batch, may change.
 
@@ -27,12 +29,16 @@ def numbers_kept(owner: str, module: torch.nn.Module) -> Iterator[dict[str, Any]
     numbers = plain_attributes(module)
     numbers = {p: x for p, x in numbers.items() if p.rpartition(".")[2] not in _OTHERS}
     before = [(vars(part), set(vars(part))) for part in module.modules()]
+    hooks = [(x, dict(x)) for own, _ in before for n, x in own.items() if n.endswith("_hooks")]
     try:
         yield numbers
     finally:
         for attributes, names in before:
             for name in [n for n in attributes if n not in names and is_plain(attributes[n])]:
                 del attributes[name]
+        for now, then in hooks:
+            for key in now.keys() - then:
+                del now[key]
     changes = {path: numbers.pop(path) for path in _changes(module, numbers)}
     lost = [path for path, x in changes.items() if x is not None and not isinstance(x, tuple)]
     if lost:

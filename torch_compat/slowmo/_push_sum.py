@@ -30,7 +30,7 @@ class PushSum:
     def __init__(self, is_on: bool, moves: bool) -> None:
         self.is_on = is_on
         self.moves = moves
-        self.weight = torch.ones(1)
+        self.weight = torch.ones(1, dtype=torch.float32)  # whatever torch's default dtype is
         self.is_numerator = False
 
     def to(self, device: torch.device) -> None:

@@ -78,8 +78,7 @@ def check_equal(
         return
     which = "their number is not the same"
     if all(total[1] == totals[0][1] for total in totals):
-        rows = _gathered(prints, collectives, device)
-        names = [name for name, row in zip(params, rows.T, strict=True) if (row != row[0]).any()]
+        names = _unequal(params, prints, collectives, device)
         which = ", ".join(map(repr, names[:3])) + (", ..." if len(names) > 3 else "")
     lists = f"processes {', '.join(map(str, unequal))} of {len(totals)} do not have ({which})"
     if values:
@@ -94,12 +93,32 @@ def check_equal(
     )
 
 
+def unequal(
+    params: Mapping[str, torch.Tensor], collectives: Collectives, device: torch.device
+) -> list[str]:
+    """Return the names of parameters whose bits differ between processes; call it in all of them.
+
+    Communication: one all-gather of 8 bytes per parameter; nothing without parameters.
+    """
+    if not params or collectives.places.world_size == 1:
+        return []
+    launch(device)
+    return _unequal(params, [*map(checksum, params.values())], collectives, device)
+
+
 def checksum(tensor: torch.Tensor) -> int:
     """Return a number of 32 bits that changes with any bit of the elements, which the host reads.
 
     It is equal on every kind of device.
     """
     return crc32(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+
+
+def _unequal(
+    names: Collection[str], numbers: list[int], collectives: Collectives, device: torch.device
+) -> list[str]:
+    rows = _gathered(numbers, collectives, device)
+    return [name for name, row in zip(names, rows.T, strict=True) if (row != row[0]).any()]
 
 
 def _gathered(numbers: list[int], collectives: Collectives, device: torch.device) -> torch.Tensor:

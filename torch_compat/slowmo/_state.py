@@ -7,6 +7,7 @@ import torch
 
 from ._places import Places
 from ._replica import Replica, is_continuous
+from ._start import unequal
 from .slow_momentum import Rates, SlowMomentum, SlowSteps
 
 # Names of FairScale; all other entries have `_PREFIX`. All values are tensors.
@@ -68,10 +69,15 @@ def consolidated(
       device: the device of this process.
       for_resuming: whether it is for the wrapper, else for the module.
 
-    Communication: that of `Replica.whole`.
+    Communication: that of `unequal` for frozen parameters, and that of `Replica.whole`.
     """
-    params, buffers = dict(module.named_parameters()), list(module.buffers())
-    means, first, slow = replica.whole(replica.exchanged(params), buffers, device)
+    params = dict(module.named_parameters())
+    exchanged = replica.exchanged(params)
+    frozen = {name: param for name, param in params.items() if name not in exchanged}
+    # forward() may write to frozen parameters, such as those of a target network.
+    written = unequal(frozen, replica.collectives, device)
+    buffers = [*module.buffers(), *(frozen[name] for name in written)]
+    means, first, slow = replica.whole(exchanged, buffers, device)
     replaced = {id(params[name]): value for name, value in means.items()}
     replaced |= dict(zip(map(id, buffers), first, strict=True))
     state = {}
@@ -86,7 +92,8 @@ def consolidated(
     local = ("rank", "world_size", "anchor", "velocity", "exchanged")
     state = {key: value for key, value in state.items() if key.removeprefix(_PREFIX) not in local}
     if "ps_weight" in state:
-        state |= {"ps_weight": torch.ones(1), "is_sgp_ps_numerator": torch.tensor(False)}
+        ones = torch.ones(1, dtype=torch.float32)
+        state |= {"ps_weight": ones, "is_sgp_ps_numerator": torch.tensor(False)}
     for name, value in slow.items():
         state[_PREFIX + (name if name.startswith(_INITIAL) else f"whole_{name}")] = value.cpu()
     return state

@@ -2,6 +2,7 @@
 
 import inspect
 import warnings
+import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, Literal, TypeVar, cast
@@ -21,6 +22,18 @@ from .interfaces import LikeDDP, NamesOfFairScale
 from .slow_momentum import Groups
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+# By module; hooks hold no wrapper, so that modules can be copied and pickled.
+_WRAPPERS: weakref.WeakKeyDictionary[torch.nn.Module, Any] = weakref.WeakKeyDictionary()
+
+
+def _note_load(part: torch.nn.Module, keys: Any) -> None:
+    """Note that weights were loaded into a part of a module, other than by its wrapper."""
+    del keys
+    wrapper = _WRAPPERS[part]() if part in _WRAPPERS else None
+    if wrapper is not None:
+        wrapper._replica.slow.is_loaded = part is not wrapper  # whose own loading comes last
 
 
 def _not_compiled(method: _Method) -> _Method:
@@ -61,6 +74,9 @@ class SlowMoDistributedDataParallel(SavesReplica, NamesOfFairScale, LikeDDP):
     Frozen later, it leaves slow momentum, and is sent until the next exact mean (an average of
     LOCALSGD or a memory-efficient slow step; with SGP and neither for ever) after its gradient is
     None. One that is unfrozen is sent from then on, and slow momentum starts at its value before.
+    So it does for a new parameter under an old name, equal in all processes, which a warning names.
+    Weights that are loaded into `module` in between do not reach slow momentum, and the next step
+    warns: call `_init_global_momentum_buffers(optimizer)` after loading.
 
     Args:
       module: module to train; it must be on its device before the first forward pass.
@@ -240,6 +256,9 @@ class SlowMoDistributedDataParallel(SavesReplica, NamesOfFairScale, LikeDDP):
             is_bounded=bound_momentum,
             averages_buffers=broadcast_buffers == "average",
         )
+        for part in (*module.modules(), self):
+            _WRAPPERS[part] = weakref.ref(self)
+            part.register_load_state_dict_post_hook(_note_load)
         self._hooks = BackwardHooks()
         if self._replica.waits_for_backward:
             self._hooks.on_parameters(self, module.parameters())
@@ -407,8 +426,9 @@ class SlowMoDistributedDataParallel(SavesReplica, NamesOfFairScale, LikeDDP):
     def consolidated_state_dict(self, *, for_resuming: bool = False) -> dict[str, Any]:
         """Return one state for all, equal in all processes.
 
-        Parameters are the mean over nodes (sum x / sum w), buffers rank 0's (with "average" their
-        mean). Call it in all processes; it changes nothing.
+        Parameters are the mean over nodes (sum x / sum w). Buffers are rank 0's (with "average"
+        their mean), and so are frozen parameters that differ between processes, since forward()
+        writes to them (those of a target network). Call it in all processes; it changes nothing.
 
         Args:
           for_resuming: False returns a state dict of the module, for
@@ -422,7 +442,8 @@ class SlowMoDistributedDataParallel(SavesReplica, NamesOfFairScale, LikeDDP):
           A dict on the host.
 
         Communication: one all-reduce of parameters and buffers; memory efficient one all-gather of
-          8 bytes per parameter, otherwise one all-reduce of that.
+          8 bytes per parameter, otherwise one all-reduce of that. Of frozen parameters an
+          all-gather of 8 bytes for each tensor; those that differ are part of the all-reduce.
         """
         self._open_round()
         state, device = self.state_dict(keep_vars=True), self._device()

@@ -341,3 +341,67 @@ def test_a_new_shape_compiles_once_and_no_number_of_devices_is_all_there_are():
     assert compiled[0] >= 1
     assert compiled[1] >= 1
     assert compiled[2:] == [0] * 4
+
+
+class Residual(nn.Module):
+    """A block of ResNet-18: convolutions without biases, and a batch norm after each."""
+
+    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(
+            nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False),
+            nn.BatchNorm2d(outputs),
+            nn.ReLU(),
+            nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False),
+            nn.BatchNorm2d(outputs),
+        )
+        self.past = nn.Conv2d(inputs, outputs, 1, stride, bias=False)
+
+    def forward(self, x):
+        return torch.relu(self.inner(x) + self.past(x))
+
+
+class ResNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(
+            nn.Conv2d(3, 8, 7, 2, 3, bias=False),
+            nn.BatchNorm2d(8),
+            nn.ReLU(),
+            nn.MaxPool2d(3, 2, 1),
+            Residual(8, 8, 1),
+            Residual(8, 16, 2),
+            nn.AdaptiveAvgPool2d(1),
+            nn.Flatten(),
+            nn.Linear(16, 4),
+        )
+
+    def forward(self, x, y):
+        return {"loss": nn.functional.cross_entropy(self.layers(x), y)}
+
+
+def test_a_resnet_trains_as_in_plain_torch():
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randn(32, 3, 32, 32, generator=generator)
+    data = [{"x": x, "y": torch.tensor(i % 4)} for i, x in enumerate(images)]
+    model = ResNet()
+    plain = PlainTorch(model)
+    rate, batch = 0.05, 8
+    with manager_of(model, data, nprocs=1, batch_size_per_device=batch) as manager:
+        for number in range(4):
+            loss, _ = manager.step()
+            expected = plain.step(data[number * batch : (number + 1) * batch])
+            assert math.isclose(loss, expected, rel_tol=2e-5)
+            found = manager.get_aggregated_gradients()
+            assert largest_difference(found, plain.gradients()) <= 2e-4
+            new = [
+                p.detach() - rate * g
+                for p, g in zip(plain.model.parameters(), plain.gradients(), strict=True)
+            ]
+            manager.update_model_parameters(new)
+            manager.zero_grad()
+            with torch.no_grad():
+                for parameter, value in zip(plain.model.parameters(), new, strict=True):
+                    parameter.copy_(value)
+            plain.model.zero_grad()

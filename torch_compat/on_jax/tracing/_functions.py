@@ -152,7 +152,8 @@ def embedding_bag(
     rows = torch.embedding(weight, ids, -1, scale_grad_by_freq)
     if per_sample_weights is not None:
         rows = rows * per_sample_weights[:, None]
-    counts = torch.ones_like(ids) if padding_idx is None else (ids != padding_idx).to(ids.dtype)
+    padding = None if padding_idx is None else padding_idx % len(weight)
+    counts = torch.ones_like(ids) if padding is None else (ids != padding).to(ids.dtype)
     sizes = torch.zeros(num_bags, dtype=ids.dtype).index_add(0, bags, counts)
     empty = torch.zeros(num_bags, weight.shape[1], dtype=weight.dtype)
     if mode in (_SUM, _MEAN):
@@ -182,6 +183,13 @@ def _weight_norm(v: torch.Tensor, g: torch.Tensor, dim: int = 0) -> torch.Tensor
     return v * (g / torch.norm_except_dim(v, 2, dim))
 
 
+def _tensor_split(x: torch.Tensor, *places: Any, **named: Any) -> Any:
+    """Compute `torch.tensor_split`, which reads tensors of places where torch traces nothing."""
+    split: Any = torch.tensor_split
+    read = lambda y: y.tolist() if isinstance(y, torch.Tensor) else y  # noqa: E731
+    return split(x, *map(read, places), **{name: read(y) for name, y in named.items()})
+
+
 # Those whose own backward passes are operations that torchax lacks.
 _FUNCTIONS: dict[Any, Callable[..., Any]] = {
     torch.as_strided: _as_strided,
@@ -191,6 +199,8 @@ _FUNCTIONS: dict[Any, Callable[..., Any]] = {
     _TENSOR.detach: _detached(torch.detach),
     _TENSOR.data.__get__: _detached(_TENSOR.data.__get__),
     _TENSOR.random_: _random_,
+    torch.tensor_split: _tensor_split,
+    _TENSOR.tensor_split: _tensor_split,
     torch.cdist: _cdist,
     torch.pdist: _pdist,
     weight_norm: _weight_norm,

@@ -1,21 +1,20 @@
 """Torch's operations as operations of jax: torchax's, and those that it lacks."""
 
 import functools
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import torch
-from torch.fx.node import map_aggregate
 
+from .._arrays import jax_dtype
 from ._errors import name_of, refusal
 from ._internals import arguments_of, decomposition_table, number_of_results
-from ._torchax import Environment, OperatorNotFound, Tensor, torchax_tensor
+from ._operations import OPERATIONS
+from ._torchax import Environment, OperatorNotFound, Tensor
 
 _ATEN: Any = torch.ops.aten
-_NONE, _MEAN = 0, 1  # torch's reductions of losses; the third is the sum
 
 # torchax's are of other arguments or values than torch's: torch decomposes them, or see below.
 _NOT_BY_TORCHAX = (
@@ -24,8 +23,14 @@ _NOT_BY_TORCHAX = (
     _ATEN.native_batch_norm,
     _ATEN._native_batch_norm_legit,
     _ATEN.linalg_vector_norm,
+    _ATEN.max_unpool2d,
+    _ATEN.max_unpool3d,
+    _ATEN.slice_scatter,
     _ATEN.special_log_ndtr,
 )
+
+# torch's backward passes of these need factors, of a transpose or not.
+_DETERMINANTS = (_ATEN._linalg_det.default, _ATEN._linalg_slogdet.default)
 
 _WITHOUT_MEANING = {"device", "generator", "layout", "memory_format", "pin_memory"}
 
@@ -39,7 +44,7 @@ class Lowerings(Environment):
             for name in (packet, *(getattr(packet, n) for n in packet.overloads())):
                 self._ops.pop(name, None)
                 self._decomps.pop(name, None)
-        for name, function in _OPERATIONS.items():
+        for name, function in {**OPERATIONS, _ATEN.normal_functional.default: self._normal}.items():
             self.override_op_definition(name, self._of_arrays(function))
 
     def _of_arrays(self, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -48,6 +53,9 @@ class Lowerings(Environment):
             return self.j2t_iso(function(*args, **kwargs))
 
         return operation
+
+    def _normal(self, x: jax.Array, mean: float = 0, std: float = 1) -> jax.Array:
+        return mean + std * jax.random.normal(self.get_and_rotate_prng_key(), x.shape, x.dtype)
 
     def run(self, node: torch.fx.Node, values: Mapping[torch.fx.Node, Any]) -> Any:
         """Run an operation of a graph on arrays.
@@ -72,17 +80,21 @@ class Lowerings(Environment):
         def argument(x: Any) -> Any:
             if isinstance(x, torch.fx.Node):
                 return Tensor(values[x], self)
+            if isinstance(x, list):
+                return [*map(argument, x)]
             return _held(layer, x) if has_integers and type(x) is int else x
 
+        args = tuple(map(argument, node.args))
         named = {name: x for name, x in node.kwargs.items() if name not in _WITHOUT_MEANING}
-        args: Any = map_aggregate(node.args, argument)
-        kwargs = dict(map_aggregate(named, argument))
-        if target is _ATEN._linalg_det.default:
+        kwargs = {name: argument(x) for name, x in named.items()}
+        if not node.all_input_nodes and any(a.name == "dtype" for a in arguments_of(target)):
+            kwargs["dtype"] = result.dtype
+        if target in _DETERMINANTS:
             matrix = node.all_input_nodes[0].meta["val"]
             kwargs = {"is_transposed": matrix.is_contiguous() and not matrix.is_complex()}
         try:
             with self:
-                return self.t2j_iso(self.dispatch(target, (), args, kwargs))
+                return _declared(result, self.t2j_iso(self.dispatch(target, (), args, kwargs)))
         except Exception as error:
             raise refusal(name_of(target), layer) from error
 
@@ -95,6 +107,18 @@ class Lowerings(Environment):
                 raise
             self.override_op_definition(func, self._of_arrays(function))
             return super()._get_op_or_decomp(func)
+
+
+def _declared(like: Any, found: Any) -> Any:
+    """Return the results of an operation in the dtypes of `like`, torch's; shapes must be equal."""
+    if isinstance(like, list | tuple):
+        return [_declared(*pair) for pair in zip(like, found, strict=True)]
+    dtype = jax_dtype(like.dtype) if isinstance(like, torch.Tensor) else None
+    if dtype is None:
+        return found
+    if found.shape != tuple(like.shape):
+        raise TypeError(f"torch has the shape {tuple(like.shape)}, and not {found.shape}")
+    return found if found.dtype == dtype else found.astype(dtype)
 
 
 def _held(layer: str, number: int) -> int:
@@ -151,9 +175,10 @@ def _derivative(func: Any) -> Callable[..., Any] | None:
             given[names[0]] = jnp.zeros(given["input_size"], cotangent.dtype)
         if "adaptive" in name:
             given["output_size"] = cotangent.shape[-2:] if "2d" in name else cotangent.shape[-3:]
-        if given.get("bias_sizes") is not None:
+        wanted = dict(zip(names, given.get("output_mask", [True] * count), strict=False))
+        if wanted.get("bias"):
             given["bias"] = jnp.zeros(given["bias_sizes"], cotangent.dtype)
-        variables = [n for n in names[:count] if given.get(n) is not None]
+        variables = [n for n in names[:count] if wanted[n] and given.get(n) is not None]
         rest = {n: given.get(n) for n in names if n not in variables}
         env = lowerings()
 
@@ -168,136 +193,3 @@ def _derivative(func: Any) -> Callable[..., Any] | None:
         return found[names[0]] if count == 1 else tuple(found.get(n) for n in names[:count])
 
     return operation
-
-
-def _det(x: jax.Array, is_transposed: bool) -> tuple[jax.Array, ...]:
-    """Compute `aten._linalg_det`, whose backward pass needs the factors, of a transpose or not."""
-    lu, pivots = jax.scipy.linalg.lu_factor(jnp.swapaxes(x, -1, -2) if is_transposed else x)
-    return jnp.linalg.det(x), lu, pivots + 1
-
-
-def _solve(
-    a: jax.Array, b: jax.Array, *, left: bool = True, check_errors: bool = False
-) -> tuple[jax.Array, ...]:
-    """Solve for one vector, or a matrix of them for each matrix of a batch."""
-    del check_errors
-    if not left:
-        x = jnp.swapaxes(jnp.linalg.solve(*(jnp.swapaxes(y, -1, -2) for y in (a, b))), -1, -2)
-    elif b.ndim == 1 or (b.ndim == a.ndim - 1 and b.shape == a.shape[:-1]):
-        x = jnp.linalg.solve(a, b[..., None])[..., 0]
-    else:
-        x = jnp.linalg.solve(a, b)
-    lu, pivots = jax.scipy.linalg.lu_factor(a)
-    return x, lu, pivots + 1, jnp.zeros(a.shape[:-2], jnp.int32)
-
-
-def _lu_solve(
-    lu: jax.Array, pivots: jax.Array, b: jax.Array, *, left: bool = True, adjoint: bool = False
-) -> jax.Array:
-    if left:
-        return jax.scipy.linalg.lu_solve((lu, pivots - 1), b, trans=2 if adjoint else 0)
-    b = jnp.swapaxes(b, -1, -2)
-    if adjoint:
-        x = jax.scipy.linalg.lu_solve((lu, pivots - 1), b.conj()).conj()
-    else:
-        x = jax.scipy.linalg.lu_solve((lu, pivots - 1), b, trans=1)
-    return jnp.swapaxes(x, -1, -2)
-
-
-def _angle(x: jax.Array) -> jax.Array:
-    if jnp.iscomplexobj(x):
-        return jnp.angle(x)
-    return jnp.where(jnp.isnan(x), x, jnp.where(x < 0, jnp.pi, 0.0))  # 0 for -0.0
-
-
-def _put(x: jax.Array, index: jax.Array, values: jax.Array, accumulate: bool = False) -> jax.Array:
-    elements = x.ravel().at[index.ravel()]
-    return (elements.add if accumulate else elements.set)(values.ravel()).reshape(x.shape)
-
-
-def _multilabel_margin_loss(
-    x: jax.Array, labels: jax.Array, reduction: int = _MEAN
-) -> tuple[jax.Array, jax.Array]:
-    """Compute `aten.multilabel_margin_loss_forward`; labels end at the first -1."""
-    rows, row_labels = jnp.atleast_2d(x), jnp.atleast_2d(labels)
-    counts = jnp.cumprod(row_labels != -1, axis=-1) > 0
-    of_labels = jnp.take_along_axis(rows, jnp.where(counts, row_labels, 0), axis=-1)
-    is_label = row_labels[..., None] == jnp.arange(rows.shape[-1])
-    is_target = jnp.any(is_label & counts[..., None], axis=-2)
-    margins = jax.nn.relu(1 - of_labels[..., None] + rows[..., None, :])
-    pairs = counts[..., None] & ~is_target[..., None, :]
-    losses = jnp.sum(jnp.where(pairs, margins, 0), (-2, -1)) / rows.shape[-1]
-    if reduction == _NONE:
-        loss = losses.reshape(x.shape[:-1])
-    else:
-        loss = jnp.mean(losses) if reduction == _MEAN else jnp.sum(losses)
-    return loss, is_target.reshape(x.shape).astype(x.dtype)
-
-
-def _of_maxima(dims: int) -> Callable[..., Any]:
-    """Return the backward pass of max pooling, whose last argument are places of the maxima."""
-
-    def operation(cotangent: jax.Array, x: jax.Array, *rest: Any) -> jax.Array:
-        kept = x.shape[:-dims]
-        rows = jnp.zeros((math.prod(kept), math.prod(x.shape[-dims:])), x.dtype)
-        places, values = (y.reshape(len(rows), -1) for y in (rest[-1], cotangent))
-        return rows.at[jnp.arange(len(rows))[:, None], places].add(values).reshape(x.shape)
-
-    return operation
-
-
-def _scatter(x: jax.Array, dim: int, index: jax.Array, value: float) -> jax.Array:
-    places: list[Any] = list(jnp.indices(index.shape, sparse=True))
-    places[dim] = index
-    return x.at[tuple(places)].set(jnp.asarray(value, x.dtype))
-
-
-def _diagonal_scatter(
-    x: jax.Array, diagonal: jax.Array, offset: int = 0, dim1: int = 0, dim2: int = 1
-) -> jax.Array:
-    matrices, number = jnp.moveaxis(x, (dim1, dim2), (-2, -1)), jnp.arange(diagonal.shape[-1])
-    places = matrices.at[..., number + max(-offset, 0), number + max(offset, 0)]
-    return jnp.moveaxis(places.set(diagonal), (-2, -1), (dim1, dim2))
-
-
-def _slice_scatter(
-    x: jax.Array,
-    part: jax.Array,
-    dim: int = 0,
-    start: int | None = None,
-    end: int | None = None,
-    step: int = 1,
-) -> jax.Array:
-    return x.at[(slice(None),) * (dim % x.ndim) + (slice(start, end, step),)].set(part)
-
-
-def _masked_scatter_backward(
-    cotangent: jax.Array, mask: jax.Array, sizes: Sequence[int]
-) -> jax.Array:
-    mask = jnp.broadcast_to(mask, cotangent.shape).ravel()
-    places = jnp.where(mask, jnp.cumsum(mask) - 1, math.prod(sizes))  # what is outside is dropped
-    source = jnp.zeros(math.prod(sizes), cotangent.dtype)
-    return source.at[places].add(cotangent.ravel(), mode="drop").reshape(sizes)
-
-
-_OPERATIONS: dict[Any, Callable[..., Any]] = {
-    _ATEN._efficientzerotensor.default: lambda size, dtype=None, **_: jnp.zeros(
-        size, torchax_tensor.mappings.t2j_dtype(dtype or torch.float32)
-    ),
-    _ATEN._linalg_det.default: _det,
-    _ATEN._linalg_solve_ex.default: _solve,
-    _ATEN.linalg_lu_solve.default: _lu_solve,
-    _ATEN.angle.default: _angle,
-    _ATEN.diagonal_scatter.default: _diagonal_scatter,
-    _ATEN.slice_scatter.default: _slice_scatter,
-    _ATEN.normal_functional.default: lambda x, mean=0, std=1: (
-        mean + std * jax.random.normal(lowerings().get_and_rotate_prng_key(), x.shape, x.dtype)
-    ),
-    _ATEN.put.default: _put,
-    _ATEN.scatter.value: _scatter,
-    _ATEN.special_erfcx.default: jax.scipy.special.erfcx,
-    _ATEN.multilabel_margin_loss_forward.default: _multilabel_margin_loss,
-    _ATEN.masked_scatter_backward.default: _masked_scatter_backward,
-    _ATEN.max_pool2d_with_indices_backward.default: _of_maxima(2),
-    _ATEN.max_pool3d_with_indices_backward.default: _of_maxima(3),
-}

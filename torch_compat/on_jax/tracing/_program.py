@@ -150,6 +150,7 @@ class _Program:
                     if not inputs[i].trained:
                         arguments[i] = leaves[i].clone()  # torch writes to no leaf
                 results = function(values, arguments)
+                values.refuse_lost_writes()
                 self.varied += [i for i, x in enumerate(results) if x.requires_grad]
                 varied = [results[i] for i in self.varied]
                 cotangents = [torch.zeros(x.shape, dtype=x.dtype) for x in varied]

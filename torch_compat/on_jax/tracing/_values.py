@@ -10,6 +10,7 @@ import torch
 from torch.fx.node import map_arg
 
 from ...memory import overlaps
+from .._arrays import PLAIN_TENSORS
 from ._errors import layer_of, name_of, refusal
 from ._internals import (
     DataDependentOutputException,
@@ -20,6 +21,7 @@ from ._internals import (
     arguments_of,
     get_proxy_mode,
     get_proxy_slot,
+    has_changed,
     no_dispatch,
 )
 
@@ -60,6 +62,7 @@ class Values(TorchDispatchMode):
         super().__init__()
         self._names = {} if module is None else {id(m): name for name, m in module.named_modules()}
         self.seen = set[int]()
+        self._outside: dict[int, tuple[torch.Tensor, Any]] = {}  # by id: itself, and traced
         tracer: Any = get_proxy_mode()
         self._tracer = tracer.tracer
         self._known: dict[torch.fx.Node, Any] = {}
@@ -70,6 +73,8 @@ class Values(TorchDispatchMode):
         leaves = jax.tree.leaves((args, kwargs))
         self.seen.update(id(x) for x in leaves if isinstance(x, torch.Tensor))
         self._refuse_writes(func, args, kwargs)
+        if func is not _ATEN.lift_fresh.default:
+            args, kwargs = jax.tree.map(self._traced, (args, kwargs))
         nodes = self._tracer.graph.nodes
         last = next(reversed(nodes), None)
         try:
@@ -93,6 +98,21 @@ class Values(TorchDispatchMode):
         if value is None:
             raise refusal(name, layer_of(self._names, self._frames()), needs_value=True)
         return value
+
+    def refuse_lost_writes(self) -> None:
+        """Raise `ValueError` if views of tensors that were made outside have been written to."""
+        if any(has_changed(traced) for _, traced in self._outside.values()):
+            raise _lost("")
+
+    def _traced(self, x: Any) -> Any:
+        """Return a tensor of the trace for one that was made outside, such as a global."""
+        if type(x) not in PLAIN_TENSORS:
+            return x
+        if x.layout != torch.strided:
+            raise refusal(f"{x.layout} tensors", layer_of(self._names, self._frames()))
+        if id(x) not in self._outside:
+            self._outside[id(x)] = x, constant(x)
+        return self._outside[id(x)][1]
 
     @staticmethod
     def _frames() -> Any:
@@ -171,9 +191,12 @@ class Values(TorchDispatchMode):
                     "allow it, either: write to a copy (x = x.clone())."
                 )
             if not isinstance(x, FunctionalTensor | FakeTensor):
-                place = "in `out` " if argument.is_out else ""
-                raise ValueError(
-                    f"The module writes {place}into a tensor that was made outside of its call and "
-                    "is no buffer of it, where the change would be lost: register it as a buffer "
-                    "(module.register_buffer)."
-                )
+                raise _lost("in `out` " if argument.is_out else "")
+
+
+def _lost(place: str) -> ValueError:
+    return ValueError(
+        f"The module writes {place}into a tensor that was made outside of its call and is no "
+        "buffer of it, where the change would be lost: register it as a buffer "
+        "(module.register_buffer)."
+    )

@@ -1,7 +1,7 @@
 """The start of slow momentum, and its steps, in one process."""
 
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -29,6 +29,7 @@ class SlowSteps:
       momentum: anchor and velocity; None before there is an anchor.
       initial: float32 vectors by name: values of parameters that have no anchor yet, which the
         first forward pass in training mode saw after they were to be trained.
+      is_loaded: whether weights were loaded into the module since slow momentum was anchored.
     """
 
     def __init__(
@@ -40,7 +41,9 @@ class SlowSteps:
         self._is_bounded = is_bounded
         self.momentum: SlowMomentum | None = None
         self.initial: dict[str, torch.Tensor] = {}
-        self._remembered: Collection[str] = ()
+        self.is_loaded = False
+        # The parameters that slow momentum knows, by name; None for those of a state dict.
+        self._known: dict[str, torch.Tensor | None] = {}
         self._compared: tuple[str, ...] | None = None
         self._foreign = 0
 
@@ -52,16 +55,29 @@ class SlowSteps:
     def resume(self, momentum: SlowMomentum | None, initial: Mapping[str, torch.Tensor]) -> None:
         """Continue from saved values."""
         self.momentum, self.initial, self._compared = momentum, dict(initial), None
-        self._remembered = {*initial, *(momentum.span.names if momentum else ())}
+        self._known = dict.fromkeys([*initial, *(momentum.span.names if momentum else ())])
 
     def remember(self, params: Mapping[str, torch.Tensor], device: torch.device) -> None:
-        """Keep the values of parameters that are new among those exchanged."""
-        new = {name: param for name, param in params.items() if name not in self._remembered}
+        """Keep the values of parameters that are new among those exchanged.
+
+        Raises:
+          UserWarning: the module has other parameters under some names, which start anew.
+        """
+        self.is_loaded &= bool(self._known)  # else it was before the first forward pass
+        known = {name: id(param) for name, param in self._known.items() if param is not None}
+        replaced = [n for n, p in params.items() if known.get(n, id(p)) != id(p)]
+        new = {n: p for n, p in params.items() if n in replaced or n not in self._known}
         if new:
             with own_graph(device):
                 floats = {n: p.detach().float() for n, p in new.items() if p.is_floating_point()}
                 self.initial |= {name: flatten([value]) for name, value in floats.items()}
-        self._remembered = {*params}
+        self._known = {**params}
+        if replaced:
+            warnings.warn(
+                f"The module has new parameters under the names {', '.join(map(repr, replaced))}: "
+                "slow momentum of these starts anew, at their present values.",
+                stacklevel=5,
+            )
 
     def anchor_now(self, groups: Groups, params: Parameters) -> None:
         """Anchor slow momentum at the current parameters.
@@ -71,7 +87,8 @@ class SlowSteps:
 
         Communication: that of `ready`.
         """
-        self.momentum, self.initial = None, {}
+        self.momentum, self.initial, self.is_loaded = None, {}, False
+        self._known = {**params.by_name}
         self._arrange(groups, params)
 
     def ready(self, groups: Groups, params: Parameters) -> SlowMomentum:
@@ -83,8 +100,9 @@ class SlowSteps:
 
         Raises:
           ValueError: parameters that are not float32, or different ones on other processes.
-          UserWarning: slow momentum starts at current values, since no initial ones were kept; or
-            optimizers hold parameters of other modules.
+          UserWarning: slow momentum starts at current values, since no initial ones were kept;
+            weights were loaded into the module; the warning of `remember`; or optimizers hold
+            parameters of other modules.
 
         Communication: for other parameters than in the call before one all-gather of 16 bytes per
           process, and if sharded two of anchor and velocity.
@@ -97,8 +115,19 @@ class SlowSteps:
                 "training.",
                 stacklevel=4,
             )
+            self._known = {**params.by_name}
+        elif self.is_loaded:
+            warnings.warn(
+                "Weights were loaded into the module, and slow momentum keeps its anchor from "
+                "before: the next slow step takes the parameters back to it. To start at what was "
+                "loaded call _init_global_momentum_buffers(optimizer) after loading, in all "
+                "processes.",
+                stacklevel=4,
+            )
+        self.is_loaded = False
+        self.remember(params.by_name, params.device)
         momentum = self.momentum
-        if momentum is None or momentum.span.names != groups.names:
+        if momentum is None or self.initial or momentum.span.names != groups.names:
             momentum = self._arrange(groups, params)
         self._compare(groups, params)
         self.initial = {}
@@ -202,14 +231,17 @@ class SlowSteps:
                 with self._collectives.graph(device, Kind.REARRANGEMENT, [anchor, velocity]):
                     anchor, velocity = map(self._collectives.gather, (anchor, velocity))
             anchors, velocities = before.span.split(anchor), before.span.split(velocity)
+            for name in self.initial.keys() & velocities.keys():
+                del velocities[name]
         span = self.span({name: trained[name].numel() for name in groups.names})
         with own_graph(device):
             initial = {name: value.to(device) for name, value in self.initial.items()}
-            start = {**trained, **initial, **anchors}
+            start = {**trained, **anchors, **initial}
             carried = [velocities.get(n, torch.zeros_like(start[n])) for n in groups.names]
             rates = None
             if before is not None:
-                places = {name: i for i, name in enumerate(before.span.names)}
+                names = enumerate(before.span.names)
+                places = {name: i for i, name in names if name not in initial}
                 rates = before.rates.of([places.get(name) for name in groups.names])
             anchor = span.part([start[name] for name in groups.names])
             self.momentum = SlowMomentum(span, anchor, span.part(carried), rates)
