@@ -151,7 +151,7 @@ def started(
     if isinstance(mesh, VirtualMesh):
         _warn_of_rbg(one_state)
     return TrainState(
-        step=replicate(np.zeros([], np.int32), mesh=mesh, axis_name=axis_name),
+        step=replicate(jax.device_put(np.int32(0)), mesh=mesh, axis_name=axis_name),
         params=stacked,
         opt_state=init(tx, stacked, mesh=mesh, axis_name=axis_name),
         model_state=_with_own_keys(
