@@ -25,7 +25,6 @@ _NOT_BY_TORCHAX = (
     _ATEN.linalg_vector_norm,
     _ATEN.max_unpool2d,
     _ATEN.max_unpool3d,
-    _ATEN.slice_scatter,
     _ATEN.special_log_ndtr,
 )
 

@@ -222,6 +222,18 @@ def _masked_scatter_backward(
     return source.at[places].add(cotangent.ravel(), mode="drop").reshape(sizes)
 
 
+def _slice_scatter(
+    x: jax.Array,
+    part: jax.Array,
+    dim: int = 0,
+    start: int | None = None,
+    end: int | None = None,
+    step: int = 1,
+) -> jax.Array:
+    """Compute `aten.slice_scatter`, of which torch's own form gives views other strides."""
+    return x.at[(slice(None),) * (dim % x.ndim) + (slice(start, end, step),)].set(part)
+
+
 OPERATIONS: dict[Any, Callable[..., Any]] = {
     _ATEN._efficientzerotensor.default: lambda size, dtype=None, **_: jnp.zeros(
         size, torchax_tensor.mappings.t2j_dtype(dtype or torch.float32)
@@ -243,6 +255,7 @@ OPERATIONS: dict[Any, Callable[..., Any]] = {
     _ATEN.put.default: _put,
     _ATEN.scatter.value: _scatter,
     _ATEN.diagonal_scatter.default: _diagonal_scatter,
+    _ATEN.slice_scatter.default: _slice_scatter,
     _ATEN.special_erfcx.default: jax.scipy.special.erfcx,
     _ATEN.multilabel_margin_loss_forward.default: _multilabel_margin_loss,
     _ATEN.masked_scatter_backward.default: _masked_scatter_backward,
