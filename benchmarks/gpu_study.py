@@ -88,7 +88,7 @@ class Experiment:
     """Runs that are compared with each other, for eleven minutes of a GPU.
 
     Attributes:
-      name: of the experiment, in the plan.
+      name: the experiment's name in the plan.
       preset: size of the model.
       bytes_per_parameter: text that each run sees.
       algorithms: names in `ALGORITHMS`.
@@ -194,7 +194,7 @@ def config_for(experiment: Experiment, algorithm: str) -> TrainConfig:
 
 @dataclass(frozen=True)
 class Text:
-    """What `installed_text` wrote: one part per replica, and the held-out families."""
+    """The text that `installed_text` wrote: a part for each replica, and held-out families."""
 
     shares: Sequence[np.ndarray]
     held_out: dict[str, np.ndarray]
@@ -348,8 +348,8 @@ class Results:
     """The rows and the plan in a folder, which begin as those of benchmarks/results.
 
     Args:
-      folder: where both are written.
-      experiments: of the plan.
+      folder: the folder in which both are written.
+      experiments: the experiments of the plan.
       about: what is written with each row: machine, versions, commit.
     """
 

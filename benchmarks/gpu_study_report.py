@@ -59,12 +59,12 @@ def law(size: Any) -> Any:
 
 
 class Price(NamedTuple):
-    """What an algorithm costs after some updates.
+    """The price of an algorithm after some updates.
 
     Attributes:
       row: the row of the algorithm.
       updates: number of updates.
-      losses: of the all-reduce and of the algorithm.
+      losses: the losses of the all-reduce and of the algorithm.
       price: the second over the first, less one.
       low, high: ends of the interval.
     """
