@@ -331,9 +331,9 @@ class Rounds:
         """Return an outcome beside which the island trained: what it keeps of that, as of the rest.
 
         Args:
-          outcome: that of the exchange of `taken`.
-          taken: the island's parameters when it began.
-          values: those now.
+          outcome: the outcome of the exchange of `taken`.
+          taken: the island's parameters when the exchange began.
+          values: the island's parameters now.
         """
         if outcome.rest is None or outcome.is_in:
             return outcome
@@ -412,8 +412,8 @@ class Rounds:
         """Return who is there in the open round.
 
         Returns:
-          present: by island the keys of its parts, from old to new; an island that was started
-            again may have several.
+          present: maps an island to the keys of its parts, from old to new; an island that was
+            started again may have several.
           joining: islands that join in this round.
           is_listed: whether the store lists the part of this process.
         """

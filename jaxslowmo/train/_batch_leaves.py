@@ -14,18 +14,23 @@ from ..tree import leaf_names
 
 def why_not_arrays(batch: PyTree) -> str | None:
     """Return why a NumPy leaf of a batch is no array to jax; None if all are."""
-    for name, x in zip(leaf_names(batch), jax.tree.leaves(batch), strict=True):
-        if isinstance(x, np.ndarray) and not _is_of_jax(x.dtype):
-            instead = "leave it out of the batch, or encode it as numbers"
-            if x.dtype.kind in "iufc":
-                instead = (
-                    "give it in the byte order of this machine, x.astype(x.dtype.newbyteorder('='))"
-                )
-            return (
-                f"`batch`: every leaf must be an array of numbers or bools that jax takes, got "
-                f"{name!r} of dtype {x.dtype}: {instead}."
-            )
-    return None
+    wrong = [_is_other_array(x) for x in jax.tree.leaves(batch)]
+    if not any(wrong):  # names cost more than the rest
+        return None
+    at = wrong.index(True)
+    name, dtype = leaf_names(batch)[at], jax.tree.leaves(batch)[at].dtype
+    instead = "leave it out of the batch, or encode it as numbers"
+    if dtype.kind in "iufc":
+        instead = "give it in the byte order of this machine, x.astype(x.dtype.newbyteorder('='))"
+    return (
+        "`batch`: every leaf must be an array of numbers or bools that jax takes, got "
+        f"{name!r} of dtype {dtype}: {instead}."
+    )
+
+
+def _is_other_array(x: Any) -> bool:
+    """Return whether `x` is an array of NumPy that jax does not take."""
+    return isinstance(x, np.ndarray) and not _is_of_jax(x.dtype)
 
 
 def _is_of_jax(dtype: np.dtype) -> bool:

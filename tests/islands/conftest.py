@@ -1,4 +1,4 @@
-"""What islands say, as a list."""
+"""The lines that islands log, as a list."""
 
 import logging
 from collections.abc import Iterator

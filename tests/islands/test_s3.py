@@ -148,7 +148,7 @@ def test_a_silent_store_is_left_at_the_deadline_by_who_would_join(monkeypatch):
 def test_a_store_that_falls_silent_costs_an_exchange_its_deadline_and_no_progress(
     port, monkeypatch, said
 ):
-    """Of an exchange of one island, which asks a dozen times."""
+    """An exchange of one island makes a dozen requests."""
     url = f"s3://{BUCKET}/run{next(_folders)}"
     with ThreadPoolExecutor(1) as pool:
         with served(port=port) as endpoint:

@@ -187,7 +187,7 @@ def _is_float(x: Any) -> bool:
 
 
 def test_batch_norm_of_equinox_in_its_default_mode_names_what_works():
-    """On devices the error says what to do; on a virtual mesh the model trains."""
+    """The error on devices says what to do; the model trains on a virtual mesh."""
     import equinox as eqx
 
     norm = eqx.nn.BatchNorm(3, axis_name="batch", channelwise_affine=False, mode="ema")

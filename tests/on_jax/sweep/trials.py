@@ -150,12 +150,12 @@ def _weights(shape: Any) -> torch.Tensor:
 
 @dataclass
 class Wanted:
-    """What torch computes.
+    """The results of torch.
 
     Attributes:
       results: the results.
       varied: which of them have gradients.
-      gradients: of the sum of all of these by parameters and arguments; None without one.
+      gradients: the gradients of the sum of all values by parameters and arguments; or None.
       is_random: whether numbers were drawn.
     """
 

@@ -160,7 +160,7 @@ def test_a_loss_function_that_returns_no_key_is_refused(key):
 
 @pytest.mark.parametrize("impl", ["threefry2x32", "rbg", "unsafe_rbg"])
 def test_raw_keys_of_every_generator(impl):
-    """Of four words with some. Plain ones are told, `js.typed_keys` gives each replica its own."""
+    """Some have four words. Plain ones are warned of; `js.typed_keys` makes them own ones."""
 
     def draws(params, batch, *, rng, model_state):
         noise = jax.random.uniform(model_state["key"])
