@@ -170,6 +170,6 @@ class Averaging:
         kept, *received = self._shares[key].split(1)
         mixed = kept * value.to(wide)
         for share, edges in zip(received, round_.permutations, strict=True):
-            mixed = mixed + share * collectives.permute(value, edges).to(wide)
+            mixed.addcmul_(share, collectives.permute(value, edges).to(wide))
         of_master = collectives.only_masters([mixed.to(value.dtype)])
         return collectives.total_in_node(of_master)[0]

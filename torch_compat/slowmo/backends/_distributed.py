@@ -19,6 +19,8 @@ from ._base import Backend, check_devices
 from ._header import Exchange, Kind
 from ._waiting import Waiting, backend_on
 
+# The tag of values; other messages of a program have small numbers, headers 0x510A to 0x510C.
+_TAG = 0x510D
 # gloo cannot sum these dtypes.
 _WIDER = {torch.bool: torch.int32, torch.int16: torch.int32}
 # torch 2.13 has renamed these functions.
@@ -169,23 +171,39 @@ class DistributedBackend(Backend):
         return whole.to(part.device)
 
     def permute(self, value: torch.Tensor, edges: Sequence[tuple[int, int]]) -> torch.Tensor:
-        """Exchange by one all-to-all, in which a process sends to at most one other."""
-        wire, nothing = self._sent(value), [0] * self.world_size
-        sends, receives = list(nothing), list(nothing)
-        for source, target in edges:
-            if source == self.rank:
-                sends[target] = value.numel()
-            if target == self.rank:
-                receives[source] = value.numel()
-        arrived = wire.new_zeros(sum(receives))
-        sent = wire.reshape(-1)[: sum(sends)]
+        """Exchange by one all-to-all, in which a process sends to at most one other.
+
+        Communication: over gloo the values go beside it, and 1 byte for each in it.
+        """
+        wire = self._sent(value).reshape(-1)
+        targets = [target for source, target in edges if source == self.rank]
+        sources = [source for source, target in edges if target == self.rank]
+        arrived = wire.new_empty(len(sources) * len(wire))
+        sent, received, works = wire[: len(targets) * len(wire)], arrived, []
+        if backend_on(self._group, wire.device) == "gloo":
+            # gloo's all-to-all announces a receive after it has begun to send, on the same
+            # connection: of two processes that send to each other one would wait for the other.
+            works += [
+                dist.irecv(arrived, group=self._group, group_src=rank, tag=_TAG) for rank in sources
+            ]
+            works += [
+                dist.isend(wire, group=self._group, group_dst=rank, tag=_TAG) for rank in targets
+            ]
+            # A byte follows each value, so that `until_done` waits for it: messages of a connection
+            # arrive in the order in which they were sent.
+            sent, received = (
+                torch.zeros(len(ranks), dtype=torch.uint8) for ranks in (targets, sources)
+            )
+        everyone = range(self.world_size)
         exchange = functools.partial(
-            dist.all_to_all_single, output_split_sizes=receives, input_split_sizes=sends
+            dist.all_to_all_single,
+            output_split_sizes=[len(received) * (rank in sources) for rank in everyone],
+            input_split_sizes=[len(sent) * (rank in targets) for rank in everyone],
         )
-        self._wait(exchange, arrived, sent)
-        if not sum(receives):
-            return torch.zeros_like(value)
-        return arrived.reshape(value.shape).to(value.device)
+        self._wait(exchange, received, sent)
+        for work in works:
+            work.wait()
+        return arrived.reshape(value.shape).to(value.device) if sources else torch.zeros_like(value)
 
     def _sent(self, value: torch.Tensor, *, fresh: bool = False) -> torch.Tensor:
         """Return `value`, contiguous, on the wire device; a copy if `fresh`, to be overwritten."""

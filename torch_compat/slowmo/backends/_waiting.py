@@ -187,9 +187,12 @@ class Waiting:
         except (PeerLostError, UnlikeCallsError):
             raise
         except RuntimeError as error:
-            with contextlib.suppress(OSError, RuntimeError):
-                if self._store.check(["unlike"]):  # the reason why another process has ended
-                    raise UnlikeCallsError(self._store.get("unlike").decode()) from error
+            unlike = None
+            with contextlib.suppress(OSError, RuntimeError):  # the store may have ended
+                if self._store.check(["unlike"]):
+                    unlike = self._store.get("unlike").decode()
+            if unlike is not None:  # the reason why another process has ended
+                raise UnlikeCallsError(unlike) from error
             gone = self._gone()
             if gone is None:
                 raise

@@ -11,6 +11,7 @@ from slowmo_models import Perceptron, train_step, values
 from slowmo_spawned import spawned
 
 from torch_compat.slowmo import SlowMoDistributedDataParallel as SlowMo
+from torch_compat.slowmo.backends._distributed import DistributedBackend
 from torch_compat.slowmo.backends._waiting import backend_on
 
 WIDTH = 8
@@ -106,3 +107,29 @@ def test_wrappers_and_groups_after_each_other(tmp_path):
     for ours, theirs in zip(first, second, strict=True):
         assert np.array_equal(ours, first[0])
         assert np.array_equal(theirs, second[0])
+
+
+# Pairs in both directions, a cycle, one edge alone, and nothing; a value of each is on one edge.
+EDGES = [[(0, 1), (1, 0), (2, 3), (3, 2)], [(0, 2), (2, 1), (1, 3), (3, 0)], [(3, 1)], []]
+
+
+def permuted():
+    """Values of many kinds and sizes, of which sockets hold the smaller ones alone."""
+    backend, found = DistributedBackend(), []
+    for edges in EDGES:
+        for dtype in (torch.float32, torch.bfloat16, torch.float64):
+            for shape in ((), (0,), (3, 2), (1 << 20,)):
+                value = torch.full(shape, 1.0 + here.rank(), dtype=dtype)
+                new = backend.permute(value, edges)
+                assert (new.shape, new.dtype) == (value.shape, dtype)
+                assert torch.equal(value, torch.full(shape, 1.0 + here.rank(), dtype=dtype))
+                found.append(set(new.reshape(-1).tolist()))
+    return found
+
+
+def test_values_go_along_edges():
+    for rank, found in enumerate(spawned(4, permuted)):
+        for edges in EDGES:
+            expected = {1.0 + source for source, target in edges if target == rank} or {0.0}
+            ours, found = found[:12], found[12:]
+            assert ours == [expected, set(), expected, expected] * 3

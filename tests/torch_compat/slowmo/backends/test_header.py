@@ -194,15 +194,24 @@ def test_nodes_may_differ_in_their_backward_passes():
         assert all(np.array_equal(first[key], other[key]) for key in first)
 
 
-def test_programs_that_do_not_catch_it_end(tmp_path):
+@pytest.mark.parametrize(
+    ("world", "options"),
+    [
+        (2, "localsgd_frequency=1 + rank"),
+        # Process 1 is in an exchange with process 0 alone, which finds that process 3 is not.
+        (4, "slowmo_base_algorithm='sgp', graph='ring', slowmo_frequency=50 - 49 * (rank == 3)"),
+    ],
+    ids=["averages", "gossip"],
+)
+def test_programs_that_do_not_catch_it_end(world, options, tmp_path):
     """Their exchanges that wait for others would keep interpreters from ending."""
     program = (
         "import sys, torch, torch.distributed as dist\n"
         "from torch_compat.slowmo import SlowMoDistributedDataParallel\n"
         "rank = int(sys.argv[1])\n"
         f"dist.init_process_group('gloo', init_method='file://{tmp_path}/store', rank=rank, "
-        "world_size=2)\n"
-        "net = SlowMoDistributedDataParallel(torch.nn.Linear(3, 2), 1, localsgd_frequency=1 + rank,"
+        f"world_size={world})\n"
+        f"net = SlowMoDistributedDataParallel(torch.nn.Linear(3, 2), 1, {options},"
         " check_start=False)\n"
         "optimizer = torch.optim.SGD(net.parameters(), lr=0.1)\n"
         "for _ in range(2):\n"
@@ -213,9 +222,9 @@ def test_programs_that_do_not_catch_it_end(tmp_path):
         subprocess.Popen(
             [sys.executable, "-W", "ignore", "-c", program, str(rank)], stderr=subprocess.PIPE
         )
-        for rank in (0, 1)
+        for rank in range(world)
     ]
     errors = [process.communicate(timeout=PATIENCE_SECONDS)[1] for process in processes]
-    assert [process.returncode for process in processes] == [1, 1], errors
+    assert [process.returncode for process in processes] == [1] * world, errors
     for error in errors:
         assert b"UnlikeCallsError: Processes must make the same calls" in error

@@ -20,6 +20,7 @@ from support.waiting import PATIENCE_SECONDS
 from torch_compat.errors import PeerLostError
 from torch_compat.slowmo import SlowMoDistributedDataParallel as SlowMo
 from torch_compat.slowmo.backends import _waiting
+from torch_compat.slowmo.backends._distributed import DistributedBackend as Backend
 
 WIDTH = 8
 
@@ -36,7 +37,10 @@ def going(victim: int, how: str, options: dict):
     if here.rank() == victim:
         if how == "exception":
             raise ValueError("bad sample")
-        os.kill(os.getpid(), signal.SIGKILL)
+        if how == "SIGKILL":
+            os.kill(os.getpid(), signal.SIGKILL)
+        # In the exchange: its header is sent, and the values of others are on their way to it.
+        Backend.permute = lambda *arguments: os.kill(os.getpid(), signal.SIGKILL)
     try:
         for t in range(1, 4):
             train_step(net, optimizer, t, WIDTH)
@@ -50,6 +54,7 @@ def going(victim: int, how: str, options: dict):
     [
         (2, "SIGKILL", {}),
         (1, "SIGKILL", {"slowmo_base_algorithm": "sgp"}),
+        (1, "SIGKILL while values are sent", {"slowmo_base_algorithm": "sgp"}),
         (0, "exception", {"nprocs_per_node": 2}),
     ],
 )
