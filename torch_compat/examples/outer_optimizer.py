@@ -1,18 +1,11 @@
-"""AdamW on the host, for the mean gradients of the devices: alone, or with peers."""
+"""AdamW on the host, for the mean gradients of the devices."""
 
 import argparse
-import importlib.util
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
-
-
-def adamw(parameters: Iterable[nn.Parameter], learning_rate: float) -> torch.optim.Optimizer:
-    """Return AdamW with weight decay."""
-    return torch.optim.AdamW(parameters, lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.1)
 
 
 def warm_up_and_decay(optimizer: torch.optim.Optimizer, total_steps: int) -> LambdaLR:
@@ -26,12 +19,14 @@ class LocalOptimizer:
 
     def __init__(self, model: nn.Module, options: argparse.Namespace):
         self.parameters, self.period = list(model.parameters()), options.accumulation_steps
-        self.optimizer = adamw(self.parameters, options.learning_rate)
+        self.optimizer = torch.optim.AdamW(
+            self.parameters, lr=options.learning_rate, betas=(0.9, 0.95), weight_decay=0.1
+        )
         self.scheduler = warm_up_and_decay(self.optimizer, options.steps)
         self.steps = self.accumulated = 0
 
-    def after_step(self, num_samples: int) -> bool:
-        """Take the gradients of `num_samples`; return whether the parameters have changed."""
+    def after_step(self) -> bool:
+        """Take the gradients of a step; return whether the parameters have changed."""
         self.accumulated += 1
         if self.accumulated < self.period:
             return False
@@ -54,59 +49,3 @@ class LocalOptimizer:
         self.optimizer.load_state_dict(state["optimizer"])
         self.scheduler.load_state_dict(state["scheduler"])
         self.steps = state["steps"]
-
-    def close(self) -> None:
-        """Do nothing: this optimizer has no connections to other processes."""
-
-
-def hivemind_is_installed() -> bool:
-    """Return whether hivemind can be imported."""
-    return importlib.util.find_spec("hivemind") is not None
-
-
-class HivemindOptimizer:
-    """AdamW on the mean gradient of --target-batch-size samples of all peers, by hivemind.
-
-    It has the methods of `LocalOptimizer`. Start it before `TPUManager`: it forks processes.
-    """
-
-    def __init__(self, model: nn.Module, options: argparse.Namespace):
-        import hivemind  # pyright: ignore[reportMissingImports]  optional
-
-        self.parameters = list(model.parameters())
-        self.dht = hivemind.DHT(initial_peers=options.initial_peers, start=True)
-        self.optimizer = hivemind.Optimizer(
-            dht=self.dht,
-            run_id=options.run_id,
-            target_batch_size=options.target_batch_size,
-            params=self.parameters,
-            optimizer=lambda parameters: adamw(parameters, options.learning_rate),
-            scheduler=lambda optimizer: warm_up_and_decay(optimizer, options.steps),
-        )
-        # The state holds the number of steps, which determines the schedule; peers that are further
-        # ahead send their state.
-        self.state_dict = self.optimizer.state_dict
-        self.load_state_dict = self.optimizer.load_state_dict
-        print("Others join with --initial-peers", *self.dht.get_visible_maddrs())
-
-    @property
-    def steps(self) -> int:
-        """The steps of all peers together, including those before this one joined."""
-        return self.optimizer.local_epoch
-
-    def after_step(self, num_samples: int) -> bool:
-        """Pass on the gradients and zero them; hivemind keeps its own sum."""
-        previous = self.steps
-        self.optimizer.step(batch_size=num_samples)
-        for parameter in self.parameters:
-            if parameter.grad is not None:
-                parameter.grad.zero_()
-        return self.steps != previous
-
-    def close(self) -> None:
-        """Leave the peers."""
-        self.optimizer.shutdown()
-        self.dht.shutdown()
-
-
-KINDS = {"local": LocalOptimizer, "hivemind": HivemindOptimizer}

@@ -3,7 +3,8 @@
     python -m torch_compat.examples.train_slowmo --cpu-devices 2
 
 Every device has its own samples and optimizer. At the end the mean of all replicas is compared with
-the initial model.
+the initial model. With --compiled a step of a replica (forward and backward pass and AdamW) goes
+through `torch_xla.compile`, as in pytorch/xla's examples.
 """
 
 import argparse
@@ -11,6 +12,8 @@ import copy
 
 import torch
 import torch_xla
+import torch_xla.core.xla_model as xm
+import torch_xla.debug.metrics as met
 import torch_xla.distributed.xla_multiprocessing as xmp
 
 from .. import runtime
@@ -19,7 +22,8 @@ from .arguments import MODEL, SLOWMO, STEPS, TRAINING, XLA, Parser
 from .model import LanguageModel
 from .replicas import prepare_to_spawn, run
 
-parse = Parser("train_slowmo", __doc__, XLA, STEPS, TRAINING, SLOWMO, MODEL).parse
+OPTIONS = {"compiled": (False, "one program per step, in a full graph if one device has a process")}
+parse = Parser("train_slowmo", __doc__, XLA, STEPS, OPTIONS, TRAINING, SLOWMO, MODEL).parse
 
 
 def train(index: int, options: argparse.Namespace, model: LanguageModel) -> None:
@@ -27,21 +31,36 @@ def train(index: int, options: argparse.Namespace, model: LanguageModel) -> None
     # A copy, since several CPU devices are threads, which share `model`.
     replica = copy.deepcopy(model).to(torch_xla.device())
     replica.tie_weights()  # a move to an XLA device makes two tensors of tied ones
-    net = SlowMoDistributedDataParallel(replica, **options.slowmo)
+    # A full graph cannot read values, so it cannot check that replicas start equal.
+    settings = {"check_start": not options.compiled, **options.slowmo}
+    net = SlowMoDistributedDataParallel(replica, **settings)
     # `capturable` counts steps on the device. A Python number would make every step a new graph,
     # and so would a learning rate that changes, unless it is a tensor.
     optimizer = torch.optim.AdamW(net.parameters(), lr=options.learning_rate, capturable=True)
+    num_programs: list[int] = []  # compiled by the end of each step
 
-    def step(tokens: torch.Tensor) -> torch.Tensor:
+    def local_step(tokens: torch.Tensor) -> torch.Tensor:
         loss = net(input_ids=tokens, labels=tokens)["loss"]
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
+        return loss
+
+    # Several CPU devices are threads of one process, and a full graph would block all of them.
+    full_graph = not runtime.shares_a_process()
+    compiled = torch_xla.compile(local_step, full_graph=full_graph)
+
+    def step(tokens: torch.Tensor) -> torch.Tensor:
+        loss = compiled(tokens) if options.compiled else local_step(tokens)
         net.perform_slowmo(optimizer)
         runtime.run_pending()
+        num_programs.append((met.metric_data("CompileTime") or [0])[0])
         return loss
 
     run(net, options, step)
+    settled = options.slowmo_frequency + 1
+    number = num_programs[-1] - num_programs[:settled][-1]
+    xm.master_print(f"{number} programs were compiled after step {settled}")
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ Ctrl-C stops after the step in progress, and writes a checkpoint if there is --c
 import argparse
 import sys
 import time
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -16,19 +15,17 @@ import torch
 from tqdm import tqdm
 
 from .. import TPUManager, runtime
-from . import checkpoint, outer_optimizer
+from . import checkpoint
 from .arguments import MODEL, STEPS, TRAINING, XLA, Parser
 from .model import LanguageModel, mean_loss
+from .outer_optimizer import LocalOptimizer
 from .text import TextStream, standard_library, validation_batch
 
 OPTIONS = {
     "grad_accumulation_steps": (1, "passes per device before gradients go to the host"),
     "accumulation_steps": (2, "of those, on the host, before the optimizer's step"),
     "validate_every": (20, "steps from one validation to the next"),
-    "optimizer": (("local", "hivemind"), "whether to train alone or with peers"),
-    "target_batch_size": (64, "hivemind: samples of all peers per step"),
     "resume": (False, "resume from --checkpoint"),
-    "run_id": ("torch_compat_example", "hivemind: name of the common run"),
 }
 
 
@@ -36,14 +33,11 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """Return the options, with the checkpoint to resume from as `state`, empty for a new run."""
     parser = Parser("train_tpu_manager", __doc__, XLA, STEPS, TRAINING, OPTIONS, MODEL)
     parser.set_defaults(steps=60, learning_rate=5e-3)
-    parser.add_argument("--initial-peers", nargs="*", default=[], help="hivemind: whom to join")
     parser.add_argument("--checkpoint", type=Path, help="file, written at every validation")
     options = parser.parse(arguments)
     if options.resume and options.checkpoint is None:
         parser.error("argument --resume: needs --checkpoint, the file to resume from")
-    if options.optimizer == "hivemind" and not outer_optimizer.hivemind_is_installed():
-        parser.error("argument --optimizer: hivemind is not installed (pip install hivemind)")
-    options.run = {"config": vars(options.config), "outer": options.optimizer}
+    options.run = {"config": vars(options.config)}
     try:
         path = options.checkpoint
         options.state = checkpoint.load(path, **options.run) if options.resume else {}
@@ -53,7 +47,10 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def train(
-    manager: TPUManager, model: LanguageModel, outer: Any, options: argparse.Namespace
+    manager: TPUManager,
+    model: LanguageModel,
+    outer: LocalOptimizer,
+    options: argparse.Namespace,
 ) -> None:
     """Train up to --steps steps of the optimizer `outer`, or until Ctrl-C."""
     text = standard_library().validation
@@ -73,7 +70,7 @@ def train(
             taken, waiting = taken + num_samples, waiting + num_samples
             rate = taken / (time.perf_counter() - begin)
             bar.set_postfix(loss=f"{loss:.3f}", samples_per_second=f"{rate:.1f}")
-            if not outer.after_step(num_samples):
+            if not outer.after_step():
                 continue
             # A checkpoint does not contain pending gradients: a resumed run repeats their samples.
             trained, waiting = trained + waiting, 0
@@ -99,7 +96,7 @@ def main() -> None:
     text, model, state = standard_library().train, LanguageModel(options.config), options.state
     if state:
         model.load_state_dict(state["model"])
-    outer = outer_optimizer.KINDS[options.optimizer](model, options)
+    outer = LocalOptimizer(model, options)
     if state:
         outer.load_state_dict(state["optimizer"])
     # `skip` counts samples of training only; the warm-up of every run takes some more.
@@ -111,7 +108,7 @@ def main() -> None:
         "nprocs": options.cpu_devices,
         "seed_base": options.seed + skip,  # other random numbers than before the checkpoint
     }
-    with closing(outer), TPUManager(model, samples, start=True, **settings) as manager:
+    with TPUManager(model, samples, start=True, **settings) as manager:
         print("Starting the devices ...", flush=True)
         for _ in range(3):  # compiles all programs before time is measured
             manager.step()

@@ -11,9 +11,8 @@ import torch
 from jax.core import Tracer
 
 from ._arrays import to_jax
+from ._attributes import attributes_kept, refuse_changes
 from ._checks import check_module
-from ._numbers import numbers_kept, refuse_changes
-from ._plain_tensors import plain_tensors_kept
 from .tracing import Input, Values, as_parameter, call, cumulative_averages, torch_dtype
 
 Arrays = dict[str, jax.Array]
@@ -85,8 +84,7 @@ class Functional:
                 leaves[i] = tensor
             with (
                 self._in_its_mode(),
-                plain_tensors_kept(self._owner, self._module, values),
-                numbers_kept(self._owner, self._module) as numbers,
+                attributes_kept(self._owner, self._module, values) as numbers,
             ):
                 result = torch.func.functional_call(
                     _Around(self._module, run),

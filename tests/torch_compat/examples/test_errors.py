@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from torch_compat.examples import outer_optimizer, train_digits, train_slowmo, train_tpu_manager
+from torch_compat.examples import train_digits, train_slowmo, train_tpu_manager
 
 FOUR = ["--cpu-devices", "4"]
 # A program, its arguments, and what it says of them.
@@ -22,7 +22,6 @@ LINES = [
     (train_tpu_manager, ["--width", "100", "--heads", "3"], "`width`"),
     (train_tpu_manager, ["--resume"], "--checkpoint"),
     (train_tpu_manager, ["--resume", "--checkpoint", "/nowhere/c.pt"], "/nowhere/c.pt"),
-    (train_tpu_manager, ["--optimizer", "hivemind"], "pip install hivemind"),
 ]
 
 
@@ -34,15 +33,14 @@ def stopped(program, arguments, capsys) -> str:
 
 
 @pytest.mark.parametrize(("program", "arguments", "said"), LINES)
-def test_wrong_arguments(program, arguments, said, capsys, monkeypatch):
-    monkeypatch.setattr(outer_optimizer, "hivemind_is_installed", lambda: False)
+def test_wrong_arguments(program, arguments, said, capsys):
     assert said in stopped(program, arguments, capsys)
 
 
 def test_a_checkpoint_of_another_model_is_refused(tmp_path, capsys):
     path = tmp_path / "c.pt"
     config = vars(train_tpu_manager.parse(["--width", "96"]).config)
-    torch.save({"config": config, "outer": "local"}, path)
+    torch.save({"config": config}, path)
     arguments = ["--checkpoint", str(path), "--resume"]
     assert "config" in stopped(train_tpu_manager, arguments, capsys)
     path.write_text("nonsense")

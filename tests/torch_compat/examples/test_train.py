@@ -48,7 +48,7 @@ TRAINING = ("--steps", "24", "--slowmo-frequency", "8", "--learning-rate", "5e-3
 
 @pytest.mark.parametrize("devices", ["1", "2"])
 def test_it_learns_and_compiles_nothing_after_the_first_period(devices):
-    summary = run("train_compiled", *TRAINING, "--cpu-devices", devices)
+    summary = run("train_slowmo", *TRAINING, "--compiled", "--cpu-devices", devices)
     assert summary.steps == 24
     assert summary.last_loss < 0.75 * summary.first_loss
     assert f"(mean of {devices} replicas)" in summary.output
