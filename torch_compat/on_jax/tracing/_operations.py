@@ -261,4 +261,6 @@ OPERATIONS: dict[Any, Callable[..., Any]] = {
     _ATEN.masked_scatter_backward.default: _masked_scatter_backward,
     _ATEN.max_pool2d_with_indices_backward.default: _of_maxima(2),
     _ATEN.max_pool3d_with_indices_backward.default: _of_maxima(3),
+    _ATEN.adaptive_max_pool2d_backward.default: _of_maxima(2),
+    _ATEN.adaptive_max_pool3d_backward.default: _of_maxima(3),
 }
