@@ -9,6 +9,7 @@ through `torch_xla.compile`, as in pytorch/xla's examples.
 
 import argparse
 import copy
+from typing import Any
 
 import torch
 import torch_xla
@@ -48,7 +49,7 @@ def train(index: int, options: argparse.Namespace, model: LanguageModel) -> None
 
     # Several CPU devices are threads of one process, and a full graph would block all of them.
     full_graph = not runtime.shares_a_process()
-    compiled = torch_xla.compile(local_step, full_graph=full_graph)
+    compiled: Any = torch_xla.compile(local_step, full_graph=full_graph)
 
     def step(tokens: torch.Tensor) -> torch.Tensor:
         loss = compiled(tokens) if options.compiled else local_step(tokens)
