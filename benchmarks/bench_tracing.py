@@ -82,7 +82,7 @@ def cells() -> dict[str, Cell]:
     local_sgd = js.local_sgd("replica", sync_every=3)
     synced = {
         "local_sgd": local_sgd,
-        "sgp": js.sgp("replica").sized({"replica": ARGS.replicas}),
+        "sgp": js.sgp("replica").bound({"replica": ARGS.replicas}),
         "slowmo over local_sgd": js.slowmo("replica", base=local_sgd, sync_every=12),
         "slowmo over local_sgd, unsharded": js.slowmo(
             "replica", base=local_sgd, sync_every=12, shard_state=False

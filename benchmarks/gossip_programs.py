@@ -16,7 +16,7 @@ import re
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -85,27 +85,11 @@ def models() -> list[Model]:
     ]
 
 
-class FirstState(NamedTuple):
-    """The state of `First`."""
-
-    count: jax.Array
-    inner: Any
-
-
-@dataclass(frozen=True)
-class First(js.spec.Wrapper):
-    """An algorithm with the phase of its first update as its only one."""
-
-    base: js.spec.Sync
-    owner = "first"
-    state = FirstState
-
-    def init(self, params: Any) -> FirstState:
-        return FirstState(jnp.zeros([], jnp.int32), self.base.init(params))
-
-    def phase(self, t: int, skipped: int = 0) -> tuple[str, ...]:
-        del t, skipped
-        return self.base.phase(1)
+def of_first_round(sync: js.ParameterTransform, replicas: int) -> js.ParameterTransform:
+    """Return a transform with the phase of its first update as its only one."""
+    algorithm = sync.bound({"replica": replicas}).algorithm
+    events = tuple(replace(event, forms=1) for event in algorithm.events)
+    return js.ParameterTransform(replace(algorithm, events=events, bind=None))
 
 
 def measure(
@@ -117,7 +101,7 @@ def measure(
     start = time.process_time()
     (lowered,) = lowered_step(
         model.loss,
-        sync if mode == "traced" else js.ParameterTransform(First(sync.sync)),
+        sync if mode == "traced" else of_first_round(sync, mesh.size),
         model.params,
         batch,
         mesh,

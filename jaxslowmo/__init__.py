@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from . import sparse as sparse
     from . import topology as topology
     from . import train as train
-    from .algorithms import LocalSGDState as LocalSGDState
     from .algorithms import diloco as diloco
     from .algorithms import hierarchical_local_sgd as hierarchical_local_sgd
+    from .algorithms import layers as layers
     from .algorithms import local_sgd as local_sgd
     from .algorithms import only_finite as only_finite
     from .algorithms import read_anchor as read_anchor
@@ -87,9 +87,15 @@ if TYPE_CHECKING:
     from .train import train_loop as train_loop
     from .train import typed_keys as typed_keys
     from .train import uneven_batches as uneven_batches
+    from .transform import Algorithm as Algorithm
+    from .transform import Carry as Carry
+    from .transform import Event as Event
+    from .transform import ExchangeState as ExchangeState
     from .transform import GradientSpec as GradientSpec
     from .transform import GradientTransform as GradientTransform
     from .transform import ParameterTransform as ParameterTransform
+    from .transform import ReplicaGroup as ReplicaGroup
+    from .transform import UpdateContext as UpdateContext
     from .transform import chain as chain
     from .transform import every as every
     from .transform import gradient_transform as gradient_transform
@@ -102,7 +108,7 @@ else:  # hidden from type checkers, to which `__getattr__` would make every name
     # Which package has which of the names above.
     _NAMES = {
         "algorithms": (
-            "LocalSGDState diloco hierarchical_local_sgd local_sgd only_finite read_anchor sgp "
+            "diloco hierarchical_local_sgd layers local_sgd only_finite read_anchor sgp "
             "slow_momentum slowmo"
         ),
         "embedding": (
@@ -125,8 +131,9 @@ else:  # hidden from type checkers, to which `__getattr__` would make every name
             "typed_keys uneven_batches"
         ),
         "transform": (
-            "GradientSpec GradientTransform ParameterTransform chain every "
-            "gradient_transform init phase_name remembers_parameters"
+            "Algorithm Carry Event ExchangeState GradientSpec GradientTransform ParameterTransform "
+            "ReplicaGroup UpdateContext chain every gradient_transform init phase_name "
+            "remembers_parameters"
         ),
         "tree": "assign_buckets",
     }

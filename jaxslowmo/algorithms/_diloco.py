@@ -3,10 +3,10 @@
 import optax
 
 from .._support.settings import records_settings
-from .._support.types import AxisName, PyTree
+from .._support.types import AxisName
 from ..collectives.codecs import Codec
-from ..transform import Every, InnerState, ParameterTransform, as_schedule, checked_exchange
-from .outer import Fragments, Outer, Placement, shards_state
+from ..transform import Every, InnerState, ParameterTransform, as_schedule, checked_group
+from .outer import Fragments, outer_algorithm, shards_state
 
 
 @records_settings
@@ -17,7 +17,6 @@ def diloco(
     outer_optimizer: optax.GradientTransformation | None = None,
     shard_state: bool | None = None,
     local_axis_name: AxisName | None = None,
-    param_specs: PyTree | None = None,
     bucket_bytes: int | None = None,
     codec: Codec | None = None,
     fragments: Fragments = 1,
@@ -36,11 +35,10 @@ def diloco(
       sync_every: inner steps per outer step, or `js.every(...)`.
       outer_optimizer: any complete optax optimizer (with learning rate and sign) that needs no
         loss; the default is `optax.sgd(0.7, momentum=0.9, nesterov=True)`.
-      shard_state: whether each replica keeps only 1/R of the anchor and of the outer state, as
-        shards of flat buffers. This needs an element-wise outer optimizer; None shards with one
-        (not with `top_k`). See `docs/outer.md`.
+      shard_state: whether each replica keeps only 1/R of each leaf of the anchor and of the outer
+        state. True promises that `outer_optimizer` is element-wise, since it steps these blocks;
+        None is True without an `outer_optimizer` (not with `top_k`). See `docs/outer.md`.
       local_axis_name: axis of the devices inside a replica, as in `js.slowmo`.
-      param_specs: specs of leaves sharded over automatic axes, as in `js.slowmo`.
       bucket_bytes: size of the exchanged buffers, as in `js.slowmo`.
       codec: format in which replicas send their displacement, as in `js.slowmo`.
       fragments: number of parts of the model that take turns, as in `js.slowmo`.
@@ -49,8 +47,8 @@ def diloco(
       inner_state: "keep", "reset" or "average" the optimizer's moments, as in `js.slowmo`.
 
     Returns:
-      A `ParameterTransform` with state `OuterState`. The outer state is float32, and so is the
-      exchange without a codec.
+      A `ParameterTransform` with `state.shared["anchor"]` and `["outer"]`, the state of
+      `outer_optimizer`, in float32, as is the exchange without a codec.
 
     Raises:
       ValueError: sync_every < 1, an invalid `codec`, an outer optimizer that is no optax transform,
@@ -66,8 +64,9 @@ def diloco(
       2023, algorithm 1.
     """
     owner = "diloco"
-    exchange = checked_exchange(owner, axis_name, local_axis_name, param_specs, bucket_bytes, codec)
-    if shards_state(owner, shard_state, exchange) is False:
+    group = checked_group(owner, axis_name, local_axis_name, bucket_bytes, codec)
+    is_element_wise = outer_optimizer is None or shard_state is True
+    if shard_state is None and not is_element_wise:
         shard_state = False
     if outer_optimizer is None:
         outer_optimizer = optax.sgd(0.7, momentum=0.9, nesterov=True)
@@ -84,15 +83,16 @@ def diloco(
     #   Delta^(t) = 1/k sum_i (theta^(t-1) - theta_i^(t)) = theta^(t-1) - mean_i theta_i^(t)
     #   theta^(t) = OuterOpt(theta^(t-1), Delta^(t))
     # No `rate`: the outer optimizer has its own, independent of the inner optimizer's.
-    outer = Outer(
+    algorithm = outer_algorithm(
         owner,
-        exchange,
+        group,
         as_schedule(sync_every),
         outer_optimizer,
-        placement=Placement(owner, shard_state, outer_optimizer),
+        is_sharded=shards_state(owner, shard_state, group),
+        is_element_wise=is_element_wise,
         fragments=fragments,
         delay=delay,
         merge=merge,
         inner_state=inner_state,
     )
-    return ParameterTransform(outer)
+    return ParameterTransform(algorithm)

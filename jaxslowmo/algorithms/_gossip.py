@@ -8,7 +8,6 @@ range of parameters whatever the weights are, and nodes that agree keep their va
 """
 
 import functools
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -22,10 +21,15 @@ from jax.core import Tracer
 from .._support.types import PyTree
 from ..collectives import in_slices, permute
 from ..collectives.codecs import Half
-from ..mesh import Shares, axis_names
+from ..mesh import Shares
 from ..topology import ExchangeRound, Graph, Mixing, exchange_rounds, weights_move
-from ..transform import Exchange, Flats, TreePacking, packing_of, phase_scope, run_one_of
-from ..tree import Buffer, added, at_least_float32, by_dtype, cast, subtracted
+from ..transform import (
+    ReplicaGroup,
+    packing_of,
+    phase_scope,
+    run_one_of,
+)
+from ..tree import Buffer, Flats, TreePacking, added, at_least_float32, by_dtype, cast, subtracted
 
 
 @dataclass(frozen=True)
@@ -85,7 +89,7 @@ class Gossip:
       plan: the messages of each exchange.
     """
 
-    over: Exchange
+    over: ReplicaGroup
     plan: GossipPlan
 
     def exchange(
@@ -119,7 +123,7 @@ class Gossip:
             number % size,
             [functools.partial(run, i) for i in range(size)],
             (packing.pack(values, encoded, role="round"), weight),
-            axes=(*axis_names(self.over.axis_name), *axis_names(self.over.local_axis_name or ())),
+            axes=self.over.bound_axes,
         )
         return Arrival(packing.unpack(flats), received.astype(jnp.float32)), kept
 
@@ -183,8 +187,8 @@ def divided(tree: PyTree, weight: jax.Array) -> PyTree:
     return jax.tree.map(lambda x: x / in_dtype(x.dtype), tree)
 
 
-def pulled(updates: PyTree, local: PyTree, arrival: Arrival, share: jax.Array) -> PyTree:
-    """Return `updates` that also move `local` by `share` of the way to the received mean.
+def pulled(params: PyTree, local: PyTree, arrival: Arrival, share: jax.Array) -> PyTree:
+    """Return `params` moved by `share` of the way from `local` to the received mean.
 
     With share = (received weight) / (weight afterwards) this is push-sum's new estimate: the mean
     of local and received values, each with its weight. Equal values do not move.
@@ -197,7 +201,7 @@ def pulled(updates: PyTree, local: PyTree, arrival: Arrival, share: jax.Array) -
         away = subtracted(cast(theirs, wide), cast(mine, wide))
         return added(cast(u, wide), in_dtype(wide) * away)
 
-    return jax.tree.map(pull, updates, local, arrival.mean)
+    return jax.tree.map(pull, params, local, arrival.mean)
 
 
 def weight_after(kept: jax.Array, weight: jax.Array, arrival: Arrival) -> jax.Array:
@@ -205,29 +209,7 @@ def weight_after(kept: jax.Array, weight: jax.Array, arrival: Arrival) -> jax.Ar
     return kept * weight.astype(kept.dtype) + arrival.weight.astype(kept.dtype)
 
 
-def total_mass(
-    values: PyTree, weight: jax.Array, in_flight: Sequence[Arrival]
-) -> tuple[PyTree, jax.Array]:
-    """Return a node's numerators and weight, including the messages that it has yet to mix in.
-
-    Returns:
-      `(x, w)`, in at least float32. sum x / sum w over all nodes is the mean that gossip tends to.
-    """
-
-    def numerator(local: jax.Array, *arrived: jax.Array) -> jax.Array:
-        wide = at_least_float32(local.dtype)
-        # x = w z, of the node's value and of each message that is in flight to it.
-        x = weight.astype(wide) * local.astype(wide)
-        for arrival, mean in zip(in_flight, arrived, strict=True):
-            x += arrival.weight.astype(wide) * mean.astype(wide)
-        return x
-
-    x = jax.tree.map(numerator, values, *(arrival.mean for arrival in in_flight))
-    total = weight + sum((a.weight for a in in_flight), start=jnp.zeros_like(weight))
-    return x, total
-
-
-def unsent(values: PyTree, over: Exchange, codec: Half, like: PyTree) -> PyTree:
+def unsent(values: PyTree, over: ReplicaGroup, codec: Half, like: PyTree) -> PyTree:
     """Return the residual of encoding `values`, which a node does not send, like `like`.
 
     Communication: none.
@@ -241,7 +223,7 @@ def unsent(values: PyTree, over: Exchange, codec: Half, like: PyTree) -> PyTree:
 
 
 def pulled_with_residual(
-    updates: PyTree,
+    params: PyTree,
     local: PyTree,
     residual: PyTree,
     arrival: Arrival,
@@ -250,7 +232,7 @@ def pulled_with_residual(
     share: jax.Array,
     sent_share: jax.Array,
 ) -> PyTree:
-    """Return the updates of `pulled` for a node that keeps the residual of the value it sent.
+    """Return the parameters of `pulled` for a node that keeps the residual of the value it sent.
 
     With z = `local` and r = `residual` the peers received z - r. The numerator keeps r times the
     weight that was sent with it, so that the sum over all nodes does not change:
@@ -261,7 +243,7 @@ def pulled_with_residual(
     `rounds_mixtures` rounds the mixture.
 
     Args:
-      updates: the updates of the parameters, in at least float32.
+      params: the parameters, in at least float32.
       local: z.
       residual: r, by whose dtype the codec knows the leaves that it narrows; 0 in the others.
       arrival: the values that the node received.
@@ -280,13 +262,12 @@ def pulled_with_residual(
             away = subtracted(codec.rounded(added(sent, away)), sent)
         return added(cast(u, wide), away + of_residual(wide) * r)
 
-    return jax.tree.map(pull, updates, local, residual, arrival.mean)
+    return jax.tree.map(pull, params, local, residual, arrival.mean)
 
 
-class SGPState(NamedTuple):
-    """The state of `sgp`."""
+class PushSumState(NamedTuple):
+    """The local state of `sgp`."""
 
-    count: jax.Array  # () int32, updates so far; equal on all replicas
     exchanges: jax.Array  # () int32, exchanges so far; equal on all replicas
     weight: jax.Array  # () float32, push-sum weight w; with `in_flight` it sums to the axis size
     in_flight: tuple[Arrival, ...]  # overlap - 1 messages, oldest first; () for overlap 0, 1
@@ -324,16 +305,16 @@ def shares_of_gossip(opt_state: PyTree) -> Shares | None:
     )
 
 
-def _states_of_gossip(tree: PyTree) -> tuple[list[SGPState], list[SGPState]]:
+def _states_of_gossip(tree: PyTree) -> tuple[list[PushSumState], list[PushSumState]]:
     """Return the states of `js.sgp` that apply to all leaves, and those that apply to some."""
-    kinds = SGPState | optax.MaskedState
+    kinds = PushSumState | optax.MaskedState
     nodes = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, kinds))
-    everywhere = [x for x in nodes if isinstance(x, SGPState)]
+    everywhere = [x for x in nodes if isinstance(x, PushSumState)]
     masked = [_states_of_gossip(x.inner_state) for x in nodes if isinstance(x, optax.MaskedState)]
     return everywhere, [state for pair in masked for states in pair for state in states]
 
 
-def _counts_alike(state: SGPState) -> bool:
+def _counts_alike(state: PushSumState) -> bool:
     """Return whether all weights are 1 and nothing is in flight; False for traced weights."""
     if state.in_flight or isinstance(state.weight, Tracer):
         return False

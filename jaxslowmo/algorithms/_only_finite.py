@@ -1,37 +1,27 @@
 """A wrapper that skips exchanges while a replica's parameters hold NaN or infinity."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import partial
-from typing import NamedTuple
+from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from .._support.scopes import EVERY_PHASE
 from .._support.settings import records_settings
 from .._support.types import PyTree
 from ..transform import (
+    Algorithm,
+    Carry,
     Event,
-    Now,
-    Operand,
-    Others,
     ParameterTransform,
-    Sync,
-    Wrapper,
+    ReplicaGroup,
+    UpdateContext,
+    around,
     phase_scope,
+    rounded,
     run_if,
 )
-from ..tree import all_finite, apply_exactly
-
-
-class OnlyFiniteState(NamedTuple):
-    """The state of `only_finite`."""
-
-    count: jax.Array  # () int32, updates so far; equal on all replicas
-    refused: jax.Array  # () int32, exchanges that were skipped; equal on all replicas
-    inner: PyTree  # state of the wrapped transform
+from ..tree import all_finite
 
 
 @records_settings
@@ -39,10 +29,10 @@ def only_finite(inner: ParameterTransform, *others: object, **named: object) -> 
     """Skip an exchange if any replica's parameters are NaN or infinite, and count the skipped ones.
 
     One replica that diverges would make all others NaN with the next average. This wrapper skips
-    the exchange instead, so that the others stay finite, and `state.refused` counts the skipped
-    exchanges. If it is above 0, stop or go back to a checkpoint. Training can go on, but nothing is
-    exchanged until the replica recovers. Model state that `js.make_train_step` averages with the
-    parameters (`model_state="sync_mean"`) must be finite too, and is skipped with them
+    the exchange instead, so that the others stay finite, and `state.local["refused"]` counts the
+    skipped exchanges. If it is above 0, stop or go back to a checkpoint. Training can go on, but
+    nothing is exchanged until the replica recovers. Model state that `js.make_train_step` averages
+    with the parameters (`model_state="sync_mean"`) must be finite too, and is skipped with them
     (`"broadcast"` is not part of the exchange and is not checked).
 
     With y = params + updates, all replicas check together whether y is finite everywhere, before
@@ -77,62 +67,57 @@ def only_finite(inner: ParameterTransform, *others: object, **named: object) -> 
             f"only_finite: `inner` must be a js.ParameterTransform such as js.local_sgd(...), got "
             f"{type(inner).__name__}."
         )
-    return ParameterTransform(OnlyFinite(inner.sync))
+    return ParameterTransform(_only_finite(inner.algorithm))
 
 
-@dataclass(frozen=True)
-class OnlyFinite(Wrapper):
-    """The algorithm `base`, each of whose exchanges all replicas allow first."""
+def _only_finite(inner: Algorithm) -> Algorithm:
+    """Return the algorithm, each of whose exchanges all replicas permit first."""
+    base = around(inner)
 
-    base: Sync
-    owner = "only_finite"
-    state = OnlyFiniteState
-
-    def init(self, params: PyTree) -> OnlyFiniteState:
-        """Return the first state."""
+    def local(params: PyTree) -> dict[str, Any]:
         # All replicas count the same, since all receive the same answer.
-        zero = jnp.zeros([], jnp.int32)
-        return OnlyFiniteState(zero, zero, self.base.init(params))
+        return {"refused": jnp.zeros([], jnp.int32), **base.local(params)}
 
-    def like_init(self, params: PyTree) -> OnlyFiniteState:
-        """See `Sync.like_init`."""
-        return self.init(params)._replace(inner=self.base.like_init(params))
+    def checked(event: Event) -> Event:
+        def run(carry: Carry, replicas: ReplicaGroup, context: UpdateContext) -> Carry:
+            with phase_scope(event.name if event.forms is None else EVERY_PHASE):
+                allowed, local = permit(carry, inner.axes)
+            before = carry.before
 
-    def events(self) -> list[Event]:
-        """Return the events of `base`, each after a check."""
+            def exchange(carry: Carry) -> Carry:
+                carry = event.run(carry._replace(before=before), replicas, context)
+                return carry._replace(before=())
+
+            def refuse(carry: Carry) -> Carry:
+                missed = event.missed
+                return carry._replace(local=missed(carry.local, True)) if missed else carry
+
+            # The answer is the same on all replicas, so it may decide about an exchange. What no
+            # event changes passes through no conditional.
+            carry = carry._replace(before=(), local=local)
+            carry = run_if(allowed, exchange, refuse, carry, axes=inner.bound_axes)
+            return carry._replace(before=before)
+
         # How many exchanges took place is known in the state alone, so phases name no form.
-        return [
-            replace(event, run=partial(self.checked, event), forms=None, is_unconditional=False)
-            for event in super().events()
-        ]
+        return replace(event, run=run, forms=None, is_unconditional=False)
 
-    def checked(self, event: Event, operand: Operand, now: Now) -> Operand:
-        """Run an event, unless a replica has values that are not finite."""
-        updates, others, state = operand
-        # Each event is checked. Forms name themselves: the check is part of whichever is due.
-        with phase_scope(event.name if event.forms is None else EVERY_PHASE):
-            y = apply_exactly(now.params, updates)
-            allowed, state = self.permit(state, y, others, self.axes)
+    return replace(
+        base,
+        events=tuple(map(checked, base.events)),
+        local=local,
+        owner="only_finite",
+        permit=permit,
+        bind=inner.bind and (lambda sizes, params: _only_finite(inner.bound(sizes, params))),
+        count=None,
+    )
 
-        def run(operand: Operand) -> Operand:
-            return event.applied(operand, now)
 
-        def refused(operand: Operand) -> Operand:
-            if event.replaces:  # what is before it has not run
-                operand = self.local(operand, now)
-            return operand if event.missed is None else event.missed(operand, True, now)
+def permit(carry: Carry, axes: tuple[str, ...]) -> tuple[jax.Array, Any]:
+    """Return whether parameters and statistics are finite on all replicas, and the local state.
 
-        # The answer is the same on all replicas, so it may decide about an exchange.
-        return run_if(allowed, run, refused, (updates, others, state), axes=self.bound_axes)
-
-    def permit(
-        self, state: OnlyFiniteState, y: PyTree, others: Others, axes: Sequence[str]
-    ) -> tuple[jax.Array, OnlyFiniteState]:
-        """Return whether y and `others` are finite on all replicas; see `Sync.permit`.
-
-        Communication: one all-reduce of 4 bytes over `axes`.
-        """
-        # Flags are summed and not values, so that no NaN is sent.
-        poisoned = lax.psum((~all_finite((y, others))).astype(jnp.int32), tuple(axes))
-        refused = state.refused + (poisoned > 0).astype(jnp.int32)
-        return poisoned == 0, state._replace(refused=refused)
+    Communication: one all-reduce of 4 bytes over `axes`.
+    """
+    # Replicas agree on a flag and not on values, so that no NaN is sent.
+    allowed = ReplicaGroup(axes).agree(all_finite((rounded(carry), carry.statistics)))
+    refused = carry.local["refused"] + (~allowed).astype(jnp.int32)
+    return allowed, carry.local | {"refused": refused}

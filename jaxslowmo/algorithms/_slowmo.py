@@ -1,7 +1,6 @@
 """SlowMo: slow momentum on top of any base algorithm."""
 
 import math
-from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -21,11 +20,10 @@ from ..transform import (
     ParameterTransform,
     TypedTransform,
     as_schedule,
-    checked_exchange,
+    checked_group,
     every,
-    inner_changer,
 )
-from .outer import ALONE, NO_RATE, Fragments, Outer, OuterRate, Placement, shards_state
+from .outer import ALONE, NO_RATE, Fragments, OuterRate, outer_algorithm, shards_state
 
 LearningRate = float | optax.Schedule | Literal["optimizer"] | None
 
@@ -56,7 +54,6 @@ def slowmo(
     exact_average: bool = True,
     nesterov: bool = False,
     local_axis_name: AxisName | None = None,
-    param_specs: PyTree | None = None,
     bucket_bytes: int | None = None,
     codec: Codec | None = None,
     fragments: Fragments = 1,
@@ -85,7 +82,6 @@ def slowmo(
       exact_average: True averages y in the slow step; False takes y after the exchange of `base`.
       nesterov: whether the slow step has Nesterov form.
       local_axis_name: axis of the L devices inside a replica; each then exchanges 1/L.
-      param_specs: `PartitionSpec` per leaf over automatic axes inside a replica.
       bucket_bytes: approximate size of a buffer in bytes; None: one buffer per dtype.
       codec: format of the slow exchange, such as `js.codecs.int8()`; None is float32.
       fragments: number P of parts that take slow steps in turn, or a function from name to part.
@@ -94,7 +90,8 @@ def slowmo(
       inner_state: "keep", "reset" or "average" the optimizer's moments in slow steps.
 
     Returns:
-      A `ParameterTransform` with state `OuterState`, in float32 (float64 for float64 leaves).
+      A `ParameterTransform` with `state.shared["anchor"]` and `["outer"]`, a `SlowMomentumState`,
+      in float32 (float64 for float64 leaves); in `state.local` where `exact_average=False`.
 
     Raises:
       ValueError: arguments that are wrong or exclude each other; later an unbound axis, no params.
@@ -106,7 +103,7 @@ def slowmo(
     Source: Wang et al., "SlowMo", ICLR 2020, algorithm 1; FairScale 0.4.13.
     """
     owner = "slowmo"
-    exchange = checked_exchange(owner, axis_name, local_axis_name, param_specs, bucket_bytes, codec)
+    group = checked_group(owner, axis_name, local_axis_name, bucket_bytes, codec)
     schedule = as_schedule(sync_every)
     _check_base(base, schedule, exact_average)
     if shard_state and not exact_average:
@@ -114,18 +111,17 @@ def slowmo(
             "slowmo: `exact_average=False` keeps each replica's own anchor, which cannot be "
             "sharded; got shard_state=True. Leave `shard_state` out or set it to False."
         )
-    inner = ALONE if base is None else base.sync
-    shard_state = shards_state(owner, shard_state, exchange, exact_average=exact_average)
+    inner = ALONE if base is None else base.algorithm
+    shard_state = shards_state(owner, shard_state, group, exact_average=exact_average)
     # Wang et al., algorithm 1: tau steps of the base algorithm, the exact average (line 6), and the
     # slow momentum update (lines 7 and 8), which is the outer optimizer here.
-    outer = Outer(
+    algorithm = outer_algorithm(
         owner,
-        exchange,
+        group,
         schedule,
         slow_momentum(momentum, slow_learning_rate, nesterov=nesterov),
-        base=inner if param_specs is None else inner.with_specs(param_specs),
+        base=inner,
         exact_average=exact_average,
-        placement=Placement(owner, shard_state),
         is_sharded=shard_state,
         rate=_outer_rate(learning_rate),
         fragments=fragments,
@@ -133,7 +129,7 @@ def slowmo(
         merge=merge,
         inner_state=inner_state,
     )
-    return ParameterTransform(outer)
+    return ParameterTransform(algorithm)
 
 
 @checks_flags("slow_momentum")
@@ -260,7 +256,7 @@ def _outer_rate(learning_rate: LearningRate) -> OuterRate:
     if callable(learning_rate):
         schedule = learning_rate
         # Rates that may grow again are observed in every update; see `slow_momentum`.
-        return OuterRate(lambda count, extra: jnp.asarray(schedule(count)), _observed)
+        return OuterRate(lambda count, given: jnp.asarray(schedule(count)), _observed)
     if learning_rate == "optimizer":
         return OuterRate(_passed_rate, _observed, _agreed, is_passed=True)
     if isinstance(learning_rate, str):
@@ -270,18 +266,18 @@ def _outer_rate(learning_rate: LearningRate) -> OuterRate:
         )
     # None leaves D undivided, so that m has the unit of parameters.
     rate = 1.0 if learning_rate is None else _number("slowmo: `learning_rate`", learning_rate)
-    return OuterRate(lambda count, extra: jnp.asarray(rate))
+    return OuterRate(lambda count, given: jnp.asarray(rate))
 
 
-def _passed_rate(count: jax.Array, extra: Mapping[str, Any]) -> jax.Array:
+def _passed_rate(count: jax.Array, given: Any) -> jax.Array:
     del count
-    if extra.get("learning_rate") is None:
+    if given is None:
         raise ValueError(
             'slowmo: `learning_rate`="optimizer" needs the rate in every update. '
             "js.make_train_step passes it to `sync`, not to a slowmo inside of `optimizer`; in a "
             "loop of your own call `update(updates, state, params, learning_rate=rate)`."
         )
-    rate = _rate(extra["learning_rate"])
+    rate = _rate(given)
     if rate.shape:
         raise ValueError(
             f"slowmo: the `learning_rate` of an update must be a scalar, got shape {rate.shape}."
@@ -331,14 +327,16 @@ def _check_base(base: ParameterTransform | None, schedule: Every, exact_average:
             "slowmo: `base` must be a js.ParameterTransform such as js.local_sgd(...), got "
             f"{type(base).__name__}; an optimizer stands before slowmo in js.chain."
         )
-    if base.sync.has_anchor or inner_changer(base.sync):
+    if base.algorithm.has_anchor or base.algorithm.inner_state != "keep":
         raise ValueError(
             "slowmo: `base` must have no slow step of its own, since both would be called slow, "
             "and no `inner_state`, which is for slow steps; got a transform with an anchor "
             f"(js.slowmo or js.diloco) or an `inner_state`: {base!r}."
         )
     # Only plain periods are compared; other schedules may be uneven on purpose.
-    inner = next(iter(base.sync.schedules), every(1))  # a single node of gossip has none
+    inner = next(
+        (x.due for x in base.algorithm.events if isinstance(x.due, Every)), every(1)
+    )  # a single node of gossip has none
     if inner.is_plain and schedule.is_plain and schedule.k % inner.k:
         warn(
             f"slowmo: `sync_every`={schedule.k} is not a multiple of the base's {inner.k}, so some "

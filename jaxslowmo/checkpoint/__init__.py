@@ -1,10 +1,10 @@
 """Checkpoints of a run, which can be restored on another number of replicas; needs orbax."""
 
-from ..transform import SavedForm as SavedForm
 from ._checkpoints import Checkpoints as Checkpoints
 from ._export import consensus_extra as consensus_extra
 from ._export import export_consensus as export_consensus
 from ._export import load_consensus as load_consensus
 from ._folder import CheckpointError as CheckpointError
 from ._folder import UnansweredError as UnansweredError
+from ._placement import SavedForm as SavedForm
 from ._restore import Restored as Restored

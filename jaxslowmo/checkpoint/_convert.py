@@ -1,7 +1,7 @@
 """Conversion of a saved state to another form of the parameters and another number of replicas."""
 
 import math
-from collections.abc import Set
+from collections.abc import Collection, Set
 from typing import Any
 
 import jax
@@ -12,16 +12,10 @@ from .._support.types import PyTree
 from ..gradients.precision import DynamicLossScaleState
 from ..mesh import Shares, numbered_key
 from ..train import TrainState
-from ..transform import (
-    ParameterTransform,
-    SavedForm,
-    StatePlacement,
-    carry_leaf,
-    shifted_copies,
-    stacked,
-)
+from ..transform import ExchangeState, ParameterTransform, shifted_copies
 from ..tree import in_model_form, leaf_names, replaced
 from ._folder import CheckpointError
+from ._placement import SavedForm, StatePlacement, carry_leaf, stacked
 from ._record import Record, is_key
 from ._stages import layout_of, names_inside, of_params, parts_of, read_part, restaged
 
@@ -111,8 +105,6 @@ def structs_then(form: SavedForm, now: TrainState) -> TrainState:
 def converted(form: SavedForm, state: TrainState, path: object) -> TrainState:
     """Convert every tree of a saved state that has the form of its parameters to the current form.
 
-    Shards are not converted here: the parameter transform joins them before it converts them.
-
     Args:
       form: form of the parameters when the state was saved.
       state: the saved state, stacked NumPy arrays.
@@ -121,7 +113,7 @@ def converted(form: SavedForm, state: TrainState, path: object) -> TrainState:
     Raises:
       CheckpointError: leaves that depend on parameters and are in no tree of the saved form.
     """
-    # The parameter transform, whose state is the last, converts it itself.
+    # The state of the parameter transform, the last, has trees like the parameters and counters.
     rest = replaced(state.params, state.opt_state[:-1], lambda x: None)
     named = zip(leaf_names(rest), jax.tree.leaves(rest), strict=True)
     # In buckets of error feedback and factors of moments no element belongs to a known parameter.
@@ -167,9 +159,12 @@ def resized(
       ValueError: sharded state that does not fit the parameters.
     """
     *rest, sync_state = state.opt_state
-    shares = (None if sync is None else sync.shares(sync_state)) or [(1.0, None)]
+    shares = [(1.0, None)] if sync is None else sync.shares(sync_state)
     params = _consensus(state.params, shares, old)
-    carried, notes = (sync_state, ()) if sync is None else sync.carry(sync_state, params, old, new)
+    carried, notes = sync_state, []
+    if sync is not None:
+        like = structs.opt_state[-1]
+        carried, notes = _exchange_state(sync, sync_state, like, params, old, new)
 
     def move(tree: PyTree) -> PyTree:
         return jax.tree.map(move_one, tree, is_leaf=_is_scale)
@@ -187,7 +182,7 @@ def resized(
         return _numbered_keys(x[0], struct, new) if is_key(struct) else carry_leaf(x, old, new)
 
     if old.replicas == new.replicas:
-        return state._replace(opt_state=(*rest, carried)), notes
+        return state._replace(opt_state=(*rest, carried)), tuple(notes)
     new_params = jax.tree.map(lambda x: stacked(x, new), params)
     # Copies of parameters in an optimizer get their unweighted mean. If the consensus is weighted,
     # they are shifted by the difference of the parameters' consensus and their unweighted mean.
@@ -200,6 +195,130 @@ def resized(
         rng=_keys(step, seed, new),
     )
     return new_state, (*_notes(state, shares, old.replicas, new.replicas), *notes)
+
+
+def _exchange_state(
+    sync: ParameterTransform,
+    state: ExchangeState,
+    like: ExchangeState,
+    params: PyTree,
+    old: StatePlacement,
+    new: StatePlacement,
+) -> tuple[ExchangeState, list[str]]:
+    """Return the state of a parameter transform on placement `new`, and what was done with it.
+
+    What all replicas have together is kept, and cut anew. What each has for itself is kept on as
+    many replicas; on others it becomes the mean, as after an exchange that set all to one mean.
+    """
+    types = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
+    algorithm = sync.bound(new.axis_sizes, types).algorithm
+    shared, local, notes = state.shared, state.local, []
+    if algorithm.is_sharded:
+        shared = _split_blocks(shared, like.shared, types, new)
+    if old.replicas == new.replicas:
+        return state._replace(shared=shared), notes
+    if not algorithm.is_sharded:
+        shared = jax.tree.map(lambda x: carry_leaf(x, old, new), shared)
+    with jax.transfer_guard("allow"):  # `reset` makes zeros and ones
+        local = algorithm.reset(jax.tree.map(lambda x: carry_leaf(x, old, new), local))
+        local = jax.tree.map(np.asarray, local)
+    if algorithm.has_anchor:
+        is_shared = bool(jax.tree.leaves(shared))
+        notes.append(
+            "The anchor and the state of the outer optimizer (slow momentum) are kept exactly."
+            if is_shared
+            else "Each replica had an anchor and slow momentum of its own (`exact_average=False`): "
+            "they were averaged."
+        )
+    if algorithm.mass is not None:
+        notes.append(
+            "Push-sum weights are 1 and nothing is in flight: both are part of the consensus. The "
+            "rotation of the graph goes on."
+        )
+    return ExchangeState(carry_leaf(state.count, old, new), local, shared), notes
+
+
+def with_whole_shared(structs: TrainState) -> TrainState:
+    """Return the types of a state whose shared state is whole on each replica."""
+    *rest, last = structs.opt_state
+    if not isinstance(last, ExchangeState):
+        return structs
+    params = dict(zip(leaf_names(structs.params), jax.tree.leaves(structs.params), strict=True))
+
+    def whole(name: str, x: Any) -> Any:
+        like = params.get(_param_of(name, params))
+        if like is None or _cut(x.shape[1:], like.shape[1:]) is None:
+            return x
+        return jax.ShapeDtypeStruct(like.shape, x.dtype)
+
+    leaves = map(whole, leaf_names(last.shared), jax.tree.leaves(last.shared))
+    shared = jax.tree.structure(last.shared).unflatten(leaves)
+    return structs._replace(opt_state=(*rest, last._replace(shared=shared)))
+
+
+def joined_blocks(record: Record, arrays: list[Any], old: StatePlacement, prefix: str) -> list[Any]:
+    """Return the arrays of a checkpoint, those of a shared state whole on each replica.
+
+    Args:
+      record: the record of the checkpoint.
+      arrays: its arrays, in order.
+      old: its placement.
+      prefix: the first part of the names of leaves of a shared state.
+    """
+    saved = record.only("params").leaves
+    places = {x.name.removeprefix("params/"): i for i, x in enumerate(saved)}
+
+    def joined(name: str, x: Any) -> Any:
+        i = places.get(_param_of(name, places))
+        if not name.startswith(prefix) or i is None:
+            return x
+        whole = tuple(saved[i].shape[1:])
+        if (d := _cut(x.shape[1:], whole)) is None:
+            return x
+        # Each device of a replica has a part of the dimension, of which replicas have blocks.
+        shape = *x.shape[: d + 1], old.parts(i, d), -1, *x.shape[d + 2 :]
+        one = np.moveaxis(x.reshape(shape), 0, d + 1).reshape(whole)
+        return np.broadcast_to(one, (len(x), *whole))
+
+    return [joined(leaf.name, x) for leaf, x in zip(record.leaves, arrays, strict=True)]
+
+
+def _split_blocks(shared: PyTree, like: PyTree, params: PyTree, new: StatePlacement) -> PyTree:
+    """Return the stacked blocks of a shared state, which is whole on each replica.
+
+    Args:
+      shared: stacked NumPy arrays of whole leaves.
+      like: types of the stacked blocks.
+      params: one copy of the parameters.
+      new: the placement of the result.
+    """
+    places = {name: i for i, name in enumerate(leaf_names(params))}
+
+    def split(name: str, x: np.ndarray, like: Any) -> np.ndarray:
+        one = x[0]
+        if (d := _cut(like.shape[1:], one.shape)) is None:
+            return np.broadcast_to(one, like.shape)
+        parts = new.parts(places[_param_of(name, places)], d)
+        shape = *one.shape[:d], parts, like.shape[0], -1, *one.shape[d + 1 :]
+        return np.moveaxis(one.reshape(shape), d + 1, 0).reshape(like.shape)
+
+    leaves = map(split, leaf_names(shared), *map(jax.tree.leaves, (shared, like)))
+    return jax.tree.structure(shared).unflatten(leaves)
+
+
+def _param_of(name: str, params: Collection[str]) -> str:
+    """Return the parameter of which a leaf is, of a tree like the parameters; "" for none."""
+    words = name.split("/")
+    ends = ("/".join(words[i:]) for i in range(len(words)))
+    return next((end for end in ends if end in params), "")
+
+
+def _cut(block: tuple[int, ...], whole: tuple[int, ...]) -> int | None:
+    """Return the dimension along which blocks of this shape are parts of a whole array."""
+    if len(block) != len(whole):
+        return None
+    pairs = enumerate(zip(block, whole, strict=True))
+    return next((d for d, (a, b) in pairs if a != b), None)
 
 
 def one_copy(stacked_params: PyTree) -> PyTree:

@@ -16,15 +16,15 @@ from jax.sharding import PartitionSpec as P
 from .._support.files import io_errno
 from .._support.types import PyTree
 from .._version import __version__
-from ..mesh import axis_names, model_axes, only_over, specs_of_leaves
+from ..mesh import axis_names, inner_specs, model_axes
 from ..train import TrainState
-from ..transform import SavedForm, StatePlacement
 from ..tree import leaf_names
 from ._arrays import first_line, prints_of
 from ._folder import RECORD, UnreadableError, epath
+from ._placement import SavedForm, StatePlacement
 from ._stages import layout_of, parts_of, spec_to_json
 
-FORMAT = 1
+FORMAT = 2  # 1 kept the anchor in flat buffers
 _MARK = "jaxslowmo_checkpoint"
 
 
@@ -61,10 +61,6 @@ def _key_words(impl: str) -> tuple[int, ...]:
     return jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0, impl=impl))).shape
 
 
-Specs = list[list[list[str]]] | None
-"""`PartitionSpec`s as plain JSON: the axes that split each dimension of each array."""
-
-
 @dataclass(frozen=True)
 class Record:
     """A description of a checkpoint and its arrays; all but `leaves` is plain JSON.
@@ -74,34 +70,28 @@ class Record:
       axes: pairs of name and size of the mesh's axes. None for a mesh without devices, which the
         arrays do not show.
       automatic: axes over which parameters are sharded inside a replica.
-      shards: the specs over `automatic` by which state that is kept in shards is cut, for each leaf
-        of the parameters. None: unknown.
+      specs: for each leaf of the parameters the axes among `automatic` that split each dimension.
       leaves: records of the leaves in flattening order.
       layout: the places of leaves in buffers of stages, as `layout_of` returns it. None: there are
         no stages.
-      division: how the state of `sync` divides the parameters, as `Sync.division` returns it. None:
-        it does not, or the state is not the result of a step.
       table_rows: the number of rows of each embedding table. None: there are none, or the state is
         not the result of a step.
       step: number of updates so far.
       prints: fingerprints of the arrays in the order of `leaves`.
       extra: the `extra` of the caller of `save`.
-      specs: the specs of all arrays, where `shards` are unknown; else None.
       metrics: the `metrics` of the caller of `save`.
     """
 
     replicas: int
     axes: list[tuple[str, int]] | None
     automatic: list[str]
-    shards: Specs
+    specs: list[list[list[str]]]
     leaves: list[LeafRecord]
     layout: dict[str, Any] | None
-    division: Mapping[str, Any] | None
     table_rows: Mapping[str, int] | None
     step: int = 0
     prints: list[list[int]] = field(default_factory=list)
     extra: dict[str, Any] = field(default_factory=dict)
-    specs: Specs = None
     metrics: dict[str, float] | None = None
 
     def to_json(self) -> dict[str, Any]:
@@ -115,8 +105,7 @@ class Record:
 
         Communication: that of `prints_of`.
         """
-        specs = specs_of(stored) if self.shard_specs() is None else None
-        return replace(self, prints=prints_of(stored), specs=specs, **about)
+        return replace(self, prints=prints_of(stored), **about)
 
     def only(self, part: str) -> "Record":
         """Return the record of one field of the state, such as "params"."""
@@ -144,9 +133,8 @@ class Record:
             axis_sizes if self.axes is None else dict(self.axes),
             frozenset(self.automatic),
             self.axes is not None,
-            self.shard_specs(),
             form,
-            self.division,
+            tuple(P(*map(tuple, spec)) for spec in self.specs),
         )
 
     def check_prints(self, path: epath.Path, prints: list[list[int]]) -> None:
@@ -157,13 +145,6 @@ class Record:
                 f"{path} is damaged: it gives other values than were saved in "
                 f"{', '.join(wrong[:5])}."
             )
-
-    def shard_specs(self) -> tuple[P, ...] | None:
-        """Return `shards` as `PartitionSpec`s; None where they are unknown."""
-        if self.shards is not None:
-            return tuple(P(*(tuple(entry) or None for entry in spec)) for spec in self.shards)
-        # Without axes inside a replica, shards were cut from whole leaves.
-        return None if self.automatic else (P(),) * len(self.only("params").leaves)
 
 
 def read_record(path: epath.Path) -> Record:
@@ -231,33 +212,23 @@ def checked_json(owner: str, extra: Mapping[str, Any] | None) -> dict[str, Any]:
 def record_of(state: TrainState) -> Record:
     """Return the record of a state of arrays or of types; `with_arrays` completes it."""
     sharding, known = getattr(state.step, "sharding", None), state.known_layout
-    axes, automatic = None, frozenset()
-    shards, division, table_rows = None, None, None
+    axes, automatic, table_rows = None, frozenset(), None
     if isinstance(sharding, NamedSharding):
         axes = list(sharding.mesh.shape.items())
         entry = sharding.spec[0] if sharding.spec else None
         automatic = model_axes(state.params, sharding.mesh, axis_names(entry or ()))  # pyright: ignore
-    # Arrays do not show the shards' specs: they are unknown for a state that no step returned.
     if known is not None:
-        shards = [spec_to_json(spec) for spec in specs_of_leaves(known.shards, state.params)]
-        division, table_rows = known.division, known.table_rows
+        table_rows = known.table_rows
     named = enumerate(zip(leaf_names(state), jax.tree.leaves(state), strict=True))
     return Record(
         replicas=state.step.shape[0],
         axes=axes,
         automatic=sorted(automatic),
-        shards=shards,
+        specs=[spec_to_json(x) for x in jax.tree.leaves(inner_specs(state.params, automatic))],
         leaves=[_leaf_record(i, name, leaf) for i, (name, leaf) in named],
         layout=layout_of(state),
-        division=division,
         table_rows=table_rows,
     )
-
-
-def specs_of(arrays: list[Any]) -> Specs:
-    """Return the specs of arrays on one mesh, or of their types."""
-    axes = frozenset(arrays[0].sharding.mesh.axis_names)
-    return [spec_to_json(only_over(x.sharding.spec, axes)) for x in arrays]
 
 
 def _leaf_from_json(key: str, name: str, shape: list[int], dtype: str, impl: str) -> LeafRecord:

@@ -6,25 +6,26 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec as P
 
 from .._support.types import PyTree
-from ..mesh import only_over
 from ..train import TrainState, TrainStep
-from ..transform import SavedForm, StatePlacement, holds_state, spec_of
+from ..transform import holds_state, spec_of
 from ..tree import in_model_form, leaf_names
 from ._arrays import host_print, placed, prints_of, read_arrays
 from ._convert import (
     check_movable,
     check_recorded,
     converted,
+    joined_blocks,
     one_copy,
     recorded_form,
     resized,
     structs_then,
+    with_whole_shared,
 )
 from ._folder import ARRAYS, CheckpointError, epath
-from ._record import LeafRecord, Record, read_record, record_of, specs_of
+from ._placement import SavedForm, StatePlacement
+from ._record import LeafRecord, Record, read_record, record_of
 from ._stages import moved_note, parts_of, read_part, restaged
 
 # The first part of the names of leaves that the optimizer and the parameter transform keep.
@@ -192,7 +193,7 @@ def _on_host(
 
     Communication: none.
     """
-    structs, form = template.structs, old.form
+    structs, form = with_whole_shared(template.structs), old.form
     saved = record.whole() if moves else record
 
     def as_saved(types: TrainState) -> TrainState:
@@ -201,35 +202,29 @@ def _on_host(
         return types if form is None else structs_then(form, types)
 
     # Check the parameters first: the conversion of types needs those of the right model.
-    _check_leaves(path, saved, record_of(as_saved(structs)), only="params/")
-    sync, staged = template.train_step.sync, structs
-    if sync is not None:
-        *rest, sync_state = structs.opt_state
-        # Only names, and the shapes of shards, differ.
-        sync_state = sync.like_on(sync_state, one_copy(structs.params), old)
-        staged = structs._replace(opt_state=(*rest, sync_state))
-    types = as_saved(staged)
+    alone = structs._replace(opt_state=())
+    _check_leaves(path, saved, record_of(as_saved(alone)), only="params/")
+    types = as_saved(structs)
     wanted = record_of(types)
     if moves:
-        # The parameter transform converts the leaves that its `like_on` replaces. State of an optax
-        # transform outside the trees of stages is equal on all stages, because of `over_stages`.
-        kept = {id(x) for x in jax.tree.leaves(structs)}
+        # State of an optax transform outside the trees of stages is equal on all stages, because of
+        # `over_stages`.
         optax_states = spec_of(template.train_step.tx).unknown(structs.opt_state)
         shared = {id(x) for x in jax.tree.leaves(optax_states)}
         free = {
             name
-            for name, x in zip(leaf_names(staged), jax.tree.leaves(staged), strict=True)
-            if id(x) not in kept or (name.startswith(_OPTIMIZER) and id(x) in shared)
+            for name, x in zip(leaf_names(structs), jax.tree.leaves(structs), strict=True)
+            if name.startswith(_OPTIMIZER) and id(x) in shared
         }
         check_movable(path, record, template.record, wanted, free)
-    # Shapes of anchor and momentum depend on the mesh: they are checked when shards are joined.
     _check_leaves(path, saved, wanted, skip=_SYNC)
     arrays = _read(path, record, [leaf.struct() for leaf in record.leaves])
     record.check_prints(path, [host_print(x) for x in arrays])
+    arrays = joined_blocks(record, arrays, old, f"{_SYNC}shared/")
     parts = parts_of(record.layout if moves else None, [leaf.name for leaf in record.leaves])
     state = jax.tree.structure(types).unflatten([read_part(part, arrays) for part in parts])
     if moves:
-        return restaged(staged, state)
+        return restaged(structs, state)
     return state if form is None else converted(form, state, path)
 
 
@@ -298,42 +293,22 @@ def _check_leaves(
 def _is_as_saved(
     path: epath.Path, record: Record, template: Template, old: StatePlacement, new: StatePlacement
 ) -> bool:
-    """Return whether the arrays are those of a state of the new run, including state in shards.
-
-    Raises:
-      CheckpointError: the checkpoint does not record how shards were cut, and its arrays are not
-        laid out as in the new run.
-    """
-    fresh, sync = template.record, template.train_step.sync
-    # A state that was saved without devices tells of its axes only by the shapes of its shards.
-    shapes = [[leaf.shape for leaf in x.leaves] for x in (record, fresh)]
-    is_same = (
+    """Return whether the arrays are those of a state of the new run, including state in blocks."""
+    shapes = [[leaf.shape for leaf in x.leaves] for x in (record, template.record)]
+    sync = template.train_step.sync
+    keeps_blocks = sync is not None and sync.algorithm.is_sharded
+    return (
         old.form is None
         and old.replicas == new.replicas
         and _large_axes(old) == _large_axes(new)
         and old.automatic == new.automatic
-        and record.division in (None, fresh.division)
-        and (old.is_certain or shapes[0] == shapes[1])
-    )
-    if sync is None or not sync.shards(template.structs.opt_state[-1]):
-        return is_same
-    if old.specs is not None:
-        return is_same and _cuts(old) == _cuts(new)
-    if is_same and record.specs == specs_of(template.stored(fresh.leaves)):
-        return True
-    raise CheckpointError(
-        f"{path} does not record how the anchor and its related state were cut inside a replica "
-        f"(over {', '.join(sorted(old.automatic))}), since the state was not the result of a step. "
-        "Restore it with the same mesh and `param_specs`, and save it again after a step."
+        and shapes[0] == shapes[1]
+        and not (keeps_blocks and old.specs != new.specs)
     )
 
 
 def _large_axes(at: StatePlacement) -> dict[str, int]:
     return {name: size for name, size in at.axis_sizes.items() if size > 1}
-
-
-def _cuts(at: StatePlacement) -> list[P]:
-    return [only_over(spec, at.automatic) for spec in at.specs or ()]
 
 
 def _mesh_text(at: StatePlacement) -> str:

@@ -1,7 +1,7 @@
 """Collectives on flat buffers, each with a statement of the bytes it sends."""
 
 from ._coded import mean_in_codec as mean_in_codec
-from ._coded import mean_to_shards_in_codec as mean_to_shards_in_codec
+from ._coded import scatter_mean_in_codec as scatter_mean_in_codec
 from ._means import all_mean as all_mean
 from ._means import coded_mean as coded_mean
 from ._means import mean_beside as mean_beside
@@ -12,9 +12,8 @@ from ._means import total_weight as total_weight
 from ._means import weighted_means as weighted_means
 from ._permute import permute as permute
 from ._scatter import ShardLayout as ShardLayout
-from ._scatter import all_gather_shards as all_gather_shards
+from ._scatter import all_gather_rows as all_gather_rows
 from ._scatter import gather_slices as gather_slices
 from ._scatter import in_slices as in_slices
-from ._scatter import local_shard as local_shard
-from ._scatter import mean_to_shards as mean_to_shards
+from ._scatter import scatter_mean as scatter_mean
 from ._scatter import shard_layout as shard_layout

@@ -7,7 +7,7 @@ from jax import lax
 from .._support.types import AxisName
 from ..mesh import axis_size, is_of_devices, sum_over
 from ._permute import of_all
-from ._scatter import ShardLayout, gather_slices, in_shards, in_slices, local_slice
+from ._scatter import gather_slices, in_slices, scatter_mean_of
 from .codecs import Codec
 
 
@@ -122,29 +122,28 @@ def _sparse_mean(
     return lax.scan(add, zeros, gathered)[0] / axis_size(axis_name), lost
 
 
-def mean_to_shards_in_codec(
-    flat: jax.Array,
-    layout: ShardLayout,
+def scatter_mean_in_codec(
+    rows: jax.Array,
     axis_name: AxisName,
     codec: Codec,
     local_axis_name: AxisName | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Return this replica's shard of the mean, and what it has not sent; see `mean_to_shards`.
+    """Return this replica's row of the mean, and what it has not sent; see `scatter_mean`.
 
     Returns:
-      `(rows, lanes)`, the mean of what was sent in float32; and `(n,)` as in `mean_in_codec`, 0 in
-      this replica's shard.
+      `(n,)`, the mean of what was sent in float32; and `(replicas, n)` as in `mean_in_codec`, 0 in
+      this replica's row.
 
-    Communication: one all-to-all over `axis_name` of the codec's bytes for the padded buffer; with
-      L local devices each sends 1/L of it, and all-gathers of a shard and of n follow over
+    Communication: one all-to-all over `axis_name` of the codec's bytes for the padded rows; with L
+      local devices each sends 1/L of it, and all-gathers of a row and of all rows follow over
       `local_axis_name`. None if the axis has size 1.
     """
-    count, local = axis_size(axis_name), local_axis_name or ()
-    shards = in_shards(flat, layout, count)
-    if count == 1:
-        return shards[0], jnp.zeros_like(flat)
-    mine = local_slice(shards, local, dimension=1)
-    mean, lost, _ = _scattered(mine.reshape(count, -1), axis_name, codec)
-    lost = gather_slices(lost.reshape(mine.shape), local, dimension=1)
-    mean = gather_slices(mean.reshape(mine.shape[1:]), local)
-    return mean.astype(flat.dtype), lost.reshape(-1)[: flat.size].astype(flat.dtype)
+    if axis_size(axis_name) == 1:
+        return rows[0], jnp.zeros_like(rows)
+
+    def chunk_mean(chunks: jax.Array) -> tuple[jax.Array, jax.Array]:
+        mean, lost, _ = _scattered(chunks, axis_name, codec)
+        return mean, lost
+
+    mean, lost = scatter_mean_of(chunk_mean, rows, local_axis_name)
+    return mean.astype(rows.dtype), lost.astype(rows.dtype)

@@ -134,26 +134,30 @@ def in_slices(
     if local_axis_name is None or axis_size(local_axis_name) == 1 or flat.size == 0:
         return exchange(flat)
     # Slices have the shape of shards, for which TPU compilers keep the all-gather.
-    layout = shard_layout(flat.size, axis_size(local_axis_name))
-    result = exchange(local_shard(flat, layout, local_axis_name))
+    result = exchange(_local_part(flat, local_axis_name))
     return jax.tree.map(
         lambda x: gather_slices(x, local_axis_name).reshape(-1)[: flat.size], result
     )
 
 
-def in_shards(flat: jax.Array, layout: ShardLayout, num_shards: int) -> jax.Array:
-    """Return `flat`, padded with zeros at its end, as `(num_shards, rows, lanes)`."""
-    padded = jnp.pad(flat, (0, num_shards * layout.rows * layout.lanes - flat.size))
-    return padded.reshape(num_shards, *layout)
+def _as_shards(rows: jax.Array, layout: ShardLayout) -> jax.Array:
+    """Return (replicas, n), each row padded with zeros at its end, as (replicas, *layout)."""
+    padding = layout.rows * layout.lanes - rows.shape[1]
+    return jnp.pad(rows, ((0, 0), (0, padding))).reshape(rows.shape[0], *layout)
 
 
-def local_shard(flat: jax.Array, layout: ShardLayout, axis_name: AxisName) -> jax.Array:
-    """Return this replica's `(rows, lanes)` shard of a buffer that is equal on all replicas.
+def _layout_of_row(size: int, count: int, local_axis_name: AxisName | None) -> ShardLayout:
+    parts = 1 if local_axis_name is None else axis_size(local_axis_name)
+    return shard_layout(size * count, count, num_parts=parts)
 
-    Communication: none.
-    """
-    shards = in_shards(flat, layout, axis_size(axis_name))
-    return lax.dynamic_index_in_dim(shards, lax.axis_index(axis_name), keepdims=False)
+
+def _local_part(flat: jax.Array, local_axis_name: AxisName) -> jax.Array:
+    """Return this device's part of `flat`, padded with zeros, in the layout of a shard."""
+    count = axis_size(local_axis_name)
+    layout = shard_layout(flat.size, count)
+    padded = jnp.pad(flat, (0, count * layout.rows * layout.lanes - flat.size))
+    parts = padded.reshape(count, *layout)
+    return lax.dynamic_index_in_dim(parts, lax.axis_index(local_axis_name), keepdims=False)
 
 
 def _scatter_sum(shards: jax.Array, axis_name: AxisName) -> jax.Array:
@@ -223,64 +227,59 @@ def ring_scatter_sum(parts: jax.Array, axis_name: str) -> jax.Array:
     return total
 
 
-def mean_to_shards(
-    flat: jax.Array,
-    layout: ShardLayout,
-    axis_name: AxisName,
-    local_axis_name: AxisName | None = None,
+def scatter_mean(
+    rows: jax.Array, axis_name: AxisName, local_axis_name: AxisName | None = None
 ) -> jax.Array:
-    """Return this replica's shard of the mean of `flat` over `axis_name`.
+    """Return this replica's row of the mean of `rows` over `axis_name`.
 
     Args:
-      flat: array `(n,)`, at least float32.
-      layout: shape of a shard; replicas * rows * lanes >= n.
+      rows: array (replicas, n), at least float32; row i is for replica i.
       axis_name: axis between replicas, or several.
-      local_axis_name: axis inside a replica, whose devices hold equal `flat`; each sends only its
-        part of the rows.
+      local_axis_name: axis inside a replica, whose devices hold equal `rows`; each sends only its
+        part of each row.
 
     Returns:
-      `(rows, lanes)`, equal on the devices of one replica.
+      `(n,)`, equal on the devices of one replica.
 
-    Communication: one reduce-scatter of the padded buffer over `axis_name` (of the remaining part
-      over each further axis). With L local devices each sends 1/L of it, and one all-gather of a
-      shard over `local_axis_name` follows. None if the axis has size 1. Between processes on CPU
-      R - 1 collective-permutes of a shard replace a reduce-scatter, with the same bytes.
+    Communication: one reduce-scatter of the rows, padded to a `shard_layout`, over `axis_name` (of
+      the remaining part over each further axis). With L local devices each sends 1/L of it, and one
+      all-gather of a row over `local_axis_name` follows. None if the axis has size 1. Between
+      processes on CPU R - 1 collective-permutes of a row replace a reduce-scatter, with the same
+      bytes.
     """
-    count = axis_size(axis_name)
-    shards = in_shards(flat, layout, count)
+    count, size = rows.shape
     if count == 1:
-        return shards[0]
+        return sum_over(rows[0], axis_name)
+    shards = _as_shards(rows, _layout_of_row(size, count, local_axis_name))
     mine = local_slice(shards, local_axis_name or (), dimension=1)
-    return gather_slices(_scatter_sum(mine, axis_name) / count, local_axis_name or ())
+    mean = gather_slices(_scatter_sum(mine, axis_name) / count, local_axis_name or ())
+    return mean.reshape(-1)[:size]
 
 
-def all_gather_shards(
-    shard: jax.Array,
-    size: int,
+def all_gather_rows(
+    row: jax.Array,
     axis_name: AxisName,
     local_axis_name: AxisName | None = None,
     codec: Codec | None = None,
 ) -> jax.Array:
-    """Gather the replicas' shards, and return the first `size` elements of the buffer.
+    """Return the rows of all replicas, (replicas, n), equal on all of them.
 
     Args:
-      shard: this replica's shard, `(rows, lanes)`.
-      size: number of elements of the buffer without padding.
+      row: this replica's row, `(n,)`.
       axis_name: axis between replicas, or several.
-      local_axis_name: axis inside a replica, whose devices hold equal shards; each sends only its
-        part of the rows.
-      codec: format in which shards are sent between replicas; None sends them as they are.
+      local_axis_name: axis inside a replica, whose devices hold equal rows; each sends only its
+        part of the row.
+      codec: format in which rows are sent between replicas; None sends them as they are.
 
-    Returns:
-      `(size,)`, equal on all replicas.
-
-    Communication: one all-gather of the padded buffer over `axis_name` (of a part of it over each
-      further axis). With L local devices each sends 1/L of it, and one all-gather of the whole over
-      `local_axis_name` follows. Of a codec the first has its bytes. None if the axis has size 1.
+    Communication: one all-gather of the rows, padded to a `shard_layout`, over `axis_name` (of a
+      part of it over each further axis). With L local devices each sends 1/L of it, and one
+      all-gather of the whole over `local_axis_name` follows. Of a codec the first has its bytes.
+      None if the axis has size 1.
     """
     count, local = axis_size(axis_name), local_axis_name or ()
     if count == 1:
-        return shard.reshape(-1)[:size]
+        return sum_over(row, axis_name)[None]
+    shard = _as_shards(row[None], _layout_of_row(row.size, count, local_axis_name))[0]
     part = local_slice(shard, local)
     if codec is None:
         parts = gather_slices(part, axis_name)
@@ -288,4 +287,32 @@ def all_gather_shards(
         sent = gather_slices(codec.encode(part.reshape(1, -1).astype(jnp.float32)), axis_name)
         parts = codec.decode(sent, part.size).astype(shard.dtype)
     parts = parts.reshape(count, *part.shape)
-    return gather_slices(parts, local, dimension=1).reshape(-1)[:size]
+    return gather_slices(parts, local, dimension=1).reshape(count, -1)[:, : row.size]
+
+
+def scatter_mean_of(
+    chunk_mean: Callable[[jax.Array], tuple[jax.Array, jax.Array]],
+    rows: jax.Array,
+    local_axis_name: AxisName | None,
+) -> tuple[jax.Array, jax.Array]:
+    """Return what `chunk_mean` makes of the rows, padded to shards and split over local devices.
+
+    Args:
+      chunk_mean: function of (replicas, m), which returns the mean of this replica's row, (m,), and
+        what of all rows was not sent, (replicas, m).
+      rows: array (replicas, n).
+      local_axis_name: axis inside a replica, whose devices hold equal rows.
+
+    Returns:
+      The mean (n,), and what was not sent, (replicas, n).
+
+    Communication: that of `chunk_mean`; with L local devices for 1/L of each row, and all-gathers
+      of a row and of all rows over `local_axis_name`.
+    """
+    (count, size), local = rows.shape, local_axis_name or ()
+    shards = _as_shards(rows, _layout_of_row(size, count, local_axis_name))
+    mine = local_slice(shards, local, dimension=1)
+    mean, lost = chunk_mean(mine.reshape(count, -1))
+    lost = gather_slices(lost.reshape(mine.shape), local, dimension=1)
+    mean = gather_slices(mean.reshape(mine.shape[1:]), local)
+    return mean.reshape(-1)[:size], lost.reshape(count, -1)[:, :size]

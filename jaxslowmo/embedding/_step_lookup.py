@@ -30,7 +30,7 @@ from ..mesh import (
     sum_over,
 )
 from ..tracing import FullLoss
-from ..transform import ParameterTransform, isolated, unless_idle, unseen_zero
+from ..transform import isolated, unless_idle, unseen_zero
 from ..tree import at_least_float32, cast, kept_if
 from ._embeddings import Embeddings
 from ._exchange import PREFIX, Requests, patched_rows, read_rows, send_rows
@@ -161,12 +161,6 @@ class Lookup:
         return {name: NamedSharding(mesh, P(first, *spec)) for name, spec in specs.items()}
 
     # The parts of a step.
-
-    def of_sync(self, sync: ParameterTransform | None) -> ParameterTransform | None:
-        """Return a parameter transform with the specs of stored parameters, also for its state."""
-        if sync is None or self.axis is None or not sync.shards_whole_leaves:
-            return sync
-        return sync.with_specs(WithTables(P(), self.embeddings.specs), of_state=True)
 
     def of_loss(self, loss: FullLoss) -> FullLoss:
         """Return a loss function of the batches that `seen` returns, which passes on `embedded`."""

@@ -19,15 +19,14 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from .._support.checks import as_number, checked_int
-from ..algorithms import SGPState, shares_of_gossip
-from ..algorithms.outer import OuterState
+from ..algorithms import shares_of_gossip
 from ..collectives.codecs import Codec
 from ..embedding import WithTables
 from ..mesh import array_from_host, consensus, on_every_device, virtual_mesh
 from ..transform import (
     Every,
+    ExchangeState,
     ParameterTransform,
-    Sent,
     as_schedule,
     every,
     moving_states,
@@ -124,7 +123,7 @@ class Island:
             None: nothing.
 
         Raises:
-          ValueError: a base that keeps an anchor of its own, or parameters under way.
+          ValueError: a base that keeps an anchor of its own.
 
         Communication: that of `base`.
         """
@@ -173,7 +172,7 @@ class Island:
         if self._has_joined and self._takes(_number_of(state.step)):
             self._take(state, values)
             return state
-        saved = None if member is None else _Place(*map(_number_of, member[2:5]))
+        saved = None if member is None else _Place(*map(_number_of, member[:3]))
         run = functools.partial(self._exchanged, state, values, saved, member)
         moved = run() if jax.process_count() == 1 else _from_first_process(run, values)
         self._has_joined = True
@@ -508,8 +507,7 @@ def _check(state: "TrainState") -> None:
         raise ValueError(
             "islands: `state` has parameters in stages, which islands do not exchange."
         )
-    kept: list[Any] = [*parts_of(state.opt_state, OuterState), *parts_of(state.opt_state, Sent)]
-    if kept or any(x.in_flight for x in parts_of(state.opt_state, SGPState)):
+    if any(map(_keeps_parameters, parts_of(state.opt_state, ExchangeState))):
         raise ValueError(
             "islands: `state` is of a step whose `sync` keeps an anchor, or parameters under way, "
             "which an exchange would leave behind: the islands' outer step takes its place. Use "
@@ -526,6 +524,19 @@ def _check(state: "TrainState") -> None:
         raise ValueError(
             f"islands: parameters must have at most 32 bits, not so: {', '.join(wide)}."
         )
+
+
+def _keeps_parameters(state: ExchangeState) -> bool:
+    """Return whether an algorithm's state holds more than numbers, such as weights of gossip.
+
+    What all replicas have together is an anchor, and arrays of a replica are parameters under way,
+    a codec's error, or an anchor of its own. The island's own state moves along.
+    """
+    is_own = lambda x: isinstance(x, IslandState)  # noqa: E731
+    local = jax.tree.leaves(state.local, is_leaf=is_own)
+    return bool(jax.tree.leaves(state.shared)) or any(
+        jnp.issubdtype(x.dtype, jnp.floating) and x.ndim > 1 for x in local if not is_own(x)
+    )
 
 
 def _placement_of(x: jax.Array) -> tuple[Any, Any]:

@@ -1,58 +1,23 @@
 """The state of an island that checkpoints hold: which anchor its parameters come from."""
 
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from .._support.types import PyTree
-from ..algorithms.outer import ALONE
 from ..collectives.codecs import Codec
-from ..transform import ParameterTransform, Sync, Wrapper
+from ..transform import Algorithm, ParameterTransform, around
 
 
 class IslandState(NamedTuple):
-    """The state of `Island.transform`; equal on all replicas but for `inner`."""
+    """The `state.local["island"]` of `Island.transform`; equal on all replicas."""
 
-    count: jax.Array  # () int32, updates so far
-    inner: PyTree  # state of the algorithm between the island's replicas; () without one
     run: jax.Array  # () uint32, from the name of the run; 0 before the island has joined
     round: jax.Array  # () int32, the round from whose anchor the parameters come
     exchanged: jax.Array  # () int32, updates at the last exchange
     lost: PyTree  # float32, like the parameters: what the codec has not sent yet; () without one
-
-
-@dataclass(frozen=True)
-class Member(Wrapper):
-    """The algorithm `base` between an island's replicas, beside which the island's round is kept.
-
-    Programs leave that alone: `Island.exchange` changes it between two updates.
-
-    Attributes:
-      base: the algorithm between the replicas.
-      keeps_lost: whether a codec's error is kept.
-    """
-
-    base: Sync
-    keeps_lost: bool
-    owner = "islands"
-    state = IslandState
-
-    def init(self, params: PyTree) -> IslandState:
-        """Return the first state."""
-        return self.first(params, self.base.init(params))
-
-    def like_init(self, params: PyTree) -> IslandState:
-        """See `Sync.like_init`."""
-        return self.first(params, self.base.like_init(params))
-
-    def first(self, params: PyTree, inner: PyTree) -> IslandState:
-        """Return the first state around that of `base`."""
-        zero = jnp.zeros([], jnp.int32)
-        lost = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), params)
-        run = jnp.zeros([], jnp.uint32)
-        return IslandState(zero, inner, run, zero, zero, lost if self.keeps_lost else ())
 
 
 def transform(
@@ -67,7 +32,7 @@ def transform(
       codec: the codec of parts, as in `js.islands.join`.
 
     Returns:
-      The `sync` of `js.make_train_step`.
+      The `sync` of `js.make_train_step`, with the state of `base` in `state.local["base"]`.
 
     Raises:
       ValueError: a base that keeps an anchor of its own.
@@ -76,11 +41,29 @@ def transform(
     """
     if base is not None and not isinstance(base, ParameterTransform):
         raise ValueError(f"islands: `base` must be None or one such as js.sgp(...), got {base!r}.")
-    inner = ALONE if base is None else base.sync
+    inner = Algorithm() if base is None else base.algorithm
     if inner.has_anchor:
         raise ValueError(
             f"islands: `base` must not keep an anchor, which an exchange would leave behind, "
             f"got {inner.owner}; take js.local_sgd or js.sgp."
         )
     keeps_lost = codec is not None and codec.error_feedback
-    return ParameterTransform(Member(inner, keeps_lost))
+    return ParameterTransform(_beside_place(inner, keeps_lost=keeps_lost))
+
+
+def _beside_place(base: Algorithm, *, keeps_lost: bool) -> Algorithm:
+    """Return the algorithm between an island's replicas, beside which the island's place is kept.
+
+    Programs leave the place alone: `Island.exchange` changes it between two updates.
+    """
+
+    def local(params: PyTree) -> dict[str, Any]:
+        zero, run = jnp.zeros([], jnp.int32), jnp.zeros([], jnp.uint32)
+        lost = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), params)
+        place = IslandState(run, zero, zero, lost if keeps_lost else ())
+        return {**around(base).local(params), "island": place}
+
+    def bind(axis_sizes: Any, params: PyTree | None) -> Algorithm:
+        return _beside_place(base.bound(axis_sizes, params), keeps_lost=keeps_lost)
+
+    return replace(around(base), local=local, owner="islands", bind=base.bind and bind)

@@ -19,6 +19,7 @@ import optax
 
 from .._support.types import PyTree
 from ..tracing import Flat, flattened, run
+from ..transform import ParameterTransform
 
 _Apply = Callable[..., Any]
 
@@ -144,7 +145,9 @@ class HostOptimizer:
 
 def checked_optimizer(optimizer: Any) -> optax.GradientTransformation:
     """Return the outer optimizer; raise `ValueError` for what is none, or is not element-wise."""
-    if not isinstance(optimizer, optax.GradientTransformation) or hasattr(optimizer, "sync"):
+    if not isinstance(optimizer, optax.GradientTransformation) or isinstance(
+        optimizer, ParameterTransform
+    ):
         raise ValueError(
             "islands.join: `outer_optimizer` must be an optax gradient transform such as "
             f"optax.sgd(0.7, momentum=0.9, nesterov=True), got {type(optimizer).__name__}."

@@ -9,6 +9,7 @@ from ._axes import from_first as from_first
 from ._axes import is_bound as is_bound
 from ._axes import is_of_devices as is_of_devices
 from ._axes import is_on_tpu as is_on_tpu
+from ._axes import is_spmd as is_spmd
 from ._axes import key_bits as key_bits
 from ._axes import match_varying as match_varying
 from ._axes import max_over as max_over

@@ -40,6 +40,11 @@ def is_bound(name: str) -> bool:
     return get_axis_env().axis_exists(name)
 
 
+def is_spmd(axis_name: AxisName) -> bool:
+    """Return whether the axis is one of `vmap(spmd_axis_name=...)`, whose leaves are sharded."""
+    return not get_axis_env().spmd_axis_names.isdisjoint(axis_names(axis_name))
+
+
 def axis_size(axis_name: AxisName) -> int:
     """Return the number of positions along `axis_name`: the product of sizes for a tuple."""
     return lax.axis_size(axis_name)

@@ -6,6 +6,7 @@ The copy must be the same on all processes; `check_same_tree` compares it.
 import functools
 import hashlib
 import json
+import math
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -385,23 +386,36 @@ def laid_out(tree: PyTree, specs: PyTree) -> PyTree:
     return jax.tree.map(place, tree, specs) if automatic else tree
 
 
-def sharded_like(state: PyTree, layouts: Layouts) -> PyTree:
+def sharded_like(state: PyTree, layouts: Layouts, num_replicas: int) -> PyTree:
     """Shard the leaves of `state` that mirror a parameter as the parameter is inside a replica.
 
     Fresh zeros carry no layout, so the compiler would keep moments of sharded parameters whole on
     every device. A leaf mirrors a parameter if its path ends in the parameter's path and the shapes
-    are equal, as in optax's states.
+    are equal, as in optax's states, or if it has the shape of this replica's block of it.
 
     Args:
       state: one replica's state, under the replica axis.
       layouts: layouts of the parameters inside a replica, from `layouts_of`.
+      num_replicas: number of blocks into which shared state is cut.
 
     Communication: none.
     """
 
+    def is_block(x: jax.Array, shape: tuple[int, ...], spec: P) -> bool:
+        if x.ndim != len(shape):
+            return False
+        cut = [d for d, (a, b) in enumerate(zip(x.shape, shape, strict=True)) if a != b]
+        inner = [math.prod(mesh.shape[name] for name in axis_names(e or ())) for e in spec]
+        return (
+            len(cut) == 1
+            and x.shape[cut[0]] * num_replicas == shape[cut[0]]
+            and all(size % n == 0 for size, n in zip(x.shape, inner, strict=False))
+        )
+
     def place(path: tuple, x: jax.Array) -> jax.Array:
         for suffix, shape, spec in layouts:
-            if x.shape == shape and path[len(path) - len(suffix) :] == suffix:
+            is_of = path[len(path) - len(suffix) :] == suffix
+            if is_of and (x.shape == shape or is_block(x, shape, spec)):
                 return lax.with_sharding_constraint(x, spec)
         return x
 

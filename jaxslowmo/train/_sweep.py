@@ -97,7 +97,7 @@ class Sweep:
         # Traced values are not checked, so all are made once as numbers.
         chains = [self.make(dict(zip(values, row, strict=True))) for row in rows]
         _, _, sync = split_chain(chains[0], None, None)
-        sync = sync.sized({_AXIS: self.replicas}) if sync is not None else None
+        sync = sync.bound({_AXIS: self.replicas}) if sync is not None else None
         object.__setattr__(self, "_sync", sync)
         object.__setattr__(self, "_values", {k: jnp.asarray(v) for k, v in values.items()})
 

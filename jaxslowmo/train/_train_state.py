@@ -39,9 +39,7 @@ class StateLayout(NamedTuple):
       key: a hashable form of `specs`; two layouts with equal keys are equal.
       inner_axes: axes inside a replica over which its batch is split.
       data_axes: all axes over which a batch is split, replica axes first.
-      shards: a `PartitionSpec` per leaf of the parameters (or a prefix of the tree), by which
-        `sync` has sharded its own state; None if it is not sharded.
-      division: how the state of `sync` divides the parameters; see `Sync.division`.
+      model: hashable types of the parameters, where the events of `sync` depend on them; else None.
       table_rows: the number of rows of each embedding table, which its array, with padding, does
         not show; None without tables.
     """
@@ -53,8 +51,7 @@ class StateLayout(NamedTuple):
     key: Hashable
     inner_axes: tuple[str, ...]
     data_axes: tuple[str, ...]
-    shards: PyTree | None = None
-    division: Mapping[str, Any] | None = None
+    model: Hashable = None
     table_rows: Mapping[str, int] | None = None
 
 

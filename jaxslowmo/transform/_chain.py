@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import PartitionSpec as P
 
 from .._support.checks import warn_user
 from .._support.settings import records_settings
@@ -23,12 +24,13 @@ from ..mesh import (
     map_replicas,
     model_axes,
     on_mesh,
+    only_over,
+    replica_count,
     sharded_like,
 )
-from ._checks import check_weight, setting, unless_idle
+from ._checks import initialising, setting
 from ._gradients import GradientTransform, Joined, over_stages, spec_of
-from ._inner_state import after_exchange, exchange_marked
-from ._optax_states import moved_copies, moving_states
+from ._optax_states import moving_states
 from ._parameter_transform import ParameterTransform
 from ._state_classes import check_order, holds_state
 
@@ -111,16 +113,14 @@ def chain(*transforms: optax.GradientTransformation) -> Chain:
             states = (*states, new)
         if not last:
             return steps, states
-        updates, marks, after = steps, [], []
-        for part, part_state in zip(last, state[count:], strict=True):
-            updates, _, new, mark = exchange_marked(part, updates, [], part_state, params, **extra)
-            marks.append(mark)
+        # Copies of parameters in the optimizer follow each exchange.
+        updates, inner, after = steps, states[start:], []
+        moving: Any = last
+        for part, part_state in zip(moving, state[count:], strict=True):
+            updates, _, new, inner = part.exchange(
+                updates, [], part_state, params, moments=inner, init=begin, **extra
+            )
             after.append(new)
-        steps = unless_idle(steps, check_weight("chain", extra.get("weight")))
-        states = moved_copies(states, params, steps, updates)
-        inner = states[start:]
-        for mark in marks:
-            inner = after_exchange(mark, begin, inner, params, updates)
         return updates, (*states[:start], *inner, *after)
 
     joined = Chain(init_fn, update_fn, Joined.of(*map(spec_of, parts)))
@@ -219,11 +219,13 @@ def _init_fn(
     layouts: Layouts,
 ) -> Callable[[PyTree], PyTree]:
     def per_replica(params: PyTree) -> PyTree:
-        with noting_followed() as followed:
+        specs = {path: only_over(spec, automatic) for path, _, spec in layouts}
+        tree = jax.tree_util.tree_map_with_path(lambda path, _: specs.get(path, P()), params)
+        with noting_followed() as followed, initialising(tree if layouts else None):
             state = jax.tree.map(jnp.copy, tx_init(params))
         check_order("init", state)
         _warn_of_copies(state, followed)
-        return sharded_like(state, layouts)
+        return sharded_like(state, layouts, replica_count("init", mesh, axis_name))
 
     return jax.jit(
         map_replicas(

@@ -15,7 +15,7 @@ from ..mesh import axis_names
 from ..tree import Staged
 from ._due import Communicate, decide, either
 from ._parameter_transform import ParameterTransform
-from ._replica_exchange import check_axis_argument
+from ._replica_group import check_axis_argument
 from ._state_classes import WithSpec, gradient_state
 
 TAKEN = frozenset({"weight", "ready_order", "param_specs", "finite", "unscaled"})

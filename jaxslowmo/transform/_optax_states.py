@@ -28,7 +28,7 @@ import jax.numpy as jnp
 import optax
 
 from .._support.types import PyTree
-from ..tree import added, apply_exactly, cast, promoted, updates_to
+from ..tree import added, cast, promoted, updates_to
 from ._state_classes import is_state_of
 
 
@@ -209,18 +209,17 @@ def moving_states(state: PyTree) -> list[str]:
     return sorted(type(x).__name__ for x in states)
 
 
-def moved_copies(state: PyTree, params: PyTree, before: PyTree, after: PyTree) -> PyTree:
+def moved_copies(state: PyTree, old: PyTree, new: PyTree) -> PyTree:
     """Return an optimizer's state whose copies of parameters follow a change by an exchange.
 
     Args:
       state: the optimizer's state, which other transforms may wrap.
-      params: the parameters before the update.
-      before: the optimizer's updates.
-      after: the updates that the parameter transform returned for them.
+      old: the parameters before the exchange, as their dtypes round them.
+      new: the parameters after it.
 
     Returns:
-      The state with `after - before` added to the copies that move; `state` itself if it has no
-      such copies.
+      The state with `new - old` added to the copies that move; `state` itself if it has no such
+      copies.
 
     Raises:
       ValueError: a copy that is no tree like the parameters.
@@ -234,8 +233,6 @@ def moved_copies(state: PyTree, params: PyTree, before: PyTree, after: PyTree) -
         # A shift that is not finite would destroy the copies: leave them unchanged.
         return jnp.where(jnp.isfinite(d), d, jnp.zeros_like(d))
 
-    # Subtract the new parameters as their dtypes round them, not the updates.
-    old, new = (apply_exactly(params, updates) for updates in (before, after))
     return shifted_copies(state, jax.tree.map(finite, updates_to(old, new)))
 
 

@@ -1,16 +1,41 @@
-"""Parameter transforms: optax's pair of an algorithm that exchanges parameters."""
+"""Parameter transforms: the optax pair of an algorithm that exchanges parameters."""
 
-from collections.abc import Callable, Mapping
-from typing import Any, cast, get_args
+import dataclasses
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any, NamedTuple, cast
 
+import jax
+import jax.numpy as jnp
 import optax
 
+from .._support.checks import warn_once
 from .._support.settings import Settings
-from .._support.types import Phase, PyTree
-from ._checks import Checked
-from ._due import instants
-from ._state_classes import WithSpec
-from ._sync import InnerState, Operand, Sync
+from .._support.types import AxisName, Phase, PyTree
+from ..mesh import Shares, axis_size, is_bound, specs_key, typed_specs
+from ..tree import at_least_float32, check_floating, leaf_names
+from ._algorithm import Algorithm, Carry, UpdateContext
+from ._checks import check_varying, check_weight, known_specs, unless_idle
+from ._due import Communicate, increment, instants
+from ._optax_states import moving_states
+from ._replica_group import ReplicaGroup, check_axis_argument
+from ._state_classes import WithSpec, register_state
+
+_MUCH = 0.1  # share of a sharded state's bytes that may stay whole without a warning
+_WHOLE_ANYWHERE = (
+    "The state is sharded over that axis; with `shard_state=False` each replica has all of it, and "
+    "`init` works anywhere."
+)
+
+
+class ExchangeState(NamedTuple):
+    """The state of a parameter transform."""
+
+    count: jax.Array  # () int32, updates so far; equal on all replicas
+    local: PyTree  # what this replica has for itself
+    shared: PyTree  # what all replicas have together; this replica's blocks, if it is sharded
+
+
+register_state(ExchangeState, "parameters", needs_owner=True)
 
 
 class ParameterTransform(WithSpec):
@@ -27,81 +52,312 @@ class ParameterTransform(WithSpec):
     * `phase`: the events of this update, a static tuple; the program then holds the collectives of
       these events only. With None the program decides (`lax.cond` on the counter in the state).
 
-    What it does is said by the algorithm that it holds, whose attributes and methods can be read
-    from the transform: `tx.phase(t)` is `tx.sync.phase(t)`.
-
     Args:
-      sync: the algorithm, a `js.spec.Sync`.
+      algorithm: what it does, a `js.Algorithm`.
+      axis_name: mapped axis of the replicas, or several, for an algorithm that names no `groups`.
 
     Attributes:
-      sync: the algorithm.
-      exchange: `exchange(updates, others, state, params, **extra)`: like `update`, with a list of
-        other floating arrays, such as batch statistics, and returns `(updates, others, state)`. An
-        update that averages the parameters averages the other arrays, too, over the same axes and
-        with the same weights. `js.make_train_step` calls it.
+      algorithm: the algorithm.
+      exchange: `exchange(updates, statistics, state, params, *, moments=None, init=None, **extra)`:
+        like `update`, with a list of other floating arrays, such as batch statistics, and the state
+        of the inner optimizer with its `init`: copies of parameters in it follow the exchange, and
+        moments are reset or averaged if the algorithm does so. It returns
+        `(updates, statistics, state, moments)`. An update that averages the parameters averages the
+        statistics, too, over the same axes and with the same weights.
+      param_specs: `PartitionSpec` per leaf over automatic axes inside a replica, from `with_specs`.
 
     Raises:
-      ValueError: `sync` that is no `js.spec.Sync`, lacks what has no default, or has an unknown
-        `inner_state`.
+      ValueError: `algorithm` that is no `js.Algorithm`, or that names neither groups nor axes.
     """
 
-    sync: Sync
-    exchange: Callable[..., Operand]
-    anchor: Callable[[PyTree, PyTree], PyTree]
+    algorithm: Algorithm
+    exchange: Callable[..., tuple[PyTree, list[Any], ExchangeState, PyTree]]
+    anchor: Callable[[ExchangeState, PyTree], PyTree]
+    param_specs: PyTree | None
 
-    def __new__(cls, sync: Sync, settings: Settings | None = None) -> "ParameterTransform":
+    def __new__(
+        cls,
+        algorithm: Algorithm,
+        axis_name: AxisName | None = None,
+        *,
+        settings: Settings | None = None,
+        param_specs: PyTree | None = None,
+    ) -> "ParameterTransform":
         """Make the transform of an algorithm."""
-        if not isinstance(sync, Sync):
-            raise ValueError(f"ParameterTransform: `sync` must be a js.spec.Sync, got {sync!r}.")
-        if missing := sync.missing():
+        if not isinstance(algorithm, Algorithm):
             raise ValueError(
-                f"ParameterTransform: `sync` must be an algorithm that says {', '.join(missing)}, "
-                f"got a {type(sync).__name__} without."
+                f"ParameterTransform: `algorithm` must be a js.Algorithm, got {algorithm!r}."
             )
-        if sync.inner_state not in get_args(InnerState):
+        if axis_name is not None:
+            check_axis_argument("ParameterTransform", "axis_name", axis_name)
+            groups = (*algorithm.groups, ReplicaGroup(axis_name))
+            algorithm = dataclasses.replace(algorithm, groups=groups)
+        if not algorithm.groups and (algorithm.events or algorithm.needs):
             raise ValueError(
-                f"{sync.owner}: `inner_state` must be one of {get_args(InnerState)}, got "
-                f"{sync.inner_state!r}."
+                "ParameterTransform: `axis_name` must name the mapped axis of the replicas, since "
+                "the algorithm has no `groups`."
             )
-        checked = Checked(sync)
-        self = super().__new__(cls, cast("optax.TransformInitFn", checked.init), checked.update)
-        self.sync, self.exchange, self.settings = sync, checked.exchange, settings
-        self.anchor = sync.anchor  # one object, by which compiled programs are found again
+        pair = _Pair(algorithm, param_specs)
+        self = super().__new__(cls, cast("optax.TransformInitFn", pair.init), pair.update)
+        self.algorithm, self.exchange, self.settings = algorithm, pair.exchange, settings
+        self.param_specs = param_specs
+        self.anchor = pair.anchor  # one object, by which compiled programs are found again
         return self
 
-    def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the algorithm."""
-        # Python calls this for missing attributes only, and pickle does so before `sync` is set.
-        if name.startswith("_") or name in ("sync", "exchange", "settings"):
-            raise AttributeError(name, name=name, obj=self)
-        return getattr(self.sync, name)
-
     def __repr__(self) -> str:
-        """Return the factory, its arguments, and where the state is stored."""
-        settings, stored = self.settings, self.sync.stored
-        text = repr(self.sync)
+        """Return the factory, its arguments, and how the state is stored."""
+        settings, text = self.settings, f"{self.algorithm.owner} of its own"
         if settings is not None:
             given = {name: x for name, x in settings.arguments.items() if x is not None}
             arguments = ", ".join(f"{name}={x!r}" for name, x in given.items())
             text = f"js.{settings.factory}({arguments})"
-        return f"<{text}; state: {stored}>" if stored else f"<{text}>"
+        return f"<{text}; shared state: sharded>" if self.algorithm.is_sharded else f"<{text}>"
 
-    def sized(self, axis_sizes: Mapping[str, int]) -> "ParameterTransform":
-        """Return the transform for axes of these sizes by name."""
-        return ParameterTransform(self.sync.sized(axis_sizes), self.settings)
-
-    def with_specs(self, param_specs: PyTree, *, of_state: bool = False) -> "ParameterTransform":
-        """Return the transform for parameters with these layouts; see `Sync.with_specs`."""
-        return ParameterTransform(
-            self.sync.with_specs(param_specs, of_state=of_state), self.settings
-        )
+    def phase(self, t: int) -> Phase:
+        """Return, on the host, the names of the events of update t = 1, 2, ...; () for none."""
+        return self.algorithm.phase(t)
 
     def phases(self) -> list[Phase]:
         """Return all phases that occur, in order of first appearance."""
-        return list(dict.fromkeys(map(self.sync.phase, instants(self.sync.schedules))))
+        return list(dict.fromkeys(map(self.phase, instants(self.algorithm.schedules))))
+
+    def shares(self, state: ExchangeState) -> Shares:
+        """Return, on the host, of what the consensus is the weighted mean, for `js.consensus`.
+
+        They are pairs: a weight for each replica, and stacked parameters, or None for the replicas'
+        current ones.
+        """
+        mass = self.algorithm.mass
+        return [(1.0, None)] if mass is None else mass(state.local) or [(1.0, None)]
+
+    def due(self, t: Any) -> Any:
+        """Return whether update `t` exchanges anything, for an int or an array."""
+        return self.algorithm.due(t)
+
+    def bound(
+        self, axis_sizes: Mapping[str, int] | None = None, params: PyTree | None = None
+    ) -> "ParameterTransform":
+        """Return the transform for axes of these sizes by name, and for these parameters.
+
+        Phases of `js.sgp` depend on the number of replicas, and those of an algorithm whose
+        `fragments` are a function on the parameters, of which only the types matter.
+        """
+        return self._with(self.algorithm.bound(axis_sizes, params))
+
+    def with_specs(self, param_specs: PyTree) -> "ParameterTransform":
+        """Return the transform for parameters with these layouts inside a replica."""
+        if param_specs is None or self.param_specs is not None:
+            return self
+        return self._with(self.algorithm, param_specs)
+
+    def _with(self, algorithm: Algorithm, param_specs: PyTree | None = None) -> Any:
+        specs = self.param_specs if param_specs is None else param_specs
+        return ParameterTransform(algorithm, settings=self.settings, param_specs=specs)
 
     def _replace(self, **changed: Any) -> optax.GradientTransformationExtraArgs:
         return optax.GradientTransformationExtraArgs(**{**self._asdict(), **changed})
+
+
+def share_of_whole(shared: PyTree, params: PyTree) -> float:
+    """Return the share of a sharded state's bytes that each replica has whole.
+
+    Args:
+      shared: its arrays or types; of the whole state stacked over replicas, or of one replica.
+      params: the parameters, in the same form.
+    """
+    shapes = {x.shape for x in jax.tree.leaves(params)}
+    sizes = [(x.size * x.dtype.itemsize, x.shape in shapes) for x in jax.tree.leaves(shared)]
+    return sum(size for size, is_whole in sizes if is_whole) / max(1, sum(n for n, _ in sizes))
+
+
+_Form = tuple[Any, tuple[tuple[tuple[int, ...], Any], ...]]
+"""Structure of a tree, and shape and dtype of every leaf."""
+
+
+class _Pair:
+    """The functions of a parameter transform, which check their arguments."""
+
+    def __init__(self, algorithm: Algorithm, param_specs: PyTree | None) -> None:
+        self._algorithm, self._specs, self._warn = algorithm, param_specs, warn_once()
+        self._owner = algorithm.owner
+        # Types of the states that `init` makes, by the types of the parameters.
+        self._forms: dict[Hashable, _Form] = {}
+
+    def init(self, params: PyTree) -> ExchangeState:
+        """Make the state of `params`."""
+        algorithm = self._algorithm
+        check_floating(self._owner, params)
+        is_inside = all(map(is_bound, algorithm.bound_axes))
+        if algorithm.is_sharded:  # whole state can be made outside of the axis
+            for group in algorithm.groups:
+                group.require_bound(self._owner, _WHOLE_ANYWHERE)
+        state = self._first(params)
+        # With bound axes this is the state that updates expect, so `_check_state` need not trace.
+        if is_inside and known_specs() is None:
+            self._forms[self._kind(params)] = _form(state)
+        return state
+
+    def _first(self, params: PyTree) -> ExchangeState:
+        algorithm, start = self._bound(params), params
+        if algorithm.is_sharded:
+            specs = known_specs() if self._specs is None else self._specs
+            start = algorithm.groups[-1].with_specs(specs).block(params)
+        zero = jnp.zeros([], jnp.int32)
+        state = ExchangeState(zero, algorithm.local(params), algorithm.shared(start))
+        whole = share_of_whole(state.shared, params) if algorithm.is_sharded else 0
+        if whole > _MUCH and algorithm.groups[-1].size > 1:
+            self._warn(
+                f"{self._owner}: of the shared state {whole:.0%} of the bytes stay whole on each "
+                f"replica, since {algorithm.groups[-1].size} divides no dimension of these leaves. "
+                "(Of leaves that are sharded inside a replica, `with_specs` must say how.)"
+            )
+        return state
+
+    def _bound(self, params: PyTree) -> Algorithm:
+        axes = self._algorithm.axes
+        sizes = {a: axis_size(a) for a in axes} if all(map(is_bound, axes)) else None
+        return self._algorithm.bound(sizes, params)
+
+    def anchor(self, state: ExchangeState, params: PyTree) -> PyTree:
+        """Return the anchor as a whole tree like `params`, inside of the mapped axes."""
+        held, algorithm = state.shared, self._bound(params)
+        if "anchor" not in held:  # each replica has one of its own
+            held = state.local if "anchor" in state.local else state.local["base"]
+        if not algorithm.is_sharded:
+            return held["anchor"]
+        group = algorithm.groups[-1].with_specs(self._specs)
+        return group.all_gather(held["anchor"], params)
+
+    def update(
+        self, updates: PyTree, state: PyTree, params: PyTree | None = None, **extra: Any
+    ) -> tuple[PyTree, PyTree]:
+        """Return new updates and the new state, with the signature of optax."""
+        updates, _, state, _ = self.exchange(updates, [], state, params, **extra)
+        return updates, state
+
+    def exchange(
+        self,
+        updates: PyTree,
+        statistics: list[Any],
+        state: PyTree,
+        params: PyTree | None,
+        *,
+        moments: PyTree = None,
+        init: Callable[[PyTree], PyTree] | None = None,
+        part: Callable[[PyTree], PyTree] = lambda params: params,
+        communicate: Communicate = True,
+        weight: Any = None,
+        phase: Phase | None = None,
+        learning_rate: Any = None,
+        **extra: Any,
+    ) -> tuple[PyTree, list[Any], ExchangeState, PyTree]:
+        """Return `(updates, statistics, state, moments)` after one update, like `update`."""
+        # Cheap checks come first, and checks that need an axis after the check that it is bound.
+        del extra
+        owner = self._owner
+        if params is None:
+            raise ValueError(
+                f"{owner} moves parameters and needs them: call `update(updates, state, params)`."
+            )
+        check_floating(owner, params)
+        if self._algorithm.inner_state != "keep" and init is None:
+            raise ValueError(
+                f"{owner}: `inner_state`={self._algorithm.inner_state!r} changes the state of the "
+                "optimizer, which a transform alone does not see: use js.make_train_step or "
+                'js.chain, not an optax.chain, or inner_state="keep".'
+            )
+        self._check_axes()
+        share = check_weight(owner, weight)
+        algorithm = self._bound(params)
+        self._check_state(state, params)
+        self._check_phase(algorithm, phase)
+        updates = unless_idle(updates, share)
+        for group in algorithm.groups:
+            check_varying(owner, params, updates, group.axis_name)
+        count = increment(state.count)
+        context = UpdateContext(count, communicate, share, learning_rate, phase, init, part)
+        updates, local, shared = jax.tree.map(_widened, updates), state.local, state.shared
+        if algorithm.begin is not None:
+            updates, local, shared = algorithm.begin(updates, local, shared, context)
+        is_changed = algorithm.inner_state != "keep" or moving_states(moments)
+        kept = moments if is_changed else None
+        carry = Carry(params, (), kept, list(statistics), local, shared)
+        updates, carry = algorithm.run(updates, carry, context, self._specs)
+        after = ExchangeState(count, carry.local, carry.shared)
+        return updates, carry.statistics, after, moments if kept is None else carry.moments
+
+    def _check_axes(self) -> None:
+        """Raise `ValueError` for axes that are not bound; warn if there is nothing to send."""
+        for group in self._algorithm.groups:
+            group.require_bound(self._owner)
+            if group.size == 1:
+                names = group.axes
+                axis = repr(names[0] if len(names) == 1 else names)
+                self._warn(
+                    f"{self._owner}: axis {axis} has size 1, so there is nothing to communicate."
+                )
+
+    @staticmethod
+    def _check_phase(algorithm: Algorithm, phase: object) -> None:
+        """Raise `ValueError` for a phase that this algorithm does not have."""
+        if phase is None:
+            return
+        names = phase if isinstance(phase, tuple) else ()
+        found = [sum(map(event.is_called, names)) for event in algorithm.events]
+        if not isinstance(phase, tuple) or max(found, default=0) > 1 or sum(found) < len(names):
+            raise ValueError(
+                f"{algorithm.owner}: `phase` must come from `transform.phase(t)`, a tuple of names "
+                f"of events out of {[event.named(0) for event in algorithm.events]}, got {phase!r}."
+            )
+
+    def _check_state(self, state: PyTree, params: PyTree) -> None:
+        """Raise `ValueError` for the state of another transform or configuration, by its types."""
+        kind = self._kind(params)
+        if kind not in self._forms:
+            # A state that was restored or made by another object: trace what it should be.
+            self._forms[kind] = _form(jax.eval_shape(self._first, params))
+        expected, actual = self._forms[kind], _form(state)
+        if actual != expected:
+            raise ValueError(
+                f"{self._owner}: `state` must be what this transform's `init` makes for these "
+                f"parameters, {_described(expected)}, got {_described(actual)}: was it made by "
+                "another transform, or with other arguments?"
+            )
+
+    def _kind(self, params: PyTree) -> Hashable:
+        # Blocks of leaves that are sharded inside a replica depend on the mesh, too, which under
+        # vmap does not have the axes.
+        mesh = jax.sharding.get_abstract_mesh()
+        sizes = tuple(map(axis_size, self._algorithm.bound_axes))
+        return _form(params), sizes, mesh, specs_key(typed_specs(params))
+
+
+def _widened(update: Any) -> jax.Array:
+    """Return an update in at least float32, as the optimizer has rounded it."""
+    dtype = jnp.result_type(update)
+    wide = jnp.asarray(update).astype(at_least_float32(dtype))
+    if wide.dtype == dtype:
+        return wide
+    # XLA leaves out a rounding that a widening follows. Not the exponent is reduced, since that
+    # would make small numbers of float16 zero.
+    return jax.lax.reduce_precision(wide, 8, jnp.finfo(dtype).nmant)
+
+
+def _form(tree: PyTree) -> _Form:
+    leaves, treedef = jax.tree.flatten(tree)
+    return treedef, tuple((jnp.shape(x), jnp.result_type(x)) for x in leaves)
+
+
+_NUM_LISTED = 6
+
+
+def _described(form: _Form) -> str:
+    treedef, types = form
+    leaves = [f"{dtype}{list(shape)}" for shape, dtype in types]
+    tree = treedef.unflatten(leaves)
+    lines = [f"{name}: {leaf}" for name, leaf in zip(leaf_names(tree), leaves, strict=True)]
+    more = f", and {len(lines) - _NUM_LISTED} more" if len(lines) > _NUM_LISTED else ""
+    return f"{type(tree).__name__}({', '.join(lines[:_NUM_LISTED])}{more})"
 
 
 def phase_name(phase: Phase) -> str:

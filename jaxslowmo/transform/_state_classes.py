@@ -66,7 +66,7 @@ Moves = Literal["gradients", "parameters"]
 _Class = TypeVar("_Class", bound=type)
 
 # Maps the class of a state to what its transform exchanges, and to whether only that transform can
-# convert the state for other replicas (`Sync.carry`).
+# convert the state for other replicas.
 _OWNERS: dict[type, tuple[Moves, bool]] = {}
 _PASSING: set[type] = set()
 

@@ -8,6 +8,7 @@ from ._buffers import BufferPlan as BufferPlan
 from ._buffers import note_buffers as note_buffers
 from ._buffers import noted_buffers as noted_buffers
 from ._buffers import plan_buffers as plan_buffers
+from ._buffers import split_last as split_last
 from ._leaves import added as added
 from ._leaves import all_finite as all_finite
 from ._leaves import apply_exactly as apply_exactly

@@ -72,7 +72,7 @@ class BufferPlan:
         parts: list[list[jax.Array]] = [[] for _ in self.shapes]
         for buffer, flat in zip(self.buffers, packed, strict=True):
             sizes = [piece.stop - piece.start for piece in buffer.pieces]
-            for piece, part in zip(buffer.pieces, _split(flat, sizes), strict=True):
+            for piece, part in zip(buffer.pieces, split_last(flat, sizes), strict=True):
                 parts[piece.label].append(part)  # those of a leaf come in their order
         leaves = zip(parts, self.shapes, strict=True)
         return [reshaped(lax.concatenate(leaf, 0), shape) for leaf, shape in leaves]
@@ -180,19 +180,20 @@ def note_buffers(exchange: str, plan: BufferPlan, names: Sequence[str]) -> None:
 _FEW = 32  # up to so many parts, one kernel for each does not take long to compile
 
 
-def _split(flat: jax.Array, sizes: Sequence[int]) -> list[jax.Array]:
-    """Split `flat` into consecutive parts of these sizes; the rest at the end is dropped."""
+def split_last(flat: jax.Array, sizes: Sequence[int]) -> list[jax.Array]:
+    """Split the last dimension into consecutive parts of these sizes; the rest is dropped."""
     if len(sizes) > _FEW and _compiles_each_offset(flat):
         return _split_at_unknown(flat, tuple(sizes))
     return _split_at_constants(flat, sizes)
 
 
 def _split_at_constants(flat: jax.Array, sizes: Sequence[int]) -> list[jax.Array]:
-    rest = flat.size - sum(sizes)
+    rest = flat.shape[-1] - sum(sizes)
     if len(sizes) == 1 and not rest:
         return [flat]
     # This is one equation while tracing, which is lowered to one slice per part.
-    return list(lax.split(flat, (*sizes, rest) if rest else sizes))[: len(sizes)]
+    every = (*sizes, rest) if rest else sizes
+    return list(lax.split(flat, every, axis=flat.ndim - 1))[: len(sizes)]
 
 
 def _compiles_each_offset(flat: jax.Array) -> bool:
@@ -218,7 +219,7 @@ def _split_at_unknown(flat: jax.Array, sizes: tuple[int, ...]) -> list[jax.Array
     place = lax.axis_index(jax.sharding.get_abstract_mesh().manual_axes)
     offsets = lax.cond(place >= 0, lambda: starts, lambda: [np.int32(0) for _ in starts])
     return [
-        lax.dynamic_slice(flat, (offset,), (size,), allow_negative_indices=False)
+        lax.dynamic_slice_in_dim(flat, offset, size, flat.ndim - 1, allow_negative_indices=False)
         for offset, size in zip(offsets, sizes, strict=True)
     ]
 

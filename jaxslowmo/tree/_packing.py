@@ -1,4 +1,4 @@
-"""Packing of trees into flat buffers: of each device's blocks, and on the host of all devices'.
+"""Packing of trees into flat buffers, of each device's blocks.
 
 On a pure data-parallel mesh a block is a whole leaf. If leaves are sharded over automatic axes
 inside a replica (FSDP, tensor parallel), a nested `shard_map` over those axes gives functions of
@@ -280,66 +280,6 @@ class TreePacking:
         places = _flattened([group.indices for group in self.groups])
         leaves = dict(zip(places, _flattened(by_group), strict=True))
         return self.treedef.unflatten([leaves[i] for i in range(len(leaves))])
-
-    # On the host: buffers of which each replica keeps a part, as arrays of all replicas. A
-    # replica's devices with different blocks have parts of their own, which are stored one after
-    # another; the ends of buffers are padded with zeros.
-
-    def parts(
-        self, replicas: int, shape_of: Callable[[Buffer], tuple[int, ...]]
-    ) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """Return the types of all replicas' parts of each buffer.
-
-        Args:
-          replicas: number of replicas, the leading dimension.
-          shape_of: function that returns the shape of a device's part of a buffer; parts of all
-            devices are concatenated along its first dimension.
-        """
-
-        def part(group: BufferGroup, buffer: Buffer) -> jax.ShapeDtypeStruct:
-            rows, *rest = shape_of(buffer)
-            shape = (replicas, group.num_blocks * rows, *rest)
-            return jax.ShapeDtypeStruct(shape, buffer.dtype)
-
-        return tuple(part(group, b) for group in self.groups for b in group.plan.buffers)
-
-    def join(self, parts: Sequence[np.ndarray]) -> PyTree:
-        """Return the whole tree of these NumPy arrays of the types `parts`."""
-        trees = []
-        for group, arrays in zip(self.groups, self.by_group(parts), strict=True):
-            count, sizes = group.num_blocks, group.axis_sizes
-            blocks: list[list[np.ndarray]] = [[] for _ in group.indices]
-            for buffer, x in zip(group.plan.buffers, arrays, strict=True):
-                # The buffer of a device is the concatenation over all replicas.
-                flats = x.reshape(len(x), count, -1).swapaxes(0, 1).reshape(count, -1)
-                for label, first, last in buffer.pieces:
-                    part, flats = np.split(flats, [last - first], 1)
-                    blocks[label].append(part)
-            whole = [np.concatenate(x, 1).reshape(*sizes.values(), -1) for x in blocks]
-            leaves = zip(whole, group.shapes, group.specs, strict=True)
-            trees.append([from_blocks(*leaf, sizes) for leaf in leaves])
-        return self.tree(trees)
-
-    def split(self, tree: PyTree, types: Sequence[Any]) -> tuple[np.ndarray, ...]:
-        """Return all replicas' parts of a whole tree of NumPy arrays; the inverse of `join`.
-
-        Args:
-          tree: tree of the planned structure.
-          types: the types of the parts; see `parts`.
-        """
-        parts, leaves = [], jax.tree.leaves(tree)
-        for group, of_group in zip(self.groups, self.by_group(types), strict=True):
-            count = group.num_blocks
-            for buffer, like in zip(group.plan.buffers, of_group, strict=True):
-                flats = rest = np.zeros((count, like.size // count), like.dtype)
-                for label, first, last in buffer.pieces:
-                    leaf, spec = leaves[group.indices[label]], group.specs[label]
-                    part, rest = np.split(rest, [last - first], 1)  # views
-                    blocks = to_blocks(leaf, spec, group.axis_sizes)
-                    part[:] = blocks.reshape(count, -1)[:, first:last]
-                by_replica = flats.reshape(count, like.shape[0], -1).swapaxes(0, 1)
-                parts.append(by_replica.reshape(like.shape))
-        return tuple(parts)
 
 
 def _flattened(lists: Sequence[Sequence[Any]]) -> list[Any]:

@@ -91,7 +91,7 @@ def test_types_are_explicit_under_x64(name):
         updates, after = tx.update(params, state, params, weight=weight)
         if name in PARAMETER:
             others = [params["layer"]["half"], params["layer"]["a"]]
-            updates, others, after = tx.exchange(params, others, state, params, weight=weight)
+            updates, others, after, _ = tx.exchange(params, others, state, params, weight=weight)
             assert [x.dtype for x in others] == [jnp.bfloat16, jnp.float64]
         return state, after, updates
 
@@ -150,7 +150,7 @@ def test_an_idle_replica_poisons_nobody(name):
     for leaf in jax.tree.leaves((params, state)):
         assert np.all(np.isfinite(leaf))
     assert state.count.tolist() == [4] * 4
-    assert not np.any(state.refused if name == "only_finite" else 0)
+    assert not np.any(state.local["refused"] if name == "only_finite" else 0)
 
 
 # What travels with the parameters
@@ -164,7 +164,7 @@ def others_of(tx):
 
         def update(run, _):
             params, others, state = run
-            updates, others, state = tx.exchange(zeros, others, state, params)
+            updates, others, state, _ = tx.exchange(zeros, others, state, params)
             params = optax.apply_updates(params, updates)
             return (params, others, state), (params["w"], others[0])
 

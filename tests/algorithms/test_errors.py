@@ -75,7 +75,7 @@ ARGUMENTS = {
         "`outer_optimizer`", "`value`", error=TypeError,
     ),
     "graph of other axes": Refusal(
-        lambda: js.sgp(("a", "b"), graph=RING).sized({"a": 2, "b": 4}), "('a', 'b')", 8
+        lambda: js.sgp(("a", "b"), graph=RING).bound({"a": 2, "b": 4}), "('a', 'b')", 8
     ),
     "mixing": of(SGP, mixing=0.5),
     "mixing, once it is sized": first(SGP(mixing=lambda *_: np.eye(3)), "(4, 4)", "(3, 3)"),
@@ -105,7 +105,9 @@ ARGUMENTS = {
     "fragments, no divisor": of(DILOCO, fragments=5, sync_every=12),
     "fragments beside all": of(DILOCO, fragments=3, sync_every=ALL_BEFORE),
     "delay -1": of(LOCAL_SGD, delay=-1),
-    "delay as long as a turn": of(DILOCO, "delay=6", delay=6, sync_every=12, fragments=2),
+    "delay as long as a period": of(
+        DILOCO, "delay=12", delay=12, sync_every=12, fragments=2
+    ),
     "delay beside all": of(DILOCO, delay=1, sync_every=ALL_BEFORE),
     "merge above 1": of(LOCAL_SGD, merge=1.5),
     "inner state": of(LOCAL_SGD, inner_state="zero"),
@@ -133,6 +135,10 @@ UPDATES = {
     "phase of a base": first(
         SLOW(base=SGP(), exact_average=False), "`phase`", "average", phase=("average", "slow")
     ),
+    "phases of a graph that is not known": Refusal(
+        lambda: SGP().phase(1), "`graph`", "`transform.bound({axis: size})`"
+    ),
+    "phases of a base that is not known": Refusal(lambda: SLOW(base=SGP()).phase(1), "`graph`"),
     "phase of no round": first(SGP(), "`phase`", phase=("round -1",)),
     "phase of two rounds": first(SGP(), "`phase`", phase=("round 0", "round 1")),
     "weight below 0": first(LOCAL, "`weight`", -1.0, weight=-1.0),
@@ -165,7 +171,7 @@ UPDATES = {
     "local axis": first(SGP(local_axis_name="devise"), "`local_axis_name`", "'devise'", init=SGP()),
     "local axis at init": Refusal(lambda: trace(DILOCO(local_axis_name="x").init, PARAMS), "'x'"),
     "local axis of replicas": first(LOCAL_SGD(local_axis_name="replica"), "`local_axis_name`"),
-    "axis of specs": first(LOCAL_SGD(param_specs=P("x")), "`param_specs`", execution="shard_map"),
+    "axis of specs": first(LOCAL.with_specs(P("x")), "`param_specs`", execution="shard_map"),
 }  # fmt: skip
 
 
@@ -178,10 +184,10 @@ def test_edges_of_the_ranges_are_allowed():
     SLOW(momentum=0.0, slow_learning_rate=0.0, learning_rate=0.0)
     for overlap in (0, 1):
         SGP(graph=RING, mixing=nothing_kept, overlap=overlap)
-    DILOCO(sync_every=12, fragments=2, delay=5, merge=np.float32(1))
+    DILOCO(sync_every=12, fragments=2, delay=11, merge=np.float32(1))
     DILOCO(sync_every=12, merge=0.5, delay=2, shard_state=True, codec=FLOAT16)
     SLOW(base=SGP(graph=js.topology.from_phone_book([[]])))  # a single node exchanges nothing
-    assert len(SGP(overlap=np.int64(3)).init({"w": jnp.ones(2)}).in_flight) == 2
+    assert len(SGP(overlap=np.int64(3)).init({"w": jnp.ones(2)}).local.in_flight) == 2
 
 
 @pytest.mark.parametrize("tx", [LOCAL, SLOW(shard_state=False), SLOW(exact_average=False)])
@@ -217,14 +223,14 @@ def on_one(tx):
     return [lambda: trace(one_update(tx), one, axes={"replica": 1})] * 2
 
 
-UNSIZED = js.sgp("replica")
 WARNINGS = {
     "local_sgd: axis 'replica' has size 1": on_one(LOCAL),
     "sgp: axis 'replica' has size 1": on_one(SGP()),
     "slowmo: axis 'replica' has size 1": on_one(SLOW(base=SGP())),
-    "without a `base`": [lambda: trace(one_update(js.slowmo("replica")), PARAMS)],
+    "without a `base`": [
+        lambda: trace(one_update(js.slowmo("replica", shard_state=False)), PARAMS)
+    ],
     "`sync_every`=4 is not a multiple of the base's 3": [lambda: SLOW(sync_every=4), SLOW],
-    "`transform.sized({axis: size})`": [lambda: UNSIZED.phase(1), lambda: UNSIZED.phase(2)],
 }
 
 

@@ -29,7 +29,7 @@ class Case(NamedTuple):
         options = {"local_axis_name": local}
         slow, base = self.slow, None
         if self.base is not None:
-            base = self.base(**options).sized({"replica": NODES})
+            base = self.base(**options).bound({"replica": NODES})
         if slow is None:
             return base
         options = {"sync_every": slow.every, **(self.options or {}), **options}

@@ -184,7 +184,9 @@ def trajectory(golden: GoldenRun, sync, execution: str):
         params, state = step(params, state, grads)
         if t == 0 and golden.config["effective"]["slowmo"]:
             inner, outer = state
-            state = inner, outer._replace(anchor=first_anchor(golden, params))
+            kind = "shared" if "anchor" in outer.shared else "local"
+            held = getattr(outer, kind) | {"anchor": first_anchor(golden, params)}
+            state = inner, outer._replace(**{kind: held})
         found.append(params)
     return found
 

@@ -80,7 +80,7 @@ def test_an_infinite_rate_of_one_replica_is_that_of_all():
     tx = js.slowmo("replica", base=base, sync_every=1, learning_rate="optimizer")
 
     def last(w, rate):
-        return tx.update(w, tx.init(w), w, learning_rate=rate)[1].outer.last_rate
+        return tx.update(w, tx.init(w), w, learning_rate=rate)[1].shared["outer"].last_rate
 
     found = jax.vmap(last, axis_name="replica")(jnp.ones((2, 3)), jnp.asarray([jnp.inf, 0.5]))
     np.testing.assert_array_equal(found, [np.inf, np.inf])
@@ -178,7 +178,7 @@ def test_a_slow_step_without_an_exchange_leaves_other_arrays():
     def one(x):
         state, zero, seen = tx.init(x), jnp.zeros_like(x), []
         for _ in range(4):
-            _, (other,), state = tx.exchange(zero, [x * len(seen)], state, x)
+            _, (other,), state, _ = tx.exchange(zero, [x * len(seen)], state, x)
             seen.append(other)
         return jnp.stack(seen)
 

@@ -44,7 +44,7 @@ def test_the_top_level_stays_small():
     names = [name for name in js.__all__ if not isinstance(getattr(js, name), type(js))]
     assert len(names) <= 80
     states = [name for name in names if name.endswith(("Report", "State", "Times", "Result"))]
-    assert states == ["LocalSGDState", "TrainState"]
+    assert states == ["ExchangeState", "TrainState"]
 
 
 def test_all_names_are_used_without_the_extras_that_are_not_even_looked_for():
@@ -100,7 +100,7 @@ def test_a_name_loads_no_package_that_it_does_not_need():
 
 
 def test_classes_survive_pickling():
-    for cls in (js.TrainState, js.Policy, js.reports.CommRow, js.LocalSGDState):
+    for cls in (js.TrainState, js.Policy, js.reports.CommRow, js.ExchangeState):
         assert pickle.loads(pickle.dumps(cls)) is cls
     data = pickle.dumps(js.reports.CommRow)  # loads where nothing is imported
     assert run_python(f"import pickle; print(pickle.loads({data!r}).__name__)") == "CommRow"

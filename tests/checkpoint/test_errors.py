@@ -110,14 +110,10 @@ ROWS = {
         lambda: restored(step=make_step("local_sgd", 2, optimizer=SGD)), "opt_state/1/0/trace/b"
     ),
     "another algorithm": refused(
-        lambda: restored(step=make_step("sgp", 2)), "opt_state/2/weight", "missing"
+        lambda: restored(step=make_step("sgp", 2)), "opt_state/2/local/exchanges", "missing"
     ),
     "a hidden transform on other replicas": refused(
         lambda: restored("inside", inside(8), model_state=None), "`sync`", "8 replicas"
-    ),
-    "other buckets": refused(lambda: restored("diloco", diloco(2, None)), "opt_state/2/"),
-    "other buckets on other replicas": refused(
-        lambda: restored("diloco", diloco(3, None)), "opt_state/2/"
     ),
     "no export to load": refused(lambda: load_consensus(folder() / "nowhere"), "nowhere"),
     "a checkpoint for an export": refused(lambda: consensus_extra(folder() / "run" / "3"), "3"),
@@ -180,7 +176,6 @@ ALGORITHMS = {
     "late": lambda: js.diloco("replica", sync_every=4, delay=1),
     "fragments": lambda: js.diloco("replica", sync_every=4, fragments=2, codec=js.codecs.int8()),
 }
-GO_ON = [{"local_sgd", "int8"}, {"late", "fragments"}]
 
 
 @pytest.mark.parametrize("saved", ALGORITHMS)
@@ -194,8 +189,5 @@ def test_a_run_of_another_algorithm_is_refused_by_its_leaves(saved, tmp_path):
         for name in ALGORITHMS.keys() - {saved}:
             for replicas in (2, 3):
                 new = step(name, replicas)
-                if {saved, name} in GO_ON:
-                    assert checkpoints.restore(new, PARAMS, model_state=MODEL_STATE).step == 0
-                    continue
                 with pytest.raises(CheckpointError, match=r"opt_state/.*missing"):
                     checkpoints.restore(new, PARAMS, model_state=MODEL_STATE)

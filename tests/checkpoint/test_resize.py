@@ -7,9 +7,7 @@ import pytest
 
 import jaxslowmo as js
 from checkpoint.runs import MODEL_STATE, PARAMS, batch, make_step, on_host
-from jaxslowmo.algorithms.outer._anchor import ShardedAnchor
 from jaxslowmo.checkpoint import Checkpoints
-from jaxslowmo.transform import Exchange, StatePlacement
 from support.promotion import promoting
 
 
@@ -23,9 +21,10 @@ def trained(step, replicas: int, updates: int):
 def consensus(state: js.TrainState) -> dict[str, np.ndarray]:
     """Return the sum of all mass over the sum of all weights, in float64."""
     params, sync = state.params, state.opt_state[-1]
-    gossip = getattr(sync, "base", sync)
+    local = getattr(sync, "local", None)
+    gossip = local["base"] if isinstance(local, dict) else local
     terms = [(np.ones(len(state.step)), params)]
-    if isinstance(gossip, js.algorithms.SGPState):
+    if isinstance(gossip, js.algorithms.PushSumState):
         terms = [(gossip.weight, params), *((a.weight, a.mean) for a in gossip.in_flight)]
     total = sum(np.sum(w, dtype=np.float64) for w, _ in terms)
     return {
@@ -40,10 +39,15 @@ def anchor(step, state):
 
 
 def momentum(state: js.TrainState):
-    replicas = len(state.step)
-    at = StatePlacement(replicas, {"replica": replicas})
-    shards = on_host(state.opt_state[-1].outer.velocity)
-    return ShardedAnchor(Exchange("replica")).join(shards, PARAMS, at)
+    blocks = on_host(state.opt_state[-1].shared["outer"].velocity)
+
+    def joined(x, whole):
+        if x.shape[1:] == whole.shape:
+            return x[0]
+        (cut,) = [d for d, size in enumerate(whole.shape) if x.shape[d + 1] != size]
+        return np.concatenate(list(x), cut)
+
+    return jax.tree.map(joined, blocks, PARAMS)
 
 
 NOTES = {
@@ -82,10 +86,12 @@ def test_4_to_3_to_8(name, tmp_path):
             assert words in text
         if name == "slowmo over sgp":
             outer = new.opt_state[-1]
-            assert outer.base.weight.tolist() == [1] * replicas
-            assert not any(np.any(x) for x in jax.tree.leaves(outer.base.in_flight))
+            assert outer.local["base"].weight.tolist() == [1] * replicas
+            assert not any(np.any(x) for x in jax.tree.leaves(outer.local["base"].in_flight))
             assert outer.count.tolist() == [6] * replicas
-            assert (outer.base.exchanges == old.opt_state[-1].base.exchanges[0]).all()
+            assert (
+                outer.local["base"].exchanges == old.opt_state[-1].local["base"].exchanges[0]
+            ).all()
             anchors = anchor(old_step, state), anchor(step, found.state)
             for leaf, a in anchors[0].items():
                 np.testing.assert_array_equal(a[0], anchors[1][leaf][-1])
@@ -171,7 +177,7 @@ def test_copies_of_parameters_go_where_the_parameters_go(tmp_path):
     with Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(3, state, wait=True)
         found = checkpoints.restore(steps[1], PARAMS, model_state=MODEL_STATE).state
-    assert np.ptp(np.float64(state.opt_state[-1].weight)) > 0.1
+    assert np.ptp(np.float64(state.opt_state[-1].local.weight)) > 0.1
     before = state.opt_state[1].z["w"] - state.params["w"]
     wanted = np.mean(np.float64(before), axis=0)  # what the optimizer has in store stays a mean
     after = found.opt_state[1].z["w"] - found.params["w"]
@@ -200,6 +206,10 @@ def test_a_guard_keeps_its_counts(tmp_path):
         checkpoints.save(3, state, wait=True)
         guard = checkpoints.restore(step_on(2), params).state.opt_state[-1]
     old = state.opt_state[-1]
-    assert np.unique(old.refused).tolist() == np.unique(guard.refused).tolist() == [1]
-    assert guard.refused.shape == guard.count.shape == (2,)
+    assert (
+        np.unique(old.local["refused"]).tolist()
+        == np.unique(guard.local["refused"]).tolist()
+        == [1]
+    )
+    assert guard.local["refused"].shape == guard.count.shape == (2,)
     assert np.unique(guard.count).tolist() == np.unique(old.count).tolist()

@@ -24,16 +24,16 @@ PLACES = {
 }
 
 
-def slowmo(specs, **options):
+def slowmo(**options):
     base = js.local_sgd("replica", sync_every=2)
-    return js.slowmo("replica", base=base, sync_every=4, momentum=0.6, param_specs=specs, **options)
+    return js.slowmo("replica", base=base, sync_every=4, momentum=0.6, **options)
 
 
 SYNCS = {
     "slowmo": slowmo,
-    "whole": lambda specs: slowmo(specs, shard_state=False),
-    "sgp": lambda specs: js.sgp("replica", overlap=2),  # messages are in flight
-    "coded": lambda specs: js.local_sgd("replica", codec=CODEC, param_specs=specs),
+    "whole": lambda: slowmo(shard_state=False),
+    "sgp": lambda: js.sgp("replica", overlap=2),  # messages are in flight
+    "coded": lambda: js.local_sgd("replica", codec=CODEC),
 }
 
 
@@ -63,14 +63,14 @@ class Staged(Run):
     def __init__(self, place, how, mesh_of, *, replicas=2, model=MODEL, layers=LAYERS, **options):
         sync, _, optimizer = how.partition(", ")
         self.params, self.unstack = layers, lambda tree: tree
-        loss_fn, specs = model, None
+        loss_fn = model
         mesh = mesh_of({"replica": replicas})
         if PLACES[place] is not None:
             schedule = schedule_of(place)
             mesh = mesh_of({"replica": replicas, "stage": schedule.num_stages})
             self.pipe = loss_fn = js.pipelined(model, layers, schedule, mesh=mesh)
-            self.unstack, specs = loss_fn.layout.unstack_like, loss_fn.layout.specs
-        options = {"sync": SYNCS[sync](specs)} if sync else options
+            self.unstack = loss_fn.layout.unstack_like
+        options = {"sync": SYNCS[sync]()} if sync else options
         tx = OPTIMIZERS[optimizer or "adamw"]()
         self.step = js.make_train_step(loss_fn, tx, mesh=mesh, **options)
 
@@ -89,16 +89,25 @@ class Staged(Run):
 
     def values(self, state):
         """Return all that is no shard, and the whole anchor and momentum."""
-        host = self.unstack(on_host(state))
         sync, own = self.step.sync, state.opt_state[-1]
-        if sync is None or not sync.has_anchor:
+        if sync is not None and sync.algorithm.is_sharded:  # blocks of buffers are no buffers
+            rest = state._replace(opt_state=(*state.opt_state[:-1], own._replace(shared=())))
+        else:
+            rest = state
+        host = self.unstack(on_host(rest))
+        if sync is None or not sync.algorithm.has_anchor:
             return host
         slow = [
-            js.read_anchor(sync, own._replace(anchor=x), state.params, mesh=self.step.mesh)
-            for x in (own.anchor, own.outer.velocity)
+            js.read_anchor(
+                sync,
+                own._replace(shared=own.shared | {"anchor": x}),
+                state.params,
+                mesh=self.step.mesh,
+            )
+            for x in (own.shared["anchor"], own.shared["outer"].velocity)
         ]
-        base = host.opt_state[-1].base
-        return host._replace(opt_state=(*host.opt_state[:-1], base, self.unstack(on_host(slow))))
+        local = host.opt_state[-1].local
+        return host._replace(opt_state=(*host.opt_state[:-1], local, self.unstack(on_host(slow))))
 
 
 @pytest.fixture(scope="module")
@@ -109,12 +118,14 @@ def saved(mesh_of, tmp_path_factory):
 MOVES = [
     *((old, new, sync, "adafactor") for old in PLACES for new in PLACES for sync in SYNCS),
     ("interleaved", "zbv", "slowmo", "adamw"),
-    ("interleaved", "zbv", "slowmo", "constants"),
+    ("interleaved", "zbv", "whole", "adamw"),
+    ("interleaved", "zbv", "whole", "constants"),
     ("none", "zbv", "sgp", "adamw"),
     ("interleaved", "zbv", "coded", "adamw"),
 ]
 USUAL = [
     ("interleaved", "zbv", "slowmo", "adamw"),
+    ("interleaved", "zbv", "whole", "adamw"),
     ("interleaved", "none", "slowmo", "adafactor"),
     ("none", "zbv", "sgp", "adamw"),
     ("interleaved", "zbv", "coded", "adamw"),

@@ -8,7 +8,7 @@ import signal
 import subprocess
 
 import pytest
-from faults.stand import FOR_EVER, Stand, last_step, steps_saved
+from faults.stand import FOR_EVER, OF_THREE, Stand, last_step, steps_saved
 
 HEARTBEAT = 10
 # The heartbeat, some seconds to notice and to leave; several times that beside other work.
@@ -21,7 +21,7 @@ def trained(request, four_hosts, programs, tmp_path):
     """A run on as many hosts as asked for, past its first checkpoint."""
     with Stand(tmp_path / "try", programs, hosts=four_hosts[: request.param]) as stand:
         options = ("--checkpoint-every", "10", "--heartbeat-timeout", str(HEARTBEAT))
-        run = stand.train(*FOR_EVER, *options)
+        run = stand.train(*FOR_EVER, *options, *(OF_THREE if request.param == 3 else ()))
         run.until(lambda: steps_saved(stand.out), "a checkpoint")
         run.strike()
         yield stand, run

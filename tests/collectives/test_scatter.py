@@ -1,4 +1,4 @@
-"""Shapes of shards, and the mean by way of shards."""
+"""Shapes of shards, and the mean by way of rows, one for each replica."""
 
 import math
 
@@ -10,13 +10,7 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 import jaxslowmo as js
-from jaxslowmo.collectives import (
-    all_gather_shards,
-    all_mean,
-    local_shard,
-    mean_to_shards,
-    shard_layout,
-)
+from jaxslowmo.collectives import all_gather_rows, all_mean, scatter_mean, shard_layout
 from jaxslowmo.collectives._scatter import ShardLayout
 from support.executions import lift
 
@@ -71,58 +65,51 @@ CASES = {
 
 @pytest.mark.parametrize("place", ["devices", "vmap"])
 @pytest.mark.parametrize(("axes", "replica_axes", "local", "size"), CASES.values(), ids=CASES)
-def test_mean_by_way_of_shards_is_the_mean(place, axes, replica_axes, local, size):
+def test_mean_by_way_of_rows_is_the_mean(place, axes, replica_axes, local, size):
+    """`size` is that of a row; what is padded inside does not come out."""
     replicas = math.prod(axes[a] for a in replica_axes)
-    parts = 1 if local is None else axes[local]
-    layout = shard_layout(size, replicas, num_parts=parts)
+    whole = replicas * size
 
-    def fn(x, equal):
-        shard = mean_to_shards(x, layout, replica_axes, local)
-        gathered = all_gather_shards(shard, size, replica_axes, local)
+    def fn(x):
+        row = scatter_mean(x.reshape(replicas, size), replica_axes, local)
+        gathered = all_gather_rows(row, replica_axes, local)
         direct = all_mean(x, replica_axes, local)
-        own = local_shard(direct, layout, replica_axes)
-        kept = local_shard(equal, layout, replica_axes)
-        kept = all_gather_shards(kept, size, replica_axes, local)
-        return {"gathered": gathered, "direct": direct, "shard": shard, "own": own, "kept": kept}
+        mine = direct.reshape(replicas, size)[jax.lax.axis_index(replica_axes)]
+        return {"gathered": gathered, "direct": direct, "row": row, "mine": mine}
 
     of_replicas = tuple(a for a in axes if a in replica_axes)
     lead = tuple(axes[a] for a in of_replicas)
-    rows = np.random.default_rng(size).normal(size=(*lead, size)).astype(np.float32)
+    values = np.random.default_rng(size).normal(size=(*lead, whole)).astype(np.float32)
     if place == "vmap":
         program = fn
         for name in reversed(list(axes)):
-            in_axes = (0 if name in of_replicas else None, None)
+            in_axes = 0 if name in of_replicas else None
             program = jax.vmap(program, in_axes, axis_name=name, axis_size=axes[name])
     else:
         every = (None,) * len(axes)
         program = jax.shard_map(
-            lambda x, y: jax.tree.map(lambda v: v[every], fn(x.reshape(size), y)),
+            lambda x: jax.tree.map(lambda v: v[every], fn(x.reshape(whole))),
             mesh=js.make_mesh(axes),
-            in_specs=(P(*of_replicas), P()),
+            in_specs=P(*of_replicas),
             out_specs=P(*axes),
             check_vma=False,
         )
-    equal = rows.reshape(-1, size)[0]
-    out = jax.jit(program)(rows, equal)
+    out = jax.jit(program)(values)
     found = {name: np.asarray(x).reshape(math.prod(axes.values()), -1) for name, x in out.items()}
-    mean = rows.reshape(-1, size).astype(np.float64).mean(0)
+    mean = values.reshape(-1, whole).astype(np.float64).mean(0)
     for name in ("gathered", "direct"):
         np.testing.assert_allclose(found[name][0], mean, atol=1e-6)
         assert np.array_equal(found[name], np.broadcast_to(found[name][0], found[name].shape)), name
-    # A shard is the part that `local_shard` takes, so anchors and averages line up.
-    np.testing.assert_allclose(out["shard"], out["own"], atol=1e-6)
-    assert out["shard"].shape[-2:] == (layout.rows, layout.lanes)
-    assert np.array_equal(found["kept"], np.broadcast_to(equal, found["kept"].shape))
+    np.testing.assert_allclose(found["row"], found["mine"], atol=1e-6)
+    assert found["row"].shape[-1] == size
 
 
 def test_results_are_typed_as_equal_over_the_local_axis():
-    layout = shard_layout(5, 4, num_parts=2)
-
     def per_replica(x):
-        shard = mean_to_shards(x, layout, "replica", "device")
-        return all_gather_shards(shard, 5, "replica", "device"), shard
+        row = scatter_mean(x, "replica", "device")
+        return all_gather_rows(row, "replica", "device"), row
 
-    x = np.arange(20, dtype=np.float32).reshape(4, 5)
-    whole, shards = lift(per_replica, {"replica": 4, "device": 2}, "shard_map", (False,))(x)
-    np.testing.assert_allclose(whole, np.broadcast_to(x.mean(0), (4, 5)))
-    np.testing.assert_allclose(np.asarray(shards).reshape(-1)[:5], x.mean(0))
+    x = np.arange(80, dtype=np.float32).reshape(4, 4, 5)
+    whole, rows = lift(per_replica, {"replica": 4, "device": 2}, "shard_map", (False,))(x)
+    np.testing.assert_allclose(whole, np.broadcast_to(x.mean(0), (4, 4, 5)))
+    np.testing.assert_allclose(rows, x.mean(0))

@@ -12,8 +12,8 @@ from jax.sharding import PartitionSpec as P
 
 import jaxslowmo as js
 from jaxslowmo.checkpoint._convert import _consensus as host_consensus
+from jaxslowmo.checkpoint._placement import StatePlacement
 from jaxslowmo.mesh._consensus import _consensus_fn
-from jaxslowmo.transform import StatePlacement
 from support.pairs import two_processes
 
 REPLICAS, RATE, STEPS = 4, 0.25, 7

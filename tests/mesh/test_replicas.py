@@ -94,12 +94,13 @@ def test_leaves_sharded_inside_a_replica_keep_their_layout(kinds):
     stacked = js.replicate(placed(ONE, mesh), mesh=mesh)
     apart = placed({key: np.stack([x, 3 * x]) for key, x in ONE.items()}, mesh, "replica")
     one = js.consensus(apart, mesh=mesh)
-    specs = {"param_specs": SPECS, "shard_state": False}
-    sync = js.slowmo("replica", base=js.local_sgd("replica"), sync_every=3, **specs)
+    base = js.local_sgd("replica")
+    sync = js.slowmo("replica", base=base, sync_every=3, shard_state=False).with_specs(SPECS)
     trace, slow = js.init(optax.chain(optax.trace(0.9), sync), apart, mesh=mesh)
     anchor = js.read_anchor(sync, slow, apart, mesh=mesh)
     for name, spec in SPECS.items():
-        for leaf in (trace.trace, slow.anchor, slow.outer.velocity, anchor, stacked):
+        shared = slow.shared
+        for leaf in (trace.trace, shared["anchor"], shared["outer"].velocity, anchor, stacked):
             assert layout(leaf[name]) == P("replica", *spec)
         assert np.array_equal(stacked[name], np.stack([ONE[name]] * 2))
         assert np.array_equal(anchor[name], apart[name])
@@ -144,7 +145,8 @@ mesh = js.make_mesh({"replica": 2})
 split = NamedSharding(mesh, P("replica"))
 params = {"w": np.ones(3, np.float32), "b": np.ones(2, np.float32)}
 other = {"w": params["w"], "b": np.ones(4, np.float32), "c": params["b"]}
-sync = js.slowmo("replica", base=js.local_sgd("replica", sync_every=2), sync_every=4)
+base = js.local_sgd("replica", sync_every=2)
+sync = js.slowmo("replica", base=base, sync_every=4, shard_state=False)
 loss = lambda p, batch: ((batch @ p["w"]) ** 2).mean() + p["b"].sum()
 step = js.make_train_step(loss, optax.sgd(0.1), sync=sync, mesh=mesh, mode="host")
 found = {"differ": said(step.init, other if rank else params)}
@@ -194,7 +196,9 @@ def test_two_processes_compare_their_trees_and_train_as_one(tmp_path):
     step = js.make_train_step(
         lambda p, batch: ((batch @ p["w"]) ** 2).mean() + p["b"].sum(),
         optax.sgd(0.1),
-        sync=js.slowmo("replica", base=js.local_sgd("replica", sync_every=2), sync_every=4),
+        sync=js.slowmo(
+            "replica", base=js.local_sgd("replica", sync_every=2), sync_every=4, shard_state=False
+        ),
         mesh=js.virtual_mesh({"replica": 2}),
     )
     state = step.init({"w": np.ones(3, np.float32), "b": np.ones(2, np.float32)})

@@ -190,18 +190,26 @@ def test_microbatches_may_wait_on_the_host_and_backward_passes_be_split() -> Non
     assert_close(pipe(PARAMS, batch), expected[0])
 
 
-def test_checkpoints_resume_with_either_executor(tmp_path: Any) -> None:
+def resumed(folder: Any, *others: str) -> list[Any]:
+    """Save a run of the host, go on with other executors, and return metrics and parameters."""
     step, batch, results = run_of("host").step, tokens(16, seed=9), []
     state, _ = trained(step, steps=3)
-    with Checkpoints(tmp_path) as checkpoints:
+    with Checkpoints(folder) as checkpoints:
         checkpoints.save(3, state, wait=True)
-        for other in (run_of(one).step for one in ("one_program", "host", "")):
+        for other in (run_of(one).step for one in others):
             restored = checkpoints.restore(other, PARAMS)
             assert restored.is_exact
             after, metrics = other(restored.state, batch)
             results.append((metrics, other.consensus(after)))
-    assert_close(results[0], results[1])
-    assert_close(results[2], results[1])
+    return results
+
+
+def test_checkpoints_resume_with_either_executor(tmp_path: Any) -> None:
+    assert_close(*resumed(tmp_path, "one_program", "host"))
+
+
+def test_checkpoints_resume_without_stages(tmp_path: Any) -> None:
+    assert_close(*resumed(tmp_path, "host", ""))
 
 
 def test_an_export_is_of_the_models_own_tree(tmp_path: Any) -> None:

@@ -82,13 +82,3 @@ def _one_way(num_bytes: int, devices: int) -> int:
 
 def _two_ways(num_bytes: int, devices: int) -> int:
     return 2 * num_bytes * (devices - 1) // devices
-
-
-def saved_by_sharding(num_elements: int, replicas: int, devices: int, *, with_padding: bool) -> int:
-    """Return the bytes of slow state that a device saves by sharding: 2 N (1 - 1 / R) float32.
-
-    With padding each shard is R-th of the padded buffer: 2 (N - N_padded / R).
-    """
-    parts = replicas * devices
-    kept = padded(num_elements, parts) if with_padding else num_elements
-    return 2 * ITEM_BYTES * (num_elements - kept // replicas)

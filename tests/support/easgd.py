@@ -10,4 +10,4 @@ BLOCK = re.findall(
 )[0]
 _names: dict[str, Any] = {"__name__": "contributing_easgd"}
 exec(compile(BLOCK, f"{_PAGE.name}: An algorithm", "exec"), _names)
-easgd, EASGDState = _names["easgd"], _names["EASGDState"]
+easgd = _names["easgd"]

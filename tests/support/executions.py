@@ -37,9 +37,9 @@ def one_step(
     return step
 
 
-def gossip_state(state: Any) -> js.algorithms.SGPState:
-    """Return the only `SGPState` in the state of a chain."""
-    is_gossip = lambda x: isinstance(x, js.algorithms.SGPState)  # noqa: E731
+def gossip_state(state: Any) -> js.algorithms.PushSumState:
+    """Return the only `PushSumState` in the state of a chain."""
+    is_gossip = lambda x: isinstance(x, js.algorithms.PushSumState)  # noqa: E731
     (gossip,) = filter(is_gossip, jax.tree.leaves(state, is_leaf=is_gossip))
     return gossip
 
@@ -134,7 +134,7 @@ def run(
         for t in range(1, steps + 1):
             talk = t not in paused
             if sync is not None:
-                phase = sync.phase(t, sum(s < t for s in unturned)) if talk else ()
+                phase = sync.algorithm.phase(t, sum(s < t for s in unturned)) if talk else ()
                 key, static = phase, True
             else:
                 phase, static = None, talk or as_array

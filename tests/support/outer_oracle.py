@@ -5,17 +5,21 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from support.oracle import Gossip, mean
+from support.oracle import Gossip
 
 
 @dataclass
 class Spread:
-    """How the slow steps of a run are spread; `fragments` are slices of the parameters."""
+    """How the slow steps of a run are spread; `fragments` are places among the parameters.
+
+    `weight` are the replicas' shares in all averages; one of 0 does not move by its own updates.
+    """
 
     every: int
-    fragments: Sequence[slice]
+    fragments: Sequence[slice | np.ndarray]
     delay: int = 0
     merge: float = 0.0
+    weight: np.ndarray | None = None
     momentum: float = 0.0
     rate: float = 1.0
     nesterov: bool = False
@@ -44,21 +48,23 @@ def run(spread: Spread, start: np.ndarray, updates: np.ndarray) -> list[np.ndarr
     history = []
     count = len(spread.fragments)
     before = [spread.inner_rate(0)] * count  # the rate of each fragment's last slow step
+    weight = np.ones(replicas) if spread.weight is None else spread.weight.astype(np.float64)
     for t, u in enumerate(updates, start=1):
+        u = np.where(weight[:, None] > 0, u, 0)
         offsets = [(number + 1) * spread.every // count for number in range(count)]
         slow = [(t - offset) % spread.every == 0 for offset in offsets]
         skips_base = spread.is_alone and slow[0]
         if nodes is None:
             params = params + u
             if spread.local_every and t % spread.local_every == 0 and not skips_base:
-                params = mean(params)
+                params = np.broadcast_to(weight @ params / weight.sum(), params.shape)
         elif skips_base:
             params = nodes.without_exchange(params, u)
         else:
             params = nodes.exchange(params, u)
         for number, part in enumerate(spread.fragments):
             if (t + spread.delay - offsets[number]) % spread.every == 0:
-                taken[number] = _mean_of_all(params, nodes)[part], spread.inner_rate(t - 1)
+                taken[number] = _mean_of_all(params, nodes, weight)[part], spread.inner_rate(t - 1)
             if not slow[number] or number not in taken:
                 continue
             average, rate = taken.pop(number)
@@ -81,12 +87,12 @@ def run(spread: Spread, start: np.ndarray, updates: np.ndarray) -> list[np.ndarr
     return history
 
 
-def _mean_of_all(params, nodes):
-    """The mean over replicas and values in flight."""
+def _mean_of_all(params, nodes, weight):
+    """The weighted mean over replicas and values in flight to them."""
     if nodes is None:
-        return params.mean(0)
-    x = (nodes.weight * params).sum(0) + sum(x.sum(0) for x, _ in nodes.in_flight)
-    w = nodes.weight.sum(0) + sum(w.sum(0) for _, w in nodes.in_flight)
+        return weight @ params / weight.sum()
+    x = weight @ (nodes.weight * params) + sum(weight @ x for x, _ in nodes.in_flight)
+    w = weight @ nodes.weight + sum(weight @ w for _, w in nodes.in_flight)
     return x / w
 
 

@@ -84,10 +84,9 @@ class Sharded(abc.ABC):
         return round(2 * (self.replicas - 1) / self.replicas * 4 * self.on_a_device())
 
     def step(self) -> js.train.TrainStep:
-        sync: Any = js.local_sgd("replica", sync_every=12, param_specs=self.specs)
+        sync: Any = js.local_sgd("replica", sync_every=12)
         if self.shard_state is not None:
-            options: Any = {"param_specs": self.specs, "shard_state": self.shard_state}
-            sync = js.slowmo("replica", base=sync, sync_every=48, **options)
+            sync = js.slowmo("replica", base=sync, sync_every=48, shard_state=self.shard_state)
         return js.make_train_step(
             self.loss_fn(), optax.adamw(3e-4), sync=sync, mesh=self.mesh, mode="host"
         )

@@ -37,8 +37,12 @@ class Together(optax.GradientTransformationExtraArgs):
 
     parts: Mapping[str, js.ParameterTransform]
 
+    @property
+    def algorithm(self) -> "Together":
+        return self
+
     def phase(self, t: int, skipped: int = 0) -> tuple[tuple[str, Any], ...]:
-        return tuple((name, sync.phase(t, skipped)) for name, sync in self.parts.items())
+        return tuple((name, sync.algorithm.phase(t, skipped)) for name, sync in self.parts.items())
 
 
 def together(parts: Mapping[str, js.ParameterTransform], local_axis: str | None) -> Together:

@@ -18,7 +18,7 @@ def shapes(*leaves: tuple[int, ...]):
     return {f"p{i}": jax.ShapeDtypeStruct(shape, jnp.float32) for i, shape in enumerate(leaves)}
 
 
-SMALL = shapes((300, 129), (129,), (7, 11, 13), ())
+SMALL = shapes((304, 129), (129,), (7, 16, 13), ())
 MEDIUM = shapes((2053, 1024), (1024, 3072), (3001,), ())
 WHOLE_SLICE = ("v5e:2x4", {"replica": 8})
 SUBGROUP = ("v6e:4x4", {"replica": 8, "device": 2})
@@ -26,8 +26,13 @@ TWO_LEVELS = ("v5e:2x4", {"replica": 4, "device": 2})
 TORUS = ("v5e:4x4", {"row": 4, "column": 4})
 
 
-def num_bytes(params) -> int:
-    return sum(4 * leaf.size for leaf in jax.tree.leaves(params))
+def num_bytes(params, replicas) -> tuple[int, int]:
+    """Return the bytes of the leaves that are cut into blocks, and of those that stay whole."""
+    sizes = [
+        (4 * leaf.size, any(size % replicas == 0 for size in leaf.shape))
+        for leaf in jax.tree.leaves(params)
+    ]
+    return tuple(sum(size for size, cut in sizes if cut is wanted) for wanted in (True, False))
 
 
 # What is compiled: the phase, or None for a program that decides. With two levels each device
@@ -43,7 +48,7 @@ def num_bytes(params) -> int:
     ids=["small", "subgroup", "two levels", "traced"],
 )
 def test_reduce_scatter_is_true(slice_of, params, phase, local):
-    """One reduce-scatter and one all-gather of all bytes, and nothing else."""
+    """One reduce-scatter and one all-gather of all blocks; one all-reduce of what stays whole."""
     sync = js.slowmo("replica", base=js.local_sgd("replica", **local), sync_every=6, **local)
     found = report_of_sync(sync, params, tpu_mesh(*slice_of), phase)
     if phase is None:
@@ -51,8 +56,11 @@ def test_reduce_scatter_is_true(slice_of, params, phase, local):
     rows = found.select(axis="replica", kind="slow", level="compiled")
     by_name = {row.collective: row for row in rows}
     # Where the compiler pads its own spans it adds a permute of a few rows.
-    assert set(by_name) - {"collective-permute"} == {"reduce-scatter", "all-gather"}, rows
-    expected = num_bytes(params) / (2 if local else 1)
+    names = {"reduce-scatter", "all-gather", "all-reduce"}
+    assert set(by_name) - {"collective-permute"} == names, rows
+    cut, whole = (size / (2 if local else 1) for size in num_bytes(params, slice_of[1]["replica"]))
+    assert by_name["all-reduce"].bytes <= whole + 16, rows
+    expected = cut
     for name in ("reduce-scatter", "all-gather"):
         assert by_name[name].count == 1
         assert expected <= by_name[name].bytes <= expected * 1.02 + 8 * 8192, rows
@@ -66,12 +74,14 @@ def test_torus_as_two_replica_axes():
     sync = js.slowmo(axes, base=js.local_sgd(axes), sync_every=6)
     found = report_of_sync(sync, MEDIUM, tpu_mesh(*TORUS), ("slow",))
     names = [row.collective for row in found.select(level="compiled", kind="slow")]
-    assert "all-reduce" not in names
+    cut, whole = num_bytes(MEDIUM, 16)
+    assert found.bytes(collective="all-reduce", level="compiled", kind="slow") <= 2 * whole
+    assert names.count("all-reduce") <= 2
     for axis, share in (("row", 1.0), ("column", 1 / 4)):
         for name in ("reduce-scatter", "all-gather"):
             assert found.count(axis=axis, collective=name, level="compiled") == 1
             sent = found.bytes(axis=axis, collective=name, level="compiled")
-            assert sent == pytest.approx(num_bytes(MEDIUM) * share, rel=0.02)
+            assert sent == pytest.approx(cut * share, rel=0.02)
 
 
 @pytest.mark.parametrize("shape", [(1024, 1024), (1024 * 1024,)], ids=str)

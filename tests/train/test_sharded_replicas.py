@@ -29,37 +29,22 @@ OWN = 4 * (WIDTH + 2 * WIDTH * HIDDEN // PARTS)  # bytes of the parameters on a 
 BATCHES = RANDOM.normal(size=(10, 16, WIDTH)).astype(np.float32)
 
 
-def local(specs, **options):
-    return js.local_sgd("replica", sync_every=2, param_specs=specs, **options)
-
-
+LOCAL = js.local_sgd("replica", sync_every=2)
 SYNCS = {
-    "sgp": lambda specs: js.sgp(
-        "replica", mixing=js.topology.self_weighted([0.6, 0.3]), param_specs=specs
-    ),
-    "sgp overlap": lambda specs: js.sgp("replica", overlap=2, param_specs=specs),
-    "slowmo": lambda specs: js.slowmo(
-        "replica", base=local(specs), sync_every=4, momentum=0.6, param_specs=specs
-    ),
-    "slowmo whole": lambda specs: js.slowmo(
-        "replica", base=local(specs), sync_every=4, shard_state=False, param_specs=specs
-    ),
-    "slowmo of sgp": lambda specs: js.slowmo(
-        "replica", base=js.sgp("replica", param_specs=specs), sync_every=5, param_specs=specs
-    ),
-    "diloco bfloat16": lambda specs: js.diloco(
-        "replica", sync_every=4, codec=js.codecs.bfloat16(), param_specs=specs
-    ),
-    "diloco, reset": lambda specs: js.diloco(
-        "replica", sync_every=4, inner_state="reset", param_specs=specs
-    ),
-    "local_sgd, average": lambda specs: local(specs, inner_state="average"),
+    "sgp": js.sgp("replica", mixing=js.topology.self_weighted([0.6, 0.3])),
+    "sgp overlap": js.sgp("replica", overlap=2),
+    "slowmo": js.slowmo("replica", base=LOCAL, sync_every=4, momentum=0.6),
+    "slowmo whole": js.slowmo("replica", base=LOCAL, sync_every=4, shard_state=False),
+    "slowmo of sgp": js.slowmo("replica", base=js.sgp("replica"), sync_every=5),
+    "diloco bfloat16": js.diloco("replica", sync_every=4, codec=js.codecs.bfloat16()),
+    "diloco, reset": js.diloco("replica", sync_every=4, inner_state="reset"),
+    "local_sgd, average": js.local_sgd("replica", sync_every=2, inner_state="average"),
 }
-# The transforms that differ most; "derived" specs are read off the arrays.
+# The transforms that differ most.
 USUAL = {
     ("auto", "sgp overlap", "traced"), ("auto", "slowmo", "host"),
-    ("explicit", "slowmo whole", "derived"), ("auto", "diloco, reset", "host"),
-    ("auto", "local_sgd, average", "derived"),
+    ("explicit", "slowmo whole", "traced"), ("auto", "diloco, reset", "host"),
+    ("auto", "local_sgd, average", "traced"),
 }  # fmt: skip
 
 
@@ -80,12 +65,10 @@ def loss_on(mesh):
     return loss
 
 
-def step_on(mesh, sync, way, specs):
-    sync = SYNCS[sync](None if way == "derived" else specs)
-    mode = "host" if way == "host" else "traced"
+def step_on(mesh, sync, mode):
     # Where a gradient is next to nothing Adam makes much of its last digit, with its usual eps.
     adam = optax.adam(1e-2, eps=1e-4)
-    return js.make_train_step(loss_on(mesh), adam, sync=sync, mesh=mesh, mode=mode)
+    return js.make_train_step(loss_on(mesh), adam, sync=SYNCS[sync], mesh=mesh, mode=mode)
 
 
 def placed(mesh):
@@ -109,18 +92,17 @@ def check_places(mesh, state):
 
 
 @pytest.mark.parametrize(
-    ("kind", "sync", "way"),
+    ("kind", "sync", "mode"),
     sweep(
-        itertools.product(["auto", "explicit"], SYNCS, ["traced", "host", "derived"]),
+        itertools.product(["auto", "explicit"], SYNCS, ["traced", "host"]),
         lambda *case: case in USUAL,
     ),
 )
-@pytest.mark.filterwarnings("ignore:`sync` keeps shards of the parameters")
-def test_sharded_replicas_train_as_those_of_one_device(mesh_of, kind, sync, way):
-    whole = step_on(js.virtual_mesh({"replica": REPLICAS}), sync, way, None)
+def test_sharded_replicas_train_as_those_of_one_device(mesh_of, kind, sync, mode):
+    whole = step_on(js.virtual_mesh({"replica": REPLICAS}), sync, mode)
     wanted = trained(whole, whole.init(PARAMS))
     mesh = mesh_of(AXES, explicit=kind == "explicit")
-    step = step_on(mesh, sync, way, SPECS)
+    step = step_on(mesh, sync, mode)
     start = step.init(placed(mesh))
     check_places(mesh, start)
     state = trained(step, start)
@@ -133,7 +115,7 @@ def test_sharded_replicas_train_as_those_of_one_device(mesh_of, kind, sync, way)
 
 def test_replicas_send_a_device_s_part_and_gather_nothing(mesh_of):
     """Over "fsdp" and "tensor" every kind of step sends what the loss does, and no more."""
-    step = step_on(mesh_of(AXES), "slowmo", "host", SPECS)
+    step = step_on(mesh_of(AXES), "slowmo", "host")
     report = js.comm_report(step, step.init(placed(step.mesh)), BATCHES[0])
     inside, between = {kind: set() for kind in report.kinds}, {}
     for row in report.select(level="compiled"):
@@ -155,9 +137,8 @@ def test_the_slow_state_is_divided_by_replicas_and_by_shards(mesh_of):
     w = jax.device_put(np.zeros((1024, 256), np.float32), NamedSharding(mesh, specs))
     found = {}
     for shard_state in (True, False):
-        sync = js.slowmo(
-            "replica", base=local(specs), sync_every=4, param_specs=specs, shard_state=shard_state
-        )
+        sync = js.slowmo("replica", base=LOCAL, sync_every=4, shard_state=shard_state)
+        sync = sync.with_specs({"w": specs})
         state = js.init(sync, js.replicate({"w": w}, mesh=mesh), mesh=mesh)
         shards = [s for x in jax.tree.leaves(state) for s in x.addressable_shards]
         found[shard_state] = sum(s.data.nbytes for s in shards if s.device == first)

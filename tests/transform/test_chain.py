@@ -52,7 +52,7 @@ def test_copies_follow_the_average():
     np.testing.assert_allclose(history[2] - history[1], alone[2] - alone[1], atol=1e-6)
     wanted = history[1][0] + (alone[3] - alone[1]).mean(0)
     np.testing.assert_allclose(history[3], [wanted] * 2, atol=1e-6)
-    assert [type(x).__name__ for x in state] == ["EmptyState", "tuple", "LocalSGDState"]
+    assert [type(x).__name__ for x in state] == ["EmptyState", "tuple", "ExchangeState"]
     # Equal parameters after the first average stay equal, whatever comes last.
     twice = js.chain(contrib.cocob(), SYNC, js.local_sgd("replica", sync_every=4))
     np.testing.assert_allclose(history_and_state(twice)[0], history, atol=1e-6)
@@ -88,6 +88,7 @@ def test_an_optimizer_that_takes_exchanges_back_is_told_of():
 PARAMS = {"a": jnp.array([1.0, 2.0]), "b": jnp.array([[3.0]])}
 ZEROS = jax.tree.map(jnp.zeros_like, PARAMS)
 SHIFT = {"a": jnp.array([0.5, -1.0]), "b": jnp.array([[8.0]])}
+MOVED = jax.tree.map(jnp.add, PARAMS, SHIFT)
 
 
 class Own(NamedTuple):
@@ -112,15 +113,15 @@ def assert_moved(found, start, shift=SHIFT):
 )
 def test_points_to_measure_from_stay(optimizer):
     state = optimizer.init(PARAMS)
-    assert moved_copies(state, PARAMS, ZEROS, SHIFT) is state
+    assert moved_copies(state, PARAMS, MOVED) is state
     assert not moving_states(state)
 
 
 def test_copies_of_ones_own_move_once_they_are_told_and_so_do_those_inside():
     own = Own(PARAMS, PARAMS, contrib.mechanize(contrib.madgrad(0.1)).init(PARAMS))
-    assert_moved(moved_copies(own, PARAMS, ZEROS, SHIFT).start, PARAMS, ZEROS)
+    assert_moved(moved_copies(own, PARAMS, MOVED).start, PARAMS, ZEROS)
     js.remembers_parameters(Own, moves=("start",), stays=("origin",))
-    moved = moved_copies(own, PARAMS, ZEROS, SHIFT)
+    moved = moved_copies(own, PARAMS, MOVED)
     assert_moved(moved.start, PARAMS)
     assert_moved(moved.origin, PARAMS, ZEROS)
     assert_moved(moved.inner.base_optimizer_state[1].x0, PARAMS)
@@ -132,20 +133,20 @@ def test_the_move_is_what_the_parameters_hold_afterwards():
     half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), PARAMS)
     state = contrib.schedule_free_sgd(0.1, state_dtype=jnp.float32).init(half)
     updates = jax.tree.map(lambda x: jnp.full(x.shape, 1 / 3, jnp.float32), half)
-    moved = moved_copies(state, half, jax.tree.map(jnp.zeros_like, updates), updates)
     now = apply_updates(half, updates)
+    moved = moved_copies(state, half, now)
     for name, z in moved.z.items():
         assert z.dtype == jnp.float32
         np.testing.assert_array_equal(z, now[name].astype(jnp.float32))
 
 
 def test_what_is_not_finite_or_no_tree_of_parameters_is_not_moved():
-    nan = {**SHIFT, "a": jnp.array([jnp.nan, 1.0])}
-    moved = only(moved_copies(contrib.cocob().init(PARAMS), PARAMS, ZEROS, nan), "init_particles")
+    nan = {**MOVED, "a": jnp.array([jnp.nan, 3.0])}
+    moved = only(moved_copies(contrib.cocob().init(PARAMS), PARAMS, nan), "init_particles")
     assert_moved(moved, PARAMS, {"a": jnp.array([0.0, 1.0]), "b": SHIFT["b"]})
     flat = optax.flatten(contrib.cocob()).init(PARAMS)
     with pytest.raises(ValueError, match=r"COCOBState.init_particles.*optax\.flatten"):
-        moved_copies(flat, PARAMS, ZEROS, SHIFT)
+        moved_copies(flat, PARAMS, MOVED)
 
 
 # States
@@ -165,7 +166,7 @@ def test_states_are_stacked_and_outlive_the_parameters(kind):
         assert leaf.shape[0] == 4
         if kind != "virtual":
             assert leaf.sharding.is_equivalent_to(NamedSharding(mesh, P("replica")), leaf.ndim)
-    assert np.array_equal(state[-1].anchor["w"], np.ones((4, 3, 2)))
+    assert np.array_equal(state[-1].shared["anchor"]["w"], np.ones((4, 3, 2)))
     # Parameters that were not placed are; and an `init` may be a bound method.
     steps = optax.MultiSteps(optax.sgd(0.1), 2)
     assert js.init(steps, {"w": np.ones((4, 3))}, mesh=mesh).mini_step.shape == (4,)

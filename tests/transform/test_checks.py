@@ -1,8 +1,5 @@
 """What is checked for all parameter transforms: arguments, states, layouts."""
 
-from dataclasses import dataclass
-from typing import NamedTuple
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,34 +13,17 @@ from jaxslowmo.transform import check_weight, unless_idle
 SMALL = {"w": np.random.default_rng(0).normal(size=(4, 3)).astype(np.float32)}
 
 
-class DoublingState(NamedTuple):
-    count: jax.Array
-
-
-@dataclass(frozen=True)
-class Doubling(js.spec.Sync):
-    """It doubles updates, and notes what its event was given."""
-
-    seen: list
-    owner = "doubling"
-    state = DoublingState
-    axes = ("replica",)
-
-    def init(self, params):
-        return DoublingState(jnp.zeros([], jnp.int32))
-
-    def events(self):
-        return [js.spec.Event("twice", js.every(1), self.twice)]
-
-    def twice(self, operand, now):
-        updates, others, state = operand
-        self.seen.append((now.communicate, now.weight, now.phase, now.extra))
-        return jax.tree.map(lambda u: 2 * u, updates), others, state
-
-
 def doubling():
+    """It doubles updates, and notes what its event was given."""
     seen: list = []
-    return js.ParameterTransform(Doubling(seen)), seen
+
+    def twice(carry, replicas, context):
+        seen.append(context)
+        move = lambda y, x: 2 * y - x.astype(y.dtype)  # noqa: E731
+        return carry._replace(params=jax.tree.map(move, carry.params, carry.before))
+
+    algorithm = js.Algorithm((js.Event("twice", js.every(1), twice),), owner="doubling")
+    return js.ParameterTransform(algorithm, "replica"), seen
 
 
 def updated(tx, params, updates=None, weight=None, **keywords):
@@ -64,12 +44,14 @@ def test_a_step_is_given_checked_arguments():
     assert updates.dtype == jnp.float32
     assert jnp.array_equal(updates, jnp.full((4, 2), 2.0))
     assert state.count.tolist() == [1] * 4
-    ((communicate, weight, phase, extra),) = seen
-    assert (communicate, phase, extra) == (True, ("twice",), {"value": 1})
-    assert (weight.dtype, weight.shape) == (jnp.float32, ())
-    for wrong in ({"phase": ("once",)}, {"params": None}):
+    (context,) = seen
+    assert (context.communicate, context.phase) == (True, ("twice",))
+    assert (context.weight.dtype, context.weight.shape) == (jnp.float32, ())
+    for wrong in ({"phase": ("once",)}, {"weight": -1}):
         with pytest.raises(ValueError, match="doubling"):
-            tx.update(1.0, tx.init(1.0), **{"params": 1.0, **wrong})
+            updated(tx, jnp.ones((4, 2)), **wrong)
+    with pytest.raises(ValueError, match="doubling"):
+        tx.update(1.0, tx.init(1.0))
     assert len(seen) == 1
 
 
@@ -93,7 +75,7 @@ def test_the_state_of_another_transform_is_refused():
     kept, late = (js.sgp("replica", graph=js.topology.ring(4), overlap=n) for n in (3, 1))
     for other in (kept, js.local_sgd("replica")):
         update = lambda p, other=other: late.update(p, other.init(p), p)[0]  # noqa: E731
-        with pytest.raises(ValueError, match=r"sgp: `state`.*weight: float32\[\]\), got "):
+        with pytest.raises(ValueError, match=r"sgp: `state`.*local/weight: float32\[\]\), got "):
             jax.eval_shape(jax.vmap(update, axis_name="replica"), SMALL)
 
 
@@ -118,43 +100,39 @@ def traced_update(tx, mesh, state, params, **options):
     return jax.jit(mapped).trace(params, state)
 
 
-def of_own_loops(**options):
-    local = js.local_sgd("replica", sync_every=1, **options)
-    slow = js.slowmo("replica", base=local, sync_every=2, **options)
-    return {"local_sgd": local, "slowmo": slow}
+LOCAL = js.local_sgd("replica", sync_every=1)
+SLOW = js.slowmo("replica", base=LOCAL, sync_every=2)
 
 
-def test_leaves_that_exchanges_gather_are_told_of_once(mesh_of):
-    """By `init`; where a state was made without `js.init`, at the first update."""
+def test_state_of_leaves_whose_layout_is_not_known_stays_whole(mesh_of):
+    """In loops of one's own, where automatic axes hide it; `with_specs` tells it."""
     mesh = mesh_of({"replica": 2, "fsdp": 4})
-    params = sharded_inside(mesh)
-    for name, tx in of_own_loops().items():
-        with pytest.warns(UserWarning, match=rf"^{name}: .*`param_specs`.*\['fsdp'\]") as caught:
-            state = js.init(tx, params, mesh=mesh)
-        assert len(caught) == 1
-        traced_update(tx, mesh, state, params)  # another warning would be an error
-    for tx in of_own_loops(param_specs={"w": P("fsdp")}).values():
-        traced_update(tx, mesh, js.init(tx, params, mesh=mesh), params)
-    tx = js.only_finite(js.local_sgd("replica", sync_every=1))
-    state = jax.vmap(tx.init)(params)
-    with pytest.warns(UserWarning, match="local_sgd: .*`param_specs`"):
-        traced_update(tx, mesh, state, params)
-    traced_update(tx, mesh, state, params)
+    params, specs = sharded_inside(mesh), {"w": P("fsdp")}
+    with pytest.warns(UserWarning, match=r"^slowmo: of the shared state \d+% .* stay whole"):
+        whole = js.init(SLOW, params, mesh=mesh)
+    assert whole.shared["anchor"]["w"].shape == (2, 8, 3)
+    traced_update(SLOW, mesh, whole, params)
+    tx = SLOW.with_specs(specs)
+    state = js.init(tx, params, mesh=mesh)
+    assert state.shared["anchor"]["w"].shape == (2, 4, 3)
+    assert tx.with_specs(P()) is tx
+    traced = traced_update(tx, mesh, state, params, phase=("slow",))
+    rows = js.comm_report_of(traced.lower(), compile=False).select(axis="replica")
+    sent = {(row.collective, row.bytes) for row in rows}
+    assert sent == {("reduce-scatter", 8 * 3 * 4 / 4), ("all-gather", 8 * 3 * 4 / 4)}
 
 
 @pytest.mark.parametrize("explicit", [False, True])
-def test_whole_leaves_and_types_that_tell_are_not_warned_of(mesh_of, explicit):
-    mesh = mesh_of({"replica": 2, "fsdp": 4}, explicit=explicit)
-    params = sharded_inside(mesh) if explicit else js.replicate(SMALL, mesh=mesh)
-    for tx in of_own_loops().values():
-        traced_update(tx, mesh, js.init(tx, params, mesh=mesh), params)
+def test_whole_leaves_and_types_that_tell_need_no_specs(mesh_of, explicit):
+    mesh = mesh_of({"replica": 2, "fsdp": 4}, explicit=True)
+    params = sharded_inside(mesh) if explicit else js.replicate({"w": np.ones((8, 3))}, mesh=mesh)
+    state = js.init(SLOW, params, mesh=mesh)
+    assert state.shared["anchor"]["w"].shape == (2, 4, 3)
 
 
 def test_a_base_of_slowmo_has_its_specs(mesh_of):
     mesh = mesh_of({"replica": 2, "fsdp": 4})
-    params = sharded_inside(mesh)
-    base = js.local_sgd("replica", sync_every=1)
-    tx = js.slowmo("replica", base=base, sync_every=2, param_specs={"w": P("fsdp")})
+    params, tx = sharded_inside(mesh), SLOW.with_specs({"w": P("fsdp")})
     traced = traced_update(tx, mesh, js.init(tx, params, mesh=mesh), params, phase=("average",))
     (row,) = js.comm_report_of(traced.lower(), compile=False).select(axis="replica")
     assert (row.collective, row.bytes) == ("all-reduce", 8 * 3 * 4 / 4)  # a device's block

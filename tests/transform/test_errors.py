@@ -6,16 +6,12 @@ import optax
 from jax.sharding import PartitionSpec as P
 
 import jaxslowmo as js
-from jaxslowmo.transform import checked_exchange
+from jaxslowmo.transform import checked_group
 from support.refusals import Refusal, each
 
 LOCAL = js.local_sgd("replica")
 MEAN = js.all_reduce_gradients("replica")
 IDENTITY = optax.identity()
-
-
-class Silent(js.spec.Sync):
-    pass
 
 
 class Own(NamedTuple):
@@ -29,7 +25,7 @@ def schedule(**options):
 
 
 def exchange(*said, **options):
-    return Refusal(lambda: checked_exchange(**{"owner": "own", "axis_name": "a", **options}), *said)
+    return Refusal(lambda: checked_group(**{"owner": "own", "axis_name": "a", **options}), *said)
 
 
 def of(call, *said, error=ValueError):
@@ -52,13 +48,19 @@ ROWS = {
     "specs": exchange("`param_specs`", "str", param_specs={"w": P(), "b": "fsdp"}),
     "specs of stacked leaves": exchange("`param_specs`", "'r'", axis_name="r", param_specs=P("r")),
     "codec": exchange("`codec`", "float16", codec="float16"),
-    "event of a period": of(lambda: js.spec.Event("x", 3, len), "`due`", 3),
-    "event without a function": of(lambda: js.spec.Event("x", js.every(3), None), "`run`", None),
-    "algorithm that says nothing": of(
-        lambda: js.ParameterTransform(Silent()), "`owner`, `state`"
+    "event of a period": of(lambda: js.Event("x", 3, len), "`due`", 3),
+    "event without a function": of(lambda: js.Event("x", js.every(3), None), "`run`", None),
+    "algorithm without axes": of(
+        lambda: js.ParameterTransform(js.Algorithm((js.Event("x", js.every(3), len),))),
+        "`axis_name`",
     ),
-    "no algorithm": of(lambda: js.ParameterTransform(js.every(3)), "`sync`", "Every"),
-    "read": of(lambda: getattr(LOCAL, "rate"), "LocalSGD", "rate", error=AttributeError),  # noqa: B009
+    "axes of an algorithm": of(
+        lambda: js.ParameterTransform(js.Algorithm(), ("a", "a")), "`axis_name`", ("a", "a")
+    ),
+    "no algorithm": of(lambda: js.ParameterTransform(js.every(3)), "`algorithm`", "Every"),
+    "one layer fragment": of(lambda: js.layers(1, where=bool), "`count`", 1),
+    "layers along no axis": of(lambda: js.layers(2, where=bool, axis=-1), "`axis`", -1),
+    "layers of names": of(lambda: js.layers(2, where="layers"), "`where`", "layers"),
     "gradients without a spec": of(lambda: js.GradientTransform(*MEAN, None), "`spec`", None),
     "gradients of parameters": of(lambda: js.gradient_transform(LOCAL), "`tx`"),
     "gradients of a number": of(lambda: js.gradient_transform(3), "`tx`", 3),

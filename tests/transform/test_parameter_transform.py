@@ -1,8 +1,6 @@
 """Parameter transforms: optax's pair of an algorithm, and what follows from its list of events."""
 
 import copy
-import itertools
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax
@@ -12,7 +10,6 @@ import optax
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from jax.sharding import PartitionSpec as P
 
 import jaxslowmo as js
 from support.transforms import TRANSFORMS
@@ -21,36 +18,27 @@ REPLICAS = 2
 ONE = {"w": jnp.ones(1)}
 
 
-class NotesState(NamedTuple):
-    count: jax.Array
-    notes: jax.Array  # the digits of the events that ran, and 9 for an update without any
+def noting(told):
+    """Events that write down that they ran, or as 9 that they were skipped.
 
+    `told` are their schedules, and what they replace.
+    """
 
-@dataclass(frozen=True)
-class Notes(js.spec.Sync):
-    """Events that write down that they ran; `told` are their schedules, and what they replace."""
+    def noted(digit):
+        def run(carry, replicas, context):
+            return carry._replace(local=10 * carry.local + digit)
 
-    told: tuple[tuple[js.spec.Every, bool], ...]
-    owner = "notes"
-    state = NotesState
-    axes = ("replica",)
+        return run
 
-    def init(self, params):
-        return NotesState(jnp.zeros([], jnp.int32), jnp.zeros([], jnp.int32))
+    def missed(local, due):
+        return jnp.where(due, 10 * local + 9, local)
 
-    def local(self, operand, now):
-        return noted(9, super().local(operand, now))
-
-    def events(self):
-        return [
-            js.spec.Event(str(i), due, lambda o, now, i=i: noted(i, o), replaces)
-            for i, (due, replaces) in enumerate(self.told, start=1)
-        ]
-
-
-def noted(digit, operand):
-    updates, others, state = operand
-    return updates, others, state._replace(notes=10 * state.notes + digit)
+    events = tuple(
+        js.Event(str(i), due, noted(i), replaces=replaces, missed=missed)
+        for i, (due, replaces) in enumerate(told, start=1)
+    )
+    zero = lambda params: jnp.zeros([], jnp.int32)  # noqa: E731
+    return js.ParameterTransform(js.Algorithm(events, local=zero, owner="notes"), "replica")
 
 
 def notes(tx, t, **options):
@@ -58,25 +46,25 @@ def notes(tx, t, **options):
 
     def one(x):
         state = tx.init(x)._replace(count=jnp.int32(t - 1))
-        return tx.update(x, state, x, **options)[1].notes
+        return tx.update(x, state, x, **options)[1].local
 
     return str(jax.vmap(one, axis_name="replica")(jnp.ones(REPLICAS))[0])
 
 
 @given(st.lists(st.tuples(st.integers(1, 4), st.booleans()), min_size=1, max_size=4), st.data())
 def test_phases_and_programs_follow_from_the_events(told, data):
-    """In order; what replaces leaves out all before it, and else `local` comes first."""
-    tx = js.ParameterTransform(Notes(tuple((js.every(k), r) for k, r in told)))
+    """In order; what replaces leaves out all before it."""
+    tx = noting([(js.every(k), replaces) for k, replaces in told])
     t = data.draw(st.integers(1, 12))
-    wanted = ["9"]
-    for i, (k, replaces) in enumerate(told, start=1):
-        if t % k == 0:
-            wanted = [str(i)] if replaces else [*wanted, str(i)]
-    phase = tuple(x for x in wanted if x != "9")
-    assert (tx.phase(t), bool(tx.due(t))) == (phase, bool(phase))
-    assert notes(tx, t) == notes(tx, t, phase=phase) == "".join(wanted)
+    phase, due = [], [t % k == 0 for k, _ in told]
+    for i, (is_due, (_, replaces)) in enumerate(zip(due, told, strict=True), start=1):
+        if is_due:
+            phase = [str(i)] if replaces else [*phase, str(i)]
+    wanted = "".join(phase) or "0"
+    assert (tx.phase(t), bool(tx.due(t))) == (tuple(phase), bool(phase))
+    assert notes(tx, t) == notes(tx, t, phase=tuple(phase)) == wanted
     for never in (False, jnp.bool_(False)):
-        assert notes(tx, t, communicate=never) == "9"
+        assert notes(tx, t, communicate=never) == ("9" * sum(due) or "0")
     assert set(tx.phases()) == {tx.phase(t) for t in range(1, 13)}
 
 
@@ -84,7 +72,7 @@ def test_a_local_update_passes_one_conditional():
     """However many events there are; one of every update stands in none."""
     conds = []
     for told in ([(3, False), (4, False), (5, True)], [(1, True)]):
-        tx = js.ParameterTransform(Notes(tuple((js.every(k), r) for k, r in told)))
+        tx = noting([(js.every(k), r) for k, r in told])
         jaxpr = jax.make_jaxpr(
             jax.vmap(lambda x, tx=tx: tx.update(x, tx.init(x), x), axis_name="replica")
         )
@@ -97,7 +85,7 @@ def test_copies_are_whole(make):
     tx = TRANSFORMS["slowmo over sgp"]()
     twin = make(tx)
     assert (*twin,) == (*tx,) == (tx.init, tx.update)
-    assert (twin.sync, twin.phases(), twin.axes) == (tx.sync, tx.phases(), ("replica",))
+    assert (twin.algorithm, twin.phases()) == (tx.algorithm, tx.phases())
 
 
 def test_another_update_is_another_transform():
@@ -109,44 +97,23 @@ def test_another_update_is_another_transform():
 
 
 def test_what_the_algorithm_does_not_say_has_a_default():
-    tx = js.ParameterTransform(Notes(()))
-    state, y = tx.init(ONE), {"w": 2.0}
-    assert (tx.numerator(state, y), tx.reset(state), tx.shares(state)) == (
-        (y, None),
-        state,
-        [(1.0, None)],
-    )
-    assert tx.permit(state, y, [], ("replica",)) == (True, state)
-    assert (tx.has_anchor, tx.beside, tx.shards(state), tx.phases()) == (False, None, [], [()])
-    assert tx.sized({}).sync is tx.with_specs(P()).sync is tx.sync
+    tx = js.ParameterTransform(js.Algorithm(), "replica")
+    state = tx.init(ONE)
+    assert (state.local, state.shared, tx.shares(state)) == ((), (), [(1.0, None)])
+    assert (tx.phases(), tx.due(1), tx.algorithm.inner_state) == ([()], False, "keep")
+    assert tx.bound({"replica": 2}, ONE).algorithm is tx.algorithm
+    assert tx.with_specs(None) is tx
 
 
 def test_phases_are_found_from_the_schedules_and_have_names():
     # Of several the longest is not needed in full: of these it would be 10^18 updates.
     rare = [(js.every(10**9 - 1), False), (js.every(10**9), True)]
-    both = js.ParameterTransform(Notes(tuple(rare)))
+    both = noting(rare)
     assert set(both.phases()) >= {(), ("1",), ("2",)}
     assert [js.phase_name(phase) for phase in (("average", "slow"), ())] == [
         "average+slow",
         "local",
     ]
-
-
-class AroundState(NamedTuple):
-    count: jax.Array
-    inner: object
-
-
-@dataclass(frozen=True)
-class Around(js.spec.Wrapper):
-    """A wrapper that changes nothing."""
-
-    base: js.spec.Sync
-    owner = "around"
-    state = AroundState
-
-    def init(self, params):
-        return AroundState(jnp.zeros([], jnp.int32), self.base.init(params))
 
 
 def ends_of(tx, mesh, steps=8, **options):
@@ -155,7 +122,7 @@ def ends_of(tx, mesh, steps=8, **options):
     state = step.init({"w": np.float32([1, -2, 3])})
     for batch in np.random.default_rng(0).normal(size=(steps, 4, 3)):
         state, _ = step(state, np.float32(batch))
-    anchor = tx.sync.has_anchor and js.algorithms.read_anchor(
+    anchor = tx.algorithm.has_anchor and js.read_anchor(
         step.sync, state.opt_state[-1], state.params, mesh=mesh
     )
     return step.consensus(state), step.shares(state), anchor
@@ -168,29 +135,78 @@ def ends_of(tx, mesh, steps=8, **options):
 def test_a_wrapper_is_as_what_it_wraps(name, mode):
     mesh = js.virtual_mesh({"replica": 4})
     tx = TRANSFORMS[name]()
-    wrapped = js.ParameterTransform(Around(tx.sync))
-    assert (wrapped.phases(), wrapped.axes) == (tx.phases(), tx.axes)
-    for a, b in itertools.zip_longest(
-        *(jax.tree.leaves(ends_of(x, mesh, mode=mode)) for x in (tx, wrapped))
-    ):
-        np.testing.assert_array_equal(a, b)
+    wrapped = js.only_finite(tx)
+    assert wrapped.algorithm.axes == tx.algorithm.axes
+    pairs = zip(*(jax.tree.leaves(ends_of(x, mesh, mode=mode)) for x in (tx, wrapped)), strict=True)
+    for a, b in pairs:
+        np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7)
 
 
-def test_a_wrapper_has_the_rounds_and_schedules_of_what_it_wraps():
-    """A skipped exchange does not rotate the graph; fragments share one period."""
-    sgp = js.ParameterTransform(Around(TRANSFORMS["sgp"]().sync))
-    x = jnp.ones(4)
+def test_a_skipped_exchange_does_not_rotate_the_graph_and_fragments_share_one_period():
+    sgp, x = TRANSFORMS["sgp"](), jnp.ones(4)
     skip = lambda x: sgp.update(x, sgp.init(x), x, communicate=False)[1]  # noqa: E731
     state = jax.tree.map(lambda x: x[0], jax.vmap(skip, axis_name="replica")(x))
-    assert sgp.phase(2, sgp.skipped(state)) == ("round 0",)
+    algorithm = sgp.algorithm
+    assert algorithm.phase(2, algorithm.skipped(state.local, 1)) == ("round 0",)
     many = js.diloco("replica", sync_every=96, fragments=8)
-    assert js.ParameterTransform(Around(many.sync)).schedules == many.schedules
+    assert js.only_finite(many).phases() == many.phases()
+    assert js.only_finite(many).algorithm.schedules == many.algorithm.schedules
 
 
-@pytest.mark.parametrize("around", [lambda tx: tx, js.only_finite])
-def test_an_event_may_return_updates_in_half_precision(around):
-    """As it was given them, if it replaces what is before it; local updates are in float32."""
-    tx = around(js.ParameterTransform(Notes(((js.every(2), True),))))
-    x = jnp.ones(2, jnp.bfloat16)
-    update = jax.vmap(lambda x: tx.update(x, tx.init(x), x)[0], axis_name="replica")
-    assert update(x).dtype == jnp.float32
+class Sums(NamedTuple):
+    """Two parameters, of two models."""
+
+    a: jax.Array
+    b: jax.Array
+
+
+MODELS = [
+    {"w": np.float32([[1, 2, 3, 4]] * 4), "v": np.float32([[[5, 6]] * 3] * 4)},
+    Sums(np.float32([[[1, -1]] * 8] * 4), np.float32([2, 3, 4, 5])),
+]
+
+
+def trained(tx, params, scheduled):
+    """Return parameters and state after four updates; the host schedules it or the program."""
+
+    def program(phase):
+        def one(params, state):
+            grads = jax.tree.map(
+                lambda x: x * (1.0 + jax.lax.axis_index("replica").astype("f4")), params
+            )
+            updates, state = tx.update(grads, state, params, phase=phase)
+            return optax.apply_updates(params, updates), state
+
+        return jax.jit(jax.vmap(one, axis_name="replica"))
+
+    state = jax.vmap(tx.init, axis_name="replica")(params)
+    yield
+    types = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), params)
+    sized = tx.bound({"replica": 4}, types)
+    for t in range(1, 5):
+        params, state = program(sized.phase(t) if scheduled == "host" else None)(params, state)
+        yield
+    yield params, state
+
+
+@pytest.mark.filterwarnings("ignore:slowmo without a `base`")
+@pytest.mark.parametrize("scheduled", ["host", "traced"])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: js.local_sgd("replica", sync_every=2),
+        lambda: js.hierarchical_local_sgd({"replica": 2}),
+        lambda: js.sgp("replica", overlap=2),
+        lambda: js.slowmo("replica", base=js.sgp("replica"), sync_every=2),
+        lambda: js.diloco("replica", sync_every=2, fragments=lambda name: int(name in "vb")),
+        lambda: js.only_finite(js.slowmo("replica", sync_every=2, fragments=2, delay=1)),
+    ],
+    ids=["local_sgd", "hierarchical", "sgp", "slowmo", "diloco", "only_finite"],
+)
+def test_one_object_trains_two_models_in_turn(make, scheduled):
+    """Nothing of one model is remembered for the other."""
+    tx = make()
+    turns = list(zip(*(trained(tx, model, scheduled) for model in MODELS), strict=True))
+    for model, found in zip(MODELS, turns[-1], strict=True):
+        *_, wanted = trained(make(), model, scheduled)
+        jax.tree.map(np.testing.assert_array_equal, found, wanted)

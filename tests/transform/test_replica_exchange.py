@@ -6,7 +6,7 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
-from jaxslowmo.transform import Exchange, packing_of
+from jaxslowmo.transform import ReplicaGroup, packing_of
 
 AUTO, MANUAL = AxisType.Auto, AxisType.Manual
 SIZES = {"a": 2, "b": 4}
@@ -16,7 +16,7 @@ def groups_of(shapes, specs, kinds=(AUTO, AUTO)):
     mesh = AbstractMesh(tuple(SIZES.values()), tuple(SIZES), kinds)
     leaves = [jax.ShapeDtypeStruct(shape, np.float32) for shape in shapes]
     with jax.sharding.use_abstract_mesh(mesh):
-        packing = packing_of(leaves, Exchange("replica", param_specs=specs))
+        packing = packing_of(leaves, ReplicaGroup("replica", param_specs=specs))
     return packing.groups
 
 

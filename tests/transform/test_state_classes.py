@@ -1,9 +1,6 @@
 """What the class of a state says: to whom it belongs, and what must come last in a chain."""
 
-from typing import NamedTuple
-
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -19,30 +16,9 @@ SLOW = js.slowmo("replica", base=AVERAGE, sync_every=4)
 WHOLE = js.slowmo("replica", base=AVERAGE, sync_every=4, shard_state=False)
 
 
-def own_class() -> type:
-    """A new class: what is known of one stays known."""
-
-    class OwnState(NamedTuple):
-        count: jax.Array
-
-    return OwnState
-
-
-def transform_of(kind) -> js.ParameterTransform:
-    """A parameter transform of one's own, which exchanges nothing, with a state of this class."""
-
-    class Own(js.spec.Sync):
-        owner = "own"
-        state = kind
-        axes = ("replica",)
-
-        def init(self, params):
-            return kind(jnp.zeros([], jnp.int32))
-
-        def events(self):
-            return []
-
-    return js.ParameterTransform(Own())
+def transform_of_ones_own() -> js.ParameterTransform:
+    """A parameter transform of one's own, which exchanges nothing."""
+    return js.ParameterTransform(js.Algorithm(owner="own"), "replica")
 
 
 def step_of(optimizer, replicas=2, **options):
@@ -54,15 +30,18 @@ def step_of(optimizer, replicas=2, **options):
 
 SGD, BOTH = optax.sgd(0.1), {"b": True, "w": True}
 WRONG_CHAIN, RIGHT_CHAIN = optax.chain(AVERAGE, SGD), optax.chain(SGD, AVERAGE)
-FIRST = r"\[0\], LocalSGDState, stands \[1\]\[0\]"
+FIRST = r"\[0\], ExchangeState, stands \[1\]\[0\]"
 WRONG = {
     "chain": (WRONG_CHAIN, FIRST),
     "nested": (optax.chain(RIGHT_CHAIN, SGD), r"\[0\]\[1\].*\[1\]\[0\]"),
     "named": (optax.named_chain(("z", AVERAGE), ("a", SGD)), r"\['z'\].*stands \['a'\]"),
     "masked": (optax.chain(SGD, optax.masked(WRONG_CHAIN, BOTH)), FIRST),
     "partition": (optax.partition({0: WRONG_CHAIN, 1: SGD}, {"b": 0, "w": 1}), FIRST),
-    "slowmo": (optax.chain(SLOW, optax.clip(1.0)), r"\[0\], OuterState, stands \[1\], EmptyState"),
-    "one's own": (optax.chain(transform_of(own_class()), SGD), r"\[0\], OwnState, stands"),
+    "slowmo": (
+        optax.chain(SLOW, optax.clip(1.0)),
+        r"\[0\], ExchangeState, stands \[1\], EmptyState",
+    ),
+    "one's own": (optax.chain(transform_of_ones_own(), SGD), r"\[0\], ExchangeState, stands"),
 }
 
 
@@ -80,7 +59,7 @@ def test_chains_in_order_are_taken():
     for tx in (named, partition, optax.chain(optax.clip(1.0), RIGHT_CHAIN, SLOW)):
         js.init(tx, STACKED, mesh=MESH)
     step_of(SGD, sync=AVERAGE).init(PARAMS)
-    with pytest.raises(ValueError, match=r"after .*LocalSGDState"):
+    with pytest.raises(ValueError, match=r"after .*ExchangeState"):
         step_of(WRONG_CHAIN).init(PARAMS)
 
 
@@ -89,13 +68,13 @@ def test_chains_in_order_are_taken():
 
 def test_a_transform_of_ones_own_is_refused_as_ours_are():
     """Inside of `optimizer`, host-scheduled, by the class of its state."""
-    own = transform_of(own_class())
+    own = transform_of_ones_own()
     for optimizer in (optax.chain(SGD, own), optax.chain(SGD, optax.masked(own, BOTH))):
         with pytest.raises(ValueError, match=r'`mode`="host".*`optimizer`'):
             step_of(optimizer, sync=AVERAGE, mode="host").init(PARAMS)
 
 
-def test_who_must_convert_a_state_is_said_by_its_class():
-    # One class around local_sgd and slowmo: moved by anyone, unless what is inside has an owner.
-    around = [js.only_finite(x).init(PARAMS) for x in (AVERAGE, WHOLE)]
-    assert [holds_state(x, "parameters", needs_owner=True) for x in around] == [False, True]
+def test_who_moves_is_said_by_the_class_of_the_state():
+    for tx in (AVERAGE, WHOLE, js.only_finite(WHOLE)):
+        state = (optax.EmptyState(), tx.init(PARAMS))
+        assert [holds_state(state, moves) for moves in ("parameters", "gradients")] == [True, False]

@@ -73,40 +73,6 @@ def test_blocks_are_those_that_jax_places(found):
                 np.testing.assert_array_equal(block, tree[i][held[device]])
 
 
-@given(
-    st.lists(leaves(), max_size=5),
-    st.sampled_from([1, 3]),
-    st.sampled_from([None, (64,)]),
-    st.integers(0, 2),
-)
-def test_parts_of_replicas_join_to_the_tree(found, replicas, limits, padding):
-    """Whatever the padding; a device's buffer is in its parts, one replica after another."""
-    tree, packing = packed(found, limits)
-
-    def shape_of(buffer):
-        return -(-buffer.num_elements // replicas) + 1 + padding, 1
-
-    types = packing.parts(replicas, shape_of)
-    parts = packing.split(tree, types)
-    assert [(x.shape, x.dtype) for x in parts] == [(x.shape, x.dtype) for x in types]
-    for group, arrays in zip(packing.groups, packing.by_group(parts), strict=True):
-        count = group.num_blocks
-        for buffer, x in zip(group.plan.buffers, arrays, strict=True):
-            flats = x.reshape(replicas, count, -1).swapaxes(0, 1).reshape(count, -1)
-            assert not flats[:, buffer.num_elements :].any()
-            for label, start, stop in buffer.pieces:
-                blocks = to_blocks(
-                    tree[group.indices[label]],
-                    group.specs[label],
-                    group.axis_sizes,
-                ).reshape(count, -1)
-                piece, flats = np.split(flats, [stop - start], axis=1)
-                np.testing.assert_array_equal(piece, blocks[:, start:stop])
-    for before, after in zip(tree, packing.join(parts), strict=True):
-        assert (before.shape, before.dtype) == (after.shape, after.dtype)
-        np.testing.assert_array_equal(before, after)
-
-
 @given(leaves(), st.integers(0, 2))
 def test_blocks_have_the_dimensions_before_those_of_the_leaf(found, num_lead):
     shape, spec = found

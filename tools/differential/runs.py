@@ -187,7 +187,7 @@ def run_loop(options: Options, spelling: str) -> Arrays:
     """Trains under shard_map or vmap without `js.make_train_step`."""
     tx, mesh = _chain(options, spelling), js.make_mesh(MESHES[options["mesh"]])
     sync = sync_of(options)
-    sync = sync if sync is None else sync.sized(dict(mesh.shape))
+    sync = sync if sync is None else sync.bound(dict(mesh.shape))
     replicas, axes = mesh.shape["replica"], tuple(mesh.shape)
 
     def update(phase: Any, params: Any, state: Any, batch: Any, weight: Any, talk: Any) -> Any:

@@ -1,11 +1,11 @@
-"""The common implementation of slowmo and diloco: an outer optimizer that steps an anchor."""
+"""An outer optimizer that moves all replicas once in a while: slowmo and diloco."""
 
-from ._anchor import shards_state as shards_state
 from ._fragments import Fragments as Fragments
-from ._outer import Outer as Outer
-from ._placement import Placement as Placement
+from ._fragments import Layers as Layers
+from ._fragments import layers as layers
+from ._outer import ALONE as ALONE
+from ._outer import NO_RATE as NO_RATE
+from ._outer import OuterRate as OuterRate
+from ._outer import outer_algorithm as outer_algorithm
+from ._outer import shards_state as shards_state
 from ._read_anchor import read_anchor as read_anchor
-from ._state import ALONE as ALONE
-from ._state import NO_RATE as NO_RATE
-from ._state import OuterRate as OuterRate
-from ._state import OuterState as OuterState

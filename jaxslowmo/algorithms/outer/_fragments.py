@@ -2,24 +2,108 @@
 
 import functools
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 
+from ..._support.checks import checked_int, checks_flags
 from ..._support.types import PyTree
-from ...mesh import specs_of_leaves
-from ...transform import Every, Exchange, StatePlacement
-from ...tree import Staged, leaf_names, parts_of
-from ._state import OuterState
+from ...transform import Every
+from ...tree import Staged, leaf_names, of_form, parts_of
 
 TAKE, SEND, SLOW = "take", "send", "slow"  # the first two with a delay
 
-Fragments = int | Callable[[str], int]
-"""The number of fragments, or a function from a leaf's name to the number of its fragment."""
+
+@dataclass(frozen=True)
+class Layers:
+    """Fragments that cut stacked layers along an axis; made by `js.layers`.
+
+    Attributes:
+      count: the number of fragments.
+      where: function from the name of a leaf to whether it holds stacked layers.
+      axis: the axis of the layers.
+      interleaved: whether a fragment has every (count - 1)-th layer, or layers that follow.
+    """
+
+    count: int
+    where: Callable[[str], bool]
+    axis: int = 1
+    interleaved: bool = True
+
+
+@checks_flags("layers")
+def layers(
+    count: int, *, where: Callable[[str], bool], axis: int = 1, interleaved: bool = True
+) -> Layers:
+    """Return `fragments` for a model whose layers are stacked in its leaves, as scanned ones are.
+
+    Fragment 0 is all leaves without stacked layers; fragments 1 to count - 1 have equal numbers of
+    layers, slices of the stacked leaves. Anchors are never sharded along that axis.
+
+    Args:
+      count: the number of fragments, at least 2; count - 1 divides the number of layers.
+      where: function from the name of a leaf, such as "decoder/layers/mlp/kernel", to whether it
+        holds stacked layers.
+      axis: the axis of the layers in these leaves.
+      interleaved: True gives fragment i the layers i - 1, i - 1 + (count - 1), ...; False gives it
+        layers that follow each other.
+
+    Returns:
+      The argument `fragments` of `js.slowmo`, `js.diloco` and `js.local_sgd`.
+
+    Raises:
+      ValueError: a count below 2, an axis below 0, or `where` that is no function.
+
+    Communication: none.
+
+    Source: Douillard et al., "Streaming DiLoCo with overlapping communication", 2025; MaxText's
+      fragments are these.
+    """
+    checked_int("layers: `count` is a number of fragments and", count, 2)
+    checked_int("layers: `axis`", axis, 0)
+    if not callable(where):
+        raise ValueError(
+            f"layers: `where` must be a function from a leaf's name to a bool, got {where!r}."
+        )
+    return Layers(count, where, axis, interleaved)
+
+
+Fragments = int | Callable[[str], int] | Layers
+"""The number of fragments, a function from a leaf's name to that of its fragment, or layers."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """Part `index` of `count` equal ones of a dimension of an array."""
+
+    axis: int
+    index: int
+    count: int
+    interleaved: bool = False
+
+    def of(self, x: Any) -> Any:
+        """Return this part of an array."""
+        return x[self._place(x)]
+
+    def put(self, x: Any, part: Any) -> Any:
+        """Return the array with this part replaced."""
+        if self.interleaved:
+            return x.at[self._place(x)].set(part)
+        # XLA writes it into the donated buffer.
+        start = self._place(x)[self.axis % x.ndim].start
+        return jax.lax.dynamic_update_slice_in_dim(x, part, start, self.axis % x.ndim)
+
+    def _place(self, x: Any) -> tuple[slice, ...]:
+        axis, size = self.axis % x.ndim, x.shape[self.axis]
+        part = slice(self.index * size // self.count, (self.index + 1) * size // self.count)
+        if self.interleaved:
+            part = slice(self.index, None, self.count)
+        return (*[slice(None)] * axis, part, *[slice(None)] * (x.ndim - axis - 1))
 
 
 @dataclass(frozen=True)
@@ -29,13 +113,12 @@ class Fragment:
     Attributes:
       number: number of the fragment, from 0.
       places: positions of its leaves among those of the parameters; None: all leaves.
-      count: the number of parts into which the last dimension of each leaf is cut, of which this
-        fragment has the one of its own number; 1: it has whole leaves.
+      part: the part that it has of each of these leaves; None: it has whole leaves.
     """
 
     number: int = 0
     places: tuple[int, ...] | None = None
-    count: int = 1
+    part: Part | None = None
 
     def of(self, tree: PyTree) -> Any:
         """Return the fragment's leaves of a tree.
@@ -46,8 +129,10 @@ class Fragment:
         """
         if self.places is None:
             return tree
-        leaves = jax.tree.leaves(tree)
-        return self.like(tree, [self.cut(leaves[place]) for place in self.places])
+        leaves, part = jax.tree.leaves(tree), self.part
+        return self.like(
+            tree, [leaves[i] if part is None else part.of(leaves[i]) for i in self.places]
+        )
 
     def like(self, tree: PyTree, leaves: list[Any]) -> Any:
         """Return these values, one for each of the fragment's leaves, in the form of `of(tree)`."""
@@ -59,108 +144,89 @@ class Fragment:
             nodes[place] = leaf
         return structure.unflatten(nodes)
 
-    def cut(self, x: Any) -> Any:
-        """Return the fragment's part of a leaf, an array or its type."""
-        if self.count == 1:
-            return x
-        part = self.part_of(x)
-        if isinstance(x, jax.ShapeDtypeStruct):
-            return jax.ShapeDtypeStruct((*x.shape[:-1], part.stop - part.start), x.dtype)
-        return x[..., part]
-
-    def part_of(self, x: Any) -> slice:
-        """Return the fragment's part of the last dimension of one of its leaves."""
-        size = x.shape[-1]
-        return slice(self.number * size // self.count, (self.number + 1) * size // self.count)
-
     def put(self, tree: PyTree, leaves: Any) -> PyTree:
         """Return `tree` with the fragment's leaves replaced."""
         if self.places is None:
             return leaves
         all_leaves, treedef = jax.tree.flatten(tree)
         for place, leaf in zip(self.places, jax.tree.leaves(leaves), strict=True):
-            whole = all_leaves[place]
-            if self.count > 1:
-                # XLA writes it into the donated buffer.
-                start = self.part_of(whole).start
-                leaf = jax.lax.dynamic_update_slice_in_dim(whole, leaf, start, whole.ndim - 1)
-            all_leaves[place] = leaf
+            part = self.part
+            all_leaves[place] = leaf if part is None else part.put(all_leaves[place], leaf)
         return treedef.unflatten(all_leaves)
 
 
 ALL_LEAVES = Fragment()
 
 
-PARTS = ("anchor", "outer", "in_flight", "sent")
-"""The fields of a state that fragments have one each of."""
+class FragmentStates(NamedTuple):
+    """The states of an optimizer that steps each fragment by itself."""
+
+    # The trees like the anchor, of all fragments together; () if fragments differ in their number.
+    moments: tuple[PyTree, ...]
+    rest: tuple[tuple[Any, ...], ...]  # for each fragment the other leaves, such as its count
 
 
-def views(state: OuterState, count: int) -> list[OuterState]:
-    """Return the state of each of `count` fragments, with the base's state in each."""
-    if count == 1:
-        return [state]
-    fields = [getattr(state, name) or [()] * count for name in PARTS]
-    return [state._replace(**dict(zip(PARTS, x, strict=True))) for x in zip(*fields, strict=True)]
+def joined_states(
+    states: Sequence[PyTree], fragments: Sequence[Fragment], anchor: PyTree
+) -> PyTree:
+    """Return the states of all fragments as one; the state itself of a single fragment."""
+    if len(fragments) == 1:
+        return states[0]
+    parted = [_parted(x, f.of(anchor)) for x, f in zip(states, fragments, strict=True)]
+    if len({len(like) for like, _ in parted}) > 1:
+        # The optimizer tells leaves apart: no tree of moments goes through all fragments.
+        return FragmentStates((), tuple(tuple(jax.tree.leaves(x)) for x in states))
+    moments: list[PyTree] = []
+    rest = []
+    for fragment, (like, others) in zip(fragments, parted, strict=True):
+        if not moments:  # they may have another dtype than the anchor
+            dtypes = [jax.tree.leaves(tree)[0].dtype for tree in like]
+            moments = [
+                jax.tree.map(lambda a, to=to: jnp.zeros_like(a, to), anchor) for to in dtypes
+            ]
+        moments = [fragment.put(m, x) for m, x in zip(moments, like, strict=True)]
+        rest.append(tuple(others))
+    return FragmentStates(tuple(moments), tuple(rest))
 
 
-def joined(state: OuterState, parts: Sequence[OuterState]) -> OuterState:
-    """Return `state` with the anchors, outer states and values in flight of its fragments."""
-
-    def of(name: str) -> Any:
-        values = tuple(getattr(part, name) for part in parts)
-        return values[0] if len(values) == 1 or values[0] == () else values
-
-    return state._replace(**{name: of(name) for name in PARTS})
-
-
-def division_of(
-    fragments: Sequence[Fragment], *, has_flight: bool, sent: Sequence[str] | None
-) -> dict[str, Any]:
-    """Return how an outer state divides the parameters, as plain JSON.
-
-    Returns:
-      `fragments`: number, positions of leaves and number of parts of each leaf, for each fragment,
-      None for the whole model; `in_flight`: whether the state has values in flight; with a codec
-      `sent`: the fields of `js.spec.Sent` that it has.
-    """
-    places = [(x.number, x.places, x.count) for x in fragments]
-    divided = [[number, list(p), count] for number, p, count in places if p is not None]
-    coded = {} if sent is None else {"sent": list(sent)}
-    return {"fragments": divided or None, "in_flight": has_flight, **coded}
-
-
-def fragments_of(division: Mapping[str, Any]) -> tuple[Fragment, ...]:
-    """Return the fragments of a state from what `division_of` returned.
-
-    That of another algorithm has none of its names; the leaves tell then what is wrong.
-    """
-    divided = division.get("fragments") or [[0, None, 1]]
-    return tuple(Fragment(n, None if p is None else tuple(p), count) for n, p, count in divided)
-
-
-def exchange_of(fragment: Fragment, exchange: Exchange, params: PyTree) -> Exchange:
-    """Return an exchange of all parameters as one of a fragment's leaves."""
-    if fragment.places is None or exchange.param_specs is None:
-        return exchange
-    specs = specs_of_leaves(exchange.param_specs, params)
-    return replace(exchange, param_specs=fragment.like(params, [specs[i] for i in fragment.places]))
-
-
-def of_fragment(owner: str, fragment: Fragment, at: StatePlacement) -> StatePlacement:
-    """Return a placement of all parameters as one of a fragment's leaves.
-
-    Raises:
-      ValueError: parameters in another form, of which a fragment's leaves tell too little.
-    """
+def with_state(states: PyTree, fragment: Fragment, state: PyTree, anchor: PyTree) -> PyTree:
+    """Return the states of all fragments with that of one replaced."""
     if fragment.places is None:
-        return at
-    if at.form is not None:
-        raise ValueError(
-            f"{owner}: a state with several `fragments` can't be converted from parameters in "
-            "another form (`js.checkpoint.SavedForm`): restore it in the form that was saved."
-        )
-    specs = None if at.specs is None else tuple(at.specs[i] for i in fragment.places)
-    return replace(at, specs=specs)
+        return state
+    like, others = [], jax.tree.leaves(state)
+    if states.moments:
+        like, others = _parted(state, fragment.of(anchor))
+    moments = tuple(fragment.put(m, x) for m, x in zip(states.moments, like, strict=True))
+    rest = [*states.rest]
+    rest[fragment.number] = tuple(others)
+    return FragmentStates(moments, tuple(rest))
+
+
+def state_of(
+    states: PyTree, fragment: Fragment, init: Callable[[PyTree], PyTree], anchor: PyTree
+) -> PyTree:
+    """Return the state of one fragment, of the structure that `init` makes."""
+    if fragment.places is None:
+        return states
+    part = fragment.of(anchor)
+    template = jax.eval_shape(init, part)
+    is_alike = of_form(part) if states.moments else _is_never
+    leaves, treedef = jax.tree.flatten(template, is_leaf=is_alike)
+    moments = iter([fragment.of(m) for m in states.moments])
+    rest = iter(states.rest[fragment.number])
+    return treedef.unflatten([next(moments if is_alike(x) else rest) for x in leaves])
+
+
+def _is_never(x: Any) -> bool:
+    del x
+    return False
+
+
+def _parted(state: PyTree, like: PyTree) -> tuple[list[PyTree], list[Any]]:
+    """Return the trees in `state` that are like `like`, and the other leaves."""
+    is_alike = of_form(like)
+    leaves = jax.tree.leaves(state, is_leaf=is_alike)
+    return [x for x in leaves if is_alike(x)], [x for x in leaves if not is_alike(x)]
 
 
 @dataclass(frozen=True)
@@ -215,10 +281,10 @@ def turns_of(schedule: Every, count: int, delay: int) -> tuple[Turn, ...]:
 
 
 def check_turns(owner: str, schedule: Every, count: int, delay: int) -> None:
-    """Check that fragments can take turns at equal distances, each after the exchange of the last.
+    """Check that fragments can take turns at equal distances, each before its own next one.
 
     Raises:
-      ValueError: the period is no multiple of the number, or the delay is as long as a turn.
+      ValueError: the period is no multiple of the number, or the delay is as long as the period.
     """
     if count > 1 and schedule.before == "all":
         raise ValueError(
@@ -230,16 +296,15 @@ def check_turns(owner: str, schedule: Every, count: int, delay: int) -> None:
             f"{owner}: `sync_every` must be a multiple of `fragments`, so that they take turns at "
             f"equal distances, got sync_every={schedule.k} and {count} fragments."
         )
-    if delay and delay >= schedule.k // count:
+    if delay and delay >= schedule.k:
         raise ValueError(
-            f"{owner}: `delay` must be less than sync_every / fragments, so that one fragment is "
-            f"in flight at a time, got delay={delay}, sync_every={schedule.k} and "
-            f"fragments={count}."
+            f"{owner}: `delay` must be less than `sync_every`, so that a fragment has arrived "
+            f"before it is sent again, got delay={delay} and sync_every={schedule.k}."
         )
 
 
 def divided(owner: str, fragments: Fragments, params: PyTree) -> tuple[Fragment, ...]:
-    """Return several fragments of these parameters, of which only shapes and dtypes matter.
+    """Return the fragments of these parameters, of which only shapes and dtypes matter.
 
     Stages of a pipeline are cut alike: each fragment has a part of every stage's buffers, so all
     devices send in each exchange, and as much as the others. Of other parameters a number divides
@@ -247,10 +312,14 @@ def divided(owner: str, fragments: Fragments, params: PyTree) -> tuple[Fragment,
     layers where there are enough of them: leaves of one layer have one parent.
 
     Raises:
-      ValueError: more fragments than leaves or than elements of a stage's buffer, or a function
-        whose values are not 0, 1, 2, ...
+      ValueError: more fragments than leaves or than elements of a stage's buffer, a function whose
+        values are not 0, 1, 2, ..., or layers that count - 1 does not divide.
     """
+    if fragments == 1:
+        return (ALL_LEAVES,)
     names = leaf_names(params)
+    if isinstance(fragments, Layers):
+        return _of_layers(owner, fragments, params, names)
     if not callable(fragments) and parts_of(params, Staged):
         return _cut_alike(owner, fragments, params)
     if callable(fragments):
@@ -272,6 +341,32 @@ def divided(owner: str, fragments: Fragments, params: PyTree) -> tuple[Fragment,
     return tuple(Fragment(number, tuple(members)) for number, members in enumerate(places))
 
 
+def _of_layers(
+    owner: str, fragments: Layers, params: PyTree, names: Sequence[str]
+) -> tuple[Fragment, ...]:
+    """Return fragment 0, the leaves without stacked layers, and those of layers."""
+    parts, axis = fragments.count - 1, fragments.axis
+    stacked = [i for i, name in enumerate(names) if fragments.where(name)]
+    others = tuple(i for i in range(len(names)) if i not in stacked)
+    leaves = jax.tree.leaves(params)
+    wrong = [
+        f"{names[i]} {list(leaves[i].shape)}"
+        for i in stacked
+        if leaves[i].ndim <= axis or leaves[i].shape[axis] % parts
+    ]
+    if not stacked or not others or wrong:
+        rule = f"got {', '.join(wrong)}" if wrong else f"{len(stacked)} of {len(names)} leaves are"
+        raise ValueError(
+            f"{owner}: `fragments` of js.layers needs leaves with layers along axis {axis}, whose "
+            f"number count - 1 = {parts} divides, and others; {rule}."
+        )
+    cut = [Part(axis, i, parts, fragments.interleaved) for i in range(parts)]
+    return (
+        Fragment(0, others),
+        *(Fragment(i, tuple(stacked), part) for i, part in enumerate(cut, start=1)),
+    )
+
+
 def _cut_alike(owner: str, count: int, params: PyTree) -> tuple[Fragment, ...]:
     """Return fragments that have a part of the last dimension of each leaf."""
     # The last dimension holds the leaves of a stage, and is never split over devices. A stage may
@@ -283,7 +378,8 @@ def _cut_alike(owner: str, count: int, params: PyTree) -> tuple[Fragment, ...]:
             f"{owner}: `fragments` must not be more than the elements of a stage's buffer, got "
             f"{count} for {least} elements."
         )
-    return tuple(Fragment(i, tuple(range(len(leaves))), count) for i in range(count))
+    places = tuple(range(len(leaves)))
+    return tuple(Fragment(i, places, Part(-1, i, count)) for i in range(count))
 
 
 def _balanced(owner: str, count: int, params: PyTree, names: Sequence[str]) -> list[int]:

@@ -1,11 +1,11 @@
 """An outer optimizer on the displacement of the replicas since the last slow step.
 
-SlowMo and DiLoCo are this transform with different outer optimizers. A model is a list of
+SlowMo and DiLoCo are this algorithm with different outer optimizers. A model is a list of
 fragments, whose slow steps are due one after another; as a rule of one fragment, the whole model.
 
-Four words: y are the parameters after the optimizer's update (`landing`); x and its *mass* are the
-numerator and weight of push-sum, or of replicas that count differently, so that the mean is the sum
-of x over the sum of masses; a *turn* is when the events of one fragment are due.
+Three words: y are the parameters after the optimizer's update; x and its *mass* are the weighted
+parameters and the weight of push-sum, or of replicas that count differently, so that the mean is
+the sum of x over the sum of masses; a *turn* is when the events of one fragment are due.
 
 With a `delay`, taking what a slow step sends and sending it are events of earlier updates; see
 `_delay.py`. Source of fragments, `delay` and `merge`: Douillard et al., "Streaming DiLoCo with
@@ -13,9 +13,9 @@ overlapping communication", 2025, section 3.
 """
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Self
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,38 +24,30 @@ import optax
 from ..._support.checks import as_number, checked_int
 from ..._support.types import PyTree
 from ...collectives import all_mean, quotient, scaled
-from ...mesh import axis_names
 from ...transform import (
-    Beside,
+    Algorithm,
+    Carry,
     Event,
     Every,
-    Exchange,
     InnerState,
-    Now,
-    Operand,
-    Others,
-    Sync,
-    first_sent,
-    kept,
-    names_of_sent,
+    ReplicaGroup,
+    UpdateContext,
+    around,
+    changed_moments,
+    check_inner_state,
     over_stages,
-    part_to_send,
-    replica_mean,
-    require_bound,
     run_if,
-    split_mark,
 )
-from ...tree import Staged, added, apply_exactly, landing, parts_of, subtracted, updates_to
-from ._anchor import Anchor, ShardedAnchor, merged
+from ...tree import Staged, added, at_least_float32, parts_of, subtracted, widen_updates
+from .._error_feedback import first_memory, has_leaves, kept, part_to_send
 from ._delay import (
     NOTHING,
     InFlight,
     arrived,
     average_part,
-    beside_updates,
-    dropped,
     nothing_in_flight,
-    unless_all_idle,
+    overlapped,
+    with_flight,
 )
 from ._fragments import (
     ALL_LEAVES,
@@ -64,73 +56,101 @@ from ._fragments import (
     TAKE,
     Fragment,
     Fragments,
+    Layers,
     Turn,
     check_turns,
     divided,
-    exchange_of,
-    joined,
+    joined_states,
+    state_of,
     turns_of,
-    views,
-)
-from ._moved import Divided
-from ._placement import Placement
-from ._state import ALONE, NO_RATE, OuterRate, OuterState
-
-_WHOLE_ANYWHERE = (
-    "The state is sharded over that axis; with `shard_state=False` each replica has all of it, and "
-    "`init` works anywhere."
+    with_state,
 )
 
+ALONE = Algorithm(owner="alone")
+"""The base of an outer optimizer without one: it exchanges nothing."""
 
-@dataclass(frozen=True, eq=False)
-class Outer(Divided):
-    """An outer optimizer that steps an anchor, over a base.
+NO_RATE = -1.0  # marks a replica that has run out of data, whose optimizer has not counted on
+
+
+class OuterRate(NamedTuple):
+    """The source of the inner learning rate for an outer optimizer.
 
     Attributes:
-      owner: public name of the transform, for messages.
-      over: the axes of slow steps, and the layout, buckets and codec with which they exchange.
+      read: `read(count, learning_rate)` returns the rate of an update, from the number of earlier
+        updates and the rate that `update` was given.
+      observe: `observe(outer, rate)` returns the outer state after any update at this rate; None
+        if it does not change.
+      agree: `agree(outer, rate, axes)` returns a state and a rate that are equal on all replicas,
+        from rates that differ; the rate of a replica without data is `NO_RATE`. None if rates
+        are equal anyway.
+      is_passed: whether `update` needs the argument `learning_rate`.
+    """
+
+    read: Callable[[jax.Array, Any], jax.Array]
+    observe: Callable[[Any, jax.Array], Any] | None = None
+    agree: Callable[..., tuple[Any, jax.Array]] | None = None
+    is_passed: bool = False
+
+
+def outer_algorithm(
+    owner: str,
+    group: ReplicaGroup,
+    schedule: Every,
+    optimizer: optax.GradientTransformationExtraArgs,
+    **settings: Any,
+) -> Algorithm:
+    """Return the algorithm of an outer optimizer that steps an anchor, over a base; see `_Outer`.
+
+    Raises:
+      ValueError: fragments, delay and merge that do not fit the other arguments.
+    """
+    return _Outer(owner, group, schedule, optimizer, **settings).algorithm()
+
+
+@dataclass(frozen=True)
+class _Outer:
+    """The settings of an outer optimizer.
+
+    Attributes:
+      owner: public name, for messages.
+      group: the replicas, and the buckets and codec with which slow steps exchange.
       schedule: the updates in which slow steps are due; of several fragments, those of the last.
       optimizer: the outer optimizer.
-      placement: whether each replica keeps only 1/R of the anchor.
-      base: the transform that runs between slow steps.
+      base: the algorithm that runs between slow steps.
       exact_average: whether a slow step takes the replicas' mean; else each replica continues with
-        its parameters after the base's exchange.
+        its parameters after the base's exchange, and has an anchor of its own.
+      is_sharded: whether each replica keeps only its blocks of anchor and outer state.
+      is_element_wise: whether the optimizer has no use for names and shapes of leaves.
       rate: source of the inner learning rate; None if the optimizer does not use it.
-      fragments: the number of fragments, or the function that says to which a leaf belongs.
+      fragments: the fragments.
       delay: number of updates between taking what is sent and applying its mean.
       merge: the share of a replica's own progress that a slow step keeps, in [0, 1].
       inner_state: what a slow step does to the moments of the inner optimizer.
-      specs: layout of the parameters that was given later than the exchange's; shards do not follow
-        it, since how they are cut is part of the state.
-      is_sharded: whether state is sharded; None: `placement` decides it by the parameters.
-      number: the number of fragments of the parameters that it is for, from `on`.
-      counts: the numbers of fragments of the models for which a state was made.
+      known: the fragments of the parameters that it is bound to; () before that.
     """
 
     owner: str
-    over: Exchange
+    group: ReplicaGroup
     schedule: Every
     optimizer: optax.GradientTransformationExtraArgs
-    placement: Placement
-    base: Sync = ALONE
+    base: Algorithm = ALONE
     exact_average: bool = True
+    is_sharded: bool = False
+    is_element_wise: bool = True
     rate: OuterRate | None = None
     fragments: Fragments = 1
     delay: int = 0
     merge: float = 0.0
     inner_state: InnerState = "keep"
-    specs: PyTree | None = None
-    is_sharded: bool | None = None
-    number: int | None = None
-    counts: set[int] = field(default_factory=set, repr=False)
-    state = OuterState
-    packs = True
+    known: tuple[Fragment, ...] = ()
 
     def __post_init__(self) -> None:
         """Raise `ValueError` unless fragments, delay and merge fit the other arguments."""
         owner, merge = self.owner, self.merge
         checked_int(f"{owner}: `delay` counts updates and", self.delay, 0)
-        if not callable(self.fragments):
+        if isinstance(self.fragments, Layers):
+            check_turns(owner, self.schedule, self.fragments.count, self.delay)
+        elif not callable(self.fragments):
             checked_int(f"{owner}: `fragments`", self.fragments, 1)
             check_turns(owner, self.schedule, self.fragments, self.delay)
         if self.delay and self.schedule.before == "all":
@@ -147,6 +167,7 @@ class Outer(Divided):
                 f"nothing to spread or to keep; got fragments={self.fragments!r}, "
                 f"delay={self.delay!r}, merge={merge!r}."
             )
+        check_inner_state(owner, self.inner_state)
         if self.inner_state != "keep" and (self.fragments != 1 or not self.exact_average):
             raise ValueError(
                 f'{owner}: `inner_state` must be "keep" with several `fragments`, since it changes '
@@ -155,43 +176,9 @@ class Outer(Divided):
             )
 
     @property
-    def wrapped(self) -> Sync:
-        """See `Sync`; so are the following."""
-        return self.base
-
-    @property
-    def groups(self) -> list[Exchange]:
-        return [self.over]
-
-    @property
-    def has_anchor(self) -> bool:
-        return True
-
-    @property
-    def wants_learning_rate(self) -> bool:
-        own = self.rate is not None and self.rate.is_passed
-        return own or self.base.wants_learning_rate
-
-    @property
-    def shards_whole_leaves(self) -> bool:
-        return self.placement.shard_state is not False and self.over.param_specs is None
-
-    @property
-    def shard_specs(self) -> PyTree | None:
-        return self.over.param_specs if self.placement.shard_state is not False else None
-
-    @property
-    def stored(self) -> str:
-        return self.placement.text()
-
-    @property
     def is_spread(self) -> bool:
         """Whether slow steps do less than to set all parameters to the anchor at once."""
         return self.fragments != 1 or self.delay != 0 or self.merge != 0
-
-    @property
-    def sent_names(self) -> list[str] | None:
-        return names_of_sent(self.over.codec, has_view=bool(self.is_sharded))
 
     @property
     def replaces_base(self) -> bool:
@@ -201,278 +188,237 @@ class Outer(Divided):
         """
         return self.exact_average and not self.is_spread
 
-    def on(self, params: PyTree) -> Self:
-        """Return this outer optimizer for these parameters, of which only the types matter.
-
-        Raises:
-          ValueError: sharded state was asked for, and the optimizer is not element-wise.
-        """
-        if self.is_sharded is not None:
-            return self
-        is_sharded = self.placement.is_sharded(params)
-        over = self.over if is_sharded else self.over.with_specs(self.specs)
-        base, number = self.base.on(params), len(self.divided(params))
-        return replace(self, base=base, over=over, is_sharded=is_sharded, number=number)
-
-    def sized(self, axis_sizes: Mapping[str, int]) -> "Outer":
-        """See `Sync.sized`; a step has one of its own, which knows the models of that step."""
-        base, placement = self.base.sized(axis_sizes), replace(self.placement, models={})
-        return replace(self, base=base, placement=placement, counts=set())
-
-    def with_specs(self, param_specs: PyTree, *, of_state: bool = False) -> "Outer":
-        """See `Sync.with_specs`."""
-        # The layout of shards is part of the state, so only the argument `param_specs` decides it.
-        keeps = self.placement.shard_state is not False and not of_state
-        over = self.over if keeps else self.over.with_specs(param_specs)
-        base = self.base.with_specs(param_specs)
-        return replace(self, base=base, over=over, specs=param_specs)
-
-    # The fragments, and when something is due.
+    def algorithm(
+        self, axis_sizes: Mapping[str, int] | None = None, params: PyTree | None = None
+    ) -> Algorithm:
+        """Return the algorithm for these parameters; see `Algorithm.bind`."""
+        base, group = self.base.bound(axis_sizes, params), self.group
+        if isinstance(self.fragments, Layers):
+            group = group.over(without=(self.fragments.where, self.fragments.axis))
+        elif self.fragments != 1 and parts_of(params, Staged):  # cut along the last dimension
+            group = group.over(without=(lambda name: True, -1))
+        known = self.known if params is None else self.divided(params)
+        # A base that has all of its shared state on each replica has no use for blocks.
+        is_sharded = self.is_sharded and (base.is_sharded or base.shared is ALONE.shared)
+        bound = replace(self, base=base, group=group, known=known, is_sharded=is_sharded)
+        inside = around(base)
+        algorithm = Algorithm(
+            groups=(*base.groups, group),
+            local=bound.local,
+            shared=bound.shared,
+            mass=inside.mass,
+            counts_alike=base.counts_alike,
+            reset=inside.reset,
+            owner=self.owner,
+            is_sharded=is_sharded,
+            begin=bound.begin,
+            needs_rate=base.needs_rate or (self.rate is not None and self.rate.is_passed),
+            count=inside.count,
+            permit=inside.permit,
+            has_anchor=True,
+            bind=bound.algorithm,
+        )
+        count = self.fragments
+        if isinstance(count, Layers):
+            count = count.count
+        elif callable(count):
+            if not known:
+                needs = (
+                    "`fragments` is a function, so phases are known for parameters alone: take "
+                    "those of `transform.bound(params=params)`, or of a training step."
+                )
+                return replace(algorithm, needs=needs)
+            count = len(known)
+            check_turns(self.owner, self.schedule, count, self.delay)
+        if base.needs:
+            return replace(algorithm, needs=base.needs)
+        turns = turns_of(self.schedule, count, self.delay)
+        beside = None
+        if self.delay and self.group.local_axis_name is None:
+            # With devices that share a replica's work, its local steps hold collectives already,
+            # which the exchange would have to wait for.
+            beside = overlapped(turns, group.over(without=None), self.delay)
+        return replace(algorithm, events=bound.events(turns), overlapped=beside)
 
     def divided(self, params: PyTree) -> tuple[Fragment, ...]:
-        """Return the fragments of these parameters, of which only shapes and dtypes matter.
-
-        Raises:
-          ValueError: the number of fragments does not fit parameters, period and delay.
-        """
+        """Return the fragments of these parameters."""
         if self.fragments == 1:
             return (ALL_LEAVES,)
-        fragments = divided(self.owner, self.fragments, params)
-        check_turns(self.owner, self.schedule, len(fragments), self.delay)
-        self.counts.add(len(fragments))
-        return fragments
-
-    def turns(self) -> tuple[Turn, ...]:
-        """Return the turn of each fragment.
-
-        Raises:
-          ValueError: the number of fragments is that of a function, and no state was made yet, or
-            states of models that it divides into different numbers.
-        """
-        if self.number is not None:
-            count = self.number
-        elif not callable(self.fragments):
-            count = self.fragments
-        elif len(self.counts) == 1:
-            (count,) = self.counts
-        else:
-            so_far = f"states with {sorted(self.counts)} fragments" if self.counts else "none"
+        if parts_of(params, Staged) and not self.is_element_wise:
             raise ValueError(
-                f"{self.owner}: `fragments` is a function, so phases are known once `init` has "
-                f"made a state, of one model, got {so_far}. For several models make a transform "
-                "for each, or a step by js.make_train_step, whose phases are those of its state."
+                f"{self.owner}: `fragments` of a model in stages are parts of its flat buffers, so "
+                "`outer_optimizer` must be element-wise, which shard_state=True promises. Use "
+                "fragments=1 with one that is not."
             )
-        return turns_of(self.schedule, count, self.delay)
+        return divided(self.owner, self.fragments, params)
 
-    def events(self) -> list[Event]:
+    def events(self, turns: tuple[Turn, ...]) -> tuple[Event, ...]:
         """Return the events of the base, and those of each fragment.
 
         With a delay, what is taken in one update is sent in later ones, before it is applied.
         """
-        events = [
-            self.lifted(replace(event, run=functools.partial(self.unmarked, event.run)), "base")
-            for event in self.base.events()
-        ]
-        for turn in self.turns():
-            of_turn = functools.partial(self.event, turn)
-            if self.delay:
-                events += [
-                    # It comes first: where it is not due, taking overwrites what it sent.
-                    of_turn(SEND, turn.sends, Outer.send, is_unconditional=self._sends_always),
-                    of_turn(TAKE, turn.takes, Outer.take),
-                ]
-            slow = Outer.land if self.delay else Outer.slow
-            events.append(of_turn(SLOW, turn.schedule, slow, replaces=self.replaces_base))
-        return events
+        events = [_on_base_of_shared(event) for event in around(self.base).events]
+        for turn in turns:
+            number = turn.number
 
-    def unmarked(self, run: Callable[..., Operand], operand: Operand, now: Now) -> Operand:
-        """Run an event of the base, which leaves the moments of the inner optimizer as they are."""
-        updates, others, state = operand
-        others, mark = split_mark(self, others)
-        updates, others, state = run((updates, others, state), now)
-        return updates, [*others, *mark], state
+            def event(name: str, due: Any, run: Any, turn: Turn = turn, **options: Any) -> Event:
+                run = functools.partial(run, number=turn.number)
+                return Event(turn.event(name), due, run, self.group, **options)
 
-    def event(self, turn: Turn, name: str, due: Any, run: Any, **options: Any) -> Event:
-        """Return an event of one fragment; `run` is a method for its state alone."""
-        missed = functools.partial(self.missed, turn.number) if self.delay else None
-        run = functools.partial(self.run, turn.number, run)
-        return Event(turn.event(name), due, run, missed=missed, **options)
-
-    @property
-    def variant(self) -> tuple[int, Any]:
-        """The number of fragments, and the `variant` of the base."""
-        return len(self.turns()), self.base.variant
-
-    @property
-    def schedules(self) -> tuple[Every, ...]:
-        """See `Sync.schedules`."""
-        return (self.schedule, *self.base.schedules)
-
-    @property
-    def _sends_always(self) -> bool:
-        """Whether any update may send: each but one does, which overwrites what it sent."""
-        # With a conditional around it the exchange would run beside nothing.
-        return 0 < self.delay == self.schedule.k - 1 and len(self.turns()) == 1
-
-    def skipped(self, state: OuterState) -> int:
-        """Return the skips of the base other than slow steps; see `Sync.skipped`."""
-        slow = self.schedule.times(int(state.count)) if self.replaces_base else 0
-        return self.base.skipped(state.base) - slow
+            of_slow = {"replaces": self.replaces_base, "inner_state": self.inner_state}
+            if not self.delay:
+                events.append(event(SLOW, turn.schedule, self.slow, **of_slow))
+                continue
+            missed = functools.partial(_missed, number=number)
+            # With a conditional around it the exchange would run beside nothing. Where any update
+            # but one sends, that one overwrites what it sent.
+            always = self.delay == self.schedule.k - 1 and len(turns) == 1
+            events += [
+                # It comes first: where it is not due, taking overwrites what it sent.
+                event(SEND, turn.sends, self.send, missed=missed, is_unconditional=always),
+                event(TAKE, turn.takes, self.take, missed=missed),
+                event(SLOW, turn.schedule, self.land, missed=missed, **of_slow),
+            ]
+        return tuple(events)
 
     # The state.
 
-    def init(self, params: PyTree) -> OuterState:
-        """Return the first state for `params`."""
-        outer = self.on(params)
-        if outer.is_sharded:  # a whole anchor can be initialised outside of the axis
-            require_bound(self.owner, self.over, _WHOLE_ANYWHERE)
-        return outer.first_state(params, lambda anchor, x: anchor.store(x))
-
-    def like_init(self, params: PyTree) -> OuterState:
-        """Return a state like that of `init`, of which only shapes and dtypes matter."""
-        return self.on(params).first_state(
-            params, lambda anchor, leaves: anchor.like_stored(leaves)
-        )
-
-    def first_state(self, params: PyTree, store: Callable[[Anchor, PyTree], Any]) -> OuterState:
-        """Return the first state, with anchors that `store` makes.
-
-        Raises:
-          ValueError: an optimizer that treats parts of the model's buffers in a way of their own.
-        """
-        fragments = self.divided(params)
-        in_stages = len(fragments) > 1 and parts_of(params, Staged)
-        if in_stages and (why := self.placement.why_whole(params)):
-            raise ValueError(
-                f"{self.owner}: `fragments` of a model in stages are parts of its flat buffers, so "
-                f"`outer_optimizer` must be element-wise, and {why}. Use fragments=1 with this one."
+    def local(self, params: PyTree) -> dict[str, Any]:
+        """Return the first state of a replica."""
+        state: dict[str, Any] = {"base": self.base.local(params)}
+        if not self.exact_average:
+            state |= self.first_outer(params)
+        if self.group.codec is not None:
+            state["sent"] = first_memory(self.group.codec, params, has_reference=self.is_sharded)
+        if self.delay:
+            residual = state["sent"].residual if "sent" in state else ()
+            state["in_flight"] = tuple(
+                nothing_in_flight(x.of(params), _part(x, residual)) for x in self.known
             )
-        base = self.base.init(params)
-        parts = []
-        for fragment in fragments:
-            leaves, storage = fragment.of(params), self.anchor_of(fragment, params)
-            anchor = store(storage, leaves)
-            outer = storage.pin(self.stepper(fragment).init(anchor), leaves)
-            sent = first_sent(self.sent_names, leaves)
-            flight = nothing_in_flight(leaves, sent) if self.delay else ()
-            parts.append(OuterState(jnp.zeros([], jnp.int32), anchor, outer, base, flight, sent))
-        state = joined(parts[0], parts)
-        if self.is_sharded:
-            self.placement.check_shards(params, jax.tree.leaves(state.anchor))
         return state
 
-    def anchor_of(self, fragment: Fragment, params: PyTree) -> Anchor:
-        """Return the storage of a fragment's anchor: whole, or sharded over the replicas."""
-        assert self.is_sharded is not None, "`on` decides it from the parameters"
-        exchange = exchange_of(fragment, self.over, params)
-        if self.is_sharded:
-            return ShardedAnchor(exchange)
-        return Anchor(exchange if self.exact_average else None)
+    def shared(self, params: PyTree) -> dict[str, Any]:
+        """Return the first state of all replicas, for parameters or their blocks."""
+        base = {"base": self.base.shared(params)}
+        return base | self.first_outer(params) if self.exact_average else base
 
-    def stepper(self, fragment: Fragment) -> optax.GradientTransformationExtraArgs:
+    def first_outer(self, params: PyTree) -> dict[str, Any]:
+        """Return the first anchor, and the state of the outer optimizer."""
+        # The anchor sums many small displacements, which half precision would lose.
+        anchor = jax.tree.map(lambda x: x.astype(at_least_float32(x.dtype)), params)
+        states = [self.stepper(params, x).init(x.of(anchor)) for x in self.known]
+        return {"anchor": anchor, "outer": joined_states(states, self.known, anchor)}
+
+    def stepper(self, params: PyTree, fragment: Fragment) -> optax.GradientTransformationExtraArgs:
         """Return the optimizer of a fragment's anchor.
 
         On stages of a pipeline it sees the model's own leaves, or parts of buffers as they are.
         """
-        is_flat = self.is_sharded or fragment.places is not None
-        if is_flat or self.placement.optimizer is None:
+        is_flat = self.is_element_wise or fragment.places is not None
+        if is_flat or not parts_of(params, Staged):
             return self.optimizer
         return over_stages(self.optimizer, "outer_optimizer")
 
-    def anchor(self, state: OuterState, params: PyTree) -> PyTree:
-        """Return the anchor of all fragments as a tree like `params`; see `Sync.anchor`."""
-        whole, outer, fragments = params, self.on(params), self.divided(params)
-        for fragment, part in zip(fragments, views(state, len(fragments)), strict=True):
-            storage = outer.anchor_of(fragment, params)
-            whole = fragment.put(whole, storage.restore(part.anchor, fragment.of(params)))
-        return whole
+    def begin(self, updates: PyTree, local: Any, shared: Any, context: UpdateContext) -> Any:
+        """Do what the base does in any update, and observe the learning rate."""
+        base = around(self.base)
+        if base.begin is not None:
+            updates, local, inner = base.begin(updates, local, shared["base"], context)
+            shared = shared | {"base": inner}
+        rate = self.rate_of(context)
+        if self.rate is None or self.rate.observe is None or rate is None:
+            return updates, local, shared
+        state = shared if self.exact_average else local
+        outer = state["outer"]
+        for fragment in self.known:
+            one = state_of(outer, fragment, self.optimizer.init, state["anchor"])
+            outer = with_state(outer, fragment, self.rate.observe(one, rate), state["anchor"])
+        state = state | {"outer": outer}
+        return (updates, local, state) if self.exact_average else (updates, state, shared)
 
-    def shards(self, state: OuterState) -> list[Any]:
-        """Return the arrays that are sharded over replicas; see `Sync.shards`."""
-        shards = jax.tree.leaves(state.anchor) if self.placement.last() else []
-        return [*shards, *self.base.shards(state.base)]
-
-    # One update.
-
-    def counted(self, state: OuterState, now: Now) -> OuterState:
-        """Return the state with counters of this update, after its rate was observed."""
-        count = len(self.divided(now.params))
-        state = super().counted(state, now)
-        rate = self.rate_of(now)
-        if self.rate is not None and self.rate.observe is not None and rate is not None:
-            observe = self.rate.observe
-            parts = [x._replace(outer=observe(x.outer, rate)) for x in views(state, count)]
-            state = joined(state, parts)
-        return state._replace(base=self.base.counted(state.base, now))
-
-    def local(self, operand: Operand, now: Now) -> Operand:
-        """Return the operand of an update without any exchange, which is that of the base."""
-        updates, others, state = operand
-        updates, others, base = self.base.local((updates, others, state.base), now)
-        return updates, others, state._replace(base=base)
-
-    def rate_of(self, now: Now) -> jax.Array | None:
+    def rate_of(self, context: UpdateContext) -> jax.Array | None:
         """Return the inner learning rate; None if the outer optimizer does not use it."""
         if self.rate is None:
             return None
-        rate = self.rate.now(now.count - 1, now.extra)
-        if self.rate.is_passed and now.weight is not None:
+        rate = self.rate.read(context.count - 1, context.learning_rate)
+        if self.rate.is_passed and context.weight is not None:
             # The gradient of an idle replica's rate is kept: the rate in use depends on it too.
             away = NO_RATE + (rate - jax.lax.stop_gradient(rate))
-            rate = jnp.where(now.weight > 0, rate, away)
+            rate = jnp.where(context.weight > 0, rate, away)
         return rate
 
-    def run(self, number: int, step: Callable[..., Operand], operand: Operand, now: Now) -> Operand:
-        """Return the operand, with the state of all fragments, after an event of one.
+    # The events of one fragment.
 
-        `step(fragment, now, operand)` has updates and parameters of all leaves; anchor, outer state
-        and what is in flight are those of the fragment.
-        """
-        outer, fragments = self.on(now.params), self.divided(now.params)
-        if self.replaces_base:
-            operand = self.local(operand, now)
-        updates, others, state = operand
-        parts = views(state, len(fragments))
-        updates, others, parts[number] = step(
-            outer, fragments[number], now, (updates, others, parts[number])
-        )
-        return updates, others, joined(state._replace(base=parts[number].base), parts)
-
-    def missed(self, number: int, operand: Operand, due: Any, now: Now) -> Operand:
-        """Drop what is in flight: of a displacement of which a part was not sent is no mean."""
-        del now
-        updates, others, state = operand
-        parts = views(state, len(self.turns()))
-        parts[number] = parts[number]._replace(in_flight=dropped(parts[number].in_flight, due))
-        return updates, others, joined(state, parts)
-
-    def slow(self, fragment: Fragment, now: Now, operand: Operand) -> Operand:
+    def slow(
+        self, carry: Carry, replicas: ReplicaGroup, context: UpdateContext, *, number: int
+    ) -> Carry:
         """Make the slow step with an exchange in this update, unless the base refuses it.
 
         D = anchor - average;  anchor <- anchor + optimizer(D);  params = anchor
         """
+        fragment = self.known[number]
+        replicas = _of_fragment(fragment, replicas, carry.before)
 
-        def step(operand: Operand) -> Operand:
-            updates, _, state = operand
-            y, mass, sent = landing(now.params, updates), None, state.sent
+        def step(carry: Carry) -> Carry:
+            mass, state = None, self.outer_state(carry)
             # D, the pseudo-gradient: the displacement since the last slow step, sign reversed.
             if self.exact_average:
-                x, mass = self.numerator(y, now.weight, state.base)
-                displacement, sent = self.displacement(fragment, x, mass, now, state)
+                x, mass = self.weighted(carry, context)
+                displacement, carry = self.displacement(
+                    fragment, fragment.of(x), mass, replicas, context, carry
+                )
             else:
-                displacement = jax.tree.map(subtracted, state.anchor, y)
-            rate = self.rate_of(now)
-            return self.moved(fragment, displacement, sent, mass, rate, now, operand)
+                displacement = jax.tree.map(subtracted, state["anchor"], carry.params)
+            rate = self.rate_of(context)
+            return self.moved(fragment, displacement, mass, rate, replicas, context, carry)
 
-        allowed, operand = self.permitted(now.params, operand)
-        return run_if(allowed, step, lambda operand: operand, operand, axes=self.bound_axes)
+        return self.if_permitted(step, carry)
 
-    def numerator(
-        self, y: PyTree, weight: jax.Array | None, base: PyTree
-    ) -> tuple[PyTree, jax.Array | None]:
+    def if_permitted(self, step: Callable[[Carry], Carry], carry: Carry) -> Carry:
+        """Return `step(carry)`, unless the base, such as `only_finite`, refuses the exchange."""
+        permit = around(self.base).permit
+        if permit is None or not self.exact_average:
+            return step(carry)
+        allowed, local = permit(carry, self.axes)
+        carry = carry._replace(local=local)
+        axes = (*self.group.bound_axes, *self.base.bound_axes)
+        before = carry.before  # passes through no conditional
+        return run_if(
+            allowed,
+            lambda carry: step(carry._replace(before=before))._replace(before=()),
+            lambda carry: carry,
+            carry._replace(before=()),
+            axes=axes,
+        )._replace(before=before)
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The axes over which it and its base exchange."""
+        return tuple(dict.fromkeys((*self.group.axes, *self.base.axes)))
+
+    def outer_state(self, carry: Carry) -> Any:
+        """Return the state with anchor and outer state: local where replicas have their own."""
+        return carry.shared if self.exact_average else carry.local
+
+    def weighted(self, carry: Carry, context: UpdateContext) -> tuple[PyTree, jax.Array | None]:
         """Return the weighted parameters and their weight, None if it is always 1."""
-        # A push-sum base returns (w z, w), others (z, None), where None stands for 1.
-        x, mass = self.base.numerator(base, y)
+        x, weight = carry.params, context.weight
+        mass: jax.Array | None = None
+        mass_of = around(self.base).mass
+        pairs = None
+        if mass_of is not None and not self.base.counts_alike:
+            pairs = mass_of(carry.local)
+        if pairs is not None:
+
+            def summed(own: jax.Array, *others: jax.Array) -> jax.Array:
+                terms = zip(pairs, (own, *others), strict=True)
+                return sum(
+                    (w.astype(own.dtype) * x.astype(own.dtype) for (w, _), x in terms),
+                    start=jnp.zeros_like(own),
+                )
+
+            x = jax.tree.map(summed, x, *(tree for _, tree in pairs[1:]))
+            mass = jnp.asarray(sum(w for w, _ in pairs))
         if weight is not None:
             x = jax.tree.map(lambda leaf: scaled(leaf, weight), x)
             mass = weight if mass is None else scaled(mass, weight)
@@ -483,83 +429,116 @@ class Outer(Divided):
         fragment: Fragment,
         x: PyTree,
         mass: jax.Array | None,
-        now: Now,
-        state: OuterState,
-    ) -> tuple[PyTree, PyTree]:
-        """Return D in the anchor's form, and what is remembered of sending it."""
-        anchor, params, codec = state.anchor, now.params, self.over.codec
-        storage = self.anchor_of(fragment, params)
-        if codec is not None:
-            parts, anyone = self.parts(fragment, x, mass, state)
-            displacement, lost = storage.average_parts(parts)
-            return unless_all_idle(anyone, displacement, state.sent, kept(codec, lost))
-        average = storage.average(fragment.of(x))
+        replicas: ReplicaGroup,
+        context: UpdateContext,
+        carry: Carry,
+    ) -> tuple[PyTree, Carry]:
+        """Return D like the fragment's anchor, and what is remembered of sending it."""
+        anchor = fragment.of(carry.shared["anchor"])
+        if replicas.codec is not None:
+            parts, anyone = self.parts(fragment, x, mass, replicas, carry)
+            verb = replicas.reduce_scatter_in_codec if self.is_sharded else replicas.mean_in_codec
+            displacement, lost = verb(parts, role="slow")
+            return self.remembered(fragment, anyone, displacement, lost, carry, replicas)
+        average = replicas.reduce_scatter if self.is_sharded else replicas.mean
+        mean = average(x, role="slow")
         if mass is not None:
             # sum x / sum w is the exact mean of weighted and push-sum parameters too.
-            average = self.per_mass(average, mass, None if now.weight is None else anchor)
-        return jax.tree.map(subtracted, anchor, average), state.sent
+            total = all_mean(mass, replicas.axis_name)
+            if context.weight is None:
+                mean = jax.tree.map(lambda leaf: leaf / total.astype(leaf.dtype), mean)
+            else:  # if all have run out of data, the anchor stays
+                mean = jax.tree.map(
+                    lambda leaf, old: jnp.where(total > 0, quotient(leaf, total), old), mean, anchor
+                )
+        return jax.tree.map(subtracted, anchor, mean), carry
 
     def parts(
-        self, fragment: Fragment, x: PyTree, mass: jax.Array | None, state: OuterState
+        self,
+        fragment: Fragment,
+        x: PyTree,
+        mass: jax.Array | None,
+        replicas: ReplicaGroup,
+        carry: Carry,
     ) -> tuple[PyTree, jax.Array | None]:
-        """Return what this replica sends in a codec, and whether any has weight; see `Sent`."""
+        """Return what this replica sends in a codec, and whether any has weight."""
         # Send D and not x: D is small, and a codec's error is proportional to it.
-        x = fragment.of(x)
         z = x if mass is None else jax.tree.map(lambda leaf: quotient(leaf, mass), x)
-        start = state.sent.view if self.is_sharded else state.anchor
-        away, lost = jax.tree.map(subtracted, start, z), state.sent.lost if state.sent else ()
-        return part_to_send(away, lost, self.over, mass)
+        sent = carry.local["sent"]
+        start = fragment.of(sent.reference if self.is_sharded else carry.shared["anchor"])
+        away = jax.tree.map(subtracted, start, z)
+        return part_to_send(away, _part(fragment, sent.residual), replicas, mass)
 
-    def per_mass(self, average: PyTree, mass: jax.Array, idle: PyTree | None) -> PyTree:
-        """Return sum x / sum w of the replicas from mean x; `idle` if all have run out of data."""
-        total = all_mean(mass, self.over.axis_name)
-        if idle is None:
-            return jax.tree.map(lambda leaf: leaf / total.astype(leaf.dtype), average)
-        return jax.tree.map(
-            lambda leaf, old: jnp.where(total > 0, quotient(leaf, total), old), average, idle
-        )
+    def remembered(
+        self,
+        fragment: Fragment,
+        anyone: jax.Array | None,
+        displacement: PyTree,
+        lost: PyTree,
+        carry: Carry,
+        replicas: ReplicaGroup,
+    ) -> tuple[PyTree, Carry]:
+        """Return D, and the carry that remembers what of it was lost.
+
+        Without weight on any replica D is 0, and what was not sent before stays; None: there is
+        some.
+        """
+        sent = carry.local["sent"]
+        residual = () if replicas.codec is None else kept(replicas.codec, lost)
+        if anyone is not None:
+            displacement = jax.tree.map(lambda x: jnp.where(anyone, x, 0), displacement)
+        if has_leaves(residual):
+            old = fragment.of(sent.residual)
+            if anyone is not None:
+                residual = jax.tree.map(functools.partial(jnp.where, anyone), residual, old)
+            sent = sent._replace(residual=fragment.put(sent.residual, residual))
+        return displacement, carry._replace(local=carry.local | {"sent": sent})
 
     def moved(
         self,
         fragment: Fragment,
         displacement: PyTree,
-        sent: PyTree,
         mass: jax.Array | None,
         rate: jax.Array | None,
-        now: Now,
-        operand: Operand,
-    ) -> Operand:
-        """Return updates and state after the outer optimizer's step with this displacement."""
-        updates, others, state = operand
-        others, mark = split_mark(self, others)
-        if others and self.exact_average:
-            others = replica_mean(others, Exchange(self.over.axis_name), mass)
-        others = [*others, *[True] * len(mark)]
-        outer, options = state.outer, {}
+        replicas: ReplicaGroup,
+        context: UpdateContext,
+        carry: Carry,
+    ) -> Carry:
+        """Return the carry after the outer optimizer's step with this displacement."""
+        old = carry
+        if carry.statistics and self.exact_average:
+            means = ReplicaGroup(replicas.axis_name).mean(carry.statistics, mass)
+            carry = carry._replace(statistics=means)
+        state, options = self.outer_state(carry), {}
+        stepper, anchor = self.stepper(carry.before, fragment), fragment.of(state["anchor"])
+        outer = state_of(state["outer"], fragment, stepper.init, state["anchor"])
         if self.rate is not None and rate is not None:
             # With different rates the replicas would diverge, even if each keeps its own anchor.
             if self.rate.agree is not None:
-                outer, rate = self.rate.agree(outer, rate, axis_names(self.over.axis_name))
+                outer, rate = self.rate.agree(outer, rate, replicas.axes)
             options = {"learning_rate": rate}
-        # Any optax optimizer, with D as its gradient; it runs on shards of a sharded anchor.
-        update = self.stepper(fragment).update
+        # Any optax optimizer, with D as its gradient; it runs on blocks of a sharded anchor.
         try:
-            step, outer = update(displacement, outer, state.anchor, **options)
+            step, outer = stepper.update(displacement, outer, anchor, **options)
         except TypeError as error:
             error.add_note(
                 f"{self.owner}: `outer_optimizer` is given displacement, state and anchor; there "
                 "is no loss for one that needs `value`, `grad` or `value_fn`."
             )
             raise
-        anchor = jax.tree.map(added, state.anchor, step)
-        state = state._replace(anchor=anchor, outer=outer, sent=sent)
+        anchor = jax.tree.map(added, anchor, step)
         # The anchor replaces the parameters. Adding a step to them instead would let the replicas
         # drift apart by rounding, a little with every slow step.
-        leaves = fragment.of(now.params)
-        whole, state = self.restored(fragment, now.params, state)
-        target = merged(landing(leaves, fragment.of(updates)), whole, self.merge)
-        target = jax.tree.map(lambda p, t: t.astype(p.dtype), leaves, target)
-        updates = fragment.put(updates, updates_to(leaves, target))
+        whole, anchor, carry = self.restored(fragment, anchor, replicas, carry)
+        outer = with_state(state["outer"], fragment, outer, state["anchor"])
+        new = {"anchor": fragment.put(state["anchor"], anchor), "outer": outer}
+        carry = self.with_outer_state(carry, new)
+        local = fragment.of(carry.params)
+        target = merged(local, whole, self.merge)
+        # Rounded as the parameters are: all replicas go on from one value.
+        leaves = fragment.of(carry.before)
+        target = widen_updates(jax.tree.map(lambda p, t: t.astype(p.dtype), leaves, target))
+        carry = carry._replace(params=fragment.put(carry.params, target))
 
         def move(tree: PyTree) -> PyTree:
             local = fragment.of(tree)
@@ -568,94 +547,157 @@ class Outer(Divided):
 
         if self.exact_average:
             # What the base still has under way moves alike.
-            base = self.base.settle(state.base, move)
-            state = state._replace(base=self.base.reset(base) if self.replaces_base else base)
-        return updates, others, state
+            base, local = around(self.base), carry.local
+            local = local if base.move is None else base.move(local, move)
+            local = base.reset(local) if self.replaces_base else local
+            carry = carry._replace(local=local)
+        return changed_moments(old, carry, replicas, context, self.inner_state)
+
+    def with_outer_state(self, carry: Carry, new: dict[str, Any]) -> Carry:
+        """Return the carry with new values of anchor and outer state."""
+        if self.exact_average:
+            return carry._replace(shared=carry.shared | new)
+        return carry._replace(local=carry.local | new)
 
     def restored(
-        self, fragment: Fragment, params: PyTree, state: OuterState
-    ) -> tuple[PyTree, OuterState]:
-        """Return where all replicas continue, like a fragment's leaves, and the state then."""
-        storage, codec = self.anchor_of(fragment, params), self.over.codec
-        if codec is None or not isinstance(storage, ShardedAnchor):
-            return storage.restore(state.anchor, fragment.of(params)), state
-        view = storage.follow(state.sent.view, state.anchor)
-        state = state._replace(sent=state.sent._replace(view=view))
-        return view, state if codec.error_feedback else state._replace(anchor=storage.store(view))
+        self, fragment: Fragment, anchor: PyTree, replicas: ReplicaGroup, carry: Carry
+    ) -> tuple[PyTree, PyTree, Carry]:
+        """Return where all replicas continue, the anchor, and the carry then."""
+        if not self.is_sharded:
+            return anchor, anchor, carry
+        leaves, codec = fragment.of(carry.before), replicas.codec
+        if codec is None:
+            return replicas.all_gather(anchor, leaves), anchor, carry
+        # Replicas follow the anchor in the codec. What it does not send of the way stays between
+        # the two, and is part of the next way.
+        sent = carry.local["sent"]
+        reference = fragment.of(sent.reference)
+        way = jax.tree.map(subtracted, anchor, replicas.block(reference))
+        reference = jax.tree.map(added, reference, replicas.all_gather(way, leaves, codec=codec))
+        sent = sent._replace(reference=fragment.put(sent.reference, reference))
+        carry = carry._replace(local=carry.local | {"sent": sent})
+        return reference, anchor if codec.error_feedback else replicas.block(reference), carry
 
-    def take(self, fragment: Fragment, now: Now, operand: Operand) -> Operand:
+    def take(
+        self, carry: Carry, replicas: ReplicaGroup, context: UpdateContext, *, number: int
+    ) -> Carry:
         """Take what this fragment sends, unless the base refuses it."""
-        allowed, operand = self.permitted(now.params, operand)
-        updates, others, state = operand
-        x, mass = self.numerator(landing(now.params, updates), now.weight, state.base)
+        fragment = self.known[number]
+        replicas = _of_fragment(fragment, replicas, carry.before)
+        allowed = jnp.asarray(True)
+        if (permit := around(self.base).permit) is not None:
+            allowed, local = permit(carry, self.axes)
+            carry = carry._replace(local=local)
+        x, mass = self.weighted(carry, context)
         # Weighted values and their weight, whose sums over replicas give the exact mean. The rate
         # goes with them: the displacement was made at it, however late it is applied. A codec sends
         # shares of a mean: all have weight, or none.
         values = fragment.of(x)
-        if self.over.codec is not None:
-            values, mass = self.parts(fragment, x, mass, state)
-        old: InFlight = state.in_flight
-        one, rate = jnp.ones_like(old.mass), self.rate_of(now)
+        if self.group.codec is not None:
+            values, mass = self.parts(fragment, values, mass, replicas, carry)
+        old: InFlight = carry.local["in_flight"][number]
+        one, rate = jnp.ones_like(old.mass), self.rate_of(context)
         taken = old._replace(
             values=jax.tree.map(lambda new, like: new.astype(like.dtype), values, old.values),
             mass=one if mass is None else mass.astype(one.dtype),
             rate=one if rate is None else rate.astype(one.dtype),
             parts=jnp.where(allowed, 0, NOTHING).astype(jnp.int32),
         )
-        return updates, others, state._replace(in_flight=taken)
+        return _with_flight(carry, number, taken)
 
-    def send(self, fragment: Fragment, now: Now, operand: Operand) -> Operand:
+    def send(
+        self, carry: Carry, replicas: ReplicaGroup, context: UpdateContext, *, number: int
+    ) -> Carry:
         """Average the next part of what is in flight."""
-        updates, others, state = operand
-        over = exchange_of(fragment, self.over, now.params)
-        flight = average_part(state.in_flight, over, self.delay)
-        return updates, others, state._replace(in_flight=flight)
+        del context
+        fragment = self.known[number]
+        replicas = _of_fragment(fragment, replicas, carry.before)
+        flight = average_part(carry.local["in_flight"][number], replicas, self.delay)
+        return _with_flight(carry, number, flight)
 
-    def land(self, fragment: Fragment, now: Now, operand: Operand) -> Operand:
+    def land(
+        self, carry: Carry, replicas: ReplicaGroup, context: UpdateContext, *, number: int
+    ) -> Carry:
         """Make the slow step with what has arrived, if all of it has."""
-        state, storage = operand[2], self.anchor_of(fragment, now.params)
-        flight: InFlight = state.in_flight
-        average, has_weight = arrived(flight, self.over)
-        displacement = storage.store(average)
-        if self.over.codec is None:
-            displacement = jax.tree.map(subtracted, state.anchor, displacement)
-        displacement, sent = unless_all_idle(has_weight, displacement, state.sent, flight.lost)
-        _, mass = self.numerator(landing(now.params, operand[0]), now.weight, state.base)
+        fragment = self.known[number]
+        replicas = _of_fragment(fragment, replicas, carry.before)
+        flight: InFlight = carry.local["in_flight"][number]
+        average, has_weight = arrived(flight, replicas)
+        displacement = replicas.block(average) if self.is_sharded else average
+        anchor = fragment.of(carry.shared["anchor"])
+        if self.group.codec is None:
+            displacement = jax.tree.map(subtracted, anchor, displacement)
+            displacement = jax.tree.map(lambda x: jnp.where(has_weight, x, 0), displacement)
+            after = carry
+        else:
+            displacement, after = self.remembered(
+                fragment, has_weight, displacement, flight.residual, carry, replicas
+            )
+        _, mass = self.weighted(carry, context)
         rate = None if self.rate is None else flight.rate
-        after = self.moved(fragment, displacement, sent, mass, rate, now, operand)
+        after = self.moved(fragment, displacement, mass, rate, replicas, context, after)
         is_whole = flight.parts == self.delay
         # No conditional, beside which nothing would run: the slow step itself sends little.
-        updates, others, state = jax.tree.map(
-            lambda new, old: jnp.where(is_whole, new, old), after, operand
+        after = jax.tree.map(lambda new, old: jnp.where(is_whole, new, old), after[1:], carry[1:])
+        carry = Carry(carry.before, *after)
+        return _with_flight(carry, number, flight.dropped())
+
+
+def merged(local: PyTree, anchor: PyTree, merge: float) -> PyTree:
+    """Return `anchor + merge * (local - anchor)`: the anchor for 0, the local values for 1."""
+    if merge == 0:
+        return anchor
+    if merge == 1:
+        return jax.tree.map(lambda x, a: x.astype(a.dtype), local, anchor)
+    return jax.tree.map(lambda x, a: a + merge * (x.astype(a.dtype) - a), local, anchor)
+
+
+def _of_fragment(fragment: Fragment, replicas: ReplicaGroup, params: PyTree) -> ReplicaGroup:
+    """Return the group for the leaves of a fragment, of which it knows the layouts."""
+    return replicas.of_leaves(params, fragment.places, fragment.like)
+
+
+def _part(fragment: Fragment, residual: PyTree) -> PyTree:
+    """Return the fragment's part of a tree, () of none."""
+    return fragment.of(residual) if has_leaves(residual) else ()
+
+
+def _on_base_of_shared(event: Event) -> Event:
+    """Return an event of the base, whose shared state is the "base" of the whole."""
+
+    def run(carry: Carry, replicas: ReplicaGroup, context: UpdateContext) -> Carry:
+        inner = event.run(carry._replace(shared=carry.shared["base"]), replicas, context)
+        return inner._replace(shared=carry.shared | {"base": inner.shared})
+
+    return replace(event, run=run)
+
+
+def _with_flight(carry: Carry, number: int, flight: InFlight) -> Carry:
+    flights = with_flight(carry.local["in_flight"], number, flight)
+    return carry._replace(local=carry.local | {"in_flight": flights})
+
+
+def _missed(local: Any, due: Any, *, number: int) -> Any:
+    """Drop what is in flight: of a displacement of which a part was not sent is no mean."""
+    flights = local["in_flight"]
+    flight = flights[number].dropped(due)
+    return local | {"in_flight": with_flight(flights, number, flight)}
+
+
+def shards_state(
+    owner: str, shard_state: bool | None, group: ReplicaGroup, *, exact_average: bool = True
+) -> bool:
+    """Return whether anchor and outer state are sharded, for the argument `shard_state`.
+
+    Raises:
+      ValueError: a codec without an exchange.
+    """
+    codec = group.codec
+    if codec is not None and not exact_average:
+        raise ValueError(
+            f"{owner}: `exact_average=False` exchanges nothing in slow steps, so there is nothing "
+            f"for `codec`; got {codec!r}. Give it to the `base`."
         )
-        return updates, others, state._replace(in_flight=dropped(flight, True))
-
-    def permitted(self, params: PyTree, operand: Operand) -> tuple[Any, Operand]:
-        """Return whether the base permits what follows, and the operand afterwards."""
-        # A base such as only_finite may refuse the step before anything is averaged.
-        updates, others, state = operand
-        if not self.exact_average:
-            return True, operand
-        axes = tuple(dict.fromkeys((*axis_names(self.over.axis_name), *self.base.axes)))
-        allowed, state = self.permit(state, apply_exactly(params, updates), others, axes)
-        return allowed, (updates, others, state)
-
-    def permit(
-        self, state: OuterState, y: PyTree, others: Others, axes: Sequence[str]
-    ) -> tuple[Any, OuterState]:
-        """Return the base's permission; see `Sync.permit`."""
-        allowed, base_state = self.base.permit(state.base, y, others, axes)
-        return allowed, state._replace(base=base_state)
-
-    def shares(self, state: OuterState) -> Any:
-        """Return the shares of the base; see `Sync.shares`."""
-        return self.base.shares(state.base)
-
-    @property
-    def beside(self) -> Beside | None:
-        """Return the exchange of a fragment as one program; None with devices that share it."""
-        # With devices that share a replica's work, its local steps hold collectives already, which
-        # the exchange would have to wait for.
-        if not self.delay or self.over.local_axis_name is not None:
-            return None
-        return beside_updates(self.turns, self.over, self.delay)
+    # From blocks the step would be made sparse a second time, on its way to the parameters.
+    is_sparse = codec is not None and codec.is_sparse
+    return (exact_average and not is_sparse) if shard_state is None else shard_state

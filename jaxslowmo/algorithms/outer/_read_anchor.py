@@ -5,7 +5,7 @@ from collections.abc import Callable
 import jax
 
 from ..._support.types import AxisName, PyTree
-from ...mesh import AnyMesh, kept_with, map_replicas, model_axes
+from ...mesh import AnyMesh, inner_specs, kept_with, map_replicas, model_axes
 from ...transform import ParameterTransform
 
 
@@ -35,15 +35,15 @@ def read_anchor(
 
     Communication: one all-gather of a sharded anchor over `axis_name`; none for a whole anchor.
     """
-    if not sync.has_anchor:
+    if not sync.algorithm.has_anchor:
         raise ValueError("`sync` must be made by js.slowmo or js.diloco: others have no anchor.")
-    # This needs a program, since this host does not hold the shards of other processes.
+    # This needs a program, since this host does not hold the blocks of other processes.
     automatic = model_axes(stacked_params, mesh, axis_name)
 
-    def compiled(anchor: Callable[[PyTree, PyTree], PyTree]) -> Callable[[PyTree, PyTree], PyTree]:
+    def compiled(anchor_of: Callable[..., PyTree]) -> Callable[[PyTree, PyTree], PyTree]:
         return jax.jit(
             map_replicas(
-                anchor,
+                anchor_of,
                 mesh=mesh,
                 axis_name=axis_name,
                 in_roles=("stacked", "stacked"),
@@ -51,4 +51,7 @@ def read_anchor(
             )
         )
 
-    return kept_with(sync.anchor, (mesh, axis_name, automatic), compiled)(state, stacked_params)
+    specs = inner_specs(stacked_params, automatic) if automatic else None
+    over = (mesh, axis_name, automatic)
+    anchor_of = sync.with_specs(specs).anchor
+    return kept_with(anchor_of, over, compiled)(state, stacked_params)

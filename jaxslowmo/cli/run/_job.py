@@ -461,7 +461,7 @@ class Job:
 
 def _was_refused(state: js.TrainState) -> bool:
     """Wait for the step, and return whether the replicas refused an exchange."""
-    refused = state.opt_state[-1].refused
+    refused = state.opt_state[-1].local["refused"]
     return bool(np.asarray(refused.addressable_data(0)).any())
 
 

@@ -17,7 +17,7 @@ from ...transform import (
     Reduction,
     check_weight,
     checked_bytes,
-    checked_exchange,
+    checked_group,
     gradient_state,
     increment,
 )
@@ -101,7 +101,7 @@ def all_reduce_gradients(
     Source: Li et al., "PyTorch Distributed", VLDB 2020, section 3.2 (bucketing); torch 2.13,
       `DistributedDataParallel` and `Join` (weights of 0 and 1).
     """
-    over = checked_exchange(_OWNER, axis_name, None, param_specs)
+    over = checked_group(_OWNER, axis_name, param_specs=param_specs)
     if max_buckets is not None:
         max_buckets = checked_int(f"{_OWNER}: `max_buckets`", max_buckets, 1)
     if alone_bytes is not None:

@@ -18,6 +18,12 @@ from ...mesh import array_from_host, only_over
 from ...tree import Leaf, LeafPlace, Staged, promoted
 from ._ties import mirrors
 
+_MULTIPLE = 64  # of elements; below its square the padding would be above 1.6 %
+
+
+def _padded(size: int) -> int:
+    return size if size < _MULTIPLE**2 else -(-size // _MULTIPLE) * _MULTIPLE
+
 
 @dataclass(frozen=True)
 class BufferPacking:
@@ -88,14 +94,17 @@ class BufferPacking:
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shape of each buffer, (stages, *sizes, elements of the fullest stage)."""
+        """The shape of each buffer, (stages, *sizes, elements of the fullest stage).
+
+        Large ones are padded, so that common numbers of replicas cut them into equal blocks.
+        """
         ends = dict.fromkeys(self.axes, 0)
         for place in (place for places in self.places for place in places):
             end = place.start + place.leaf.part_size
             ends[place.leaf.buffer] = max(ends[place.leaf.buffer], end)
         sizes = dict(self.axis_sizes)
         return {
-            n: (self.num_stages, *(sizes[axis] for axis in self.axes[n]), end)
+            n: (self.num_stages, *(sizes[axis] for axis in self.axes[n]), _padded(end))
             for n, end in ends.items()
         }
 

@@ -87,7 +87,8 @@ class StageLayout:
 
     One program on all devices needs one tree for all stages. This tree has one buffer for each
     dtype, (stages, elements), in which a device holds the leaves of its stage one after the other,
-    padded to the number of elements of the fullest stage. Leaves that are sharded over axes inside
+    padded to the number of elements of the fullest stage (a large one to a multiple of 64, which
+    replicas can divide). Leaves that are sharded over axes inside
     a stage are in separate buffers, (stages, *sizes of these axes, elements), of which each device
     holds its part.
 

@@ -15,7 +15,7 @@ from ..._support.checks import checks_flags
 from ..._support.scopes import EVERY_PHASE
 from ..._support.types import Phase
 from ...tracing import equations_in
-from ...transform import ParameterTransform
+from ...transform import ParameterTransform, share_of_whole
 from ._collectives import (
     Block,
     Branches,
@@ -75,7 +75,8 @@ def comm_report(fn: Callable[..., Any] | Any, *args: Any, **kwargs: Any) -> Comm
     meshes = meshes_among(getattr(leaf, "sharding", None) for leaf in leaves)
     by_phase = getattr(fn, "traced_by_phase", None)
     if by_phase is not None:
-        return _report(by_phase(*args, **kwargs), meshes, sync=getattr(fn, "sync", None))
+        sync, state = getattr(fn, "sync", None), next(iter(args), None)
+        return _report(by_phase(*args, **kwargs), meshes, sync=sync, state=state)
     jitted: Any = fn if hasattr(fn, "lower") else jax.jit(fn)
     # What `jax.pmap` returns can be lowered alone.
     program = jitted.trace if hasattr(jitted, "trace") else jitted.lower
@@ -115,7 +116,12 @@ def comm_report_of(
 
 
 def _report(
-    programs: Any, arguments: list[MeshAxes], *, compile: bool = True, sync: Any = None
+    programs: Any,
+    arguments: list[MeshAxes],
+    *,
+    compile: bool = True,
+    sync: Any = None,
+    state: Any = None,
 ) -> CommReport:
     """Return the report on one program, or on several by kind of step."""
     whole = isinstance(programs, Mapping) and list(programs) != [None]  # a program for each kind
@@ -158,7 +164,8 @@ def _report(
     is_sync = isinstance(sync, ParameterTransform)
     kinds = tuple(by_kind)
     if not whole:
-        kinds = kinds_of([program for *_, program in found], sync.phases() if is_sync else ())
+        phases = sync.phases() if is_sync and not sync.algorithm.needs else ()
+        kinds = kinds_of([program for *_, program in found], phases)
     levels = [level for level in LEVELS if [x for _, x, _ in found].count(level) == len(by_kind)]
     rows: list[CommRow] = []
     for kind, level, (name, of_level, program) in product(kinds, levels, found):
@@ -166,8 +173,16 @@ def _report(
             rows += _rows_of_kind(kind, program, level, axes, whole)
     names = [name for mesh in axes for name, _ in mesh.axes]
     names += sorted((row.axis for row in rows), key=lambda axis: axis == UNKNOWN_AXIS)
-    state = sync.stored if is_sync else ""
-    return CommReport(tuple(rows), kinds, tuple(dict.fromkeys(names)), tuple(levels), state)
+    stored = _stored(sync, state) if is_sync else ""
+    return CommReport(tuple(rows), kinds, tuple(dict.fromkeys(names)), tuple(levels), stored)
+
+
+def _stored(sync: ParameterTransform, state: Any) -> str:
+    """Return where the shared state of a step's `sync` is; "" if every replica has all of it."""
+    if not sync.algorithm.is_sharded:
+        return ""
+    whole = share_of_whole(state.opt_state[-1].shared, state.params)
+    return f"sharded over the replicas; of its bytes {whole:.1%} are whole on each"
 
 
 def kinds_of(

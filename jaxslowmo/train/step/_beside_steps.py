@@ -1,4 +1,4 @@
-"""The exchange of several updates as a program of its sync_state, beside the steps of CPU hosts.
+"""The exchange of several updates as a program of its own, beside the steps of CPU hosts.
 
 jax's CPU client lets each program wait for the last one that the same thread dispatched (measured
 with jax 0.10.2 and 0.12), so a second thread dispatches the exchange. Three rules keep it hidden,
@@ -20,7 +20,7 @@ import jax.numpy as jnp
 
 from ..._support.types import AxisName, Phase, PyTree
 from ...mesh import AnyMesh, axis_names, map_replicas
-from ...transform import Beside
+from ...transform import Overlapped
 from .._batches import is_of_processes, processes_of
 from .._train_state import TrainState
 from ._states import of_one_replica
@@ -57,15 +57,17 @@ class BesideSteps:
       axis_name: the replica axis, or several.
     """
 
-    def __init__(self, spec: Beside, mesh: AnyMesh, axis_name: AxisName) -> None:
+    def __init__(self, spec: Overlapped, mesh: AnyMesh, axis_name: AxisName) -> None:
         self._spec, self._mesh, self._axis_name = spec, mesh, axis_name
         self._is_beside = runs_beside(mesh, axis_name)
-        # Results, finished or not, with the counters of the states whose updates they run beside.
-        self._under_way: list[tuple[weakref.ref[jax.Array], PyTree]] = []
+        # Results, finished or not, with the counters of the states whose updates they run beside,
+        # and the events that they stand for.
+        self._under_way: list[tuple[weakref.ref[jax.Array], str, PyTree]] = []
 
     def phase(self, phase: Phase) -> Phase:
         """Return the phase of an update's program: without what runs beside it."""
-        return self._spec.without(phase) if self._is_beside else phase
+        sends = self._spec.sends(phase) if self._is_beside else ()
+        return tuple(event for event in phase if event not in sends)
 
     def before(self, state: TrainState, phase: Phase, t: int, *, is_known: bool) -> TrainState:
         """Return the state for the program of an update, with the result if it is due.
@@ -79,49 +81,55 @@ class BesideSteps:
         Communication: that of the exchange, in its first update and in the first one that a run
           with a restored state makes.
         """
-        if self._spec.without(phase) == phase:
-            return state
-        if not self._is_beside:
-            return state if is_known else self._completed(state, phase, t)
-        result = self._result_for(state)
-        if result is None:
-            result = self._started(self._spec.sent(state.opt_state[-1], phase))
-            self._note(state, result)
-        return self._with(result, state, phase) if self._spec.ends(phase) else state
+        local = state.opt_state[-1].local
+        for event in self._spec.sends(phase):
+            if not self._is_beside:
+                state = state if is_known else self._completed(state, event, t)
+                continue
+            result = self._result_for(state, event)
+            if result is None:
+                result = self._started(self._spec.sent(local, event))
+                self._note(state, event, result)
+            if self._spec.ends(phase, event):
+                state = self._with(result, state, event)
+        return state
 
     def after(self, old: TrainState, new: TrainState, phase: Phase) -> None:
         """Hand on what is under way to the state after the update."""
-        result = self._result_for(old)
-        if result is not None and not self._spec.ends(phase):
-            self._note(new, result)
+        for event in self._spec.sends(phase):
+            result = self._result_for(old, event)
+            if result is not None and not self._spec.ends(phase, event):
+                self._note(new, event, result)
 
-    def _result_for(self, state: TrainState) -> PyTree | None:
-        """Return the result of the exchange that runs beside the next update of a state."""
+    def _result_for(self, state: TrainState, event: str) -> PyTree | None:
+        """Return the result of an exchange that runs beside the next update of a state."""
         # Several states may be under way, if a user goes on from one twice.
         counter = state.opt_state[-1].count
-        return next((result for ref, result in self._under_way if ref() is counter), None)
+        found = (x for ref, name, x in self._under_way if ref() is counter and name == event)
+        return next(found, None)
 
-    def _note(self, state: TrainState, result: PyTree) -> None:
+    def _note(self, state: TrainState, event: str, result: PyTree) -> None:
         alive = [entry for entry in self._under_way if entry[0]() is not None]
-        self._under_way = [*alive, (weakref.ref(state.opt_state[-1].count), result)]
+        self._under_way = [*alive, (weakref.ref(state.opt_state[-1].count), event, result)]
 
     def _started(self, sent: PyTree) -> PyTree:
         """Return the result of an exchange, which may not be there yet."""
         return self._thread.submit(self._exchange, self._copied(sent)).result()
 
-    def _with(self, result: PyTree, state: TrainState, phase: Phase) -> TrainState:
+    def _with(self, result: PyTree, state: TrainState, event: str) -> TrainState:
         """Wait for the result of an exchange, and return the state with it."""
         jax.block_until_ready(result)
-        sync_state = self._spec.put(state.opt_state[-1], phase, result)
+        sync_state = state.opt_state[-1]
+        sync_state = sync_state._replace(local=self._spec.put(sync_state.local, event, result))
         return state._replace(opt_state=(*state.opt_state[:-1], sync_state))
 
-    def _completed(self, state: TrainState, phase: Phase, t: int) -> TrainState:
+    def _completed(self, state: TrainState, event: str, t: int) -> TrainState:
         """Send what a restored state has in flight, if update `t` expects more than was sent."""
-        sync_state = state.opt_state[-1]
-        is_behind = self._spec.is_behind(jax.tree.map(of_one_replica, sync_state), t)
+        local = state.opt_state[-1].local
+        is_behind = self._spec.is_behind(jax.tree.map(of_one_replica, local), event, t)
         if not is_behind or not _holds_whole_replicas(self._mesh, self._axis_name):
             return state
-        return self._with(self._exchange(self._spec.sent(sync_state, phase)), state, phase)
+        return self._with(self._exchange(self._spec.sent(local, event)), state, event)
 
     @cached_property
     def _thread(self) -> ThreadPoolExecutor:

@@ -22,7 +22,7 @@ from ...gradients.precision import DynamicLossScaleState, loss_scale_of, scaled_
 from ...gradients.sparse import Rows
 from ...mesh import from_first, is_shared, own_keys, place_key
 from ...tracing import FullLoss, as_quotient, ready_order
-from ...transform import Exchange, replica_mean, unless_idle
+from ...transform import ReplicaGroup, unless_idle
 from ...tree import added, at_least_float32, by_dtype, cast, kept_if, parts_of, zeros_like
 from .._train_state import TrainState
 
@@ -698,7 +698,7 @@ def mean_over(tree: PyTree, axis_name: AxisName, weight: jax.Array | None = None
     leaves = statistics(tree)
     if not leaves:
         return tree
-    return with_statistics(tree, replica_mean(leaves, Exchange(axis_name), weight))
+    return with_statistics(tree, ReplicaGroup(axis_name).mean(leaves, weight))
 
 
 def agree_inside(tree: PyTree, inner_axes: tuple[str, ...]) -> PyTree:

@@ -129,8 +129,6 @@ def make_train_step(
     if embeddings is not None:
         check_with_tables(gradients)
     lookup = None if embeddings is None else lookup_of(embeddings, mesh, axis_name)
-    if lookup is not None and exchange is not None:
-        exchange = lookup.of_sync(exchange)
     program = LossProgram.of(loss_fn)
     program.check_mesh(mesh)
     loss = as_full_loss(program.weighted or loss_fn)
@@ -144,8 +142,8 @@ def make_train_step(
     if gradients is not None and spec_of(gradients).clips:
         gradients = program.tied_transform(gradients)
     specs = program.param_specs
-    if specs is not None and exchange is not None and exchange.shards_whole_leaves:
-        exchange = exchange.with_specs(specs, of_state=True)
+    if specs is not None and exchange is not None:
+        exchange = exchange.with_specs(specs)
     cuts = num_microbatches if program.dispatch is not None else 1
     step = Update(
         batches=BatchGradients(
@@ -157,7 +155,7 @@ def make_train_step(
         ),
         gradients=None if gradients is None else checked_gradients(gradients),
         optimizer=optimizer,
-        sync=None if exchange is None else exchange.sized(dict(mesh.shape)),
+        sync=None if exchange is None else exchange.bound(dict(mesh.shape)),
         axis_name=axis_name,
         program=program,
         independent=independent,

@@ -15,13 +15,10 @@ from ...mesh import AnyMesh, axis_names, laid_out, replicate, specs_key
 from ...transform import (
     GradientTransform,
     LossProgram,
-    Mark,
     ParameterTransform,
-    after_exchange,
     chain,
     holds_state,
     layouts_known,
-    moved_copies,
     no_exchange,
     spec_of,
 )
@@ -103,22 +100,6 @@ class Parts:
         is_known = is_known and not holds_state(spec.unknown(state), "gradients")
         return inner_axes if is_known else ()
 
-    def moved(
-        self,
-        optimizer_state: PyTree,
-        params: PyTree,
-        own: PyTree,
-        updates: PyTree,
-        mark: Mark | None,
-    ) -> PyTree:
-        """Return the optimizer's state after an exchange.
-
-        Its copies of parameters have moved as these did, and its moments are those of the mark.
-        """
-        state = moved_copies(optimizer_state, params, own, updates)
-        init, specs = self.optimizer.init, self.param_specs
-        return after_exchange(mark, init, state, params, updates, specs)
-
     def order(self, state: TrainState, like: PyTree) -> ReadyOrder | None:
         """Return a function for the order in which gradients are ready, for a batch like `like`.
 
@@ -185,11 +166,7 @@ class Parts:
         return StateLayout(mesh, self.axis_name, axes, specs, key, inner, (*replicas, *inner))
 
     def laid_out(self, layout: StateLayout) -> Self:
-        """Return this update for a layout; without its specs, exchanges gather what is sharded.
-
-        A `sync` that was made without specs keeps the layout of its own sharded state, which is
-        part of checkpoints.
-        """
+        """Return this update for a layout."""
         batches = dataclasses.replace(self.batches, inner_axes=layout.inner_axes)
         sync, specs = self.sync, layout.specs
         if sync is not None and specs is not None:

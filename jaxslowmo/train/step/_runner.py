@@ -1,6 +1,7 @@
 """The runner of a step's programs: the layout of its states, its programs, its counters."""
 
 import weakref
+from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any, Literal, NamedTuple
 
@@ -23,7 +24,8 @@ from ._gradients import GradientWindow, Metrics, StepInputs, WithResults
 from ._in_flight import StepsInFlight
 from ._programs import EVALUATE, Share, Task
 from ._states import (
-    check_shards,
+    blocks_in,
+    check_blocks,
     check_state,
     forget,
     of_one_replica,
@@ -34,7 +36,7 @@ from ._states import (
     refuse_other_replicas,
     refuse_state_of_another_step,
     refuse_unusable_window,
-    shards_of_sync,
+    types_of_sync,
 )
 from ._update import Update
 
@@ -130,14 +132,13 @@ class Runner:
         self._is_checked = False  # whether a state was checked
         self._is_given_checked = False  # whether one was that another object made
         self._programs: dict[Any, Any] = {}
+        self._sync_types: dict[Any, Any] = {}  # of its state, by the structure of the parameters
         self.placing = Placing(
             mesh, update.axis_name, host_batch, None if lookup is None else lookup.embeddings
         )
         self._in_flight = StepsInFlight()
         self._counts = Recent()
         self._beside: BesideSteps | None = None
-        if mode == "host" and update.sync is not None and update.sync.beside is not None:
-            self._beside = BesideSteps(update.sync.beside, mesh, update.axis_name)
         self._numbers: NumberPlaces | None = None  # None before the first state
         self._collected: Share | None = None  # share of the last batch that went into a window
 
@@ -160,12 +161,20 @@ class Runner:
             return
         refuse_other_replicas(state, self.parts, self.mesh)
         if updates:
-            refuse_state_of_another_step(state, self.parts)
+            refuse_state_of_another_step(state, self.parts, self._types_of_sync)
         self._lay_out(state)
         if updates and not self._is_given_checked:
             refuse_another_optimizer(state, self.parts, self.mesh)
             self.check(state)
             self._is_given_checked = True
+
+    def _types_of_sync(self, params: PyTree) -> PyTree:
+        """Return types of the state that `sync` makes of such parameters; its structure matters."""
+        kind, sync = jax.tree.structure(params), self.parts.sync
+        if kind not in self._sync_types:
+            assert sync is not None, "its state is compared"
+            self._sync_types[kind] = types_of_sync(sync, params, self.mesh)
+        return self._sync_types[kind]
 
     def _made(self, state: TrainState) -> bool:
         """Return whether a program of this step, or its `init`, returned the state."""
@@ -173,11 +182,11 @@ class Runner:
 
     def check(self, state: TrainState) -> None:
         """Raise `ValueError` for errors that only a state shows."""
-        parts, sync, is_first = self.parts, self.parts.sync, not self._is_checked
+        parts, sync, is_first = self.update, self.parts.sync, not self._is_checked
         check_state(state, parts, self.mesh, self.mode, self._warn, is_first=is_first)
-        # Repetitive parameters have equal shards, too, so states made by this step are not checked.
-        if sync is not None and not self._made(state):
-            check_shards(sync.shards(state.opt_state[-1]))
+        # Repetitive parameters have equal blocks, too, so states made by this step are not checked.
+        if sync is not None and sync.algorithm.is_sharded and not self._made(state):
+            check_blocks(blocks_in(state.opt_state[-1].shared, state.params))
         self._is_checked = True
 
     def made(self, state: TrainState) -> None:
@@ -206,38 +215,42 @@ class Runner:
             refuse_beyond(layout, state)
         elif not self._is_fixed:
             layout = self.parts.layout(self.mesh, frozenset(), None, state.params)
-        division = None if self.parts.sync is None else self.parts.sync.division(state.params)
-        layout, now = layout._replace(division=division), self.layout
-        is_other = (layout.axes, layout.key, division) != (now.axes, now.key, now.division)
+        sync, model = self.parts.sync, None
+        if sync is not None and sync.algorithm.needs:  # its events depend on the parameters
+            leaves, structure = jax.tree.flatten(state.params)
+            model = structure, tuple((x.shape, x.dtype) for x in leaves)
+        layout, now = layout._replace(model=model), self.layout
+        is_other = (layout.axes, layout.key, model) != (now.axes, now.key, now.model)
         if is_other or not self._is_fixed:
-            self._use(layout)
+            self._use(layout, state)
 
-    def _use(self, layout: StateLayout) -> None:
-        sync, mesh = self.parts.sync, self.mesh
-        self.update, self._is_fixed = self.parts.laid_out(layout), True
-        needs_specs = sync is not None and sync.shards_whole_leaves and layout.specs is not None
-        if needs_specs and programs.has_auto(mesh, layout.axes):
-            self._warn(
-                f"`sync` keeps shards of the parameters and was given no `param_specs`, and leaves "
-                f"are sharded over {sorted(layout.axes)} inside a replica: slow steps gather them "
-                "first. Pass `param_specs`, one PartitionSpec per leaf, or shard_state=False."
-            )
-        self.layout = layout._replace(shards=shards_of_sync(sync, layout))
+    def _use(self, layout: StateLayout, state: TrainState) -> None:
+        update = self.parts.laid_out(layout)
+        if update.sync is not None and update.sync.algorithm.needs:
+            one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), state.params)
+            update = replace(update, sync=update.sync.bound(dict(self.mesh.shape), one))
+        self.update, self._is_fixed, self.layout = update, True, layout
+        overlapped = None if update.sync is None else update.sync.algorithm.overlapped
+        self._beside = None
+        if self.mode == "host" and overlapped is not None:
+            self._beside = BesideSteps(overlapped, self.mesh, update.axis_name)
 
     # Counters.
 
     def next_phase(self, state: TrainState) -> Phase:
         """Return the phase of the next update, on the host; `()` without a sync."""
         self.take(state)
-        sync, so_far = self.parts.sync, self._so_far(state)
-        return () if sync is None else sync.phase(so_far.updates + 1, so_far.skipped)
+        sync, so_far = self.update.sync, self._so_far(state)
+        if sync is None:
+            return ()
+        return sync.algorithm.phase(so_far.updates + 1, so_far.skipped)
 
     def _counter(self, state: TrainState) -> jax.Array:
         return state.step if self.parts.sync is None else state.opt_state[-1].count
 
     def _so_far(self, state: TrainState) -> UpdateCounts:
         """Return the counts of a state; read them from the device if they were not noted."""
-        counter, sync = self._counter(state), self.parts.sync
+        counter, sync = self._counter(state), self.update.sync
         if isinstance(counter, Tracer | jax.ShapeDtypeStruct):
             raise ValueError(
                 '`next_phase`, and with it every step with `mode`="host", reads the counter in '
@@ -247,10 +260,11 @@ class Runner:
             )
         counts = self._counts.get(counter)
         if counts is None:
-            skipped = 0
+            updates, skipped = int(of_one_replica(counter)), 0
             if sync is not None:
-                skipped = int(sync.skipped(jax.tree.map(of_one_replica, state.opt_state[-1])))
-            counts = UpdateCounts(int(of_one_replica(counter)), skipped)
+                local = jax.tree.map(of_one_replica, state.opt_state[-1].local)
+                skipped = int(sync.algorithm.skipped(local, updates))
+            counts = UpdateCounts(updates, skipped)
             self._counts.note(counter, counts)
         return counts
 

@@ -6,16 +6,17 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.core import Tracer
-from jax.sharding import AxisType
 
 from ..._support.types import PyTree
 from ...gradients.precision import loss_scale_of
-from ...mesh import AnyMesh, VirtualMesh, model_axes, only_over, replica_count
+from ...mesh import AnyMesh, model_axes, replica_count
 from ...tracing import traced_update
 from ...transform import (
+    ExchangeState,
     NoExchangeState,
     ParameterTransform,
     holds_state,
@@ -27,6 +28,8 @@ from .._train_state import StateLayout, TrainState
 from ._gradients import GradientWindow
 from ._parts import Parts
 from ._transforms import check_transforms
+
+Expected = Callable[[PyTree], PyTree]
 
 
 def check_state(
@@ -62,7 +65,7 @@ def check_state(
             "nothing is wrong."
         )
     if sync is not None and is_first:
-        exchanges = [t for t in instants(sync.schedules) if sync.phase(t)]
+        exchanges = [t for t in instants(sync.algorithm.schedules) if sync.phase(t)]
         for _, known in known_states(parts.dense(state.opt_state[1])):
             # Its period is not known, but only 1 divides them all.
             if known.between and math.gcd(*exchanges) == 1:
@@ -81,18 +84,24 @@ def of_one_replica(x: Any) -> Any:
     return np.asarray(jax.device_get(local))[0]
 
 
-def check_shards(shards: list[Any]) -> None:
-    """Raise `ValueError` if all replicas hold the same shard of the sharded state.
+def blocks_in(shared: PyTree, params: PyTree) -> list[Any]:
+    """Return the stacked arrays in a shared state that are smaller than all parameters' leaves."""
+    shapes = {x.shape for x in jax.tree.leaves(params)}
+    return [x for x in jax.tree.leaves(shared) if x.ndim > 1 and x.shape not in shapes]
 
-    Another library's `unreplicate` keeps replica 0's shard, and the rest of the anchor is lost.
+
+def check_blocks(blocks: list[Any]) -> None:
+    """Raise `ValueError` if all replicas hold the same block of the sharded state.
+
+    Another library's `unreplicate` keeps replica 0's block, and the rest of the anchor is lost.
     Only the first elements on this process are compared, so the check can miss an error.
 
     Args:
-      shards: stacked arrays (replicas, rows, lanes), on devices; other values are ignored.
+      blocks: stacked arrays (replicas, *s), on devices; other values are ignored.
 
     Communication: device to host, a few elements per replica; none between replicas.
     """
-    arrays = [x for x in shards if isinstance(x, jax.Array) and not isinstance(x, Tracer)]
+    arrays = [x for x in blocks if isinstance(x, jax.Array) and not isinstance(x, Tracer)]
     parts = [_first_elements(x) for x in arrays]
     # Parameters that all start as one number have equal shards and are no error.
     are_varied = any(len(x) > 1 and x.size and np.ptp(x[0]) for x in parts)
@@ -106,11 +115,11 @@ def check_shards(shards: list[Any]) -> None:
         )
 
 
-_NUM_COMPARED = 64  # elements of each shard that are compared
+_NUM_COMPARED = 64  # elements of each block that are compared
 
 
 def _first_elements(x: jax.Array) -> np.ndarray:
-    """Return the first elements (local replicas, n) of a stacked array (replicas, rows, lanes)."""
+    """Return the first elements (local replicas, n) of a stacked array (replicas, *s)."""
     parts = {shard.index[0].start or 0: shard.data for shard in x.addressable_shards}
     rows = math.ceil(_NUM_COMPARED / max(x.shape[-1], 1))
     with jax.set_mesh(None):  # the parts lie on single devices, which are not those of a mesh
@@ -161,16 +170,21 @@ def refuse_untrainable(params: PyTree) -> None:
         )
 
 
-def refuse_state_of_another_step(state: TrainState, parts: Parts) -> None:
+def refuse_state_of_another_step(state: TrainState, parts: Parts, expected_of: Expected) -> None:
     """Raise `ValueError` if the state belongs to a step with another `sync` or `gradients`.
 
-    Only the classes of their states are compared.
+    Only the classes of their states are compared, and the structure of `sync`'s.
+
+    Args:
+      state: the state.
+      parts: the parts of the step.
+      expected_of: `expected_of(params)`: the types of the state that `sync` makes.
     """
     sync, gradients = parts.sync, parts.gradients
     members = isinstance(state.opt_state, tuple) and len(state.opt_state) == 3
     first, *_, last = state.opt_state if members else 2 * (state.opt_state,)
     expected = [
-        ("sync", last, NoExchangeState if sync is None else sync.state),
+        ("sync", last, NoExchangeState if sync is None else ExchangeState),
         ("gradients", first, optax.EmptyState if gradients is None else None),
     ]
     for argument, held, kind in expected:
@@ -180,6 +194,34 @@ def refuse_state_of_another_step(state: TrainState, parts: Parts) -> None:
                 f"{kind.__name__} for it, and `state.opt_state` has {type(held).__name__}. Make "
                 "the state by this step's `init`; `state.params` go over by `js.consensus`."
             )
+    if sync is None:
+        return
+    expected = expected_of(state.params)
+    if jax.tree.structure(last) != jax.tree.structure(expected):
+        needs, has = (leaf_names(x) for x in (expected, last))
+        lacking, beyond = (
+            [n for n in a if n not in b][:6] for a, b in ((needs, has), (has, needs))
+        )
+        raise ValueError(
+            f"`state` must come from a step with the same `sync`: of the state of {sync!r} it "
+            f"lacks {lacking}, and beyond that it has {beyond}. Make the state by this step's "
+            "`init`; `state.params` go over by `js.consensus`."
+        )
+
+
+def types_of_sync(sync: ParameterTransform, params: PyTree, mesh: AnyMesh) -> ExchangeState:
+    """Return the types of the state that a transform makes of stacked parameters, of one replica.
+
+    What is sharded is whole in it.
+    """
+    one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), params)
+    algorithm = sync.bound(dict(mesh.shape), one).algorithm
+
+    def init(params: PyTree) -> ExchangeState:
+        zero = jnp.zeros([], jnp.int32)
+        return ExchangeState(zero, algorithm.local(params), algorithm.shared(params))
+
+    return jax.eval_shape(init, one)
 
 
 def refuse_other_replicas(state: TrainState, parts: Parts, mesh: AnyMesh) -> None:
@@ -283,19 +325,6 @@ def first_array(tree: PyTree) -> Any:
         if (array := first_array(child)) is not None:
             return array
     return None
-
-
-def shards_of_sync(sync: ParameterTransform | None, layout: StateLayout) -> PyTree | None:
-    """Return the specs, over compiler-handled axes, by which `sync` shards its own state."""
-    mesh = layout.mesh
-    if sync is None or not layout.axes or isinstance(mesh, VirtualMesh):
-        return None
-    specs, axes = sync.shard_specs, layout.axes
-    if specs is None:  # it knows shardings over Explicit axes from the types
-        types = zip(mesh.axis_names, mesh.axis_types, strict=True)
-        specs = layout.specs
-        axes &= {name for name, kind in types if kind == AxisType.Explicit}
-    return jax.tree.map(lambda spec: only_over(spec, axes), specs) if axes else None
 
 
 def refuse_beyond(layout: StateLayout, state: TrainState) -> None:

@@ -70,7 +70,8 @@ class TrainStep:
 
     def phase(self, t: int) -> Phase:
         """Return the phase of update t = 1, 2, ...: the exchanges of `sync`; `()` without one."""
-        return () if self.sync is None else self.sync.phase(t)
+        sync = self._runner.update.sync
+        return () if sync is None else sync.phase(t)
 
     def next_phase(self, state: TrainState) -> Phase:
         """Return the phase of the update that `step(state, batch)` does, as a host value."""
@@ -315,6 +316,6 @@ class TrainStep:
 
         if self.mode == "traced":
             return {None: trace(None)}
-        if self.sync is None:
+        if (sync := self._runner.update.sync) is None:
             return {"every": trace(())}
-        return {phase_name(p): trace(p) for p in self.sync.phases()}
+        return {phase_name(p): trace(p) for p in sync.phases()}

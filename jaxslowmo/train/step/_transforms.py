@@ -103,16 +103,18 @@ def check_axes(transforms: Chained, mesh: AnyMesh, axis_name: AxisName) -> None:
     gradients, optimizer, sync = transforms
     axes = {"gradients": _axes_of(gradients), "optimizer": _axes_of(optimizer)}
     if sync is not None:
-        axes["sync"] = {*sync.axes, *sync.local_axes}
+        axes["sync"] = {*sync.algorithm.bound_axes}
     for argument, over in axes.items():
         if unknown := sorted(over - set(mesh.axis_names)):
             raise ValueError(
                 f"`{argument}` exchanges over {unknown}, and `mesh` has the axes "
                 f"{list(mesh.axis_names)}: name some of these where `{argument}` is made."
             )
-    if sync is not None and sync.axes and not set(sync.axes) & set(axis_names(axis_name)):
+    of_sync = () if sync is None else sync.algorithm.axes
+    # Without axes it exchanges nothing, as between the replicas of an island.
+    if of_sync and not set(of_sync) & set(axis_names(axis_name)):
         raise ValueError(
-            f"`sync` exchanges over {list(sync.axes)}, and the replicas of this step lie along "
+            f"`sync` exchanges over {list(of_sync)}, and the replicas of this step lie along "
             f"`axis_name`={axis_name!r}: they would train independently. Name one axis in both."
         )
 

@@ -18,7 +18,6 @@ from ...gradients.precision import (
 )
 from ...mesh import axis_names
 from ...transform import (
-    exchange_marked,
     increment,
     layouts_known,
     phase_scope,
@@ -149,7 +148,7 @@ class Update(Parts):
                 finite=finite,
                 param_specs=self.param_specs,
             )
-        wants_rate = self.sync is not None and self.sync.wants_learning_rate
+        wants_rate = self.sync is not None and self.sync.algorithm.needs_rate
         rate = optimizer_rate(after) if wants_rate else None
         weights = reduced.weights.after(averaging)
         # Where nothing makes replicas agree, an idle one cannot follow others.
@@ -189,22 +188,20 @@ class Update(Parts):
                 # An exchange leaves out the update of a replica without weight, so it comes before.
                 params = as_before_if(~update.follows, apply_exactly(params, updates), params)
                 updates = zero_if(update.follows, updates)
-            own_updates = unless_idle(updates, update.weights.exchange)
             with layouts_known():
-                updates, means, sync_state, mark = exchange_marked(
-                    self.sync,
+                updates, means, sync_state, optimizer_state = self.sync.exchange(
                     updates,
                     statistics(model_state) if averages else [],
                     sync_state,
                     params,
+                    moments=optimizer_state,
+                    init=self.optimizer.init,
+                    part=self.dense,
                     phase=phase,
                     **{name: x for name, x in extra.items() if x is not None},
                 )
             if averages:
                 model_state = with_statistics(model_state, means)
-            if phase != ():
-                # Copies of parameters in the optimizer must change too: it would undo the exchange.
-                optimizer_state = self.moved(optimizer_state, params, own_updates, updates, mark)
         return TrainState(
             step=increment(state.step),
             params=apply_exactly(params, updates),

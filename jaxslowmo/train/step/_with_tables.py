@@ -237,12 +237,6 @@ class UpdateWithTables(Update):
         # A transform may reduce over the replicas only, and leave the axis of the tables.
         return () if axis in spec_of(self.gradients).axes else (axis,)
 
-    def moved(
-        self, optimizer_state: PyTree, params: PyTree, own: PyTree, updates: PyTree, mark: Any
-    ) -> PyTree:
-        """Return the state of the dense optimizer after an exchange."""
-        return super().moved(optimizer_state, params.dense, own.dense, updates.dense, mark)
-
     def _requested(self, local: Local, inputs: StepInputs) -> StepInputs:
         """Return the inputs with a `Requested` as the batch."""
         requested = self.lookup.requested(
@@ -303,7 +297,7 @@ class UpdateWithTables(Update):
         """
         exchanged = partial(self._exchanged_in, phase=phase)
         alone = partial(self._exchanged_in, phase=())
-        axes = () if self.sync is None else self.sync.bound_axes
+        axes = () if self.sync is None else self.sync.algorithm.bound_axes
         return run_if(moves_tables, exchanged, alone, (state, done), axes=axes)
 
     def _exchanged_in(self, both: tuple[TrainState, Done], phase: Phase | None) -> TrainState:

@@ -13,7 +13,7 @@ from support.promotion import apply_updates
 def trained_in_bf16(sync, sgd, apart):
     """Return bits after 4 updates, with optimizer and transform in one program or in one each."""
     mesh = js.make_mesh({"replica": 4})
-    sync = sync.sized({"replica": 4})
+    sync = sync.bound({"replica": 4})
     random = np.random.default_rng(0)
     params, *grads = jnp.asarray(random.normal(size=(5, 4, 200)), jnp.bfloat16)
 

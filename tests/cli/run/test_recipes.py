@@ -48,7 +48,7 @@ def test_there_is_a_recipe_for_every_algorithm_that_can_be_asked_for():
         built = build_algorithm(train_config({"algorithm": algorithm, "replicas": 2}))
         assert (built.gradients is None) == (recipe.gradients is None)
         if built.sync is not None:
-            sync = built.sync.sized({"replica": 2})
+            sync = built.sync.bound({"replica": 2})
             assert (sync.phase(47), sync.phase(48)) == DUE[algorithm]
     looks = {(recipe.colour, recipe.marker) for recipe in RECIPES.values()}
     assert len(looks) == len(ALGORITHMS)
@@ -97,7 +97,7 @@ def test_gossip_is_built_as_configured():
 def test_few_bits_with_a_sharded_anchor(codec):
     for algorithm in ("local_sgd", "slowmo", "diloco"):
         sync = build_algorithm(train_config({"algorithm": algorithm, "codec": codec})).sync
-        exchange = sync.sync.groups[-1]
+        exchange = sync.algorithm.groups[-1]
         assert exchange.codec.error_feedback
         assert codec.partition(":")[0] in repr(exchange.codec)
 
@@ -105,8 +105,8 @@ def test_few_bits_with_a_sharded_anchor(codec):
 @pytest.mark.parametrize("algorithm", USERS["codec"])
 def test_parameters_travel_in_16_bits_where_that_is_asked_for(algorithm):
     given = {"algorithm": algorithm, "replicas": 2, "codec": "float16", "exact_average": False}
-    sync = build_algorithm(train_config(given)).sync.sized({"replica": 2})
-    params = np.ones((2, 3), np.float32)
+    sync = build_algorithm(train_config(given)).sync.bound({"replica": 2})
+    params = np.ones((2, 4), np.float32)
 
     def update(p, phase):
         return sync.update(p, sync.init(p), p, phase=phase)[0]

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from faults.registry import fault
-from faults.stand import Stand, is_saving, last_step
+from faults.stand import OF_THREE, Stand, is_saving, last_step
 
 _PROCESSES = 3
 _STEPS_PER_KILL = 6
@@ -20,6 +20,7 @@ def killed(stand: Stand, kills: int) -> None:
     """By turns while a checkpoint is written, and at any time."""
     last = _STEPS_PER_KILL * (kills + 1)
     options = ("--replicas", str(_PROCESSES), "--steps", str(last), "--checkpoint-every", "4")
+    options = (*options, *OF_THREE)
     launch: Any = {"processes": _PROCESSES, "own": ("--heartbeat-timeout", "2")}
     stand.launch(*options, **launch).ends(0)
     calm = _trajectory(stand.out)

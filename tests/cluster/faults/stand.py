@@ -26,6 +26,8 @@ TRAIN = (
     "--slow-every", "5", "--log-every", "1", "--eval-every", "1000000", *LIGHT,
 )  # fmt: skip
 FOR_EVER = ("--steps", "1000000")
+# Three divides no dimension of the tiny model, of which there would be a warning.
+OF_THREE = ("--no-shard-state",)
 _INJECT = Path(__file__).parent / "inject"
 _START_SECONDS = 300  # on a busy machine
 # By how much longer than promised something may take.

@@ -36,7 +36,9 @@ def made_step(sync, *, beside, mode="host", **options):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_beside_steps, "runs_beside", lambda mesh, axis_name: beside)
         mesh = js.virtual_mesh({"replica": REPLICAS})
-        return js.make_train_step(loss, optax.sgd(0.1), sync=sync, mesh=mesh, mode=mode, **options)
+        step = js.make_train_step(loss, optax.sgd(0.1), sync=sync, mesh=mesh, mode=mode, **options)
+        step.init(PARAMS)  # with its first state a step decides where it exchanges
+        return step
 
 
 def states(step, batches=BATCHES, weights=None):

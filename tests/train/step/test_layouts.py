@@ -1,4 +1,4 @@
-"""Layouts of leaves inside a replica that no `param_specs` tell: read off each state."""
+"""Layouts of leaves inside a replica are read off each state."""
 
 import jax
 import numpy as np
@@ -31,29 +31,29 @@ def start(step, specs=SPECS, **options):
 
 
 def slowmo(**options):
-    base = js.local_sgd("replica", sync_every=1, param_specs=options.get("param_specs"))
+    base = js.local_sgd("replica", sync_every=1)
     return js.slowmo("replica", base=base, sync_every=2, **{"shard_state": False, **options})
 
 
 def test_the_traffic_is_that_of_specs_that_are_given(mesh_of):
     mesh, found = mesh_of({"replica": 4, "fsdp": 2}), []
-    for options in ({"param_specs": SPECS}, {}):
-        step = step_of(mesh, slowmo(**options))
+    for sync in (slowmo().with_specs(SPECS), slowmo()):
+        step = step_of(mesh, sync)
         rows = js.comm_report(step, start(step), BATCH).select(level="compiled")
         found.append({(r.kind, r.axis, r.collective): r.bytes for r in rows})
     assert found[0] == found[1]
     assert ("slow", "replica", "all-reduce") in found[0]
 
 
-def test_shards_of_the_slow_state_stay_as_they_were_made_and_it_is_said(mesh_of):
-    """Their layout is part of states and checkpoints: only specs that were given decide it."""
-    step = step_of(mesh_of({"replica": 4, "fsdp": 2}), js.diloco("replica", sync_every=1))
-    with pytest.warns(UserWarning, match="`param_specs`"):
-        state = start(step)
-    state, _ = step(state, BATCH)
-    assert len(state.opt_state[-1].anchor) == 1
-    step = step_of(step.mesh, slowmo(shard_state=True, param_specs=SPECS))
-    assert len(start(step).opt_state[-1].anchor) == 2
+def test_blocks_of_the_slow_state_are_cut_over_devices_of_a_replica_too(mesh_of):
+    step = step_of(mesh_of({"replica": 4, "fsdp": 2}), slowmo(shard_state=True))
+    state = start(step)
+    for _ in range(2):
+        shared = state.opt_state[-1].shared
+        for block in (shared["anchor"]["w"], shared["outer"].velocity["w"]):
+            assert block.shape == (4, 8, 1)  # "fsdp" has the first dimension, replicas the next
+            assert {x.data.shape for x in block.addressable_shards} == {(1, 4, 1)}
+        state, _ = step(state, BATCH)
 
 
 def test_one_step_on_states_of_several_layouts_and_several_steps_on_one_state(mesh_of):
@@ -120,50 +120,26 @@ def test_a_state_on_one_device_does_not_change_the_programs_of_the_next_states(m
     step(state, BATCH)
 
 
-def test_states_of_two_models_each_know_how_their_parameters_are_divided(mesh_of):
-    """Checkpoints record it: the layout of one model must not stand in the state of another."""
-
-    def division_of(step, params):
-        return step.init(params).known_layout.division
-
-    def made():
-        sync = js.diloco("replica", sync_every=2, fragments=2)
-        return step_of(mesh_of({"replica": 2}), sync, fn=lambda p, _: sum(x.sum() for x in p))
-
-    models = [[np.ones(4, np.float32)] * count for count in (2, 4)]
-    alone = [division_of(made(), params) for params in models]
-    step = made()
-    assert [division_of(step, params) for params in models] == alone
-    assert alone[0] != alone[1]
-    states = [step.init(params) for params in models]
-    for _ in range(2):
-        states = [step(state, BATCH)[0] for state in states]
-    assert [state.known_layout.division for state in states] == alone
-
-
 GOSSIP = js.topology.self_weighted(0.4)
-GIVEN_SPECS = {
-    "average": lambda s: js.local_sgd("replica", sync_every=2, param_specs=s),
-    "gossip": lambda s: js.sgp("replica", mixing=GOSSIP, param_specs=s),
-    "late gossip": lambda s: js.sgp("replica", mixing=GOSSIP, overlap=2, param_specs=s),
-    "over late gossip": lambda s: js.slowmo(
-        "replica", base=GIVEN_SPECS["late gossip"](s), sync_every=3, param_specs=s
+ALGORITHMS = {
+    "average": js.local_sgd("replica", sync_every=2),
+    "gossip": js.sgp("replica", mixing=GOSSIP),
+    "late gossip": js.sgp("replica", mixing=GOSSIP, overlap=2),
+    "over late gossip": js.slowmo(
+        "replica", base=js.sgp("replica", mixing=GOSSIP, overlap=2), sync_every=3
     ),
-    "whole": lambda s: js.diloco("replica", sync_every=2, shard_state=False, param_specs=s),
-    "late": lambda s: js.diloco("replica", sync_every=3, delay=1, param_specs=s),
-    "in fragments": lambda s: js.diloco("replica", sync_every=2, fragments=2, param_specs=s),
+    "whole": js.diloco("replica", sync_every=2, shard_state=False),
+    "late": js.diloco("replica", sync_every=3, delay=1),
+    "in fragments": js.diloco("replica", sync_every=2, fragments=2),
 }
 
 
 @pytest.mark.parametrize("mode", ["traced", "host"])
-@pytest.mark.parametrize("sync", GIVEN_SPECS.values(), ids=GIVEN_SPECS.keys())
-def test_given_specs_all_algorithms_train_as_on_whole_leaves(mesh_of, sync, mode):
+@pytest.mark.parametrize("sync", ALGORITHMS.values(), ids=ALGORITHMS.keys())
+def test_on_sharded_leaves_all_algorithms_train_as_on_whole_leaves(mesh_of, sync, mode):
     steps = [
-        js.make_train_step(loss, SGD, sync=made, mesh=mesh, mode=mode)
-        for made, mesh in (
-            (sync(SPECS), mesh_of({"replica": 4, "fsdp": 2})),
-            (sync(None), js.virtual_mesh({"replica": 4})),
-        )
+        js.make_train_step(loss, SGD, sync=sync, mesh=mesh, mode=mode)
+        for mesh in (mesh_of({"replica": 4, "fsdp": 2}), js.virtual_mesh({"replica": 4}))
     ]
     states = [start(steps[0]), steps[1].init(PARAMS)]
     for t in range(4):

@@ -145,7 +145,7 @@ def test_nothing_compiles_after_the_first_step_of_each_phase(case, mode, compila
         traces.append(None)
         return loss({**params, "b": jnp.zeros(3)}, batch)
 
-    sync = slow_over_local(param_specs=specs)
+    sync = slow_over_local()
     step = js.make_train_step(counted, optax.adam(0.1), sync=sync, mesh=mesh, mode=mode)
     state, programs = step.init(params), 3 if mode == "host" else 1
     arguments = state, BATCHES[0]

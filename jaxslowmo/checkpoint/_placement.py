@@ -1,4 +1,4 @@
-"""Conversion of transforms' states to another number of replicas, on the host.
+"""The mesh of a saved state, and conversion of leaves to another number of replicas, on the host.
 
 The functions here take and return NumPy arrays, so that a checkpoint of a mesh that no
 longer exists can be read.
@@ -7,17 +7,13 @@ longer exists can be read.
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
-from .._support.types import AxisName, PyTree
-from ..mesh import axis_names
-from ..tree import at_least_float32
+from .._support.types import PyTree, axis_names
 
 
 @dataclass(frozen=True)
@@ -49,38 +45,22 @@ class StatePlacement:
       axis_sizes: sizes of all axes of the mesh by name.
       automatic: axes over which leaves of the parameters are sharded inside a replica.
       is_certain: whether `axis_sizes` are known; arrays of a mesh without devices do not show them.
-      specs: the layout over automatic axes of leaves that the state holds shards of: a
-        `PartitionSpec` for each leaf of the parameters, in order. None: that of the transform.
       form: form of the parameters on this placement; None if it is the current form.
-      division: how a saved state divides the parameters; see `Sync.division`. None: as a new one
-        does.
+      specs: for each leaf of the parameters its layout over `automatic`; () for whole leaves.
     """
 
     replicas: int
     axis_sizes: Mapping[str, int]
     automatic: frozenset[str] = frozenset()
     is_certain: bool = True
-    specs: tuple[P, ...] | None = None
     form: SavedForm | None = None
-    division: Mapping[str, Any] | None = None
+    specs: tuple[P, ...] = ()
 
-    def size(self, axis_name: AxisName | None) -> int:
-        """Return the number of positions along one or several axes; missing axes count as 1."""
-        names = () if axis_name is None else axis_names(axis_name)
-        return math.prod(self.axis_sizes.get(name, 1) for name in names)
-
-    def mesh(self) -> AbstractMesh:
-        """Return the abstract mesh in which a transform is traced: replica axes are manual."""
-        # Axes over which leaves are sharded are automatic; all others are mapped by `shard_map`.
-        kinds = [AxisType.Auto if a in self.automatic else AxisType.Manual for a in self.axis_sizes]
-        return AbstractMesh(tuple(self.axis_sizes.values()), tuple(self.axis_sizes), tuple(kinds))
-
-
-class Carried(NamedTuple):
-    """A state that was converted to another placement, and notes for the user."""
-
-    state: PyTree
-    notes: tuple[str, ...] = ()  # sentences that say what the conversion changed
+    def parts(self, leaf: int, dimension: int) -> int:
+        """Return the number of devices that split a dimension of a leaf of the parameters."""
+        entries = self.specs[leaf] if leaf < len(self.specs) else ()
+        names = axis_names(entries[dimension] or ()) if dimension < len(entries) else ()
+        return math.prod(self.axis_sizes[name] for name in names)
 
 
 def stacked(one: Any, new: StatePlacement) -> Any:
@@ -102,12 +82,3 @@ def replica_average(x: np.ndarray) -> np.ndarray:
         return x[0]
     # Half precision would lose digits in a sum of many replicas.
     return np.mean(x.astype(np.float64), axis=0).astype(x.dtype)
-
-
-def wide_types_on(params: PyTree, at: StatePlacement) -> PyTree:
-    """Return the types of all replicas of a tree like the parameters, in at least float32."""
-
-    def of(x: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((at.replicas, *x.shape), at_least_float32(x.dtype))
-
-    return jax.tree.map(of, params)

@@ -1,0 +1,676 @@
+"""A group of replicas that exchange: its axes, the form of what they send, and its verbs.
+
+The verbs work inside the mapped axes, for one replica. Trees like the parameters are packed into
+flat buffers, of each device's own blocks where leaves are sharded inside a replica.
+
+A tree that all replicas have together is cut into blocks: replica i of R has the i-th of R equal
+parts of each leaf, along a dimension of the leaf that R divides (`split_dimension`). A leaf without
+one stays whole on each replica. So a block of the anchor lies where an ordinary sharding of the
+leaf over the replicas would put it.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from .._support.checks import checked_int
+from .._support.types import AxisName, PyTree, axis_names
+from .._support.varying import tracks_types
+from ..collectives import (
+    all_gather_rows,
+    all_mean,
+    coded_mean,
+    gather_slices,
+    in_slices,
+    mean_in_codec,
+    permute,
+    relative_weight,
+    scatter_mean,
+    scatter_mean_in_codec,
+    total_weight,
+)
+from ..collectives.codecs import Codec, Half
+from ..mesh import (
+    axis_size,
+    is_bound,
+    is_spmd,
+    only_over,
+    require_axes,
+    specs_key,
+    specs_of_leaves,
+    sum_over,
+    typed_specs,
+)
+from ..tree import (
+    Buffer,
+    BufferPlan,
+    TreePacking,
+    at_least_float32,
+    leaf_names,
+    note_buffers,
+    plan_buffers,
+    split_last,
+)
+
+
+def split_dimension(
+    shape: Sequence[int], parts: int, inner: Sequence[int] = (), without: int | None = None
+) -> int | None:
+    """Return the dimension along which a leaf is cut into `parts` blocks; None: it stays whole.
+
+    That is the first dimension that `parts` divides, of those that are whole inside a replica if
+    there is one. A leaf without elements stays whole.
+
+    Args:
+      shape: shape of the leaf.
+      parts: the number of replicas.
+      inner: number of devices inside a replica that split each dimension; () for a whole leaf.
+      without: a dimension that is never cut.
+    """
+    inner = [*inner, *[1] * (len(shape) - len(inner))]
+    fits = [
+        d
+        for d, (size, n) in enumerate(zip(shape, inner, strict=True))
+        if d != without and size % (n * parts) == 0 and 0 not in shape
+    ]
+    return min(fits, key=lambda d: (inner[d] > 1, d), default=None)
+
+
+@dataclass(frozen=True)
+class ReplicaGroup:
+    """Replicas that exchange, and the form in which they send.
+
+    Attributes:
+      axis_name: mapped axis of the replicas, or several.
+      local_axis_name: axis of the L devices inside a replica, which hold equal trees: each then
+        exchanges 1/L of them. None: every device exchanges all.
+      param_specs: `PartitionSpec` per leaf (or prefix of the tree) over automatic axes inside a
+        replica. None: leaves are whole there, or their types have the layout (Explicit axes).
+      bucket_bytes: size in bytes at which a flat buffer is closed; None: one buffer per dtype.
+      codec: encoding of buffers that are wider than its dtype; None: none.
+      without: the dimension along which leaves that a function names are never cut into blocks:
+        (function of the name, dimension). None: any dimension may be cut.
+    """
+
+    axis_name: AxisName
+    local_axis_name: AxisName | None = None
+    param_specs: PyTree | None = None
+    bucket_bytes: int | None = None
+    codec: Codec | None = None
+    without: tuple[Callable[[str], bool], int] | None = None
+
+    def over(self, axis_name: AxisName | None = None, **changed: Any) -> "ReplicaGroup":
+        """Return this group over other axes, or with other settings, such as `codec=None`."""
+        axes = self.axis_name if axis_name is None else axis_name
+        return dataclasses.replace(self, axis_name=axes, **changed)
+
+    def with_specs(self, param_specs: PyTree) -> "ReplicaGroup":
+        """Return this group for leaves with these layouts, unless it has `param_specs`."""
+        return self if self.param_specs is not None else self.over(param_specs=param_specs)
+
+    def of_leaves(
+        self,
+        tree: PyTree,
+        places: Sequence[int] | None,
+        like: Callable[[PyTree, list[Any]], PyTree],
+    ) -> "ReplicaGroup":
+        """Return this group for some leaves of a tree, in the form `like(tree, leaves)`."""
+        if places is None or self.param_specs is None:
+            return self
+        specs = specs_of_leaves(self.param_specs, tree)
+        return self.over(param_specs=like(tree, [specs[i] for i in places]))
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The names of its axes between replicas."""
+        return axis_names(self.axis_name)
+
+    @property
+    def bound_axes(self) -> tuple[str, ...]:
+        """The names of all mapped axes over which its verbs communicate."""
+        return tuple(dict.fromkeys((*self.axes, *axis_names(self.local_axis_name or ()))))
+
+    @property
+    def size(self) -> int:
+        """The number of replicas, inside of the mapped axes."""
+        return axis_size(self.axis_name)
+
+    def require_bound(self, owner: str, more: str = "") -> None:
+        """Raise `ValueError` unless all axes are bound, and local axes differ from replica axes.
+
+        `more` is appended to the message for an axis that is not bound.
+        """
+        # A collective over an unbound axis would fail with an empty AssertionError.
+        require_axes(owner, "axis_name", self.axis_name, more)
+        if self.local_axis_name is None:
+            return
+        require_axes(owner, "local_axis_name", self.local_axis_name, more)
+        if both := {*self.axes} & {*axis_names(self.local_axis_name)}:
+            raise ValueError(
+                f"{owner}: `local_axis_name` must differ from `axis_name`, both name {min(both)!r}."
+            )
+
+    # Verbs on whole trees.
+
+    def mean(
+        self, tree: PyTree, weight: jax.Array | None = None, *, role: str | None = None
+    ) -> PyTree:
+        """Return the mean of a tree over the replicas, in the leaves' dtypes.
+
+        With a weight it is the weighted mean, or `tree` itself if all weights are 0. With a codec
+        of 16 bits each replica's residual is added, so replicas then differ by it. `note_buffers`
+        reports `role`, which says what the buffers are exchanged for.
+
+        Communication: one all-reduce per buffer, in the dtype of a codec that narrows it; with
+          `local_axis_name` 1/L of each per device, and an all-gather over that axis; with a weight,
+          before, one of 8 bytes. None for a tree without leaves.
+        """
+        if not jax.tree.leaves(tree):
+            return tree
+        axes, local, codec = self.axis_name, self.local_axis_name, self.codec
+        if codec is None and self._is_by_leaf(tree):
+            return self._mean_of_leaves(tree, weight)
+
+        def mean_of(
+            buffer: Buffer,
+            flat: jax.Array,
+            factor: jax.Array | None = None,
+            anyone: jax.Array | None = None,
+        ) -> jax.Array:
+            del buffer
+            # Each of L devices in a replica sends its part: N bytes leave a replica, not L * N.
+            if isinstance(codec, Half):
+                mean, residual = coded_mean(flat, codec, axes, local, factor=factor)
+                mean += residual
+            else:
+                mean = all_mean(flat, axes, local, factor=factor)
+            # If all replicas have run out of data the mean is 0 / 0: keep the values.
+            return mean if anyone is None else jnp.where(anyone, mean, flat)
+
+        return packing_of(tree, self).through(mean_of, tree, *self._shares(weight), role=role)
+
+    def _shares(self, weight: jax.Array | None) -> list[jax.Array]:
+        """Return this replica's factor, and whether any weight is above 0; [] without weights."""
+        if weight is None:
+            return []
+        total = total_weight(weight, self.axis_name)
+        return [relative_weight(weight, total, self.axis_name), total.weight > 0]
+
+    def _mean_of_leaves(self, tree: PyTree, weight: jax.Array | None) -> PyTree:
+        shares = self._shares(weight)
+
+        def mean(x: jax.Array) -> jax.Array:
+            if not shares:
+                return all_mean(x, self.axis_name)
+            factor, anyone = shares
+            return jnp.where(anyone, all_mean(x, self.axis_name, factor=factor), x)
+
+        return jax.tree.map(mean, tree)
+
+    def sum(self, tree: PyTree) -> PyTree:
+        """Return the sum of a tree over the replicas, in the leaves' dtypes.
+
+        Communication: one all-reduce per buffer.
+        """
+        packing = packing_of(tree, self)
+        return packing.through(lambda buffer, flat: sum_over(flat, self.axis_name), tree)
+
+    def permute(self, tree: PyTree, permutation: Sequence[tuple[int, int]]) -> PyTree:
+        """Return the tree of the replica that sends to this one; zeros on one that none sends to.
+
+        Args:
+          tree: what this replica sends.
+          permutation: pairs (source, destination), in which a replica is each at most once.
+
+        Communication: one collective-permute per buffer; with `local_axis_name` 1/L of each per
+          device, and an all-gather over that axis.
+        """
+        axes, local = self.axis_name, self.local_axis_name
+
+        def sent(buffer: Buffer, flat: jax.Array) -> jax.Array:
+            del buffer
+            return in_slices(flat, local, lambda x: permute(x, axes, permutation))
+
+        return packing_of(tree, self).through(sent, tree)
+
+    def mean_in_codec(self, tree: PyTree, *, role: str | None = None) -> tuple[PyTree, PyTree]:
+        """Return the mean over replicas of what they send, and what of it this replica has lost.
+
+        Communication: that of `collectives.mean_in_codec`, for each flat buffer.
+        """
+        codec, axes, local = self.codec, self.axis_name, self.local_axis_name
+        assert codec is not None
+        packing = packing_of(tree, self)
+        pairs = packing.map(
+            lambda buffer, flat: mean_in_codec(flat, axes, codec, local),
+            packing.pack(tree, role=role),
+        )
+        return packing.unpack([mean for mean, _ in pairs]), packing.unpack([x for _, x in pairs])
+
+    def agree(self, flag: jax.Array) -> jax.Array:
+        """Return whether the () bool `flag` is True on all replicas.
+
+        Communication: one all-reduce of 4 bytes.
+        """
+        return lax.psum((~flag).astype(jnp.int32), self.axes) == 0
+
+    # Verbs between whole trees and blocks.
+
+    def dimensions(self, tree: PyTree) -> list[int | None]:
+        """Return for each leaf the dimension along which it is cut; None: it stays whole."""
+        leaves, mesh = jax.tree.leaves(tree), jax.sharding.get_abstract_mesh()
+        specs = self._specs(tree)
+        if specs is None:  # the compiler alone knows how leaves are sharded inside a replica
+            return [None] * len(leaves)
+        names = [""] * len(leaves) if self.without is None else leaf_names(tree)
+        is_stacked, dimension = self.without or (lambda name: False, 0)
+
+        def of_leaf(name: str, x: Any, spec: P) -> int | None:
+            inner = [math.prod(mesh.shape[n] for n in axis_names(e or ())) for e in spec]
+            never = dimension % x.ndim if x.ndim and is_stacked(name) else None
+            return split_dimension(x.shape, self.size, inner, never)
+
+        return [of_leaf(*one) for one in zip(names, leaves, specs, strict=True)]
+
+    def block(self, tree: PyTree) -> PyTree:
+        """Return this replica's blocks of a tree that is equal on all.
+
+        Communication: none.
+        """
+        count = self.size
+
+        def own(x: jax.Array, dimension: int) -> jax.Array:
+            size = x.shape[dimension] // count
+            start = lax.axis_index(self.axis_name) * size
+            return lax.dynamic_slice_in_dim(x, start, size, dimension)
+
+        return self._mapped(own, self.dimensions(tree), tree)
+
+    def reduce_scatter(self, tree: PyTree, *, role: str | None = None) -> PyTree:
+        """Return this replica's blocks of the mean of a tree over the replicas.
+
+        Communication: one reduce-scatter per buffer of the leaves that are cut, and one all-reduce
+          per buffer of those that stay whole; with L local devices each sends 1/L.
+        """
+        mean, _ = self._scattered(tree, role)
+        return mean
+
+    def reduce_scatter_in_codec(
+        self, tree: PyTree, *, role: str | None = None
+    ) -> tuple[PyTree, PyTree]:
+        """Return blocks of the mean of what replicas send in the codec, and what is lost.
+
+        Leaves that stay whole are sent as they are.
+
+        Communication: for the leaves that are cut one all-to-all per buffer of the codec's bytes.
+        """
+        return self._scattered(tree, role, self.codec)
+
+    def all_gather(self, blocks: PyTree, like: PyTree, *, codec: Codec | None = None) -> PyTree:
+        """Return the whole tree of all replicas' blocks; leaves that stay whole are as they are.
+
+        Args:
+          blocks: this replica's blocks.
+          like: tree of the shapes of whole leaves.
+          codec: format in which blocks are sent; None sends them as they are.
+
+        Communication: one all-gather per buffer; with L local devices each sends 1/L, and one
+          all-gather over `local_axis_name` follows.
+        """
+        if self.size == 1:
+            return jax.tree.map(lambda x, _: x, blocks, like)
+        leaves, treedef = jax.tree.flatten(blocks)
+        dims, shapes = self.dimensions(like), [x.shape for x in jax.tree.leaves(like)]
+        whole = dict(enumerate(leaves))
+        axes, local = self.axis_name, self.local_axis_name
+        if codec is None and self._is_by_leaf(like):
+            for i, d in enumerate(dims):
+                whole[i] = leaves[i] if d is None else gather_slices(leaves[i], axes, dimension=d)
+            return treedef.unflatten([whole[i] for i in range(len(leaves))])
+        for places, specs in self._buffers(like, dims):
+
+            def gathered(parts: list[jax.Array], places: Any = places) -> list[jax.Array]:
+                row = lax.concatenate([x.reshape(-1) for x in parts], 0)
+                rows = all_gather_rows(row, axes, local, codec)
+                cut = [dims[i] for i in places]
+                return _from_rows(rows, [(x.shape, d) for x, d in zip(parts, cut, strict=True)])
+
+            parts = [leaves[i] for i in places]
+            whole |= zip(places, _on_devices(gathered, parts, specs), strict=True)
+        assert all(whole[i].shape == shape for i, shape in enumerate(shapes))
+        return treedef.unflatten([whole[i] for i in range(len(leaves))])
+
+    def _scattered(
+        self, tree: PyTree, role: str | None, codec: Codec | None = None
+    ) -> tuple[PyTree, PyTree]:
+        leaves, treedef = jax.tree.flatten(tree)
+        dims = self.dimensions(tree)
+        rest = [i for i, d in enumerate(dims) if d is None]
+        # What stays whole is small, as a rule, and sent in full.
+        means = self.over(codec=None, param_specs=self._of(rest, tree)).mean(
+            [leaves[i] for i in rest], role=role
+        )
+        out, lost = dict(zip(rest, means, strict=True)), dict(enumerate(leaves))
+        axes, local, count = self.axis_name, self.local_axis_name, self.size
+        if codec is None and self._is_by_leaf(tree):
+            for i, d in enumerate(dims):
+                if d is not None:
+                    out[i] = lax.psum_scatter(leaves[i], axes, scatter_dimension=d, tiled=True)
+                    out[i] /= count
+            return treedef.unflatten([out[i] for i in range(len(leaves))]), ()
+        for places, specs in self._buffers(tree, dims, role):
+
+            def scattered(parts: list[jax.Array], places: Any = places) -> Any:
+                cut = [dims[i] for i in places]
+                rows = _in_rows(parts, cut, count)
+                shapes = [_block_shape(x.shape, d, count) for x, d in zip(parts, cut, strict=True)]
+                if codec is None:
+                    mine = scatter_mean(rows, axes, local)
+                    return _split(mine, shapes)
+                mine, left = scatter_mean_in_codec(rows, axes, codec, local)
+                leaf_parts = list(zip(shapes, cut, strict=True))
+                return [*_split(mine, shapes), *_from_rows(left, leaf_parts)]
+
+            found = _on_devices(
+                scattered, [leaves[i] for i in places], specs, 1 if codec is None else 2
+            )
+            out |= zip(places, found[: len(places)], strict=True)
+            lost |= zip(places, found[len(places) :], strict=False)
+        blocks = treedef.unflatten([out[i] for i in range(len(leaves))])
+        if codec is None:
+            return blocks, ()
+        cut = {i for i, d in enumerate(dims) if d is not None}
+        left = [lost[i] if i in cut else jnp.zeros_like(leaves[i]) for i in range(len(leaves))]
+        return blocks, treedef.unflatten(left)
+
+    def _is_by_leaf(self, tree: PyTree) -> bool:
+        """Return whether leaves are exchanged one by one, each laid out as it is.
+
+        That is under `vmap(spmd_axis_name=...)`, and where the compiler alone knows how leaves are
+        sharded inside a replica: to pack them would gather them.
+        """
+        return is_spmd(self.axis_name) or self._specs(tree) is None
+
+    def _specs(self, tree: PyTree) -> tuple[P, ...] | None:
+        """Return a spec over the axes inside a replica for each leaf; None: it is not known."""
+        specs = typed_specs(tree) if self.param_specs is None else self.param_specs
+        mesh = jax.sharding.get_abstract_mesh()
+        if specs is None and _hides_layouts(mesh):
+            return None
+        return tuple(_automatic(spec, mesh) for spec in specs_of_leaves(specs, tree))
+
+    def _of(self, places: Sequence[int], tree: PyTree) -> list[P] | None:
+        """Return the specs of these leaves as a list like them; None without specs."""
+        if self.param_specs is None:
+            return None
+        specs = specs_of_leaves(self.param_specs, tree)
+        return [specs[i] for i in places]
+
+    def _mapped(
+        self, fn: Callable[[jax.Array, int], jax.Array], dims: Sequence[int | None], tree: PyTree
+    ) -> PyTree:
+        """Return `fn(x, dimension)` of each leaf that is cut, on its blocks inside a replica."""
+        leaves, treedef = jax.tree.flatten(tree)
+        cut = [i for i, d in enumerate(dims) if d is not None]
+        if not cut or self.size == 1:
+            return tree
+        specs = self._specs(tree)
+        assert specs is not None, "leaves of unknown layout stay whole"
+
+        def each(parts: list[jax.Array]) -> list[jax.Array]:
+            pairs = zip(parts, [dims[i] for i in cut], strict=True)
+            return [fn(x, d) for x, d in pairs if d is not None]
+
+        new = _on_devices(each, [leaves[i] for i in cut], [specs[i] for i in cut])
+        done = dict(enumerate(leaves)) | dict(zip(cut, new, strict=True))
+        return treedef.unflatten([done[i] for i in range(len(leaves))])
+
+    def _buffers(
+        self, tree: PyTree, dims: Sequence[int | None], role: str | None = None
+    ) -> list[tuple[list[int], list[P]]]:
+        """Return positions and specs of the leaves that each buffer of rows holds."""
+        cut = [i for i, d in enumerate(dims) if d is not None]
+        if not cut:
+            return []
+        leaves, specs = jax.tree.leaves(tree), self._specs(tree)
+        assert specs is not None, "leaves of unknown layout stay whole"
+        # Buffers of the leaves as they are, from the same plan as those of a mean.
+        parts, held = [leaves[i] for i in cut], [specs[i] for i in cut]
+        wide = [jax.ShapeDtypeStruct(x.shape, at_least_float32(x.dtype)) for x in parts]
+        packing = packing_of(wide, self.over(param_specs=held))
+        found, names = [], leaf_names(tree) if role else []
+        for group in packing.groups:
+            if role is not None:
+                note_buffers(role, group.plan, [names[cut[i]] for i in group.indices])
+            for buffer in group.plan.buffers:
+                places = [cut[group.indices[label]] for label in dict.fromkeys(buffer.leaves)]
+                found.append((places, [specs[i] for i in places]))
+        return found
+
+
+def _block_shape(shape: Sequence[int], dimension: Any, count: int) -> tuple[int, ...]:
+    return tuple(size // count if d == dimension else size for d, size in enumerate(shape))
+
+
+def _in_rows(leaves: Sequence[jax.Array], dims: Sequence[Any], count: int) -> jax.Array:
+    """Return (replicas, n): in row i the blocks of all leaves that belong to replica i."""
+
+    def rows(x: jax.Array, d: int) -> jax.Array:
+        lead = math.prod(x.shape[:d])
+        split = lax.reshape(x, (lead, count, x.size // (lead * count)))
+        return lax.reshape(split.swapaxes(0, 1), (count, x.size // count))
+
+    return lax.concatenate([rows(x, d) for x, d in zip(leaves, dims, strict=True)], 1)
+
+
+def _from_rows(rows: jax.Array, blocks: Sequence[tuple[Any, Any]]) -> list[jax.Array]:
+    """Return the whole leaves, of blocks with these shapes and dimensions; see `_in_rows`."""
+    count, sizes = rows.shape[0], [math.prod(shape) for shape, _ in blocks]
+
+    def whole(x: jax.Array, shape: Sequence[int], d: int) -> jax.Array:
+        lead = math.prod(shape[:d])
+        split = lax.reshape(x, (count, lead, math.prod(shape) // lead)).swapaxes(0, 1)
+        return lax.reshape(split, tuple(n * count if i == d else n for i, n in enumerate(shape)))
+
+    parts = split_last(rows, sizes)
+    return [whole(x, *one) for x, one in zip(parts, blocks, strict=True)]
+
+
+def _split(row: jax.Array, shapes: Sequence[tuple[int, ...]]) -> list[jax.Array]:
+    parts = split_last(row, [math.prod(shape) for shape in shapes])
+    return [lax.reshape(x, shape) for x, shape in zip(parts, shapes, strict=True)]
+
+
+def _on_devices(
+    fn: Callable[[list[jax.Array]], list[jax.Array]],
+    leaves: list[jax.Array],
+    specs: Sequence[P],
+    times: int = 1,
+) -> list[jax.Array]:
+    """Return `fn(leaves)`, called on each device of a replica with its own blocks of the leaves.
+
+    The results have the specs of the leaves, `times` times.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    automatic = set(mesh.axis_names) - set(mesh.manual_axes) if mesh.manual_axes else set()
+    if not automatic:  # every array is local to this device
+        return fn(leaves)
+    return jax.shard_map(
+        fn,
+        in_specs=(list(specs),),
+        out_specs=list(specs) * times,
+        axis_names=automatic,
+        check_vma=tracks_types(),
+    )(leaves)
+
+
+def _hides_layouts(mesh: Any) -> bool:
+    """Return whether leaves may be sharded over automatic axes, where their types don't say it."""
+    types = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    automatic = [name for name, kind in types if kind == AxisType.Auto and mesh.manual_axes]
+    return any(mesh.shape[name] > 1 for name in automatic)
+
+
+def check_axis_argument(owner: str, argument: str, axis_name: object) -> None:
+    """Raise `ValueError` unless `axis_name` is a name or a tuple of distinct names."""
+    # Called before tracing. Whether the axes are bound is checked at trace time.
+    names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
+    if not names or not all(isinstance(n, str) and n for n in names):
+        raise ValueError(
+            f"{owner}: `{argument}` must be the name of a mapped axis or a tuple of names, "
+            f"got {axis_name!r}."
+        )
+    if len(set(names)) != len(names):
+        raise ValueError(f"{owner}: `{argument}` names an axis twice, got {axis_name!r}.")
+
+
+def check_are_specs(owner: str, param_specs: PyTree | None) -> list[P]:
+    """Return the leaves of a tree of specs; raise `ValueError` if it has leaves of other types."""
+    specs = jax.tree.leaves(param_specs, is_leaf=lambda x: isinstance(x, P))
+    if wrong := [x for x in specs if not isinstance(x, P)]:
+        raise ValueError(
+            f"{owner}: `param_specs` must be a tree of PartitionSpec, got a leaf of type "
+            f"{type(wrong[0]).__name__}."
+        )
+    return specs
+
+
+def checked_bytes(owner: str, argument: str, size: object) -> int:
+    """Return a size in bytes as an int; raise `ValueError` unless it is an integer >= 0."""
+    return checked_int(f"{owner}: `{argument}` is a size in bytes and", size, 0)
+
+
+def checked_group(
+    owner: str,
+    axis_name: AxisName,
+    local_axis_name: AxisName | None = None,
+    bucket_bytes: int | None = None,
+    codec: Codec | None = None,
+    param_specs: PyTree | None = None,
+) -> ReplicaGroup:
+    """Return the `ReplicaGroup` of these arguments, which are checked.
+
+    Raises:
+      ValueError: axes that are no names, specs that are no `PartitionSpec`s or name the replica
+        axis, a negative size, or a codec that is no `Codec`.
+    """
+    check_axis_argument(owner, "axis_name", axis_name)
+    if local_axis_name is not None:
+        check_axis_argument(owner, "local_axis_name", local_axis_name)
+    if bucket_bytes is not None:
+        bucket_bytes = checked_bytes(owner, "bucket_bytes", bucket_bytes)
+    specs = check_are_specs(owner, param_specs)
+    replicas = set(axis_names(axis_name))
+    if stacked := [x for x in specs if replicas & {n for e in x for n in axis_names(e or ())}]:
+        raise ValueError(
+            f"{owner}: `param_specs` are of one copy of the parameters and must not name the axis "
+            f"of the replicas, {axis_name!r}, got {stacked[0]}. Off stacked leaves they are read "
+            "as `P(*leaf.sharding.spec[1:])`."
+        )
+    if codec is not None and not isinstance(codec, Codec):
+        raise ValueError(
+            f"{owner}: `codec` must be None or one of js.codecs, such as js.codecs.int8() or "
+            f"js.codecs.float16(error_feedback=True), got {codec!r}."
+        )
+    return ReplicaGroup(axis_name, local_axis_name, param_specs, bucket_bytes, codec)
+
+
+def packing_of(
+    tree: PyTree, replicas: ReplicaGroup, dtype_of: Callable[[np.dtype], np.dtype] = np.dtype
+) -> TreePacking:
+    """Return the packing of trees like `tree` for an exchange, from a cache.
+
+    Args:
+      tree: tree of arrays or types.
+      replicas: the replicas that exchange, of which `param_specs` and `bucket_bytes` are used.
+        Without specs, layouts over Explicit axes are read from the types.
+      dtype_of: function from the dtype of a leaf to the dtype in which it is sent; by default they
+        are equal.
+
+    Raises:
+      ValueError: specs that do not fit the tree, or an axis that the context's mesh does not have.
+    """
+    leaves, treedef = jax.tree.flatten(tree)
+    # The key has the dtype that is sent, so that parameters in half precision and their float32
+    # updates have one plan if both are sent in float32.
+    types = tuple((leaf.shape, dtype_of(leaf.dtype)) for leaf in leaves)
+    specs = replicas.param_specs
+    specs = specs_key(typed_specs(tree) if specs is None else specs)
+    # The context's mesh says which axes are manual, and their sizes.
+    mesh = jax.sharding.get_abstract_mesh()
+    return _planned(treedef, types, specs, replicas.bucket_bytes, mesh)
+
+
+@functools.lru_cache(maxsize=128)
+def _planned(
+    treedef: Any,
+    types: tuple[tuple[tuple[int, ...], np.dtype], ...],
+    specs: Any,
+    bucket_bytes: int | None,
+    mesh: Hashable,
+) -> TreePacking:
+    del mesh  # a key for the cache only: `planned_by_group` reads it from the context
+    like = [jax.ShapeDtypeStruct(*each) for each in types]
+    structure, leaves = specs
+    limits = None if bucket_bytes is None else (bucket_bytes,)
+    specs = structure.unflatten(leaves)
+    return planned_by_group(
+        treedef, like, specs, lambda blocks, place: plan_buffers(blocks, limits=limits)
+    )
+
+
+def planned_by_group(
+    treedef: Any,
+    leaves: Sequence[Any],
+    specs: PyTree | None,
+    plan: Callable[[list[Any], Mapping[int, int]], BufferPlan],
+) -> TreePacking:
+    """Return the packing of a tree by a plan for each group of leaves sharded over the same axes.
+
+    Args:
+      treedef: structure of the tree.
+      leaves: the tree's arrays or types.
+      specs: `PartitionSpec` per leaf, or prefix of the tree, or None for whole leaves.
+      plan: the plan for a group; see `TreePacking.planned`.
+
+    Raises:
+      ValueError: specs that do not fit the tree, or an axis that the context's mesh does not have.
+    """
+    # One spec may stand for a whole subtree, as in jit and shard_map.
+    try:
+        of_leaves = specs_of_leaves(specs, treedef.unflatten(leaves))
+    except ValueError as error:
+        raise ValueError(
+            "`param_specs` must be a tree of PartitionSpec with the structure of the parameters, "
+            f"or a prefix of it: {error}"
+        ) from None
+    mesh = jax.sharding.get_abstract_mesh()
+    inside = [_automatic(spec, mesh) for spec in of_leaves]
+    return TreePacking.planned(treedef, leaves, inside, mesh.shape, plan)
+
+
+def _automatic(spec: P, mesh: Any) -> P:
+    """Return `spec` over the automatic axes that split a leaf: it is a block along manual ones."""
+    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    splits = set()
+    for name in {name for entry in spec for name in axis_names(entry or ())}:
+        if name not in types and not (is_bound(name) and axis_size(name) == 1):
+            raise ValueError(
+                f"`param_specs` names axis {name!r}, which the mesh here does not have "
+                f"(axes: {', '.join(map(repr, mesh.axis_names)) or 'none'})."
+            )
+        kind = types.get(name, AxisType.Manual)
+        # The type of an array names an Explicit axis also where its size is 1.
+        if kind == AxisType.Explicit or (kind == AxisType.Auto and mesh.shape[name] > 1):
+            splits.add(name)
+    return only_over(spec, frozenset(splits))
