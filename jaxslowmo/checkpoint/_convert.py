@@ -1,7 +1,7 @@
 """Conversion of a saved state to another form of the parameters and another number of replicas."""
 
 import math
-from collections.abc import Collection, Set
+from collections.abc import Set
 from typing import Any
 
 import jax
@@ -13,7 +13,7 @@ from ..gradients.precision import DynamicLossScaleState
 from ..mesh import Shares, numbered_key
 from ..train import TrainState
 from ..transform import ExchangeState, ParameterTransform, shifted_copies
-from ..tree import in_model_form, leaf_names, replaced
+from ..tree import in_model_form, leaf_names, mirrored, replaced
 from ._folder import CheckpointError
 from ._placement import SavedForm, StatePlacement, carry_leaf, stacked
 from ._record import Record, is_key
@@ -246,7 +246,7 @@ def with_whole_shared(structs: TrainState) -> TrainState:
     params = dict(zip(leaf_names(structs.params), jax.tree.leaves(structs.params), strict=True))
 
     def whole(name: str, x: Any) -> Any:
-        like = params.get(_param_of(name, params))
+        like = params.get(mirrored(name, params))
         if like is None or _cut(x.shape[1:], like.shape[1:]) is None:
             return x
         return jax.ShapeDtypeStruct(like.shape, x.dtype)
@@ -269,7 +269,7 @@ def joined_blocks(record: Record, arrays: list[Any], old: StatePlacement, prefix
     places = {x.name.removeprefix("params/"): i for i, x in enumerate(saved)}
 
     def joined(name: str, x: Any) -> Any:
-        i = places.get(_param_of(name, places))
+        i = places.get(mirrored(name, places))
         if not name.startswith(prefix) or i is None:
             return x
         whole = tuple(saved[i].shape[1:])
@@ -298,19 +298,12 @@ def _split_blocks(shared: PyTree, like: PyTree, params: PyTree, new: StatePlacem
         one = x[0]
         if (d := _cut(like.shape[1:], one.shape)) is None:
             return np.broadcast_to(one, like.shape)
-        parts = new.parts(places[_param_of(name, places)], d)
+        parts = new.parts(places[mirrored(name, places)], d)
         shape = *one.shape[:d], parts, like.shape[0], -1, *one.shape[d + 1 :]
         return np.moveaxis(one.reshape(shape), d + 1, 0).reshape(like.shape)
 
     leaves = map(split, leaf_names(shared), *map(jax.tree.leaves, (shared, like)))
     return jax.tree.structure(shared).unflatten(leaves)
-
-
-def _param_of(name: str, params: Collection[str]) -> str:
-    """Return the parameter of which a leaf is, of a tree like the parameters; "" for none."""
-    words = name.split("/")
-    ends = ("/".join(words[i:]) for i in range(len(words)))
-    return next((end for end in ends if end in params), "")
 
 
 def _cut(block: tuple[int, ...], whole: tuple[int, ...]) -> int | None:

@@ -150,7 +150,9 @@ class Sweep:
                 f"...), for {seeds} seeds and {self.replicas} replicas; got "
                 f"{jax.tree.map(np.shape, batches)}."
             )
-        phases = [self._phase(t) for t in range(state.count + 1, state.count + steps + 1)]
+        phases = [
+            self._phase(t, state.params) for t in range(state.count + 1, state.count + steps + 1)
+        ]
         kinds = tuple(sorted(set(phases)))
         which = np.array([kinds.index(phase) for phase in phases], np.int32)
         models = state.params, state.opt_state
@@ -161,8 +163,14 @@ class Sweep:
         """Return the model of each run, the mean of its replicas: (settings, seeds, *s)."""
         return self._models(state.params, state.opt_state)
 
-    def _phase(self, t: int) -> Phase:
-        return () if self._sync is None else self._sync.phase(t)
+    def _phase(self, t: int, params: PyTree) -> Phase:
+        if self._sync is None:
+            return ()
+        sync = self._sync
+        if sync.algorithm.needs:  # its events depend on the parameters, here of all runs
+            one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[3:], x.dtype), params)
+            sync = sync.bound(params=one)
+        return sync.phase(t)
 
     @functools.cached_property
     def _first(self) -> Callable[..., Any]:

@@ -24,7 +24,7 @@ InnerState = Literal["keep", "reset", "average"]
 
 
 class Carry(NamedTuple):
-    """What an event may change, of one replica; `before` alone is only read.
+    """The values of one replica that an event may change; `before` alone is only read.
 
     Attributes:
       before: the parameters before the update.
@@ -238,7 +238,7 @@ class Algorithm:
 
     @property
     def inner_state(self) -> InnerState:
-        """What its exchanges do to the moments of the inner optimizer."""
+        """The change that its exchanges make to the moments of the inner optimizer."""
         changes: list[InnerState] = [x.inner_state for x in self.events if x.inner_state != "keep"]
         return changes[0] if changes else "keep"
 

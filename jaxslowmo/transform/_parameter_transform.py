@@ -12,7 +12,7 @@ from .._support.checks import warn_once
 from .._support.settings import Settings
 from .._support.types import AxisName, Phase, PyTree
 from ..mesh import Shares, axis_size, is_bound, specs_key, typed_specs
-from ..tree import at_least_float32, check_floating, leaf_names
+from ..tree import at_least_float32, check_floating, leaf_names, mirrored
 from ._algorithm import Algorithm, Carry, UpdateContext
 from ._checks import check_varying, check_weight, known_specs, unless_idle
 from ._due import Communicate, increment, instants
@@ -165,9 +165,13 @@ def share_of_whole(shared: PyTree, params: PyTree) -> float:
       shared: its arrays or types; of the whole state stacked over replicas, or of one replica.
       params: the parameters, in the same form.
     """
-    shapes = {x.shape for x in jax.tree.leaves(params)}
-    sizes = [(x.size * x.dtype.itemsize, x.shape in shapes) for x in jax.tree.leaves(shared)]
-    return sum(size for size, is_whole in sizes if is_whole) / max(1, sum(n for n, _ in sizes))
+    shapes = {n: x.shape for n, x in zip(leaf_names(params), jax.tree.leaves(params), strict=True)}
+    whole = total = 0
+    for name, x in zip(leaf_names(shared), jax.tree.leaves(shared), strict=True):
+        size = x.size * x.dtype.itemsize
+        total += size
+        whole += size if x.shape == shapes.get(mirrored(name, shapes)) else 0
+    return whole / max(1, total)
 
 
 _Form = tuple[Any, tuple[tuple[tuple[int, ...], Any], ...]]

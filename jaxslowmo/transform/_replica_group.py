@@ -328,10 +328,9 @@ class ReplicaGroup:
           all-gather over `local_axis_name` follows.
         """
         if self.size == 1:
-            return jax.tree.map(lambda x, _: x, blocks, like)
+            return blocks
         leaves, treedef = jax.tree.flatten(blocks)
-        dims, shapes = self.dimensions(like), [x.shape for x in jax.tree.leaves(like)]
-        whole = dict(enumerate(leaves))
+        dims, whole = self.dimensions(like), dict(enumerate(leaves))
         axes, local = self.axis_name, self.local_axis_name
         if codec is None and self._is_by_leaf(like):
             for i, d in enumerate(dims):
@@ -347,7 +346,6 @@ class ReplicaGroup:
 
             parts = [leaves[i] for i in places]
             whole |= zip(places, _on_devices(gathered, parts, specs), strict=True)
-        assert all(whole[i].shape == shape for i, shape in enumerate(shapes))
         return treedef.unflatten([whole[i] for i in range(len(leaves))])
 
     def _scattered(
@@ -357,10 +355,10 @@ class ReplicaGroup:
         dims = self.dimensions(tree)
         rest = [i for i, d in enumerate(dims) if d is None]
         # What stays whole is small, as a rule, and sent in full.
-        means = self.over(codec=None, param_specs=self._of(rest, tree)).mean(
-            [leaves[i] for i in rest], role=role
-        )
-        out, lost = dict(zip(rest, means, strict=True)), dict(enumerate(leaves))
+        in_full = self.over(codec=None).of_leaves(tree, rest, lambda _, specs: specs)
+        means = in_full.mean([leaves[i] for i in rest], role=role)
+        out = dict(zip(rest, means, strict=True))
+        lost = {i: jnp.zeros_like(leaves[i]) for i in rest}
         axes, local, count = self.axis_name, self.local_axis_name, self.size
         if codec is None and self._is_by_leaf(tree):
             for i, d in enumerate(dims):
@@ -389,9 +387,7 @@ class ReplicaGroup:
         blocks = treedef.unflatten([out[i] for i in range(len(leaves))])
         if codec is None:
             return blocks, ()
-        cut = {i for i, d in enumerate(dims) if d is not None}
-        left = [lost[i] if i in cut else jnp.zeros_like(leaves[i]) for i in range(len(leaves))]
-        return blocks, treedef.unflatten(left)
+        return blocks, treedef.unflatten([lost[i] for i in range(len(leaves))])
 
     def _is_by_leaf(self, tree: PyTree) -> bool:
         """Return whether leaves are exchanged one by one, each laid out as it is.
@@ -408,13 +404,6 @@ class ReplicaGroup:
         if specs is None and _hides_layouts(mesh):
             return None
         return tuple(_automatic(spec, mesh) for spec in specs_of_leaves(specs, tree))
-
-    def _of(self, places: Sequence[int], tree: PyTree) -> list[P] | None:
-        """Return the specs of these leaves as a list like them; None without specs."""
-        if self.param_specs is None:
-            return None
-        specs = specs_of_leaves(self.param_specs, tree)
-        return [specs[i] for i in places]
 
     def _mapped(
         self, fn: Callable[[jax.Array, int], jax.Array], dims: Sequence[int | None], tree: PyTree

@@ -20,6 +20,7 @@ from ._leaves import check_floating as check_floating
 from ._leaves import kept_if as kept_if
 from ._leaves import landing as landing
 from ._leaves import leaf_names as leaf_names
+from ._leaves import mirrored as mirrored
 from ._leaves import not_floating as not_floating
 from ._leaves import of_form as of_form
 from ._leaves import parts_of as parts_of

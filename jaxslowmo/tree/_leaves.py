@@ -6,7 +6,7 @@ NumPy arrays stay NumPy arrays.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, TypeVar
 
 import jax
@@ -23,6 +23,16 @@ def leaf_names(tree: PyTree) -> list[str]:
     """Return readable names of the leaves in flattening order, such as `"dense/kernel"`."""
     paths = jax.tree_util.tree_flatten_with_path(tree)[0]
     return [jax.tree_util.keystr(path, simple=True, separator="/") or "(root)" for path, _ in paths]
+
+
+def mirrored(name: str, names: Collection[str]) -> str:
+    """Return which of these leaves one of another tree mirrors, by the end of its name; "" if none.
+
+    Trees of an optimizer's state have the names of the parameters at their ends.
+    """
+    words = name.split("/")
+    ends = ("/".join(words[i:]) for i in range(len(words)))
+    return next((end for end in ends if end in names), "")
 
 
 def type_text(x: Any) -> str:

@@ -97,7 +97,7 @@ BY_THE_HOST = ("slowmo", "slowmo inexact", "only_finite", "slow irregular inexac
 
 
 def summed(found):
-    """What stands in a conditional has a row of its own."""
+    """A collective in a conditional has a row of its own."""
     names = {name for name, _, _ in found}
     of = {name: [row[1:] for row in found if row[0] == name] for name in names}
     return {(name, *map(sum, zip(*rows, strict=True))) for name, rows in of.items()}

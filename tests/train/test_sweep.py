@@ -50,7 +50,9 @@ SYNCS = {
         js.local_sgd("replica", sync_every=3, codec=js.codecs.float16())
     ),
     "diloco, in 8 bits": lambda s: diloco(s, sync_every=4, codec=js.codecs.int8()),
-    "diloco, spread": lambda s: diloco(s, sync_every=6, fragments=2, delay=2, merge=0.5),
+    "diloco, spread": lambda s: diloco(
+        s, sync_every=6, fragments=lambda name: int(name == "w"), delay=2, merge=0.5
+    ),
 }
 
 

@@ -105,7 +105,7 @@ SLOW = js.slowmo("replica", base=LOCAL, sync_every=2)
 
 
 def test_state_of_leaves_whose_layout_is_not_known_stays_whole(mesh_of):
-    """In loops of one's own, where automatic axes hide it; `with_specs` tells it."""
+    """Automatic axes hide the layout in loops of one's own, and `with_specs` tells it."""
     mesh = mesh_of({"replica": 2, "fsdp": 4})
     params, specs = sharded_inside(mesh), {"w": P("fsdp")}
     with pytest.warns(UserWarning, match=r"^slowmo: of the shared state \d+% .* stay whole"):

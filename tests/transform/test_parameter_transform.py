@@ -53,7 +53,7 @@ def notes(tx, t, **options):
 
 @given(st.lists(st.tuples(st.integers(1, 4), st.booleans()), min_size=1, max_size=4), st.data())
 def test_phases_and_programs_follow_from_the_events(told, data):
-    """In order; what replaces leaves out all before it."""
+    """Events run in order, and one that replaces leaves out all before it."""
     tx = noting([(js.every(k), replaces) for k, replaces in told])
     t = data.draw(st.integers(1, 12))
     phase, due = [], [t % k == 0 for k, _ in told]

@@ -1,4 +1,4 @@
-"""What parts say of themselves, and what they use."""
+"""Declarations of gradient transforms, and building blocks of exchanges."""
 
 from .._due import Every as Every
 from .._due import phase_scope as phase_scope

@@ -124,7 +124,7 @@ def drawn(seed, size=12):
 def test_equals_the_oracle(
     algorithm, base, fragments, delay, merge, shard_state, codec, weight, phases, seed
 ):
-    """In 16 bits up to what rounding of displacements loses."""
+    """Results agree up to what rounding of displacements to 16 bits loses."""
     delay = PERIOD - 1 if delay == 3 else delay  # the longest, beyond turns of other fragments
     base, of_base = bases(base if algorithm.startswith("slowmo") else None)
     options = {"fragments": fragments, "delay": delay, "merge": merge, "shard_state": shard_state}

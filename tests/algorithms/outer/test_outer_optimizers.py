@@ -9,6 +9,7 @@ import optax
 import pytest
 
 import jaxslowmo as js
+from jaxslowmo.transform import share_of_whole
 from support.layered import assert_close, language_model, tokens
 
 REPLICAS, EVERY, UPDATES = 2, 2, 6
@@ -105,7 +106,7 @@ def test_it_is_what_the_optimizer_does_on_the_leaves(name, shard_state, parts):
     ],
 )
 def test_which_state_is_sharded(sync, is_sharded):
-    """By the arguments alone: an optimizer of the user's is whole, unless they promise more."""
+    """The arguments alone decide: the state of a user's optimizer is whole, unless they promise."""
     assert sync.algorithm.is_sharded == is_sharded
     assert ("shared state: sharded" in repr(sync)) == is_sharded
 
@@ -123,6 +124,18 @@ def test_leaves_that_stay_whole_are_told_of_above_a_tenth_of_the_bytes(size, is_
     messages = [str(x.message) for x in caught]
     assert len(messages) == is_told
     assert all(x.startswith("diloco: ") and "38% of the bytes stay whole" in x for x in messages)
+
+
+def test_a_block_of_the_shape_of_another_leaf_is_none_that_stays_whole():
+    """Half of "a" has the shape of "b", and both are cut."""
+    params = {"a": np.zeros((8, 4), np.float32), "b": np.zeros((4, 4), np.float32)}
+    stacked = jax.tree.map(lambda x: np.stack([x, x]), params)
+    tx = js.slowmo("replica", base=js.local_sgd("replica", sync_every=2), sync_every=4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        state = jax.vmap(tx.init, axis_name="replica")(stacked)
+    assert jax.tree.map(np.shape, state.shared["anchor"]) == {"a": (2, 4, 4), "b": (2, 2, 4)}
+    assert share_of_whole(state.shared, stacked) == 0
 
 
 @pytest.mark.parametrize(
